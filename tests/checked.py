@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.budget import PageCount
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.planner import plan_step
-from jaxsgl.scheduler.scheduler import NO_SCORES, Scheduler
+from jaxsgl.scheduler.scheduler import Scheduler
 from tests.fingerprint import fingerprint
 
 
@@ -66,11 +66,11 @@ class CheckedScheduler(Scheduler):
                 for page in self.cache.table.pages[req.lease.row, : req.lease.num_pages].tolist():
                     assert salt_of.setdefault(page, req.namespace) == req.namespace, "requests of two salts share"
 
-    def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
+    def collect(self, tokens: Sequence[int] | np.ndarray, outputs: HostOutputs = NO_OUTPUTS) -> None:
         inputs, as_launched = self._unread.popleft()
         for array, copy in zip(arrays_of(inputs), as_launched, strict=True):
             np.testing.assert_array_equal(array, copy, "an array of a step in flight was changed")
-        super().collect(tokens, scores)
+        super().collect(tokens, outputs)
         self.check()
 
     def _check_that_no_try_was_missed(self, plan: StepPlan) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.requests.pooling import Pooled, PoolingSpec, check_dimensions, class_scores, embedding_of
+from jaxsgl.requests.outputs import Pooled, PoolingSpec, check_dimensions, class_scores, embedding_of
 
 HIDDEN = Pooled(np.array([3.0, 4.0, 12.0], np.float32).tobytes())
 

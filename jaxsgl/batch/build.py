@@ -27,7 +27,7 @@ from jaxsgl.batch.inputs import (
 )
 from jaxsgl.batch.sampling import NEUTRAL_BITS, SamplingRows, neutral_edits, row_setup
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, PageTable, slots_at, slots_of
-from jaxsgl.requests.pooling import Pooling
+from jaxsgl.requests.outputs import Pooling
 
 
 @dataclass(frozen=True, slots=True)

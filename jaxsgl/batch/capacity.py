@@ -11,8 +11,7 @@ from jaxsgl.batch.patches import TowerCapacity
 from jaxsgl.cache.pages import pages_for, tokens_in
 from jaxsgl.config.engine import Limits
 from jaxsgl.requests.media import MediaLimits
-from jaxsgl.requests.pooling import PoolingSpec
-from jaxsgl.requests.token_states import StatesSpec
+from jaxsgl.requests.outputs import PoolingSpec, StatesSpec
 
 
 @dataclass(frozen=True)

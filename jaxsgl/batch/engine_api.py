@@ -1,11 +1,10 @@
-"""What the serving loop needs of an engine: the protocols `StepEngine` and `PageEngine`, and the results of a step.
+"""What the serving loop needs of an engine: the protocols `StepEngine`, `PageEngine` and `StepHandle`.
 
 `engine.Engine` implements it on a device, `testing.engine.FakeEngine` without one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,68 +12,7 @@ import numpy.typing as npt
 
 from jaxsgl.batch.engine_ops import EngineOp, PageLayout
 from jaxsgl.batch.inputs import StepInputs
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Log-probabilities (natural, by the model's own logits) of n tokens, with K = `request.MAX_TOP_LOGPROBS`.
-
-    Attributes:
-      logprobs: `[n]` float32, of the tokens.
-      top_ids: `[n, K]` int32, the most likely tokens in their places, best first; fewer if the vocabulary is smaller.
-      top_logprobs: `[n, K]` float32, of `top_ids`.
-    """
-
-    logprobs: npt.NDArray[np.float32]
-    top_ids: npt.NDArray[np.int32]
-    top_logprobs: npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class PooledRows:
-    """What a step that pools yields, in the order of the batch.
-
-    Attributes:
-      hidden: `[num_seqs, D]` float32: the hidden state of each sequence's last token, or the sum over its tokens.
-      logits: `[num_seqs, L]` float32: of its `label_ids`, or of the labels of a classification head.
-      log_total: `[num_seqs]` float32, see `Pooled`; None if the server doesn't generate.
-      has_classes: whether `logits` are those of a classification head.
-    """
-
-    hidden: npt.NDArray[np.float32]
-    logits: npt.NDArray[np.float32]
-    log_total: npt.NDArray[np.float32] | None = None
-    has_classes: bool = False
-
-
-@dataclass(frozen=True)
-class StatesRows:
-    """What a step computed for each of its `num_tokens` tokens, in their order.
-
-    Attributes:
-      hidden: `[num_tokens, D]` float32, after the last norm.
-      experts: `[num_tokens, layers, k]` int32, -1 in layers without experts; None if the model has none.
-    """
-
-    hidden: npt.NDArray[np.float32]
-    experts: npt.NDArray[np.int32] | None
-
-
-@dataclass(frozen=True)
-class StepScores:
-    """What a step yields besides tokens.
-
-    Attributes:
-      sampled: log-probabilities of the sampled tokens `[num_seqs]`, if the batch asked for them.
-      prompt: those of the `targets` of a "score" step, `[num_tokens]` in the order of its tokens.
-      pooled: hidden states and logits of its sequences, in steps that pool.
-      states: of its tokens, in steps that yield them.
-    """
-
-    sampled: TokenScores | None = None
-    prompt: TokenScores | None = None
-    pooled: PooledRows | None = None
-    states: StatesRows | None = None
+from jaxsgl.batch.outputs import HostOutputs
 
 
 class StepHandle(Protocol):
@@ -87,8 +25,8 @@ class StepHandle(Protocol):
         """
         ...
 
-    def scores(self) -> StepScores:
-        """Waits like `tokens`; what the batch asked for beside tokens."""
+    def outputs(self) -> HostOutputs:
+        """Waits like `tokens`; what the batch asked for besides tokens."""
         ...
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from jaxsgl.batch.patches import EncodeInputs, EncodePart
 from jaxsgl.batch.sampling import COLUMNS, Bitcast, SamplingArrays
-from jaxsgl.requests.pooling import MAX_LABELS
+from jaxsgl.requests.outputs import MAX_LABELS
 
 ArrayT = TypeVar("ArrayT", bound=Any)
 StepKind: TypeAlias = Literal["decode", "extend", "score"]

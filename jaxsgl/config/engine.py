@@ -19,8 +19,7 @@ from jaxsgl.config.lora import LoraConfig
 from jaxsgl.config.vision import VisionConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.requests.media import MediaLimits
-from jaxsgl.requests.pooling import PoolingSpec
-from jaxsgl.requests.token_states import StatesSpec
+from jaxsgl.requests.outputs import PoolingSpec, StatesSpec
 
 BUNDLED_MODEL = str(Path(__file__).parents[1] / "bundled_model")
 AUTO = "auto"

@@ -17,6 +17,7 @@ from jaxsgl.batch.build import empty_step
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs
+from jaxsgl.batch.outputs import check_outputs
 from jaxsgl.batch.patches import EncodeInputs, EncodePart, empty_call
 from jaxsgl.engine.memory import OUT_OF_MEMORY
 from jaxsgl.engine.programs import ProgramKey
@@ -38,9 +39,10 @@ def run_all(
     """
     for bucket in covering(buckets):
         with step_failure(f"the program for [{bucket}] can't run", account):
-            step = submit(empty_step(bucket, capacity.num_rows, capacity.vocab_size))
+            inputs = empty_step(bucket, capacity.num_rows, capacity.vocab_size)
+            step = submit(inputs)
             step.tokens()
-            step.scores()
+            check_outputs(step.outputs(), inputs)
 
 
 def run_masks(programs: StepPrograms, account: str) -> None:

@@ -22,6 +22,7 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_ops import EngineOp, Gather, GatherRows, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
+from jaxsgl.batch.outputs import NO_OUTPUTS
 from jaxsgl.batch.patches import EncodeInputs, EncodePart
 from jaxsgl.cache.pages import tokens_in
 from jaxsgl.config.engine import EngineConfig
@@ -29,8 +30,7 @@ from jaxsgl.engine import profiler
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
-from jaxsgl.engine.handle import Chosen, DeviceHandle
-from jaxsgl.engine.launcher import LaunchedHandle, Launcher
+from jaxsgl.engine.launcher import Chosen, DeviceHandle, LaunchedHandle, Launcher
 from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
 from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
@@ -148,7 +148,6 @@ class Engine:
         )
         self._params = self.residents.leaves
         self._launcher: Launcher | None = None
-        self._has_classes = self.arch.head == "labels"
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
         if mesh.size > 1:
             self._launcher = Launcher()
@@ -208,12 +207,12 @@ class Engine:
             return DeviceHandle(inputs, Chosen(out.tokens))
         if inputs.masked:
             choose = partial(self._choose_masked, after[0], out, inputs)
-            return DeviceHandle(inputs, None, out.prompt_scores, out.pooled, self._has_classes, choose, out.states)
+            return DeviceHandle(inputs, None, out.outputs, choose)
         if inputs.features is not None:
             chosen = self._choose_featured(after[0], out, inputs.features)
         else:
             chosen = self._choose(after[0], out) if after else Chosen(out.tokens)
-        return DeviceHandle(inputs, chosen, out.prompt_scores, out.pooled, self._has_classes, None, out.states)
+        return DeviceHandle(inputs, chosen, out.outputs)
 
     @property
     def page_layout(self) -> PageLayout:
@@ -284,7 +283,7 @@ class Engine:
         if features is None:
             return self._choose(program, masked)
         chosen = self._choose_featured(program, masked, features)
-        return chosen if own is None else chosen._replace(scores=score(own, chosen.tokens))
+        return chosen if own is None else chosen._replace(outputs=score(own, chosen.tokens))
 
     def _choose_featured(self, program: jax.stages.Compiled, forwarded: Forwarded, features: StepFeatures) -> Chosen:
         state = self._state
@@ -293,7 +292,7 @@ class Engine:
             tables = self.programs.set_row(tables, setup)
         out = program(forwarded.logits, forwarded.sampling, state.last_tokens, tables, features.edit_rows)
         self._state = state._replace(last_tokens=out.last_tokens, edit_tables=out.edit_tables)
-        return Chosen(out.tokens, out.scores if features.logprobs else None)
+        return Chosen(out.tokens, out.outputs if features.logprobs else NO_OUTPUTS)
 
     def _encode(self, call: EncodeInputs | EncodePart) -> jax.Array:
         """Launches a call of the vision tower, or a part of one; returns the pool of embeddings."""

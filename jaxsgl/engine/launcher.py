@@ -1,8 +1,8 @@
-"""A thread that launches steps in order, so that the serving loop doesn't wait for JAX on several devices.
+"""Steps in flight: what the host reads of one, and a thread that launches them in order on several devices.
 
 A launch hands every array over once per device, which on eight devices takes twice as long as on one, and longer than
-planning the step. Owns the thread and the order; never knows what a step is. Called by `engine` on a mesh of several
-devices; on one device the serving loop launches by itself.
+planning the step. So on a mesh of several devices a thread launches, and the serving loop doesn't wait for JAX; on one
+device the serving loop launches by itself. Knows no program; made and called by `engine`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,75 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.engine_api import MaskedHandle, StepHandle, StepScores
+from jaxsgl.batch.engine_api import MaskedHandle, StepHandle
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs, StepOutputs, on_host
 
 T = TypeVar("T")
+
+
+class Chosen(NamedTuple):
+    """The tokens of a step, `[S]` or `[num_steps, S]`, and what the program that chose them yields if it is wanted."""
+
+    tokens: jax.Array
+    outputs: StepOutputs[jax.Array] = NO_OUTPUTS
+
+
+Choose: TypeAlias = Callable[[npt.NDArray[np.uint32]], Chosen]
+
+
+class DeviceHandle:
+    """A step in flight: the device computes it, and copies to the host what the host will read.
+
+    Args:
+      inputs: of the step.
+      chosen: its tokens; None: `choose` says them once there are masks.
+      outputs: what its forward program yields besides.
+      choose: launches the choice of tokens by masks.
+    """
+
+    def __init__(
+        self,
+        inputs: StepInputs,
+        chosen: Chosen | None,
+        outputs: StepOutputs[jax.Array] = NO_OUTPUTS,
+        choose: Choose | None = None,
+    ) -> None:
+        self._inputs = inputs
+        self._chosen = chosen
+        self._outputs = outputs
+        self._choose = choose
+        for array in jax.tree.leaves((chosen, outputs)):
+            array.copy_to_host_async()
+
+    def choose(self, masks: npt.NDArray[np.uint32]) -> None:
+        """Launches the choice of a `masked` step's tokens; never waits for the device. See `MaskedHandle`."""
+        assert self._choose is not None and self._chosen is None, "the step needs no masks, or has got them"
+        self._chosen = self._choose(masks)
+        for array in jax.tree.leaves(self._chosen):
+            array.copy_to_host_async()
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Waits for the step; sampled ids `[num_seqs]`, of several steps `[num_steps, num_seqs]`.
+
+        Raises what the device raised, if the step failed.
+        """
+        assert self._chosen is not None, "the step waits for masks"
+        return np.asarray(self._chosen.tokens)[..., : self._inputs.num_seqs]
+
+    def outputs(self) -> HostOutputs:
+        """Waits for the step; what the batch asked for besides tokens."""
+        assert self._chosen is not None, "the step waits for masks"
+        parts = self._outputs, self._chosen.outputs
+        if not jax.tree.leaves(parts):
+            return NO_OUTPUTS
+        return on_host(parts, self._inputs.num_tokens, self._inputs.num_seqs)
 
 
 class Launcher:
@@ -74,6 +135,6 @@ class LaunchedHandle:
         """See `StepHandle`."""
         return self._launched.result().tokens()
 
-    def scores(self) -> StepScores:
+    def outputs(self) -> HostOutputs:
         """See `StepHandle`."""
-        return self._launched.result().scores()
+        return self._launched.result().outputs()

@@ -13,8 +13,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxsgl.batch.outputs import StepOutputs
 from jaxsgl.engine import vocabulary
-from jaxsgl.engine.sampler import Logprobs, score
+from jaxsgl.engine.outputs import of_choice
 from jaxsgl.models.tensor_parallel import num_parts, part_index
 
 MASKED_DONATES = (0,)  # logits
@@ -38,9 +39,9 @@ def copy_step(logits: jax.Array) -> jax.Array:
     return jnp.copy(logits)
 
 
-def score_step(logits: jax.Array, tokens: jax.Array, *, vocab_size: int | None = None) -> Logprobs:
-    """Log-probabilities of `tokens [S]` by `logits [S, V]`, which no mask has changed; padding as in `sample_step`."""
-    return vocabulary.by_rows(score, logits, tokens, vocab_size=vocab_size)
+def score_step(logits: jax.Array, tokens: jax.Array, *, vocab_size: int | None = None) -> StepOutputs[jax.Array]:
+    """`of_choice` for `tokens [S]` and `logits [S, V]`, which no mask has changed; padding as in `sample_step`."""
+    return vocabulary.by_rows(of_choice, logits, tokens, vocab_size=vocab_size)
 
 
 def _bits(masks: jax.Array, vocab_size: int) -> jax.Array:

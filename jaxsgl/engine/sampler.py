@@ -104,7 +104,7 @@ def in_chunks(x: jax.Array, fill: float) -> jax.Array:
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of n tokens on the device; the arrays of `engine_api.TokenScores`."""
+    """Log-probabilities of n tokens on the device; see `StepOutputs`."""
 
     logprobs: jax.Array
     top_ids: jax.Array

@@ -21,7 +21,7 @@ from jaxsgl.engine.memory import Memory
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.requests.media import MediaLimits
-from jaxsgl.requests.token_states import StatesSpec
+from jaxsgl.requests.outputs import StatesSpec
 
 ROWS = {"cpu": 32}
 OTHER_ROWS = 256

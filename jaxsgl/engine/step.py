@@ -23,11 +23,10 @@ import numpy as np
 from flax import nnx
 
 from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
+from jaxsgl.batch.outputs import NO_OUTPUTS, StepOutputs
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
-from jaxsgl.engine import edits, page_table, sampler, vocabulary
+from jaxsgl.engine import edits, outputs, page_table, sampler, vocabulary
 from jaxsgl.engine.edits import EditTables
-from jaxsgl.engine.pooling import PooledSeqs, TokenArrays, pool, token_arrays
-from jaxsgl.engine.sampler import Logprobs, score
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
@@ -54,24 +53,20 @@ class Stepped(NamedTuple):
         of `last_tokens`.
       tokens: `[S]` int32, the most likely ones; 0 if the model doesn't generate.
       logits: `[S, V]` float32, with V = 0 if it doesn't.
-      prompt_scores: `[T]` of the targets, in "score" steps only.
-      pooled: hidden states, in steps that pool only.
-      states: of its tokens, in steps that yield them only.
+      outputs: those of its bucket that the forward program makes.
     """
 
     state: DeviceState
     tokens: jax.Array
     logits: jax.Array
-    prompt_scores: Logprobs | None = None
-    pooled: PooledSeqs | None = None
-    states: TokenArrays | None = None
+    outputs: StepOutputs[jax.Array]
 
 
 class Forwarded(NamedTuple):
     """What a forward program returns.
 
     Attributes:
-      state, tokens, logits, prompt_scores, pooled, states: see `Stepped`.
+      state, tokens, logits, outputs: see `Stepped`.
       sampling: `[SAMPLING_ROWS, S]` int32, what a sampling program needs of the inputs; see `pack_sampling`.
     """
 
@@ -79,9 +74,7 @@ class Forwarded(NamedTuple):
     tokens: jax.Array
     logits: jax.Array
     sampling: jax.Array
-    prompt_scores: Logprobs | None = None
-    pooled: PooledSeqs | None = None
-    states: TokenArrays | None = None
+    outputs: StepOutputs[jax.Array]
 
 
 class Decoded(NamedTuple):
@@ -103,13 +96,13 @@ class Featured(NamedTuple):
       last_tokens: `[rows + 1]` int32, with `tokens` at their rows.
       edit_tables: with `tokens` counted.
       tokens: `[S]` int32.
-      scores: `[S]` of the tokens.
+      outputs: those that the program makes which chooses tokens.
     """
 
     last_tokens: jax.Array
     edit_tables: EditTables
     tokens: jax.Array
-    scores: Logprobs
+    outputs: StepOutputs[jax.Array]
 
 
 Step: TypeAlias = Callable[[Params, DeviceState, StepArrays[jax.Array], PoolWeights | None], Stepped]
@@ -154,7 +147,7 @@ def make_step(
         ids, images = _token_ids(arrays.token_ids, state.last_tokens), _image_tokens(state, arrays, model.arch)
         experts: list[jax.Array] | None = [] if states else None
         hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts)
-        of_tokens = None if experts is None else token_arrays(hidden, experts)
+        found: StepOutputs[jax.Array] = NO_OUTPUTS if experts is None else outputs.of_tokens(hidden, experts)
         last = hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets)
         if model.arch.generates:
             logits = model.logits(last)
@@ -163,14 +156,9 @@ def make_step(
         else:
             logits, tokens = jnp.zeros((len(last), 0), jnp.float32), jnp.zeros(len(last), jnp.int32)
             last_tokens = state.last_tokens
-        scores = None
-        if arrays.targets is not None:
-            scores = vocabulary.score_in_slices(model.logits, hidden, arrays.targets, model.arch.vocab_size)
+        found = outputs.of_heads(model, hidden, last, logits if model.arch.generates else None, arrays, found)
         state = DeviceState(pages.buffers(), table, last_tokens, state.edit_tables, state.images)
-        if arrays.label_ids is None:
-            return Stepped(state, tokens, logits, scores, None, of_tokens)
-        pooled = pool(model, hidden, last, arrays, logits if model.arch.generates else None)
-        return Stepped(state, tokens, logits, scores, pooled, of_tokens)
+        return Stepped(state, tokens, logits, found)
 
     return step
 
@@ -197,8 +185,7 @@ def make_forward(
         arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
         adapters = jax.tree.unflatten(pool_treedef, adapter_leaves) if bucket.adapter_columns else None
         out = step(jax.tree.unflatten(treedef, params), state, arrays, adapters)
-        sampling = pack_sampling(arrays, out.tokens)
-        return Forwarded(out.state, out.tokens, out.logits, sampling, out.prompt_scores, out.pooled, out.states)
+        return Forwarded(out.state, out.tokens, out.logits, pack_sampling(arrays, out.tokens), out.outputs)
 
     return forward
 
@@ -293,14 +280,14 @@ def featured_step(
 
     def of_rows(
         logits: jax.Array, edit_rows: jax.Array, lengths: jax.Array, sampling: SamplingArrays[jax.Array]
-    ) -> tuple[jax.Array, Logprobs]:
+    ) -> tuple[jax.Array, StepOutputs[jax.Array]]:
         edited = edits.apply(logits, tables, edit_rows, lengths)
         tokens = sampler.sample(edited, sampling, lengths, sampler.greedy(edited), filtered=True)
-        return tokens, score(logits, tokens)
+        return tokens, outputs.of_choice(logits, tokens)
 
     vocab_size = tables.counts.shape[1]
-    tokens, scores = vocabulary.by_rows(of_rows, logits, edit_rows, lengths, sampling, vocab_size=vocab_size)
-    return Featured(last_tokens.at[rows].set(tokens), edits.count(tables, edit_rows, tokens), tokens, scores)
+    tokens, found = vocabulary.by_rows(of_rows, logits, edit_rows, lengths, sampling, vocab_size=vocab_size)
+    return Featured(last_tokens.at[rows].set(tokens), edits.count(tables, edit_rows, tokens), tokens, found)
 
 
 def _vocab_size(state: DeviceState) -> int:

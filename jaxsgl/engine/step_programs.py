@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, packed_len
+from jaxsgl.batch.outputs import of_forward
 from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, TowerCapacity
 from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine import edits, page_table
@@ -117,11 +118,8 @@ class ProgramSpec:
             shardings: Forwarded | Decoded = Decoded(state_shardings, everywhere)
         else:
             program = make_forward(self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales, pool_treedef)
-            scores = everywhere if bucket.kind == "score" else None
             logits: Any = logits_sharding(self.mesh)
-            pooled = everywhere if bucket.pools else None
-            states = everywhere if bucket.states else None
-            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, scores, pooled, states)
+            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, of_forward(bucket, everywhere))
         arguments: tuple[Any, ...] = (leaves, self.state, self._int32(packed_len(bucket)))
         if bucket.adapter_columns:
             arguments += (pool,)

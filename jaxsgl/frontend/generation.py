@@ -31,7 +31,7 @@ from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.reply_stream import ReplyStream
 from jaxsgl.messages.replies import EngineInfo, RefusalKind, Reply
 from jaxsgl.requests.media import MediaItem
-from jaxsgl.requests.pooling import Pooled, Pooling
+from jaxsgl.requests.outputs import Pooled, Pooling
 from jaxsgl.requests.request import Rendezvous, Request, check_num_scores, check_request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.bad_words import num_bad_chars, with_bad_word_ids

@@ -13,7 +13,7 @@ from functools import partial
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import Generation, Generator, Pause
-from jaxsgl.requests.pooling import POOLING_SAMPLING, Pooled, Pooling, PoolingSpec
+from jaxsgl.requests.outputs import POOLING_SAMPLING, Pooled, Pooling, PoolingSpec
 from jaxsgl.requests.request import Request
 from jaxsgl.text.prompts import IdsPrompt, Prompt
 from jaxsgl.text.ranking import Pair, ranking_of

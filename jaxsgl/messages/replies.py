@@ -8,9 +8,8 @@ import msgspec
 
 from jaxsgl.config.engine import Limits
 from jaxsgl.messages.load import Load
-from jaxsgl.requests.pooling import Pooled
+from jaxsgl.requests.outputs import Pooled, TokenStates
 from jaxsgl.requests.request import FinishReason
-from jaxsgl.requests.token_states import TokenStates
 
 
 class RefusalKind(enum.Enum):

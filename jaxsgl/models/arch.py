@@ -27,7 +27,7 @@ from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format
 from jaxsgl.models.rope import RopeParams
 from jaxsgl.models.vision.arch import VisionArch, read_vision
-from jaxsgl.requests.pooling import LAST_TOKEN, PoolingSpec
+from jaxsgl.requests.outputs import LAST_TOKEN, PoolingSpec
 from pallas_kernels.options import AttentionOptions
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -17,7 +17,7 @@ import msgspec
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.requests.pooling import Activation, PoolingKind, PoolingSpec
+from jaxsgl.requests.outputs import Activation, PoolingKind, PoolingSpec
 
 MODULES_FILE = "modules.json"
 _DEFAULT_FOLDER = "1_Pooling"

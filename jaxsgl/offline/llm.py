@@ -26,9 +26,9 @@ from jaxsgl.models import Params
 from jaxsgl.offline.media import has_parts, read_chat
 from jaxsgl.offline.pooling import PoolingLLM
 from jaxsgl.offline.run import Encoded, Prompt, as_list, per_prompt
+from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
-from jaxsgl.requests.token_states import StatesSpec, hidden_states, routed_experts
 from jaxsgl.scheduler.adapter_orders import load
 from jaxsgl.text.bad_words import with_bad_word_ids
 from jaxsgl.text.sample import Piece, join

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.offline.run import Encoded, Offline, Prompt, as_list, per_prompt
-from jaxsgl.requests.pooling import (
+from jaxsgl.requests.outputs import (
     POOLING_SAMPLING,
     Floats,
     Pooled,

@@ -19,7 +19,7 @@ from jaxsgl.messages.replies import RefusalKind, Replies
 from jaxsgl.messages.wire import News, ToEngine
 from jaxsgl.offline.media import OfflineMedia, read_prompt
 from jaxsgl.requests.media import MediaItem
-from jaxsgl.requests.pooling import Pooled
+from jaxsgl.requests.outputs import Pooled
 from jaxsgl.requests.request import Request, check_request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.text.sample import Piece, Sample, detokenizer_of

@@ -14,9 +14,8 @@ import msgspec
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.bounds import Bounds, check, check_bounds, check_integer
 from jaxsgl.requests.media import MediaItem, MediaLimits, check_media
-from jaxsgl.requests.pooling import Pooling, check_pooling
+from jaxsgl.requests.outputs import Pooling, check_pooling, check_states
 from jaxsgl.requests.sampling import SamplingParams
-from jaxsgl.requests.token_states import check_states
 
 if TYPE_CHECKING:
     from jaxsgl.config.engine import Limits

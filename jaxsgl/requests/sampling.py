@@ -87,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       grammar: what the output must be; EOS and stop tokens can't be drawn before it is. The request also ends where
         the grammar can't go on, before min_tokens and with ignore_eos, too. None: the output is free.
       return_hidden_states, return_routed_experts: return what was computed for each token of prompt and output but the
-        last; the prompt is then computed whole. Servers need flags for it (`requests/token_states.py`).
+        last; the prompt is then computed whole. Servers need flags for it (`requests/outputs.py`).
     """
 
     temperature: float = 1.0

@@ -2,13 +2,16 @@
 
     apply(plan) -> StepInputs     retract, preempt, admit, allocate pages, move lengths, build the batch
     share_prefixes(plan)          gives the pages that the step computes to the prefix cache
+    masks(num_seqs, mark)         which token each constrained row of the newest step may get
     collect(tokens) -> replies    what the oldest step in flight yields
 
-scheduler.py calls it. `in_flight.py` says which requests get what a launched step yields.
+scheduler.py calls it. `in_flight.py` says which requests get what a launched step yields, `outputs.py` what they make
+of what comes besides tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,16 +22,17 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.build import Work
-from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.outputs import HostOutputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.messages.replies import Reply
-from jaxsgl.requests.pooling import Pooled
 from jaxsgl.requests.request import FinishReason
+from jaxsgl.scheduler.constraint import ALL, Words
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
-from jaxsgl.scheduler.in_flight import InFlightStep, ScoredChunk, StatesPart, states_of_works, with_scores
+from jaxsgl.scheduler.in_flight import InFlightStep
+from jaxsgl.scheduler.outputs import with_outputs
 from jaxsgl.scheduler.plan import Admission, Part, StepPlan, WhyNot
 from jaxsgl.scheduler.req import Req, State
 from jaxsgl.scheduler.state import SchedulerState
@@ -44,6 +48,18 @@ class Builder(Protocol):
 
     def extend(self, works: Sequence[Work]) -> StepInputs:
         """Several tokens for each of `works`."""
+        ...
+
+
+class Mark(Protocol):
+    """Notes whose mask is being made, where it is found if this process dies meanwhile."""
+
+    def begin(self, request_id: str) -> None:
+        """The mask of that request begins."""
+        ...
+
+    def end(self) -> None:
+        """It is made."""
         ...
 
 
@@ -109,7 +125,7 @@ class Applier:
         for resource in self._resources:
             resource.carried_out(plan.actions)
 
-    def collect(self, tokens: npt.NDArray[np.int32], scores: StepScores) -> list[Reply]:
+    def collect(self, tokens: npt.NDArray[np.int32], outputs: HostOutputs) -> list[Reply]:
         """Gives what the oldest step in flight yields to its requests, and ends those that stop; their replies.
 
         A request for which that fails is ended alone.
@@ -122,51 +138,64 @@ class Applier:
         for resource in self._resources:
             resource.collected(step.extend_tokens, step_s)
         replies: list[Reply] = []
-        for chunk in step.scored:
-            try:
-                chunk.take(scores)
-            except Exception as error:
-                replies.append(self.fail(chunk.req.request_id, error))
-        for place in step.pooled:
-            waits = step.reqs[place]
-            if waits.pooled is not None and waits.lease_number == step.lease_numbers[place]:
-                assert scores.pooled is not None, f"{waits.key} wants hidden states, but its step has none"
-                waits.pooled.take(scores.pooled, place)
-        for part in step.states:
-            req = step.reqs[part.place]
-            if req.states is not None and req.lease_number == step.lease_numbers[part.place]:
-                assert scores.states is not None, f"{req.key} wants states, but its step has none"
-                req.states.take(scores.states, part.first, part.count, part.start)
-        num_tokens, first = 0, len(replies)
         ends: list[Reply] = []
-        tells_states = bool(step.pooled or step.states)
+        num_tokens, silent = 0, step.silent
         for place, req, sampled in step.yielded(tokens):
             try:
-                if tells_states and req.pooled is not None:
-                    replies.append(self._pooled_reply(req, req.pooled.result(req.prompt_len)))
-                    self.end(req)
+                collectors = req.outputs
+                if collectors:
+                    part = step.part(place)
+                    for collector in collectors:
+                        collector.take(outputs, part)
+                    if not part.is_last:
+                        continue
+                    if req.ends_with_prompt:
+                        replies.append(self._end_with_prompt(req))
+                        continue
+                elif silent and req in silent:
                     continue
                 token_ids, reason = req.take(sampled)
                 num_tokens += len(token_ids)
                 reply = Reply(req.request_id, token_ids, reason, req.cached_tokens, None, req.index)
-                if req.wants_scores or tells_states:
-                    reply = with_scores(reply, req, place, scores)
+                if collectors:
+                    reply = with_outputs(reply, collectors)
                 if reason is not None:
                     reply = self._end_with(reply, req, ends)
                 replies.append(reply)
             except Exception as error:
                 replies.append(self.fail(req.request_id, error))
         state.totals.output_tokens += num_tokens
-        for place, reply in enumerate(replies[first : first + step.num_chunks], first):
+        for place, reply in enumerate(replies[: step.num_chunks]):
             if reply.token_ids and (times := self._stopwatch.first_token((reply.request_id, reply.index))):
                 replies[place] = msgspec.structs.replace(reply, times=times)
         replies += ends
         return replies
 
-    @property
-    def newest_step(self) -> InFlightStep:
-        """The step that was launched last and isn't collected."""
-        return self._in_flight[-1]
+    def masks(self, num_seqs: int, mark: Mark) -> tuple[Words, list[Reply]]:
+        """`[num_seqs, ceil(V / 32)]` for the step that was launched last, and replies of requests that end here.
+
+        Called between its forward program and the program that chooses tokens, once all tokens before are collected.
+        Rows without a constraint may get any token, and so may those of requests that have ended meanwhile: their
+        tokens are dropped. A request ends if its output is complete and can't go on, or its grammar can't be followed.
+        """
+        step = self._in_flight[-1]
+        words = np.full((num_seqs, -(-self._state.capacity.vocab_size // 32)), ALL, dtype=np.uint32)
+        replies: list[Reply] = []
+        for place, (req, number) in enumerate(zip(step.reqs, step.lease_numbers, strict=True)):
+            if req.constraint is None or req.lease_number != number or req in step.silent:
+                continue
+            mark.begin(req.request_id)
+            try:
+                if req.constraint.mask_into(words[place], req.output_ids):
+                    continue
+                replies.append(Reply(req.request_id, (), FinishReason.STOP, req.cached_tokens, index=req.index))
+                self.end(req)
+            except Exception as error:
+                replies.append(self.fail(req.request_id, error))
+            finally:
+                mark.end()
+            words[place] = ALL
+        return words, replies
 
     def _end_with(self, reply: Reply, req: Req, ends: list[Reply]) -> Reply:
         """Ends the request with `reply`; or with one more of `ends`, if its last token is a part of the text.
@@ -179,10 +208,13 @@ class Applier:
         self.end(req)
         return reply
 
-    def _pooled_reply(self, req: Req, pooled: Pooled) -> Reply:
-        """The answer to a request for pooling, which ends with its prompt."""
+    def _end_with_prompt(self, req: Req) -> Reply:
+        """Ends a request that samples no token; its only reply."""
         times = self._stopwatch.first_token(req.key)
-        return Reply(req.request_id, (), FinishReason.LENGTH, req.cached_tokens, times=times, pooled=pooled)
+        reply = Reply(req.request_id, (), FinishReason.LENGTH, req.cached_tokens, index=req.index, times=times)
+        reply = with_outputs(reply, req.outputs)
+        self.end(req)
+        return reply
 
     def fail(self, request_id: str, error: BaseException | None) -> Reply:
         """Ends all samples of a request for which our work raised `error`; what they computed is not shared."""
@@ -233,19 +265,11 @@ class Applier:
 
     def _extend(self, plan: StepPlan) -> StepInputs:
         works: list[Work] = []
-        scored: list[ScoredChunk] = []
-        pooled: list[int] = []
-        first = 0
-        for place, (req, num_tokens) in enumerate(plan.chunks):
+        for req, num_tokens in plan.chunks:
             try:
                 works.append(self._work_of(req, num_tokens))
             except Exception as error:
                 raise RequestFailure(req) from error
-            if req.scores_prompt:
-                scored.append(ScoredChunk(req, req.lease_number, first, num_tokens, req.kv_len))
-            if works[-1].pooling is not None:
-                pooled.append(place)
-            first += num_tokens
         works += [self._decoding_work_of(req) for req, _ in plan.decodes]
         reqs = [req for req, _ in (*plan.chunks, *plan.decodes)]
         try:
@@ -266,8 +290,9 @@ class Applier:
         silent = frozenset([req for req, _ in plan.chunks if req.state is State.EXTENDING])
         numbers = [req.lease_number for req in reqs]
         rows = [work.row for work in works]
-        states = states_of_works(reqs, works) if inputs.bucket.states else ()
-        step = InFlightStep(reqs, numbers, silent, scored, pooled, len(plan.chunks), first, states)
+        starts = [work.start for work in works]
+        offsets = [0, *itertools.accumulate(len(work.token_ids) for work in works)]
+        step = InFlightStep(reqs, numbers, starts, offsets, silent, len(plan.chunks))
         self._launched(inputs, step, rows)
         self._state.timing.extends(inputs, works)
         self._state.extended_last = True
@@ -302,10 +327,8 @@ class Applier:
             raise
         for resource in self._resources:
             inputs = resource.completed(inputs)
-        states: Sequence[StatesPart] = ()
-        if inputs.bucket.states:
-            states = [StatesPart(i, i, 1, positions[i]) for i, req in enumerate(reqs) if req.states is not None]
-        self._launched(inputs, InFlightStep(reqs, [req.lease_number for req in reqs], states=states), rows)
+        numbers = [req.lease_number for req in reqs]
+        self._launched(inputs, InFlightStep(reqs, numbers, positions, range(len(reqs) + 1)), rows)
         self._state.timing.decodes(inputs, positions_S, steps_S)
         self._state.extended_last = False
         return inputs
@@ -322,13 +345,14 @@ class Applier:
         assert req.lease is not None
         self._cache.grow(req.lease, stop)
         last, setup = stop == req.extend_to, None
-        if last and req.pooled is None:
+        samples = last and not req.ends_with_prompt
+        if samples:
             self._sampling.set(req.lease.row, req.sampling, req.seed, req.rope_delta)
             setup = req.edit_setup(self._state.capacity.vocab_size)
-        samples, pooling = last and req.pooled is None, req.pools_chunk(num_tokens)
-        ids, targets, positions = req.known_ids[start:stop], req.targets(start, stop), req.rope_positions(start, stop)
-        states = req.states is not None
-        work = Work(req.lease.row, ids, start, samples, targets, setup, pooling, positions, states=states)
+        ids, positions = req.known_ids[start:stop], req.rope_positions(start, stop)
+        work = Work(req.lease.row, ids, start, samples, setup=setup, rope_positions=positions)
+        for collector in req.outputs:
+            work = collector.ask(work, last)
         for resource in self._resources:
             work = resource.placed(work, req)
         return work

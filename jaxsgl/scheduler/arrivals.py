@@ -14,6 +14,7 @@ from jaxsgl.requests.request import FinishReason, Request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.constraint import Matcher, TokenLimits
 from jaxsgl.scheduler.grammar_queue import GrammarQueue, NoGrammars
+from jaxsgl.scheduler.outputs import collectors_of
 from jaxsgl.scheduler.queue_limits import QueueLimits
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.state import SchedulerState
@@ -142,11 +143,11 @@ class Arrivals:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(32)
         capacity = self._state.capacity
         max_new = max_new_tokens(request, capacity.limits)
-        kind = "last" if capacity.pooling is None else capacity.pooling.kind
         adapter = self._state.adapters.named(request.adapter)
-        leader = Req(request, max_new, self._eos_token_ids, seed, pooled_kind=kind, adapter=adapter)
+        outputs = [collectors_of(request, index, capacity.pooling) for index in range(sampling.n)]
+        leader = Req(request, max_new, self._eos_token_ids, seed, outputs=outputs[0], adapter=adapter)
         others = [
-            Req(request, max_new, self._eos_token_ids, seed, index, leader, adapter=adapter)
+            Req(request, max_new, self._eos_token_ids, seed, index, leader, outputs[index], adapter)
             for index in range(1, sampling.n)
         ]
         return [leader, *others]

@@ -330,7 +330,7 @@ class ExtendBuilder:
         """Leaves the tail of the last chunk to the next step where that costs less than the padding."""
         claim, count = next(reversed(self._chunks.items()))
         total = sum(self._chunks.values())
-        few_sizes = any(claim.req.scores_prompt or claim.req.pooled is not None for claim in self._chunks)
+        few_sizes = any(claim.req.in_few_sizes for claim in self._chunks)
         better = without_much_padding(total, self._score_sizes if few_sizes else self._sizes, count - 1)
         kept = self._cache.page_floor(claim.kv_len + count - (total - better)) - claim.kv_len
         if better < total and kept > 0:

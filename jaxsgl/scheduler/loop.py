@@ -97,4 +97,4 @@ def run_loop(
 
 def _collect(scheduler: Scheduler, in_flight: deque[StepHandle]) -> None:
     step = in_flight.popleft()
-    scheduler.collect(step.tokens(), step.scores())
+    scheduler.collect(step.tokens(), step.outputs())

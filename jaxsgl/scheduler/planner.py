@@ -171,7 +171,7 @@ class _Planner(PlanBuilder):
         """
         cache, several = self.view.cache, self.view.buckets.decode_steps
         one: tuple[list[int], int] = ([], 0)
-        if any(req.is_featured or req.constraint is not None or req.states is not None for req in decodes):
+        if any(req.single_steps or req.constraint is not None for req in decodes):
             return one
         counts = [min(several, req.num_left) for req in decodes]
         if max(counts) < several or sum(counts) < LEAST_USED * several * len(decodes):

@@ -21,7 +21,7 @@ Only apply.py calls the methods that change a request, and the host tier (resour
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -31,15 +31,12 @@ from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.cache.host_pages import HostPage
 from jaxsgl.cache.namespaces import namespace_of
 from jaxsgl.cache.pages import IntArray, Lease
-from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.media import MediaItem, hash_ids
-from jaxsgl.requests.pooling import Pooling, PoolingKind
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import MAX_SEED
 from jaxsgl.scheduler.adapter import Adapter
 from jaxsgl.scheduler.constraint import Constraint, Matcher, TokenLimits
-from jaxsgl.scheduler.kept_states import KeptStates
-from jaxsgl.scheduler.pooled import PooledPrompt
+from jaxsgl.scheduler.outputs import OutputCollector
 
 Key: TypeAlias = tuple[str, int]  # request id, index of the sample
 
@@ -69,8 +66,9 @@ class Req:
     Attributes:
       request_id, index: the request as the front end knows it, and which of its samples this is.
       key: both; unique in the scheduler.
-      wants_scores: whether its replies carry log-probabilities.
-      is_featured: whether the featured program samples for it.
+      outputs: collect what the client gets besides tokens; mostly ().
+      ends_with_prompt: whether that is all that it gets, and no token is sampled.
+      single_steps: whether its decode steps run one by one: programs of several steps don't compute what it needs.
       leader: sample 0 of the same request, whose prompt it waits for; None for sample 0 itself.
       prompt_ids: `[n]` int32, what steps embed; one array shared by all samples.
       media: its images and video frames, whose placeholder tokens are among `prompt_ids`.
@@ -87,8 +85,6 @@ class Req:
       priority: as the client sent it.
       adapter: the LoRA adapter that it runs with; None: the model as it is.
       namespace: prefixes are shared with requests of an equal one alone.
-      states: of its tokens, if it wants them; else None.
-      pooled: what is pooled of its prompt, if that is what it asks for; else None.
       num_ahead: admissions before its arrival plus requests that waited then: as many may be admitted before it.
       lease: what it holds of the cache while it is admitted.
       page_names: of its leading full pages, if there is a host tier; [] without.
@@ -99,11 +95,11 @@ class Req:
     """
 
     __slots__ = (
-        "_prompt_hash_ids", "_prompt_logprobs", "_prompt_positions", "adapter", "cached_tokens", "constraint",
-        "extend_to", "index", "is_featured", "key", "kv_len", "leader", "lease", "lease_number", "load_until_s",
-        "max_cached_tokens", "max_new_tokens", "media", "namespace", "num_ahead", "num_launched", "output_ids",
-        "page_names", "pooled", "prefilled", "priority", "prompt_ids", "request_id", "rope_delta", "sampling", "seed",
-        "state", "states", "stop_ids", "to_load", "wants_scores",
+        "_prompt_hash_ids", "_prompt_positions", "adapter", "cached_tokens", "constraint", "ends_with_prompt",
+        "extend_to", "index", "key", "kv_len", "leader", "lease", "lease_number", "load_until_s", "max_cached_tokens",
+        "max_new_tokens", "media", "namespace", "num_ahead", "num_launched", "output_ids", "outputs", "page_names",
+        "prefilled", "priority", "prompt_ids", "request_id", "rope_delta", "sampling", "seed", "single_steps", "state",
+        "stop_ids", "to_load",
     )  # fmt: skip
 
     def __init__(
@@ -114,7 +110,7 @@ class Req:
         seed: int,
         index: int = 0,
         leader: Req | None = None,
-        pooled_kind: PoolingKind = "last",
+        outputs: tuple[OutputCollector, ...] = (),
         adapter: Adapter | None = None,
     ) -> None:
         self.request_id = request.request_id
@@ -122,8 +118,9 @@ class Req:
         self.key: Key = (request.request_id, index)
         self.leader = leader
         self.sampling = request.sampling
-        self.wants_scores = request.sampling.logprobs is not None or request.sampling.prompt_logprobs is not None
-        self.is_featured = request.sampling.edits_logits or request.sampling.logprobs is not None
+        self.outputs = outputs
+        self.ends_with_prompt = any(collector.ends_request for collector in outputs)
+        self.single_steps = request.sampling.edits_logits or any(collector.single_steps for collector in outputs)
         self.prompt_ids: IntArray = leader.prompt_ids if leader else np.array(request.prompt_ids, dtype=np.int32)
         self.media: tuple[MediaItem, ...] = request.media
         self._prompt_hash_ids: IntArray = self.prompt_ids
@@ -154,11 +151,8 @@ class Req:
         self.page_names: list[bytes] = []
         self.to_load: list[HostPage] = []
         self.load_until_s = 0.0
-        self.states = KeptStates(request.sampling) if request.sampling.wants_states else None
-        self.pooled = None if request.pooling is None else PooledPrompt(request.pooling, pooled_kind)
         self.constraint: Constraint | None = None
         self.max_cached_tokens: int | None = None
-        self._prompt_logprobs: list[TokenLogprob] = []
 
     @property
     def name(self) -> str:
@@ -174,8 +168,13 @@ class Req:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether it still computes the log-probabilities of its prompt; sample 0 does so for all samples."""
-        return self.sampling.prompt_logprobs is not None and self.leader is None and not self.output_ids
+        """Whether its chunks run a program that scores prompts."""
+        return bool(self.outputs) and any(collector.scores_prompt for collector in self.outputs)
+
+    @property
+    def in_few_sizes(self) -> bool:
+        """Whether its chunks run programs of which there are few sizes."""
+        return bool(self.outputs) and any(collector.in_few_sizes for collector in self.outputs)
 
     @property
     def known_ids(self) -> IntArray:
@@ -195,14 +194,7 @@ class Req:
     @property
     def computes_prompt(self) -> bool:
         """Whether something is wanted of all tokens of its prompt: log-probabilities, states, or a mean of them."""
-        takes_mean = self.pooled is not None and self.pooled.kind == "mean"
-        return self.scores_prompt or self.states is not None or takes_mean
-
-    def pools_chunk(self, num_tokens: int) -> Pooling | None:
-        """What a chunk of the next `num_tokens` tokens pools; None: nothing."""
-        if self.pooled is None or (self.pooled.kind == "last" and self.kv_len + num_tokens < self.extend_to):
-            return None
-        return self.pooled.pooling
+        return bool(self.outputs) and any(collector.computes_prompt for collector in self.outputs)
 
     @property
     def extend_left(self) -> int:
@@ -257,13 +249,6 @@ class Req:
             return prompt[:, start:stop]
         later = np.arange(max(start, self.prompt_len), stop, dtype=np.int32) + self.rope_delta
         return np.concatenate([prompt[:, start:], np.broadcast_to(later, (3, len(later)))], axis=1)[:, :count]
-
-    def targets(self, start: int, stop: int) -> IntArray | None:
-        """`[stop - start]` the prompt token behind each of a chunk's tokens, if its log-probability is wanted.
-
-        The token behind the last one is not known yet: 0 stands for it, and its score is not used.
-        """
-        return np.append(self.prompt_ids, np.int32(0))[start + 1 : stop + 1] if self.scores_prompt else None
 
     def edit_setup(self, vocab_size: int) -> IntArray | None:
         """What the device must know before it samples (see `row_setup`), if the request edits logits.
@@ -340,26 +325,15 @@ class Req:
                 return token_ids[:count], FinishReason.LENGTH
         return token_ids, None
 
-    def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Takes the log-probabilities of the prompt tokens behind positions start, start + 1, and so on."""
-        self._prompt_logprobs += logprobs[: self.prompt_len - 1 - start]
-
-    def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """Hands over the log-probabilities of the whole prompt, once, with the first token."""
-        if self.sampling.prompt_logprobs is None or self.leader is not None or len(self.output_ids) != 1:
-            return None
-        taken, self._prompt_logprobs = tuple(self._prompt_logprobs), []
-        return taken
-
     def retract(self) -> Lease:
         """Goes back to waiting with its output so far; returns its lease. Its tokens in flight are dropped."""
         self._move(State.WAITING)
         lease, self.lease = self.lease, None
         assert lease is not None
         self.lease_number += 1
-        self.kv_len, self.num_launched, self._prompt_logprobs = 0, len(self.output_ids), []
-        if self.pooled is not None:
-            self.pooled.clear()
+        self.kv_len, self.num_launched = 0, len(self.output_ids)
+        for collector in self.outputs:
+            collector.restart()
         return lease
 
     def finish(self) -> Lease | None:

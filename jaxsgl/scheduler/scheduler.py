@@ -21,8 +21,9 @@ import numpy as np
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import BatchBuilder
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_api import PageEngine, StepScores
+from jaxsgl.batch.engine_api import PageEngine
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.batch.sampling import MAX_EOS_TOKEN_IDS, SamplingRows
 from jaxsgl.cache.embeddings import EmbeddingRows
 from jaxsgl.cache.host_pages import HostPage
@@ -38,7 +39,7 @@ from jaxsgl.messages.load import Load, Totals
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Reply
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.apply import Applier, MakeBuilder
+from jaxsgl.scheduler.apply import Applier, MakeBuilder, Mark
 from jaxsgl.scheduler.arrivals import Arrivals
 from jaxsgl.scheduler.budget import NewTokenRatio, Timing
 from jaxsgl.scheduler.constraint import Words
@@ -46,7 +47,6 @@ from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.failure import RequestFailure
 from jaxsgl.scheduler.grammar_queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.latency import Latency
-from jaxsgl.scheduler.masks import Mark, masks_of_newest
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.policy import Policy
@@ -62,7 +62,6 @@ from jaxsgl.scheduler.state import RetractAlso, SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
 
 GRAMMAR_WAIT_S = 0.001  # that an idle turn waits for a grammar, so that the loop doesn't spin
-NO_SCORES = StepScores()
 
 
 class PauseReason(enum.Enum):
@@ -268,10 +267,10 @@ class Scheduler:
         self._applier.share_prefixes(plan)
         return inputs
 
-    def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
-        """Takes what the oldest step in flight yields: tokens as `StepHandle.tokens` gives them, and scores."""
+    def collect(self, tokens: Sequence[int] | np.ndarray, outputs: HostOutputs = NO_OUTPUTS) -> None:
+        """Takes what the oldest step in flight yields, as `StepHandle.tokens` and `outputs` give it."""
         num_failed = self.state.totals.failed_requests
-        self._replies += self._applier.collect(np.asarray(tokens), scores)
+        self._replies += self._applier.collect(np.asarray(tokens), outputs)
         if self.state.totals.failed_requests != num_failed:
             self.check()
 
@@ -281,7 +280,7 @@ class Scheduler:
         `num_seqs` is its padded S. All steps before it must be collected.
         """
         assert self.state.steps_in_flight == 1, "the tokens of a step before are not read"
-        words, replies = masks_of_newest(self._applier, num_seqs, self.state.capacity.vocab_size, self._mark)
+        words, replies = self._applier.masks(num_seqs, self._mark)
         self._replies += replies
         return words
 

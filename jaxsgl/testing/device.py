@@ -1,4 +1,4 @@
-"""The memory of a fake device: its page table, adapters, pages of KV that hold token ids, and hidden states of them.
+"""The memory of a fake device: its page table, adapters, images, and pages of KV that hold token ids.
 
 Changed by steps and by operations on pages alone, in their order. Knows nothing about how next tokens are made.
 `testing.engine.FakeEngine` runs on it.
@@ -9,14 +9,12 @@ from __future__ import annotations
 import re
 import threading
 import zlib
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_api import PooledRows, StatesRows
 from jaxsgl.batch.engine_ops import GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.patches import EncodePart, TowerCapacity
@@ -198,41 +196,3 @@ class FakePool:
     def _by_page(self) -> npt.NDArray[np.int32]:
         """`[num_pages, page_size, ...]`, a view."""
         return self._slots.reshape(-1, tokens_in(1, self.layout.page_size), _RECORD)
-
-
-def hidden_state(sequence: Sequence[int] | IntArray) -> float:
-    """The hidden state `[1]` of the last token of `sequence`: a hash of all of it."""
-    return float(zlib.crc32(np.asarray(sequence, dtype=np.int32).tobytes()) % 1000)
-
-
-def label_logit(sequence: Sequence[int] | IntArray, token_id: int) -> float:
-    """The logit of `token_id` behind `sequence`."""
-    return hidden_state([*sequence, token_id])
-
-
-def pooled_rows(
-    capacity: Capacity, arrays: StepArrays[npt.NDArray[Any]], sequences: Sequence[IntArray]
-) -> PooledRows | None:
-    """What a step yields that pools; None for any other."""
-    if arrays.label_ids is None:
-        return None
-    assert capacity.pooling is not None
-    hidden = []
-    for sequence, count in zip(sequences, np.diff(arrays.query_offsets), strict=False):
-        first = len(sequence) - (count if capacity.pooling.kind == "mean" else 1)
-        hidden.append([sum(hidden_state(sequence[: end + 1]) for end in range(first, len(sequence)))])
-    logits = [
-        [label_logit(seq, int(token)) for token in ids] for seq, ids in zip(sequences, arrays.label_ids, strict=False)
-    ]
-    return PooledRows(np.array(hidden, np.float32), np.array(logits, np.float32))
-
-
-def states_rows(arrays: StepArrays[npt.NDArray[Any]], sequences: Sequence[IntArray]) -> StatesRows:
-    """What a step yields of its tokens; the "experts" of a token are its position and itself."""
-    hidden: list[float] = []
-    experts: list[tuple[int, int]] = []
-    for sequence, count in zip(sequences, np.diff(arrays.query_offsets), strict=False):
-        for end in range(len(sequence) - count, len(sequence)):
-            hidden.append(hidden_state(sequence[: end + 1]))
-            experts.append((end, int(sequence[end])))
-    return StatesRows(np.array(hidden, np.float32)[:, None], np.array(experts, np.int32)[:, None])

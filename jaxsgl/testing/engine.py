@@ -13,16 +13,16 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.engine_ops import EngineOp, Gather, GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepArrays, StepInputs
+from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
@@ -32,13 +32,12 @@ from jaxsgl.messages.orders import Shutdown
 from jaxsgl.messages.replies import Replies, Reply
 from jaxsgl.messages.weights import MemoryTag
 from jaxsgl.messages.wire import News, ToEngine
-from jaxsgl.requests.sampling import MAX_TOP_LOGPROBS
 from jaxsgl.scheduler.preemption import in_order_of_loss
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.state import SchedulerState
-from jaxsgl.testing.device import FakeAdapters, FakeImages, FakePageTable, FakePool, pooled_rows, states_rows
+from jaxsgl.testing.device import FakeAdapters, FakeImages, FakePageTable, FakePool
 from jaxsgl.testing.grammars import masked_tokens
-from jaxsgl.testing.handle import FakeHandle
+from jaxsgl.testing.outputs import FakeStep, outputs_of
 
 
 def next_token(sequence: Sequence[int] | IntArray, vocab_size: int, seed: int = 0) -> int:
@@ -60,11 +59,6 @@ def next_allowed(sequence: Sequence[int] | IntArray, banned: Collection[int], vo
     return token
 
 
-def logprob(sequence: Sequence[int] | IntArray, token: int) -> float:
-    """The log-probability that `FakeEngine` gives to `token` after `sequence`; the i-th best one's is less by i."""
-    return -float(next_token([*sequence, token], 1000))
-
-
 def generate(
     prompt: Sequence[int],
     max_new_tokens: int,
@@ -81,6 +75,39 @@ def generate(
         if sequence[-1] in stop_ids:
             break
     return sequence[len(prompt) :]
+
+
+class FakeHandle:
+    """A launched fake step."""
+
+    def __init__(self, run_oldest: Callable[[], None], inputs: StepInputs, ready_at: float) -> None:
+        self.inputs = inputs
+        self._run_oldest = run_oldest
+        self._ready_at = ready_at
+        self.result: tuple[npt.NDArray[np.int32], HostOutputs] | None = None
+        self.masks: npt.NDArray[np.uint32] | None = None
+
+    def choose(self, masks: npt.NDArray[np.uint32]) -> None:
+        """Keeps the masks for the time when the step runs."""
+        assert self.inputs.masked and self.masks is None
+        assert len(masks) == self.inputs.bucket.num_seqs
+        self.masks = masks
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Runs all steps up to this one, in order; waits until the fake device would be done."""
+        return self._wait()[0]
+
+    def outputs(self) -> HostOutputs:
+        """Likewise."""
+        return self._wait()[1]
+
+    def _wait(self) -> tuple[npt.NDArray[np.int32], HostOutputs]:
+        while self.result is None:
+            self._run_oldest()
+        delay = self._ready_at - time.perf_counter()
+        if delay > 0:
+            time.sleep(delay)
+        return self.result
 
 
 class FakeEngine:
@@ -227,11 +254,11 @@ class FakeEngine:
 
     def _step(
         self, inputs: StepInputs, masks: npt.NDArray[np.uint32] | None
-    ) -> tuple[npt.NDArray[np.int32], StepScores]:
+    ) -> tuple[npt.NDArray[np.int32], HostOutputs]:
         arrays = inputs.arrays
         self._table.update(inputs)
         if arrays.steps is not None:
-            return self._several_steps(inputs, arrays.steps), StepScores()
+            return self._several_steps(inputs, arrays.steps), NO_OUTPUTS
         ids = np.where(arrays.token_ids < 0, self._last_tokens[~np.minimum(arrays.token_ids, -1)], arrays.token_ids)
         ids = self._images.embedded(ids, inputs)
         self._pool.store(arrays.slots, ids, arrays.positions, self.adapters.weights(self._weights, arrays))
@@ -246,7 +273,8 @@ class FakeEngine:
             tokens[s] = next_allowed(sequence, banned, self._capacity.vocab_size, seed)
             self._counts[row, tokens[s]] += 2
         self._last_tokens[arrays.sample_rows] = tokens
-        return tokens[: inputs.num_seqs], self._scores(inputs, arrays, sequences, tokens)
+        tokens = tokens[: inputs.num_seqs]
+        return tokens, outputs_of(FakeStep(self._capacity, inputs, arrays, sequences, tokens))
 
     def _several_steps(self, inputs: StepInputs, steps: IntArray) -> npt.NDArray[np.int32]:
         """Tokens of each step, one after the other; -1 where a sequence takes no part any more."""
@@ -300,35 +328,6 @@ class FakeEngine:
                 counted = np.flatnonzero(self._counts[row])
                 assert counted.tolist() == sorted(set(sequence.tolist())), f"row {row} counts a foreign sequence"
         return rows
-
-    def _scores(
-        self,
-        inputs: StepInputs,
-        arrays: StepArrays[npt.NDArray[Any]],
-        sequences: Sequence[IntArray],
-        tokens: npt.NDArray[np.int32],
-    ) -> StepScores:
-        sampled = prompt = None
-        if inputs.features is not None and inputs.features.logprobs:
-            sampled = _token_scores([(seq, int(token)) for seq, token in zip(sequences, tokens, strict=False)])
-        if arrays.targets is not None:
-            prompt = _token_scores(
-                [
-                    (sequence[: arrays.positions[t] + 1], int(arrays.targets[t]))
-                    for s, sequence in enumerate(sequences)
-                    for t in range(arrays.query_offsets[s], arrays.query_offsets[s + 1])
-                ]
-            )
-        states = states_rows(arrays, sequences) if inputs.bucket.states else None
-        return StepScores(sampled, prompt, pooled_rows(self._capacity, arrays, sequences), states)
-
-
-def _token_scores(parts: Sequence[tuple[IntArray, int]]) -> TokenScores:
-    """Of (sequence, token behind it): the token itself is the best one, the ids behind it follow."""
-    logprobs = np.array([logprob(*part) for part in parts], dtype=np.float32)
-    ranks = np.arange(MAX_TOP_LOGPROBS, dtype=np.int32)
-    tokens = np.array([token for _, token in parts], dtype=np.int32)
-    return TokenScores(logprobs, tokens[:, None] + ranks, logprobs[:, None] - ranks)
 
 
 class RetractEvery:

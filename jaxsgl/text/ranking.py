@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.requests.pooling import Pooled, Pooling, PoolingSpec, class_scores, embedding_of
+from jaxsgl.requests.outputs import Pooled, Pooling, PoolingSpec, class_scores, embedding_of
 from jaxsgl.text.prompts import TextPrompt, check_bytes, encode_text
 from jaxsgl.text.tokenizer import Tokenizer, Truncation, num_bytes_of
 

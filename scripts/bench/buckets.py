@@ -22,8 +22,8 @@ from bench.requests import Job, greedy_requests
 from bench.simulation.engine import SizesBuilder
 from jaxsgl.batch.buckets import MIN_EXTEND_TOKENS, BucketSet
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import Bucket, StepInputs
+from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.step_programs import all_keys
 from jaxsgl.scheduler.loop import run_loop
@@ -127,9 +127,9 @@ class _Done:
         """Zeros: the counting needs no tokens."""
         return np.zeros(self.num_seqs, np.int32)
 
-    def scores(self) -> StepScores:
+    def outputs(self) -> HostOutputs:
         """No scores."""
-        return StepScores()
+        return NO_OUTPUTS
 
 
 @dataclass

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsgl.batch.engine_api import StepScores
+from jaxsgl.batch.outputs import NO_OUTPUTS
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.engine.step import Pages
@@ -200,14 +200,14 @@ def test_log_probabilities_are_copied_to_the_host_only_where_asked_for(engine: E
     driver = Driver(engine)
     driver.sampling.set(0, SamplingParams(temperature=0.0, logprobs=0), 0)
     scored = engine.submit(driver.extend((0, [1, 2], 0), (1, [3], 0)))
-    assert scored.scores().prompt is None
-    sampled = scored.scores().sampled
-    assert sampled is not None and sampled.logprobs.shape == (2,)
+    outputs = scored.outputs()
+    assert outputs.prompt_logprobs is None
+    assert outputs.logprobs is not None and outputs.logprobs.shape == (2,)
     driver.sampling.set(0, SamplingParams(temperature=0.0, presence_penalty=1.0), 0)
     edited = engine.submit(driver.extend((0, [1, 2], 0), (1, [3], 0)))
     driver.sampling.set(0, SamplingParams(temperature=1.0), 0)
     drawn = engine.submit(driver.extend((0, [1, 2], 0), (1, [3], 0)))
-    assert edited.scores() == drawn.scores() == StepScores(None, None)
+    assert edited.outputs() == drawn.outputs() == NO_OUTPUTS
 
 
 def test_info_describes_the_started_engine(engine: Engine) -> None:

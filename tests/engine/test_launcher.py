@@ -14,7 +14,7 @@ from jaxsgl.engine.launcher import Launcher
 
 
 def step(token: int) -> Any:
-    return SimpleNamespace(tokens=lambda: np.array([token]), scores=lambda: None)
+    return SimpleNamespace(tokens=lambda: np.array([token]), outputs=lambda: None)
 
 
 def test_steps_are_launched_in_order_while_the_caller_goes_on() -> None:

@@ -125,8 +125,9 @@ def test_log_probabilities_are_the_models_own_before_the_mask(engine: Engine, pl
     handle = engine.submit(driver.extend((0, PROMPT, 0)))
     handle.choose(masks({3, 50}, None, None, None))
     token = max((3, 50), key=lambda token: logits[token])
-    scores = handle.scores().sampled
-    assert scores is not None and handle.tokens().tolist() == [token]
+    assert handle.tokens().tolist() == [token]
+    scores = handle.outputs()
+    assert scores.logprobs is not None and scores.top_ids is not None and scores.top_logprobs is not None
     np.testing.assert_allclose(scores.logprobs[0], logprobs[token], atol=1e-4)
     assert scores.top_ids[0][:3].tolist() == logprobs.argsort()[::-1][:3].tolist()
     assert np.isfinite(scores.top_logprobs).all()

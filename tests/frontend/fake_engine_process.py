@@ -52,9 +52,8 @@ from jaxsgl.messages.weights import (
 )
 from jaxsgl.messages.wire import ToEngine
 from jaxsgl.parent import be_killed_with_parent, follow_parent
-from jaxsgl.requests.pooling import Pooled, PoolingSpec
+from jaxsgl.requests.outputs import Pooled, PoolingSpec, StatesSpec, TokenStates
 from jaxsgl.requests.request import FinishReason, Request, max_new_tokens
-from jaxsgl.requests.token_states import StatesSpec, TokenStates
 from jaxsgl.shared_mailbox import SharedMailbox
 
 VOCAB_SIZE = 1000

@@ -31,7 +31,7 @@ from jaxsgl.frontend.http.app import build_app
 from jaxsgl.messages.orders import Shutdown
 from jaxsgl.messages.replies import EngineInfo, RefusalKind
 from jaxsgl.messages.wire import FromEngine, News, ToEngine
-from jaxsgl.requests.pooling import PoolingSpec
+from jaxsgl.requests.outputs import PoolingSpec
 from jaxsgl.requests.request import check_request
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop

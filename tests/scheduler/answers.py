@@ -10,11 +10,11 @@ import numpy as np
 
 from jaxsgl.config.engine import Limits, SchedulingConfig
 from jaxsgl.messages.replies import RefusalKind, Reply, TokenLogprob
-from jaxsgl.requests.pooling import Pooled
+from jaxsgl.requests.outputs import Pooled
 from jaxsgl.requests.request import FinishReason, Request, max_new_tokens
 from jaxsgl.scheduler.req import Key
-from jaxsgl.testing.device import hidden_state, label_logit
-from jaxsgl.testing.engine import generate, logprob
+from jaxsgl.testing.engine import generate
+from jaxsgl.testing.outputs import hidden_state, label_logit, logprob
 from tests.scheduler.grammars import constrained_output
 
 VOCAB = 40

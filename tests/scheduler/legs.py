@@ -21,8 +21,7 @@ from jaxsgl.scheduler.disagg.legs import LegScheduler
 from jaxsgl.scheduler.disagg.prefill_scheduler import PrefillScheduler
 from jaxsgl.scheduler.disagg.rooms import RoomLimits
 from jaxsgl.scheduler.req import Key
-from jaxsgl.testing.engine import FakeEngine
-from jaxsgl.testing.handle import FakeHandle
+from jaxsgl.testing.engine import FakeEngine, FakeHandle
 from tests.checked import CheckedScheduler
 from tests.scheduler.memory_wire import MemoryWire, Network
 
@@ -123,7 +122,7 @@ class LegWorker:
 
     def _collect(self) -> None:
         oldest = self.in_flight.popleft()
-        self.scheduler.collect(oldest.tokens(), oldest.scores())
+        self.scheduler.collect(oldest.tokens(), oldest.outputs())
 
     def settle(self) -> None:
         """Takes the replies. Every sample ends once, and says nothing after."""

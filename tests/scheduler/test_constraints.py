@@ -28,9 +28,8 @@ from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.constraint import ALL, Words
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox, generate
+from jaxsgl.testing.engine import FakeEngine, FakeHandle, RetractEvery, ScriptedMailbox, generate
 from jaxsgl.testing.grammars import FakeMatcher, compile_fake
-from jaxsgl.testing.handle import FakeHandle
 from tests.checked import CheckedScheduler
 from tests.scheduler.grammars import constrained_output
 from tests.scheduler.serving import VOCAB, capacity

@@ -25,8 +25,7 @@ from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.resources.images import share_out
-from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox
-from jaxsgl.testing.handle import FakeHandle
+from jaxsgl.testing.engine import FakeEngine, FakeHandle, RetractEvery, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.grids import count
 from tests.scheduler.image_requests import asked, capacity, expected

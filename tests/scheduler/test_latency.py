@@ -11,16 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.outputs import HostOutputs
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.budget import TokenBudget
 from jaxsgl.scheduler.latency import FIT_EVERY, FORGET_AFTER, StepTimes
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
-from jaxsgl.testing.handle import FakeHandle
+from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected, request
 
@@ -60,8 +59,8 @@ class TimedHandle(FakeHandle):
         self._clock.now_s = max(self._clock.now_s, self._ready_at_s)
         return self._handle.tokens()
 
-    def scores(self) -> StepScores:
-        return self._handle.scores()
+    def outputs(self) -> HostOutputs:
+        return self._handle.outputs()
 
 
 def served(

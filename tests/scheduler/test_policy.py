@@ -48,7 +48,7 @@ class Serving:
         inputs = self.scheduler.launch()
         if inputs is not None:
             handle = self.engine.submit(inputs)
-            self.scheduler.collect(handle.tokens(), handle.scores())
+            self.scheduler.collect(handle.tokens(), handle.outputs())
         self.hear()
 
     def hear(self) -> None:

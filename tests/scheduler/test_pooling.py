@@ -13,12 +13,12 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.orders import Abort
-from jaxsgl.requests.pooling import POOLING_SAMPLING, Pooling, PoolingKind, PoolingSpec
+from jaxsgl.requests.outputs import POOLING_SAMPLING, Pooling, PoolingKind, PoolingSpec
 from jaxsgl.requests.request import Request, check_request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing.device import hidden_state, label_logit
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.outputs import hidden_state, label_logit
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, last_reply, request
 

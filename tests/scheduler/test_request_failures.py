@@ -17,6 +17,7 @@ from jaxsgl.messages.replies import RefusalKind
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.outputs import PromptLogprobs
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.req import Req
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
@@ -78,12 +79,14 @@ STAGES: dict[str, tuple[type, str, Callable[..., Any], Callable[[Any], bool]]] =
     ),
     "plan": (Req, "matchable_ids", lambda self: self, always),
     "admission": (CacheManager, "acquire", lambda self, match, owner, *_: owner, always),
-    "first chunk": (Req, "targets", lambda self, *_: self, always),
-    "second chunk": (Req, "targets", lambda self, *_: self, lambda req: req.kv_len > 0),
+    "first chunk": (Req, "rope_positions", lambda self, *_: self, always),
+    "second chunk": (Req, "rope_positions", lambda self, *_: self, lambda req: req.kv_len > 0),
     "last chunk": (Req, "edit_setup", lambda self, *_: self, always),
     "first token": (Req, "take", lambda self, *_: self, always),
     "third token": (Req, "take", lambda self, *_: self, lambda req: len(req.output_ids) == 2),
-    "scores of the prompt": (Req, "add_prompt_logprobs", lambda self, *_: self, always),
+    "what is asked of a chunk": (PromptLogprobs, "ask", lambda *_: POISON, always),
+    "scores of the prompt": (PromptLogprobs, "take", lambda *_: POISON, always),
+    "reply with the scores of the prompt": (PromptLogprobs, "add_to", lambda *_: POISON, always),
     "what the end shares": (Req, "stored_ids", lambda self: self, lambda req: len(req.output_ids) == 6),
 }  # fmt: skip
 

@@ -18,8 +18,7 @@ from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox
-from jaxsgl.testing.handle import FakeHandle
+from jaxsgl.testing.engine import FakeEngine, FakeHandle, RetractEvery, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.grids import count
 from tests.scheduler.image_requests import asked, capacity, expected

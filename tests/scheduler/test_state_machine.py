@@ -32,14 +32,13 @@ from jaxsgl.messages.orders import Abort, Answer, ContinueGeneration, DumpState,
 from jaxsgl.messages.weights import MemoryTag, ReleaseMemory, ResumeMemory, UpdateMode, UpdateWeights, WeightOrder
 from jaxsgl.messages.wire import News
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.pooling import POOLING_SAMPLING, Pooling, PoolingSpec
+from jaxsgl.requests.outputs import POOLING_SAMPLING, Pooling, PoolingSpec
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.control import CacheJournal, Control
 from jaxsgl.scheduler.inspection import LeakCheck
 from jaxsgl.scheduler.resources.host_tier import LoadRule
-from jaxsgl.testing.engine import FakeEngine, RetractEvery
-from jaxsgl.testing.handle import FakeHandle
+from jaxsgl.testing.engine import FakeEngine, FakeHandle, RetractEvery
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import WatchedScheduler
 from tests.grids import count
@@ -311,7 +310,7 @@ class ServingMachine(RuleBasedStateMachine):
 
     def collect(self) -> None:
         oldest = self.in_flight.popleft()
-        self.scheduler.collect(oldest.tokens(), oldest.scores())
+        self.scheduler.collect(oldest.tokens(), oldest.outputs())
 
     @precondition(lambda self: self.scheduler.is_paused)
     @rule()

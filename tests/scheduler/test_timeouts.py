@@ -14,8 +14,7 @@ from jaxsgl.messages.replies import RefusalKind, Reply
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing.engine import FakeEngine
-from jaxsgl.testing.handle import FakeHandle
+from jaxsgl.testing.engine import FakeEngine, FakeHandle
 from tests.scheduler.serving import capacity, expected, request
 
 PROMPT = list(range(40))
@@ -45,7 +44,7 @@ class Served:
                 self.in_flight.append(self.engine.submit(inputs))
             if self.in_flight and (inputs is None or len(self.in_flight) > 1):
                 step = self.in_flight.popleft()
-                self.scheduler.collect(step.tokens(), step.scores())
+                self.scheduler.collect(step.tokens(), step.outputs())
             self.scheduler.check()
             self.replies += self.scheduler.take_replies()
 

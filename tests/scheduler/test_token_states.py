@@ -12,12 +12,12 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts
 from jaxsgl.requests.request import Request, check_request
 from jaxsgl.requests.sampling import SamplingParams
-from jaxsgl.requests.token_states import StatesSpec, hidden_states, routed_experts
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing.device import hidden_state
 from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox
+from jaxsgl.testing.outputs import hidden_state
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, request
 

@@ -38,8 +38,7 @@ from jaxsgl.messages.weights import (
 from jaxsgl.messages.wire import News, ToEngine
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox, generate, next_token, seed_of
-from jaxsgl.testing.handle import FakeHandle
+from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox, generate, next_token, seed_of
 from tests.cache_mirror import CacheMirror
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import VOCAB, Script, capacity, finish_reason, last_reply, request

@@ -19,8 +19,7 @@ from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.resources.host_tier import LoadRule
-from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
-from jaxsgl.testing.handle import FakeHandle
+from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox
 from tests.checked import CheckedScheduler, WatchedScheduler
 from tests.scheduler.serving import capacity
 
@@ -96,7 +95,7 @@ class Stepper:
             self._in_flight.append(self.engine.submit(inputs))
         if collects and self._in_flight:
             step = self._in_flight.popleft()
-            self.scheduler.collect(step.tokens(), step.scores())
+            self.scheduler.collect(step.tokens(), step.outputs())
         if self.scheduler.ops.waiting and not self.holds_gathers:
             self.scheduler.ops.finished(self.engine.poll())
             self.scheduler.check()

@@ -17,8 +17,9 @@ from bench.roofline import Roofline
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_api import StepHandle, StepScores
+from jaxsgl.batch.engine_api import StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs
+from jaxsgl.batch.outputs import HostOutputs
 from jaxsgl.messages.replies import Replies
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import FakeEngine
@@ -117,9 +118,9 @@ class OneAtATime:
             with self._lock:
                 return self._handle.tokens()
 
-        def scores(self) -> StepScores:
+        def outputs(self) -> HostOutputs:
             with self._lock:
-                return self._handle.scores()
+                return self._handle.outputs()
 
 
 @pytest.mark.parametrize("overlap", [True, False])

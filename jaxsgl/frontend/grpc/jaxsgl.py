@@ -24,7 +24,7 @@ from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.pooling import Pooling, check_dimensions, embedding_of
+from jaxsgl.requests.outputs import Pooling, check_dimensions, embedding_of
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.requests.sampling import SamplingParams, check_counts
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt

@@ -16,7 +16,7 @@ from prometheus_client import generate_latest
 from jaxsgl.errors import EngineUnavailable, Overloaded
 from jaxsgl.frontend.exposition import registry_of, registry_of_all
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.requests.pooling import Pooling
+from jaxsgl.requests.outputs import Pooling
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt
 

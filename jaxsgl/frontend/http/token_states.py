@@ -14,8 +14,8 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from jaxsgl.frontend.http.bodies import Body
+from jaxsgl.requests.outputs import StatesSpec, TokenStates, hidden_states, routed_experts
 from jaxsgl.requests.request import Request
-from jaxsgl.requests.token_states import StatesSpec, TokenStates, hidden_states, routed_experts
 from jaxsgl.text.sample import Piece
 
 

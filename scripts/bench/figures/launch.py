@@ -52,9 +52,9 @@ class Loop:
         assert inputs is not None
         handle = self.engine.submit(inputs)
         submitted = time.perf_counter()
-        tokens, scores = handle.tokens(), handle.scores()
+        tokens, outputs = handle.tokens(), handle.outputs()
         read = time.perf_counter()
-        self.scheduler.collect(tokens, scores)
+        self.scheduler.collect(tokens, outputs)
         self.scheduler.take_replies()
         self.scheduler.load(0)
         self.plan.append(planned - begin + time.perf_counter() - read)

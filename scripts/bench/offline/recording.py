@@ -20,8 +20,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.engine_api import StepEngine, StepHandle, StepScores
+from jaxsgl.batch.engine_api import StepEngine, StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs, layout
+from jaxsgl.batch.outputs import HostOutputs
 
 StepKind: TypeAlias = Literal["decode", "extend", "mixed", "score"]
 SWITCH_S = 20e-6  # how long the loop's thread keeps the interpreter while the watching thread waits for it
@@ -175,9 +176,9 @@ class RecordedHandle:
         self._recording.read(self._step)
         return tokens
 
-    def scores(self) -> StepScores:
+    def outputs(self) -> HostOutputs:
         """See `StepHandle`."""
-        return self._handle.scores()
+        return self._handle.outputs()
 
 
 class RecordingEngine:

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.offline.recording import Recording, RecordingEngine
-from jaxsgl.batch.engine_api import PageEngine, StepEngine, StepScores
+from jaxsgl.batch.engine_api import PageEngine, StepEngine
 from jaxsgl.batch.inputs import Bucket, StepInputs, packed_len
+from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.messages.orders import Shutdown, StartProfile
 from jaxsgl.messages.replies import Replies
 from jaxsgl.messages.wire import FromEngine, News, ToEngine
@@ -65,8 +66,8 @@ class _Ready:
         self.ready.wait()
         return np.empty(0, np.int32)
 
-    def scores(self) -> StepScores:
-        return StepScores()
+    def outputs(self) -> HostOutputs:
+        return NO_OUTPUTS
 
 
 def seen_late() -> dict[str, float]:

@@ -20,8 +20,8 @@ from bench.simulation.cost import Costs, Hardware, equal_pairs, weight_bytes
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import Work
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, PageTable
 from jaxsgl.config.engine import EngineConfig
@@ -30,7 +30,6 @@ from jaxsgl.engine.sizing import choose_page_size, kv_shape, plan_capacity
 from jaxsgl.models import ModelArch
 
 _NOTHING = np.empty(0, dtype=np.int32)
-_NO_SCORES = StepScores()
 
 
 @dataclass(slots=True)
@@ -137,9 +136,9 @@ class SimulatedHandle:
         self.clock.now_s = max(self.clock.now_s, self.ready_at_s)
         return np.full(self.shape, OUTPUT_TOKEN, dtype=np.int32)
 
-    def scores(self) -> StepScores:
+    def outputs(self) -> HostOutputs:
         """No scores."""
-        return _NO_SCORES
+        return NO_OUTPUTS
 
 
 @dataclass

@@ -18,9 +18,9 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.legs import rendezvous
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.outputs import StatesSpec, TokenStates, hidden_states
 from jaxsgl.requests.request import FinishReason, Rendezvous
 from jaxsgl.requests.sampling import SamplingParams, check_counts
-from jaxsgl.requests.token_states import StatesSpec, TokenStates, hidden_states
 from jaxsgl.text.sample import End, Piece
 
 # Field -> what to do instead. Ignoring one of them would give an answer that the client did not ask for.

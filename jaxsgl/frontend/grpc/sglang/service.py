@@ -31,7 +31,7 @@ from jaxsgl.frontend.grpc.sglang.kv_events import KvLog, KvStream
 from jaxsgl.frontend.grpc.sglang.loads import Busy, check_loads_request, loads_response
 from jaxsgl.frontend.pooling import Call, pool, spec_of
 from jaxsgl.messages.orders import FlushCache
-from jaxsgl.requests.pooling import class_scores, embedding_of
+from jaxsgl.requests.outputs import class_scores, embedding_of
 from jaxsgl.text.prompts import IdsPrompt
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SglangScheduler"].full_name

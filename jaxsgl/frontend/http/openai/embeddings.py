@@ -33,7 +33,7 @@ from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.replies import PromptDetails, encode, json_response, new_head
 from jaxsgl.frontend.http.openai.schemas import ChatTemplate, Messages, Prompts, TokenizeRequest
 from jaxsgl.frontend.pooling import Answer, Call, pool, spec_of
-from jaxsgl.requests.pooling import Floats, PoolingSpec, check_dimensions, embedding_of
+from jaxsgl.requests.outputs import Floats, PoolingSpec, check_dimensions, embedding_of
 from jaxsgl.text.prompts import Prompt
 from jaxsgl.text.tokenizer import Truncation
 

@@ -40,7 +40,7 @@ from jaxsgl.frontend.http.openai.embeddings import answering, prompt_usage, usag
 from jaxsgl.frontend.http.openai.replies import encode, json_response, new_head
 from jaxsgl.frontend.http.openai.schemas import Prompts, Texts
 from jaxsgl.frontend.pooling import Answer, Call, pool, scores_of_pairs, spec_of
-from jaxsgl.requests.pooling import MAX_LABELS, Pooling, class_scores
+from jaxsgl.requests.outputs import MAX_LABELS, Pooling, class_scores
 from jaxsgl.text.prompts import IdsPrompt, TextPrompt
 from jaxsgl.text.tokenizer import Truncation
 

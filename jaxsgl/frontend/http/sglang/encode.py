@@ -28,7 +28,7 @@ from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.openai.schemas import Prompts
 from jaxsgl.frontend.pooling import Answer, Call, pool, spec_of
-from jaxsgl.requests.pooling import check_dimensions, embedding_of
+from jaxsgl.requests.outputs import check_dimensions, embedding_of
 
 NOT_BUILT = frozenset({"audio_data", "image_data", "video_data"})
 

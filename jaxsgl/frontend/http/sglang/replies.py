@@ -16,8 +16,8 @@ from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.frontend.http.openai.replies import MIN_LOGPROB, name_of
 from jaxsgl.frontend.http.token_states import experts_text
 from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.requests.outputs import StatesSpec, TokenStates, hidden_states
 from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.token_states import StatesSpec, TokenStates, hidden_states
 from jaxsgl.text.sample import End, Piece
 from jaxsgl.text.tokenizer import Tokenizer
 

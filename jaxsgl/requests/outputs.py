@@ -1,7 +1,8 @@
-"""Requests for vectors and scores instead of tokens: how a model pools, what a request asks for, and what it yields.
+"""What clients can get besides tokens: vectors and scores of a prompt, hidden states and experts of single tokens.
 
     hidden states of the prompt --pooled on the device--> hidden [D] --embedding_of--> an embedding
-                                                     `--> logits of some tokens or labels --label_shares--> scores
+             |                                       `--> logits of some tokens or labels --class_scores--> scores
+             '--as they are, with the chosen experts--> TokenStates of each reply
 
 Owns these values, their checks and the arithmetic that follows on the host. Never knows files (`models/pooling.py`
 reads a model's), protocols or devices. Front ends and `LLM` ask, the scheduler carries, the engine computes.
@@ -20,6 +21,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.sampling import SamplingParams
 
 MAX_LABELS = 16  # tokens whose logits one request may ask for
+MAX_STATE_NUMBERS = 1 << 23  # of one request: 32 MB in memory, 160 MB as JSON
 
 PoolingKind: TypeAlias = Literal["last", "mean"]
 Activation: TypeAlias = Literal["softmax", "sigmoid", "none"]
@@ -131,3 +133,55 @@ def class_scores(logits: Sequence[float], activation: Activation) -> list[float]
         values = 1.0 / (1.0 + np.exp(-np.clip(values, -700.0, 700.0)))
     scores: list[float] = values.tolist()
     return scores
+
+
+class StatesSpec(msgspec.Struct, frozen=True):
+    """What the server returns.
+
+    Attributes:
+      hidden: whether it returns hidden states, `[tokens, hidden_size]`.
+      experts: whether it returns the chosen experts, `[tokens, num_layers, top_k]`, with -1 in layers without.
+    """
+
+    hidden: bool
+    experts: bool
+    hidden_size: int
+    num_layers: int
+    top_k: int
+
+
+class TokenStates(msgspec.Struct, frozen=True, array_like=True):
+    """Of consecutive tokens; bytes of float32 and int32."""
+
+    hidden: bytes = b""
+    experts: bytes = b""
+
+
+def check_states(sampling: SamplingParams, num_tokens: int, spec: StatesSpec | None) -> None:
+    """Raises `InvalidRequest` for states of up to `num_tokens` tokens that a server with `spec` doesn't return."""
+    asked, per_token = (sampling.return_hidden_states, sampling.return_routed_experts), 0
+    for name, flag, wanted in zip(("hidden_states", "routed_experts"), ("hidden", "experts"), asked, strict=True):
+        if wanted and not (spec is not None and getattr(spec, flag)):
+            needs = "" if flag == "hidden" else ", and serve a model with a mixture of experts"
+            raise InvalidRequest(
+                f"return_{name} is true, but the server returns none: start it with "
+                f"--enable-return-{name.replace('_', '-')}{needs}"
+            )
+        if wanted and spec is not None:
+            per_token += spec.hidden_size if flag == "hidden" else spec.num_layers * spec.top_k
+    if num_tokens * per_token > MAX_STATE_NUMBERS:
+        raise InvalidRequest(
+            f"the states of {num_tokens} tokens may be {num_tokens * per_token} numbers, but {MAX_STATE_NUMBERS} are "
+            "the most: shorten the prompt or lower max_tokens"
+        )
+
+
+def hidden_states(parts: Sequence[TokenStates], spec: StatesSpec) -> npt.NDArray[np.float32]:
+    """`[tokens, hidden_size]` of all parts."""
+    return np.frombuffer(b"".join(part.hidden for part in parts), np.float32).reshape(-1, spec.hidden_size)
+
+
+def routed_experts(parts: Sequence[TokenStates], spec: StatesSpec) -> npt.NDArray[np.int32]:
+    """`[tokens, num_layers, top_k]` of all parts."""
+    joined = np.frombuffer(b"".join(part.experts for part in parts), np.int32)
+    return joined.reshape(-1, spec.num_layers, spec.top_k)
