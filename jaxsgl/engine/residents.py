@@ -5,8 +5,8 @@
 
 Programs take the parameters as a list of leaves of fixed shapes, dtypes and places, so a swap compiles nothing. Owns
 that list and the version of the weights. Never knows steps or requests: the scheduler's loop has none in flight when it
-calls anything but `stage_weights`. Implements `scheduler.weight_orders.Residents`; made by `engine`, called by the loop
-and by the offline `LLM`.
+calls anything but `stage_weights`. Implements `scheduler.orders.weights.Residents`; made by `engine`, called by the
+scheduler's loop and by the offline `LLM`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Profiles`: what operators may order of the profiler, and where its traces go: new folders below --profile-dir.
 
 A client names at most a folder there, which must not exist yet: it is made with mode 0700, so nothing that others have
-put there, links least of all, is followed or written over. Owns the bounds of an order; scheduler/profiling.py keeps
-them. Knows no protocol; the endpoints of HTTP and gRPC call it.
+put there, links least of all, is followed or written over. Owns the bounds of an order, which the
+scheduler keeps (orders/profiling.py). Knows no protocol; the endpoints of HTTP and gRPC call it.
 """
 
 from __future__ import annotations

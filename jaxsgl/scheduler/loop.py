@@ -16,11 +16,11 @@ from jaxsgl.messages.orders import Abort, Shutdown
 from jaxsgl.messages.replies import Replies
 from jaxsgl.messages.wire import News, ToEngine
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.adapter_orders import AdapterStore
-from jaxsgl.scheduler.control import Control
-from jaxsgl.scheduler.inspection import LeakCheck
+from jaxsgl.scheduler.orders.adapters import AdapterStore
+from jaxsgl.scheduler.orders.control import Control
+from jaxsgl.scheduler.orders.inspection import LeakCheck
+from jaxsgl.scheduler.orders.weights import Residents
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.scheduler.weight_orders import Residents
 
 
 class Mailbox(Protocol):

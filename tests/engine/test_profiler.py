@@ -50,7 +50,7 @@ def test_the_memory_that_a_profile_took_is_returned(tmp_path: Path) -> None:
     """The first one of a process counts: what it leaves, later ones use again."""
     program = """
 import sys, jaxsgl
-from jaxsgl.scheduler.profiling import resident_bytes
+from jaxsgl.scheduler.orders.profiling import resident_bytes
 llm = jaxsgl.LLM(max_running_requests=4)
 params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
 llm.generate(["One?"] * 4, params)

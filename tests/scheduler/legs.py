@@ -15,11 +15,11 @@ from jaxsgl.messages.adapters import LoadAdapter
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind, Reply
 from jaxsgl.requests.request import FinishReason, Rendezvous, Request
-from jaxsgl.scheduler.adapter_orders import load
 from jaxsgl.scheduler.disagg.decode_scheduler import DecodeScheduler
 from jaxsgl.scheduler.disagg.legs import LegScheduler
 from jaxsgl.scheduler.disagg.prefill_scheduler import PrefillScheduler
 from jaxsgl.scheduler.disagg.rooms import RoomLimits
+from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.req import Key
 from jaxsgl.testing.engine import FakeEngine, FakeHandle
 from tests.checked import CheckedScheduler

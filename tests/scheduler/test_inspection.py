@@ -12,9 +12,9 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.messages.orders import Answer, DumpState
 from jaxsgl.messages.wire import ToEngine
-from jaxsgl.scheduler import inspection
-from jaxsgl.scheduler.inspection import LeakCheck
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.orders import inspection
+from jaxsgl.scheduler.orders.inspection import LeakCheck
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.scheduler.serving import capacity, expected, new_scheduler, request

@@ -9,8 +9,9 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.messages.orders import Answer, StartProfile, StopProfile
 from jaxsgl.messages.wire import ToEngine
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.scheduler.profiling import WRITING_FACTOR, Profiling, resident_bytes
-from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox
+from jaxsgl.scheduler.orders.profiling import WRITING_FACTOR, Profiling, resident_bytes
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.handle import FakeHandle
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, request
 

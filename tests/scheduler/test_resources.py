@@ -27,8 +27,8 @@ from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.media import MediaLimits, patches_of
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.adapter import Adapter
-from jaxsgl.scheduler.adapter_orders import load
 from jaxsgl.scheduler.latency import Latency
+from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.resources.resource import Resource
 from jaxsgl.scheduler.scheduler import Scheduler

@@ -7,7 +7,7 @@
 An adapter stays on the device while a request that has it holds a row. Of the others the one that was used longest ago
 leaves first; a pinned one never does. The only writer of `AdapterRows`. Knows no weights: operations in step order say
 what the engine is to write where. A server that takes no adapters has an empty table, which is no resource.
-arrivals.py and adapter_orders.py call it, and apply.py as any resource.
+arrivals.py and orders/adapters.py call it, and apply.py as any resource.
 """
 
 from __future__ import annotations

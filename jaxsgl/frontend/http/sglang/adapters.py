@@ -1,7 +1,7 @@
 """HTTP endpoints that load and unload LoRA adapters, SGLang's and under /v1 vLLM's; app.py includes the router.
 
 Answers are SGLang's: `success`, `error_message` and the adapters that are loaded now, with status 400 if it was not
-done. The engine does the work (scheduler/adapter_orders.py).
+done. The engine does the work (scheduler/orders/adapters.py).
 """
 
 from __future__ import annotations

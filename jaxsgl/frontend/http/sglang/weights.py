@@ -1,7 +1,7 @@
 """SGLang's HTTP endpoints for trainers: exchange the weights, ask for their version, release memory and take it back.
 
 Answers are SGLang's: `success` and `message`, with status 400 if it was not done. The engine does the work
-(scheduler/weight_orders.py). app.py includes the router.
+(scheduler/orders/weights.py). app.py includes the router.
 """
 
 from __future__ import annotations

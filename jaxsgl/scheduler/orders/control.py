@@ -41,11 +41,11 @@ from jaxsgl.messages.orders import (
 )
 from jaxsgl.messages.weights import ReleaseMemory, ResumeMemory, SetWeightVersion, UpdateWeights
 from jaxsgl.messages.wire import News
-from jaxsgl.scheduler.adapter_orders import AdapterOrders, AdapterStore
-from jaxsgl.scheduler.inspection import LeakCheck, dump_state
-from jaxsgl.scheduler.profiling import Profiling
+from jaxsgl.scheduler.orders.adapters import AdapterOrders, AdapterStore
+from jaxsgl.scheduler.orders.inspection import LeakCheck, dump_state
+from jaxsgl.scheduler.orders.profiling import Profiling
+from jaxsgl.scheduler.orders.weights import Residents, WeightOrders
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.scheduler.weight_orders import Residents, WeightOrders
 
 
 class Order(Protocol):
