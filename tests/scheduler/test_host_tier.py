@@ -16,7 +16,7 @@ from jaxsgl.cache.pages import as_pages
 from jaxsgl.cache.tiers import WRITE_AFTER_REUSE, WRITE_THROUGH
 from jaxsgl.messages.orders import Abort
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.orders.control import CacheJournal
+from jaxsgl.scheduler.orders.journal import CacheJournal
 from jaxsgl.scheduler.resources.host_tier import LoadRule
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import CheckedScheduler

@@ -35,8 +35,9 @@ from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.outputs import POOLING_SAMPLING, Pooling, PoolingSpec
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
-from jaxsgl.scheduler.orders.control import CacheJournal, Control
+from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck
+from jaxsgl.scheduler.orders.journal import CacheJournal
 from jaxsgl.scheduler.resources.host_tier import LoadRule
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, RetractEvery
 from tests.cache_mirror import CacheMirror, cached_prefixes

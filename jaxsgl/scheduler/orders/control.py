@@ -1,4 +1,4 @@
-"""`Control`: what operators order besides requests: ping, pause, flush, profile, watch the cache, change the weights.
+"""`Control`: what operators order: ping, pause, flush, profile, watch the cache, change the weights.
 
 `handle(command)` does at once what can be done at once, and files the rest in one list of orders, normally empty.
 `after_turn` advances those orders and returns the news of this turn: one answer for each command that is done. loop.py
@@ -9,22 +9,16 @@ is answered with the reason; the loop goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.cache.events import page_hashes
-from jaxsgl.cache.manager import CacheManager
-from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
-from jaxsgl.cache.prefix import Edge
 from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, UnloadAdapter
-from jaxsgl.messages.cache_events import CacheCleared, CacheEvent, CacheEvents, PagesRemoved, PagesStored
+from jaxsgl.messages.cache_events import CacheEvents
 from jaxsgl.messages.orders import (
     Answer,
     Command,
@@ -43,6 +37,7 @@ from jaxsgl.messages.weights import ReleaseMemory, ResumeMemory, SetWeightVersio
 from jaxsgl.messages.wire import News
 from jaxsgl.scheduler.orders.adapters import AdapterOrders, AdapterStore
 from jaxsgl.scheduler.orders.inspection import LeakCheck, dump_state
+from jaxsgl.scheduler.orders.journal import CacheJournal
 from jaxsgl.scheduler.orders.profiling import Profiling
 from jaxsgl.scheduler.orders.weights import Residents, WeightOrders
 from jaxsgl.scheduler.scheduler import Scheduler
@@ -65,7 +60,7 @@ class Control:
       clock: gives seconds.
       residents: the weights and the pool, if the engine has them.
       adapters: where it holds LoRA adapters, if flags ask for any.
-      loader: reads weights beside steps; None: a thread. With one that reads at once, turns repeat exactly.
+      loader: reads weights while steps run; a thread if None. With one that reads at once, turns repeat exactly.
 
     Attributes:
       is_active: whether `after_turn` has something to do.
@@ -139,15 +134,15 @@ class Control:
     def after_turn(self, collected: bool) -> list[News]:
         """Advances all orders after a turn of the loop, in which a step was `collected` or not; returns the news."""
         self._orders = [order for order in self._orders if order.after_turn(collected)]
-        self._tell_cache_events()
+        self._report_cache_events()
         self.is_active = bool(self._orders or self._journal)
         self.is_polling = self._profiling.is_writing or self._weights.is_active or self._adapters.is_active
         news, self._news = self._news, []
         return news
 
     def _answer(self, answer: Answer) -> None:
-        """Files an answer behind the cache events that led to it."""
-        self._tell_cache_events()
+        """Files an answer after the cache events that led to it."""
+        self._report_cache_events()
         self._news.append(answer)
 
     def _begin(self, order: Order) -> None:
@@ -181,10 +176,10 @@ class Control:
     def _watch(self, number: int) -> None:
         if self._journal is None:
             self._journal = CacheJournal(self._scheduler.cache)
-        self._tell_cache_events()  # the snapshot holds them already
+        self._report_cache_events()  # the snapshot holds them already
         self._news.append(CacheEvents(self._journal.snapshot(), number))
 
-    def _tell_cache_events(self) -> None:
+    def _report_cache_events(self) -> None:
         events = self._journal.take() if self._journal is not None else []
         if events:
             self._news.append(CacheEvents(events))
@@ -245,64 +240,3 @@ class _Flush:
         if not (waiting or running):
             return None
         return f"{waiting} requests wait and {running} run: the cache is flushed only when there are none"
-
-
-class CacheJournal:
-    """A `CacheObserver` that notes every change of the prefix cache as a message, and knows the name of each page.
-
-    It leaves out what is cached under a salt: its tokens are private, and a gateway that sees tokens takes any worker
-    that holds them to have them for every request.
-    """
-
-    def __init__(self, cache: CacheManager) -> None:
-        self._cache = cache
-        self._hash_of_page = np.zeros(cache.num_page_ids, dtype=np.int64)
-        self._is_told: npt.NDArray[np.bool_] = np.zeros(cache.num_page_ids, dtype=bool)
-        self._events: list[CacheEvent] = []
-        for edge in self._edges():
-            self._name(edge.token_pages, edge.pages, edge.parent)
-        cache.observe(self)
-
-    def take(self) -> list[CacheEvent]:
-        """Events since the last call, in order."""
-        events, self._events = self._events, []
-        return events
-
-    def snapshot(self) -> list[CacheEvent]:
-        """Events that describe all that is cached now, parents before children."""
-        return [self._stored(edge.token_pages, edge.pages, edge.parent) for edge in self._edges()]
-
-    def stored(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:
-        """See `CacheObserver`."""
-        self._name(token_pages, pages, parent)
-        self._events.append(self._stored(token_pages, pages, parent))
-
-    def removed(self, pages: IntArray) -> None:
-        """See `CacheObserver`."""
-        told = pages[self._is_told[pages]]
-        self._is_told[told] = False
-        if len(told):
-            self._events.append(PagesRemoved(self._hash_of_page[told].tolist()))
-
-    def moved(self, pages: IntArray, to: IntArray) -> None:
-        """See `CacheObserver`."""
-        self._hash_of_page[to], self._is_told[to] = self._hash_of_page[pages], self._is_told[pages]
-        self._is_told[pages] = False
-
-    def cleared(self) -> None:
-        """See `CacheObserver`."""
-        self._is_told[:] = False
-        self._events.append(CacheCleared())
-
-    def _edges(self) -> Iterator[Edge]:
-        return (edge for edge in self._cache.edges() if not edge.salt)
-
-    def _name(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:
-        self._hash_of_page[pages] = page_hashes(token_pages, self._hash_at(parent))
-        self._is_told[pages] = True
-
-    def _stored(self, token_pages: IntArray, pages: IntArray, parent: int) -> PagesStored:
-        return PagesStored(self._hash_of_page[pages].tolist(), token_pages.ravel().tolist(), self._hash_at(parent))
-
-    def _hash_at(self, page: int) -> int | None:
-        return None if page == DUMMY_PAGE else int(self._hash_of_page[page])
