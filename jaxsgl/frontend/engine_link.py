@@ -1,9 +1,10 @@
 """The link to one engine process: the line to it, and the calls and commands that wait for its answers.
 
 Owns the table of open calls: a dead engine ends every open call at once, and nothing of a call outlives its `open`
-block. Never knows a client protocol, text or other replicas; ipc.py carries the messages. The link of the process that
-started the engine is an `OwnedEngine` (owned_engine.py), that of each other front-end process a `WorkerLink`
-(worker.py). replicas.py holds the links of a front end. Used inside one asyncio loop.
+block. A call's replies wait in its `ReplyStream` until the client reads them. Never knows a client protocol, text or
+other replicas; ipc.py carries the messages. The link of the process that started the engine is an `OwnedEngine`
+(owned_engine.py), that of each other front-end process a `WorkerLink` (worker.py). replicas.py holds the links of a
+front end. Used inside one asyncio loop.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from jaxsgl.errors import EngineUnavailable, InvalidRequest, RequestFailed, StartupError
-from jaxsgl.frontend.reply_stream import MAX_UNREAD, ReplyStream
+from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
+from jaxsgl.errors import EngineUnavailable, InvalidRequest, JaxsglError, Overloaded, RequestFailed, StartupError
 from jaxsgl.ipc import Endpoints, EngineLine
 from jaxsgl.mask_mark import Marked, MaskMark, NoMark
 from jaxsgl.messages.load import Load
 from jaxsgl.messages.orders import Abort, AbortMatching, Answer, Command, Ping, Withdraw, first_number
-from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Replies
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Replies, Reply
 from jaxsgl.messages.wire import FromEngine, News, ToMailbox
 from jaxsgl.requests.request import Request
 
+MAX_UNREAD = 16384  # replies of one request: minutes of one sample, or seconds of very many
 ANSWER_LIMIT_S = 60.0  # for a command, which the engine answers between two steps; the longest step may have to end
 MAX_FLUSH_WAIT_S = 3600.0
 UPDATE_LIMIT_S = 7200.0  # reading weights, and then the longest request
@@ -36,6 +38,77 @@ NOTHING_HELD = dict.fromkeys(
 STARTING = "the engine is still starting: try again later"
 
 logger = logging.getLogger(__name__)
+
+
+class ReplyStream:
+    """Replies of one request, in order. A slow reader gets at once all replies that it has not read, within bounds.
+
+    A stream ends once: with the last sample's end, with a refusal, or with an error. It ends the request in the engine
+    if that still runs. `EngineLink` fills it, `Generation` reads it.
+
+    Attributes:
+      engine_id: the request's id in the engine.
+      ended: whether all samples of the request have ended.
+      weight_version: of the weights that made the reply that came last.
+    """
+
+    def __init__(self, engine_id: str, num_samples: int, abort: Callable[[Abort], None], max_unread: int) -> None:
+        self.engine_id = engine_id
+        self.ended = False
+        self.weight_version = DEFAULT_WEIGHT_VERSION
+        self._running = set(range(num_samples))
+        self._abort = abort
+        self._max_unread = max_unread
+        self._replies: list[Reply] = []
+        self._failure: JaxsglError | None = None
+        self._waiter: asyncio.Future[None] | None = None  # of `next`; an Event would cost as much as all else here
+
+    async def next(self) -> list[Reply]:
+        """Returns all replies since the last call; waits for at least one. Raises the error given to `fail`."""
+        while not self._replies:
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        replies, self._replies = self._replies, []
+        return replies
+
+    def put(self, reply: Reply, weight_version: str = DEFAULT_WEIGHT_VERSION) -> None:
+        """Adds a reply that weights of that version made; one that comes after the end of its sample is dropped."""
+        if self.ended or (reply.refusal is None and reply.index not in self._running):
+            return
+        if reply.finish_reason is not None:
+            self._running.remove(reply.index)
+        self.ended = not self._running or reply.refusal is not None
+        self.weight_version = weight_version
+        self._replies.append(reply)
+        self._wake()
+        if len(self._replies) > self._max_unread:
+            self._replies.clear()  # the client is too slow to read them in time
+            self._give_up(Overloaded(f"the client left {self._max_unread} replies unread: read them as they come"))
+
+    def end_sample(self, index: int) -> None:
+        """Takes no more replies of sample `index`, and ends it in the engine if it still runs there."""
+        if not self.ended and index in self._running:
+            self._running.remove(index)
+            self.ended = not self._running
+            self._abort(Abort(self.engine_id, index))
+
+    def fail(self, error: JaxsglError) -> None:
+        """Ends the stream with `error` after the replies that have come, and the request in the engine."""
+        if not self.ended:
+            self._give_up(error)
+
+    def _give_up(self, error: JaxsglError) -> None:
+        if not self.ended:
+            self._abort(Abort(self.engine_id))
+        self.ended = True
+        self._failure = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class EngineLink:

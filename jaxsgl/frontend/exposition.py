@@ -1,6 +1,6 @@
 """How the measurements are shown: to Prometheus under their names, and to people as a status line in the log.
 
-The rows of `TABLE` are those of metric_rows.py and kv_metrics.py. The HTTP endpoint /metrics serves the registry,
+The rows are those of metric_rows.py. The HTTP endpoint /metrics serves the registry,
 server.py runs the status line.
 """
 
@@ -14,21 +14,17 @@ from typing import Any
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from jaxsgl.frontend.counts import Counts, ProcessesCollector, with_counts
-from jaxsgl.frontend.kv_metrics import KV_ROWS
 from jaxsgl.frontend.metric_rows import ROWS, Row, Value
 from jaxsgl.frontend.metrics import SAMPLE_S, Histogram, Metrics
+from jaxsgl.frontend.worker_channel import Counts, ProcessesCollector, with_counts
 
 SAMPLES_PER_LINE = 10
 
 logger = logging.getLogger(__name__)
 
 
-TABLE = (*ROWS, *KV_ROWS)
-
-
 class _Collector:
-    """Fills in `TABLE` at each scrape."""
+    """Fills in `ROWS` at each scrape."""
 
     def __init__(self, metrics: Metrics, model_name: str) -> None:
         self._metrics = metrics
@@ -37,7 +33,7 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         """Yields a family for each name."""
         engine = self._metrics.snapshot()
-        for row in TABLE:
+        for row in ROWS:
             value = row.value(self._metrics, engine)
             for name in row.names:
                 yield self._family(name, row, value)

@@ -23,12 +23,12 @@ from jaxsgl.config.disaggregation import ALL_IN_ONE
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed, TimedOut
 from jaxsgl.frontend.access import Access, cache_namespace
-from jaxsgl.frontend.counts import Counts
+from jaxsgl.frontend.engine_link import ReplyStream
 from jaxsgl.frontend.legs import PrefillHosts, leg_sampling
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.frontend.reply_stream import ReplyStream
+from jaxsgl.frontend.worker_channel import Counts
 from jaxsgl.messages.replies import EngineInfo, RefusalKind, Reply
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.outputs import Pooled, Pooling

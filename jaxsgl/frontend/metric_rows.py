@@ -1,4 +1,4 @@
-"""`ROWS`: the metrics of requests, steps and the engine: names, help, and where the number is found.
+"""`ROWS`: the metrics of requests, steps, the engine and its KV: names, help, and where the number is found.
 
 Where a metric of SGLang or vLLM means the same as ours, ours goes by that name as well, so that their dashboards show
 it; what only we have starts with `jaxsgl:`. Measures nothing itself; exposition.py shows the rows.
@@ -34,6 +34,16 @@ class Row:
 def of_each(engine: Snapshot, value: Callable[[Replica], float]) -> dict[str, float]:
     """Returns a value of each replica, by its rank."""
     return {str(rank): value(replica) for rank, replica in enumerate(engine.replicas)}
+
+
+def _on_the_way(mode: str, attribute: str) -> Callable[[Metrics, Snapshot], Value]:
+    """A number of the `TransferLoad`; 0 on a server of another mode than `mode` ("": of either)."""
+
+    def value(_: Metrics, engine: Snapshot) -> Value:
+        transfer = engine.load.transfer
+        return 0 if transfer is None or mode not in ("", transfer.mode) else getattr(transfer, attribute)
+
+    return value
 
 
 ROWS = (
@@ -301,5 +311,66 @@ ROWS = (
         ("jaxsgl:log_lines_dropped_total",),
         "Log lines that were dropped because nothing read standard error.",
         lambda front_end, engine: front_end.log_lines["dropped"],
+    ),
+    Row(
+        ("sglang:hicache_host_total_tokens",),
+        "Tokens of KV that host memory holds at most (--host-kv-gib).",
+        lambda _, engine: engine.load.host.total_tokens,
+    ),
+    Row(
+        ("sglang:hicache_host_used_tokens",),
+        "Tokens of KV in host memory.",
+        lambda _, engine: engine.load.host.used_tokens,
+    ),
+    Row(
+        ("jaxsgl:host_kv_tokens_total",),
+        "Tokens of KV that were written to host memory, loaded from it, evicted from it, or found no room in it.",
+        lambda _, engine: {
+            "written": engine.load.host.written_tokens,
+            "loaded": engine.load.host.loaded_tokens,
+            "evicted": engine.load.host.evicted_tokens,
+            "not_written": engine.load.host.not_written_tokens,
+        },
+        ("what",),
+    ),
+    Row(
+        ("jaxsgl:host_kv_loads_given_up_total",),
+        "Loads from host memory that were stopped, so that the request computed the rest.",
+        lambda _, engine: engine.load.host.given_up,
+    ),
+    Row(
+        ("sglang:num_prefill_prealloc_queue_reqs",),
+        "Requests of a prefill server that wait for their other leg, or for staging memory.",
+        _on_the_way("prefill", "num_bootstrapping"),
+    ),
+    Row(
+        ("sglang:num_prefill_inflight_queue_reqs",),
+        "Requests of a prefill server whose pages are sent.",
+        _on_the_way("prefill", "num_moving"),
+    ),
+    Row(
+        ("sglang:num_decode_prealloc_queue_reqs",),
+        "Requests of a decode server that wait for their other leg, or for staging memory.",
+        _on_the_way("decode", "num_bootstrapping"),
+    ),
+    Row(
+        ("sglang:num_decode_transfer_queue_reqs",),
+        "Requests of a decode server whose pages are received.",
+        _on_the_way("decode", "num_moving"),
+    ),
+    Row(
+        ("jaxsgl:kv_staged_bytes",),
+        "Host memory that KV pages on their way between servers take, or are promised.",
+        _on_the_way("", "staged_bytes"),
+    ),
+    Row(
+        ("jaxsgl:kv_moved_bytes_total",),
+        "Bytes of KV pages that a prefill server has sent, or a decode server received.",
+        _on_the_way("", "moved_bytes"),
+    ),
+    Row(
+        ("jaxsgl:kv_hidden_bytes_total",),
+        "Bytes of KV pages that a prefill server sent before their prompt was computed.",
+        _on_the_way("prefill", "hidden_bytes"),
     ),
 )

@@ -1,8 +1,8 @@
-"""The engine process: its start, its end, and the link to it that the process has which started it.
+"""The engine process: how the server starts and ends it, and the link to it that the starting process has.
 
-Owns the process, its standard input (which tells it when this process dies) and the folder of the sockets. Never knows
-a request: calls and commands are the link's (engine_link.py). server.py makes one for each replica, and workers.py does
-so if there are several front-end processes.
+Owns the process, its standard input (which closes when this process dies) and the folder of the sockets. Never knows a
+request: calls and commands are the link's (engine_link.py). server.py makes one for each replica, and workers.py does
+so if there are several front-end processes, which it starts with `start_child` too.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 import msgspec
 
+from jaxsgl import logs
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable
-from jaxsgl.frontend.child_process import how_it_ended, start_child
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.ipc import Endpoints, EngineLaunch
 from jaxsgl.logs import LogStyle
@@ -31,6 +32,35 @@ FINAL_MESSAGE_S = 0.2  # the final message of a process that has ended may still
 STOP_S = 5.0  # for the engine to leave its loop; then it is killed
 
 logger = logging.getLogger(__name__)
+
+
+async def start_child(
+    name: str, command: Sequence[str], stdin: int, pass_fds: Sequence[int] = ()
+) -> asyncio.subprocess.Process:
+    """Starts a child of the server, an engine or a front-end worker; lines that it logs bear the `name`.
+
+    It gets a process group of its own, so that Ctrl-C in the terminal reaches the server alone, no keys in its
+    environment, and a pipe into our log as its standard error.
+    """
+    # It doesn't need the keys, and might show them in a crash report.
+    environment = {key: value for key, value in os.environ.items() if not key.endswith("_API_KEY")}
+    stderr = logs.child_stderr(name)
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=stdin, stderr=stderr, env=environment, pass_fds=pass_fds, process_group=0
+        )
+    finally:
+        if stderr is not None:
+            os.close(stderr)
+
+
+def how_it_ended(status: int) -> str:
+    """Returns a process's end in words, from its exit status; a negative one is a signal's number."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    name = {number.value: number.name for number in signal.Signals}.get(-status, "unnamed")
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    return f"was killed by signal {-status}, {name}{hint}"
 
 
 def owned_engines(config: ServerConfig, command: Sequence[str], line: int | None = None) -> list[OwnedEngine]:

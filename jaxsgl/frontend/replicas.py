@@ -17,9 +17,8 @@ import msgspec
 
 from jaxsgl.config.disaggregation import TransferLoad
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
-from jaxsgl.frontend.engine_link import EngineLink
+from jaxsgl.frontend.engine_link import EngineLink, ReplyStream
 from jaxsgl.frontend.metrics import Replica
-from jaxsgl.frontend.reply_stream import ReplyStream
 from jaxsgl.frontend.router import ReplicaLoad, Router
 from jaxsgl.messages.load import HostLoad, Load, Totals
 from jaxsgl.messages.orders import Answer, Command, Ping

@@ -1,27 +1,86 @@
 """Which replica a request goes to: the one with most of its prompt cached, unless the loads are skewed.
 
-The rule and its thresholds are those of the Shepherd Model Gateway's policy `cache_aware`, so that replicas behind
---dp-size and replicas behind a gateway are chosen alike. `choose` is a pure function of the prompt's pages, the index
-of what was sent (prefix_index.py) and the loads; `Router` applies it and keeps the index. Never knows processes or
+The rule and its thresholds are those of the Shepherd Model Gateway's policy `cache_aware`, so that replicas of one
+server (--dp-size) and replicas of a gateway are chosen alike. `choose` is a pure function of the prompt's pages, the
+`PrefixIndex` of what was sent, and the loads; `Router` applies it and keeps the index. Never knows processes or
 protocols; replicas.py calls it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxsgl.frontend.prefix_index import PrefixIndex, page_ends, page_names
 from jaxsgl.requests.media import hash_ids
 from jaxsgl.requests.request import Request
 
+MAX_PAGES = 4096  # of a prompt that are looked at: a few milliseconds of the event loop
+MAX_KNOWN_PAGES = 1 << 18  # of a replica: 50 MB; more than a pool has, unless its pages are of few tokens
 MIN_CACHED_SHARE = 0.3  # of the prompt's pages; with less cached, the least loaded replica is as good
 MAX_WAITING = 8  # from so many waiting requests on a replica gets no more, as long as another one has fewer
 MAX_TOKEN_USAGE = 0.8  # likewise from this share of its KV pool in use on
 SKEW_REQUESTS = 64  # a replica is skipped that has so many requests more than the mean ..
 SKEW_FACTOR = 1.5  # .. and so many times the mean
 MIN_SKEW_REQUESTS = 4
+
+
+def page_names(prompt_ids: Sequence[int], page_size: int, cache_salt: str = "") -> list[int]:
+    """Returns a name for each whole page of the prompt, at most `MAX_PAGES`, that depends on all tokens up to its end.
+
+    Names are 64 bits, and equal for equal prefixes of an equal salt within this process.
+    """
+    names: list[int] = []
+    name = hash(cache_salt)
+    for end in page_ends(len(prompt_ids), page_size)[:MAX_PAGES]:
+        name = hash((name, *prompt_ids[end - page_size : end]))
+        names.append(name)
+    return names
+
+
+def page_ends(num_tokens: int, page_size: int) -> range:
+    """Returns where each whole page of `num_tokens` tokens ends."""
+    return range(page_size, num_tokens + 1, page_size)
+
+
+class PrefixIndex:
+    """The pages that each replica was sent: what the router takes for the contents of its prefix cache.
+
+    Of each replica it knows at most `max_pages[rank]` pages, the size of its KV pool, and at most `MAX_KNOWN_PAGES`,
+    and forgets those first that were used least recently. So it ages as that cache does, takes a bounded memory (about
+    150 bytes a page), and knows a prefix before it is computed, which matters to requests that arrive together. It may
+    be wrong: a prefix that the replica has evicted since is computed there again.
+    """
+
+    def __init__(self, max_pages: Iterable[int]) -> None:
+        self._max_pages = [min(most, MAX_KNOWN_PAGES) for most in max_pages]
+        self._pages: list[OrderedDict[int, None]] = [OrderedDict() for _ in self._max_pages]
+
+    def num_pages(self, rank: int) -> int:
+        """Returns how many pages replica `rank` is known to have."""
+        return len(self._pages[rank])
+
+    def match(self, rank: int, names: Sequence[int]) -> int:
+        """Returns how many pages at the start of a prompt replica `rank` has."""
+        pages = self._pages[rank]
+        for count, name in enumerate(names):
+            if name not in pages:
+                return count
+        return len(names)
+
+    def add(self, rank: int, names: Sequence[int]) -> None:
+        """Notes that replica `rank` is sent a prompt of these pages. Its first pages are forgotten last."""
+        pages = self._pages[rank]
+        for name in reversed(names):
+            pages[name] = None
+            pages.move_to_end(name)
+        while len(pages) > self._max_pages[rank]:
+            pages.popitem(last=False)
+
+    def forget(self, rank: int) -> None:
+        """Notes that replica `rank` has nothing cached any more."""
+        self._pages[rank].clear()
 
 
 @dataclass(frozen=True)

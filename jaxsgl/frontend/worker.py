@@ -19,7 +19,6 @@ from jaxsgl import logs, stacks
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.access import keys_in_file
-from jaxsgl.frontend.counts import Counts, counts_of
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.server import Server, Share, live
@@ -27,6 +26,7 @@ from jaxsgl.frontend.worker_channel import (
     AskCounts,
     AskTotal,
     Channel,
+    Counts,
     Drain,
     EngineDied,
     EngineStuck,
@@ -35,6 +35,7 @@ from jaxsgl.frontend.worker_channel import (
     ToWorker,
     WorkerLaunch,
     WorkerReady,
+    counts_of,
     workers_end,
 )
 from jaxsgl.ipc import Endpoints

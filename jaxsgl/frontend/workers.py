@@ -22,18 +22,17 @@ from typing import Any
 from jaxsgl import logs
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
-from jaxsgl.frontend.child_process import how_it_ended, start_child
-from jaxsgl.frontend.counts import Counts, counts_of, summed
 from jaxsgl.frontend.exposition import StatusLine
 from jaxsgl.frontend.listen import Addresses, address_of, log_listening, log_ready, reserve_port
 from jaxsgl.frontend.metrics import Metrics
-from jaxsgl.frontend.owned_engine import ENGINE_COMMAND, owned_engines
+from jaxsgl.frontend.owned_engine import ENGINE_COMMAND, how_it_ended, owned_engines, start_child
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.watchdog import MAX_TICK_S, TICKS, watch
 from jaxsgl.frontend.worker_channel import (
     AskCounts,
     AskTotal,
     Channel,
+    Counts,
     Drain,
     EngineDied,
     EngineStuck,
@@ -43,7 +42,9 @@ from jaxsgl.frontend.worker_channel import (
     ToWorker,
     WorkerLaunch,
     WorkerReady,
+    counts_of,
     parents_end,
+    summed,
 )
 from jaxsgl.messages.orders import PARENT_LINE, CloseLine, OpenLine
 from jaxsgl.messages.replies import EngineInfo

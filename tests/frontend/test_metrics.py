@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from server_process import ROOT, ServerProcess, ids_request, wait_for
 
 from jaxsgl.config.disaggregation import TransferLoad
-from jaxsgl.frontend.exposition import TABLE, registry_of
+from jaxsgl.frontend.exposition import registry_of
+from jaxsgl.frontend.metric_rows import ROWS
 from jaxsgl.frontend.metrics import Histogram, Metrics, Timing, one_two_five
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.messages.load import Load, Totals
@@ -130,18 +131,18 @@ def test_names_arrive_with_their_colons(server: ServerProcess, accept: str) -> N
     kind, text = scrape(server, accept)
     assert kind == "text/plain; version=0.0.4; charset=utf-8"
     families = {family.name for family in parse_text(text)}
-    assert {name.removesuffix("_total") for row in TABLE for name in row.names} <= families
+    assert {name.removesuffix("_total") for row in ROWS for name in row.names} <= families
 
 
 def test_every_name_stands_for_one_metric() -> None:
-    names = [name for row in TABLE for name in row.names]
+    names = [name for row in ROWS for name in row.names]
     assert len(names) == len(set(names))
     assert {name.partition(":")[0] for name in names} == {"sglang", "vllm", "jaxsgl"}
 
 
 def test_every_metric_is_documented() -> None:
     documented = (ROOT / "docs" / "operations.md").read_text()
-    assert not [name for row in TABLE for name in row.names if f"`{name}`" not in documented]
+    assert not [name for row in ROWS for name in row.names if f"`{name}`" not in documented]
 
 
 def test_the_engines_numbers_come_from_its_latest_load() -> None:

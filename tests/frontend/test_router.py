@@ -7,8 +7,7 @@ from collections import deque
 
 import pytest
 
-from jaxsgl.frontend.prefix_index import MAX_PAGES, PrefixIndex, page_names
-from jaxsgl.frontend.router import ReplicaLoad, Router, choose
+from jaxsgl.frontend.router import MAX_PAGES, PrefixIndex, ReplicaLoad, Router, choose, page_names
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 

@@ -1,7 +1,7 @@
 """Sends an answer as server-sent events, with flow control, and ends it when the client leaves.
 
 Knows nothing of an event's content; endpoints pass in bytes. Uvicorn's write buffer (64 KiB) does the flow control:
-`send` blocks while the client doesn't read. Replies that arrive meanwhile wait in reply_stream.py, merged and bounded.
+`send` blocks while the client doesn't read. Replies that arrive meanwhile wait in a `ReplyStream`, merged and bounded.
 A client that stops reading loses its connection (connection.py).
 """
 
