@@ -5,7 +5,7 @@
     a root             folders below it, with all that links in them lead to; *: any folder or hub id
 
 A refusal is the same for a folder that doesn't exist and one that may not be named, so that nothing is told about the
-file system. Used by the endpoints that load adapters (adapters.py) and weights (http/sglang/weights.py).
+file system. Used by the endpoints that load adapters (adapters.py) and weights (http/sglang/admin.py).
 """
 
 from __future__ import annotations

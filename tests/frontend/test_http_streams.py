@@ -26,8 +26,8 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http import errors
+from jaxsgl.frontend.http.calls import EventStream, event
 from jaxsgl.frontend.http.connection import Connection
-from jaxsgl.frontend.http.sse import EventStream, event
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.server import Server
 

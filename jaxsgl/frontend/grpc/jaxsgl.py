@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import platform
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
+from typing import Any
 
 import grpc
 
@@ -18,17 +20,18 @@ import jaxsgl
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd, ServedModel
 from jaxsgl.frontend.grpc.interceptors import answers_errors, write
-from jaxsgl.frontend.grpc.media import chat_prompt, source_of
 from jaxsgl.frontend.pooling import Call, pool, spec_of
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.outputs import Pooling, check_dimensions, embedding_of
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.requests.sampling import SamplingParams, check_counts
-from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
+from jaxsgl.text.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
+from jaxsgl.text.tokenizer import Turn
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Jaxsgl"].full_name
 _LIBRARIES = ("jax", "jaxlib", "flax", "transformers", "tokenizers", "grpcio", "protobuf", "numpy")
@@ -186,3 +189,39 @@ def _model_info(model: ServedModel, weight_version: str) -> pb.ModelInfo:
 def _versions() -> dict[str, str]:
     libraries = {name: metadata.version(name) for name in _LIBRARIES}
     return {"jaxsgl": jaxsgl.__version__, "python": platform.python_version(), **libraries}
+
+
+def source_of(media: pb.Media) -> Source:
+    """Returns what a message names. Raises `InvalidRequest`."""
+    if bool(media.data) + bool(media.url) + bool(media.frames) != 1:
+        raise InvalidRequest("media has none or several of data, url and frames: set one")
+    fps = media.fps or None
+    if fps is not None and not 0 < fps <= 1000:
+        raise InvalidRequest(f"fps is {fps}, but must be above 0, up to 1000")
+    if media.frames:
+        return VideoSource(tuple(media.frames), fps)
+    named = media.data or media.url
+    return VideoSource(named, fps) if media.kind == pb.Media.VIDEO else ImageSource(named)
+
+
+def chat_prompt(messages: Sequence[pb.ChatMessage]) -> ChatPrompt:
+    """Returns the prompt of a chat. Raises `InvalidRequest`."""
+    if not any(message.parts for message in messages):
+        return ChatPrompt(messages)
+    media: list[Source] = []
+    return ChatPrompt([_turn(message, media) for message in messages], media=tuple(media))
+
+
+def _turn(message: pb.ChatMessage, media: list[Source]) -> Turn:
+    if not message.parts:
+        return {"role": message.role, "content": message.content}
+    if message.content:
+        raise InvalidRequest("a message has both content and parts: set one")
+    parts: list[dict[str, Any]] = []
+    for part in message.parts:
+        if part.WhichOneof("part") == "media":
+            media.append(source_of(part.media))
+            parts.append({"type": "image" if isinstance(media[-1], ImageSource) else "video"})
+        else:
+            parts.append({"type": "text", "text": part.text})
+    return {"role": message.role, "content": parts}

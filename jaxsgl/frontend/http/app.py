@@ -18,20 +18,18 @@ from starlette.middleware.cors import CORSMiddleware
 import jaxsgl
 from jaxsgl.frontend.certificates import Certificate
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http import errors, health, page
+from jaxsgl.frontend.http import errors, health
 from jaxsgl.frontend.http.acceptor import Acceptor
 from jaxsgl.frontend.http.connection import Connection
 from jaxsgl.frontend.http.middleware import REQUEST_ID_HEADER, ApiKey, BodyLimit, RequestIds
 from jaxsgl.frontend.http.openai import routes as openai
-from jaxsgl.frontend.http.sglang import adapters, encode, weights
-from jaxsgl.frontend.http.sglang import routes as sglang
+from jaxsgl.frontend.http.sglang import admin, encode, generate
 from jaxsgl.frontend.http.sites import PageGuard
 from jaxsgl.frontend.listen import address_of, max_connections, take_port
 
 # `router(front_end) -> APIRouter` of each module.
 ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (
-    page.router, health.router, openai.router, sglang.router, weights.router, encode.router,
-    adapters.router,
+    health.router, openai.router, generate.router, admin.router, encode.router
 )  # fmt: skip
 SHUTDOWN_GRACE_S = 1.0  # for final answers to reach their clients before connections close
 POLL_S = 0.01

@@ -1,7 +1,11 @@
 """One HTTP call and its engine requests: they start together, the first that fails ends all, and so does the client.
 
-Knows no format: endpoints pass in prepared requests and get pieces back. Choices are numbered prompt by prompt: the
-number of a choice is its prompt's number times n, plus its sample's number.
+Knows no format: endpoints pass in prepared requests and get pieces back, and pass in the bytes of events. Choices are
+numbered prompt by prompt: the number of a choice is its prompt's number times n, plus its sample's number.
+
+Of a stream, uvicorn's write buffer (64 KiB) does the flow control: `send` blocks while the client doesn't read. Replies
+that arrive meanwhile wait in a `ReplyStream`, merged and bounded. A client that stops reading loses its connection
+(connection.py).
 """
 
 from __future__ import annotations
@@ -12,15 +16,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
-from starlette.types import Receive
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import Generation, Generator, Pause
-from jaxsgl.frontend.http.errors import ClientGone
+from jaxsgl.frontend.http.errors import ClientGone, event_of
 from jaxsgl.requests.request import Request
 from jaxsgl.text.sample import Piece
 
 MAX_CHOICES = 1024  # of one HTTP call: prompts times n
+DONE = b"data: [DONE]\n\n"
 
 AnswerT = TypeVar("AnswerT")
 
@@ -121,3 +127,53 @@ async def cut_when_gone(receive: Receive, cut: asyncio.Timeout) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     cut.reschedule(0.0)  # a time long past, so the block ends now
+
+
+def event(data: bytes) -> bytes:
+    """Returns the event that holds `data`, which must have no line break (JSON has none)."""
+    return b"data: " + data + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends `events` (each ended by an empty line) as they arrive.
+
+    The status is sent with the first event, so an error before it is answered like any other error. A later error
+    becomes the last event. However the answer ends, `events` is closed first, so that the requests it holds open are
+    aborted at once.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        try:
+            async with asyncio.timeout(None) as cut:
+                watcher = asyncio.create_task(cut_when_gone(receive, cut))
+                try:
+                    # A task of its own: otherwise each event would wake a chain of some 20 coroutines.
+                    await asyncio.create_task(self._send_all(send))
+                finally:
+                    watcher.cancel()
+        except TimeoutError:
+            if not cut.expired():
+                raise
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        events = self._events
+        first = await anext(events, b"")
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        try:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:  # the status has been sent
+            await send({"type": "http.response.body", "body": event_of(error), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,7 +1,8 @@
 """Answers /v1/chat/completions: messages in the model's chat template, and the assistant's next turn.
 
-Turns messages into what chat templates know, and refuses in clear words what they can't express. routes.py calls
-`answer_chat`; /tokenize shares `chat_prompt`.
+Turns messages and their parts, pictures and videos among them, into what chat templates know, collects what is to be
+loaded, and refuses in clear words what they can't express. routes.py calls `answer_chat`; /tokenize shares
+`chat_prompt`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from starlette.responses import Response
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import rooms_of, salt_of, truncation_of
-from jaxsgl.frontend.http.calls import start_all, until_gone, whole
+from jaxsgl.frontend.http.calls import DONE, EventStream, event, start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.assistant import MessageWriter, finish_reason
-from jaxsgl.frontend.http.openai.contents import content_of
 from jaxsgl.frontend.http.openai.replies import (
     ChatChoice,
     ChatDelta,
@@ -35,20 +35,26 @@ from jaxsgl.frontend.http.openai.replies import (
 )
 from jaxsgl.frontend.http.openai.schemas import (
     ChatRequest,
+    ContentPart,
+    MediaUrl,
     MessageBody,
     TokenizeRequest,
     ToolCall,
     sampling_of,
 )
 from jaxsgl.frontend.http.openai.tools import AnswerForm, answer_form, constrained, template_variables, tool_use
-from jaxsgl.frontend.http.sse import DONE, EventStream, event
 from jaxsgl.frontend.http.token_states import StatesCollector
-from jaxsgl.preprocess.sources import Source
+from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.prompts import ChatPrompt
 from jaxsgl.text.sample import Piece
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, Turn
+
+_NOTHING = Delta()
+_IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "image"}  # type -> field that names the file
+_VIDEOS = {"video_url": "video_url", "input_video": "video_url", "video": "video"}
+_TEXTS = ("text", "input_text")
 
 
 async def answer_chat(front_end: FrontEnd, body: ChatRequest, http: HttpRequest, adapter: str = "") -> Response:
@@ -160,9 +166,6 @@ def _sampling(body: ChatRequest) -> SamplingParams:
     return sampling_of(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
 
 
-_NOTHING = Delta()
-
-
 async def _whole(front_end: FrontEnd, request: Request, head: Head, form: AnswerForm) -> bytes:
     tokenizer = front_end.generator.model.tokenizer
     async with start_all(front_end.generator, [request], visible=form.visible) as generations:
@@ -240,3 +243,48 @@ def _scores(request: Request, tokenizer: Tokenizer, piece: Piece) -> ChatLogprob
     if request.sampling.logprobs is None:
         return None
     return chat_logprobs(tokenizer, piece.token_ids, piece.logprobs)
+
+
+def content_of(index: int, content: str | list[ContentPart] | None, media: list[Source]) -> str | list[dict[str, Any]]:
+    """Returns the content of messages[index] for the template, and adds its pictures and videos to `media`.
+
+    The texts of several parts are joined by line breaks, as in vLLM, unless there are pictures among them: then the
+    template gets the parts. Raises `InvalidRequest` for a part of another kind.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [_part(f"messages[{index}].content[{number}]", part, media) for number, part in enumerate(content)]
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(name: str, part: ContentPart, media: list[Source]) -> dict[str, Any]:
+    if part.type in _TEXTS and part.text is not None:
+        return {"type": "text", "text": part.text}
+    if part.type in _IMAGES:
+        media.append(ImageSource(_url(name, getattr(part, _IMAGES[part.type]), _IMAGES[part.type])))
+        return {"type": "image"}
+    if part.type in _VIDEOS:
+        media.append(_video(name, part))
+        return {"type": "video"}
+    raise InvalidRequest(
+        f'{name} is of type {part.type[:100]}, but must be text, image_url or video_url: send {{"type": "text", '
+        '"text": ...} or {"type": "image_url", "image_url": {"url": ...}}'
+    )
+
+
+def _video(name: str, part: ContentPart) -> VideoSource:
+    field = _VIDEOS[part.type]
+    given = getattr(part, field)
+    fps = given.fps if isinstance(given, MediaUrl) and given.fps is not None else part.fps
+    if isinstance(given, list):
+        return VideoSource(tuple(given), fps)
+    return VideoSource(_url(name, given, field), fps)
+
+
+def _url(name: str, given: MediaUrl | str | None, field: str) -> str:
+    url = given.url if isinstance(given, MediaUrl) else given
+    if not url:
+        raise InvalidRequest(f'{name} names no file: send "{field}": {{"url": "data:...;base64,..."}}')
+    return url

@@ -15,8 +15,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
+from jaxsgl.frontend.http.calls import event
 from jaxsgl.frontend.http.openai.schemas import StreamOptions
-from jaxsgl.frontend.http.sse import event
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.text.sample import End, Piece
 from jaxsgl.text.tokenizer import Tokenizer

@@ -16,12 +16,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.calls import start_all, until_gone
+from jaxsgl.frontend.http.calls import EventStream, start_all, until_gone
 from jaxsgl.frontend.http.openai.chat import prepare_chat
 from jaxsgl.frontend.http.openai.conversation import ResponsesRequest, chat_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.openai.tools import AnswerForm
-from jaxsgl.frontend.http.sse import EventStream
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.call_stream import Part
 from jaxsgl.text.sample import End, Piece

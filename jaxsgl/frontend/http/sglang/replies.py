@@ -1,6 +1,6 @@
 """Bodies of SGLang's /generate answers: text, ids and `meta_info` of each choice, all of it in each event of a stream.
 
-Knows pieces and tokenizers, but no request body. routes.py uses it.
+Knows pieces and tokenizers, but no request body. generate.py uses it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bodies of SGLang's endpoints. The OpenAPI description is made of them.
 
 Holds types and limits, as openai/schemas.py does. As in SGLang, unknown fields of the body are ignored and unknown
-sampling parameters are refused; routes.py refuses ignored fields that would change the answer.
+sampling parameters are refused; generate.py refuses ignored fields that would change the answer.
 """
 
 from __future__ import annotations

@@ -1,193 +1,61 @@
-"""SGLang's own HTTP endpoints: /generate, and what operators and trainers call beside it; app.py includes the router.
+"""SGLang's HTTP endpoints for operators and trainers: abort, flush, pause, profile, what is served, weights, adapters.
 
-/generate takes one prompt or several, and answers whole or as a stream whose events each hold all text so far. The
-operators' endpoints abort, flush, pause, and say what is served.
+Orders become messages to the engines, which do the work (scheduler/orders/); an order that was not carried out is
+answered with status 400 and the engine's reason. app.py includes the router.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import uuid
-from collections.abc import AsyncGenerator, Sequence
-from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query
-from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 import jaxsgl
 from jaxsgl.config.flags import public_flags
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.adapters import adapters_of
-from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
+from jaxsgl.frontend import adapters
+from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S, UPDATE_LIMIT_S
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.bodies import (
-    StrictJson,
-    refuse_others,
-    rooms_of,
-    salt_of,
-    sampling_params,
+from jaxsgl.frontend.http.bodies import StrictJson
+from jaxsgl.frontend.http.calls import until_gone
+from jaxsgl.frontend.http.sglang.schemas import (
+    AbortBody,
+    LoadAdapterBody,
+    MemoryBody,
+    PauseBody,
+    ProfileBody,
+    UnloadAdapterBody,
+    UpdateWeightsBody,
+    WeightVersionBody,
 )
-from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
-from jaxsgl.frontend.http.grammars import grammar_of
-from jaxsgl.frontend.http.openai.replies import encode, json_response
-from jaxsgl.frontend.http.sglang.media import with_media
-from jaxsgl.frontend.http.sglang.replies import Writer
-from jaxsgl.frontend.http.sglang.schemas import AbortBody, GenerateBody, PauseBody, ProfileBody, SamplingBody
-from jaxsgl.frontend.http.sse import DONE, EventStream, event
+from jaxsgl.frontend.roots import weights_folder
 from jaxsgl.messages.load import Load
 from jaxsgl.messages.orders import Answer, ContinueGeneration, DumpState, FlushCache, PauseGeneration, PauseMode
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
-from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
-from jaxsgl.text.sample import Piece
-
-# SGLang's fields that change the answer and that aren't built. Empty or false, they ask for nothing.
-NOT_BUILT = frozenset({"session_params", "token_ids_logprob"})
+from jaxsgl.messages.weights import (
+    MemoryTag,
+    ReleaseMemory,
+    ResumeMemory,
+    SetWeightVersion,
+    UpdateMode,
+    UpdateReport,
+    UpdateWeights,
+)
 
 
 def router(front_end: FrontEnd) -> APIRouter:
     """Returns the endpoints, for `front_end`."""
     router = APIRouter(route_class=StrictJson, tags=["sglang"])
-    _add_generate(router, front_end)
     _add_control(router, front_end)
     _add_profiles(router, front_end)
     _add_infos(router, front_end)
+    _add_weights(router, front_end)
+    _add_adapters(router, front_end)
     return router
-
-
-def _add_generate(router: APIRouter, front_end: FrontEnd) -> None:
-    @router.post("/generate")
-    async def generate(body: GenerateBody, http: HttpRequest) -> Response:
-        """Continues prompts, as SGLang does: an object for one choice, a list for several, prompt by prompt."""
-        requests = await _requests(front_end, body)
-        start_len = None if body.logprob_start_len == -1 else body.logprob_start_len
-        tokenizer = front_end.generator.model.tokenizer if body.return_text_in_logprobs else None
-        n = requests[0].sampling.n
-        alone = n == 1 and not _is_batch(body)
-        states = front_end.generator.model.info.limits.states
-        if body.stream and requests[0].sampling.wants_states:
-            raise InvalidRequest("hidden states and experts come with whole answers: leave stream out")
-        writers = [
-            Writer(request, UNSET if alone or not body.stream else number * n + sample, start_len, tokenizer, states)
-            for number, request in enumerate(requests)
-            for sample in range(n)
-        ]
-        if body.stream:
-            return EventStream(_stream(front_end, requests, writers, body.data_parallel_rank))
-        return json_response(
-            await until_gone(http, _whole(front_end, requests, writers, alone, body.data_parallel_rank))
-        )
-
-
-async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
-    """Returns one request per prompt, all of them checked. Raises `InvalidRequest`."""
-    refuse_others(body, NOT_BUILT)
-    prompts = with_media(_prompts(body), body)
-    given = body.sampling_params if body.sampling_params is not None else SamplingBody()
-    each = given if isinstance(given, list) else [given] * len(prompts)
-    _check_counts(prompts, each)
-    ids = _ids(body.rid, prompts)
-    salt = salt_of(body)
-    samplings = [_sampling(body, params) for params in each]
-    rooms = rooms_of(body, len(prompts))
-    adapters = adapters_of(front_end, None, body.lora_path, len(prompts))
-    return await front_end.generator.prepare_all(
-        prompts, samplings, ids, body.priority or 0, salt, rooms, adapters=adapters
-    )
-
-
-def _is_batch(body: GenerateBody) -> bool:
-    given = body.input_ids if body.text is None else body.text
-    return isinstance(given, list) and bool(given) and not isinstance(given[0], int)
-
-
-def _prompts(body: GenerateBody) -> list[Prompt]:
-    if (body.text is None) == (body.input_ids is None):
-        raise InvalidRequest("the request needs either text or input_ids: send one of them")
-    if body.text is not None:
-        return [TextPrompt(text) for text in ([body.text] if isinstance(body.text, str) else body.text)]
-    given = body.input_ids or []
-    if not given or isinstance(given[0], int):  # not copied: there may be millions
-        return [IdsPrompt(given)]
-    return [IdsPrompt(ids) for ids in given]
-
-
-def _check_counts(prompts: Sequence[Prompt], each: Sequence[SamplingBody]) -> None:
-    if len(each) != len(prompts):
-        raise InvalidRequest(f"sampling_params has {len(each)} entries for {len(prompts)} prompts: send one per prompt")
-    n = each[0].n
-    if any(params.n != n for params in each):
-        raise InvalidRequest("n differs between the entries of sampling_params: send such prompts apart")
-    check_num_choices(len(prompts), n)
-
-
-def _ids(rid: str | list[str] | None, prompts: Sequence[Prompt]) -> list[str]:
-    if rid is None:
-        return [uuid.uuid4().hex for _ in prompts]
-    if isinstance(rid, str):
-        return [rid] if len(prompts) == 1 else [f"{rid}_{number}" for number in range(len(prompts))]
-    if len(rid) != len(prompts):
-        raise InvalidRequest(f"rid has {len(rid)} entries for {len(prompts)} prompts: send one per prompt")
-    return rid
-
-
-def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
-    top = (body.top_logprobs_num or 0) if body.return_logprob else None
-    scores_prompt = body.logprob_start_len is not None and body.logprob_start_len >= 0
-    return sampling_params(
-        params,
-        max_tokens=params.max_new_tokens,
-        min_tokens=params.min_new_tokens,
-        seed=params.sampling_seed,
-        include_stop_str_in_output=params.no_stop_trim,
-        logprobs=top,
-        prompt_logprobs=top if scores_prompt else None,
-        grammar=grammar_of(params),
-        return_hidden_states=bool(body.return_hidden_states),
-        return_routed_experts=bool(body.return_routed_experts),
-    )
-
-
-async def _whole(
-    front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer], alone: bool, rank: int | None
-) -> bytes:
-    """Returns the answer: an object for a choice that is `alone`, otherwise a list."""
-    async with start_all(front_end.generator, requests, rank) as generations:
-        samples = await whole(generations)
-
-    def write() -> bytes:
-        choices = [writer.add(piece) for writer, piece in zip(writers, samples, strict=True)]
-        return encode(choices[0] if alone else choices)
-
-    return await front_end.generator.off_loop(sum(sample.num_scores for sample in samples), write)
-
-
-async def _stream(
-    front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer], rank: int | None
-) -> AsyncGenerator[bytes, None]:
-    scored = requests[0].sampling.logprobs is not None
-    async with (
-        start_all(front_end.generator, requests, rank) as generations,
-        contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered,
-    ):
-        async for number, piece in numbered:
-            writer = writers[number]
-            if scored:
-                writer.num_scores += piece.num_scores  # each event repeats them all
-                yield await front_end.generator.off_loop(writer.num_scores, partial(_event, writer, piece))
-            else:
-                yield _event(writer, piece)
-    yield DONE
-
-
-def _event(writer: Writer, piece: Piece) -> bytes:
-    return event(encode(writer.add(piece)))
 
 
 def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
@@ -333,3 +201,96 @@ def _flags(config: ServerConfig) -> dict[str, Any]:
     flags = public_flags(config)
     engine = flags.pop("engine")
     return {**engine.pop("disaggregation"), **engine, **flags}
+
+
+def _add_weights(router: APIRouter, front_end: FrontEnd) -> None:
+    engine = front_end.engine
+
+    @router.post("/update_weights_from_disk")
+    async def update_weights_from_disk(body: UpdateWeightsBody, http: HttpRequest) -> Response:
+        """Serves the weights of another folder of the same model; if that fails, the old ones are served still."""
+        mode, path, version = _mode(body), weights_folder(front_end.config, body.model_path), body.weight_version
+        asked = engine.ask_each(lambda _, number: UpdateWeights(number, path, mode, version), UPDATE_LIMIT_S)
+        answers = await until_gone(http, asked)
+        answer = engine.together(answers)
+        if not answer.ok:
+            return _weights_answer(answer, "", num_paused_requests=0)
+        reports = [msgspec.json.decode(answer.text, type=UpdateReport) for answer in answers.values()]
+        message = f"the weights of {body.model_path} are served as version {reports[0].weight_version}"
+        return _weights_answer(answer, message, num_paused_requests=sum(report.num_continued for report in reports))
+
+    @router.get("/get_weight_version")
+    @router.get("/weight_version")
+    async def weight_version() -> dict[str, Any]:
+        """The version of the weights that are served."""
+        return {"weight_version": engine.load.weight_version}
+
+    @router.post("/update_weight_version")
+    async def update_weight_version(body: WeightVersionBody) -> Response:
+        """Gives the weights that are served another version; requests end first, unless told otherwise."""
+        if body.abort_all_requests is not False:
+            await engine.abort_prefix("")
+        answer = await engine.ask(lambda number: SetWeightVersion(number, body.new_version), UPDATE_LIMIT_S)
+        message = f"the weights are called {body.new_version} now"
+        return _weights_answer(answer, message, new_version=body.new_version)
+
+    @router.post("/release_memory_occupation")
+    async def release_memory_occupation(http: HttpRequest, body: MemoryBody | None = None) -> Response:
+        """Gives memory back once the requests that have begun have ended; generation is paused until all is back."""
+        tags = _tags(body)
+        answer = await until_gone(http, engine.ask(lambda number: ReleaseMemory(number, tags), UPDATE_LIMIT_S))
+        return _weights_answer(answer, "the memory is released")
+
+    @router.post("/resume_memory_occupation")
+    async def resume_memory_occupation(http: HttpRequest, body: MemoryBody | None = None) -> Response:
+        """Takes memory that was released again, and fills the weights; generation goes on once all is back."""
+        tags = _tags(body)
+        answer = await until_gone(http, engine.ask(lambda number: ResumeMemory(number, tags), UPDATE_LIMIT_S))
+        return _weights_answer(answer, answer.text or "generation goes on")
+
+
+def _mode(body: UpdateWeightsBody) -> UpdateMode:
+    if body.abort_all_requests and body.mode not in (None, "abort"):
+        raise InvalidRequest(f"abort_all_requests is true, but mode is {body.mode}: send one of them")
+    return UpdateMode.ABORT if body.abort_all_requests else UpdateMode(body.mode or "wait")
+
+
+def _tags(body: MemoryBody | None) -> tuple[MemoryTag, ...]:
+    return tuple(MemoryTag) if body is None or body.tags is None else tuple(map(MemoryTag, body.tags))
+
+
+def _weights_answer(answer: Answer, message: str, **more: Any) -> Response:
+    """Returns SGLang's answer; the engine's reason, if the order was not carried out."""
+    text = message if answer.ok else answer.text
+    return JSONResponse({"success": answer.ok, "message": text, **more}, 200 if answer.ok else 400)
+
+
+def _add_adapters(router: APIRouter, front_end: FrontEnd) -> None:
+    engine, config = front_end.engine, front_end.config
+
+    @router.post("/load_lora_adapter")
+    @router.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(body: LoadAdapterBody, http: HttpRequest) -> Response:
+        """Loads an adapter from a folder that the server can read; requests may name it once this is answered."""
+        asked = adapters.load(
+            engine,
+            config,
+            body.lora_name,
+            body.lora_path,
+            pinned=bool(body.pinned),
+            replace=bool(body.load_inplace),
+        )
+        return await _adapters_answer(front_end, await until_gone(http, asked))
+
+    @router.post("/unload_lora_adapter")
+    @router.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(body: UnloadAdapterBody, http: HttpRequest) -> Response:
+        """Forgets an adapter, once the requests that have it have ended; further ones are refused at once."""
+        return await _adapters_answer(front_end, await until_gone(http, adapters.unload(engine, body.lora_name)))
+
+
+async def _adapters_answer(front_end: FrontEnd, answer: Answer) -> Response:
+    loaded = {adapter.name: adapter.folder for adapter in await adapters.loaded(front_end.engine)}
+    text = "" if answer.ok else answer.text
+    body = {"success": answer.ok, "error_message": text, "loaded_adapters": loaded}
+    return JSONResponse(body, 200 if answer.ok else 400)

@@ -1,0 +1,237 @@
+"""SGLang's POST /generate: continues prompts, whole or as a stream whose events each hold all text so far.
+
+A body's prompts, pictures and sampling parameters become one request per prompt. replies.py writes the answers, and
+admin.py has what operators and trainers call. app.py includes the router.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+from fastapi import APIRouter
+from msgspec import UNSET
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.adapters import adapters_of
+from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.frontend.http.bodies import (
+    StrictJson,
+    refuse_others,
+    rooms_of,
+    salt_of,
+    sampling_params,
+)
+from jaxsgl.frontend.http.calls import DONE, EventStream, check_num_choices, event, pieces, start_all, until_gone, whole
+from jaxsgl.frontend.http.grammars import grammar_of
+from jaxsgl.frontend.http.openai.replies import encode, json_response
+from jaxsgl.frontend.http.sglang.replies import Writer
+from jaxsgl.frontend.http.sglang.schemas import GenerateBody, SamplingBody
+from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
+from jaxsgl.text.sample import Piece
+
+# SGLang's fields that change the answer and that aren't built. Empty or false, they ask for nothing.
+NOT_BUILT = frozenset({"session_params", "token_ids_logprob"})
+_HAS_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
+
+Given: TypeAlias = "str | list[str | list[str] | None] | None"
+SourceT = TypeVar("SourceT", bound=Source)
+
+
+def router(front_end: FrontEnd) -> APIRouter:
+    """Returns the endpoint, for `front_end`."""
+    router = APIRouter(route_class=StrictJson, tags=["sglang"])
+
+    @router.post("/generate")
+    async def generate(body: GenerateBody, http: HttpRequest) -> Response:
+        """Continues prompts, as SGLang does: an object for one choice, a list for several, prompt by prompt."""
+        requests = await _requests(front_end, body)
+        start_len = None if body.logprob_start_len == -1 else body.logprob_start_len
+        tokenizer = front_end.generator.model.tokenizer if body.return_text_in_logprobs else None
+        n = requests[0].sampling.n
+        alone = n == 1 and not _is_batch(body)
+        states = front_end.generator.model.info.limits.states
+        if body.stream and requests[0].sampling.wants_states:
+            raise InvalidRequest("hidden states and experts come with whole answers: leave stream out")
+        writers = [
+            Writer(request, UNSET if alone or not body.stream else number * n + sample, start_len, tokenizer, states)
+            for number, request in enumerate(requests)
+            for sample in range(n)
+        ]
+        if body.stream:
+            return EventStream(_stream(front_end, requests, writers, body.data_parallel_rank))
+        return json_response(
+            await until_gone(http, _whole(front_end, requests, writers, alone, body.data_parallel_rank))
+        )
+
+    return router
+
+
+async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
+    """Returns one request per prompt, all of them checked. Raises `InvalidRequest`."""
+    refuse_others(body, NOT_BUILT)
+    prompts = _with_media(_prompts(body), body)
+    given = body.sampling_params if body.sampling_params is not None else SamplingBody()
+    each = given if isinstance(given, list) else [given] * len(prompts)
+    _check_counts(prompts, each)
+    ids = _ids(body.rid, prompts)
+    salt = salt_of(body)
+    samplings = [_sampling(body, params) for params in each]
+    rooms = rooms_of(body, len(prompts))
+    adapters = adapters_of(front_end, None, body.lora_path, len(prompts))
+    return await front_end.generator.prepare_all(
+        prompts, samplings, ids, body.priority or 0, salt, rooms, adapters=adapters
+    )
+
+
+def _is_batch(body: GenerateBody) -> bool:
+    given = body.input_ids if body.text is None else body.text
+    return isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+
+
+def _prompts(body: GenerateBody) -> list[Prompt]:
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("the request needs either text or input_ids: send one of them")
+    if body.text is not None:
+        return [TextPrompt(text) for text in ([body.text] if isinstance(body.text, str) else body.text)]
+    given = body.input_ids or []
+    if not given or isinstance(given[0], int):  # not copied: there may be millions
+        return [IdsPrompt(given)]
+    return [IdsPrompt(ids) for ids in given]
+
+
+def _with_media(prompts: Sequence[Prompt], body: GenerateBody) -> list[Prompt]:
+    """Returns `prompts` with the pictures and videos of `body`. Raises `InvalidRequest`."""
+    if body.image_data is None and body.video_data is None:
+        return list(prompts)
+    several = len(prompts) > 1 or _is_batch(body)
+    images = _of_prompts("image_data", body.image_data, len(prompts), several, _image)
+    videos = _of_prompts("video_data", body.video_data, len(prompts), several, _video)
+    return [
+        replace(prompt, media=(*of_images, *of_videos))
+        for prompt, of_images, of_videos in zip(prompts, images, videos, strict=True)
+    ]
+
+
+def _of_prompts(
+    name: str, given: Given, num_prompts: int, several: bool, source_of: Callable[[str, str], SourceT]
+) -> list[list[SourceT]]:
+    """Returns the pictures of each prompt. Of one prompt, a list holds its pictures; of several, one entry for each."""
+    if given is None:
+        return [[] for _ in range(num_prompts)]
+    if isinstance(given, str):
+        entries: list[str | list[str] | None] = [given] * num_prompts
+    elif several:
+        if len(given) != num_prompts:
+            raise InvalidRequest(f"{name} has {len(given)} entries for {num_prompts} prompts: send one per prompt")
+        entries = given
+    else:
+        entries = [_flat(name, given)]
+    return [
+        [source_of(name, file) for file in ([entry] if isinstance(entry, str) else entry or [])] for entry in entries
+    ]
+
+
+def _flat(name: str, given: list[str | list[str] | None]) -> list[str]:
+    """Returns the files of one prompt, which may come as a list of one list."""
+    if len(given) == 1 and isinstance(given[0], list):
+        return given[0]
+    files = [entry for entry in given if isinstance(entry, str)]
+    if len(files) != len(given):
+        raise InvalidRequest(f"{name} has lists in it, but there is one prompt: send a list of URLs or base64")
+    return files
+
+
+def _image(name: str, file: str) -> ImageSource:
+    return ImageSource(_url(file, "image/png"))
+
+
+def _video(name: str, file: str) -> VideoSource:
+    return VideoSource(_url(file, "video/mp4"))
+
+
+def _url(file: str, media_type: str) -> str:
+    """Returns a URL as it is, and base64 as a data: URL."""
+    return file if _HAS_SCHEME.match(file[:64]) else f"data:{media_type};base64,{file}"
+
+
+def _check_counts(prompts: Sequence[Prompt], each: Sequence[SamplingBody]) -> None:
+    if len(each) != len(prompts):
+        raise InvalidRequest(f"sampling_params has {len(each)} entries for {len(prompts)} prompts: send one per prompt")
+    n = each[0].n
+    if any(params.n != n for params in each):
+        raise InvalidRequest("n differs between the entries of sampling_params: send such prompts apart")
+    check_num_choices(len(prompts), n)
+
+
+def _ids(rid: str | list[str] | None, prompts: Sequence[Prompt]) -> list[str]:
+    if rid is None:
+        return [uuid.uuid4().hex for _ in prompts]
+    if isinstance(rid, str):
+        return [rid] if len(prompts) == 1 else [f"{rid}_{number}" for number in range(len(prompts))]
+    if len(rid) != len(prompts):
+        raise InvalidRequest(f"rid has {len(rid)} entries for {len(prompts)} prompts: send one per prompt")
+    return rid
+
+
+def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
+    top = (body.top_logprobs_num or 0) if body.return_logprob else None
+    scores_prompt = body.logprob_start_len is not None and body.logprob_start_len >= 0
+    return sampling_params(
+        params,
+        max_tokens=params.max_new_tokens,
+        min_tokens=params.min_new_tokens,
+        seed=params.sampling_seed,
+        include_stop_str_in_output=params.no_stop_trim,
+        logprobs=top,
+        prompt_logprobs=top if scores_prompt else None,
+        grammar=grammar_of(params),
+        return_hidden_states=bool(body.return_hidden_states),
+        return_routed_experts=bool(body.return_routed_experts),
+    )
+
+
+async def _whole(
+    front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer], alone: bool, rank: int | None
+) -> bytes:
+    """Returns the answer: an object for a choice that is `alone`, otherwise a list."""
+    async with start_all(front_end.generator, requests, rank) as generations:
+        samples = await whole(generations)
+
+    def write() -> bytes:
+        choices = [writer.add(piece) for writer, piece in zip(writers, samples, strict=True)]
+        return encode(choices[0] if alone else choices)
+
+    return await front_end.generator.off_loop(sum(sample.num_scores for sample in samples), write)
+
+
+async def _stream(
+    front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer], rank: int | None
+) -> AsyncGenerator[bytes, None]:
+    scored = requests[0].sampling.logprobs is not None
+    async with (
+        start_all(front_end.generator, requests, rank) as generations,
+        contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered,
+    ):
+        async for number, piece in numbered:
+            writer = writers[number]
+            if scored:
+                writer.num_scores += piece.num_scores  # each event repeats them all
+                yield await front_end.generator.off_loop(writer.num_scores, partial(_event, writer, piece))
+            else:
+                yield _event(writer, piece)
+    yield DONE
+
+
+def _event(writer: Writer, piece: Piece) -> bytes:
+    return event(encode(writer.add(piece)))
