@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from typing import TypeVar
+import functools
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -104,25 +106,36 @@ async def _cancel(tasks: Sequence[asyncio.Task[object]]) -> None:
     await asyncio.wait(tasks)
 
 
-async def until_gone(request: HttpRequest, answer: Awaitable[AnswerT]) -> AnswerT:
-    """Returns the result of `answer`; if the client leaves first, cancels it and raises `ClientGone`.
+def while_connected(endpoint: Callable[..., Awaitable[AnswerT]]) -> Callable[..., Awaitable[AnswerT]]:
+    """Returns a handler that cancels `endpoint` and raises `ClientGone` if the client leaves before it has returned.
 
-    For endpoints whose body has been read: only the disconnect can still arrive then.
+    FastAPI has read the body when it calls a handler, so that only the disconnect can still arrive then. A stream that
+    `endpoint` returns is cut by `EventStream`.
     """
-    try:
-        async with asyncio.timeout(None) as cut:
-            watcher = asyncio.create_task(cut_when_gone(request.receive, cut))
-            try:
-                return await answer
-            finally:
-                watcher.cancel()
-    except TimeoutError:
-        if not cut.expired():
-            raise
-        raise ClientGone from None
+
+    @functools.wraps(endpoint)
+    async def handle(http: HttpRequest, **values: Any) -> AnswerT:
+        try:
+            async with asyncio.timeout(None) as cut:
+                watcher = asyncio.create_task(_cut_when_gone(http.receive, cut))
+                try:
+                    return await endpoint(**values)
+                finally:
+                    watcher.cancel()
+        except TimeoutError:
+            if not cut.expired():
+                raise
+            raise ClientGone from None
+
+    # What FastAPI fills in: the endpoint's own values, and the request.
+    signature = inspect.signature(endpoint, eval_str=True)
+    http = inspect.Parameter("http", inspect.Parameter.KEYWORD_ONLY, annotation=HttpRequest)
+    parameters = [*signature.parameters.values(), http]
+    handle.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return handle
 
 
-async def cut_when_gone(receive: Receive, cut: asyncio.Timeout) -> None:
+async def _cut_when_gone(receive: Receive, cut: asyncio.Timeout) -> None:
     """Ends the block of `cut` when the client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -154,7 +167,7 @@ class EventStream(Response):
         """An ASGI application."""
         try:
             async with asyncio.timeout(None) as cut:
-                watcher = asyncio.create_task(cut_when_gone(receive, cut))
+                watcher = asyncio.create_task(_cut_when_gone(receive, cut))
                 try:
                     # A task of its own: otherwise each event would wake a chain of some 20 coroutines.
                     await asyncio.create_task(self._send_all(send))

@@ -13,13 +13,12 @@ from typing import Any
 
 from msgspec.structs import replace
 from pydantic_core import from_json
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import rooms_of, salt_of, truncation_of
-from jaxsgl.frontend.http.calls import DONE, EventStream, event, start_all, until_gone, whole
+from jaxsgl.frontend.http.calls import DONE, EventStream, event, start_all, whole
 from jaxsgl.frontend.http.openai.assistant import MessageWriter, finish_reason
 from jaxsgl.frontend.http.openai.replies import (
     ChatChoice,
@@ -57,10 +56,10 @@ _VIDEOS = {"video_url": "video_url", "input_video": "video_url", "video": "video
 _TEXTS = ("text", "input_text")
 
 
-async def answer_chat(front_end: FrontEnd, body: ChatRequest, http: HttpRequest, adapter: str = "") -> Response:
+async def answer_chat(front_end: FrontEnd, body: ChatRequest, adapter: str = "") -> Response:
     """Returns the whole answer or its stream, of the model with `adapter`.
 
-    Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`.
+    Raises `InvalidRequest`, and as `Generator.start`.
     """
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = new_head("chatcmpl", kind, adapter or front_end.config.model_name)
@@ -68,7 +67,7 @@ async def answer_chat(front_end: FrontEnd, body: ChatRequest, http: HttpRequest,
     if body.stream:
         usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], request.sampling.n)
         return EventStream(_stream(front_end, request, head, usage, form))
-    return json_response(await until_gone(http, _whole(front_end, request, head, form)))
+    return json_response(await _whole(front_end, request, head, form))
 
 
 async def prepare_chat(

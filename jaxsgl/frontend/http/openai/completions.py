@@ -14,13 +14,12 @@ from functools import partial
 from typing import cast
 
 from msgspec.structs import replace
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import rooms_of, salt_of, truncation_of
-from jaxsgl.frontend.http.calls import DONE, EventStream, check_num_choices, event, pieces, start_all, until_gone, whole
+from jaxsgl.frontend.http.calls import DONE, EventStream, check_num_choices, event, pieces, start_all, whole
 from jaxsgl.frontend.http.openai.replies import (
     Head,
     Logprobs,
@@ -44,12 +43,10 @@ from jaxsgl.text.tokenizer import Tokenizer, Truncation
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-async def answer_completions(
-    front_end: FrontEnd, body: CompletionRequest, http: HttpRequest, adapter: str = ""
-) -> Response:
+async def answer_completions(front_end: FrontEnd, body: CompletionRequest, adapter: str = "") -> Response:
     """Returns the whole answer or its stream, of the model with `adapter`.
 
-    Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`.
+    Raises `InvalidRequest`, and as `Generator.start`.
     """
     tokenizer = front_end.generator.model.tokenizer
     sampling = _sampling(body, tokenizer)
@@ -71,7 +68,7 @@ async def answer_completions(
     choices = Choices(tokenizer, answered, texts, keep_output=body.max_tokens != 0, usage=usage)
     if body.stream:
         return EventStream(_stream(front_end, requests, choices, head, usage))
-    return json_response(await until_gone(http, _whole(front_end, requests, answered, choices, head, usage)))
+    return json_response(await _whole(front_end, requests, answered, choices, head, usage))
 
 
 def prompts_of(

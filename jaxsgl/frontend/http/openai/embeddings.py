@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
@@ -27,7 +26,6 @@ from jaxsgl.frontend.http.bodies import (
     salt_of,
     truncation_of,
 )
-from jaxsgl.frontend.http.calls import until_gone
 from jaxsgl.frontend.http.openai.chat import chat_prompt
 from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.replies import PromptDetails, encode, json_response, new_head
@@ -86,8 +84,8 @@ class EmbeddingList(msgspec.Struct):
     usage: PromptUsage
 
 
-async def answer_embeddings(front_end: FrontEnd, body: EmbeddingRequest, http: HttpRequest) -> Response:
-    """Returns the answer. Raises `InvalidRequest`, `NotFound`, `ClientGone`, and as `Generator.start`."""
+async def answer_embeddings(front_end: FrontEnd, body: EmbeddingRequest) -> Response:
+    """Returns the answer. Raises `InvalidRequest`, `NotFound`, and as `Generator.start`."""
     refuse_others(body)
     generator = front_end.generator
     spec = spec_of(generator)
@@ -96,7 +94,7 @@ async def answer_embeddings(front_end: FrontEnd, body: EmbeddingRequest, http: H
     prompts = _prompts(front_end, body, truncation)
     adapters = tuple(adapters_of(front_end, body.model, body.lora_path, len(prompts)))
     call = Call(new_head("embd", "list", "").id, body.priority or 0, salt_of(body), adapters=adapters)
-    answers = await until_gone(http, pool(generator, prompts, call))
+    answers = await pool(generator, prompts, call)
     if body.normalize is False:
         spec = msgspec.structs.replace(spec, normalize=False)
 

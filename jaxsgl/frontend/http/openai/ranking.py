@@ -15,7 +15,6 @@ import time
 from typing import Annotated, Any
 
 from pydantic import Field
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
@@ -34,7 +33,7 @@ from jaxsgl.frontend.http.bodies import (
     salt_of,
     truncation_of,
 )
-from jaxsgl.frontend.http.calls import check_num_choices, until_gone
+from jaxsgl.frontend.http.calls import check_num_choices
 from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.embeddings import answering, prompt_usage, usage_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response, new_head
@@ -112,14 +111,14 @@ def _truncation(front_end: FrontEnd, body: _Common) -> Truncation | None:
     return truncation_of(body, front_end.generator.model.info.limits)
 
 
-async def answer_rerank(front_end: FrontEnd, body: RerankRequest, http: HttpRequest) -> Response:
+async def answer_rerank(front_end: FrontEnd, body: RerankRequest) -> Response:
     """Returns the documents, best first; equally good ones in their order."""
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     call = _call(front_end, body, "rerank")
     pairs = [(body.query, text) for text in texts]
     instruction = body.instruction or body.instruct
     truncation = _truncation(front_end, body)
-    scores = await until_gone(http, scores_of_pairs(front_end.generator, pairs, call, instruction, truncation))
+    scores = await scores_of_pairs(front_end.generator, pairs, call, instruction, truncation)
     order = sorted(range(len(texts)), key=lambda index: -scores.values[index])[: body.top_n or None]
     results: list[dict[str, Any]] = []
     for index in order:
@@ -133,15 +132,15 @@ async def answer_rerank(front_end: FrontEnd, body: RerankRequest, http: HttpRequ
     )
 
 
-async def answer_score(front_end: FrontEnd, body: ScoreRequest, http: HttpRequest) -> Response:
+async def answer_score(front_end: FrontEnd, body: ScoreRequest) -> Response:
     """Returns a score of each pair, or in SGLang's form the shares of label tokens of each item."""
     call = _call(front_end, body, "score")
     if body.label_token_ids is not None:
-        return await _answer_labels(front_end, body, call, http)
+        return await _answer_labels(front_end, body, call)
     pairs = _pairs(body)
     check_num_choices(len(pairs), 1)
     truncation = _truncation(front_end, body)
-    scores = await until_gone(http, scores_of_pairs(front_end.generator, pairs, call, body.instruction, truncation))
+    scores = await scores_of_pairs(front_end.generator, pairs, call, body.instruction, truncation)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores.values)]
     usage = prompt_usage(scores.prompt_tokens, scores.cached_tokens)
     return json_response(encode({**_head(front_end, call), "data": data, "usage": usage}))
@@ -166,7 +165,7 @@ def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
     return list(zip(firsts, seconds, strict=True))
 
 
-async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, call: Call, http: HttpRequest) -> Response:
+async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, call: Call) -> Response:
     generator = front_end.generator
     spec_of(generator)
     if body.query is None or body.items is None or body.label_token_ids is None:
@@ -183,14 +182,14 @@ async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, call: Call, ht
         texts = [prompt.text for prompt in prompts if isinstance(prompt, TextPrompt)]
         whole = [text + body.query if body.item_first else body.query + text for text in texts]
         joined = [TextPrompt(text, truncation=truncation) for text in whole]
-        answers = await until_gone(http, pool(generator, joined, call, _labels(body)))
+        answers = await pool(generator, joined, call, _labels(body))
     else:
         if not all(isinstance(prompt, IdsPrompt) for prompt in prompts):
             raise InvalidRequest("query is a list of token ids, but items are texts: send both in one form")
         ids = [list(prompt.ids) for prompt in prompts if isinstance(prompt, IdsPrompt)]
         lists = [[*item, *body.query] if body.item_first else [*body.query, *item] for item in ids]
         of_ids = [IdsPrompt(one, truncation=truncation) for one in lists]
-        answers = await until_gone(http, pool(generator, of_ids, call, _labels(body)))
+        answers = await pool(generator, of_ids, call, _labels(body))
     shares = [_shares(answer, bool(body.apply_softmax)) for answer in answers]
     answer = {"scores": shares, "model": answering(front_end, call), "object": "scoring", "usage": usage_of(answers)}
     return json_response(encode(answer))
@@ -208,14 +207,14 @@ def _shares(answer: Answer, among_labels: bool) -> list[float]:
     return [math.exp(logit - pooled.log_total) for logit in pooled.logits]
 
 
-async def answer_classify(front_end: FrontEnd, body: ClassifyRequest, http: HttpRequest) -> Response:
+async def answer_classify(front_end: FrontEnd, body: ClassifyRequest) -> Response:
     """Returns the probabilities of a classification head's classes for each input."""
     call = _call(front_end, body, "classify")
     spec = spec_of(front_end.generator)
     if not spec.labels:
         raise InvalidRequest("the model has no classification head: ask for embeddings, scores or ranks")
     prompts = prompts_of(body.input, body.add_special_tokens is not False, _truncation(front_end, body))
-    answers = await until_gone(http, pool(front_end.generator, prompts, call))
+    answers = await pool(front_end.generator, prompts, call)
     data = []
     for index, answer in enumerate(answers):
         probs = class_scores(answer.pooled.logits, spec.activation)

@@ -12,11 +12,10 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.calls import EventStream, start_all, until_gone
+from jaxsgl.frontend.http.calls import EventStream, start_all
 from jaxsgl.frontend.http.openai.chat import prepare_chat
 from jaxsgl.frontend.http.openai.conversation import ResponsesRequest, chat_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response
@@ -28,12 +27,10 @@ from jaxsgl.text.sample import End, Piece
 _STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "failed"}
 
 
-async def answer_responses(
-    front_end: FrontEnd, body: ResponsesRequest, http: HttpRequest, adapter: str = ""
-) -> Response:
+async def answer_responses(front_end: FrontEnd, body: ResponsesRequest, adapter: str = "") -> Response:
     """Returns the whole answer or its stream, of the model with `adapter`.
 
-    Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`.
+    Raises `InvalidRequest`, and as `Generator.start`.
     """
     answer = _described(body, adapter or front_end.config.model_name)
     request, form = await prepare_chat(front_end, chat_of(body), answer["id"], adapter)
@@ -47,7 +44,7 @@ async def answer_responses(
             pass
         return encode(output.answer)
 
-    return json_response(await until_gone(http, whole()))
+    return json_response(await whole())
 
 
 async def _events(

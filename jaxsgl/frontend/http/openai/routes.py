@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 
 from fastapi import APIRouter
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.adapters import adapter_of, loaded
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
+from jaxsgl.frontend.http.calls import while_connected
 from jaxsgl.frontend.http.openai.chat import answer_chat, chat_prompt
 from jaxsgl.frontend.http.openai.completions import answer_completions
 from jaxsgl.frontend.http.openai.conversation import ResponsesRequest
@@ -40,19 +40,22 @@ def router(front_end: FrontEnd) -> APIRouter:
     router = APIRouter(route_class=StrictJson)
 
     @router.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
+    @while_connected
+    async def chat_completions(body: ChatRequest) -> Response:
         """The assistant's next turn, whole or streamed."""
-        return await answer_chat(front_end, body, http, adapter_of(front_end, body.model, body.lora_path))
+        return await answer_chat(front_end, body, adapter_of(front_end, body.model, body.lora_path))
 
     @router.post("/v1/completions")
-    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
+    @while_connected
+    async def completions(body: CompletionRequest) -> Response:
         """Continues each prompt n times; choices are numbered prompt by prompt. Whole or streamed."""
-        return await answer_completions(front_end, body, http, adapter_of(front_end, body.model, body.lora_path))
+        return await answer_completions(front_end, body, adapter_of(front_end, body.model, body.lora_path))
 
     @router.post("/v1/responses")
-    async def responses(body: ResponsesRequest, http: HttpRequest) -> Response:
+    @while_connected
+    async def responses(body: ResponsesRequest) -> Response:
         """The assistant's next turn as OpenAI's Responses API has it; nothing is kept for later."""
-        return await answer_responses(front_end, body, http, adapter_of(front_end, body.model, body.lora_path))
+        return await answer_responses(front_end, body, adapter_of(front_end, body.model, body.lora_path))
 
     _add_pooling(router, front_end)
     _add_models(router, front_end)
@@ -64,27 +67,31 @@ def _add_pooling(router: APIRouter, front_end: FrontEnd) -> None:
     """Adds what answers with vectors and scores; each path as OpenAI, vLLM, SGLang, Jina or Cohere have it."""
 
     @router.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
+    @while_connected
+    async def embeddings(body: EmbeddingRequest) -> Response:
         """The vector of each input."""
-        return await answer_embeddings(front_end, body, http)
+        return await answer_embeddings(front_end, body)
 
     @router.post("/score")
     @router.post("/v1/score")
-    async def score(body: ScoreRequest, http: HttpRequest) -> Response:
+    @while_connected
+    async def score(body: ScoreRequest) -> Response:
         """Scores of pairs of texts, or of label tokens behind items."""
-        return await answer_score(front_end, body, http)
+        return await answer_score(front_end, body)
 
     @router.post("/rerank")
     @router.post("/v1/rerank")
     @router.post("/v2/rerank")
-    async def rerank(body: RerankRequest, http: HttpRequest) -> Response:
+    @while_connected
+    async def rerank(body: RerankRequest) -> Response:
         """The documents that answer the query, best first."""
-        return await answer_rerank(front_end, body, http)
+        return await answer_rerank(front_end, body)
 
     @router.post("/classify")
-    async def classify(body: ClassifyRequest, http: HttpRequest) -> Response:
+    @while_connected
+    async def classify(body: ClassifyRequest) -> Response:
         """The class of each input, by a classification head."""
-        return await answer_classify(front_end, body, http)
+        return await answer_classify(front_end, body)
 
 
 def _add_models(router: APIRouter, front_end: FrontEnd) -> None:

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query
-from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 import jaxsgl
@@ -22,7 +21,7 @@ from jaxsgl.frontend import adapters
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S, UPDATE_LIMIT_S
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
-from jaxsgl.frontend.http.calls import until_gone
+from jaxsgl.frontend.http.calls import while_connected
 from jaxsgl.frontend.http.sglang.schemas import (
     AbortBody,
     LoadAdapterBody,
@@ -71,12 +70,11 @@ def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
         return {"num_aborted": int(await front_end.engine.abort(body.rid))}
 
     @router.api_route("/flush_cache", methods=control_methods(front_end.config))
-    async def flush_cache(
-        http: HttpRequest, timeout: Annotated[float, Query(ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0
-    ) -> dict[str, Any]:
+    @while_connected
+    async def flush_cache(timeout: Annotated[float, Query(ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0) -> dict[str, Any]:
         """Empties the prefix cache; refused if requests still wait or run after `timeout` seconds."""
         asked = front_end.engine.ask(lambda number: FlushCache(number, timeout), timeout + ANSWER_LIMIT_S)
-        answer = await until_gone(http, asked)
+        answer = await asked
         if not answer.ok:
             raise InvalidRequest(f"the cache was not flushed: {answer.text}")
         return {"success": True, "message": "the cache is empty"}
@@ -207,11 +205,12 @@ def _add_weights(router: APIRouter, front_end: FrontEnd) -> None:
     engine = front_end.engine
 
     @router.post("/update_weights_from_disk")
-    async def update_weights_from_disk(body: UpdateWeightsBody, http: HttpRequest) -> Response:
+    @while_connected
+    async def update_weights_from_disk(body: UpdateWeightsBody) -> Response:
         """Serves the weights of another folder of the same model; if that fails, the old ones are served still."""
         mode, path, version = _mode(body), weights_folder(front_end.config, body.model_path), body.weight_version
         asked = engine.ask_each(lambda _, number: UpdateWeights(number, path, mode, version), UPDATE_LIMIT_S)
-        answers = await until_gone(http, asked)
+        answers = await asked
         answer = engine.together(answers)
         if not answer.ok:
             return _weights_answer(answer, "", num_paused_requests=0)
@@ -235,17 +234,19 @@ def _add_weights(router: APIRouter, front_end: FrontEnd) -> None:
         return _weights_answer(answer, message, new_version=body.new_version)
 
     @router.post("/release_memory_occupation")
-    async def release_memory_occupation(http: HttpRequest, body: MemoryBody | None = None) -> Response:
+    @while_connected
+    async def release_memory_occupation(body: MemoryBody | None = None) -> Response:
         """Gives memory back once the requests that have begun have ended; generation is paused until all is back."""
         tags = _tags(body)
-        answer = await until_gone(http, engine.ask(lambda number: ReleaseMemory(number, tags), UPDATE_LIMIT_S))
+        answer = await engine.ask(lambda number: ReleaseMemory(number, tags), UPDATE_LIMIT_S)
         return _weights_answer(answer, "the memory is released")
 
     @router.post("/resume_memory_occupation")
-    async def resume_memory_occupation(http: HttpRequest, body: MemoryBody | None = None) -> Response:
+    @while_connected
+    async def resume_memory_occupation(body: MemoryBody | None = None) -> Response:
         """Takes memory that was released again, and fills the weights; generation goes on once all is back."""
         tags = _tags(body)
-        answer = await until_gone(http, engine.ask(lambda number: ResumeMemory(number, tags), UPDATE_LIMIT_S))
+        answer = await engine.ask(lambda number: ResumeMemory(number, tags), UPDATE_LIMIT_S)
         return _weights_answer(answer, answer.text or "generation goes on")
 
 
@@ -270,7 +271,8 @@ def _add_adapters(router: APIRouter, front_end: FrontEnd) -> None:
 
     @router.post("/load_lora_adapter")
     @router.post("/v1/load_lora_adapter")
-    async def load_lora_adapter(body: LoadAdapterBody, http: HttpRequest) -> Response:
+    @while_connected
+    async def load_lora_adapter(body: LoadAdapterBody) -> Response:
         """Loads an adapter from a folder that the server can read; requests may name it once this is answered."""
         asked = adapters.load(
             engine,
@@ -280,13 +282,14 @@ def _add_adapters(router: APIRouter, front_end: FrontEnd) -> None:
             pinned=bool(body.pinned),
             replace=bool(body.load_inplace),
         )
-        return await _adapters_answer(front_end, await until_gone(http, asked))
+        return await _adapters_answer(front_end, await asked)
 
     @router.post("/unload_lora_adapter")
     @router.post("/v1/unload_lora_adapter")
-    async def unload_lora_adapter(body: UnloadAdapterBody, http: HttpRequest) -> Response:
+    @while_connected
+    async def unload_lora_adapter(body: UnloadAdapterBody) -> Response:
         """Forgets an adapter, once the requests that have it have ended; further ones are refused at once."""
-        return await _adapters_answer(front_end, await until_gone(http, adapters.unload(engine, body.lora_name)))
+        return await _adapters_answer(front_end, await adapters.unload(engine, body.lora_name))
 
 
 async def _adapters_answer(front_end: FrontEnd, answer: Answer) -> Response:

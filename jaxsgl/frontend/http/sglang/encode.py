@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
@@ -23,7 +22,7 @@ from jaxsgl.frontend.http.bodies import (
     refuse_others,
     salt_of,
 )
-from jaxsgl.frontend.http.calls import until_gone
+from jaxsgl.frontend.http.calls import while_connected
 from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.openai.schemas import Prompts
@@ -52,7 +51,8 @@ def router(front_end: FrontEnd) -> APIRouter:
     router = APIRouter(route_class=StrictJson, tags=["sglang"])
 
     @router.post("/encode")
-    async def encode_prompts(body: EncodeBody, http: HttpRequest) -> Response:
+    @while_connected
+    async def encode_prompts(body: EncodeBody) -> Response:
         """An object for one prompt, a list for several."""
         refuse_others(body, NOT_BUILT)
         generator = front_end.generator
@@ -65,7 +65,7 @@ def router(front_end: FrontEnd) -> APIRouter:
         prompts, rank = prompts_of(given, True), body.data_parallel_rank
         adapters = tuple(adapters_of(front_end, None, body.lora_path, len(prompts)))
         call = Call(body.rid or uuid.uuid4().hex, body.priority or 0, salt_of(body), rank, adapters)
-        answers = await until_gone(http, pool(generator, prompts, call))
+        answers = await pool(generator, prompts, call)
 
         def one(answer: Answer) -> dict[str, Any]:
             meta = {

@@ -16,7 +16,6 @@ from typing import TypeAlias, TypeVar
 
 from fastapi import APIRouter
 from msgspec import UNSET
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
@@ -29,7 +28,16 @@ from jaxsgl.frontend.http.bodies import (
     salt_of,
     sampling_params,
 )
-from jaxsgl.frontend.http.calls import DONE, EventStream, check_num_choices, event, pieces, start_all, until_gone, whole
+from jaxsgl.frontend.http.calls import (
+    DONE,
+    EventStream,
+    check_num_choices,
+    event,
+    pieces,
+    start_all,
+    while_connected,
+    whole,
+)
 from jaxsgl.frontend.http.grammars import grammar_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.sglang.replies import Writer
@@ -53,7 +61,8 @@ def router(front_end: FrontEnd) -> APIRouter:
     router = APIRouter(route_class=StrictJson, tags=["sglang"])
 
     @router.post("/generate")
-    async def generate(body: GenerateBody, http: HttpRequest) -> Response:
+    @while_connected
+    async def generate(body: GenerateBody) -> Response:
         """Continues prompts, as SGLang does: an object for one choice, a list for several, prompt by prompt."""
         requests = await _requests(front_end, body)
         start_len = None if body.logprob_start_len == -1 else body.logprob_start_len
@@ -70,9 +79,7 @@ def router(front_end: FrontEnd) -> APIRouter:
         ]
         if body.stream:
             return EventStream(_stream(front_end, requests, writers, body.data_parallel_rank))
-        return json_response(
-            await until_gone(http, _whole(front_end, requests, writers, alone, body.data_parallel_rank))
-        )
+        return json_response(await _whole(front_end, requests, writers, alone, body.data_parallel_rank))
 
     return router
 
