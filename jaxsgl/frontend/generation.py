@@ -82,6 +82,46 @@ class ServedModel:
     media: MediaLoader | None = None
 
 
+@dataclass(frozen=True)
+class RequestOptions:
+    """What is asked of a prompt besides its sampling parameters; made once of a body.
+
+    Attributes:
+      priority: as in `Request`.
+      cache_salt: prefixes are shared with requests of the same tenant and of an equal salt alone.
+      adapter: the name of a LoRA adapter; "" for none.
+      room: where the prefill and the decode leg meet, or None if there is one leg.
+      pooling: what to pool instead of generating tokens, or None.
+    """
+
+    priority: int = 0
+    cache_salt: str = ""
+    adapter: str = ""
+    room: Rendezvous | None = None
+    pooling: Pooling | None = None
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """One prompt of a call, and all that is asked of it."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    request_id: str
+    options: RequestOptions = RequestOptions()
+
+
+def prompted_all(
+    prompts: Sequence[Prompt], sampling: SamplingParams, call_id: str, options: Sequence[RequestOptions]
+) -> list[Prompted]:
+    """Returns the prompts of a call that are all sampled alike. One alone has the call's id, several are numbered."""
+    ids = [call_id] if len(prompts) == 1 else [f"{call_id}-{number}" for number in range(len(prompts))]
+    return [
+        Prompted(prompt, sampling, each_id, of_one)
+        for prompt, each_id, of_one in zip(prompts, ids, options, strict=True)
+    ]
+
+
 class Pause:
     """Lets other calls run between the parts of a loop over many requests."""
 
@@ -205,74 +245,64 @@ class Generator:
         self._model = model
         self._engine.accept()
 
-    async def prepare(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str = "",
-        room: Rendezvous | None = None,
-        adapter: str = "",
-    ) -> Request:
-        """Tokenizes and checks. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready.
-
-        Prefixes are shared with requests of the same tenant and of an equal `cache_salt` alone. With a `room`, the
-        request has the parameters of this server's leg. `adapter` is the name of a LoRA adapter.
-        """
-        (request,) = await self.prepare_all(
-            [prompt], [sampling], [request_id], priority, cache_salt, [room], adapters=[adapter]
-        )
+    async def prepare(self, prompted: Prompted) -> Request:
+        """Tokenizes and checks. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready."""
+        (request,) = await self.prepare_all([prompted])
         return request
 
-    async def prepare_all(
-        self,
-        prompts: Sequence[Prompt],
-        samplings: Sequence[SamplingParams],
-        request_ids: Sequence[str],
-        priority: int = 0,
-        cache_salt: str = "",
-        rooms: Sequence[Rendezvous | None] = (),
-        pooling: Pooling | None = None,
-        adapters: Sequence[str] = (),
-    ) -> list[Request]:
+    async def prepare_all(self, prompteds: Sequence[Prompted]) -> list[Request]:
         """Tokenizes and checks all prompts of one call, like `prepare`. Other calls go on meanwhile.
 
-        With `pooling` they yield that, and no tokens.
+        The prompts of a call are either all for pooling, or none of them.
         """
-        logs.name_unnamed_request(request_ids[0])
+        logs.name_unnamed_request(prompteds[0].request_id)
         start_s = self._metrics.clock()
         with self._metrics.counting_errors():
-            model, namespace = self.model, cache_namespace(cache_salt)
-            for sampling, request_id in zip(samplings, request_ids, strict=True):
-                if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
-                    raise InvalidRequest(
-                        f"request_id has {len(request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}"
-                    )
-                if sampling.stop or sampling.stop_regex:
+            model = self.model
+            for prompted in prompteds:
+                _check_id(prompted.request_id)
+                if prompted.sampling.stop or prompted.sampling.stop_regex:
                     model.tokenizer.check_text_comes_back("stop strings and stop_regex")
-            for patterns in {sampling.stop_regex for sampling in samplings if sampling.stop_regex}:
-                await asyncio.get_running_loop().run_in_executor(self._threads, check_patterns, patterns)
-            work = partial(with_bad_word_ids, samplings, model.tokenizer)
-            samplings = await self.off_loop(num_bad_chars(samplings), work)
+            samplings = await self._read_samplings([prompted.sampling for prompted in prompteds])
+            read = await self._read_all(
+                [prompted.prompt for prompted in prompteds], 1 if prompteds[0].options.pooling is None else 0
+            )
             limits, requests, pause = model.info.limits, list[Request](), Pause()
-            read = await self._read_all(prompts, 1 if pooling is None else 0)
-            rooms = rooms or [None] * len(prompts)
-            adapters = adapters or [""] * len(prompts)
-            for (ids, media), sampling, request_id, room, adapter in zip(
-                read, samplings, request_ids, rooms, adapters, strict=True
-            ):
-                if room is not None and self._mode == "decode":
-                    self._prefill_hosts.check(room.host)
-                of_leg = sampling if room is None else leg_sampling(sampling, self._mode)
-                requests.append(
-                    Request(request_id, ids, of_leg, priority, namespace, room, media, pooling=pooling, adapter=adapter)
-                )
+            for prompted, sampling, (ids, media) in zip(prompteds, samplings, read, strict=True):
+                requests.append(self._request(prompted, sampling, ids, media))
                 check_request(requests[-1], limits)
                 await pause.after(1 + len(ids) // TOKENS_LIKE_A_REQUEST)
             check_num_scores(requests, limits)
             self._metrics.prepare_s.observe(self._metrics.clock() - start_s, len(requests))
             return requests
+
+    async def _read_samplings(self, samplings: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
+        """Checks patterns, and returns `samplings` with the tokens of their bad words."""
+        for patterns in {sampling.stop_regex for sampling in samplings if sampling.stop_regex}:
+            await asyncio.get_running_loop().run_in_executor(self._threads, check_patterns, patterns)
+        work = partial(with_bad_word_ids, samplings, self.model.tokenizer)
+        return await self.off_loop(num_bad_chars(samplings), work)
+
+    def _request(
+        self, prompted: Prompted, sampling: SamplingParams, ids: list[int], media: tuple[MediaItem, ...]
+    ) -> Request:
+        """With a room, the request has the parameters of this server's leg. Raises `InvalidRequest`."""
+        options = prompted.options
+        if options.room is not None:
+            if self._mode == "decode":
+                self._prefill_hosts.check(options.room.host)
+            sampling = leg_sampling(sampling, self._mode)
+        return Request(
+            prompted.request_id,
+            ids,
+            sampling,
+            options.priority,
+            cache_namespace(options.cache_salt),
+            options.room,
+            media,
+            pooling=options.pooling,
+            adapter=options.adapter,
+        )
 
     async def tokenize_all(self, prompts: Sequence[Prompt], least_output: int = 1) -> list[list[int]]:
         """Returns the ids of each of `prompts`, beside which the context must hold `least_output` (0 or 1) tokens.
@@ -374,6 +404,11 @@ class FrontEnd:
     async def num_open(self) -> int:
         """Returns the number of open calls of all front-end processes."""
         return self.engine.num_open if self.peers is None else (await self.peers.counts()).num_open
+
+
+def _check_id(request_id: str) -> None:
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
+        raise InvalidRequest(f"request_id has {len(request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}")
 
 
 def _log_end(engine_id: str, request: Request, generation: Generation, timing: Timing) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.generation import Generation, Generator, Pause
+from jaxsgl.frontend.generation import Generation, Generator, Pause, RequestOptions, prompted_all
 from jaxsgl.requests.outputs import POOLING_SAMPLING, Pooled, Pooling, PoolingSpec
 from jaxsgl.requests.request import Request
 from jaxsgl.text.prompts import IdsPrompt, Prompt
@@ -21,25 +21,22 @@ from jaxsgl.text.tokenizer import Truncation
 
 
 @dataclass(frozen=True)
-class Call:
-    """What all prompts of a call have in common.
+class PoolingCall:
+    """What the prompts of a call have in common.
 
     Attributes:
       request_id: of the call; its prompts are numbered.
-      priority, cache_salt: as in `Request`.
-      rank: the replica that must serve them; None: any.
-      adapters: names of LoRA adapters: one for all prompts or one for each, "" is none.
+      options: for all prompts or one for each; what to pool is set for them.
+      rank: the replica that must serve them, or None if any may.
     """
 
     request_id: str
-    priority: int = 0
-    cache_salt: str = ""
+    options: Sequence[RequestOptions] = (RequestOptions(),)
     rank: int | None = None
-    adapters: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True)
-class Answer:
+class PoolingAnswer:
     """What one prompt yields."""
 
     pooled: Pooled
@@ -68,21 +65,17 @@ def spec_of(generator: Generator) -> PoolingSpec:
 
 
 async def pool(
-    generator: Generator, prompts: Sequence[Prompt], call: Call, pooling: Pooling = Pooling()
-) -> list[Answer]:
+    generator: Generator, prompts: Sequence[Prompt], call: PoolingCall, pooling: Pooling = Pooling()
+) -> list[PoolingAnswer]:
     """Returns what each prompt yields, in their order. Raises as `Generator.prepare_all` and `Generator.start`."""
     spec_of(generator)
-    several = len(prompts) > 1
-    ids = [f"{call.request_id}-{number}" if several else call.request_id for number in range(len(prompts))]
-    samplings = [POOLING_SAMPLING] * len(prompts)
-    adapters = call.adapters * len(prompts) if len(call.adapters) == 1 else call.adapters
-    requests = await generator.prepare_all(
-        prompts, samplings, ids, call.priority, call.cache_salt, pooling=pooling, adapters=adapters
-    )
+    options = [replace(given, pooling=pooling) for given in call.options]
+    each = options * len(prompts) if len(options) == 1 else options
+    requests = await generator.prepare_all(prompted_all(prompts, POOLING_SAMPLING, call.request_id, each))
     return await run(generator, requests, call.rank)
 
 
-async def run(generator: Generator, requests: Sequence[Request], rank: int | None = None) -> list[Answer]:
+async def run(generator: Generator, requests: Sequence[Request], rank: int | None = None) -> list[PoolingAnswer]:
     """Submits prepared requests for pooling together, and waits for all. Leaving before their end aborts them."""
     generations: list[Generation] = []
     pause = Pause()
@@ -93,18 +86,18 @@ async def run(generator: Generator, requests: Sequence[Request], rank: int | Non
         return [await _answer(generation) for generation in generations]
 
 
-async def _answer(generation: Generation) -> Answer:
+async def _answer(generation: Generation) -> PoolingAnswer:
     await generation.whole()
     end = generation.ends[0]
     if generation.pooled is None:
         raise InvalidRequest("the request was aborted")
-    return Answer(generation.pooled, end.prompt_tokens, end.cached_tokens)
+    return PoolingAnswer(generation.pooled, end.prompt_tokens, end.cached_tokens)
 
 
 async def scores_of_pairs(
     generator: Generator,
     pairs: Sequence[Pair],
-    call: Call,
+    call: PoolingCall,
     instruction: str | None = None,
     truncation: Truncation | None = None,
 ) -> Scores:

@@ -18,7 +18,7 @@ from simulated import EngineThread, SimulatedLine, SimulatedLink
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import EngineUnavailable, JaxsglError, StartupError
-from jaxsgl.frontend.generation import Generator, ServedModel
+from jaxsgl.frontend.generation import Generator, Prompted, ServedModel
 from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages.orders import (
@@ -249,7 +249,7 @@ class World:
         pause_s = self.rng.choice([0.0, 0.0, 0.1])
         enough = self.rng.choice([0, 3, 1000, 1000])
         try:
-            request = await process.generator.prepare(IdsPrompt(call.prompt), call.sampling, request_id)
+            request = await process.generator.prepare(Prompted(IdsPrompt(call.prompt), call.sampling, request_id))
             with process.generator.start(request, text=False) as generation:
                 async for piece in generation:
                     assert piece.index not in call.reasons, "nothing comes after a sample's end"

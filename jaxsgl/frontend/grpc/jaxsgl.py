@@ -18,9 +18,9 @@ import grpc
 
 import jaxsgl
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.generation import FrontEnd, ServedModel
+from jaxsgl.frontend.generation import FrontEnd, Prompted, RequestOptions, ServedModel
 from jaxsgl.frontend.grpc.interceptors import answers_errors, write
-from jaxsgl.frontend.pooling import Call, pool, spec_of
+from jaxsgl.frontend.pooling import PoolingCall, pool, spec_of
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages.replies import TokenLogprob
@@ -57,10 +57,8 @@ class JaxsglService(pb_grpc.JaxsglServicer):
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams pieces, or writes each sample as one reply. A cancelled call aborts the request."""
         request_id = request.request_id or uuid.uuid4().hex
-        prompt, sampling = _prompt(request), _sampling(request.sampling)
-        prepared = await self._generator.prepare(
-            prompt, sampling, request_id, request.priority, request.cache_salt, adapter=request.adapter
-        )
+        prompted = Prompted(_prompt(request), _sampling(request.sampling), request_id, _options(request))
+        prepared = await self._generator.prepare(prompted)
         with self._generator.start(prepared) as generation:
             if request.stream:
                 async for piece in generation:
@@ -76,7 +74,7 @@ class JaxsglService(pb_grpc.JaxsglServicer):
         dimensions = request.dimensions if request.HasField("dimensions") else None
         spec = spec_of(self._generator)
         check_dimensions(spec, dimensions)
-        call = Call(request_id, request.priority, request.cache_salt, adapters=(request.adapter,))
+        call = PoolingCall(request_id, (_options(request),))
         (answer,) = await pool(self._generator, [_prompt(request)], call, Pooling(tuple(request.label_ids)))
         pooled = answer.pooled
         vector = embedding_of(pooled, spec, dimensions).tolist() if pooled.hidden else ()
@@ -99,6 +97,10 @@ class JaxsglService(pb_grpc.JaxsglServicer):
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         """Returns what is served."""
         return _model_info(self._generator.model, self._engine.load.weight_version)
+
+
+def _options(request: pb.GenerateRequest | pb.EmbedRequest) -> RequestOptions:
+    return RequestOptions(request.priority, request.cache_salt, request.adapter)
 
 
 def _prompt(request: pb.GenerateRequest | pb.EmbedRequest) -> Prompt:

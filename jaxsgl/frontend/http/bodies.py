@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Set
+from collections.abc import Callable, Coroutine, Sequence, Set
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi.routing import APIRoute
@@ -20,9 +21,10 @@ from starlette.responses import Response
 from jaxsgl.config.disaggregation import DEFAULT_PORT
 from jaxsgl.config.engine import Limits
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.generation import RequestOptions
 from jaxsgl.frontend.legs import rendezvous
 from jaxsgl.requests.bounds import Bounds
-from jaxsgl.requests.request import MAX_CACHE_SALT_CHARS, PRIORITY_BOUNDS, Rendezvous
+from jaxsgl.requests.request import MAX_CACHE_SALT_CHARS, PRIORITY_BOUNDS
 from jaxsgl.requests.sampling import (
     BOUNDS,
     LOGIT_BIAS_BOUNDS,
@@ -220,31 +222,35 @@ def refuse_others(body: Body, not_built: Set[str] = frozenset()) -> None:
             raise InvalidRequest(f"{name} isn't taken here: leave it out")
 
 
-def salt_of(body: Body) -> str:
-    """Returns the request's salt under vLLM's name or SGLang's, "" for none. Raises `InvalidRequest` for both."""
+def options_of(body: Body, adapters: Sequence[str]) -> list[RequestOptions]:
+    """Returns the options of each prompt of `body`, by the name of its adapter.
+
+    The salt stands under vLLM's name or SGLang's. Raises `InvalidRequest` for both.
+    """
+    priority = getattr(body, "priority", None) or 0
     cache_salt, extra_key = getattr(body, "cache_salt", None), getattr(body, "extra_key", None)
     if cache_salt is not None and extra_key is not None:
         raise InvalidRequest("cache_salt and extra_key are both given, but mean the same: send one of them")
-    return cache_salt or extra_key or ""
+    return [RequestOptions(priority, cache_salt or extra_key or "", adapter) for adapter in adapters]
 
 
-def rooms_of(body: Body, num_prompts: int) -> list[Rendezvous | None]:
-    """Returns where the prefill and the decode leg of each prompt meet, as gateways add it; None: there is one leg.
+def in_rooms(options: list[RequestOptions], body: Body) -> list[RequestOptions]:
+    """Returns `options` with the rooms where the prefill and the decode leg of each prompt meet, if gateways add them.
 
     Raises `InvalidRequest`. The fields are no part of the API for clients, so no schema has them.
     """
     given = body.model_extra or {}
     if given.get("bootstrap_room") is None and given.get("bootstrap_host") is None:
-        return [None] * num_prompts
-    of_prompts: list[Rendezvous | None] = []
-    for number in range(num_prompts):
+        return options
+    of_prompts = []
+    for number, of_prompt in enumerate(options):
         host, port, room = (
-            _entry(name, given.get(name), number, num_prompts)
+            _entry(name, given.get(name), number, len(options))
             for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
         )
         if not isinstance(host, str) or not isinstance(room, int) or not isinstance(port, int | None):
             raise InvalidRequest("bootstrap_host must be a text, bootstrap_port and bootstrap_room integers")
-        of_prompts.append(rendezvous(host, port or DEFAULT_PORT, room))
+        of_prompts.append(replace(of_prompt, room=rendezvous(host, port or DEFAULT_PORT, room)))
     return of_prompts
 
 

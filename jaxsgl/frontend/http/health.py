@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 import jaxsgl
 from jaxsgl.errors import EngineUnavailable, Overloaded
 from jaxsgl.frontend.exposition import registry_of, registry_of_all
-from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.frontend.generation import FrontEnd, Prompted, RequestOptions
 from jaxsgl.requests.outputs import Pooling
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt
@@ -146,9 +146,9 @@ class _Probe:
     async def _generate(self) -> None:
         generator = self._front_end.generator
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        pooling = None if generator.model.info.limits.generates else Pooling()
-        ids = [f"health-{uuid.uuid4().hex}"]
-        (request,) = await generator.prepare_all([IdsPrompt([0])], [sampling], ids, pooling=pooling)
+        options = RequestOptions(pooling=None if generator.model.info.limits.generates else Pooling())
+        prompted = Prompted(IdsPrompt([0]), sampling, f"health-{uuid.uuid4().hex}", options)
+        request = await generator.prepare(prompted)
         with contextlib.suppress(Overloaded), generator.start(request) as generation:  # a full queue: the engine lives
             await generation.whole()
 

@@ -15,6 +15,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
 from jaxsgl.config.disaggregation import DEFAULT_PORT
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.generation import RequestOptions
 from jaxsgl.frontend.legs import rendezvous
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.grammar import Grammar
@@ -51,8 +52,8 @@ class GenerateOptions:
       chunk_tokens: tokens in each chunk of a sample, except the first and the last.
       logprob_start: first prompt position whose log-probability is wanted; None: no position's.
       prefill_only: max_new_tokens is 0. The engine then samples one token, which is not sent.
-      rank: the replica that must serve it; None: any.
-      room: where the prefill and the decode leg of the request meet; None: this server computes all of it.
+      of_request: its adapter, and where its prefill and decode legs meet.
+      rank: the replica that must serve it, or None if any may.
     """
 
     sampling: SamplingParams
@@ -60,8 +61,8 @@ class GenerateOptions:
     chunk_tokens: int
     logprob_start: int | None
     prefill_only: bool
+    of_request: RequestOptions
     rank: int | None = None
-    room: Rendezvous | None = None
 
 
 def options_of(request: pb.GenerateRequest) -> GenerateOptions:
@@ -82,8 +83,8 @@ def options_of(request: pb.GenerateRequest) -> GenerateOptions:
         chunk_tokens,
         logprob_start,
         prefill_only,
+        RequestOptions(adapter=request.lora_id, room=_room(request)),
         request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
-        _room(request),
     )
 
 

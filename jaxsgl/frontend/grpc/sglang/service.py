@@ -23,13 +23,13 @@ from smg_grpc_proto.generated import common_pb2
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, NotFound
 from jaxsgl.frontend import adapters
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
-from jaxsgl.frontend.generation import TEXT_ALONE, FrontEnd
+from jaxsgl.frontend.generation import TEXT_ALONE, FrontEnd, Prompted
 from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.grpc.sglang.convert import Responses, options_of
 from jaxsgl.frontend.grpc.sglang.info import chunks, model_info, server_info, zip_tokenizer
 from jaxsgl.frontend.grpc.sglang.kv_events import KvLog, KvStream
 from jaxsgl.frontend.grpc.sglang.loads import Busy, check_loads_request, loads_response
-from jaxsgl.frontend.pooling import Call, pool, spec_of
+from jaxsgl.frontend.pooling import PoolingCall, pool, spec_of
 from jaxsgl.messages.orders import FlushCache
 from jaxsgl.requests.outputs import class_scores, embedding_of
 from jaxsgl.text.prompts import IdsPrompt
@@ -61,15 +61,14 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         prompt = IdsPrompt(request.tokenized.input_ids)
         if request.mm_inputs.ByteSize():
             prompt = await self._with_media(prompt, request.mm_inputs)
-        prepared = await self._generator.prepare(
-            prompt, options.sampling, request_id, room=options.room, adapter=request.lora_id
-        )
-        if options.room is not None:
+        prepared = await self._generator.prepare(Prompted(prompt, options.sampling, request_id, options.of_request))
+        is_leg = options.of_request.room is not None
+        if is_leg:
             options = replace(options, sampling=prepared.sampling)
         responses = Responses(request_id, options, prepared.prompt_ids, self._generator.model.info.limits.states)
         scored = options.sampling.logprobs is not None or options.sampling.wants_states
         with self._generator.start(prepared, text=bool(options.sampling.stop), rank=options.rank) as generation:
-            if options.room is not None:  # a gateway hears of the other leg's end only once it has heard of both
+            if is_leg:  # a gateway hears of the other leg's end only once it has heard of both
                 await (write(context, responses.begun()) if self._is_prefill else context.send_initial_metadata(()))
             async for piece in generation:
                 ready = responses.of(piece)
@@ -192,7 +191,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
             raise InvalidRequest("is_cross_encoder needs texts, which this service does not tokenize: call /v1/rerank")
         spec = spec_of(self._generator)
         prompt = IdsPrompt(request.tokenized.input_ids)
-        (answer,) = await pool(self._generator, [prompt], Call(request.request_id or uuid.uuid4().hex))
+        (answer,) = await pool(self._generator, [prompt], PoolingCall(request.request_id or uuid.uuid4().hex))
         pooled = answer.pooled
         vector = class_scores(pooled.logits, spec.activation) if spec.labels else embedding_of(pooled, spec).tolist()
         return pb.EmbedResponse(embedding_dim=len(vector), embedding=vector, prompt_tokens=answer.prompt_tokens)

@@ -16,8 +16,8 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.bodies import rooms_of, salt_of, truncation_of
+from jaxsgl.frontend.generation import FrontEnd, Prompted
+from jaxsgl.frontend.http.bodies import in_rooms, options_of, truncation_of
 from jaxsgl.frontend.http.calls import DONE, EventStream, event, start_all, whole
 from jaxsgl.frontend.http.openai.assistant import MessageWriter, finish_reason
 from jaxsgl.frontend.http.openai.replies import (
@@ -83,8 +83,8 @@ async def prepare_chat(
     truncation = truncation_of(body, generator.model.info.limits, sampling.max_tokens or 1)
     trusts = front_end.config.trust_request_chat_template
     prompt = chat_prompt(body, generator.model.tokenizer, use.told, truncation, trusts)
-    (room,) = rooms_of(body, 1)
-    request = await generator.prepare(prompt, sampling, request_id, body.priority or 0, salt_of(body), room, adapter)
+    (options,) = in_rooms(options_of(body, [adapter]), body)
+    request = await generator.prepare(Prompted(prompt, sampling, request_id, options))
     form = answer_form(body, generator.model, use, request.prompt_ids)
     config = front_end.config
     free_calls = config.free_tool_calls or config.engine.grammar_backend == "none"

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.bodies import rooms_of, salt_of, truncation_of
+from jaxsgl.frontend.generation import FrontEnd, prompted_all
+from jaxsgl.frontend.http.bodies import in_rooms, options_of, truncation_of
 from jaxsgl.frontend.http.calls import DONE, EventStream, check_num_choices, event, pieces, start_all, whole
 from jaxsgl.frontend.http.openai.replies import (
     Head,
@@ -53,14 +53,9 @@ async def answer_completions(front_end: FrontEnd, body: CompletionRequest, adapt
     truncation = truncation_of(body, front_end.generator.model.info.limits, sampling.max_tokens or 1)
     prompts = prompts_of(body.prompt, body.add_special_tokens is not False, truncation, body.suffix or "")
     check_num_choices(len(prompts), sampling.n)
-    salt = salt_of(body)
+    options = in_rooms(options_of(body, [adapter] * len(prompts)), body)
     head = new_head("cmpl", "text_completion", adapter or front_end.config.model_name)
-    ids = [head.id] if len(prompts) == 1 else [f"{head.id}-{number}" for number in range(len(prompts))]
-    samplings = [sampling] * len(prompts)
-    rooms = rooms_of(body, len(prompts))
-    requests = await front_end.generator.prepare_all(
-        prompts, samplings, ids, body.priority or 0, salt, rooms, adapters=[adapter] * len(prompts)
-    )
+    requests = await front_end.generator.prepare_all(prompted_all(prompts, sampling, head.id, options))
     texts = await _echoed(front_end, body, prompts, requests)
     answered = _answered(body, requests)
     n = answered[0].sampling.n

@@ -22,15 +22,15 @@ from jaxsgl.frontend.http.bodies import (
     LoraPaths,
     Priority,
     Truncated,
+    options_of,
     refuse_others,
-    salt_of,
     truncation_of,
 )
 from jaxsgl.frontend.http.openai.chat import chat_prompt
 from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.replies import PromptDetails, encode, json_response, new_head
 from jaxsgl.frontend.http.openai.schemas import ChatTemplate, Messages, Prompts, TokenizeRequest
-from jaxsgl.frontend.pooling import Answer, Call, pool, spec_of
+from jaxsgl.frontend.pooling import PoolingAnswer, PoolingCall, pool, spec_of
 from jaxsgl.requests.outputs import Floats, PoolingSpec, check_dimensions, embedding_of
 from jaxsgl.text.prompts import Prompt
 from jaxsgl.text.tokenizer import Truncation
@@ -92,8 +92,8 @@ async def answer_embeddings(front_end: FrontEnd, body: EmbeddingRequest) -> Resp
     check_dimensions(spec, body.dimensions)
     truncation = truncation_of(body, generator.model.info.limits)
     prompts = _prompts(front_end, body, truncation)
-    adapters = tuple(adapters_of(front_end, body.model, body.lora_path, len(prompts)))
-    call = Call(new_head("embd", "list", "").id, body.priority or 0, salt_of(body), adapters=adapters)
+    options = options_of(body, adapters_of(front_end, body.model, body.lora_path, len(prompts)))
+    call = PoolingCall(new_head("embd", "list", "").id, options)
     answers = await pool(generator, prompts, call)
     if body.normalize is False:
         spec = msgspec.structs.replace(spec, normalize=False)
@@ -124,7 +124,7 @@ def _prompts(front_end: FrontEnd, body: EmbeddingRequest, truncation: Truncation
     return [replace(prompt, add_special_tokens=bool(body.add_special_tokens))]
 
 
-def _answer(answers: list[Answer], spec: PoolingSpec, body: EmbeddingRequest, model: str) -> EmbeddingList:
+def _answer(answers: list[PoolingAnswer], spec: PoolingSpec, body: EmbeddingRequest, model: str) -> EmbeddingList:
     as_text = body.encoding_format == "base64"
     vectors = [embedding_of(answer.pooled, spec, body.dimensions) for answer in answers]
     data = [
@@ -134,9 +134,9 @@ def _answer(answers: list[Answer], spec: PoolingSpec, body: EmbeddingRequest, mo
     return EmbeddingList("list", data, model, usage_of(answers))
 
 
-def answering(front_end: FrontEnd, call: Call) -> str:
+def answering(front_end: FrontEnd, call: PoolingCall) -> str:
     """The name of what answers `call`: that of an adapter if all its prompts have it, otherwise the model's."""
-    adapter, *others = set(call.adapters)
+    adapter, *others = {options.adapter for options in call.options}
     return adapter if adapter and not others else front_end.config.model_name
 
 
@@ -145,7 +145,7 @@ def base64_of(vector: Floats) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-def usage_of(answers: list[Answer]) -> PromptUsage:
+def usage_of(answers: list[PoolingAnswer]) -> PromptUsage:
     """The tokens of all prompts of a call."""
     return prompt_usage(
         sum(answer.prompt_tokens for answer in answers), sum(answer.cached_tokens for answer in answers)

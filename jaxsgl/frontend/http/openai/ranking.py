@@ -30,7 +30,7 @@ from jaxsgl.frontend.http.bodies import (
     TokenIds,
     Truncated,
     one_error,
-    salt_of,
+    options_of,
     truncation_of,
 )
 from jaxsgl.frontend.http.calls import check_num_choices
@@ -38,7 +38,7 @@ from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.embeddings import answering, prompt_usage, usage_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response, new_head
 from jaxsgl.frontend.http.openai.schemas import Prompts, Texts
-from jaxsgl.frontend.pooling import Answer, Call, pool, scores_of_pairs, spec_of
+from jaxsgl.frontend.pooling import PoolingAnswer, PoolingCall, pool, scores_of_pairs, spec_of
 from jaxsgl.requests.outputs import MAX_LABELS, Pooling, class_scores
 from jaxsgl.text.prompts import IdsPrompt, TextPrompt
 from jaxsgl.text.tokenizer import Truncation
@@ -101,10 +101,10 @@ class ClassifyRequest(_Common):
     add_special_tokens: bool | None = None
 
 
-def _call(front_end: FrontEnd, body: _Common, prefix: str) -> Call:
+def _call(front_end: FrontEnd, body: _Common, prefix: str) -> PoolingCall:
     """What all prompts of a body have in common. Raises `NotFound` unless its model is served, and `InvalidRequest`."""
     adapter = adapter_of(front_end, body.model, body.lora_path)
-    return Call(new_head(prefix, "list", "").id, body.priority or 0, salt_of(body), adapters=(adapter,))
+    return PoolingCall(new_head(prefix, "list", "").id, options_of(body, [adapter]))
 
 
 def _truncation(front_end: FrontEnd, body: _Common) -> Truncation | None:
@@ -165,7 +165,7 @@ def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
     return list(zip(firsts, seconds, strict=True))
 
 
-async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, call: Call) -> Response:
+async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, call: PoolingCall) -> Response:
     generator = front_end.generator
     spec_of(generator)
     if body.query is None or body.items is None or body.label_token_ids is None:
@@ -199,7 +199,7 @@ def _labels(body: ScoreRequest) -> Pooling:
     return Pooling(tuple(body.label_token_ids or ()))
 
 
-def _shares(answer: Answer, among_labels: bool) -> list[float]:
+def _shares(answer: PoolingAnswer, among_labels: bool) -> list[float]:
     """Probabilities of the labels: among them, or among all tokens."""
     pooled = answer.pooled
     if among_labels or pooled.log_total is None:
@@ -223,6 +223,6 @@ async def answer_classify(front_end: FrontEnd, body: ClassifyRequest) -> Respons
     return json_response(encode({**_head(front_end, call), "data": data, "usage": usage_of(answers)}))
 
 
-def _head(front_end: FrontEnd, call: Call) -> dict[str, Any]:
+def _head(front_end: FrontEnd, call: PoolingCall) -> dict[str, Any]:
     model = answering(front_end, call)
     return {"id": call.request_id, "object": "list", "created": int(time.time()), "model": model}

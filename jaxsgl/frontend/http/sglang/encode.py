@@ -19,14 +19,14 @@ from jaxsgl.frontend.http.bodies import (
     LoraPaths,
     Priority,
     StrictJson,
+    options_of,
     refuse_others,
-    salt_of,
 )
 from jaxsgl.frontend.http.calls import while_connected
 from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.openai.schemas import Prompts
-from jaxsgl.frontend.pooling import Answer, Call, pool, spec_of
+from jaxsgl.frontend.pooling import PoolingAnswer, PoolingCall, pool, spec_of
 from jaxsgl.requests.outputs import check_dimensions, embedding_of
 
 NOT_BUILT = frozenset({"audio_data", "image_data", "video_data"})
@@ -63,11 +63,11 @@ def router(front_end: FrontEnd) -> APIRouter:
             raise InvalidRequest("the request needs either text or input_ids: send one of them")
         alone = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
         prompts, rank = prompts_of(given, True), body.data_parallel_rank
-        adapters = tuple(adapters_of(front_end, None, body.lora_path, len(prompts)))
-        call = Call(body.rid or uuid.uuid4().hex, body.priority or 0, salt_of(body), rank, adapters)
+        options = options_of(body, adapters_of(front_end, None, body.lora_path, len(prompts)))
+        call = PoolingCall(body.rid or uuid.uuid4().hex, options, rank)
         answers = await pool(generator, prompts, call)
 
-        def one(answer: Answer) -> dict[str, Any]:
+        def one(answer: PoolingAnswer) -> dict[str, Any]:
             meta = {
                 "id": call.request_id,
                 "finish_reason": {"type": "length"},

@@ -20,12 +20,12 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.adapters import adapters_of
-from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.frontend.generation import FrontEnd, Prompted
 from jaxsgl.frontend.http.bodies import (
     StrictJson,
+    in_rooms,
+    options_of,
     refuse_others,
-    rooms_of,
-    salt_of,
     sampling_params,
 )
 from jaxsgl.frontend.http.calls import (
@@ -92,13 +92,9 @@ async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
     each = given if isinstance(given, list) else [given] * len(prompts)
     _check_counts(prompts, each)
     ids = _ids(body.rid, prompts)
-    salt = salt_of(body)
     samplings = [_sampling(body, params) for params in each]
-    rooms = rooms_of(body, len(prompts))
-    adapters = adapters_of(front_end, None, body.lora_path, len(prompts))
-    return await front_end.generator.prepare_all(
-        prompts, samplings, ids, body.priority or 0, salt, rooms, adapters=adapters
-    )
+    options = in_rooms(options_of(body, adapters_of(front_end, None, body.lora_path, len(prompts))), body)
+    return await front_end.generator.prepare_all(list(map(Prompted, prompts, samplings, ids, options)))
 
 
 def _is_batch(body: GenerateBody) -> bool:
