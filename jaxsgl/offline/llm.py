@@ -19,9 +19,10 @@ from jaxsgl import kept_prefixes
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.engine.residents import Tree
 from jaxsgl.errors import ConfigError, InvalidRequest
-from jaxsgl.messages.adapters import LoadAdapter
+from jaxsgl.messages.adapters import LoadAdapter, UnloadAdapter
+from jaxsgl.messages.orders import FlushCache
 from jaxsgl.messages.replies import TokenLogprob
-from jaxsgl.messages.weights import MemoryTag
+from jaxsgl.messages.weights import MemoryTag, ReleaseMemory, ResumeMemory, UpdateWeights
 from jaxsgl.models import Params
 from jaxsgl.offline.media import has_parts, read_chat
 from jaxsgl.offline.pooling import PoolingLLM
@@ -29,7 +30,6 @@ from jaxsgl.offline.run import Encoded, Prompt, as_list, per_prompt
 from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
-from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.text.bad_words import with_bad_word_ids
 from jaxsgl.text.sample import Piece, join
 from jaxsgl.text.tokenizer import ChatMessage
@@ -139,30 +139,19 @@ class LLM(PoolingLLM):
           ConfigError: there is no room for it, or it has a name that is taken.
           CheckpointError: it can't be read, or is of a kind that is not supported.
         """
-        table, store = self._scheduler.state.adapters, self.engine.adapters
-        if table is None or store is None:
+        if self.engine.adapters is None:
             raise ConfigError("no adapters can be loaded: pass lora=LoraConfig(enable_lora=True)")
-        staged = store.stage(str(folder))
-        why_not = table.why_not(name, staged.rank, pinned, replace)
-        if why_not is not None:
-            raise ConfigError(why_not)
-        if name in table.by_name:
-            self.unload_lora_adapter(name)
-        load(table, store, LoadAdapter(0, name, str(folder), pinned), staged)
+        self._order(LoadAdapter(0, name, str(folder), pinned, replace))
 
     def unload_lora_adapter(self, name: str) -> None:
         """Forgets an adapter. Raises `InvalidRequest` if none of that name is loaded."""
-        table, store = self._scheduler.state.adapters, self.engine.adapters
-        adapter = None if table is None else table.by_name.get(name)
-        if table is None or store is None or adapter is None:
+        if name not in self.lora_adapters:
             raise InvalidRequest(f"no adapter named {name} is loaded: loaded are {self.lora_adapters}")
-        table.retire(adapter)
-        table.forget(adapter)
-        store.drop(adapter.number)
+        self._order(UnloadAdapter(0, name))
 
     def flush_cache(self) -> None:
         """Drops all cached prefixes: later prompts are computed in full."""
-        self._scheduler.flush_cache()
+        self._order(FlushCache(0))
 
     @property
     def params(self) -> Params:
@@ -190,27 +179,18 @@ class LLM(PoolingLLM):
         Raises:
           CheckpointError: they can't be read, or are those of another model. The old weights are served still.
         """
-        residents = self.engine.residents
-        residents.swap_weights(residents.stage_weights(weights), weight_version)
-        self._scheduler.retire_cache()
+        self._order(UpdateWeights(0, "", version=weight_version), read=weights)
 
     def release_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Gives the memory of the weights ("weights") and of the KV cache ("kv_cache") back, until it is resumed."""
-        for tag in map(MemoryTag, tags):
-            if tag is MemoryTag.KV_CACHE:
-                self._scheduler.retire_cache()
-            self.engine.residents.release_memory(tag)
+        self._order(ReleaseMemory(0, tuple(map(MemoryTag, tags))))
 
     def resume_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Takes memory that was released again; weights are read from their folder, or their copy on the host.
 
         Raises `CheckpointError` if the weights can't be read: update them then.
         """
-        residents = self.engine.residents
-        for tag in map(MemoryTag, tags):
-            if tag in residents.released:
-                staged = residents.stage_weights(None) if tag is MemoryTag.WEIGHTS else None
-                residents.resume_memory(tag, staged)
+        self._order(ResumeMemory(0, tuple(map(MemoryTag, tags))))
 
     def close(self) -> None:
         """Gives the model's and the cache's memory back; the object can't be used afterwards.

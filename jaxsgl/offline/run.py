@@ -1,20 +1,22 @@
 """What all kinds of offline use share: engine and scheduler in one process, a list of requests as mailbox.
 
-llm.py and offline/pooling.py make requests and answers; this file runs the loop.
+llm.py and offline/pooling.py make requests, orders and answers; this file runs the loop, and has the scheduler's
+control carry out orders.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from numbers import Real
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from tqdm import tqdm
 
 from jaxsgl.config.engine import BUNDLED_MODEL, EngineConfig
-from jaxsgl.errors import EngineUnavailable, InvalidRequest, RequestFailed
-from jaxsgl.messages.orders import Abort, Shutdown
+from jaxsgl.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
+from jaxsgl.messages.orders import Abort, Answer, Command, Shutdown
 from jaxsgl.messages.replies import RefusalKind, Replies
 from jaxsgl.messages.wire import News, ToEngine
 from jaxsgl.offline.media import OfflineMedia, read_prompt
@@ -22,6 +24,8 @@ from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.outputs import Pooled
 from jaxsgl.requests.request import Request, check_request
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.orders.control import Control
+from jaxsgl.scheduler.orders.inspection import LeakCheck
 from jaxsgl.text.sample import Piece, Sample, detokenizer_of
 from jaxsgl.text.stop_regex import check_patterns
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
@@ -29,6 +33,7 @@ from jaxsgl.wiring import build, build_scheduler
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Encoded: TypeAlias = tuple[list[int], tuple[MediaItem, ...]]
+T = TypeVar("T")
 
 
 class Offline:
@@ -88,6 +93,50 @@ class Offline:
                 self._scheduler = build_scheduler(self.config, self.engine, limited=False, former=self._scheduler)
                 raise
         return mailbox
+
+    def _order(self, order: Command, read: object = None) -> None:
+        """Carries out `order` as servers do. No request runs, so that nothing has to be waited for.
+
+        `read` are weights to read in place of the folder that the order names, since no message holds a tree of arrays.
+        Raises what reading raises, or `ConfigError` if something else is in the way.
+        """
+        loader = CallersThread(read)
+        control = Control(
+            self._scheduler,
+            self.engine,
+            LeakCheck(self._scheduler),
+            residents=self.engine.residents,
+            adapters=self.engine.adapters,
+            loader=loader,
+        )
+        control.handle(order)
+        while control.is_active:
+            for news in control.after_turn(collected=False):
+                assert isinstance(news, Answer), f"{news} came, but one answer is due"
+                if not news.ok:
+                    raise loader.error or ConfigError(news.text)
+
+
+class CallersThread(Executor):
+    """Reads weights and adapters at once, in the thread of the caller.
+
+    Attributes:
+      error: why they can't be read, or None if they can.
+    """
+
+    def __init__(self, read: object = None) -> None:
+        self._read = read
+        self.error: Exception | None = None
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """See `Executor`."""
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs) if self._read is None else fn(self._read))
+        except Exception as error:
+            self.error = error
+            future.set_exception(error)
+        return future
 
 
 class OfflineMailbox:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -74,18 +74,25 @@ class AdapterOrders:
 
     Args:
       scheduler: whose requests name adapters.
-      store: holds their weights; None: no flag asks for adapters.
+      store: holds their weights, or None if no flag asks for adapters.
       answer: takes the answers.
+      loader: reads adapters while steps run; a thread does if it is None.
     """
 
-    def __init__(self, scheduler: Scheduler, store: AdapterStore | None, answer: Callable[[Answer], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        store: AdapterStore | None,
+        answer: Callable[[Answer], None],
+        loader: Executor | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._table = scheduler.state.adapters
         self._store = store
         self._answer = answer
         self._reading: deque[_Reading] = deque()
         self._leaving: list[_Leaving] = []
-        self._thread = ThreadPoolExecutor(1, "load-adapters")  # starts its thread with the first order
+        self._loader = loader or ThreadPoolExecutor(1, "load-adapters")  # starts its thread with the first order
 
     @property
     def is_active(self) -> bool:
@@ -104,7 +111,7 @@ class AdapterOrders:
                 if why_not is not None:
                     self._answer(Answer(order.number, False, why_not))
                 else:
-                    self._reading.append(_Reading(order, self._thread.submit(store.stage, order.folder)))
+                    self._reading.append(_Reading(order, self._loader.submit(store.stage, order.folder)))
             case UnloadAdapter(number, name):
                 adapter = table.named(name)
                 if adapter is None:

@@ -60,7 +60,8 @@ class Control:
       clock: gives seconds.
       residents: the weights and the pool, if the engine has them.
       adapters: where it holds LoRA adapters, if flags ask for any.
-      loader: reads weights while steps run; a thread if None. With one that reads at once, turns repeat exactly.
+      loader: reads weights and adapters while steps run; threads do if it is None. With one that reads at once, turns
+        repeat exactly.
 
     Attributes:
       is_active: whether `after_turn` has something to do.
@@ -87,7 +88,7 @@ class Control:
         self._journal: CacheJournal | None = None  # once the cache is watched
         self._profiling = Profiling(engine, self._answer, lambda: scheduler.is_idle, clock)
         self._weights = WeightOrders(scheduler, residents, self._answer, loader)
-        self._adapters = AdapterOrders(scheduler, adapters, self._answer)
+        self._adapters = AdapterOrders(scheduler, adapters, self._answer, loader)
 
     def handle(self, command: Command | Withdraw) -> None:
         """Does what `command` says, or begins it. Its answer comes with `after_turn`, of this turn or a later one."""
