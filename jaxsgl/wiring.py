@@ -22,8 +22,8 @@ from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.adapters import LoadAdapter
 from jaxsgl.requests.grammar import Grammar
+from jaxsgl.scheduler.apply import Mark
 from jaxsgl.scheduler.grammar_queue import GrammarQueue, NoGrammars
-from jaxsgl.scheduler.masks import Mark
 from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.resources.host_tier import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler

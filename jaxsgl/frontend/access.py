@@ -1,4 +1,4 @@
-"""Who calls: the keys of clients and of the administrator, which calls need which, and whose cached prefixes they see.
+"""Who calls, and what they may do: keys of clients and of the administrator, and the folders that orders may name.
 
     no key set                        every call is open
     --api-key, --api-key-file         every call needs one of these keys, which grant all
@@ -7,6 +7,15 @@
 
 Knows no protocol: http/middleware.py and grpc/interceptors.py say which calls are orders, and refuse as `check` says.
 The caller of a task is known to all that runs in it, so that generation.py can keep tenants' caches apart.
+
+The engine reads adapters and weights from folders that orders name (`--lora-root`, `--weights-root`):
+
+    no root, no key    none: whoever reaches the port could have any file parsed and any hub id downloaded
+    no root, a key     any folder or hub id
+    a root             folders below it, with all that links in them lead to; *: any folder or hub id
+
+A refusal is the same for a folder that doesn't exist and one that may not be named, so that it reveals nothing about
+the file system.
 """
 
 from __future__ import annotations
@@ -19,8 +28,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxsgl.config.server import KEY_PATTERN, ServerConfig
-from jaxsgl.errors import Forbidden, StartupError, Unauthenticated
+from jaxsgl.config.server import ANY_FOLDER, KEY_PATTERN, ServerConfig
+from jaxsgl.errors import Forbidden, InvalidRequest, StartupError, Unauthenticated
 
 _tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="")
 
@@ -124,3 +133,33 @@ def _read_keys(path: str) -> Iterator[str]:
         if re.fullmatch(KEY_PATTERN, key) is None:
             raise StartupError(f"--api-key-file {path}: line {number} is no key, but printable ASCII without spaces is")
         yield key
+
+
+def adapter_folder(config: ServerConfig, given: str) -> str:
+    """The folder or hub id of an adapter, if an order may load it. Raises `Forbidden`, or `InvalidRequest`."""
+    return _checked(config, config.lora_root, "--lora-root", given)
+
+
+def weights_folder(config: ServerConfig, given: str) -> str:
+    """The folder or hub id of weights, if an order may load them. Raises as `adapter_folder`."""
+    return _checked(config, config.weights_root, "--weights-root", given)
+
+
+def _checked(config: ServerConfig, root: str | None, flag: str, given: str) -> str:
+    if root is None and not (config.needs_key or config.admin_api_key is not None):
+        raise Forbidden(
+            f"no folder may be named here: start the server with {flag} FOLDER, or with a key (--api-key, "
+            "--admin-api-key)"
+        )
+    if root in (None, ANY_FOLDER):
+        return given
+    assert root is not None
+    try:
+        home = Path(root).expanduser().resolve(strict=True)
+        folder = (home / given).resolve(strict=True)
+        inside = [folder, *folder.iterdir()]
+        if all(path.resolve().is_relative_to(home) for path in inside):
+            return str(folder)
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
+        pass
+    raise InvalidRequest(f"{given:.200} is no folder below {flag}, with all its files, that may be named here")

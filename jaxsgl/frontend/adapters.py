@@ -10,10 +10,10 @@ import msgspec
 
 from jaxsgl.config.server import ANY_MODEL, ServerConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, NotFound
+from jaxsgl.frontend.access import adapter_folder
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, UPDATE_LIMIT_S
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.frontend.roots import adapter_folder
 from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
 from jaxsgl.messages.orders import Answer
 

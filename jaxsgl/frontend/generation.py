@@ -34,10 +34,9 @@ from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.outputs import Pooled, Pooling
 from jaxsgl.requests.request import Rendezvous, Request, check_num_scores, check_request
 from jaxsgl.requests.sampling import SamplingParams
-from jaxsgl.text.bad_words import num_bad_chars, with_bad_word_ids
 from jaxsgl.text.detokenizer import Detokenizer, NoText
 from jaxsgl.text.dialects import Dialect
-from jaxsgl.text.prompts import IdsPrompt, Prompt, tokenize_all
+from jaxsgl.text.prompts import IdsPrompt, Prompt, num_bad_chars, tokenize_all, with_bad_word_ids
 from jaxsgl.text.sample import End, Piece, Sample, detokenizer_of, join
 from jaxsgl.text.stop_regex import check_patterns
 from jaxsgl.text.tokenizer import Tokenizer

@@ -30,7 +30,7 @@ from jaxsgl.offline.run import Encoded, Prompt, as_list, per_prompt
 from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
-from jaxsgl.text.bad_words import with_bad_word_ids
+from jaxsgl.text.prompts import with_bad_word_ids
 from jaxsgl.text.sample import Piece, join
 from jaxsgl.text.tokenizer import ChatMessage
 

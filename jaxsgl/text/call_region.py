@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 
 from jaxsgl.text.call_stream import Part, sender_of
-from jaxsgl.text.calls import Call, CallForm, Tools, header_pattern, read_calls
-from jaxsgl.text.json_scan import JsonScanner, Scan
+from jaxsgl.text.calls import Call, CallForm, JsonScanner, Scan, Tools, header_pattern, read_calls
 
 _LONGEST_HEADER = 300  # characters of a name and what belongs to it
 

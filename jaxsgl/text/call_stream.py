@@ -11,8 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from jaxsgl.text.calls import CallForm, Tools, as_typed, header_pattern, is_text
-from jaxsgl.text.json_scan import JsonScanner, Scan
+from jaxsgl.text.calls import CallForm, JsonScanner, Scan, Tools, as_typed, header_pattern, is_text
 
 PartKind = Literal["reasoning", "content", "call", "arguments"]
 

@@ -7,6 +7,7 @@ its form gives None, and comes back as text. Never knows streams (answer.py) or 
 from __future__ import annotations
 
 import ast
+import enum
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from jaxsgl.text.json_scan import JsonScanner
-
 Kind: TypeAlias = Literal["json", "named_json", "tagged", "keyed", "python"]
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # a tool's name -> the JSON schema of its parameters
+
+_OUTSIDE = frozenset(
+    '{}[]:,"-+.0123456789 \t\n\r' + "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+)  # of strings
+_MAX_DEPTH = 200
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,9 @@ class CallForm:
       close: ends what `opens` has opened; "": the calls end with their own brackets.
       bare: a bracket that opens calls if the answer begins with it; "": none does.
       arguments_key: what the JSON object calls the arguments.
-      space: what the model writes behind `opens` and before `close`.
+      space: what the model writes after `opens` and before `close`.
       between: what stands between name and arguments.
-      one_by_one: several calls are opened one by one; else they stand in one list, or follow behind `separator`.
+      one_by_one: several calls are opened one by one; else they stand in one list, or follow after `separator`.
       separator: between calls of one opening.
     """
 
@@ -242,3 +246,63 @@ def _encoded(value: Any) -> str:
 
 def _end_of_value(text: str, start: int) -> int:
     return JsonScanner().feed(text, start)
+
+
+class Scan(enum.Enum):
+    """How far a value has come."""
+
+    OPEN = "open"
+    DONE = "done"
+    BROKEN = "broken"
+
+
+class JsonScanner:
+    """Finds the end of a JSON object or array in a text that comes in pieces; it must begin with a bracket.
+
+    Looks at brackets and strings alone and refuses characters that JSON can't have there, so that a broken value ends
+    where it breaks. Never parses: its callers do, once they have the whole value.
+
+    Attributes:
+      state: whether the value is complete, or can't become one any more.
+    """
+
+    def __init__(self) -> None:
+        self.state = Scan.OPEN
+        self._closers: list[str] = []
+        self._in_string = self._escaped = False
+
+    def feed(self, text: str, start: int = 0) -> int:
+        """Reads `text` from `start` on; returns where it stops: after the value, at what breaks it, or at the end."""
+        for place in range(start, len(text)):
+            if self.state is not Scan.OPEN:
+                return place
+            if not self._take(text[place]):
+                self.state = Scan.BROKEN
+                return place
+        return len(text)
+
+    def _take(self, char: str) -> bool:
+        """Returns whether `char` may stand here."""
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self._in_string = False
+            return char >= " "
+        if char in "{[":
+            self._closers.append("}" if char == "{" else "]")
+            return len(self._closers) <= _MAX_DEPTH
+        if not self._closers or char not in _OUTSIDE:
+            return False
+        if char in "}]":
+            return self._close(char)
+        self._in_string = char == '"'
+        return True
+
+    def _close(self, char: str) -> bool:
+        matches = char == self._closers.pop()
+        if matches and not self._closers:
+            self.state = Scan.DONE
+        return matches

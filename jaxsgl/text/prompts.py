@@ -1,4 +1,4 @@
-"""Prompts as clients send them, and their token ids.
+"""What clients send as texts, and their token ids: prompts, and the bad words of sampling parameters.
 
 Tokenizing takes time and memory in proportion to the prompt and can't be interrupted, so a prompt that could never fit
 into the context is refused before any work goes into it. Never knows requests or protocols; generation.py calls it.
@@ -13,16 +13,20 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.sources import Source
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.request import check_prompt_len
+from jaxsgl.requests.sampling import MAX_ALLOWED_TOKEN_IDS, SamplingParams
 from jaxsgl.text.infill import infill_ids
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, Turn, num_bytes_of
 
 INLINE_CHARS = 1000  # about a millisecond on the event loop; longer prompts are tokenized in a thread
 SLICE = 32  # prompts of a batch that a thread takes at a time
+
+MAX_CALL_IDS = 4 * MAX_ALLOWED_TOKEN_IDS  # of all requests of a call, each of which carries its own
 
 Rewrite: TypeAlias = Callable[[str], str]
 
@@ -183,3 +187,40 @@ def check_bytes(what: str, num_bytes: int, tokenizer: Tokenizer, context_length:
             f"the {what} has {num_bytes} bytes, but the {context_length} tokens that the context holds stand for at "
             f"most {max_bytes}: shorten the prompt to {context_length - 1} tokens"
         )
+
+
+def with_bad_word_ids(samplings: Sequence[SamplingParams], tokenizer: Tokenizer) -> list[SamplingParams]:
+    """Returns `samplings` with their bad words as sequences of tokens, of which the last may never follow the others.
+
+    This is vLLM's rule: a word is tokenized as an output begins with it and as it follows a space; other spellings in
+    tokens are not found. Raises `InvalidRequest`.
+
+    Equal ones in a row, as the prompts of a call have them, are tokenized once.
+    """
+    made: list[SamplingParams] = []
+    for number, sampling in enumerate(samplings):
+        same = number > 0 and sampling is samplings[number - 1]
+        made.append(made[-1] if same else _with_ids(sampling, tokenizer))
+    num_ids = sum(len(one.allowed_token_ids) + sum(map(len, one.bad_word_ids)) for one in made)
+    if num_ids > MAX_CALL_IDS:
+        raise InvalidRequest(
+            f"allowed_token_ids and bad_words of all prompts have {num_ids} tokens, but {MAX_CALL_IDS} are the most: "
+            "send fewer prompts in a call"
+        )
+    return made
+
+
+def num_bad_chars(samplings: Sequence[SamplingParams]) -> int:
+    """Characters that are to be tokenized at most."""
+    return sum(len(word) for sampling in samplings for word in sampling.bad_words)
+
+
+def _with_ids(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    if not sampling.bad_words:
+        return sampling
+    ids = dict.fromkeys(sampling.bad_word_ids)
+    for word in sampling.bad_words:
+        bare = word.lstrip() or word
+        for text in (bare, f" {bare}"):
+            ids[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    return replace(sampling, bad_words=(), bad_word_ids=tuple(ids))

@@ -14,7 +14,7 @@ from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, Forbidden, InvalidRequest
-from jaxsgl.frontend.roots import adapter_folder, weights_folder
+from jaxsgl.frontend.access import adapter_folder, weights_folder
 
 Checked = Callable[[ServerConfig, str], str]
 

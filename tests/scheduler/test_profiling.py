@@ -10,8 +10,7 @@ from jaxsgl.messages.orders import Answer, StartProfile, StopProfile
 from jaxsgl.messages.wire import ToEngine
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.orders.profiling import WRITING_FACTOR, Profiling, resident_bytes
-from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
-from jaxsgl.testing.handle import FakeHandle
+from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, request
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.sampling import MAX_ALLOWED_TOKEN_IDS, SamplingParams
-from jaxsgl.text.bad_words import with_bad_word_ids
+from jaxsgl.text.prompts import with_bad_word_ids
 from jaxsgl.text.tokenizer import Tokenizer
 
 

@@ -26,6 +26,7 @@ from jaxsgl.frontend.http.openai.replies import (
     ChatLogprobs,
     Delta,
     Head,
+    StatesCollector,
     Usage,
     UsageCounter,
     chat_logprobs,
@@ -42,7 +43,6 @@ from jaxsgl.frontend.http.openai.schemas import (
     sampling_of,
 )
 from jaxsgl.frontend.http.openai.tools import AnswerForm, answer_form, constrained, template_variables, tool_use
-from jaxsgl.frontend.http.token_states import StatesCollector
 from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams

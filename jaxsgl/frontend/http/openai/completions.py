@@ -24,6 +24,7 @@ from jaxsgl.frontend.http.openai.replies import (
     Head,
     Logprobs,
     LogprobsWriter,
+    StatesCollector,
     TextChoice,
     UsageCounter,
     joined,
@@ -31,7 +32,6 @@ from jaxsgl.frontend.http.openai.replies import (
     new_head,
 )
 from jaxsgl.frontend.http.openai.schemas import CompletionRequest, sampling_of
-from jaxsgl.frontend.http.token_states import StatesCollector
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams

@@ -13,8 +13,7 @@ from pydantic import Field, ValidationError
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.bodies import MAX_INT, Body, one_error, refuse_others
-from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Sampled, ToolChoice
-from jaxsgl.frontend.http.token_states import StatesAsked
+from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Sampled, StatesAsked, ToolChoice
 
 Items = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 Input = Annotated[str | Items, one_error(f"must be a text, or a list of 1 to {MAX_MESSAGES} items")]

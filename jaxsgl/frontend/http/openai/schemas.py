@@ -38,7 +38,6 @@ from jaxsgl.frontend.http.bodies import (
     within,
 )
 from jaxsgl.frontend.http.grammars import Constrained, grammar_of
-from jaxsgl.frontend.http.token_states import StatesAsked
 from jaxsgl.preprocess.sources import MAX_FRAMES
 from jaxsgl.requests.sampling import BOUNDS, MAX_SEED, SamplingParams
 
@@ -56,6 +55,17 @@ Prompts = Annotated[
     ),
 ]
 Texts = Annotated[str | TextList, one_error(f"must be a text, or a list of 1 to {MAX_TEXTS} texts")]
+
+
+class StatesAsked(Body):
+    """A body that may ask for states."""
+
+    return_hidden_states: (
+        Annotated[bool, Field(description="of the last token; of servers with --enable-return-hidden-states")] | None
+    ) = None
+    return_routed_experts: (
+        Annotated[bool, Field(description="of all tokens; of servers with --enable-return-routed-experts")] | None
+    ) = None
 
 
 class StreamOptions(Body):

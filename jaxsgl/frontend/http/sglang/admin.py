@@ -18,6 +18,7 @@ from jaxsgl.config.flags import public_flags
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend import adapters
+from jaxsgl.frontend.access import weights_folder
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S, UPDATE_LIMIT_S
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
@@ -32,7 +33,6 @@ from jaxsgl.frontend.http.sglang.schemas import (
     UpdateWeightsBody,
     WeightVersionBody,
 )
-from jaxsgl.frontend.roots import weights_folder
 from jaxsgl.messages.load import Load
 from jaxsgl.messages.orders import Answer, ContinueGeneration, DumpState, FlushCache, PauseGeneration, PauseMode
 from jaxsgl.messages.weights import (

@@ -13,8 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
-from jaxsgl.frontend.http.openai.replies import MIN_LOGPROB, name_of
-from jaxsgl.frontend.http.token_states import experts_text
+from jaxsgl.frontend.http.openai.replies import MIN_LOGPROB, experts_text, name_of
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.outputs import StatesSpec, TokenStates, hidden_states
 from jaxsgl.requests.request import FinishReason, Request
