@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.config.disaggregation import DisaggregationConfig
 from jaxsgl.config.engine import EngineConfig, Limits
+from jaxsgl.config.features import DisaggregationConfig
 from jaxsgl.config.flags import add_flags, from_flags, public_flags
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, InvalidRequest

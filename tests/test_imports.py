@@ -11,7 +11,7 @@ import pytest
 from bench.imports import circles, import_graph
 
 ROOT = Path(__file__).parent.parent
-CONFIG = ("engine", "disaggregation", "host_kv", "lora", "media", "vision", "flags")
+CONFIG = ("engine", "features", "flags")
 COMMON = {
     "requests",
     "errors",
@@ -24,6 +24,7 @@ COMMON = {
     *(f"config.{name}" for name in CONFIG),
 }
 ALLOWED = {
+    "config": set(),
     "text": {"messages", "preprocess.sources"},
     "frontend": {
         "config.server",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.config.host_kv import HOST_POOLS, HostKvConfig
+from jaxsgl.config.features import HOST_POOLS, HostKvConfig
 from jaxsgl.errors import ConfigError
 
 COPY_BYTES = 32 << 20  # of one turn of the loop, which copies on the host meanwhile: milliseconds

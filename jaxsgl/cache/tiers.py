@@ -25,7 +25,7 @@ import numpy.typing as npt
 from jaxsgl.cache.host_pages import HostPage, HostPages
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
 from jaxsgl.cache.prefix import Edge
-from jaxsgl.config.host_kv import WRITE_POLICIES
+from jaxsgl.config.features import WRITE_POLICIES
 
 WRITE_THROUGH, WRITE_AFTER_REUSE = WRITE_POLICIES
 _SEEN_PER_PAGE = 8  # names that are remembered for each page of the arena

@@ -12,11 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from jaxsgl.config.disaggregation import DisaggregationConfig
+from jaxsgl.config.features import DisaggregationConfig, HostKvConfig, LoraConfig, VisionConfig
 from jaxsgl.config.flags import check_choices, flag, flag_name, require
-from jaxsgl.config.host_kv import HostKvConfig
-from jaxsgl.config.lora import LoraConfig
-from jaxsgl.config.vision import VisionConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.outputs import PoolingSpec, StatesSpec

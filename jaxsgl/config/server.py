@@ -10,11 +10,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.features import MediaConfig
 from jaxsgl.config.flags import check_choices, flag, flag_name, require
-from jaxsgl.config.media import MediaConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.text.dialects import REASONING_PARSERS, TOOL_CALL_PARSERS
 
+# The names that text/dialects.py knows; a test compares them, since flags import no text.
+TOOL_CALL_PARSERS = (
+    "auto", "none",
+    "hermes", "qwen3_coder", "glm45", "llama3", "mistral", "mistral_v11", "granite", "phi4_mini", "olmo3", "pythonic",
+    "json", "gpt-oss",
+    "qwen", "qwen25", "smollm3", "qwen3_xml", "glm", "glm47", "llama3_json", "llama4_json", "llama4_pythonic", "lfm2",
+    "phi4_mini_json", "openai",
+)  # fmt: skip
+REASONING_PARSERS = (
+    "auto", "none",
+    "think", "think_always", "mistral", "granite", "gemma4", "gpt-oss",
+    "qwen3", "deepseek-v3", "deepseek_v3", "glm45", "hunyuan_a13b", "interns1", "kimi_k2", "nano_v3", "olmo3",
+    "smollm3", "deepseek-r1", "deepseek_r1", "qwen3-thinking", "step3", "minimax", "openai_gptoss",
+)  # fmt: skip
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_WORKERS = 64

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.batch.engine_ops import PlaceAdapter
-from jaxsgl.config.lora import LoraConfig
+from jaxsgl.config.features import LoraConfig
 from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet
 from jaxsgl.engine.sizing import PoolSize
 from jaxsgl.errors import ConfigError

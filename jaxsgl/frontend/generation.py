@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import msgspec
 
 from jaxsgl import logs
-from jaxsgl.config.disaggregation import ALL_IN_ONE
+from jaxsgl.config.features import ALL_IN_ONE
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed, TimedOut
 from jaxsgl.frontend.access import Access, cache_namespace

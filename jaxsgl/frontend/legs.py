@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxsgl.config.disaggregation import ALL_IN_ONE, networks_and_names
+from jaxsgl.config.features import ALL_IN_ONE, networks_and_names
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.request import Rendezvous
 from jaxsgl.requests.sampling import SamplingParams

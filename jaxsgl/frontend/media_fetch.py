@@ -22,7 +22,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httptools
 
-from jaxsgl.config.media import MediaConfig
+from jaxsgl.config.features import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.sources import Budget, check_type
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
-from jaxsgl.config.media import MediaConfig
+from jaxsgl.config.features import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.media_fetch import Fetcher
 from jaxsgl.preprocess.decoding import MAX_DECODING, Decoder

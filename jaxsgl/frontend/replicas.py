@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxsgl.config.disaggregation import TransferLoad
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.frontend.engine_link import EngineLink, ReplyStream
 from jaxsgl.frontend.metrics import Replica
 from jaxsgl.frontend.router import ReplicaLoad, Router
-from jaxsgl.messages.load import HostLoad, Load, Totals
+from jaxsgl.messages.load import HostLoad, Load, Totals, TransferLoad
 from jaxsgl.messages.orders import Answer, Command, Ping
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.messages.step_times import merged as merged_times

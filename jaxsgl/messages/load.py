@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import msgspec
 
-from jaxsgl.config.disaggregation import TransferLoad
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 
 
@@ -71,6 +70,26 @@ class HostLoad(msgspec.Struct, array_like=True):
     evicted_tokens: int = 0
     not_written_tokens: int = 0
     given_up: int = 0
+
+
+class TransferLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Requests and memory on the way between prefill and decode.
+
+    Attributes:
+      mode: "prefill" or "decode".
+      num_bootstrapping: requests that wait for their other leg, or for staging memory.
+      num_moving: requests whose pages are sent or received.
+      staged_bytes: staging memory that is taken or promised.
+      moved_bytes: sent or received since the start.
+      hidden_bytes: of those, sent before the prompt was computed, so that no one waited for them. Prefill only.
+    """
+
+    mode: str
+    num_bootstrapping: int
+    num_moving: int
+    staged_bytes: int
+    moved_bytes: int
+    hidden_bytes: int = 0
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

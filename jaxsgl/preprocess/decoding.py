@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 
-from jaxsgl.config.media import MediaConfig
+from jaxsgl.config.features import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings

@@ -13,7 +13,7 @@ import jax
 import msgspec
 
 from jaxsgl.batch.inputs import Bucket
-from jaxsgl.config.lora import LoraConfig
+from jaxsgl.config.features import LoraConfig
 from jaxsgl.offline.llm import LLM
 from jaxsgl.requests.sampling import SamplingParams
 from tests.end_to_end.mesh_answers import COLLECTIVE, FLAGS

@@ -19,7 +19,7 @@ from tokenizers import processors
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
 import jaxsgl
-from jaxsgl.config.lora import LoraConfig
+from jaxsgl.config.features import LoraConfig
 from jaxsgl.errors import CheckpointError, InvalidRequest
 from jaxsgl.models import ModelArch
 from jaxsgl.offline.llm import LLM

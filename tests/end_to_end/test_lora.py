@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxsgl import SamplingParams
-from jaxsgl.config.lora import LoraConfig
+from jaxsgl.config.features import LoraConfig
 from jaxsgl.errors import CheckpointError, ConfigError, InvalidRequest
 from jaxsgl.models import ModelArch
 from jaxsgl.offline.llm import LLM

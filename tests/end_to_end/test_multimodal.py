@@ -16,7 +16,7 @@ from make_vision_demo import make
 from PIL import Image
 
 import jaxsgl
-from jaxsgl.config.vision import VisionConfig
+from jaxsgl.config.features import VisionConfig
 from jaxsgl.wiring import RETRACT_VARIABLE
 from tests.end_to_end.gateway import Gateway, client_of, running_gateway, wait_for
 from tests.end_to_end.servers import START_TIMEOUT_S, RunningServer, check_log, running_server

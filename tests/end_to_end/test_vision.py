@@ -17,7 +17,7 @@ import pytest
 
 from jaxsgl.batch.patches import EncodePart, pack
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
-from jaxsgl.config.vision import VisionConfig
+from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine import sizing
 from jaxsgl.engine.engine import Engine
 from jaxsgl.requests.request import Request

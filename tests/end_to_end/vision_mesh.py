@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.config.vision import VisionConfig
+from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.loop import run_loop

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.config.host_kv import HostKvConfig
+from jaxsgl.config.features import HostKvConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages.replies import Reply

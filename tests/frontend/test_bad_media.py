@@ -15,7 +15,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
 from vision_front_end import VisionFrontEnd, image_part, serving, vision_folder
 
-from jaxsgl.config.media import MediaConfig
+from jaxsgl.config.features import MediaConfig
 from jaxsgl.frontend.media_fetch import Streams, Target
 from tests.preprocess.pictures import data_url, file_of, picture
 

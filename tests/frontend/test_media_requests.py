@@ -13,7 +13,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 from vision_front_end import VisionFrontEnd, image_part, serving, video_part, vision_folder
 
-from jaxsgl.config.media import MediaConfig
+from jaxsgl.config.features import MediaConfig
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.requests.media import hash_ids, patches_of, sglang_pad_id

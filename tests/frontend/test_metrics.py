@@ -14,12 +14,11 @@ from fake_engine_process import LIMITS, Script
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from server_process import ROOT, ServerProcess, ids_request, wait_for
 
-from jaxsgl.config.disaggregation import TransferLoad
 from jaxsgl.frontend.exposition import registry_of
 from jaxsgl.frontend.metric_rows import ROWS
 from jaxsgl.frontend.metrics import Histogram, Metrics, Timing, one_two_five
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
-from jaxsgl.messages.load import Load, Totals
+from jaxsgl.messages.load import Load, Totals, TransferLoad
 from jaxsgl.messages.replies import StageTimes
 from jaxsgl.messages.step_times import BucketTimes, pack
 from jaxsgl.requests.request import FinishReason

@@ -17,7 +17,7 @@ from played_link import PlayedLink, front_end_of
 from tokenizers import AddedToken
 
 from jaxsgl.config.engine import Limits
-from jaxsgl.config.media import MediaConfig
+from jaxsgl.config.features import MediaConfig
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import build_app

@@ -13,8 +13,8 @@ from flax import nnx
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.patches import EncodeBucket, TowerCapacity, TowerShape, layout_of, pack, token_positions
-from jaxsgl.config.disaggregation import DisaggregationConfig
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.features import DisaggregationConfig
 from jaxsgl.engine.encoding import patches_of_call
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.residents import read_arch

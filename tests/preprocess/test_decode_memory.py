@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from jaxsgl.config.media import MediaConfig
+from jaxsgl.config.features import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import strips
 from jaxsgl.preprocess.decode_memory import still_bytes

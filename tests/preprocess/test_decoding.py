@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from jaxsgl.config.media import MediaConfig
+from jaxsgl.config.features import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.decoding import Decoder, media_sandbox
 from jaxsgl.preprocess.loading import Bounds, load

@@ -10,8 +10,8 @@ import msgspec
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.config.disaggregation import TransferLoad
 from jaxsgl.messages.adapters import LoadAdapter
+from jaxsgl.messages.load import TransferLoad
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind, Reply
 from jaxsgl.requests.request import FinishReason, Rendezvous, Request

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from jaxsgl.config import server
 from jaxsgl.errors import ConfigError
 from jaxsgl.text.answer import Parser
-from jaxsgl.text.dialects import dialect_of
+from jaxsgl.text.dialects import REASONING_PARSERS, TOOL_CALL_PARSERS, dialect_of
 
 WEATHER = {
     "type": "object",
@@ -309,3 +310,8 @@ def test_names_of_other_servers_are_understood_and_unknown_ones_refused() -> Non
     assert dialect_of("<|channel|>") == dialect_of(None, "openai", "openai_gptoss")
     with pytest.raises(ConfigError, match="--tool-call-parser is klingon, but must be one of auto, none"):
         dialect_of(None, "klingon")
+
+
+def test_flags_offer_the_parsers_that_there_are() -> None:
+    assert server.TOOL_CALL_PARSERS == TOOL_CALL_PARSERS
+    assert server.REASONING_PARSERS == REASONING_PARSERS

@@ -18,8 +18,8 @@ from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxsgl.config.disaggregation import DEFAULT_PORT
 from jaxsgl.config.engine import Limits
+from jaxsgl.config.features import BOOTSTRAP_PORT
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import RequestOptions
 from jaxsgl.frontend.legs import rendezvous
@@ -250,7 +250,7 @@ def in_rooms(options: list[RequestOptions], body: Body) -> list[RequestOptions]:
         )
         if not isinstance(host, str) or not isinstance(room, int) or not isinstance(port, int | None):
             raise InvalidRequest("bootstrap_host must be a text, bootstrap_port and bootstrap_room integers")
-        of_prompts.append(replace(of_prompt, room=rendezvous(host, port or DEFAULT_PORT, room)))
+        of_prompts.append(replace(of_prompt, room=rendezvous(host, port or BOOTSTRAP_PORT, room)))
     return of_prompts
 
 

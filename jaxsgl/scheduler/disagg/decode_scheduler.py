@@ -9,9 +9,8 @@ import msgspec
 from jaxsgl.batch.engine_ops import Insert as InsertOp
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import full_pages
-from jaxsgl.config.disaggregation import TransferLoad
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
-from jaxsgl.messages.load import Load
+from jaxsgl.messages.load import Load, TransferLoad
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Reply
 from jaxsgl.requests.media import without_pixels

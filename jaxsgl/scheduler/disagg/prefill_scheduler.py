@@ -11,9 +11,8 @@ from jaxsgl.batch.engine_ops import Gather as GatherOp
 from jaxsgl.batch.engine_ops import HostPages
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import full_pages
-from jaxsgl.config.disaggregation import TransferLoad
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
-from jaxsgl.messages.load import Load
+from jaxsgl.messages.load import Load, TransferLoad
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Refusal, Reply
 from jaxsgl.requests.request import FinishReason, Request

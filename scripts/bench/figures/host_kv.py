@@ -22,7 +22,7 @@ import numpy as np
 from bench.output import figure_parser, write_figures
 from jaxsgl import kept_prefixes
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.config.host_kv import WRITE_POLICIES, HostKvConfig
+from jaxsgl.config.features import WRITE_POLICIES, HostKvConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages.orders import Shutdown
 from jaxsgl.messages.replies import Replies, Reply

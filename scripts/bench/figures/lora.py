@@ -31,8 +31,8 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.features import LoraConfig
 from jaxsgl.config.flags import add_flags, from_flags
-from jaxsgl.config.lora import LoraConfig
 from jaxsgl.engine.adapters import BLOCK, StagedAdapter
 from jaxsgl.engine.engine import Engine
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.output import command_parser
-from jaxsgl.config.disaggregation import BACKENDS
+from jaxsgl.config.features import TRANSFER_BACKENDS
 from jaxsgl.transfer.frames import Geometry, Grant, Room, page_frames
 from jaxsgl.transfer.tcp import TcpWire
 from jaxsgl.transfer.wire import Event, Left, News, Sent
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--page-kib", type=int, default=9216, help="of a page (9216: 64 tokens of Qwen3-8B in bfloat16)"
     )
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=["tcp"], help="to measure in turns")
+    parser.add_argument("--backends", nargs="+", choices=TRANSFER_BACKENDS, default=["tcp"], help="to measure in turns")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(arguments)
     page_bytes = args.page_kib << 10

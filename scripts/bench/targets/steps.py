@@ -25,7 +25,7 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.config.vision import VisionConfig
+from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.adapters import abstract_pool
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.programs import Program as EngineProgram

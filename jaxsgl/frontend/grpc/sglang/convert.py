@@ -13,7 +13,7 @@ from typing import Any
 
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
-from jaxsgl.config.disaggregation import DEFAULT_PORT
+from jaxsgl.config.features import BOOTSTRAP_PORT
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import RequestOptions
 from jaxsgl.frontend.legs import rendezvous
@@ -93,7 +93,7 @@ def _room(request: pb.GenerateRequest) -> Rendezvous | None:
     given = request.disaggregated_params
     if not given.ByteSize():
         return None
-    return rendezvous(given.bootstrap_host, given.bootstrap_port or DEFAULT_PORT, given.bootstrap_room)
+    return rendezvous(given.bootstrap_host, given.bootstrap_port or BOOTSTRAP_PORT, given.bootstrap_room)
 
 
 def _refuse_unsupported(message: Any, unsupported: dict[str, str]) -> None:

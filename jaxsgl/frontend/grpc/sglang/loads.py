@@ -16,7 +16,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
 import jaxsgl
-from jaxsgl.config.disaggregation import ALL_IN_ONE
+from jaxsgl.config.features import ALL_IN_ONE
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.metrics import Rates
 from jaxsgl.messages.load import Load

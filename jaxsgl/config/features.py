@@ -1,0 +1,354 @@
+"""Flags of optional features, one frozen dataclass each: images, media, the host tier, adapters, disaggregation.
+
+`EngineConfig` (engine.py) composes all of them but `MediaConfig`, which is part of `ServerConfig` (server.py). Every
+part may import this module.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from jaxsgl.config.flags import check_choices, flag, flag_name, require
+from jaxsgl.errors import ConfigError
+
+HASH_IDS = ("digest", "sglang")
+_DOMAIN = re.compile(r"\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?(:[0-9]{1,5})?")
+
+WRITE_POLICIES = ("write_through", "write_through_selective")  # SGLang's names
+HOST_POOLS = 2.0  # with --enable-hierarchical-cache alone, host memory holds so many pools, as in SGLang
+KEEP_KV_S = 600.0
+
+ALL_MODULES = "all"
+MAX_ADAPTER_NAME_CHARS = 256
+MAX_ADAPTERS = 1024
+
+ALL_IN_ONE = "null"  # SGLang's word for a worker that computes both prefill and decode
+DISAGGREGATION_MODES = (ALL_IN_ONE, "prefill", "decode")
+BOOTSTRAP_PORT = 8998  # SGLang's
+TRANSFER_BACKENDS = ("tcp", "nixl")
+MIN_SECRET_BYTES, MAX_SECRET_BYTES = 32, 4096
+_MIB = 1 << 20
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The vision tower, and the embeddings that it makes."""
+
+    language_only: bool = flag(
+        False,
+        "leave the vision tower of a model out, and refuse requests with images",
+    )
+    mm_enable_dp_encoder: bool = flag(
+        False, "the devices of --tp share the images of a step, each encodes whole ones; else each encodes all"
+    )
+    mm_pool_tokens: int | None = flag(
+        None,
+        "tokens of images whose embeddings stay on the device, so that an image is encoded once "
+        "(default: 4096 on a CPU, else 16384)",
+    )
+    mm_host_mib: int | None = flag(
+        None,
+        "MiB of host memory for embeddings of images that the device has let go, so that they come back instead of "
+        "being encoded again; 0: none (default: 1024 on a CPU, else 4096)",
+    )
+    mm_max_patches: int | None = flag(
+        None, "patches of one image at most, 4 of which are a token (default: 4096 on a CPU, else 16384)"
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in (("--mm-pool-tokens", self.mm_pool_tokens), ("--mm-max-patches", self.mm_max_patches)):
+            require(value is None or value >= 16, name, value, "16 and more")
+        require(self.mm_host_mib is None or self.mm_host_mib >= 0, "--mm-host-mib", self.mm_host_mib, "0 and more")
+
+
+@dataclass(frozen=True)
+class MediaConfig:
+    """Pictures and videos in requests (docs/multimodal.md)."""
+
+    allowed_media_domains: tuple[str, ...] = flag(
+        (),
+        "hosts from which pictures and videos are fetched, as images.example.org,*.example.com,cdn.example.net:8443; "
+        "only at global addresses (default: none, requests bring their pictures as data: URLs)",
+    )
+    media_max_bytes: int = flag(
+        64 << 20, "bytes of all pictures and videos of a request at most, as files; see --max-request-bytes, too"
+    )
+    media_max_pixels: int = flag(1 << 25, "pixels of a picture at most, by its header, before it is decoded")
+    media_max_decode_bytes: int = flag(
+        192 << 20,
+        "memory for decoding pictures, in bytes, of each front-end process; a picture that takes more by its header is "
+        "refused, and one that finds too little left waits (JPEG and PNG take 4 to 6 bytes a pixel, WebP 16)",
+    )
+    media_max_cpu_s: float = flag(
+        20.0, "seconds of processor time that decoding all pictures and videos of a request may take"
+    )
+    media_timeout_s: float = flag(10.0, "seconds that fetching a picture or video may take, redirects included")
+    mm_hash_ids: str = flag(
+        "digest",
+        "what stands for pictures in the prefix cache and in KV events; digest: numbers drawn from their SHA-256; "
+        "sglang: one number of 30 bits for each, by SGLang's formula, for routers that know it",
+        choices=HASH_IDS,
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        for domain in self.allowed_media_domains:
+            fits = _DOMAIN.fullmatch(domain) is not None
+            require(fits, "--allowed-media-domains", domain, "names as example.org, *.example.org or example.org:8443")
+        require(self.media_max_bytes >= 1024, "--media-max-bytes", self.media_max_bytes, "1024 and more")
+        require(1024 <= self.media_max_pixels <= 1 << 28, "--media-max-pixels", self.media_max_pixels, "1024 to 2**28")
+        least = self.media_max_decode_bytes >= 1 << 20
+        require(least, "--media-max-decode-bytes", self.media_max_decode_bytes, "2**20 and more")
+        cpu_s = self.media_max_cpu_s
+        require(0 < cpu_s <= 3600, "--media-max-cpu-s", cpu_s, "above 0, up to 3600")
+        require(0 < self.media_timeout_s <= 600, "--media-timeout-s", self.media_timeout_s, "above 0, up to 600")
+
+
+@dataclass(frozen=True)
+class HostKvConfig:
+    """Prefixes that outlive the pool in host memory (docs/prefix-cache.md)."""
+
+    enable_hierarchical_cache: bool = flag(
+        False, f"keep prefixes in host memory: {HOST_POOLS:g} times the pool, unless --host-kv-gib says how much"
+    )
+    host_kv_gib: float = flag(
+        0.0,
+        "GiB of host memory for prefixes, which are loaded back when they have left the pool; 0: none",
+        alias="--hicache-size",
+    )
+    host_kv_write_policy: str = flag(
+        "write_through_selective",
+        "which pages are copied to host memory: write_through: all, once computed; write_through_selective: those that "
+        "are needed a second time, and what follows them first",
+        choices=WRITE_POLICIES,
+        alias="--hicache-write-policy",
+    )
+    host_kv_load_timeout_s: float = flag(
+        5.0, "seconds that a request waits for its prefix from host memory; then it computes the rest"
+    )
+
+    kv_file: str | None = flag(
+        None,
+        "folder where the prefixes of host memory are kept between starts, by model and format; needs --host-kv-gib",
+    )
+
+    @property
+    def keep_s(self) -> float:
+        """Seconds that the engine may take at its end to write the file."""
+        return 0.0 if self.kv_file is None else KEEP_KV_S
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a host tier."""
+        return self.enable_hierarchical_cache or self.host_kv_gib > 0
+
+    def __post_init__(self) -> None:
+        require(self.host_kv_gib >= 0, "--host-kv-gib", self.host_kv_gib, "0 and more")
+        if self.kv_file is not None and not self.is_on:
+            raise ConfigError("--kv-file keeps what is in host memory, but there is none for it: give --host-kv-gib")
+        require(self.host_kv_load_timeout_s > 0, "--host-kv-load-timeout-s", self.host_kv_load_timeout_s, "more than 0")
+        check_choices(self)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """LoRA adapters of the model (docs/lora.md). Names and defaults of flags are SGLang's."""
+
+    enable_lora: bool = flag(False, "let adapters be loaded while serving; --lora-paths implies it")
+    lora_paths: tuple[str, ...] = flag(
+        (),
+        "adapters to load at the start, as name=folder other=folder; a folder alone is its own name",
+        words=True,
+    )
+    max_loras_per_batch: int = flag(8, "adapters that run at the same time; requests for further ones wait")
+    max_lora_rank: int | None = flag(
+        None, "the highest rank of an adapter (default: that of the adapters at the start, or 16)"
+    )
+    lora_target_modules: tuple[str, ...] = flag(
+        (),
+        "modules that adapters may change, as q_proj,v_proj, or all (default: those of the adapters at the start, or "
+        "all)",
+    )
+    max_loaded_loras: int | None = flag(
+        None, "adapters in host memory at once; more are refused until one is unloaded (default: no limit)"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests may have adapters."""
+        return self.enable_lora or bool(self.lora_paths)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of the adapters at the start, by name."""
+        named = (entry.split("=", 1) if "=" in entry else (entry, entry) for entry in self.lora_paths)
+        return {name: str(Path(folder).expanduser()) for name, folder in named}
+
+    def __post_init__(self) -> None:
+        names = [entry.split("=", 1)[0] for entry in self.lora_paths]
+        allowed = f"names of 1 to {MAX_ADAPTER_NAME_CHARS} characters"
+        for name in names:
+            require(1 <= len(name) <= MAX_ADAPTER_NAME_CHARS, "--lora-paths", repr(name), allowed)
+        if len(set(names)) < len(names):
+            raise ConfigError(f"--lora-paths name an adapter twice: {', '.join(names)}")
+        most = self.max_loras_per_batch
+        require(1 <= most <= MAX_ADAPTERS, "--max-loras-per-batch", most, f"1 to {MAX_ADAPTERS}")
+        rank = self.max_lora_rank
+        require(rank is None or 1 <= rank <= 1024, "--max-lora-rank", rank, "1 to 1024")
+        loaded = self.max_loaded_loras
+        if loaded is not None and loaded < max(len(names), 1):
+            raise ConfigError(f"--max-loaded-loras is {loaded}, but --lora-paths has {len(names)}: raise it")
+
+
+@dataclass(frozen=True)
+class DisaggregationConfig:
+    """Which leg of each request this server computes, and what may wait on its way (docs/scale-out.md)."""
+
+    disaggregation_mode: str = flag(
+        ALL_IN_ONE,
+        "prefill: compute prompts and send their KV pages to decode servers; decode: get them and generate; behind a "
+        "gateway that sends each request to one of each (docs/scale-out.md)",
+        choices=DISAGGREGATION_MODES,
+    )
+    disaggregation_transfer_backend: str = flag(
+        "tcp",
+        "how KV pages travel, the same on all prefill and decode servers: tcp, which needs nothing installed, or nixl, "
+        "over RDMA or shared memory, after pip install --no-deps nixl-cu12 (docs/scale-out.md)",
+        choices=TRANSFER_BACKENDS,
+    )
+    disaggregation_bootstrap_port: int = flag(
+        BOOTSTRAP_PORT, "where a prefill server listens for decode servers, at --host; 0 takes a free one"
+    )
+    disaggregation_host: str | None = flag(
+        None, "address at which a prefill server listens for decode servers; keep it private (default: --host)"
+    )
+    disaggregation_prefill_hosts: tuple[str, ...] = flag(
+        (),
+        "addresses, networks and names of the prefill servers to which requests may send a decode server, as "
+        "10.0.0.0/24,prefill-0; *: any (default: this machine's loopback addresses)",
+    )
+    disaggregation_secret_file: str | None = flag(
+        None,
+        f"file of {MIN_SECRET_BYTES} bytes and more, the same on all prefill and decode servers, by which they know "
+        "each other; other users may not read it. Needed once they are on several machines",
+    )
+    disaggregation_staging_mib: int = flag(
+        4096,
+        "MiB of host memory for KV pages on their way; requests wait for it, and of a prompt that is larger decode "
+        "computes the rest",
+    )
+    disaggregation_bootstrap_timeout_s: float = flag(
+        30.0, "seconds that a request waits for a sign of its other leg; then it is refused"
+    )
+    disaggregation_peer_timeout_s: float = flag(
+        5.0, "seconds of silence after which a prefill or decode server counts as dead; it says every second it lives"
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this server computes one leg of requests only."""
+        return self.disaggregation_mode != ALL_IN_ONE
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory for KV pages on their way."""
+        return self.disaggregation_staging_mib * _MIB
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        port = self.disaggregation_bootstrap_port
+        require(0 <= port <= 65535, flag_name("disaggregation_bootstrap_port"), port, "0 to 65535")
+        for name in ("disaggregation_staging_mib", "disaggregation_peer_timeout_s"):
+            require(getattr(self, name) >= 1, flag_name(name), getattr(self, name), "1 and more")
+        timeout_s = self.disaggregation_bootstrap_timeout_s
+        require(timeout_s > 0, flag_name("disaggregation_bootstrap_timeout_s"), timeout_s, "more than 0")
+        networks_and_names(self.disaggregation_prefill_hosts)
+
+    def check_secret(self, host: str) -> None:
+        """Checks what a server whose `--host` is `host` needs of a secret.
+
+        Raises:
+          ConfigError: the file can't be used, or there is none and other machines may take part.
+        """
+        self.read_secret()
+        if self.disaggregation_secret_file is not None or not self.is_on:
+            return
+        if self.disaggregation_mode == "prefill":
+            at = self.disaggregation_host or host
+            opened, way_out = f"decode servers may connect to {at}", "--disaggregation-host 127.0.0.1"
+            is_open = not _is_local(at)
+        else:
+            hosts = self.disaggregation_prefill_hosts
+            opened, way_out = f"--disaggregation-prefill-hosts is {','.join(hosts)}", "loopback addresses alone"
+            is_open = bool(hosts) and not _is_loopback(hosts)
+        if is_open:
+            raise ConfigError(
+                f"{opened}, but there is no secret by which prefill and decode servers know each other: give all the "
+                f"same --disaggregation-secret-file (openssl rand -hex 32 makes one), or {way_out}"
+            )
+
+    def read_secret(self) -> bytes:
+        """Returns what --disaggregation-secret-file holds, without white space at the end; b"" if it isn't given.
+
+        Raises:
+          ConfigError: it can't be read, others may use it, or its size is wrong.
+        """
+        path = self.disaggregation_secret_file
+        if path is None:
+            return b""
+        name = f"--disaggregation-secret-file {path}"
+        try:
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                secret = file.read(MAX_SECRET_BYTES + 1).rstrip() if stat.S_ISREG(mode) else b""
+        except OSError as error:
+            raise ConfigError(f"{name} can't be read: {error.strerror}") from None
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{name} is not a regular file")
+        if mode & stat.S_IRWXO:
+            raise ConfigError(f"{name} has mode {stat.S_IMODE(mode):04o}, so other users may use it: chmod 600 {path}")
+        if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+            raise ConfigError(
+                f"{name} holds {len(secret)} bytes, but must hold {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}: "
+                "openssl rand -hex 32 makes a secret"
+            )
+        return secret
+
+
+def networks_and_names(hosts: Sequence[str]) -> tuple[list[Network], set[str]]:
+    """Returns the networks among `hosts`, addresses included, and the names in lower case, "*" among them.
+
+    Raises:
+      ConfigError: one is neither.
+    """
+    networks, names = list[Network](), set[str]()
+    for host in hosts:
+        try:
+            networks.append(ipaddress.ip_network(host, strict=False))
+        except ValueError:
+            is_name = re.fullmatch(r"\*|[\w.-]*[A-Za-z][\w.-]*", host) is not None
+            wanted = "addresses, networks as 10.0.0.0/24, names without ports, or *"
+            require(is_name, flag_name("disaggregation_prefill_hosts"), host, wanted)
+            names.add(host.lower())
+    return networks, names
+
+
+def _is_local(host: str) -> bool:
+    """Whether a port at `host` is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _is_loopback(hosts: Sequence[str]) -> bool:
+    networks, names = networks_and_names(hosts)
+    return names <= {"localhost"} and all(network.is_loopback for network in networks)
