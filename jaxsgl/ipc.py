@@ -1,4 +1,4 @@
-"""The line between the two processes: ZeroMQ over Unix sockets, those of messages/wire.py as MessagePack.
+"""The line between the two processes: ZeroMQ over Unix sockets, those of messages/orders.py as MessagePack.
 
 Owns the sockets and the folder they are in; never knows what a message means. The front end (`EngineLine`, asyncio) and
 the engine process (`EngineMailbox`, blocking) hold one end each. If several front-end processes share the engine, each
@@ -26,8 +26,8 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.logs import LogStyle
 from jaxsgl.mask_mark import MaskMark, NoMark, open_mark
+from jaxsgl.messages.orders import FromEngine, News, ToEngine, ToMailbox
 from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady
-from jaxsgl.messages.wire import FromEngine, News, ToEngine, ToMailbox
 from jaxsgl.shared_mailbox import SharedMailbox
 
 PREFIX, LOCK, MARK = "jaxsgl-", "lock", "mask_mark"

@@ -14,21 +14,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxsgl.messages.cache_events import CacheEvents
-from jaxsgl.messages.load import Load
 from jaxsgl.messages.orders import (
     PARENT_LINE,
     Abort,
     AbortMatching,
     Answer,
     CloseLine,
+    FromEngine,
+    News,
     OpenLine,
     Shutdown,
+    ToEngine,
+    ToMailbox,
     Withdraw,
     line_of,
 )
-from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Refusal, RefusalKind, Replies, Reply
-from jaxsgl.messages.wire import FromEngine, News, ToEngine, ToMailbox
+from jaxsgl.messages.replies import (
+    CacheEvents,
+    EngineFailed,
+    EngineInfo,
+    EngineReady,
+    Load,
+    Refusal,
+    RefusalKind,
+    Replies,
+    Reply,
+)
 from jaxsgl.requests.request import Request
 
 LOAD_S = 0.1  # a line without replies hears of the load so often while the engine works

@@ -20,7 +20,7 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.memory import free_host_bytes
 from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.mask_mark import NoMark
-from jaxsgl.messages.adapters import LoadAdapter
+from jaxsgl.messages.orders import LoadAdapter
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.apply import Mark
 from jaxsgl.scheduler.grammar_queue import GrammarQueue, NoGrammars

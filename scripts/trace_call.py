@@ -33,9 +33,8 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.ipc import Endpoints, EngineMailbox
-from jaxsgl.messages.orders import Shutdown
+from jaxsgl.messages.orders import FromEngine, News, Shutdown, ToEngine
 from jaxsgl.messages.replies import Replies
-from jaxsgl.messages.wire import FromEngine, News, ToEngine
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop

@@ -10,7 +10,7 @@ import numpy as np
 from jaxsgl.cache.events import page_hashes
 from jaxsgl.cache.pages import DUMMY_PAGE
 from jaxsgl.cache.prefix import Edge
-from jaxsgl.messages.cache_events import CacheCleared, CacheEvent, PagesRemoved, PagesStored
+from jaxsgl.messages.replies import CacheCleared, CacheEvent, PagesRemoved, PagesStored
 
 
 class CacheMirror:

@@ -3,8 +3,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxsgl.config.engine import Limits
-from jaxsgl.messages.cache_events import CacheCleared, CacheEvents
-from jaxsgl.messages.load import Load, Totals
 from jaxsgl.messages.orders import (
     PARENT_LINE,
     Abort,
@@ -12,14 +10,27 @@ from jaxsgl.messages.orders import (
     Answer,
     CloseLine,
     FlushCache,
+    FromEngine,
     OpenLine,
     Ping,
+    ToMailbox,
     WatchCache,
     Withdraw,
     first_number,
 )
-from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Refusal, RefusalKind, Replies, Reply
-from jaxsgl.messages.wire import FromEngine, ToMailbox
+from jaxsgl.messages.replies import (
+    CacheCleared,
+    CacheEvents,
+    EngineFailed,
+    EngineInfo,
+    EngineReady,
+    Load,
+    Refusal,
+    RefusalKind,
+    Replies,
+    Reply,
+    Totals,
+)
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.shared_mailbox import LOAD_S, SharedMailbox

@@ -29,7 +29,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.sizing import choose_context_length
 from jaxsgl.engine.warmup import CompileCounter
 from jaxsgl.errors import CheckpointError, ConfigError
-from jaxsgl.messages.weights import MemoryTag
+from jaxsgl.messages.orders import MemoryTag
 from jaxsgl.models import ModelArch, Params
 from jaxsgl.models.arch import serve_as
 from jaxsgl.models.quantization import AT_LOAD, weight_format

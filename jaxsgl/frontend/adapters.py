@@ -14,8 +14,7 @@ from jaxsgl.frontend.access import adapter_folder
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, UPDATE_LIMIT_S
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
-from jaxsgl.messages.orders import Answer
+from jaxsgl.messages.orders import Answer, ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
 
 
 async def load(

@@ -22,10 +22,19 @@ from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, JaxsglError, Overloaded, RequestFailed, StartupError
 from jaxsgl.ipc import Endpoints, EngineLine
 from jaxsgl.mask_mark import Marked, MaskMark, NoMark
-from jaxsgl.messages.load import Load
-from jaxsgl.messages.orders import Abort, AbortMatching, Answer, Command, Ping, Withdraw, first_number
-from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Replies, Reply
-from jaxsgl.messages.wire import FromEngine, News, ToMailbox
+from jaxsgl.messages.orders import (
+    Abort,
+    AbortMatching,
+    Answer,
+    Command,
+    FromEngine,
+    News,
+    Ping,
+    ToMailbox,
+    Withdraw,
+    first_number,
+)
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Load, Replies, Reply
 from jaxsgl.requests.request import Request
 
 MAX_UNREAD = 16384  # replies of one request: minutes of one sample, or seconds of very many

@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from jaxsgl.messages.load import Load
-from jaxsgl.messages.replies import StageTimes
-from jaxsgl.messages.step_times import STEP_BOUNDS_S, unpack
+from jaxsgl.messages.replies import STEP_BOUNDS_S, Load, StageTimes, unpack_times
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.text.sample import End
 
@@ -70,13 +68,13 @@ class Snapshot:
         empty = Histogram(STEP_BOUNDS_S)
         return {
             (times.kind, times.bucket): empty.with_state(times.counts, times.seconds)
-            for times in unpack(self.load.step_times)
+            for times in unpack_times(self.load.step_times)
         }
 
     def step_seconds(self) -> dict[str, float]:
         """Returns how long all steps of each kind took together."""
         seconds = {"decode": 0.0, "extend": 0.0}
-        for times in unpack(self.load.step_times):
+        for times in unpack_times(self.load.step_times):
             seconds[times.kind] = seconds.get(times.kind, 0.0) + times.seconds
         return seconds
 

@@ -19,10 +19,8 @@ from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.frontend.engine_link import EngineLink, ReplyStream
 from jaxsgl.frontend.metrics import Replica
 from jaxsgl.frontend.router import ReplicaLoad, Router
-from jaxsgl.messages.load import HostLoad, Load, Totals, TransferLoad
 from jaxsgl.messages.orders import Answer, Command, Ping
-from jaxsgl.messages.replies import EngineInfo
-from jaxsgl.messages.step_times import merged as merged_times
+from jaxsgl.messages.replies import EngineInfo, HostLoad, Load, Totals, TransferLoad, merged_times
 from jaxsgl.requests.request import Request
 
 STATES = ("ready", "paused", "stuck", "draining", "loading", "dead")  # the state of all is that of the first of these

@@ -1,7 +1,10 @@
-"""What the front end asks of the engine beside requests: aborts, operators' commands, lines of several front ends.
+"""What the two processes say to each other, as msgspec structs (MessagePack on ZeroMQ; never pickle); here the orders.
 
-A command is answered once, by an `Answer` or its own kind of news, unless a `Withdraw` comes first. weights.py and
-adapters.py have the commands about those.
+Front end to engine: `Request`, `Abort`, `Shutdown`, and commands of operators, each answered once unless a `Withdraw`
+comes first: by an `Answer`, or in the case of `WatchCache` by `CacheEvents`. Several front-end processes that share an
+engine send `LineOrder`s too, which shared_mailbox.py carries out.
+Engine to front end (replies.py): `EngineReady` once, then one `Replies` per turn of the loop (hence per step),
+`CacheEvents` after a `WatchCache`, and `EngineFailed` as the final message.
 """
 
 from __future__ import annotations
@@ -11,12 +14,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from jaxsgl.messages.adapters import AdapterOrder
-from jaxsgl.messages.weights import WeightOrder
+from jaxsgl.messages.replies import CacheEvents, EngineFailed, EngineReady, Replies
+from jaxsgl.requests.request import Request
 
 PARENT_LINE = 0  # of the process that started the engine; other front-end processes have the lines 1, 2, ...
-
-
 _LINE_SHIFT = 32
 
 
@@ -139,6 +140,126 @@ class WatchCache(msgspec.Struct, frozen=True, tag="watch_cache"):
     number: int
 
 
+class UpdateMode(enum.Enum):
+    """What becomes of the requests that have begun when the weights change. Those that wait get the new ones."""
+
+    WAIT = "wait"  # they end with the old weights first; requests that have not begun wait
+    RETRACT = "retract"  # they go on with the new weights, which compute their KV again
+    ABORT = "abort"  # they end, and so do those that wait
+    IN_PLACE = "in_place"  # they go on with the new weights over the KV of the old ones
+
+
+class UpdateWeights(msgspec.Struct, frozen=True, tag="update_weights"):
+    """Serve the weights of another checkpoint of the same model; if that fails, the old ones serve on.
+
+    The `Answer.text` is JSON if it succeeds: an `UpdateReport`.
+
+    Attributes:
+      folder: a model folder or hub id.
+      version: the new `weight_version`; None: the number of updates since the start.
+    """
+
+    number: int
+    folder: str
+    mode: UpdateMode = UpdateMode.WAIT
+    version: str | None = None
+
+
+class UpdateReport(msgspec.Struct, frozen=True):
+    """What an update has done: the version served now, and how many samples went on with it after the old one."""
+
+    weight_version: str
+    num_continued: int = 0
+
+
+class SetWeightVersion(msgspec.Struct, frozen=True, tag="set_weight_version"):
+    """Call the weights that are served `version`."""
+
+    number: int
+    version: str
+
+
+class MemoryTag(enum.Enum):
+    """A part of the device's memory that the engine can do without for a while."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+class ReleaseMemory(msgspec.Struct, frozen=True, tag="release_memory"):
+    """Give parts of the device's memory back once no request runs; generation is paused until all are back."""
+
+    number: int
+    tags: tuple[MemoryTag, ...]
+
+
+class ResumeMemory(msgspec.Struct, frozen=True, tag="resume_memory"):
+    """Take parts of the device's memory that were released again, and fill the weights; generation goes on after all.
+
+    The `Answer.text` is empty, or says what is still released.
+    """
+
+    number: int
+    tags: tuple[MemoryTag, ...]
+
+
+WeightOrder: TypeAlias = UpdateWeights | SetWeightVersion | ReleaseMemory | ResumeMemory
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Load an adapter, so that requests may name it. The `Answer.text` is empty, or says why it can't be served.
+
+    Attributes:
+      name: what requests and lists of models call it.
+      folder: a folder in PEFT's layout, or a hub id.
+      pinned: keep it on the device once it is there.
+      replace: take the place of one of the same name, for requests that come from then on.
+      alias: another name for requests, if there is one: gateways number adapters.
+    """
+
+    number: int
+    name: str
+    folder: str
+    pinned: bool = False
+    replace: bool = False
+    alias: str = ""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """Forget an adapter: requests that come from now on can't name it. Answered when those that have it have ended."""
+
+    number: int
+    name: str
+
+
+class ListAdapters(msgspec.Struct, frozen=True, tag="list_adapters"):
+    """Tell the adapters that requests may name; the `Answer.text` is JSON, a list of `LoadedAdapter`."""
+
+    number: int
+
+
+class LoadedAdapter(msgspec.Struct, frozen=True):
+    """An adapter that requests may name.
+
+    Attributes:
+      name, folder, pinned, alias: see `LoadAdapter`.
+      rank: its highest one.
+      on_device: whether it is on the device now, so that a request for it needn't wait for room.
+      num_requests: samples that have it and have not ended.
+    """
+
+    name: str
+    folder: str
+    rank: int
+    pinned: bool
+    on_device: bool
+    num_requests: int
+    alias: str = ""
+
+
+AdapterOrder: TypeAlias = LoadAdapter | UnloadAdapter | ListAdapters
+
+
 class OpenLine(msgspec.Struct, frozen=True, tag="open_line"):
     """A front-end process starts, and will talk over `line`, a number that no process had before. Never answered."""
 
@@ -186,3 +307,10 @@ Command: TypeAlias = (
     | WeightOrder
     | AdapterOrder
 )
+
+
+ToEngine: TypeAlias = Request | Abort | Command | Withdraw | Shutdown
+LineOrder: TypeAlias = OpenLine | CloseLine | AbortMatching
+ToMailbox: TypeAlias = ToEngine | LineOrder
+News: TypeAlias = Replies | Answer | CacheEvents
+FromEngine: TypeAlias = EngineReady | News | EngineFailed

@@ -1,15 +1,217 @@
-"""What the engine tells the front end of its requests, and of its own life."""
+"""What the engine reports, as msgspec structs: of its requests, its load and its prefix cache, and of its own life.
+
+The scheduler makes one `Load` per turn of its loop; metrics, routers and the endpoints about load read it. Gateways get
+the `CacheEvents`.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
+from typing import TypeAlias
 
 import msgspec
 
-from jaxsgl.config.engine import Limits
-from jaxsgl.messages.load import Load
-from jaxsgl.requests.outputs import Pooled, TokenStates
+from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION, Limits
+from jaxsgl.requests.outputs import Pooled
 from jaxsgl.requests.request import FinishReason
+
+
+class Totals(msgspec.Struct, array_like=True):
+    """Counters since the start of the engine. The scheduler counts; a `Load` carries a copy.
+
+    Attributes:
+      prompt_tokens: of admitted samples.
+      cached_prompt_tokens: of those, found in the prefix cache.
+      output_tokens: read from the device.
+      steps: launched; several decode steps in one program are one.
+      decode_rows, decode_rows_padded: sequences of decode steps, and rows of their programs, of each of several steps.
+      extend_tokens, extend_tokens_padded: likewise tokens of extend steps.
+      retractions: running samples that were taken back to the queue.
+      short_of_tokens, short_of_rows, short_of_chunk, short_of_adapters: steps at which requests waited for room in
+        pool, batch, step, or on the device for their adapters.
+      recompiles: programs compiled while serving; more than 0 is a bug.
+      leaks: pages, rows and locks that the leak check found lost or in two places; more than 0 is a bug.
+      failed_requests: requests that were ended because the work for them raised an exception; more than 0 is a bug.
+      encoded_images, encoded_patches: images and frame pairs that the vision tower has encoded, and their patches.
+      restored_images: whose embeddings came back from host memory instead.
+    """
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    decode_rows: int = 0
+    decode_rows_padded: int = 0
+    extend_tokens: int = 0
+    extend_tokens_padded: int = 0
+    retractions: int = 0
+    short_of_tokens: int = 0
+    short_of_rows: int = 0
+    short_of_chunk: int = 0
+    short_of_adapters: int = 0
+    recompiles: int = 0
+    leaks: int = 0
+    failed_requests: int = 0
+    encoded_images: int = 0
+    encoded_patches: int = 0
+    restored_images: int = 0
+
+
+class HostLoad(msgspec.Struct, array_like=True):
+    """How full the host tier is, and counters since the start of the engine; zeros without such a tier.
+
+    Attributes:
+      total_tokens, used_tokens: tokens that host memory can hold, and holds.
+      written_tokens: copied from the pool.
+      loaded_tokens: copied to the pool instead of being computed.
+      evicted_tokens: that left host memory because others needed their room.
+      not_written_tokens: that found no room in host memory.
+      given_up: loads that were stopped, so that their requests computed the rest.
+    """
+
+    total_tokens: int = 0
+    used_tokens: int = 0
+    written_tokens: int = 0
+    loaded_tokens: int = 0
+    evicted_tokens: int = 0
+    not_written_tokens: int = 0
+    given_up: int = 0
+
+
+class TransferLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Requests and memory on the way between prefill and decode.
+
+    Attributes:
+      mode: "prefill" or "decode".
+      num_bootstrapping: requests that wait for their other leg, or for staging memory.
+      num_moving: requests whose pages are sent or received.
+      staged_bytes: staging memory that is taken or promised.
+      moved_bytes: sent or received since the start.
+      hidden_bytes: of those, sent before the prompt was computed, so that no one waited for them. Prefill only.
+    """
+
+    mode: str
+    num_bootstrapping: int
+    num_moving: int
+    staged_bytes: int
+    moved_bytes: int
+    hidden_bytes: int = 0
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """How busy the engine is after a turn of the loop.
+
+    Attributes:
+      num_running, num_waiting: samples that hold a row, and samples that wait for admission.
+      waiting_tokens: prompt tokens of those, cached or not.
+      used_tokens: KV slots in pages that running samples own or lock.
+      cached_tokens: KV slots in pages that only the prefix cache holds; they are evicted when needed.
+      num_retracted: waiting samples that have run before.
+      paused: nothing is launched until generation is continued.
+      totals: counters.
+      step_times: how long steps took since the start, as `pack_times` has it: packed, since only a scrape reads it.
+      weight_version: of the weights that made the tokens that come with this load, and of those served now.
+      transfer: of a prefill or decode worker. Its requests on the way count as waiting too.
+      host: the host tier.
+      adapters: the names of the LoRA adapters that requests may name.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    used_tokens: int = 0
+    cached_tokens: int = 0
+    num_retracted: int = 0
+    paused: bool = False
+    totals: Totals = msgspec.field(default_factory=Totals)
+    step_times: bytes = b""
+    weight_version: str = DEFAULT_WEIGHT_VERSION
+    transfer: TransferLoad | None = None
+    host: HostLoad = msgspec.field(default_factory=HostLoad)
+    adapters: tuple[str, ...] = ()
+
+
+# Upper bounds of the times by which steps are counted, in seconds.
+STEP_BOUNDS_S = (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class BucketTimes(msgspec.Struct, array_like=True):
+    """How long the steps of one bucket took.
+
+    Attributes:
+      kind: decode, extend or score.
+      bucket: the padded shape, in short.
+      counts: steps up to each of `STEP_BOUNDS_S`, and above the last.
+      seconds: of all of them.
+    """
+
+    kind: str
+    bucket: str
+    counts: list[int]
+    seconds: float
+
+
+def pack_times(times: list[BucketTimes]) -> bytes:
+    """Returns the times of all buckets as bytes."""
+    return msgspec.msgpack.encode(times)
+
+
+def unpack_times(packed: bytes) -> list[BucketTimes]:
+    """Returns the times of all buckets; none for b""."""
+    return msgspec.msgpack.decode(packed, type=list[BucketTimes]) if packed else []
+
+
+def merged_times(each: Iterable[bytes]) -> bytes:
+    """Returns the times of several engines together, packed like those of one."""
+    total: dict[tuple[str, str], BucketTimes] = {}
+    for packed in each:
+        for times in unpack_times(packed):
+            so_far = total.get((times.kind, times.bucket))
+            if so_far is None:
+                total[times.kind, times.bucket] = times
+            else:
+                so_far.counts = [a + b for a, b in zip(so_far.counts, times.counts, strict=True)]
+                so_far.seconds += times.seconds
+    return pack_times(list(total.values()))
+
+
+class PagesStored(msgspec.Struct, frozen=True, tag="stored"):
+    """Pages came into the prefix cache, one after the other.
+
+    Attributes:
+      hashes: of each page; a page's hash depends on all tokens up to its end. Signed 64 bits.
+      token_ids: of all pages, page after page.
+      parent: hash of the page before the first, None at the start of a sequence.
+    """
+
+    hashes: list[int]
+    token_ids: list[int]
+    parent: int | None
+
+
+class PagesRemoved(msgspec.Struct, frozen=True, tag="removed"):
+    """Pages left the prefix cache."""
+
+    hashes: list[int]
+
+
+class CacheCleared(msgspec.Struct, frozen=True, tag="cleared"):
+    """Nothing is cached any more."""
+
+
+CacheEvent: TypeAlias = PagesStored | PagesRemoved | CacheCleared
+
+
+class CacheEvents(msgspec.Struct, frozen=True, tag="cache_events"):
+    """What happened to the prefix cache in one step, in order.
+
+    Attributes:
+      number: of the `WatchCache` that this answers: all that is cached, parents before children; None: news.
+    """
+
+    events: list[CacheEvent]
+    number: int | None = None
 
 
 class RefusalKind(enum.Enum):

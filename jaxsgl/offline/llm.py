@@ -19,10 +19,16 @@ from jaxsgl import kept_prefixes
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.engine.residents import Tree
 from jaxsgl.errors import ConfigError, InvalidRequest
-from jaxsgl.messages.adapters import LoadAdapter, UnloadAdapter
-from jaxsgl.messages.orders import FlushCache
+from jaxsgl.messages.orders import (
+    FlushCache,
+    LoadAdapter,
+    MemoryTag,
+    ReleaseMemory,
+    ResumeMemory,
+    UnloadAdapter,
+    UpdateWeights,
+)
 from jaxsgl.messages.replies import TokenLogprob
-from jaxsgl.messages.weights import MemoryTag, ReleaseMemory, ResumeMemory, UpdateWeights
 from jaxsgl.models import Params
 from jaxsgl.offline.media import has_parts, read_chat
 from jaxsgl.offline.pooling import PoolingLLM

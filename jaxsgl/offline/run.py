@@ -16,9 +16,8 @@ from tqdm import tqdm
 
 from jaxsgl.config.engine import BUNDLED_MODEL, EngineConfig
 from jaxsgl.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
-from jaxsgl.messages.orders import Abort, Answer, Command, Shutdown
+from jaxsgl.messages.orders import Abort, Answer, Command, News, Shutdown, ToEngine
 from jaxsgl.messages.replies import RefusalKind, Replies
-from jaxsgl.messages.wire import News, ToEngine
 from jaxsgl.offline.media import OfflineMedia, read_prompt
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.outputs import Pooled

@@ -12,9 +12,8 @@ from typing import Protocol, cast
 
 from jaxsgl.batch.engine_api import MaskedHandle, PageEngine, StepEngine, StepHandle
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
-from jaxsgl.messages.orders import Abort, Shutdown
+from jaxsgl.messages.orders import Abort, News, Shutdown, ToEngine
 from jaxsgl.messages.replies import Replies
-from jaxsgl.messages.wire import News, ToEngine
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.orders.adapters import AdapterStore
 from jaxsgl.scheduler.orders.control import Control

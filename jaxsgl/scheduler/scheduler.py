@@ -35,9 +35,8 @@ from jaxsgl.cache.tiers import HostTier
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION, SchedulingConfig
 from jaxsgl.errors import CheckpointError
 from jaxsgl.mask_mark import NoMark
-from jaxsgl.messages.load import Load, Totals
 from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import Reply
+from jaxsgl.messages.replies import Load, Reply, Totals
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.apply import Applier, MakeBuilder, Mark
 from jaxsgl.scheduler.arrivals import Arrivals

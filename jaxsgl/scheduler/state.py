@@ -10,7 +10,7 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.messages.load import Totals
+from jaxsgl.messages.replies import Totals
 from jaxsgl.scheduler.budget import NewTokenRatio, Timing
 from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.failed_admission import FailedAdmission

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from jaxsgl.batch.inputs import Bucket
-from jaxsgl.messages.replies import StageTimes
-from jaxsgl.messages.step_times import STEP_BOUNDS_S, BucketTimes, pack
+from jaxsgl.messages.replies import STEP_BOUNDS_S, BucketTimes, StageTimes, pack_times
 from jaxsgl.scheduler.req import Key
 
 NEWS_S = 1.0
@@ -78,7 +77,7 @@ class Stopwatch:
     def step_times(self, is_idle: bool) -> bytes:
         """Returns the times of all steps, as `Load.step_times`; up to `NEWS_S` old unless the engine `is_idle`."""
         if self._has_news and (is_idle or self._last_end_s - self._told_s >= NEWS_S):
-            self._told = pack([*self._times.values()])
+            self._told = pack_times([*self._times.values()])
             self._told_s, self._has_news = self._last_end_s, False
         return self._told
 

@@ -27,11 +27,8 @@ from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
-from jaxsgl.messages.load import Load
-from jaxsgl.messages.orders import Shutdown
-from jaxsgl.messages.replies import Replies, Reply
-from jaxsgl.messages.weights import MemoryTag
-from jaxsgl.messages.wire import News, ToEngine
+from jaxsgl.messages.orders import MemoryTag, News, Shutdown, ToEngine
+from jaxsgl.messages.replies import Load, Replies, Reply
 from jaxsgl.scheduler.preemption import in_order_of_loss
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.state import SchedulerState

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
+from jaxsgl.messages.orders import ToEngine
 from jaxsgl.messages.replies import Reply
-from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop

@@ -9,8 +9,7 @@ import pytest
 
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.messages.orders import Abort, ContinueGeneration, PauseGeneration, PauseMode
-from jaxsgl.messages.wire import ToEngine
+from jaxsgl.messages.orders import Abort, ContinueGeneration, PauseGeneration, PauseMode, ToEngine
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint

@@ -23,34 +23,46 @@ from jaxsgl.config.engine import Limits
 from jaxsgl.engine_process import read_launch, set_signals
 from jaxsgl.ipc import EngineLaunch, EngineMailbox, open_mailbox
 from jaxsgl.mask_mark import MaskMark, NoMark
-from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
-from jaxsgl.messages.cache_events import CacheCleared, CacheEvents, PagesStored
-from jaxsgl.messages.load import Load, Totals
 from jaxsgl.messages.orders import (
     Abort,
     Answer,
     ContinueGeneration,
     DumpState,
     FlushCache,
+    ListAdapters,
+    LoadAdapter,
+    LoadedAdapter,
     PauseGeneration,
     PauseMode,
     Ping,
-    Shutdown,
-    StartProfile,
-    StopProfile,
-    WatchCache,
-    Withdraw,
-)
-from jaxsgl.messages.replies import EngineInfo, Refusal, RefusalKind, Replies, Reply, StageTimes, TokenLogprob
-from jaxsgl.messages.weights import (
     ReleaseMemory,
     ResumeMemory,
     SetWeightVersion,
+    Shutdown,
+    StartProfile,
+    StopProfile,
+    ToEngine,
+    UnloadAdapter,
     UpdateMode,
     UpdateReport,
     UpdateWeights,
+    WatchCache,
+    Withdraw,
 )
-from jaxsgl.messages.wire import ToEngine
+from jaxsgl.messages.replies import (
+    CacheCleared,
+    CacheEvents,
+    EngineInfo,
+    Load,
+    PagesStored,
+    Refusal,
+    RefusalKind,
+    Replies,
+    Reply,
+    StageTimes,
+    TokenLogprob,
+    Totals,
+)
 from jaxsgl.parent import be_killed_with_parent, follow_parent
 from jaxsgl.requests.outputs import Pooled, PoolingSpec, StatesSpec, TokenStates
 from jaxsgl.requests.request import FinishReason, Request, max_new_tokens

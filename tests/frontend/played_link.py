@@ -12,7 +12,7 @@ from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
 from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages.wire import ToMailbox
+from jaxsgl.messages.orders import ToMailbox
 
 
 class PlayedLink(EngineLink):

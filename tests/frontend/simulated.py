@@ -20,9 +20,8 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.frontend.engine_link import EngineLink
-from jaxsgl.messages.orders import PARENT_LINE
+from jaxsgl.messages.orders import PARENT_LINE, FromEngine, News, ToEngine, ToMailbox
 from jaxsgl.messages.replies import EngineInfo, EngineReady
-from jaxsgl.messages.wire import FromEngine, News, ToEngine, ToMailbox
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.shared_mailbox import SharedMailbox
 from jaxsgl.testing.engine import FakeEngine

@@ -28,15 +28,16 @@ from jaxsgl.messages.orders import (
     ContinueGeneration,
     DumpState,
     FlushCache,
+    FromEngine,
     OpenLine,
     PauseGeneration,
     PauseMode,
     Ping,
     Shutdown,
+    ToMailbox,
     WatchCache,
 )
 from jaxsgl.messages.replies import EngineInfo
-from jaxsgl.messages.wire import FromEngine, ToMailbox
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.testing.engine import generate

@@ -21,9 +21,8 @@ from jaxsgl.errors import EngineUnavailable, RequestFailed, TimedOut
 from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.messages.load import Load
 from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import Refusal, RefusalKind, Replies, Reply
+from jaxsgl.messages.replies import Load, Refusal, RefusalKind, Replies, Reply
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.detokenizer import NoText

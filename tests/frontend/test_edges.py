@@ -28,9 +28,8 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import build_app
-from jaxsgl.messages.orders import Shutdown
+from jaxsgl.messages.orders import FromEngine, News, Shutdown, ToEngine
 from jaxsgl.messages.replies import EngineInfo, RefusalKind
-from jaxsgl.messages.wire import FromEngine, News, ToEngine
 from jaxsgl.requests.outputs import PoolingSpec
 from jaxsgl.requests.request import check_request
 from jaxsgl.scheduler.grammar_queue import GrammarQueue

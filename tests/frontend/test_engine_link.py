@@ -10,9 +10,8 @@ from jaxsgl.config.engine import Limits
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics import Metrics, Timing
-from jaxsgl.messages.load import Load
 from jaxsgl.messages.orders import Abort, Answer, Ping, Withdraw
-from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Replies, Reply
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Load, Replies, Reply
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.detokenizer import NoText

@@ -24,8 +24,8 @@ from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import build_app
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
+from jaxsgl.messages.orders import ToMailbox
 from jaxsgl.messages.replies import EngineInfo, Replies, Reply, TokenLogprob
-from jaxsgl.messages.wire import ToMailbox
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.tokenizer import Tokenizer
 from tests.edges import path_of

@@ -9,8 +9,7 @@ from http_calls import connect, report
 from played_link import PlayedLink
 from server_process import ServerProcess, ids_request, wait_for
 
-from jaxsgl.messages.load import Load, Totals
-from jaxsgl.messages.replies import Replies
+from jaxsgl.messages.replies import Load, Replies, Totals
 
 
 def test_a_token_of_another_request_is_enough(server: ServerProcess) -> None:

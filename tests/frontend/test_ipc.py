@@ -14,9 +14,8 @@ import pytest
 from jaxsgl.config.engine import Limits
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.ipc import MAX_SOCKET_PATH, Endpoints, EngineLine, EngineLines, EngineMailbox
-from jaxsgl.messages.orders import Abort, OpenLine, Shutdown, first_number
+from jaxsgl.messages.orders import Abort, FromEngine, OpenLine, Shutdown, ToEngine, first_number
 from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Refusal, RefusalKind, Replies, Reply
-from jaxsgl.messages.wire import FromEngine, ToEngine
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.shared_mailbox import SharedMailbox

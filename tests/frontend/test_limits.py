@@ -20,9 +20,8 @@ from server_process import PATIENCE_S, ServerProcess, ids_request, wait_for
 from jaxsgl.errors import Overloaded, TimedOut
 from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.messages.replies import Replies, Reply
-from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 

@@ -18,9 +18,7 @@ from jaxsgl.frontend.exposition import registry_of
 from jaxsgl.frontend.metric_rows import ROWS
 from jaxsgl.frontend.metrics import Histogram, Metrics, Timing, one_two_five
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
-from jaxsgl.messages.load import Load, Totals, TransferLoad
-from jaxsgl.messages.replies import StageTimes
-from jaxsgl.messages.step_times import BucketTimes, pack
+from jaxsgl.messages.replies import BucketTimes, Load, StageTimes, Totals, TransferLoad, pack_times
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.text.sample import End
 
@@ -149,7 +147,7 @@ def test_the_engines_numbers_come_from_its_latest_load() -> None:
     totals = Totals(*itertools.islice(values, len(Totals.__struct_fields__)))
     names = set(Load.__struct_fields__) - {"totals", "step_times", "host", "transfer"}
     steps = [BucketTimes("decode", "32", [1] * 15, 2.5), BucketTimes("extend", "512x8", [0] * 14 + [2], 30.0)]
-    load = Load(**{name: next(values) for name in sorted(names)}, totals=totals, step_times=pack(steps))
+    load = Load(**{name: next(values) for name in sorted(names)}, totals=totals, step_times=pack_times(steps))
     samples = samples_of(metrics_of(load))
     assert samples["sglang:num_running_reqs"] == samples["vllm:num_requests_running"] == load.num_running
     assert samples["sglang:num_queue_reqs"] == samples["vllm:num_requests_waiting"] == load.num_waiting

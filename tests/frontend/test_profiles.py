@@ -22,9 +22,8 @@ from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, Forbidden, InvalidRequest, StartupError
 from jaxsgl.frontend.profiles import MAX_STEPS, Profiles
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages.orders import Answer, StartProfile
+from jaxsgl.messages.orders import Answer, StartProfile, ToMailbox
 from jaxsgl.messages.replies import EngineInfo, EngineReady
-from jaxsgl.messages.wire import ToMailbox
 from tests.junk_http import VALUES
 
 INFO = EngineInfo("m", "FakeForCausalLM", "float32", Limits(1000, 200, 160), (1,), 16, 8, "xla", "cpu", 1, 1, 0)

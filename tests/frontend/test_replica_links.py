@@ -10,9 +10,8 @@ from played_link import PlayedLink
 from jaxsgl.config.engine import Limits
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, StartupError
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages.load import Load, Totals
 from jaxsgl.messages.orders import Answer, ContinueGeneration, Ping
-from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Replies
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Load, Replies, Totals
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 

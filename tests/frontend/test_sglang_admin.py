@@ -32,8 +32,7 @@ from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.sglang.info import CHUNK_BYTES, chunks, model_info, server_info, zip_tokenizer
 from jaxsgl.frontend.grpc.sglang.loads import SECTIONS, Busy, check_loads_request, load_record, loads_response
 from jaxsgl.frontend.metrics import Rates
-from jaxsgl.messages.load import Load
-from jaxsgl.messages.replies import EngineInfo
+from jaxsgl.messages.replies import EngineInfo, Load
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 Stub: TypeAlias = pb_grpc.SglangSchedulerStub

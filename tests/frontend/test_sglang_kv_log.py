@@ -12,9 +12,8 @@ from jaxsgl.frontend.grpc.sglang.kv_events import DataLoss, KvLog, KvStream, Out
 from jaxsgl.frontend.grpc.sglang.loads import Busy
 from jaxsgl.frontend.metrics import Rates
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages.cache_events import CacheCleared, CacheEvent, CacheEvents, PagesRemoved, PagesStored
 from jaxsgl.messages.orders import WatchCache
-from jaxsgl.messages.replies import EngineInfo
+from jaxsgl.messages.replies import CacheCleared, CacheEvent, CacheEvents, EngineInfo, PagesRemoved, PagesStored
 
 INFO = EngineInfo(
     model_path="/models/a", architecture="FakeForCausalLM", dtype="float32",

@@ -6,7 +6,7 @@ import pytest
 
 from jaxsgl.frontend.exposition import StatusLine
 from jaxsgl.frontend.metrics import WINDOW_S, Metrics, Rates
-from jaxsgl.messages.load import Load, Totals
+from jaxsgl.messages.replies import Load, Totals
 
 pytestmark = pytest.mark.unit
 

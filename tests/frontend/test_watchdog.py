@@ -19,9 +19,8 @@ from server_process import ServerProcess, ids_request
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.watchdog import TICKS, Watchdog
 from jaxsgl.mask_mark import MaskMark
-from jaxsgl.messages.load import Load, Totals
 from jaxsgl.messages.orders import Answer, Ping
-from jaxsgl.messages.replies import Replies
+from jaxsgl.messages.replies import Load, Replies, Totals
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 

@@ -23,9 +23,8 @@ from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import build_app
 from jaxsgl.frontend.media_fetch import Connect, Fetcher, Resolve
 from jaxsgl.frontend.media_loader import MediaLoader
-from jaxsgl.messages.load import Load
-from jaxsgl.messages.replies import EngineInfo, Replies, Reply
-from jaxsgl.messages.wire import ToMailbox
+from jaxsgl.messages.orders import ToMailbox
+from jaxsgl.messages.replies import EngineInfo, Load, Replies, Reply
 from jaxsgl.preprocess.decoding import media_sandbox
 from jaxsgl.preprocess.settings import load_settings
 from jaxsgl.requests.media import MediaLimits

@@ -10,10 +10,8 @@ import msgspec
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.messages.adapters import LoadAdapter
-from jaxsgl.messages.load import TransferLoad
-from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import RefusalKind, Reply
+from jaxsgl.messages.orders import Abort, LoadAdapter
+from jaxsgl.messages.replies import RefusalKind, Reply, TransferLoad
 from jaxsgl.requests.request import FinishReason, Rendezvous, Request
 from jaxsgl.scheduler.disagg.decode_scheduler import DecodeScheduler
 from jaxsgl.scheduler.disagg.legs import LegScheduler

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
+from jaxsgl.messages.orders import ToEngine
 from jaxsgl.messages.replies import Reply
-from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop

@@ -11,9 +11,7 @@ import pytest
 from msgspec.structs import replace as changed
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, UnloadAdapter
-from jaxsgl.messages.orders import Abort, Answer
-from jaxsgl.messages.wire import ToEngine
+from jaxsgl.messages.orders import Abort, Answer, ListAdapters, LoadAdapter, ToEngine, UnloadAdapter
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox, generate

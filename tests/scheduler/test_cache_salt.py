@@ -8,8 +8,8 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config.engine import POLICIES, SchedulingConfig
-from jaxsgl.messages.cache_events import CacheEvents, PagesRemoved, PagesStored
 from jaxsgl.messages.orders import FlushCache, WatchCache
+from jaxsgl.messages.replies import CacheEvents, PagesRemoved, PagesStored
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop

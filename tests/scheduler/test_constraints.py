@@ -19,9 +19,8 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.messages.replies import RefusalKind, Reply
-from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams

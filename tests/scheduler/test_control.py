@@ -10,9 +10,18 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.messages.cache_events import CacheCleared, CacheEvents, PagesStored
-from jaxsgl.messages.orders import Abort, Answer, FlushCache, Ping, StartProfile, StopProfile, WatchCache, Withdraw
-from jaxsgl.messages.wire import ToEngine
+from jaxsgl.messages.orders import (
+    Abort,
+    Answer,
+    FlushCache,
+    Ping,
+    StartProfile,
+    StopProfile,
+    ToEngine,
+    WatchCache,
+    Withdraw,
+)
+from jaxsgl.messages.replies import CacheCleared, CacheEvents, PagesStored
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.cache_mirror import CacheMirror, cached_prefixes

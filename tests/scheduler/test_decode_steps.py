@@ -10,9 +10,8 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.messages.replies import Reply
-from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.messages.orders import Answer, DumpState
-from jaxsgl.messages.wire import ToEngine
+from jaxsgl.messages.orders import Answer, DumpState, ToEngine
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.orders import inspection
 from jaxsgl.scheduler.orders.inspection import LeakCheck

@@ -7,10 +7,8 @@ import time
 import msgspec
 import pytest
 
-from jaxsgl.messages.load import Load, Totals
-from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import RefusalKind
-from jaxsgl.messages.wire import ToEngine
+from jaxsgl.messages.orders import Abort, ToEngine
+from jaxsgl.messages.replies import Load, RefusalKind, Totals
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from tests.scheduler.serving import capacity, expected, finish_reason, last_reply, new_scheduler, request, serve

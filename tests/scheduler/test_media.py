@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.messages.cache_events import CacheEvents, PagesStored
 from jaxsgl.messages.orders import WatchCache
+from jaxsgl.messages.replies import CacheEvents, PagesStored
 from jaxsgl.requests.media import MediaItem, MediaLimits, digest_of
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams

@@ -17,8 +17,8 @@ from jaxsgl.messages.orders import (
     PauseGeneration,
     PauseMode,
     Ping,
+    ToEngine,
 )
-from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox

@@ -6,8 +6,7 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.messages.orders import Answer, StartProfile, StopProfile
-from jaxsgl.messages.wire import ToEngine
+from jaxsgl.messages.orders import Answer, StartProfile, StopProfile, ToEngine
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.orders.profiling import WRITING_FACTOR, Profiling, resident_bytes
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox

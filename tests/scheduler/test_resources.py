@@ -21,8 +21,7 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.messages.adapters import LoadAdapter
-from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.orders import Abort, LoadAdapter
 from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.media import MediaLimits, patches_of
 from jaxsgl.requests.request import FinishReason, Request

@@ -13,8 +13,7 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import EncodePart
 from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.wire import ToEngine
+from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.loop import run_loop

@@ -28,9 +28,22 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.cache.tiers import WRITE_AFTER_REUSE, WRITE_THROUGH
 from jaxsgl.config.engine import POLICIES, PRIORITY_POLICIES, SchedulingConfig
-from jaxsgl.messages.orders import Abort, Answer, ContinueGeneration, DumpState, FlushCache, PauseGeneration, PauseMode
-from jaxsgl.messages.weights import MemoryTag, ReleaseMemory, ResumeMemory, UpdateMode, UpdateWeights, WeightOrder
-from jaxsgl.messages.wire import News
+from jaxsgl.messages.orders import (
+    Abort,
+    Answer,
+    ContinueGeneration,
+    DumpState,
+    FlushCache,
+    MemoryTag,
+    News,
+    PauseGeneration,
+    PauseMode,
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateMode,
+    UpdateWeights,
+    WeightOrder,
+)
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.outputs import POOLING_SAMPLING, Pooling, PoolingSpec
 from jaxsgl.requests.request import Request

@@ -9,8 +9,7 @@ import numpy as np
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import Reply, StageTimes
-from jaxsgl.messages.step_times import STEP_BOUNDS_S, BucketTimes, unpack
+from jaxsgl.messages.replies import STEP_BOUNDS_S, BucketTimes, Reply, StageTimes, unpack_times
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.stopwatch import NEWS_S, Stopwatch
 from tests.scheduler.serving import capacity, request
@@ -42,7 +41,7 @@ class Engine:
         return self.scheduler.take_replies()
 
     def times(self) -> dict[str, BucketTimes]:
-        return {f"{entry.kind} {entry.bucket}": entry for entry in unpack(self.scheduler.load(0).step_times)}
+        return {f"{entry.kind} {entry.bucket}": entry for entry in unpack_times(self.scheduler.load(0).step_times)}
 
 
 def test_a_first_token_brings_the_times_of_waiting_and_prefill() -> None:

@@ -14,28 +14,26 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.messages.cache_events import CacheEvents
 from jaxsgl.messages.orders import (
     Answer,
     ContinueGeneration,
     FlushCache,
+    MemoryTag,
+    News,
     PauseGeneration,
     PauseMode,
     Ping,
-    WatchCache,
-    Withdraw,
-)
-from jaxsgl.messages.replies import Replies
-from jaxsgl.messages.weights import (
-    MemoryTag,
     ReleaseMemory,
     ResumeMemory,
     SetWeightVersion,
+    ToEngine,
     UpdateMode,
     UpdateReport,
     UpdateWeights,
+    WatchCache,
+    Withdraw,
 )
-from jaxsgl.messages.wire import News, ToEngine
+from jaxsgl.messages.replies import CacheEvents, Replies
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox, generate, next_token, seed_of

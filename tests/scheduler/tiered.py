@@ -14,8 +14,7 @@ from jaxsgl.cache.host_pages import HostPages, extend_names
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.tiers import WRITE_THROUGH, HostTier
 from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.wire import ToEngine
+from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.resources.host_tier import LoadRule

@@ -10,9 +10,8 @@ from jaxsgl.batch.engine_ops import Insert as InsertOp
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import full_pages
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
-from jaxsgl.messages.load import Load, TransferLoad
 from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import Reply
+from jaxsgl.messages.replies import Load, Reply, TransferLoad
 from jaxsgl.requests.media import without_pixels
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.budget import pages_held_for

@@ -12,9 +12,8 @@ from jaxsgl.batch.engine_ops import HostPages
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import full_pages
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
-from jaxsgl.messages.load import Load, TransferLoad
 from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import Refusal, Reply
+from jaxsgl.messages.replies import Load, Refusal, Reply, TransferLoad
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.disagg.legs import LegScheduler, room_of_leg
 from jaxsgl.scheduler.disagg.prefill import PrefillRooms

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from jaxsgl.errors import StartupError
-from jaxsgl.messages.adapters import AdapterOrder, ListAdapters, LoadAdapter, UnloadAdapter
-from jaxsgl.messages.orders import Answer
+from jaxsgl.messages.orders import AdapterOrder, Answer, ListAdapters, LoadAdapter, UnloadAdapter
 from jaxsgl.scheduler.adapter import Adapter
 from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.scheduler import Scheduler

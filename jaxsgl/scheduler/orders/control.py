@@ -17,24 +17,29 @@ import msgspec
 
 from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, UnloadAdapter
-from jaxsgl.messages.cache_events import CacheEvents
 from jaxsgl.messages.orders import (
     Answer,
     Command,
     ContinueGeneration,
     DumpState,
     FlushCache,
+    ListAdapters,
+    LoadAdapter,
+    News,
     PauseGeneration,
     PauseMode,
     Ping,
+    ReleaseMemory,
+    ResumeMemory,
+    SetWeightVersion,
     StartProfile,
     StopProfile,
+    UnloadAdapter,
+    UpdateWeights,
     WatchCache,
     Withdraw,
 )
-from jaxsgl.messages.weights import ReleaseMemory, ResumeMemory, SetWeightVersion, UpdateWeights
-from jaxsgl.messages.wire import News
+from jaxsgl.messages.replies import CacheEvents
 from jaxsgl.scheduler.orders.adapters import AdapterOrders, AdapterStore
 from jaxsgl.scheduler.orders.inspection import LeakCheck, dump_state
 from jaxsgl.scheduler.orders.journal import CacheJournal

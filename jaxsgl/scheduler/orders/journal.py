@@ -15,7 +15,7 @@ from jaxsgl.cache.events import page_hashes
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
 from jaxsgl.cache.prefix import Edge
-from jaxsgl.messages.cache_events import CacheCleared, CacheEvent, PagesRemoved, PagesStored
+from jaxsgl.messages.replies import CacheCleared, CacheEvent, PagesRemoved, PagesStored
 
 
 class CacheJournal:

@@ -20,8 +20,8 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from jaxsgl.errors import StartupError
-from jaxsgl.messages.orders import Answer
-from jaxsgl.messages.weights import (
+from jaxsgl.messages.orders import (
+    Answer,
     MemoryTag,
     ReleaseMemory,
     ResumeMemory,

@@ -21,8 +21,8 @@ import msgspec
 from jaxsgl.batch.adapter_rows import AdapterRows
 from jaxsgl.batch.engine_ops import PlaceAdapter
 from jaxsgl.cache.prefix import Peek
-from jaxsgl.messages.adapters import LoadedAdapter
-from jaxsgl.messages.load import Load
+from jaxsgl.messages.orders import LoadedAdapter
+from jaxsgl.messages.replies import Load
 from jaxsgl.scheduler.adapter import Adapter
 from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.plan import Action, WhyNot

@@ -23,7 +23,7 @@ from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import as_pages
 from jaxsgl.cache.prefix import Peek
 from jaxsgl.cache.tiers import HostTier
-from jaxsgl.messages.load import HostLoad, Load, Totals
+from jaxsgl.messages.replies import HostLoad, Load, Totals
 from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.plan import Action, short_name
 from jaxsgl.scheduler.req import Req, State

@@ -30,7 +30,7 @@ from jaxsgl.cache.embeddings import EmbeddingRows, HeldImage
 from jaxsgl.cache.host_images import HostImages, HostRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.errors import EngineUnavailable
-from jaxsgl.messages.load import Totals
+from jaxsgl.messages.replies import Totals
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.scheduler.budget import Timing
 from jaxsgl.scheduler.engine_ops import EngineOps

@@ -20,7 +20,7 @@ from jaxsgl.batch.build import Work
 from jaxsgl.batch.engine_api import PageEngine
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.prefix import Peek
-from jaxsgl.messages.load import Load
+from jaxsgl.messages.replies import Load
 from jaxsgl.scheduler.budget import Ledger
 from jaxsgl.scheduler.plan import Action, Part, WhyNot
 from jaxsgl.scheduler.req import Req

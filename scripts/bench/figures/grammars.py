@@ -227,8 +227,8 @@ class Run(NamedTuple):
         """Serves the batch by the loop of every server, and notes when tokens come."""
         from tqdm import tqdm
 
+        from jaxsgl.messages.orders import News
         from jaxsgl.messages.replies import Replies
-        from jaxsgl.messages.wire import News
         from jaxsgl.offline.run import OfflineMailbox
         from jaxsgl.requests.request import Request
         from jaxsgl.scheduler.loop import run_loop

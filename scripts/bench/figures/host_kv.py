@@ -24,9 +24,8 @@ from jaxsgl import kept_prefixes
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import WRITE_POLICIES, HostKvConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.messages.orders import Shutdown
+from jaxsgl.messages.orders import News, Shutdown, ToEngine
 from jaxsgl.messages.replies import Replies, Reply
-from jaxsgl.messages.wire import News, ToEngine
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop

@@ -14,10 +14,8 @@ from bench.frontend.plan import Plan, write_whole
 from jaxsgl.config.engine import BUNDLED_MODEL, Limits
 from jaxsgl.engine_process import read_launch, set_signals
 from jaxsgl.ipc import EngineMailbox, open_mailbox
-from jaxsgl.messages.cache_events import CacheEvents
-from jaxsgl.messages.load import Load, Totals
 from jaxsgl.messages.orders import Abort, Answer, Shutdown, WatchCache, line_of
-from jaxsgl.messages.replies import EngineInfo, Replies, Reply
+from jaxsgl.messages.replies import CacheEvents, EngineInfo, Load, Replies, Reply, Totals
 from jaxsgl.parent import follow_parent
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.shared_mailbox import SharedMailbox

@@ -25,8 +25,8 @@ from bench.offline.recording import Recording, Step, Turn
 from bench.roofline import Roofline, Work
 from bench.simulation.cost import num_params
 from jaxsgl.engine.engine import Engine
+from jaxsgl.messages.orders import FromEngine
 from jaxsgl.messages.replies import Replies
-from jaxsgl.messages.wire import FromEngine
 from jaxsgl.requests.request import Request
 
 _PERCENTILES = {"median": 50, "p90": 90, "p99": 99, "max": 100}

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from bench.requests import Ask
 from bench.simulation.engine import SimulatedEngine
-from jaxsgl.messages.load import Load
+from jaxsgl.messages.replies import Load
 
 PERCENTILES = (50, 90, 95, 99)
 SERIES_S = 1.0

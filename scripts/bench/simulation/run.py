@@ -23,9 +23,8 @@ from bench.simulation.figures import Figures, Sent
 from jaxsgl.batch.bucket_file import buckets_of
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.messages.orders import Shutdown
+from jaxsgl.messages.orders import News, Shutdown, ToEngine
 from jaxsgl.messages.replies import Replies, Reply
-from jaxsgl.messages.wire import News, ToEngine
 from jaxsgl.models import ModelArch
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams

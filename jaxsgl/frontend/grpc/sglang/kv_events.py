@@ -25,10 +25,8 @@ from jaxsgl.errors import EngineUnavailable, JaxsglError
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.grpc.sglang.loads import Busy, load_record
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages.cache_events import CacheCleared, CacheEvent, CacheEvents, PagesRemoved, PagesStored
-from jaxsgl.messages.load import Load
-from jaxsgl.messages.orders import WatchCache
-from jaxsgl.messages.wire import News
+from jaxsgl.messages.orders import News, WatchCache
+from jaxsgl.messages.replies import CacheCleared, CacheEvent, CacheEvents, Load, PagesRemoved, PagesStored
 
 MAX_BATCHES = 4096
 MAX_BLOCKS = 32768  # in all batches that are kept

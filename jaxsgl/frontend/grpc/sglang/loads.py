@@ -19,8 +19,7 @@ import jaxsgl
 from jaxsgl.config.features import ALL_IN_ONE
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.metrics import Rates
-from jaxsgl.messages.load import Load
-from jaxsgl.messages.replies import EngineInfo
+from jaxsgl.messages.replies import EngineInfo, Load
 
 GIB = 1 << 30
 SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")

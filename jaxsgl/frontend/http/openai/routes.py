@@ -30,7 +30,7 @@ from jaxsgl.frontend.http.openai.ranking import (
 from jaxsgl.frontend.http.openai.replies import encode, json_response, name_of
 from jaxsgl.frontend.http.openai.responses import answer_responses
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from jaxsgl.messages.adapters import LoadedAdapter
+from jaxsgl.messages.orders import LoadedAdapter
 from jaxsgl.requests.request import check_token_ids
 from jaxsgl.text.prompts import Prompt, TextPrompt
 

@@ -33,10 +33,14 @@ from jaxsgl.frontend.http.sglang.schemas import (
     UpdateWeightsBody,
     WeightVersionBody,
 )
-from jaxsgl.messages.load import Load
-from jaxsgl.messages.orders import Answer, ContinueGeneration, DumpState, FlushCache, PauseGeneration, PauseMode
-from jaxsgl.messages.weights import (
+from jaxsgl.messages.orders import (
+    Answer,
+    ContinueGeneration,
+    DumpState,
+    FlushCache,
     MemoryTag,
+    PauseGeneration,
+    PauseMode,
     ReleaseMemory,
     ResumeMemory,
     SetWeightVersion,
@@ -44,6 +48,7 @@ from jaxsgl.messages.weights import (
     UpdateReport,
     UpdateWeights,
 )
+from jaxsgl.messages.replies import Load
 
 
 def router(front_end: FrontEnd) -> APIRouter:
