@@ -5,7 +5,7 @@
 
 Programs take the parameters as a list of leaves of fixed shapes, dtypes and places, so a swap compiles nothing. Owns
 that list and the version of the weights. Never knows steps or requests: the scheduler's loop has none in flight when it
-calls anything but `stage_weights`. Implements `scheduler.orders.weights.Residents`; made by `engine`, called by the
+calls anything but `stage_weights`. Implements `scheduler.orders.weights.WeightStore`; made by `engine`, called by the
 scheduler's loop and by the offline `LLM`.
 """
 
@@ -116,7 +116,7 @@ class EngineResidents:
 
     Attributes:
       leaves: the parameters as programs take them; empty while they are released.
-      weight_version, released: see `Residents`.
+      weight_version, released: see `WeightStore`.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class EngineResidents:
             return Staged(self._copied(source), None)
 
     def swap_weights(self, staged: object, version: str | None = None) -> None:
-        """Serves what `stage_weights` returned from now on; see `Residents`."""
+        """Serves what `stage_weights` returned from now on; see `WeightStore`."""
         assert isinstance(staged, Staged)
         self._fill(staged)
         self._num_updates += 1

@@ -160,7 +160,7 @@ class Fetcher:
     async def _follow(self, url: str, kinds: tuple[str, ...], budget: Budget, name: str) -> bytes:
         for _ in range(1 + MAX_REDIRECTS):
             target = target_of(url, self._config.allowed_media_domains, name)
-            answer = _Answer(kinds, budget, name)
+            answer = _FetchedFile(kinds, budget, name)
             reader, writer = await self._dial(target, name)
             try:
                 await _exchange(target, reader, writer, answer)
@@ -194,7 +194,7 @@ class Fetcher:
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-class _Answer:
+class _FetchedFile:
     """An answer as it arrives; httptools calls the methods with small names.
 
     Attributes:
@@ -269,7 +269,7 @@ class _Answer:
 
 
 async def _exchange(
-    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: _Answer
+    target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: _FetchedFile
 ) -> None:
     """Sends the request and reads the answer, up to its end or to a redirect."""
     writer.write(

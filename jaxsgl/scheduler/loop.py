@@ -18,7 +18,7 @@ from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.orders.adapters import AdapterStore
 from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck
-from jaxsgl.scheduler.orders.weights import Residents
+from jaxsgl.scheduler.orders.weights import WeightStore
 from jaxsgl.scheduler.scheduler import Scheduler
 
 
@@ -40,7 +40,7 @@ def run_loop(
     mailbox: Mailbox,
     overlap: bool,
     check_every_step: bool = False,
-    residents: Residents | None = None,
+    residents: WeightStore | None = None,
     pages: PageEngine | None = None,
     adapters: AdapterStore | None = None,
 ) -> None:

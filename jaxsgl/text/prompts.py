@@ -31,7 +31,7 @@ MAX_CALL_IDS = 4 * MAX_ALLOWED_TOKEN_IDS  # of all requests of a call, each of w
 Rewrite: TypeAlias = Callable[[str], str]
 
 
-class Message(Protocol):
+class PromptMessage(Protocol):
     """A chat message, in any protocol's form."""
 
     @property
@@ -82,7 +82,7 @@ class ChatPrompt:
     What the tokenizer adds to texts is left to the template, unless `add_special_tokens`.
     """
 
-    messages: Sequence[Message | Turn]
+    messages: Sequence[PromptMessage | Turn]
     options: TemplateOptions = field(default_factory=TemplateOptions)
     media: tuple[Source, ...] = ()
     rewrite: Rewrite | None = None
@@ -153,7 +153,7 @@ async def _run(threads: Executor | None, encode: Callable[..., list[int]], *args
     return await asyncio.get_running_loop().run_in_executor(threads, encode, *args)
 
 
-def _turn(message: Message | Turn) -> Turn:
+def _turn(message: PromptMessage | Turn) -> Turn:
     return message if isinstance(message, Mapping) else {"role": message.role, "content": message.content}
 
 

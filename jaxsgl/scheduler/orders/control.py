@@ -44,7 +44,7 @@ from jaxsgl.scheduler.orders.adapters import AdapterOrders, AdapterStore
 from jaxsgl.scheduler.orders.inspection import LeakCheck, dump_state
 from jaxsgl.scheduler.orders.journal import CacheJournal
 from jaxsgl.scheduler.orders.profiling import Profiling
-from jaxsgl.scheduler.orders.weights import Residents, WeightOrders
+from jaxsgl.scheduler.orders.weights import WeightOrders, WeightStore
 from jaxsgl.scheduler.scheduler import Scheduler
 
 
@@ -79,7 +79,7 @@ class Control:
         engine: StepEngine,
         leak_check: LeakCheck,
         clock: Callable[[], float] = time.monotonic,
-        residents: Residents | None = None,
+        residents: WeightStore | None = None,
         adapters: AdapterStore | None = None,
         loader: Executor | None = None,
     ) -> None:

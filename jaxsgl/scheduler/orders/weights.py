@@ -6,7 +6,7 @@
 
 "At rest" means that no step is in flight and none was collected in this turn, so each `Load` names the version of the
 weights that made the tokens beside it. An order that fails changes nothing, except that one which was told to abort
-requests may have done so. Knows no files and no arrays: `Residents` does that work. Called by control.py.
+requests may have done so. Knows no files and no arrays: `WeightStore` does that work. Called by control.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Turns: TypeAlias = Generator[None, None, str]  # yields once a turn; returns the
 logger = logging.getLogger(__name__)
 
 
-class Residents(Protocol):
+class WeightStore(Protocol):
     """What an engine keeps in the device's memory and operators may exchange or release: weights and the KV pool.
 
     All methods but `stage_weights` are called between steps, when none is in flight.
@@ -91,7 +91,7 @@ class WeightOrders:
     def __init__(
         self,
         scheduler: Scheduler,
-        residents: Residents | None,
+        residents: WeightStore | None,
         answer: Callable[[Answer], None],
         loader: Executor | None = None,
     ) -> None:
@@ -146,7 +146,7 @@ class WeightOrders:
                 self._answer(Answer(self._number, False, str(refused)))
         return self.is_active
 
-    def _begin(self, order: WeightOrder, residents: Residents) -> Turns:
+    def _begin(self, order: WeightOrder, residents: WeightStore) -> Turns:
         match order:
             case UpdateWeights():
                 return self._update(order, residents)
@@ -157,7 +157,7 @@ class WeightOrders:
             case ResumeMemory():
                 return self._resume(order, residents)
 
-    def _update(self, order: UpdateWeights, residents: Residents) -> Turns:
+    def _update(self, order: UpdateWeights, residents: WeightStore) -> Turns:
         """All reading comes first, while requests run; from the swap on nothing can fail."""
         staged = yield from self._staged(order.folder, residents)
         try:
@@ -172,13 +172,13 @@ class WeightOrders:
         logger.info("weights %r of %s are served", residents.weight_version, order.folder)
         return msgspec.json.encode(UpdateReport(residents.weight_version, num_continued)).decode()
 
-    def _rename(self, order: SetWeightVersion, residents: Residents) -> Turns:
+    def _rename(self, order: SetWeightVersion, residents: WeightStore) -> Turns:
         while self._collected:
             yield
         residents.weight_version = order.version
         return ""
 
-    def _release(self, order: ReleaseMemory, residents: Residents) -> Turns:
+    def _release(self, order: ReleaseMemory, residents: WeightStore) -> Turns:
         try:
             yield from self._come_to_rest(UpdateMode.WAIT)
             if MemoryTag.KV_CACHE in order.tags:
@@ -192,7 +192,7 @@ class WeightOrders:
         logger.info("released: %s", _names(residents.released))
         return ""
 
-    def _resume(self, order: ResumeMemory, residents: Residents) -> Turns:
+    def _resume(self, order: ResumeMemory, residents: WeightStore) -> Turns:
         """Nothing runs while anything is released, so the scheduler is at rest."""
         for tag in order.tags:
             if tag not in residents.released:
@@ -208,7 +208,7 @@ class WeightOrders:
         self._go_on(residents)
         return self.why_paused
 
-    def _staged(self, folder: str | None, residents: Residents) -> Generator[None, None, object]:
+    def _staged(self, folder: str | None, residents: WeightStore) -> Generator[None, None, object]:
         """Loads weights in a thread, and waits for them turn by turn."""
         loading = self._loader.submit(residents.stage_weights, folder)
         while not wait([loading], IDLE_POLL_S if self._scheduler.is_idle else 0).done:
@@ -247,7 +247,7 @@ class WeightOrders:
             )
         return False
 
-    def _go_on(self, residents: Residents) -> None:
+    def _go_on(self, residents: WeightStore) -> None:
         self._scheduler.pause_admission(False)
         self._scheduler.resume(PauseReason.UPDATE)
         if not residents.released:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from jaxsgl.frontend.http.openai.replies import CalledFunction, Delta, DeltaCall, Message, MessageCall
+from jaxsgl.frontend.http.openai.replies import AssistantMessage, CalledFunction, Delta, DeltaCall, MessageCall
 from jaxsgl.frontend.http.openai.tools import AnswerForm
 from jaxsgl.text.answer import PlainParser
 from jaxsgl.text.call_stream import Part
@@ -27,7 +27,7 @@ class MessageWriter:
         self._held_reasoning: list[str] = []
         self.has_calls = False
 
-    def whole(self, text: str) -> Message:
+    def whole(self, text: str) -> AssistantMessage:
         """Returns the message that the sample's whole text makes."""
         reasoning, content = "", ""
         calls: list[MessageCall] = []
@@ -42,7 +42,7 @@ class MessageWriter:
                 case "arguments":
                     calls[-1].function.arguments += part.text
         legacy = self._form.use.legacy
-        return Message(
+        return AssistantMessage(
             "assistant",
             None if not content and (calls or reasoning) else content,
             reasoning or UNSET,

@@ -21,11 +21,11 @@ from jaxsgl.frontend.http.bodies import in_rooms, options_of, truncation_of
 from jaxsgl.frontend.http.calls import DONE, EventStream, event, start_all, whole
 from jaxsgl.frontend.http.openai.assistant import MessageWriter, finish_reason
 from jaxsgl.frontend.http.openai.replies import (
+    AnswerHead,
     ChatChoice,
     ChatDelta,
     ChatLogprobs,
     Delta,
-    Head,
     StatesCollector,
     Usage,
     UsageCounter,
@@ -165,7 +165,7 @@ def _sampling(body: ChatRequest) -> SamplingParams:
     return sampling_of(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
 
 
-async def _whole(front_end: FrontEnd, request: Request, head: Head, form: AnswerForm) -> bytes:
+async def _whole(front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm) -> bytes:
     tokenizer = front_end.generator.model.tokenizer
     async with start_all(front_end.generator, [request], visible=form.visible) as generations:
         samples = await whole(generations)
@@ -190,7 +190,7 @@ async def _whole(front_end: FrontEnd, request: Request, head: Head, form: Answer
 
 
 async def _stream(
-    front_end: FrontEnd, request: Request, head: Head, usage: UsageCounter, form: AnswerForm
+    front_end: FrontEnd, request: Request, head: AnswerHead, usage: UsageCounter, form: AnswerForm
 ) -> AsyncGenerator[bytes, None]:
     tokenizer = front_end.generator.model.tokenizer
     started = [False] * request.sampling.n

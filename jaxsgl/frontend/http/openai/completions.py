@@ -21,7 +21,7 @@ from jaxsgl.frontend.generation import FrontEnd, prompted_all
 from jaxsgl.frontend.http.bodies import in_rooms, options_of, truncation_of
 from jaxsgl.frontend.http.calls import DONE, EventStream, check_num_choices, event, pieces, start_all, whole
 from jaxsgl.frontend.http.openai.replies import (
-    Head,
+    AnswerHead,
     Logprobs,
     LogprobsWriter,
     StatesCollector,
@@ -139,7 +139,7 @@ async def _whole(
     requests: list[Request],
     answered: list[Request],
     choices: Choices,
-    head: Head,
+    head: AnswerHead,
     usage: UsageCounter,
 ) -> bytes:
     async with start_all(front_end.generator, requests) as generations:
@@ -160,7 +160,7 @@ async def _whole(
 
 
 async def _stream(
-    front_end: FrontEnd, requests: list[Request], choices: Choices, head: Head, usage: UsageCounter
+    front_end: FrontEnd, requests: list[Request], choices: Choices, head: AnswerHead, usage: UsageCounter
 ) -> AsyncGenerator[bytes, None]:
     def events(number: int, piece: Piece) -> bytes:
         def chunk(choice: TextChoice) -> bytes:

@@ -111,7 +111,7 @@ class DeltaCall(msgspec.Struct):
     type: str | UnsetType = UNSET
 
 
-class Message(msgspec.Struct):
+class AssistantMessage(msgspec.Struct):
     """What the assistant says; `content` is None beside calls or reasoning alone."""
 
     role: str
@@ -136,7 +136,7 @@ class ChatChoice(msgspec.Struct):
     """One sample, whole."""
 
     index: int
-    message: Message
+    message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     matched_stop: int | str | None
@@ -164,7 +164,7 @@ class TextChoice(msgspec.Struct):
     hidden_states: list[float] | UnsetType = UNSET
 
 
-class Answer(msgspec.Struct):
+class AnswerBody(msgspec.Struct):
     """A whole answer, or a chunk of a streamed one. If usage is asked for, chunks without it hold null.
 
     `metadata` is SGLang's: a whole answer, and the chunk that ends a choice, name the version of the weights. So is
@@ -181,7 +181,7 @@ class Answer(msgspec.Struct):
     sglext: dict[str, str] | UnsetType = UNSET
 
 
-class Head(msgspec.Struct, frozen=True):
+class AnswerHead(msgspec.Struct, frozen=True):
     """The fields that begin an answer and each of its chunks."""
 
     id: str
@@ -198,12 +198,12 @@ class Head(msgspec.Struct, frozen=True):
     ) -> bytes:
         """Returns the JSON text of an answer or chunk, with the version of the weights that made it, if it is given."""
         metadata = UNSET if weight_version is None else {"weight_version": weight_version}
-        return encode(Answer(self.id, self.object, self.created, self.model, choices, usage, metadata, sglext))
+        return encode(AnswerBody(self.id, self.object, self.created, self.model, choices, usage, metadata, sglext))
 
 
-def new_head(prefix: str, kind: str, model: str) -> Head:
+def new_head(prefix: str, kind: str, model: str) -> AnswerHead:
     """Returns a head with a new id, such as chatcmpl-0123."""
-    return Head(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
+    return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
 
 
 def json_response(body: bytes) -> Response:
@@ -247,7 +247,7 @@ class UsageCounter:
         prompt, completion = self._prompt_lens[number // self._n], self._completion[number]
         return Usage(prompt, completion, prompt + completion, PromptDetails(self._cached[number]))
 
-    def last_chunk(self, head: Head) -> bytes:
+    def last_chunk(self, head: AnswerHead) -> bytes:
         """Returns the event with the total, or nothing if the client didn't ask for it."""
         return event(head.answer([], self.total)) if self._at_end else b""
 
