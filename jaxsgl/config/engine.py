@@ -254,10 +254,10 @@ class Limits(msgspec.Struct, frozen=True):
       vocab_size: token ids go from 0 to vocab_size - 1.
       context_length: largest number of prompt and output tokens of one request.
       pool_tokens: tokens that the KV pool holds, without the dummy page.
-      media: what images and video frames it may bring; None: none, the model has no vision tower.
-      pooling: how embeddings and scores are made; None: the server gives none.
+      media: what images and video frames it may bring, or None if the model has no vision tower.
+      pooling: how embeddings and scores are made, or None if the server gives none.
       generates: whether it gives tokens.
-      states: what is returned of single tokens; None: nothing.
+      states: what is returned of single tokens, or None if nothing is.
     """
 
     vocab_size: int

@@ -1,7 +1,7 @@
 """Command-line flags derived from the fields of frozen dataclasses.
 
 A field's name with dashes is its flag, the text given to `flag` its documentation and its help. Never knows which flags
-there are: the dataclasses beside it and the benchmarks' settings declare them.
+there are: the dataclasses next to it and the benchmarks' settings declare them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def flag(
       choices: values that are allowed; (): all of the field's type.
       alias: a second name of the flag.
       words: a list of texts that is given as several words, as they may hold commas.
-      secret: left out of `repr` and of `public_flags`, hence of logs, of what servers tell, and of help's defaults.
+      secret: left out of `repr` and of `public_flags`, hence of logs, of what servers report, and of help's defaults.
     """
     metadata = {"help": help, "choices": choices, "alias": alias, "secret": secret, "words": words}
     return field(default=default, repr=not secret, metadata=metadata)

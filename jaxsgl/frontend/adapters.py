@@ -1,6 +1,6 @@
 """LoRA adapters as the front end sees them: their orders, and which one a request names. The same for all protocols.
 
-The engines own the adapters; their load tells the names that requests may have. Knows no protocol: the endpoints of
+The engines own the adapters; their load has the names that requests may use. Knows no protocol: the endpoints of
 http/sglang/adapters.py and the rpcs of grpc/sglang/ call it.
 """
 
@@ -45,7 +45,7 @@ async def unload(engine: Replicas, name: str) -> Answer:
 
 
 async def loaded(engine: Replicas) -> list[LoadedAdapter]:
-    """The adapters that requests may name, as a replica tells. Raises `EngineUnavailable`."""
+    """The adapters that requests may name, as a replica lists them. Raises `EngineUnavailable`."""
     if not engine.load.adapters:
         return []
     answers = await engine.ask_each(lambda _, number: ListAdapters(number), ANSWER_LIMIT_S)

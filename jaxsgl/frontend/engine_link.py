@@ -199,7 +199,7 @@ class EngineLink:
 
     @property
     def masking(self) -> Marked | None:
-        """The mask that the engine makes right now, or made when it died; None: none."""
+        """The mask that the engine makes right now, or made when it died, or None."""
         return self._mark.read()
 
     def fail(self, reason: str, culprit: str | None = None) -> None:

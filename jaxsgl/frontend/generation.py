@@ -72,7 +72,8 @@ logger = logging.getLogger(__name__)
 class ServedModel:
     """The model being served, known once the engine is ready.
 
-    `dialect` is how it writes reasoning and calls; `media` prepares pictures and videos, None: it takes text alone.
+    `dialect` is how it writes reasoning and calls; `media` prepares pictures and videos, or is None
+    if it takes text alone.
     """
 
     info: EngineInfo
@@ -83,7 +84,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What is asked of a prompt besides its sampling parameters; made once of a body.
+    """What is asked of a prompt apart from its sampling parameters; made once of a body.
 
     Attributes:
       priority: as in `Request`.
@@ -304,7 +305,7 @@ class Generator:
         )
 
     async def tokenize_all(self, prompts: Sequence[Prompt], least_output: int = 1) -> list[list[int]]:
-        """Returns the ids of each of `prompts`, beside which the context must hold `least_output` (0 or 1) tokens.
+        """Returns the ids of each of `prompts`; the context must have room for `least_output` (0 or 1) tokens more.
 
         Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready.
         """
@@ -349,8 +350,8 @@ class Generator:
         """Submits a prepared request; leaving the block before its end aborts it. Raises what `Replicas.open` raises.
 
         Without `text`, pieces hold ids only, which saves the work of detokenizing; stop strings are not found then. The
-        request goes to the replica `rank`; None: to the one that suits it best. The special tokens of `visible` have
-        their names in the text.
+        request goes to the replica `rank`, or to the one that suits it best if that is None. The special tokens of
+        `visible` have their names in the text.
         """
         detokenizer = partial(detokenizer_of, self.model.tokenizer, request.sampling, visible) if text else NoText
         timing = Timing(self._metrics, request.sampling.n)
@@ -389,7 +390,7 @@ class FrontEnd:
       generator: prompts to pieces of text; knows the model.
       metrics: what is counted and timed, in this process.
       profiles: orders of the profiler.
-      peers: None: there is no other front-end process.
+      peers: the other front-end processes, or None if there are none.
     """
 
     config: ServerConfig

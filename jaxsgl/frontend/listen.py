@@ -18,8 +18,8 @@ from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import StartupError
 
 BACKLOG = 512  # connections that wait to be accepted
-MAX_FILES = 1 << 20  # asked of systems that set no limit; Linux gives no process more unless told to
-OWN_FILES = 256  # that a front-end process needs besides its clients' connections, at most
+MAX_FILES = 1 << 20  # asked of systems that set no limit; Linux gives no process more by default
+OWN_FILES = 256  # that a front-end process needs at most, its clients' connections not counted
 MAX_CONNECTIONS = 16_384  # of each port by default: twice as many as requests may wait
 
 logger = logging.getLogger(__name__)

@@ -129,8 +129,8 @@ class Fetcher:
     Args:
       config: flags.
       threads: for the resolver.
-      resolve: returns the addresses of a host; None: the system's resolver.
-      connect: connects with an address; None: over TCP, with TLS where the scheme wants it.
+      resolve: returns the addresses of a host; the system's resolver does if it is None.
+      connect: connects with an address; if None, over TCP, with TLS where the scheme wants it.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class _FetchedFile:
     """An answer as it arrives; httptools calls the methods with small names.
 
     Attributes:
-      location: where a redirect leads; None: it is none.
+      location: where a redirect leads, or None if it is no redirect.
       is_whole: whether all of it has arrived.
     """
 

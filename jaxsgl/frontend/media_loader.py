@@ -38,10 +38,10 @@ class MediaLoader:
     Args:
       config: flags.
       limits, settings: of the model.
-      tokenizer: of the model; tells the text of placeholders.
+      tokenizer: of the model; gives the text of placeholders.
       threads: for what takes milliseconds, and names of hosts; pictures are decoded in threads of their own.
-      fetcher: None: one that fetches what `config` allows.
-      sandbox: where pictures are decoded; None: a process of its own.
+      fetcher: fetches files; if None, one that fetches what `config` allows.
+      sandbox: where pictures are decoded; in a process of its own if None.
     """
 
     def __init__(

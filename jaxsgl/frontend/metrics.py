@@ -32,7 +32,7 @@ class Replica:
 
     Attributes:
       is_up: whether it takes requests.
-      load: the latest that it has told.
+      load: the latest that it has sent.
       pool_tokens: the size of its KV pool, 0 until it is ready and once it is dead.
     """
 

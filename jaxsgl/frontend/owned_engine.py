@@ -142,7 +142,7 @@ class OwnedEngine(EngineLink):
                 self._process.send_signal(DUMP_SIGNAL)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Waits for the process's end, which is the engine's death unless the engine has told of it before."""
+        """Waits for the process's end, which is the engine's death unless the engine has reported it before."""
         status = await process.wait()
         if self._death is None:
             if self._info is not None:

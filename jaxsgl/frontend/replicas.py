@@ -69,7 +69,7 @@ class Replicas:
     async def death(self) -> str:
         """Waits until the last one is dead; returns why. All open calls have failed then."""
         reasons = [await link.death() for link in self.links]
-        return "; ".join(_told(dict(enumerate(reasons)), len(self.links)))
+        return "; ".join(_by_replica(dict(enumerate(reasons)), len(self.links)))
 
     def refuse(self, reason: str) -> None:
         """Refuses new requests from now on with `EngineUnavailable`."""
@@ -111,7 +111,7 @@ class Replicas:
     def problems(self) -> list[str]:
         """Why replicas take no requests; those that do take some have no entry."""
         refusals = {rank: link.refusal for rank, link in enumerate(self.links)}
-        return _told({rank: reason for rank, reason in refusals.items() if reason is not None}, len(self.links))
+        return _by_replica({rank: reason for rank, reason in refusals.items() if reason is not None}, len(self.links))
 
     @property
     def state(self) -> str:
@@ -199,7 +199,7 @@ class Replicas:
     def together(self, answers: Mapping[int, Answer]) -> Answer:
         """Returns one answer for those of the replicas: of the ones that failed, if some did."""
         failed = {rank: answer for rank, answer in answers.items() if not answer.ok}
-        texts = _told({rank: answer.text for rank, answer in (failed or answers).items()}, len(self.links))
+        texts = _by_replica({rank: answer.text for rank, answer in (failed or answers).items()}, len(self.links))
         if failed and len(failed) < len(answers):
             done = ", ".join(str(rank) for rank in answers if rank not in failed)
             texts.append(f"it was done on replica {done}")
@@ -255,7 +255,7 @@ def load_of(link: EngineLink) -> ReplicaLoad:
     return ReplicaLoad(num_requests, load.num_waiting, load.used_tokens / info.limits.pool_tokens)
 
 
-def _told(texts: Mapping[int, str], num_replicas: int) -> list[str]:
+def _by_replica(texts: Mapping[int, str], num_replicas: int) -> list[str]:
     """Returns texts of replicas, by rank: each with its replica's rank, unless all say the same."""
     if num_replicas == 1 or (len(texts) == num_replicas and len(set(texts.values())) == 1):
         return [next(iter(texts.values()))] if texts else []

@@ -109,7 +109,7 @@ def choose(names: Sequence[int], index: PrefixIndex, loads: Sequence[ReplicaLoad
     Args:
       names: of the prompt's pages (`page_names`).
       index: what the replicas were sent.
-      loads: by rank; None: this replica takes no requests. At least one takes some.
+      loads: by rank, or None if a replica takes no requests. At least one takes some.
 
     The replica with the longest prefix is taken if that is `MIN_CACHED_SHARE` of the prompt, and if the replica hasn't
     far more requests than the mean. Otherwise the least loaded is taken; of several, the one that was sent least.

@@ -222,7 +222,7 @@ class Server:
         await self._grpc.set_serving(self.engine.refusal is None)
 
     def _duties(self) -> list[Coroutine[Any, Any, str | None]]:
-        """Returns what runs beside the requests; the parent of several front-end processes does some of it for all."""
+        """Returns what runs next to the requests; the parent of several front-end processes does some of it for all."""
         certificate = [self._certificate.watch()] if self._certificate is not None else []
         if self._shares:
             return [self.metrics.keep_sampling(), *certificate]

@@ -46,7 +46,7 @@ TOTAL_S = 5.0  # for the parent to answer
 
 
 class WorkerLink(EngineLink):
-    """The link of a process that does not own the engine process: its parent does, and tells of its death."""
+    """The link of a process that does not own the engine process: its parent does, and reports its death."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         super().__init__(endpoints.line)

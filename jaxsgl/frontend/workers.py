@@ -52,7 +52,7 @@ from jaxsgl.messages.replies import EngineInfo
 WORKER_COMMAND = (sys.executable, "-m", "jaxsgl.frontend.worker")
 MAX_DEATHS = 3  # of workers within DEATHS_S; one more ends the server
 DEATHS_S = 60.0
-COUNTS_S = 1.0  # for a worker to tell its counts; then those that it told last are taken
+COUNTS_S = 1.0  # for a worker to send its counts; then those that it sent last are taken
 END_S = 5.0  # for workers to close their connections
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ class WorkerProcess:
       number: 1, 2, ...; a worker that takes a dead one's place has its number.
       line: its line to each engine, which no other worker ever has.
       ready: set when it takes requests.
-      told: set while all that was asked of it is answered.
-      counts: those that it told last.
+      answered: set while all that was asked of it is answered.
+      counts: those that it sent last.
       unanswered_ticks: how many ticks of the watchdog it has left a question unanswered.
       failure: why it could not start, if it said so.
     """
@@ -75,7 +75,7 @@ class WorkerProcess:
         self.number = number
         self.line = line
         self.ready = asyncio.Event()
-        self.told = asyncio.Event()
+        self.answered = asyncio.Event()
         self.counts = Counts()
         self.unanswered_ticks = 0
         self.failure: str | None = None
@@ -112,15 +112,15 @@ class WorkerProcess:
             self._channel.send(message)
 
     def ask_counts(self) -> None:
-        """Asks it for its counts; `told` is set when they are here."""
-        self.told.clear()
+        """Asks it for its counts; `answered` is set when they are here."""
+        self.answered.clear()
         self.send(AskCounts())
 
     def take_counts(self, counts: Counts) -> None:
-        """Takes counts that it has told."""
+        """Takes counts that it has sent."""
         self.counts = counts
         self.unanswered_ticks = 0
-        self.told.set()
+        self.answered.set()
 
     def kill(self) -> None:
         """Ends it at once."""
@@ -335,13 +335,13 @@ class Workers:
                 worker.ask_counts()
 
     async def _tell_total(self, asker: WorkerProcess) -> None:
-        """Tells a worker the counts of all. It has told its own: so totals never go down, whichever worker is asked."""
+        """Sends a worker the counts of all. It has sent its own: so totals never go down, whichever worker is asked."""
         others = [worker for worker in self._workers if worker is not asker and worker.ready.is_set()]
         for worker in others:
             worker.ask_counts()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(COUNTS_S):
                 for worker in others:
-                    await worker.told.wait()
+                    await worker.answered.wait()
         own = counts_of(self._metrics, 0)
         asker.send(Total(summed([self._past, own, *(worker.counts for worker in self._workers)])))

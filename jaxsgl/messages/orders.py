@@ -36,7 +36,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
     Attributes:
       request_id: as in `Request`.
-      index: the sample to end; None: all of the request's.
+      index: the sample to end, or None for all of the request's.
     """
 
     request_id: str
@@ -113,7 +113,7 @@ class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
 
     Attributes:
       folder: where the trace goes.
-      num_steps: stop by itself after this many steps; None: at `StopProfile`.
+      num_steps: stop by itself after this many steps, or at `StopProfile` if None.
       by_stage: record two traces, one from the first step on that extends prompts, one from the first that only
         decodes, each until it holds `num_steps` steps of its kind.
       max_s: stop by itself after so many seconds, waiting for steps included.
@@ -135,7 +135,7 @@ class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
 
 
 class WatchCache(msgspec.Struct, frozen=True, tag="watch_cache"):
-    """Send `CacheEvents` from now on, first of all one (with this `number`) that tells all that is cached now."""
+    """Send `CacheEvents` from now on, first of all one (with this `number`) that has all that is cached now."""
 
     number: int
 
@@ -156,7 +156,7 @@ class UpdateWeights(msgspec.Struct, frozen=True, tag="update_weights"):
 
     Attributes:
       folder: a model folder or hub id.
-      version: the new `weight_version`; None: the number of updates since the start.
+      version: the new `weight_version`; if None, the number of updates since the start.
     """
 
     number: int

@@ -207,7 +207,7 @@ class CacheEvents(msgspec.Struct, frozen=True, tag="cache_events"):
     """What happened to the prefix cache in one step, in order.
 
     Attributes:
-      number: of the `WatchCache` that this answers: all that is cached, parents before children; None: news.
+      number: of the `WatchCache` that this answers: all that is cached, parents before children. None for news.
     """
 
     events: list[CacheEvent]

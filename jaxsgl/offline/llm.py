@@ -180,7 +180,7 @@ class LLM(PoolingLLM):
         Args:
           weights: a model folder, a hub id, a tree like `params`, or tensors by the names of a checkpoint (as
             model.norm.weight), of any float dtype. Arrays are copied.
-          weight_version: what to call them; None: the number of updates so far.
+          weight_version: what to call them; if None, the number of updates so far.
 
         Raises:
           CheckpointError: they can't be read, or are those of another model. The old weights are served still.

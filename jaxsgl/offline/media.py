@@ -54,7 +54,7 @@ def has_parts(turns: Sequence[Mapping[str, Any]]) -> bool:
 
 
 class OfflineMedia:
-    """Prepares prompts for the model in `folder`, whose vision tower has `limits`; None: it has none."""
+    """Prepares prompts for the model in `folder`, whose vision tower has `limits`, or None if it has none."""
 
     def __init__(self, folder: str, limits: MediaLimits | None, tokenizer: Tokenizer) -> None:
         self._folder = folder

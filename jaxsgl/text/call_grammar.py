@@ -1,7 +1,7 @@
 """Grammars of answers with tool calls: free text until a call begins, and then what the model's form and schemas allow.
 
 Writes llguidance's form of Lark. A marker that is a token of its own is written by its id, since a token is no text
-there. Reasoning stays free: a grammar begins behind it. Owns the text of grammars alone; the engine compiles them.
+there. Reasoning stays free: a grammar begins after it. Owns the text of grammars alone; the engine compiles them.
 tools.py of the HTTP endpoints calls it.
 """
 
@@ -74,7 +74,7 @@ def content_grammar(content: Grammar, token_of: TokenOf) -> Lark:
 
 
 def behind_reasoning(lark: Lark, reasoning: ReasoningForm | None, is_open: bool) -> str:
-    """Returns the text of a grammar that begins behind the reasoning, if there is any.
+    """Returns the text of a grammar that begins after the reasoning, if there is any.
 
     `is_open`: the prompt has opened it; else the model may.
     """
@@ -155,7 +155,7 @@ class Lark:
 
 
 def _without_lookaround(schema: Any) -> Any:
-    """Returns a schema without patterns that llguidance refuses even if it is told to be lenient, as of decimals."""
+    """Returns a schema without patterns that llguidance refuses even where it is lenient, as of decimals."""
     if isinstance(schema, dict):
         return {
             key: _without_lookaround(value)

@@ -1,6 +1,6 @@
 """The text of tool calls while it comes: where it ends, what of it can be sent at once, and what becomes of it.
 
-A region begins behind the text that opens calls. It is held back until its end, since a malformed one comes back as
+A region begins after the text that opens calls. It is held back until its end, since a malformed one comes back as
 text; only where a grammar constrains the calls, names and arguments are sent as they come. The result depends on the
 whole text alone, not on how it is cut. answer.py makes regions; calls.py knows the forms.
 """
@@ -20,7 +20,7 @@ class Region:
 
     Attributes:
       ended: whether the region is complete; nothing may be fed then.
-      rest: the text behind it.
+      rest: the text after it.
       refused: the region's text, if it is no call after all; "" if its calls were read.
       num_calls: calls so far, those of earlier regions included.
     """
@@ -46,7 +46,7 @@ class Region:
         self.num_calls = num_calls
 
     def feed(self, text: str, final: bool) -> list[Part]:
-        """Returns what can be told of `text`; `final`: no more will come."""
+        """Returns what can be sent of `text`; `final`: no more will come."""
         self._text += text
         while not self.ended and self._step(final):
             pass
@@ -137,7 +137,7 @@ class Region:
         return False
 
     def _skip_broken(self, final: bool) -> bool:
-        """Ends a malformed region behind its closing text, or where it breaks if it has none."""
+        """Ends a malformed region after its closing text, or where it breaks if it has none."""
         assert self._broken_at is not None
         if not self._form.close:
             self._end(self._broken_at, None)

@@ -1,6 +1,6 @@
 """Calls as they come: names and arguments that can be sent before the call is complete.
 
-For calls that a grammar guarantees. What a sender has told depends on the text so far alone. call_region.py feeds it
+For calls that a grammar guarantees. What a sender has sent depends on the text so far alone. call_region.py feeds it
 the text of a region; calls.py knows the forms.
 """
 
@@ -34,12 +34,12 @@ class Sender(Protocol):
     num_sent: int
 
     def send(self, text: str) -> list[Part]:
-        """Returns what can be told of the region's `text`, beyond what was told before."""
+        """Returns what can be sent of the region's `text`, beyond what was sent before."""
         ...
 
 
 def sender_of(form: CallForm, tools: Tools, num_calls: int, most: int) -> Sender | None:
-    """Returns the sender of a region behind `num_calls` calls, of which there may be `most`; None: it comes whole."""
+    """Returns the sender of a region after `num_calls` calls of at most `most`, or None if it comes whole."""
     if form.kind in ("tagged", "keyed"):
         return TagSender(form, tools, num_calls, most)
     return None if header_pattern(form) is None else JsonSender(form, num_calls, most)
@@ -59,7 +59,7 @@ class JsonSender:
         self.num_sent = 0
 
     def send(self, text: str) -> list[Part]:
-        """Returns what can be told of `text`."""
+        """Returns what can be sent of `text`."""
         parts: list[Part] = []
         while True:
             number = self._first + self.num_sent
@@ -82,7 +82,7 @@ class JsonSender:
             self._scanner = None
 
 
-# What stands before the parameters, before a value, and behind the last parameter; what ends a value.
+# What stands before the parameters, before a value, and after the last parameter; what ends a value.
 _TAGS = {
     "tagged": (
         re.compile(r"\s*<function=([^>\s]+)>"),
@@ -116,7 +116,7 @@ class TagSender:
         self.num_sent = 0
 
     def send(self, text: str) -> list[Part]:
-        """Returns what can be told of `text`."""
+        """Returns what can be sent of `text`."""
         told = ""
         parts: list[Part] = []
         if self._name is None and self._number < self._most and (match := self._head.match(text)) is not None:
@@ -131,7 +131,7 @@ class TagSender:
         return [*parts, Part("arguments", told, self._number)] if told else parts
 
     def _between(self, text: str) -> str | None:
-        """Returns what the next tag begins or ends; None: it isn't there yet."""
+        """Returns what the next tag begins or ends, or None if it isn't there yet."""
         if (match := self._pair.match(text, self._place)) is not None:
             self._key, self._place = match[1].strip(), match.end()
             comma, self._first = "" if self._first else ",", False
@@ -142,7 +142,7 @@ class TagSender:
         return None
 
     def _value(self, text: str) -> str | None:
-        """Returns what of the value can be sent; None: nothing new."""
+        """Returns what of the value can be sent, or None if nothing is new."""
         end = text.find(self._end, self._place)
         if end >= 0:
             value = text[self._place : end]

@@ -82,7 +82,7 @@ _KEYS = ("arguments", "parameters")
 
 
 def read_calls(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
-    """Returns the calls in what stands between `opens` and `close`; None: it is malformed, or calls no tool of ours."""
+    """Returns the calls between `opens` and `close`, or None if they are malformed or call no tool of ours."""
     calls = _READERS[form.kind](form, text.strip(), tools)
     if not calls or any(call.name not in tools for call in calls):
         return None
@@ -90,7 +90,7 @@ def read_calls(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
 
 
 def header_pattern(form: CallForm) -> re.Pattern[str] | None:
-    """Matches a call of JSON up to its arguments, once their first character is there; None: arguments are no JSON.
+    """Matches a call of JSON up to the first character of its arguments; None if arguments are no JSON.
 
     The group `name` is a JSON text, or a plain name where `form` has one.
     """

@@ -13,7 +13,7 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_CHARACTER_IDS = 4  # a character has 4 bytes at most, and each id of one stands for a byte at least
-MAX_HELD_IDS = 8  # behind which the window is cut, so that each token costs the same
+MAX_HELD_IDS = 8  # after so many the window is cut, so that each token costs the same
 
 
 class Detokenizer(Protocol):

@@ -66,8 +66,8 @@ class Dialect:
     """What a model writes around its answers.
 
     Attributes:
-      reasoning: None: no reasoning is looked for.
-      calls: None: no calls are looked for.
+      reasoning: its form, or None if no reasoning is looked for.
+      calls: their form, or None if no calls are looked for.
       harmony_reasoning, harmony_calls: the model writes Harmony, and what of it is taken apart.
     """
 

@@ -47,7 +47,7 @@ class HarmonyParser:
         self._separate = separate
         self._buffer = ""
         self._header: str | None = None  # of the message whose body is being read
-        self._kind: PartKind | None = None  # of that body; None: it is dropped
+        self._kind: PartKind | None = None  # of that body, or None if it is dropped
         self._body = ""  # of a call that is held back
         self._name = ""
         self._num_calls = 0

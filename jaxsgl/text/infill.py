@@ -21,7 +21,7 @@ class Spelling:
 
     Attributes:
       prefix: stands before the text before the gap; `suffix` before the text behind it; `middle` at the end.
-      ends: tokens behind the middle that need not be EOS tokens of the model.
+      ends: tokens after the middle that need not be EOS tokens of the model.
       spaced: the tokenizer puts a space before each text, which doesn't belong before the suffix.
     """
 

@@ -98,7 +98,7 @@ async def tokenize(
 ) -> list[int]:
     """Returns the ids of `prompt`, made in `threads` if it is long. Raises `InvalidRequest`.
 
-    The context must hold `least_output` (0 or 1) tokens beside it.
+    The context must have room for `least_output` (0 or 1) tokens more.
     """
     if isinstance(prompt, IdsPrompt):
         return _copy_ids(prompt, context_length, least_output)

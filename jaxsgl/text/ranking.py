@@ -1,6 +1,6 @@
 """How well one text answers another: the prompts that a model is asked, and scores made of what they yield.
 
-    a model that generates      Qwen3-Reranker's prompt; the share of "yes" among "yes" and "no" behind it
+    a model that generates      Qwen3-Reranker's prompt; the share of "yes" among "yes" and "no" after it
     a head of one label         both texts, as the tokenizer joins them; the head's score
     a model for embeddings      both texts by themselves; the cosine of the angle between their embeddings
 

@@ -3,7 +3,7 @@
     turns --mark--> turns with marks --chat template--> text --ids--> the template's own special tokens, and text
 
 A chat template only joins texts, so the tokenizer takes `<|im_end|>` in a message for the end of a turn. Here each such
-name gets two marks around it before the template runs, by which it is told from the template's own afterwards. Marks
+name gets two marks around it before the template runs, which tell it from the template's own afterwards. Marks
 are characters that Unicode keeps for a program's own use. A name that a template itself puts together from parts of a
 message isn't found. Used by tokenizer.py; byte-level tokenizers alone, since others mark the beginnings of texts.
 """

@@ -20,7 +20,7 @@ MAX_REASON_CHARS = 200
 
 
 class StopRegex:
-    """Finds the first place in a text, which comes in pieces, behind which one of `patterns` matches.
+    """Finds the first place in a text, which comes in pieces, where a match of one of `patterns` ends.
 
     The text ends there, with the match. Raises `InvalidRequest` for what is no pattern.
 

@@ -70,6 +70,6 @@ def make(argument: bytes) -> Callable[[bytes], bytes]:
 
 
 def refusal(whose: str, error: Exception) -> str:
-    """What a client is told of a template that raised `error`."""
+    """What a client reads about a template that raised `error`."""
     reason = str(error)[:_MAX_REASON_CHARS] or type(error).__name__
     return f"the {whose}'s chat template refuses these messages: {reason}"

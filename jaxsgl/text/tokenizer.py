@@ -39,7 +39,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """What a chat template gets besides the messages.
+    """What a chat template gets with the messages.
 
     Attributes:
       tools: descriptions of functions, in OpenAI's form.
@@ -155,12 +155,12 @@ class Tokenizer:
         return self.encode(_ANY_TEXT)[: self._num_added()[0]]
 
     def _num_added(self) -> tuple[int, int]:
-        """Returns how many tokens are put before a text and behind it."""
+        """Returns how many tokens are put before a text and after it."""
         before, behind = self._added_around()
         return len(before), len(behind)
 
     def _added_around(self) -> tuple[list[int], list[int]]:
-        """Returns the tokens that are put before a text, and those behind it."""
+        """Returns the tokens that are put before a text, and those after it."""
         bare, whole = self.encode(_ANY_TEXT, False), self.encode(_ANY_TEXT)
         before = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
         return whole[:before], whole[before + len(bare) :]
@@ -278,7 +278,7 @@ class Tokenizer:
         return token_id if is_unit else None
 
     def id_of(self, name: str) -> int | None:
-        """Returns the id of the token of this name in the vocabulary, None: it has none."""
+        """Returns the id of the token of this name in the vocabulary, or None if there is none."""
         token_id = self._added_ids.get(name)
         if token_id is None and self._tokenizer is not None and self._tokenizer.is_fast:
             token_id = self._tokenizer.backend_tokenizer.token_to_id(name)

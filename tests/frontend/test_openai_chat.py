@@ -181,7 +181,7 @@ def test_tools_are_left_out_if_none_may_be_called(telling: Tokenizer) -> None:
     fields = {"messages": say("hi"), "tools": [{"type": "function", "function": {"name": "f"}}]}
     for choice, num_told in (("none", 0), ("auto", 1), (None, 1)):
         body = ChatRequest.model_validate(fields | {"tool_choice": choice})
-        assert len(chat_prompt(body, telling, tool_use(body).told).options.tools) == num_told
+        assert len(chat_prompt(body, telling, tool_use(body).shown).options.tools) == num_told
 
 
 def test_arguments_of_a_call_may_be_empty_or_an_object(telling: Tokenizer) -> None:

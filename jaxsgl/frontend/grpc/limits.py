@@ -19,7 +19,7 @@ import grpc
 from jaxsgl.config.server import ServerConfig
 
 DEFAULT_ROWS = 256  # of an engine without --max-running-requests, at most
-SHORT_CALLS = 128  # of one connection at once, besides those that generate
+SHORT_CALLS = 128  # of one connection at once, those that generate not counted
 # Methods whose calls stay open until the client or the connection ends.
 ENDLESS_METHODS = (
     "/grpc.health.v1.Health/Watch",
@@ -39,7 +39,7 @@ class Timeouts:
     Attributes:
       handshake_s: for TLS and the first HTTP/2 settings.
       idle_s: without a call.
-      age_s: after this the client is told to use a new connection; open calls may end.
+      age_s: after this the client is asked to use a new connection; open calls may end.
       ping_s: the server pings a client that has calls open and is silent for so long.
       pong_s: for the answer to a ping; without one the calls end.
       client_ping_s: clients may ping so often; more is taken for an attack. gRPC's default of 5 minutes ends the

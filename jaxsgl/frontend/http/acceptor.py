@@ -132,7 +132,7 @@ class Acceptor:
                 raise
             return False
         client = _Client(accepted, self._new_connection(), for_probes, self._loop.time())
-        # The socket is closed right after the connection's end was told.
+        # The socket is closed right after the connection has heard of its end.
         client.connection.on_lost = lambda: self._loop.call_soon(self._forget, client)
         if for_probes:
             client.connection.serve_probes_only()

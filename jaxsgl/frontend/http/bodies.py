@@ -177,7 +177,7 @@ class Truncated(Body):
 
 
 def truncation_of(body: Truncated, limits: Limits, num_new: int = 0) -> Truncation | None:
-    """Returns how prompts are cut that context and pool must hold beside `num_new` new tokens; None: they aren't.
+    """Returns how prompts are cut that context and pool must hold with `num_new` new tokens, or None if they aren't.
 
     Raises `InvalidRequest`.
     """

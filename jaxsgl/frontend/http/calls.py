@@ -51,7 +51,8 @@ async def start_all(
 ) -> AsyncIterator[list[Generation]]:
     """Submits prepared requests. Leaving the block before they end aborts them. Raises as `Generator.start`.
 
-    `rank` is the replica that must serve them; None: any. Special tokens of `visible` have their names in texts.
+    `rank` is the replica that must serve them, or None if any may. Special tokens of `visible` have their names in
+    texts.
     """
     generations: list[Generation] = []
     pause = Pause()

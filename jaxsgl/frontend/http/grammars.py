@@ -77,7 +77,7 @@ class Constrained(Body):
 
 
 def grammar_of(body: BaseModel) -> Grammar | None:
-    """Returns the grammar that `body` asks for; None: its output is free. Raises `InvalidRequest` for more than one."""
+    """Returns the grammar that `body` asks for, or None if its output is free. Raises `InvalidRequest` for several."""
     found: dict[str, Grammar] = {}
     _add(found, "", body)
     outputs = getattr(body, "structured_outputs", None)

@@ -1,6 +1,6 @@
 """`AdapterOrders`: operators' orders about LoRA adapters: load, unload, list.
 
-    load     read the folder in a thread beside the steps -> requests may name it
+    load     read the folder in a thread while steps run -> requests may name it
     unload   requests can't name it any more -> wait until those that have it have ended -> forget it
 
 Orders of both kinds overtake each other; loads are read one after the other. An adapter that another one of its name
@@ -46,7 +46,7 @@ class AdapterStore(Protocol):
     """Where an engine holds the adapters that are loaded, by the numbers of their loadings."""
 
     def stage(self, folder: str) -> Staged:
-        """Reads an adapter, in any thread, beside `submit`. Raises `StartupError` if it can't be served."""
+        """Reads an adapter, in any thread, while steps run. Raises `StartupError` if it can't be served."""
         ...
 
     def keep(self, number: int, staged: Any) -> None:
@@ -65,7 +65,7 @@ class _Reading(NamedTuple):
 
 class _Leaving(NamedTuple):
     adapter: Adapter
-    number: int | None  # of the order; None: it was replaced, or nothing waits for the answer
+    number: int | None  # of the order, or None if it was replaced or nothing waits for the answer
 
 
 class AdapterOrders:
@@ -180,7 +180,7 @@ def load(
     staged: Staged,
     replaced: Callable[[Adapter], None] = lambda adapter: None,
 ) -> None:
-    """Lets requests name the adapter that was read for `order`; `replaced` is told of one that had its name before."""
+    """Lets requests name the adapter that was read for `order`; `replaced` gets the one that had its name before."""
     old = table.by_name.get(order.name)
     if old is not None:
         table.retire(old)

@@ -1,11 +1,11 @@
 """`WeightOrders`: operators' orders about weights and memory, one after the other: update, release, resume.
 
-    update   load beside the steps -> come to rest -> swap, retract, retire the cache -> go on
+    update   load while steps run -> come to rest -> swap, retract, retire the cache -> go on
     release  come to rest -> give memory back; generation stays paused
     resume   load -> swap; take the pool again; generation goes on once all is back
 
 "At rest" means that no step is in flight and none was collected in this turn, so each `Load` names the version of the
-weights that made the tokens beside it. An order that fails changes nothing, except that one which was told to abort
+weights that made the tokens sent with it. An order that fails changes nothing, except that one which was to abort
 requests may have done so. Knows no files and no arrays: `WeightStore` does that work. Called by control.py.
 """
 
@@ -54,15 +54,15 @@ class WeightStore(Protocol):
     released: frozenset[MemoryTag]
 
     def stage_weights(self, folder: str | None) -> object:
-        """Reads weights of the same model, ready for `swap_weights`; may be called from a thread beside `submit`.
+        """Reads weights of the same model, ready for `swap_weights`; may be called from a thread while steps run.
 
-        None: the weights that were released. Raises `StartupError` if these weights can't be served; nothing has
+        Without a folder, those that were released. Raises `StartupError` if these weights can't be served; nothing has
         changed then.
         """
         ...
 
     def swap_weights(self, staged: object, version: str | None) -> None:
-        """Serves what `stage_weights` returned from now on, as `version`; None: as the number of updates so far."""
+        """Serves what `stage_weights` returned from now on, as `version`; if None, as the number of updates so far."""
         ...
 
     def release_memory(self, tag: MemoryTag) -> None:
@@ -83,9 +83,9 @@ class WeightOrders:
 
     Args:
       scheduler: is brought to rest.
-      residents: does the work; None: there is nothing to exchange.
+      residents: does the work, or None if there is nothing to exchange.
       answer: takes the answers.
-      loader: reads weights beside steps; None: a thread.
+      loader: reads weights while steps run; a thread does if it is None.
     """
 
     def __init__(

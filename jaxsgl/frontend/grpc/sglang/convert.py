@@ -50,7 +50,7 @@ class GenerateOptions:
       sampling: for the engine.
       stream: send chunks as tokens come; otherwise each sample is one answer, sent at its end.
       chunk_tokens: tokens in each chunk of a sample, except the first and the last.
-      logprob_start: first prompt position whose log-probability is wanted; None: no position's.
+      logprob_start: first prompt position whose log-probability is wanted, or None if no position's is.
       prefill_only: max_new_tokens is 0. The engine then samples one token, which is not sent.
       of_request: its adapter, and where its prefill and decode legs meet.
       rank: the replica that must serve it, or None if any may.

@@ -3,7 +3,7 @@
 `KvLog` owns the numbers and the last batches. A subscriber holds nothing but a number, so a slow one costs no memory;
 when the batch that it wants next is gone, it has lost data and must start over. The engine sends its events from the
 first subscriber on, and a snapshot whenever a subscriber starts over. `KvStream` is one subscriber: a snapshot or the
-batches that it missed, then news, and the engine's load beside them. What the protocol calls a block is a page of our
+batches that it missed, then news, and the engine's load with them. What the protocol calls a block is a page of our
 KV cache. Replicas have one log and one count of batches; each batch says whose it is. Never knows a call's context;
 service.py runs the streams.
 """
@@ -59,7 +59,7 @@ class KvLog:
     """Follows the caches of all replicas for as long as the server lives. `last` is the last number used.
 
     The first number follows `last`. It has to be larger than any that a server at the same address used before: a
-    gateway that resumes after a restart would otherwise be told the new cache's news on top of the old one's.
+    gateway that resumes after a restart would otherwise get the new cache's news on top of the old one's.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class KvLog:
         finally:
             for key in asked:
                 self._snapshots.pop(key, None)
-        # What came after the first answer comes again, behind the chunks.
+        # What came after the first answer comes again, after the chunks.
         chunks = snapshot_chunks(
             {rank: part.pages for rank, part in parts.items()}, min(part.last for part in parts.values())
         )
@@ -169,7 +169,7 @@ class KvLog:
 
 
 class KvStream:
-    """What one subscriber is sent. `busy` tells how busy the replica of a rank is.
+    """What one subscriber is sent. `busy` says how busy the replica of a rank is.
 
     The load of a replica goes with each of its batches, and alone when it changed without a batch or when nothing was
     sent for a while.
@@ -183,7 +183,7 @@ class KvStream:
         self._loads_at_once = loads_at_once
         self._seen = 0
         self._num_records = 0
-        self._told: dict[int, tuple[Load, float]] = {}  # by rank: the load that was sent last, and when
+        self._sent: dict[int, tuple[Load, float]] = {}  # by rank: the load that was sent last, and when
         self._busy_since_s: dict[int, float] = {}  # by rank
 
     async def batches(self, start: int) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
@@ -202,7 +202,7 @@ class KvStream:
             await self._log.news(LOOK_S)
 
     async def _snapshot(self) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-        """Yields what is cached now, and the load while a busy engine takes its time to tell it."""
+        """Yields what is cached now, and the load while a busy engine takes its time to answer."""
         asking = asyncio.ensure_future(self._log.snapshot())
         try:
             while not asking.done():
@@ -221,9 +221,9 @@ class KvStream:
         """Yields, for each replica whose load is due, a batch with it and no event, under the last number."""
         self._check_engine()
         for rank, link in enumerate(self._engine.links):
-            told, told_s = self._told.get(rank, (None, -HEARTBEAT_S))
-            due_s = HEARTBEAT_S if link.load == told else LOOK_S
-            if link.is_dead or time.monotonic() - told_s < due_s:
+            sent, sent_s = self._sent.get(rank, (None, -HEARTBEAT_S))
+            due_s = HEARTBEAT_S if link.load == sent else LOOK_S
+            if link.is_dead or time.monotonic() - sent_s < due_s:
                 continue
             batch = common_pb2.KvEventBatch(sequence_number=self._seen, timestamp=time.time(), dp_rank=rank)
             batch.load.CopyFrom(self._record(rank, telemetry=True))
@@ -240,7 +240,7 @@ class KvStream:
     def _record(self, rank: int, telemetry: bool) -> common_pb2.EngineLoad:
         busy = self._busy(rank)
         self._num_records += 1
-        self._told[rank] = busy.load, time.monotonic()
+        self._sent[rank] = busy.load, time.monotonic()
         return load_record(busy, self._num_records, self._silence_s(rank), telemetry)
 
     def _silence_s(self, rank: int) -> float | None:
@@ -253,7 +253,7 @@ class KvStream:
         return now_s - max(self._busy_since_s.setdefault(rank, now_s), link.heard_s)
 
     def _check_engine(self) -> None:
-        """Raises `EngineUnavailable` if the server stops. A stuck engine ends no stream: loads tell its silence."""
+        """Raises `EngineUnavailable` if the server stops. A stuck engine ends no stream: loads show its silence."""
         refusal = self._engine.refusal
         if refusal is not None and all(link.stuck is None for link in self._engine.links):
             raise EngineUnavailable(refusal)

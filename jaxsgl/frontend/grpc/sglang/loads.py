@@ -142,7 +142,7 @@ def load_record(busy: Busy, sample: int, silence_s: float | None, telemetry: boo
     Args:
       busy: the engine now.
       sample: counts the records of a stream.
-      silence_s: how long the engine has said nothing while requests are open; None: no request is open.
+      silence_s: how long the engine has said nothing while requests are open, or None if none is open.
       telemetry: include the fields that only dashboards read.
     """
     load = busy.load

@@ -90,7 +90,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     ) -> pb.HealthCheckResponse:
         """Returns healthy if an engine's loop turns, and otherwise why not: as an answer, not as an error.
 
-        The message tells of replicas that don't serve while others do.
+        The message names the replicas that don't serve while others do.
 
         While the engine starts, the answer is an error (`EngineUnavailable`): at the first other answer a gateway asks
         for the model, once.

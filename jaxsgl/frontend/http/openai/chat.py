@@ -82,7 +82,7 @@ async def prepare_chat(
     use = tool_use(body)
     truncation = truncation_of(body, generator.model.info.limits, sampling.max_tokens or 1)
     trusts = front_end.config.trust_request_chat_template
-    prompt = chat_prompt(body, generator.model.tokenizer, use.told, truncation, trusts)
+    prompt = chat_prompt(body, generator.model.tokenizer, use.shown, truncation, trusts)
     (options,) = in_rooms(options_of(body, [adapter]), body)
     request = await generator.prepare(Prompted(prompt, sampling, request_id, options))
     form = answer_form(body, generator.model, use, request.prompt_ids)
@@ -103,7 +103,7 @@ def chat_prompt(
 ) -> ChatPrompt:
     """Returns the prompt that the messages of `body` make in the chat template. Raises `InvalidRequest`.
 
-    The template is told of `tools`; None: of those of `body`. What it makes is cut by `truncation`.
+    The template gets `tools`, or those of `body` if None. What it makes is cut by `truncation`.
     `trusts_template`: `body` may bring a template of its own.
     """
     if body.continue_final_message and body.add_generation_prompt:

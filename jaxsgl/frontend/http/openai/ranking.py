@@ -1,7 +1,7 @@
 """Answers /v1/score, /v1/rerank and /classify, in the forms of vLLM (Jina's and Cohere's) and of SGLang.
 
     /v1/score     text_1 and text_2, or queries and documents: a score of each pair (vLLM)
-                  query, items and label_token_ids: for each item the shares of these tokens behind it (SGLang)
+                  query, items and label_token_ids: for each item the shares of these tokens after it (SGLang)
     /v1/rerank    a query and documents: the documents, best first (Jina, Cohere, vLLM)
     /classify     the classes of a classification head (vLLM)
 

@@ -112,7 +112,7 @@ class DeltaCall(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """What the assistant says; `content` is None beside calls or reasoning alone."""
+    """What the assistant says; `content` is None if there are calls or reasoning alone."""
 
     role: str
     content: str | None

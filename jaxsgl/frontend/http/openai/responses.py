@@ -1,6 +1,6 @@
 """Answers /v1/responses: the assistant's next turn as a list of items, whole or as OpenAI's events.
 
-An `Output` owns the items of one answer: each piece of text opens, extends and closes them, and tells it in events. A
+An `Output` owns the items of one answer: each piece of text opens, extends and closes them, and makes events of that. A
 whole answer is what a stream ends with. conversation.py makes a chat of the body; chat.py prepares it. routes.py calls
 `answer_responses`.
 """

@@ -76,7 +76,7 @@ def _add_pooling(router: APIRouter, front_end: FrontEnd) -> None:
     @router.post("/v1/score")
     @while_connected
     async def score(body: ScoreRequest) -> Response:
-        """Scores of pairs of texts, or of label tokens behind items."""
+        """Scores of pairs of texts, or of label tokens after items."""
         return await answer_score(front_end, body)
 
     @router.post("/rerank")

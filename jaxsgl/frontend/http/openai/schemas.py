@@ -231,7 +231,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool that the chat template tells the model of."""
+    """A tool that the chat template describes to the model."""
 
     type: Literal["function"]
     function: Function

@@ -1,4 +1,4 @@
-"""Which tools a chat may call, how it is told of them, and how its answers are taken apart.
+"""Which tools a chat may call, how its template gets them, and how its answers are taken apart.
 
 Reads tools, tool_choice and what belongs to reasoning out of a body, into a `Turn` for one call: chat.py and
 responses.py make their messages of it. Never knows how a model writes calls: the `Dialect` does.
@@ -36,7 +36,7 @@ class ToolUse:
     """The tools of a request.
 
     Attributes:
-      told: what the chat template is given.
+      shown: what the chat template is given.
       callable: name -> schema of the parameters, of the tools that may be called; empty: calls are not looked for.
       strict: names of the tools whose arguments always hold to their schema.
       required: the answer is a call.
@@ -44,7 +44,7 @@ class ToolUse:
       legacy: the client speaks of functions, and gets `function_call`.
     """
 
-    told: list[dict[str, Any]] = field(default_factory=list)
+    shown: list[dict[str, Any]] = field(default_factory=list)
     callable: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     strict: frozenset[str] = frozenset()
     required: bool = False
@@ -161,7 +161,7 @@ class AnswerForm:
 
     @property
     def call_form(self) -> CallForm | None:
-        """The form of calls; None: no calls are looked for, or they are Harmony's."""
+        """The form of calls, or None if no calls are looked for or they are Harmony's."""
         dialect, use = self.model.dialect, self.use
         if not use.callable:
             return None
@@ -187,7 +187,7 @@ class AnswerForm:
 
 
 def constrained(form: AnswerForm, asked: Grammar | None, free_calls: bool) -> tuple[AnswerForm, Grammar | None]:
-    """Returns `form`, and the grammar of its answers: `asked`, with calls beside it and reasoning before it.
+    """Returns `form`, and the grammar of its answers: `asked`, or calls in its place, with reasoning before it.
 
     `free_calls`: calls that need not be made, of tools that aren't strict, aren't held to a grammar. Raises
     `InvalidRequest`.
@@ -216,7 +216,7 @@ def _has_grammars(form: AnswerForm) -> bool:
 
 
 def _behind_reasoning(form: AnswerForm, asked: Grammar) -> Grammar:
-    """Returns the grammar of an answer that is `asked` behind its reasoning, if the model reasons."""
+    """Returns the grammar of an answer that is `asked` after its reasoning, if the model reasons."""
     reasoning = form.model.dialect.reasoning
     if reasoning is None or (asked.kind in WITHOUT_PLACE and not form.reasoning_is_open):
         return asked

@@ -1,1 +1,1 @@
-"""SGLang's own HTTP endpoints: /generate and what operators and trainers call beside it."""
+"""SGLang's own HTTP endpoints: /generate, and what operators and trainers call."""

@@ -57,7 +57,7 @@ class Writer:
     Args:
       request: the request that it is a sample of.
       index: the choice's number; UNSET leaves it out of the answer.
-      start_len: position of the first prompt token whose log-probability is wanted; None: none.
+      start_len: position of the first prompt token whose log-probability is wanted, or None.
       tokenizer: gives scored tokens their texts; None leaves them out.
       states: what the server returns of single tokens.
 
