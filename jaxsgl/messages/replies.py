@@ -13,7 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION, Limits
-from jaxsgl.requests.outputs import Pooled
+from jaxsgl.requests.outputs import Pooled, TokenStates
 from jaxsgl.requests.request import FinishReason
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from bench.offline.recording import Recording, RecordingEngine
 from jaxsgl.batch.engine_api import PageEngine, StepEngine
 from jaxsgl.batch.inputs import Bucket, StepInputs, packed_len
+from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.messages.orders import FromEngine, News, Shutdown, StartProfile, ToEngine
 from jaxsgl.messages.replies import Replies
 from jaxsgl.requests.request import Request
