@@ -66,7 +66,7 @@ def keep(config: EngineConfig, engine: Engine, scheduler: Scheduler) -> None:
 def _fingerprint(config: EngineConfig, engine: Engine) -> str:
     """Hashes what KV depends on. Files of weights count by name, size and time of change."""
     folder = Path(engine.info.model_path)
-    parts = [str(engine.page_layout), engine.info.dtype, str(config.quantization), config.load_format]
+    parts = [engine.page_layout.name, engine.info.dtype, str(config.quantization), config.load_format]
     parts.append(str(config.random_seed) if config.load_format == "dummy" else "")
     parts.append((folder / "config.json").read_text())
     for file in sorted(folder.glob("*.safetensors")):

@@ -74,7 +74,7 @@ def geometry_of(layout: PageLayout, engine: Engine, backend: str) -> Geometry:
     return Geometry(
         layout.page_size,
         layout.dtype,
-        layout.shape(1)[1:],
+        layout.page_shape,
         layout.page_bytes,
         f"{engine.arch.name} with norms {digest:08x}",
         0 if engine.capacity.tower is None else engine.capacity.tower.row_bytes,

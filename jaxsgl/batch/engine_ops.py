@@ -1,21 +1,23 @@
 """Operations submitted to the engine between steps: pages and rows to the host and back, adapters to the device.
 
-The host form of pages is one array `[num_pages, layers, 2, K, page_size, H]`, keys before values, the same whatever the
-mesh. Its numbers are those of the pool; formats that NumPy lacks (bfloat16, float8) are kept as unsigned integers of
-their size, so that bits pass unchanged. `PageEngine.apply` takes the operations in step order: a gather sees what the
-steps before it wrote, and the steps after an insert see its pages. So the pages of a gather may be freed once it is
-submitted. Knows nothing about prefixes, requests or where host pages are kept. The scheduler makes these values.
+The host form of pages is one array `[num_pages, layers, arrays, K, page_size, H]`, where keys come before values, the
+same whatever the mesh. Its numbers are those of the pool; formats that NumPy lacks (bfloat16, float8) are kept as
+unsigned integers of their size, so that bits pass unchanged. `PageEngine.apply` takes the operations in step order: a
+gather sees what the steps before it wrote, and the steps after an insert see its pages. So the pages of a gather may be
+freed once it is submitted. Knows nothing about prefixes, requests or where host pages are kept. The scheduler makes
+these values.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.cache.pages import IntArray, tokens_in
+from jaxsgl.cache.pages import IntArray
 
 HostPages: TypeAlias = npt.NDArray[Any]
 
@@ -25,16 +27,14 @@ class PageLayout:
     """What one page is in its host form. Pools of equal layouts may exchange pages.
 
     Attributes:
-      num_layers, num_kv_heads, head_dim: of the model.
       page_size: tokens per page.
-      dtype: of keys and values, as `--kv-cache-dtype` calls it.
+      page_shape: of one page, `[layers, arrays, K, page_size, H]`; the arrays are keys and values.
+      dtype: of its numbers, as `--kv-cache-dtype` calls it.
       itemsize: bytes of a number.
     """
 
-    num_layers: int
-    num_kv_heads: int
     page_size: int
-    head_dim: int
+    page_shape: tuple[int, ...]
     dtype: str
     itemsize: int
 
@@ -46,12 +46,19 @@ class PageLayout:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page."""
-        numbers = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        return numbers * tokens_in(1, self.page_size) * self.itemsize
+        return math.prod(self.page_shape) * self.itemsize
 
-    def shape(self, num_pages: int) -> tuple[int, int, int, int, int, int]:
+    def shape(self, num_pages: int) -> tuple[int, ...]:
         """The shape of `num_pages` pages in their host form."""
-        return num_pages, self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim
+        return num_pages, *self.page_shape
+
+    @property
+    def name(self) -> str:
+        """Stands for the layout in the names of KV files, which outlive versions of this program: don't change it."""
+        layers, arrays, heads, page_size, width = self.page_shape
+        sizes = f"num_layers={layers}, num_kv_heads={heads}, page_size={page_size}, head_dim={width}"
+        sizes += "" if arrays == 2 else f", num_arrays={arrays}"
+        return f"PageLayout({sizes}, dtype={self.dtype!r}, itemsize={self.itemsize})"
 
 
 @dataclass(frozen=True)

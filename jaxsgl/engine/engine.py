@@ -31,12 +31,13 @@ from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
 from jaxsgl.engine.launcher import Chosen, DeviceHandle, LaunchedHandle, Launcher
+from jaxsgl.engine.layer_state import LayerStates, layer_states
 from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
-from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
+from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
 from jaxsgl.engine.row_io import RowIo
-from jaxsgl.engine.sizing import NO_ADAPTERS, KvShape, PoolSize, choose_page_size, kv_shape, plan_capacity
+from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_page_size, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.step_programs import ProgramSpec, StepPrograms, all_programs, largest_programs, step_bytes
@@ -108,12 +109,12 @@ class Engine:
             if adapter_plan is not None:
                 self.adapters = EngineAdapters(adapter_plan, self.arch, activations, mesh, self.compiled)
 
-        page_shape = kv_shape(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype, mesh.size)
+        states = layer_states(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype, mesh.size)
         abstract = abstract_params(params)
         images = None if self.arch.vision is None else (self.arch.vision.row_len, activations)
 
         def spec_of(capacity: Capacity) -> ProgramSpec:
-            state = abstract_state(page_shape, capacity, mesh, images)
+            state = abstract_state(states, capacity, mesh, images)
             pool = None if self.adapters is None else self.adapters.abstract
             backend = config.attention_backend
             masks = config.grammar_backend != "none"
@@ -121,18 +122,18 @@ class Engine:
 
         memory = least_free_memory(list(mesh.devices.flat), config.mem_fraction_static, jax_share)
         with step_failure("the programs can't be compiled", memory.account):
-            beside_bytes = reserved_bytes(page_shape.page_bytes) if moves_pages else 0
+            beside_bytes = reserved_bytes(states.page_bytes) if moves_pages else 0
             self.capacity, self.programs = _compile(
-                config, self.arch, page_shape, memory, self.compiled, spec_of, beside_bytes, pool_size
+                config, self.arch, states, memory, self.compiled, spec_of, beside_bytes, pool_size
             )
         self.buckets = self.programs.buckets
         with step_failure("the KV pool can't be allocated", memory.account):
-            self._state = jax.block_until_ready(allocate(page_shape, self.capacity, mesh, images))
-        self._page_shape, self._mesh = page_shape, mesh
+            self._state = jax.block_until_ready(allocate(states, self.capacity, mesh, images))
+        self._layer_states, self._mesh = states, mesh
         self._page_io: PageIo | None = None
         if moves_pages:
             with step_failure("the programs for pages can't run", memory.account):
-                self._page_io = PageIo(self.compiled, self.programs.spec.state.kv, page_shape, mesh)
+                self._page_io = PageIo(self.compiled, self.programs.spec.state.kv, states, mesh)
                 self._state = self._state._replace(kv=self._page_io.run_all(self._state.kv))
         self._row_io: RowIo | None = None
         spec, pool = self.programs.spec.state, self._state.images
@@ -163,7 +164,7 @@ class Engine:
             max_running_requests=self.capacity.num_rows,
             attention_backend=config.attention_backend,
             platform=platform,
-            kv_bytes=page_shape.page_bytes * self.capacity.num_pages * mesh.size,
+            kv_bytes=states.page_bytes * self.capacity.num_pages * mesh.size,
             weight_bytes=sum(array.nbytes for array in self._params),
             warmup_s=time.monotonic() - start_s,
             kv_cache_dtype=kv_cache_flag(kv_dtype),
@@ -217,12 +218,12 @@ class Engine:
     @property
     def page_layout(self) -> PageLayout:
         """What a page is in its host form."""
-        return layout_of(self._page_shape)
+        return self._layer_states.page_layout
 
     @property
     def load_token_s(self) -> float:
         """Seconds that a token takes from host memory to the pool, as measured at the start."""
-        return 0.0 if self._page_io is None else self._page_io.load_page_s / tokens_in(1, self._page_shape.page_size)
+        return 0.0 if self._page_io is None else self._page_io.load_page_s / tokens_in(1, self.capacity.page_size)
 
     def apply(self, op: EngineOp, number: int) -> None:
         """Submits an operation; never waits for the device. Those on pages only if the engine `moves_pages`."""
@@ -260,7 +261,7 @@ class Engine:
     def _set_pool(self, present: bool) -> None:
         """Takes the memory of the KV pool, or gives it back; between steps."""
         if present:
-            kv = allocate_kv(self._page_shape, self.capacity.num_pages, self._mesh)
+            kv = allocate_kv(self._layer_states, self.capacity.num_pages, self._mesh)
             self._state = self._state._replace(kv=jax.block_until_ready(kv))
         else:
             for array in jax.tree.leaves(self._state.kv):
@@ -329,7 +330,7 @@ class Engine:
 def _compile(
     config: EngineConfig,
     arch: ModelArch,
-    page: KvShape,
+    states: LayerStates,
     memory: Memory,
     compiled: ProgramSet,
     spec_of: Callable[[Capacity], ProgramSpec],
@@ -341,14 +342,14 @@ def _compile(
     Where steps and pool don't fit together, the pool gives way. Programs are compiled for one number of pages, so the
     largest are then compiled again. `beside_bytes` of memory must be left besides. `adapters` is their pool's size.
     """
-    capacity = plan_capacity(config, arch, page, memory, adapters=adapters)
+    capacity = plan_capacity(config, arch, states, memory, adapters=adapters)
     while True:
         buckets, spec = buckets_of(config, capacity), spec_of(capacity)
         _check_backend(spec, buckets)
         largest = list(largest_programs(spec, buckets))
         compiled.add(largest)
         taken = step_bytes(compiled, spec, buckets.largest()) + beside_bytes
-        fitting = plan_capacity(config, arch, page, memory, taken, adapters)
+        fitting = plan_capacity(config, arch, states, memory, taken, adapters)
         if fitting.num_pages >= capacity.num_pages:
             compiled.add(all_programs(spec, buckets))
             return capacity, StepPrograms(compiled, spec, buckets)

@@ -20,13 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxsgl.batch.engine_ops import Gather, HostPages, Insert, PageLayout
+from jaxsgl.batch.engine_ops import Gather, HostPages, Insert
 from jaxsgl.cache.pages import DUMMY_PAGE
+from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet
-from jaxsgl.engine.sizing import KvShape
 from jaxsgl.engine.state import KvBuffers
-from jaxsgl.models import kv_cache_flag
-from jaxsgl.weights.sharding import host_pages_sharding, kv_sharding, replicated
+from jaxsgl.weights.sharding import replicated
 
 GATHER, INSERT = "gather", "insert"
 MOST_PAGES = 64  # of one program
@@ -45,41 +44,32 @@ def reserved_bytes(page_bytes: int) -> int:
     return IN_FLIGHT * page_counts(page_bytes)[-1] * page_bytes
 
 
-def layout_of(shape: KvShape) -> PageLayout:
-    """The host form of a page."""
-    dtype, num_heads = kv_cache_flag(shape.dtype), shape.num_kv_heads // shape.kv_copies
-    return PageLayout(shape.num_layers, num_heads, shape.page_size, shape.head_dim, dtype, shape.dtype.itemsize)
-
-
 def gather_pages(kv: KvBuffers, pages: jax.Array, copies: int = 1) -> jax.Array:
-    """`[n, layers, 2, K, page_size, H]` of `pages [n]`, one of each `copies` consecutive heads."""
-    layers = [jnp.stack((k[pages, ::copies], v[pages, ::copies]), axis=1) for k, v in zip(kv.k, kv.v, strict=True)]
+    """`[n, layers, arrays, K, page_size, H]` of `pages [n]`, one of each `copies` consecutive heads."""
+    layers = [jnp.stack([array[pages, ::copies] for array in layer], axis=1) for layer in kv.by_layer()]
     return jnp.stack(layers, axis=1)
 
 
 def insert_pages(kv: KvBuffers, pages: jax.Array, data: jax.Array, copies: int = 1) -> KvBuffers:
-    """`kv` with `data [n, layers, 2, K, page_size, H]` at `pages [n]`, each head `copies` times."""
+    """`kv` with `data [n, layers, arrays, K, page_size, H]` at `pages [n]`, each head `copies` times."""
     if copies > 1:
         data = jnp.repeat(data, copies, axis=3)
-    k = tuple(
-        layer.at[pages].set(data[:, i, 0], mode="promise_in_bounds", unique_indices=True)
-        for i, layer in enumerate(kv.k)
+
+    def written(array: jax.Array, layer: int, number: int) -> jax.Array:
+        return array.at[pages].set(data[:, layer, number], mode="promise_in_bounds", unique_indices=True)
+
+    return KvBuffers(
+        *(tuple(written(array, i, number) for i, array in enumerate(arrays)) for number, arrays in enumerate(kv))
     )
-    v = tuple(
-        layer.at[pages].set(data[:, i, 1], mode="promise_in_bounds", unique_indices=True)
-        for i, layer in enumerate(kv.v)
-    )
-    return KvBuffers(k, v)
 
 
-def page_programs(kv: KvBuffers, shape: KvShape, mesh: Mesh) -> Iterator[Program]:
+def page_programs(kv: KvBuffers, states: LayerStates, mesh: Mesh) -> Iterator[Program]:
     """Yields the programs that gather and insert pages of the pool `kv`, of each number of `page_counts`."""
-    layout, copies = layout_of(shape), shape.kv_copies
-    on_host = host_pages_sharding(mesh) if copies == 1 else replicated(mesh)
-    in_place = jax.tree.map(lambda _: kv_sharding(mesh), kv)
-    for count in page_counts(shape.page_bytes):
+    layout, copies, on_host = states.page_layout, states.kv_copies, states.host_sharding(mesh)
+    in_place = jax.tree.map(lambda array: array.sharding, kv)
+    for count in page_counts(states.page_bytes):
         pages: Any = jax.ShapeDtypeStruct((count,), jnp.int32, sharding=replicated(mesh))
-        data = jax.ShapeDtypeStruct(layout.shape(count), shape.dtype, sharding=on_host)
+        data = jax.ShapeDtypeStruct(layout.shape(count), kv.k[0].dtype, sharding=on_host)
         gather, insert = partial(gather_pages, copies=copies), partial(insert_pages, copies=copies)
         yield Program(ProgramKey(GATHER, count), gather, (kv, pages), on_host)
         yield Program(ProgramKey(INSERT, count), insert, (kv, pages, data), in_place, (0,))
@@ -91,7 +81,7 @@ class PageIo:
     Args:
       programs: where its programs are compiled.
       kv: shapes and places of the pool.
-      shape: of a page.
+      states: what layers keep of a page.
       mesh: where the pool lies.
 
     Attributes:
@@ -99,12 +89,12 @@ class PageIo:
       load_page_s: seconds that a page takes from host memory to the pool, once `run_all` has measured it.
     """
 
-    def __init__(self, programs: ProgramSet, kv: KvBuffers, shape: KvShape, mesh: Mesh) -> None:
-        self.layout = layout_of(shape)
+    def __init__(self, programs: ProgramSet, kv: KvBuffers, states: LayerStates, mesh: Mesh) -> None:
+        self.layout = states.page_layout
         self.load_page_s = 0.0
-        self._dtype = shape.dtype
-        self._counts = page_counts(shape.page_bytes)
-        programs.add(page_programs(kv, shape, mesh))
+        self._dtype = kv.k[0].dtype
+        self._counts = page_counts(states.page_bytes)
+        programs.add(page_programs(kv, states, mesh))
         self._gather = {count: programs[ProgramKey(GATHER, count)] for count in self._counts}
         self._insert = {count: programs[ProgramKey(INSERT, count)] for count in self._counts}
         self._gathers: deque[tuple[int, Gather, list[jax.Array]]] = deque()

@@ -7,16 +7,16 @@ steps need beside the pool turns out not to fit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
-from jaxsgl.cache.pages import pages_for, tokens_in
+from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import edits, page_table
+from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.memory import Memory
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
@@ -40,34 +40,6 @@ HOST_MIB = {"cpu": 1024}  # for embeddings in host memory
 OTHER_HOST_MIB = 4096
 MIN_REQUEST_TOKENS = 2  # one of the prompt and one new
 CPU_FRACTION = 0.25  # of free host memory: other programs use it too
-
-
-@dataclass(frozen=True)
-class KvShape:
-    """The shape of one page.
-
-    Attributes:
-      num_layers, num_kv_heads, head_dim: of the model.
-      page_size: tokens per page.
-      dtype: of keys and values.
-      num_devices: that share the kv heads.
-      kv_copies: so many consecutive kv heads are equal.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: jnp.dtype
-    num_devices: int = 1
-    kv_copies: int = 1
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page on each device over all layers, K and V together."""
-        num_kv_heads = self.num_kv_heads // self.num_devices
-        per_token = 2 * self.num_layers * num_kv_heads * self.head_dim * self.dtype.itemsize
-        return per_token * tokens_in(1, self.page_size)
 
 
 class PoolSize(NamedTuple):
@@ -99,16 +71,10 @@ def choose_page_size(config: EngineConfig, head_dim: int, platform: str) -> int:
     return TPU_PAGE_SIZE.get(head_dim, chosen) if platform == "tpu" else chosen
 
 
-def kv_shape(arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1) -> KvShape:
-    """The shape of a page of `arch` on `num_devices` that share it."""
-    copies = arch.kv_copies
-    return KvShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, page_size, dtype, num_devices, copies)
-
-
 def plan_capacity(
     config: EngineConfig,
     arch: ModelArch,
-    page: KvShape,
+    states: LayerStates,
     memory: Memory,
     step_bytes: int = 0,
     adapters: PoolSize = NO_ADAPTERS,
@@ -121,17 +87,18 @@ def plan_capacity(
     num_rows = config.max_running_requests or ROWS.get(memory.platform, OTHER_ROWS)
     tower = tower_capacity(config, arch, memory.platform)
     num_pages = choose_num_pages(
-        page,
+        states,
         memory,
         max_total_tokens=config.max_total_tokens,
         useful_tokens=num_rows * context_length,
         reserved_bytes=edits.table_bytes(num_rows, arch.vocab_size)
-        + page_table.table_bytes(num_rows, pages_for(context_length, page.page_size))
-        + _embeddings_bytes(tower),
+        + page_table.table_bytes(num_rows, pages_for(context_length, states.page_size))
+        + _embeddings_bytes(tower)
+        + (num_rows + 1) * states.row_bytes,
         step_bytes=step_bytes,
     )
     return Capacity(
-        page_size=page.page_size,
+        page_size=states.page_size,
         num_pages=num_pages,
         num_rows=num_rows,
         context_length=context_length,
@@ -234,7 +201,7 @@ def choose_context_length(config: EngineConfig, arch: ModelArch) -> int:
 
 
 def choose_num_pages(
-    shape: KvShape,
+    states: LayerStates,
     memory: Memory,
     *,
     max_total_tokens: int | None,
@@ -245,7 +212,7 @@ def choose_num_pages(
     """Pages of the pool, the dummy page included.
 
     Args:
-      shape: of a page.
+      states: what a page holds.
       memory: what the weights have left.
       max_total_tokens: tokens that the pool must hold; None: as many as fit.
       useful_tokens: tokens that fill all rows; bounds the pool on a CPU, whose memory other programs need too.
@@ -258,18 +225,18 @@ def choose_num_pages(
     static_bytes = memory.static_bytes - reserved_bytes
     free_bytes = min(static_bytes, memory.all_bytes - reserved_bytes - step_bytes)
     if max_total_tokens is not None:
-        return _asked_pages(shape, max_total_tokens, free_bytes, step_bytes, memory)
+        return _asked_pages(states, max_total_tokens, free_bytes, step_bytes, memory)
     on_cpu = memory.platform == "cpu"
-    num_pages = (min(free_bytes, int(static_bytes * CPU_FRACTION)) if on_cpu else free_bytes) // shape.page_bytes
+    num_pages = (min(free_bytes, int(static_bytes * CPU_FRACTION)) if on_cpu else free_bytes) // states.page_bytes
     if on_cpu:
-        num_pages = min(_steady(num_pages), 1 + pages_for(useful_tokens, shape.page_size))
-    least = 1 + pages_for(MIN_REQUEST_TOKENS, shape.page_size)
+        num_pages = min(_steady(num_pages), 1 + pages_for(useful_tokens, states.page_size))
+    least = 1 + pages_for(MIN_REQUEST_TOKENS, states.page_size)
     if num_pages < least:
         way_out = "raise --mem-fraction-static" if free_bytes == static_bytes else _SMALLER_STEPS
+        page_mib = states.page_bytes / 2**20
         raise ConfigError(
             f"{max(free_bytes, 0) / 2**20:.0f} MiB are free for the KV pool{_beside(step_bytes)}, but {least} pages of "
-            f"{shape.page_bytes / 2**20:.2f} MiB are the least{_account(memory)}: {way_out}, or use a smaller model or "
-            "--page-size"
+            f"{page_mib:.2f} MiB are the least{_account(memory)}: {way_out}, or use a smaller model or --page-size"
         )
     return num_pages
 
@@ -294,17 +261,17 @@ def _steady(num_pages: int) -> int:
     return num_pages // grain * grain
 
 
-def _asked_pages(shape: KvShape, max_total_tokens: int, free_bytes: int, step_bytes: int, memory: Memory) -> int:
+def _asked_pages(states: LayerStates, max_total_tokens: int, free_bytes: int, step_bytes: int, memory: Memory) -> int:
     if max_total_tokens < MIN_REQUEST_TOKENS:
         raise ConfigError(
             f"--max-total-tokens is {max_total_tokens}, but must be {MIN_REQUEST_TOKENS} and more: a prompt token "
             "and a new one"
         )
-    num_pages = 1 + pages_for(max_total_tokens, shape.page_size)
-    if num_pages * shape.page_bytes > free_bytes:
+    num_pages = 1 + pages_for(max_total_tokens, states.page_size)
+    if num_pages * states.page_bytes > free_bytes:
         way_out = f"lower it, {_SMALLER_STEPS}" if step_bytes else "lower it"
         raise ConfigError(
-            f"--max-total-tokens {max_total_tokens} needs {num_pages * shape.page_bytes / 2**20:.0f} MiB, but "
+            f"--max-total-tokens {max_total_tokens} needs {num_pages * states.page_bytes / 2**20:.0f} MiB, but "
             f"{max(free_bytes, 0) / 2**20:.0f} MiB are free{_beside(step_bytes)}{_account(memory)}: {way_out}, or "
             "leave it out to take what fits"
         )

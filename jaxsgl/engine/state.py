@@ -7,25 +7,34 @@ a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine.edits import EditTables, neutral_tables
-from jaxsgl.engine.sizing import KvShape
-from jaxsgl.weights.sharding import kv_sharding, replicated
+from jaxsgl.engine.layer_state import LayerStates, StateArray
+from jaxsgl.weights.sharding import replicated
 
 
 class KvBuffers(NamedTuple):
-    """All pages: per layer one buffer for K and one for V, `[num_pages, K, page_size, H]`, written in place."""
+    """All pages: what layers keep by page, `[num_pages, K, page_size, H]`, written in place.
+
+    A field holds the arrays of its name, of each layer that has one.
+    """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
+
+    def by_layer(self) -> list[tuple[jax.Array, ...]]:
+        """The arrays of each layer."""
+        return list(zip(*(arrays for arrays in self if arrays), strict=True))
 
 
 class DeviceState(NamedTuple):
@@ -48,14 +57,12 @@ class DeviceState(NamedTuple):
 
 
 def abstract_state(
-    shape: KvShape, capacity: Capacity, mesh: Mesh, images: tuple[int, jnp.dtype] | None = None
+    states: LayerStates, capacity: Capacity, mesh: Mesh, images: tuple[int, jnp.dtype] | None = None
 ) -> DeviceState:
     """Shapes and places of the state, in the place of arrays.
 
     `images` are the length and dtype of a row of the pool of embeddings, if there is one.
     """
-    pages = jax.ShapeDtypeStruct(_pages_dims(shape, capacity.num_pages), shape.dtype, sharding=kv_sharding(mesh))
-    layers: Any = (pages,) * shape.num_layers
     rows = capacity.num_rows + 1
     tables: list[Any] = [
         jax.ShapeDtypeStruct(dims, jnp.int32, sharding=replicated(mesh))
@@ -66,17 +73,19 @@ def abstract_state(
     if images is not None and capacity.tower is not None:
         dims = capacity.tower.num_rows + 1, images[0]
         pool = jax.ShapeDtypeStruct(dims, images[1], sharding=replicated(mesh))
-    return DeviceState(KvBuffers(layers, layers), page_table, last_tokens, EditTables(edits, counts), pool)
+    return DeviceState(
+        abstract_kv(states, capacity.num_pages, mesh), page_table, last_tokens, EditTables(edits, counts), pool
+    )
 
 
 def allocate(
-    shape: KvShape, capacity: Capacity, mesh: Mesh, images: tuple[int, jnp.dtype] | None = None
+    states: LayerStates, capacity: Capacity, mesh: Mesh, images: tuple[int, jnp.dtype] | None = None
 ) -> DeviceState:
     """The state before the first step."""
     tables = neutral_tables(capacity.num_rows, capacity.vocab_size)
     page_table = np.zeros((capacity.num_rows + 1, capacity.max_pages_per_seq), np.int32)
     last_tokens = np.zeros(capacity.num_rows + 1, np.int32)
-    kv = allocate_kv(shape, capacity.num_pages, mesh)
+    kv = allocate_kv(states, capacity.num_pages, mesh)
     pool = None
     if images is not None and capacity.tower is not None:
         dims = capacity.tower.num_rows + 1, images[0]
@@ -84,13 +93,21 @@ def allocate(
     return DeviceState(kv, *jax.device_put((page_table, last_tokens, tables), replicated(mesh)))._replace(images=pool)
 
 
-def allocate_kv(shape: KvShape, num_pages: int, mesh: Mesh) -> KvBuffers:
+def abstract_kv(states: LayerStates, num_pages: int, mesh: Mesh) -> KvBuffers:
+    """Shapes and places of the pages, in the place of arrays."""
+
+    def described(array: StateArray) -> Any:
+        return jax.ShapeDtypeStruct((num_pages, *array.shape), array.dtype, sharding=array.sharding(mesh))
+
+    return KvBuffers(*(tuple(map(described, states.by_page(name))) for name in KvBuffers._fields))
+
+
+def allocate_kv(states: LayerStates, num_pages: int, mesh: Mesh) -> KvBuffers:
     """Zeroed pages, made on the devices."""
-    dims = _pages_dims(shape, num_pages)
-    zeros = jax.jit(lambda: jnp.zeros(dims, shape.dtype), out_shardings=kv_sharding(mesh))
-    layers = range(shape.num_layers)
-    return KvBuffers(tuple(zeros() for _ in layers), tuple(zeros() for _ in layers))
 
+    @cache  # one program for all layers that are alike
+    def zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> Callable[[], jax.Array]:
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
-def _pages_dims(shape: KvShape, num_pages: int) -> tuple[int, int, int, int]:
-    return num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim
+    abstract = abstract_kv(states, num_pages, mesh)
+    return jax.tree.map(lambda array: zeros(array.shape, array.dtype, array.sharding)(), abstract)

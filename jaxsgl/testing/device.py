@@ -163,7 +163,7 @@ class FakePool:
     """
 
     def __init__(self, capacity: Capacity) -> None:
-        self.layout = PageLayout(1, 1, capacity.page_size, _RECORD // 2, "int32", 4)
+        self.layout = PageLayout(capacity.page_size, (1, 2, 1, capacity.page_size, _RECORD // 2), "int32", 4)
         self._slots: IntArray = np.full((tokens_in(capacity.num_pages, capacity.page_size), _RECORD), -1, np.int32)
 
     def store(self, slots: IntArray, ids: IntArray, positions: IntArray, weights: IntArray) -> None:

@@ -36,19 +36,6 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def kv_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of pages `[num_pages, K, page_size, H]`: the kv heads are split."""
-    return NamedSharding(mesh, PartitionSpec(None, MESH_AXIS_OF["kv_heads"], None, None))
-
-
-def host_pages_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of pages in their host form `[num_pages, layers, 2, K, page_size, H]`, as `kv_sharding` splits them.
-
-    Each device gathers and inserts its own heads; the host's array holds all of them.
-    """
-    return NamedSharding(mesh, PartitionSpec(None, None, None, MESH_AXIS_OF["kv_heads"], None, None))
-
-
 def logits_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of logits `[S, V]`, between a forward program and a sampling program: the vocabulary is split."""
     return replicated(mesh) if mesh.size == 1 else NamedSharding(mesh, PartitionSpec(None, MESH_AXIS_OF["vocab"]))

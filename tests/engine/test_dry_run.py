@@ -12,8 +12,8 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.engine import edits, page_table
 from jaxsgl.engine.dry_run import covering
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.memory import Memory
-from jaxsgl.engine.sizing import kv_shape
 from jaxsgl.engine.state import abstract_state, allocate
 from jaxsgl.engine.step_programs import SET_PAGES, SET_ROW, StepPrograms, all_keys, keys_of
 from jaxsgl.errors import ConfigError, StartupError
@@ -59,7 +59,7 @@ def test_every_program_has_run_when_the_engine_is_ready_and_the_state_is_as_good
     assert ran == {*all_keys(engine.buckets)} - {SET_ROW, SET_PAGES}
     assert engine.recompiles == 0
     fresh = allocate(
-        kv_shape(engine.arch, engine.capacity.page_size, engine._state.kv.k[0].dtype), engine.capacity, mesh_of()
+        layer_states(engine.arch, engine.capacity.page_size, engine._state.kv.k[0].dtype), engine.capacity, mesh_of()
     )
     for pages, new in zip(jax.tree.leaves(engine._state.kv), jax.tree.leaves(fresh.kv), strict=True):
         np.testing.assert_array_equal(np.asarray(pages)[1:], np.asarray(new)[1:])  # page 0 is the dummy page
@@ -77,9 +77,9 @@ def test_a_program_that_several_steps_need_runs_in_the_smallest() -> None:
 
 
 def test_programs_are_compiled_for_the_state_that_is_allocated_later(engine: Engine, tiny_config: ConfigMaker) -> None:
-    page = kv_shape(engine.arch, engine.capacity.page_size, engine._state.kv.k[0].dtype)
-    abstract = abstract_state(page, engine.capacity, mesh_of())
-    real = allocate(page, engine.capacity, mesh_of())
+    states = layer_states(engine.arch, engine.capacity.page_size, engine._state.kv.k[0].dtype)
+    abstract = abstract_state(states, engine.capacity, mesh_of())
+    real = allocate(states, engine.capacity, mesh_of())
 
     def same(planned: Any, array: jax.Array) -> bool:
         return (planned.shape, planned.dtype, planned.sharding) == (array.shape, array.dtype, array.sharding)
@@ -98,7 +98,7 @@ def test_where_memory_is_short_the_pool_is_smaller_by_what_the_largest_step_take
     free_bytes = 1 << 20
     small_memory(monkeypatch, free_bytes)
     engine = Engine(tiny_config(max_total_tokens=None), progress=False)
-    page_bytes = kv_shape(engine.arch, 4, engine._state.kv.k[0].dtype).page_bytes
+    page_bytes = layer_states(engine.arch, 4, engine._state.kv.k[0].dtype).page_bytes
     sizes = engine.capacity
     tables = edits.table_bytes(sizes.num_rows, sizes.vocab_size)
     tables += page_table.table_bytes(sizes.num_rows, sizes.max_pages_per_seq)
@@ -119,7 +119,7 @@ def test_a_pool_asked_for_that_leaves_a_step_no_room_is_refused_at_start(
     tiny_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config()
-    pool = 65 * kv_shape(Engine(config, progress=False).arch, 4, np.dtype("float32")).page_bytes
+    pool = 65 * layer_states(Engine(config, progress=False).arch, 4, np.dtype("float32")).page_bytes
     small_memory(monkeypatch, pool + edits.table_bytes(4, 101) + page_table.table_bytes(4, 16) + 1000)
     with pytest.raises(ConfigError, match=r"--max-total-tokens 256 .* beside the .* --chunked-prefill-size"):
         Engine(config, progress=False)

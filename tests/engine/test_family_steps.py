@@ -15,7 +15,7 @@ import pytest
 
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import Bucket, packed_len
-from jaxsgl.engine.sizing import kv_shape
+from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step import make_forward
 from jaxsgl.models import ModelArch, abstract_model
@@ -52,7 +52,7 @@ def test_steps_lower_for_gpus_and_tpus(name: str, changes: dict[str, Any], tmp_p
     leaves, treedef = jax.tree.flatten(params)
     page_size = 128 if arch.head_dim == 64 else 64  # TPUs take heads of 64 in such pages
     capacity = Capacity(page_size, 40, 64, 512, 128, arch.vocab_size)
-    state = abstract_state(kv_shape(arch, page_size, BFLOAT16), capacity, mesh_of())
+    state = abstract_state(layer_states(arch, page_size, BFLOAT16), capacity, mesh_of())
     state = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
     for platform, (kind, num_cores, _) in TARGETS.items():
         for bucket in BUCKETS:

@@ -15,6 +15,7 @@ import pytest
 
 from jaxsgl.engine import memory
 from jaxsgl.engine.dry_run import step_failure
+from jaxsgl.engine.layer_state import LayerStates, attention_state
 from jaxsgl.engine.memory import (
     GPU_SHARE,
     HEADROOM,
@@ -24,11 +25,11 @@ from jaxsgl.engine.memory import (
     loading_weights,
     start_jax,
 )
-from jaxsgl.engine.sizing import KvShape, choose_num_pages
+from jaxsgl.engine.sizing import choose_num_pages
 from jaxsgl.errors import ConfigError, StartupError
 from tests.engine.test_sizing import GIB, Accelerator
 
-PAGE = KvShape(num_layers=4, num_kv_heads=8, head_dim=128, page_size=16, dtype=jnp.dtype("bfloat16"))
+PAGE = LayerStates((attention_state(8, 16, 128, jnp.dtype("bfloat16")),) * 4, page_size=16)
 POOL: dict[str, Any] = {"useful_tokens": 10**12, "reserved_bytes": 0, "step_bytes": 0}
 
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -17,9 +16,9 @@ import pytest
 from jaxsgl.batch.engine_ops import Gather, HostPages, Insert
 from jaxsgl.engine import page_io
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.layer_state import LayerState, LayerStates, StateArray, attention_state
 from jaxsgl.engine.page_io import PageIo, page_counts
 from jaxsgl.engine.programs import ProgramSet
-from jaxsgl.engine.sizing import KvShape
 from jaxsgl.engine.state import KvBuffers, allocate_kv
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, Plain
@@ -28,7 +27,13 @@ from tests.plain_model import mesh_of
 
 ROOT = Path(__file__).parent.parent.parent
 NUM_PAGES = 4099  # no other dimension is as large
-SHAPE = KvShape(num_layers=2, num_kv_heads=2, head_dim=16, page_size=4, dtype=jnp.dtype("float32"))
+
+
+def states_of(dtype: str, num_kv_heads: int = 2, kv_copies: int = 1) -> LayerStates:
+    return LayerStates((attention_state(num_kv_heads, 4, 16, jnp.dtype(dtype)),) * 2, 4, kv_copies=kv_copies)
+
+
+STATES = states_of("float32")
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +95,9 @@ def test_gathers_and_inserts_of_any_number_of_pages_are_exact(moving: Engine, co
 def test_more_pages_than_a_program_holds_take_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_io, "MOST_PAGES", 4)
     mesh, pages = mesh_of(), tuple(range(10, 21))
-    kv = allocate_kv(SHAPE, 30, mesh)
+    kv = allocate_kv(STATES, 30, mesh)
     programs = ProgramSet()
-    io = PageIo(programs, kv, SHAPE, mesh)
+    io = PageIo(programs, kv, STATES, mesh)
     assert len(programs) == 4
     data = random_pages(io, 11)
     assert_pages(io, io.insert(kv, Insert(pages, data)), pages, data)
@@ -103,9 +108,9 @@ def test_pages_cross_devices() -> None:
     program = """
 from tests.engine.test_page_io import *
 page_io.MOST_PAGES = 4
-pools = [(mesh_of(n), allocate_kv(SHAPE, 30, mesh_of(n))) for n in (1, 2)]
+pools = [(mesh_of(n), allocate_kv(STATES, 30, mesh_of(n))) for n in (1, 2)]
 compiled = [ProgramSet(), ProgramSet()]
-one, two = (PageIo(each, kv, SHAPE, mesh) for each, (mesh, kv) in zip(compiled, pools))
+one, two = (PageIo(each, kv, STATES, mesh) for each, (mesh, kv) in zip(compiled, pools))
 data, pages = random_pages(one, 7), (3, 1, 20, 29, 5, 6, 7)
 split = two.insert(pools[1][1], Insert(pages, data))
 assert all(len(array.sharding.device_set) == 2 for array in jax.tree.leaves(split))
@@ -131,10 +136,10 @@ def test_neither_program_copies_the_pool_and_every_format_keeps_its_bits(
 ) -> None:
     """A CPU keeps bfloat16 as uint16 and float8 as uint8."""
     monkeypatch.setattr(page_io, "MOST_PAGES", 4)
-    shape, mesh = replace(SHAPE, dtype=jnp.dtype(dtype)), mesh_of()
-    kv = allocate_kv(shape, NUM_PAGES, mesh)
+    states, mesh = states_of(dtype), mesh_of()
+    kv = allocate_kv(states, NUM_PAGES, mesh)
     programs = ProgramSet()
-    io = PageIo(programs, kv, shape, mesh)
+    io = PageIo(programs, kv, states, mesh)
     pool_bytes = sum(array.nbytes for array in jax.tree.leaves(kv))
     for key, compilation in programs.compilations.items():
         assert not copies(compilation.compiled, NUM_PAGES), key
@@ -150,9 +155,9 @@ def test_neither_program_copies_the_pool_and_every_format_keeps_its_bits(
 def test_formats_that_numpy_lacks_cross_as_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_io, "MOST_PAGES", 1)
     for dtype, on_host in (("bfloat16", "uint16"), ("float8_e4m3fn", "uint8")):
-        shape, mesh = replace(SHAPE, dtype=jnp.dtype(dtype)), mesh_of()
-        kv = allocate_kv(shape, 9, mesh)
-        io = PageIo(ProgramSet(), kv, shape, mesh)
+        states, mesh = states_of(dtype), mesh_of()
+        kv = allocate_kv(states, 9, mesh)
+        io = PageIo(ProgramSet(), kv, states, mesh)
         data = random_pages(io, 3) & np.array(0x3F, on_host)  # a CPU may change NaNs of these formats, which it lacks
         assert data.dtype == on_host
         assert_pages(io, io.insert(kv, Insert((1, 2, 8), data)), (1, 2, 8), data)
@@ -166,11 +171,23 @@ def test_sizes_of_programs_are_bounded_in_bytes() -> None:
 
 
 def test_copies_of_kv_heads_leave_once_and_come_back_to_all() -> None:
-    shape = replace(SHAPE, num_kv_heads=2 * SHAPE.num_kv_heads, kv_copies=2)
-    kv = allocate_kv(shape, 30, mesh_of())
-    io, pages = PageIo(ProgramSet(), kv, shape, mesh_of()), (3, 7)
-    assert io.layout == page_io.layout_of(SHAPE)
+    states = states_of("float32", num_kv_heads=4, kv_copies=2)
+    kv = allocate_kv(states, 30, mesh_of())
+    io, pages = PageIo(ProgramSet(), kv, states, mesh_of()), (3, 7)
+    assert io.layout == STATES.page_layout
     data = random_pages(io, 2)
     kv = io.insert(kv, Insert(pages, data))
     np.testing.assert_array_equal(np.asarray(kv.k[0])[:, ::2], np.asarray(kv.k[0])[:, 1::2])
     assert_pages(io, kv, pages, data)
+
+
+def test_layers_that_keep_one_array_or_none_by_page_cross_too() -> None:
+    """As those of a latent cache, of which a device has the whole, and of a recurrent state."""
+    one = LayerState((StateArray("k", (1, 4, 24), jnp.dtype("float32"), (None, None, None)),))
+    states = LayerStates((one, LayerState(()), one), 4)
+    kv = allocate_kv(states, 30, mesh_of())
+    assert len(kv.k) == 2 and not kv.v
+    io = PageIo(ProgramSet(), kv, states, mesh_of())
+    pages, data = (3, 7, 9), random_pages(io, 3)
+    assert data.shape == (3, 2, 1, 1, 4, 24)
+    assert_pages(io, io.insert(kv, Insert(pages, data)), pages, data)

@@ -14,7 +14,7 @@ import pytest
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import Bucket, StepArrays, host_views, packed_len, unpack
 from jaxsgl.engine import edits
-from jaxsgl.engine.sizing import kv_shape
+from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.state import allocate
 from jaxsgl.engine.step_programs import ProgramSpec, keys_of
 from jaxsgl.models import abstract_model
@@ -41,7 +41,7 @@ SHAPE = Capacity(
 def spec_of(plain: Plain, dtype: str, activations: str | None = None) -> ProgramSpec:
     arch, mesh, weights = plain.arch, mesh_of(), jnp.dtype(dtype)
     graphdef, _ = abstract_model(arch, weights, jnp.dtype(activations) if activations else None)
-    state = allocate(kv_shape(arch, SHAPE.page_size, jnp.dtype("float32")), SHAPE, mesh)
+    state = allocate(layer_states(arch, SHAPE.page_size, jnp.dtype("float32")), SHAPE, mesh)
     return ProgramSpec(graphdef, random_params(arch, weights, mesh, 0), state, "xla", mesh)
 
 

@@ -17,8 +17,9 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
+from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.memory import Memory
-from jaxsgl.engine.sizing import choose_page_size, kv_shape, plan_capacity
+from jaxsgl.engine.sizing import choose_page_size, plan_capacity
 from jaxsgl.models import ModelArch
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
@@ -31,8 +32,8 @@ CONTEXT, ROWS = 200, 11  # more rows than the fewest sequences of an extend prog
 def capacity_of(config: EngineConfig, folder: Path) -> Capacity:
     (folder / "config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": CONTEXT}))
     arch = ModelArch.from_folder(folder)
-    page = kv_shape(arch, choose_page_size(config, arch.head_dim, "cpu"), jnp.dtype("float32"))
-    return plan_capacity(config, arch, page, Memory("cpu", 1 << 40, 1 << 40))
+    states = layer_states(arch, choose_page_size(config, arch.head_dim, "cpu"), jnp.dtype("float32"))
+    return plan_capacity(config, arch, states, Memory("cpu", 1 << 40, 1 << 40))
 
 
 def scheduler_with(

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.layer_state import LayerStates, attention_state
 from jaxsgl.engine.memory import HEADROOM, free_host_bytes, free_memory
-from jaxsgl.engine.sizing import KvShape, choose_num_pages, choose_page_size
+from jaxsgl.engine.sizing import choose_num_pages, choose_page_size
 from jaxsgl.engine.state import allocate_kv
 from jaxsgl.errors import ConfigError
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
@@ -17,7 +18,7 @@ from pallas_kernels.tpu.common import refuse_pages
 from tests.plain_model import mesh_of
 
 GIB = 2**30
-PAGE = KvShape(num_layers=4, num_kv_heads=8, head_dim=128, page_size=16, dtype=jnp.dtype("bfloat16"))
+PAGE = LayerStates((attention_state(8, 16, 128, jnp.dtype("bfloat16")),) * 4, page_size=16)
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Accelerator:
         return {"bytes_limit": self.limit, "bytes_in_use": self.used}
 
 
-def num_pages(device: Any, page: KvShape = PAGE, **options: Any) -> int:
+def num_pages(device: Any, page: LayerStates = PAGE, **options: Any) -> int:
     defaults = {"max_total_tokens": None, "useful_tokens": 10**12, "reserved_bytes": 0, "step_bytes": 0}
     memory = free_memory(device, options.pop("mem_fraction_static", 0.85))
     return choose_num_pages(page, memory, **{**defaults, **options})
@@ -118,12 +119,12 @@ def test_a_step_that_leaves_no_room_for_a_pool_is_an_error_that_says_how_to_make
 
 
 def test_buffers_are_zeros_of_the_mesh_one_pair_per_layer() -> None:
-    shape = KvShape(num_layers=3, num_kv_heads=2, head_dim=8, page_size=4, dtype=jnp.dtype("float16"))
-    buffers = allocate_kv(shape, 5, mesh_of())
+    states = LayerStates((attention_state(2, 4, 8, jnp.dtype("float16")),) * 3, page_size=4)
+    buffers = allocate_kv(states, 5, mesh_of())
     leaves = jax.tree.leaves(buffers)
     assert len(buffers.k) == len(buffers.v) == 3
     assert {(leaf.shape, leaf.dtype.name) for leaf in leaves} == {((5, 2, 4, 8), "float16")}
     assert all(leaf.sharding.spec[1] == TENSOR_AXIS for leaf in leaves)
-    assert sum(leaf.nbytes for leaf in leaves) == 5 * shape.page_bytes
+    assert sum(leaf.nbytes for leaf in leaves) == 5 * states.page_bytes
     assert not any(leaf.any() for leaf in leaves)
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == 6

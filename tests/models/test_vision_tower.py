@@ -16,9 +16,10 @@ from jaxsgl.batch.patches import EncodeBucket, TowerCapacity, TowerShape, layout
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import DisaggregationConfig
 from jaxsgl.engine.encoding import patches_of_call
+from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.residents import read_arch
-from jaxsgl.engine.sizing import kv_shape, plan_capacity
+from jaxsgl.engine.sizing import plan_capacity
 from jaxsgl.engine.step_programs import all_keys
 from jaxsgl.leg_wiring import norms_digest
 from jaxsgl.models import ModelArch, Params, abstract_model
@@ -75,7 +76,7 @@ def parts_of(folder: Path, mode: str) -> tuple[set[str], set[str], int]:
     apart = DisaggregationConfig(disaggregation_mode=mode)
     config = EngineConfig(model=str(folder), context_length=128, max_total_tokens=600, disaggregation=apart)
     arch = read_arch(config, folder)
-    capacity = plan_capacity(config, arch, kv_shape(arch, 16, FLOAT32), Memory("cpu", 1 << 40, 1 << 40))
+    capacity = plan_capacity(config, arch, layer_states(arch, 16, FLOAT32), Memory("cpu", 1 << 40, 1 << 40))
     assert capacity.tower is not None and capacity.media is not None and capacity.tower.host_bytes > 0
     buckets = BucketSet.derive(capacity)
     assert any(bucket.rope_axes == 3 for bucket in buckets.all())

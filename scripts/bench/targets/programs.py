@@ -19,12 +19,13 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.edits import neutral_tables
+from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.sizing import choose_page_size
-from jaxsgl.engine.state import DeviceState, KvBuffers
+from jaxsgl.engine.state import DeviceState, abstract_kv
 from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.layer_spec import DenseMlp
-from jaxsgl.weights.sharding import kv_sharding, param_sharding, replicated
+from jaxsgl.weights.sharding import param_sharding, replicated
 from pallas_kernels import STORE_BACKENDS, store_kv
 from pallas_kernels.dispatch import ROTATE_AND_STORE_BACKENDS
 from pallas_kernels.specs import ArgSpec, store_rotated
@@ -120,10 +121,9 @@ def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
     graphdef, params = abstract_model(arch, jnp.dtype(jnp.bfloat16))
     leaves = nnx.from_flat_state([(path, placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
     page_size = choose_page_size(EngineConfig(model=str(BUNDLED_MODEL)), arch.head_dim, platform)
-    shape = (pages_for(POOL_TOKENS, page_size), arch.num_kv_heads, page_size, arch.head_dim)
-    pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=kv_sharding(mesh))
-    of_layers: Any = (pages,) * arch.num_layers  # descriptions in the place of arrays
-    kv = KvBuffers(of_layers, of_layers)
+    states = layer_states(arch, page_size, jnp.dtype(jnp.bfloat16), mesh.size)
+    kv = abstract_kv(states, pages_for(POOL_TOKENS, page_size), mesh)
+    pages_of_a_layer: Any = kv.k[0]  # a description in the place of an array
     tables = jax.tree.map(
         lambda array: _shape(array, mesh),
         (np.zeros((65, 128), np.int32), np.zeros(65, np.int32), neutral_tables(64, arch.vocab_size)),
@@ -138,7 +138,7 @@ def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
 
         is_one = bucket.num_steps == 1  # several steps are a loop, which no command buffer holds by default
         name = f"step{'' if is_one else 's'}_{bucket.kind}_{backend}"
-        program = Program(name, backend, trace, pages, 2 * arch.num_layers, on_matrix_units=True)
+        program = Program(name, backend, trace, pages_of_a_layer, 2 * arch.num_layers, on_matrix_units=True)
         if is_one:
             program = dataclasses.replace(
                 program, num_layers=arch.num_layers, steps=(name,), weight_bytes=2 * weights_read(arch, params)

@@ -27,11 +27,12 @@ from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.adapters import abstract_pool
+from jaxsgl.engine.layer_state import LayerStates, layer_states
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.programs import Program as EngineProgram
 from jaxsgl.engine.programs import ProgramKey
 from jaxsgl.engine.residents import read_arch
-from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capacity
+from jaxsgl.engine.sizing import choose_page_size, plan_capacity
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
@@ -68,7 +69,7 @@ class Served:
     name: str
     arch: ModelArch
     dtype: jnp.dtype
-    page: KvShape
+    states: LayerStates
     capacity: Capacity
     buckets: BucketSet
     params: Params
@@ -109,8 +110,8 @@ class Served:
             "weights_read": weights_on_one_device(_of_decoder(self.params)) - (0 if arch.tie_embeddings else head),
             "weight_itemsize": self.dtype.itemsize,
             "layer_bytes": bytes_on_one_device(_of_decoder(self.params)) - embeddings - of_experts,
-            "kv_itemsize": self.page.dtype.itemsize,
-            "page_size": self.page.page_size,
+            "kv_itemsize": self.states.page_layout.itemsize,
+            "page_size": self.states.page_size,
             "expert_weights": expert_weights,
             "num_experts": mixtures[0].num_experts if mixtures else 0,
             "experts_per_token": mixtures[0].router.top_k if mixtures else 0,
@@ -144,15 +145,15 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
     dtype, _, kv_dtype = resolve_precision(
         config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=lambda: False
     )
-    page = kv_shape(arch, choose_page_size(config, arch.head_dim, platform), kv_dtype, mesh.size)
+    states = layer_states(arch, choose_page_size(config, arch.head_dim, platform), kv_dtype, mesh.size)
     params = placed_params(arch, dtype, mesh)
     weights = bytes_on_one_device(params)
     static = int(target.memory_bytes * MEM_FRACTION) - weights
     if static <= 0:
         return None
-    capacity = plan_capacity(config, arch, page, Memory(platform, static, target.memory_bytes - weights))
+    capacity = plan_capacity(config, arch, states, Memory(platform, static, target.memory_bytes - weights))
     shared = name if mesh.size == 1 else f"{name}-tp{mesh.size}"
-    return Served(shared, arch, dtype, page, capacity, buckets_of(config, capacity), params, mesh)
+    return Served(shared, arch, dtype, states, capacity, buckets_of(config, capacity), params, mesh)
 
 
 def placed_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
@@ -165,11 +166,11 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
     """Yields each program of the table once, with few layers."""
     mesh = model.mesh
     arch = dataclasses.replace(model.arch, layers=model.arch.layers[:COMPILED_LAYERS])
-    page = dataclasses.replace(model.page, num_layers=COMPILED_LAYERS)
+    states = dataclasses.replace(model.states, layers=model.states.layers[:COMPILED_LAYERS])
     graphdef, _ = abstract_model(arch, model.dtype)
     leaves = placed_params(arch, model.dtype, mesh)
     images = None if arch.vision is None else (arch.vision.row_len, model.dtype)
-    state = abstract_state(page, model.capacity, mesh, images)
+    state = abstract_state(states, model.capacity, mesh, images)
     spec = ProgramSpec(graphdef, leaves, state, backend, mesh, tower=model.capacity.tower)
     facts = model.facts()
     pages: Any = on_one_device(state.kv.k[0])  # a description in the place of an array

@@ -1,0 +1,133 @@
+"""What each layer keeps between steps, as values: from them follow all that is done with its arrays.
+
+    layer_states            from the model's layers: which arrays, of which shapes, formats and axes
+    KvBuffers, shardings    state.py allocates and places what the specs say
+    page_bytes, row_bytes   sizing.py divides the memory by them
+    page_layout             the host form of a page: the host tier, KV files and other servers know pages by it
+
+An array by page has a part for each page of the pool, an array by row one for each row of running requests. Attention
+keeps K and V by page, whatever its window, and nothing by row. A mixer that keeps something else is a row of
+`layer_states` and, if `KvBuffers` has no field of that name yet, a field there; a latent cache is a "k" without a "v".
+Knows no requests and no programs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxsgl.batch.engine_ops import PageLayout
+from jaxsgl.models import ModelArch, kv_cache_flag
+from jaxsgl.weights.sharding import MESH_AXIS_OF, replicated
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """One array that a layer keeps.
+
+    Attributes:
+      name: of the field that holds it, "k" or "v" of `KvBuffers`.
+      shape: of one page's or one row's part, of all devices together: `[K, page_size, H]` of keys and values.
+      dtype: of its numbers.
+      axes: for each dimension of `shape` a logical axis as parameters have them, which devices may split, or None.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    axes: tuple[str | None, ...]
+
+    def num_bytes(self, num_devices: int) -> int:
+        """Bytes of one part on each of `num_devices`."""
+        parts = num_devices if any(axis in MESH_AXIS_OF for axis in self.axes) else 1
+        return math.prod(self.shape) * self.dtype.itemsize // parts
+
+    def sharding(self, mesh: Mesh, num_before: int = 1) -> NamedSharding:
+        """The places of an array whose last dimensions are `shape`, after `num_before` that are not split."""
+        axes = (None if axis is None else MESH_AXIS_OF.get(axis) for axis in self.axes)
+        return NamedSharding(mesh, PartitionSpec(*(None,) * num_before, *axes))
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What one layer keeps.
+
+    Attributes:
+      by_page: arrays with a part for each page.
+      by_row: arrays with a part for each row of running requests, and one for the dummy row.
+    """
+
+    by_page: tuple[StateArray, ...]
+    by_row: tuple[StateArray, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """What all layers keep.
+
+    Attributes:
+      layers: of each layer.
+      page_size: tokens per page.
+      num_devices: that share the arrays.
+      kv_copies: so many consecutive kv heads are equal: one of them is enough for the host.
+    """
+
+    layers: tuple[LayerState, ...]
+    page_size: int
+    num_devices: int = 1
+    kv_copies: int = 1
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page on each device, over all layers."""
+        return sum(array.num_bytes(self.num_devices) for layer in self.layers for array in layer.by_page)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row on each device, over all layers."""
+        return sum(array.num_bytes(self.num_devices) for layer in self.layers for array in layer.by_row)
+
+    def by_page(self, name: str) -> tuple[StateArray, ...]:
+        """The arrays of that name by page, in the order of the layers that have one."""
+        return tuple(array for layer in self.layers for array in layer.by_page if array.name == name)
+
+    @property
+    def page_layout(self) -> PageLayout:
+        """The host form of a page: the arrays of each layer that keeps any, which are alike, one of equal heads."""
+        kept = [layer.by_page for layer in self.layers if layer.by_page]
+        heads, *others = self._page_array.shape
+        shape = len(kept), len(kept[0]), heads // self.kv_copies, *others
+        dtype = self._page_array.dtype
+        return PageLayout(self.page_size, shape, kv_cache_flag(dtype), dtype.itemsize)
+
+    def host_sharding(self, mesh: Mesh) -> NamedSharding:
+        """The places of pages in their host form `[num_pages, layers, arrays, K, page_size, H]`.
+
+        Each device gathers and inserts its own heads; the host's array holds all of them. Where heads are copies of
+        each other, each device has the whole.
+        """
+        return self._page_array.sharding(mesh, num_before=3) if self.kv_copies == 1 else replicated(mesh)
+
+    @property
+    def _page_array(self) -> StateArray:
+        """What all arrays by page are but for their names; the host form needs them so."""
+        first, *others = (array for layer in self.layers for array in layer.by_page)
+        alike = {(array.shape, array.dtype, array.axes) for array in (first, *others)}
+        counts = {len(layer.by_page) for layer in self.layers if layer.by_page}
+        assert len(alike) == len(counts) == 1, f"the host form has no place for pages of {alike}, {counts} in a layer"
+        return first
+
+
+def attention_state(num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype) -> LayerState:
+    """What a layer of attention keeps: K and V."""
+    shape, axes = (num_kv_heads, page_size, head_dim), ("kv_heads", None, None)
+    return LayerState((StateArray("k", shape, dtype, axes), StateArray("v", shape, dtype, axes)))
+
+
+def layer_states(arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1) -> LayerStates:
+    """What the layers of `arch` keep on `num_devices` that share it, with KV as `dtype`."""
+    of_mixer = {"attention": attention_state(arch.num_kv_heads, page_size, arch.head_dim, dtype)}
+    return LayerStates(tuple(of_mixer[layer.mixer] for layer in arch.layers), page_size, num_devices, arch.kv_copies)
