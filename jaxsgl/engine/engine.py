@@ -20,7 +20,7 @@ import numpy.typing as npt
 from jaxsgl.batch.bucket_file import buckets_of
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_ops import EngineOp, Gather, GatherRows, PageLayout, PlaceAdapter, RestoreRows
+from jaxsgl.batch.engine_ops import EngineOp, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS
 from jaxsgl.batch.patches import EncodeInputs, EncodePart
@@ -36,7 +36,6 @@ from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, l
 from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
-from jaxsgl.engine.row_io import RowIo
 from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_page_size, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
@@ -130,17 +129,11 @@ class Engine:
         with step_failure("the KV pool can't be allocated", memory.account):
             self._state = jax.block_until_ready(allocate(states, self.capacity, mesh, images))
         self._layer_states, self._mesh = states, mesh
-        self._page_io: PageIo | None = None
-        if moves_pages:
-            with step_failure("the programs for pages can't run", memory.account):
-                self._page_io = PageIo(self.compiled, self.programs.spec.state.kv, states, mesh)
-                self._state = self._state._replace(kv=self._page_io.run_all(self._state.kv))
-        self._row_io: RowIo | None = None
-        spec, pool = self.programs.spec.state, self._state.images
-        if spec.images is not None and pool is not None and self.capacity.tower and self.capacity.tower.host_bytes:
-            with step_failure("the programs for rows of images can't run", memory.account):
-                self._row_io = RowIo(self.compiled, spec.images, mesh)
-                self._state = self._state._replace(images=self._row_io.run_all(pool))
+        moves_rows = self.capacity.tower is not None and self.capacity.tower.host_bytes > 0
+        with step_failure("the programs that copy pages and rows can't run", memory.account):
+            spec = self.programs.spec.state
+            self._page_io = PageIo(self.compiled, spec, states, mesh, pages=moves_pages, rows=moves_rows)
+            self._state = self._page_io.run_all(self._state)
         taps = () if self.arch.vision is None else self.arch.vision.deepstack_layers
         self._tower_parts = TowerParts(self.programs.encode_part, taps)
         self._compiles = CompileCounter()
@@ -218,12 +211,12 @@ class Engine:
     @property
     def page_layout(self) -> PageLayout:
         """What a page is in its host form."""
-        return self._layer_states.page_layout
+        return self._page_io.layout
 
     @property
     def load_token_s(self) -> float:
         """Seconds that a token takes from host memory to the pool, as measured at the start."""
-        return 0.0 if self._page_io is None else self._page_io.load_page_s / tokens_in(1, self.capacity.page_size)
+        return self._page_io.load_page_s / tokens_in(1, self.capacity.page_size)
 
     def apply(self, op: EngineOp, number: int) -> None:
         """Submits an operation; never waits for the device. Those on pages only if the engine `moves_pages`."""
@@ -233,30 +226,11 @@ class Engine:
             assert self.adapters is not None, "no flag asked for adapters"
             self.adapters.place(op)
             return
-        if isinstance(op, GatherRows | RestoreRows):
-            self._apply_to_rows(op, number)
-            return
-        assert self._page_io is not None, "no programs for pages were compiled"
-        if isinstance(op, Gather):
-            self._page_io.gather(self._state.kv, op, number)
-        else:
-            self._state = self._state._replace(kv=self._page_io.insert(self._state.kv, op))
+        self._state = self._page_io.apply(self._state, op, number)
 
     def poll(self, wait: bool = False) -> list[tuple[int, npt.NDArray[Any]]]:
         """See `PageEngine`."""
-        gathering = [part for part in (self._page_io, self._row_io) if part is not None]
-        ended: list[tuple[int, npt.NDArray[Any]]] = [each for part in gathering for each in part.poll(wait=False)]
-        for part in gathering if wait else ():
-            ended = ended or [*part.poll(wait=True)]
-        return ended
-
-    def _apply_to_rows(self, op: GatherRows | RestoreRows, number: int) -> None:
-        images = self._state.images
-        assert self._row_io is not None and images is not None, "no programs for rows of images were compiled"
-        if isinstance(op, GatherRows):
-            self._row_io.gather(images, op, number)
-        else:
-            self._state = self._state._replace(images=self._row_io.restore(images, op))
+        return self._page_io.poll(wait)
 
     def _set_pool(self, present: bool) -> None:
         """Takes the memory of the KV pool, or gives it back; between steps."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -94,7 +95,7 @@ class LayerStates:
         """The arrays of that name by page, in the order of the layers that have one."""
         return tuple(array for layer in self.layers for array in layer.by_page if array.name == name)
 
-    @property
+    @cached_property
     def page_layout(self) -> PageLayout:
         """The host form of a page: the arrays of each layer that keeps any, which are alike, one of equal heads."""
         kept = [layer.by_page for layer in self.layers if layer.by_page]
@@ -111,7 +112,7 @@ class LayerStates:
         """
         return self._page_array.sharding(mesh, num_before=3) if self.kv_copies == 1 else replicated(mesh)
 
-    @property
+    @cached_property
     def _page_array(self) -> StateArray:
         """What all arrays by page are but for their names; the host form needs them so."""
         first, *others = (array for layer in self.layers for array in layer.by_page)

@@ -4,8 +4,8 @@
     ProgramSet.add          traces, lowers and compiles those that it lacks, in parallel
     ProgramSet[key]         finds one to run: a shape that was not compiled raises, it never compiles
 
-Steps, sampling, masks and the vision tower (step_programs.py), pages (page_io.py), rows of images (row_io.py) and
-adapters (adapters.py) export their programs. `each_device` is the one seam between their functions and a mesh: on
+Steps, sampling, masks and the vision tower (step_programs.py), pages and rows of images (page_io.py) and adapters
+(adapters.py) export their programs. `each_device` is the one seam between their functions and a mesh: on
 several devices every device gets its own parts of parameters and pages, and what is replicated, and
 `models/tensor_parallel.py` says where their results are brought together. So kernels in C++, Triton and Mosaic run on
 each device's heads as they do on one, and a program has the collectives that the model names and no others. Never

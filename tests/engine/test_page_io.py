@@ -12,14 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from jaxsgl.batch.engine_ops import Gather, HostPages, Insert
+from jaxsgl.batch.engine_ops import Gather, GatherRows, HostPages, Insert, RestoreRows
 from jaxsgl.engine import page_io
+from jaxsgl.engine.edits import EditTables
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.layer_state import LayerState, LayerStates, StateArray, attention_state
 from jaxsgl.engine.page_io import PageIo, page_counts
 from jaxsgl.engine.programs import ProgramSet
-from jaxsgl.engine.state import KvBuffers, allocate_kv
+from jaxsgl.engine.state import DeviceState, KvBuffers, allocate_kv
+from jaxsgl.weights.sharding import replicated
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, Plain
 from tests.engine.test_programs import copies
@@ -57,8 +60,22 @@ def random_pages(io: PageIo, count: int, seed: int = 0) -> HostPages:
     return np.frombuffer(raw, layout.host_dtype).reshape(layout.shape(count))
 
 
+def state_of(kv: KvBuffers) -> DeviceState:
+    """A state of which only pages are read."""
+    nothing = jnp.zeros(1, jnp.int32)
+    return DeviceState(kv, nothing, nothing, EditTables(nothing, nothing))
+
+
+def page_io_of(programs: ProgramSet, kv: KvBuffers, states: LayerStates, mesh: Mesh) -> PageIo:
+    return PageIo(programs, state_of(kv), states, mesh, pages=True, rows=False)
+
+
+def inserted(io: PageIo, kv: KvBuffers, pages: tuple[int, ...], data: HostPages) -> KvBuffers:
+    return io.apply(state_of(kv), Insert(pages, data), 1).kv
+
+
 def assert_pages(io: PageIo, kv: KvBuffers, pages: tuple[int, ...], data: HostPages) -> None:
-    io.gather(kv, Gather(pages), 2)
+    io.apply(state_of(kv), Gather(pages), 2)
     ((number, found),) = io.poll(wait=True)
     assert number == 2
     np.testing.assert_array_equal(found.view(np.uint8), data.view(np.uint8))
@@ -82,7 +99,6 @@ def test_a_sequence_goes_on_from_pages_that_left_and_came_back_elsewhere(moving:
 @pytest.mark.parametrize("count", [1, 3, 8, 21])
 def test_gathers_and_inserts_of_any_number_of_pages_are_exact(moving: Engine, count: int) -> None:
     io = moving._page_io
-    assert io is not None
     pages = tuple(range(5, 5 + count))
     data, recompiles = random_pages(io, count, count), moving.recompiles
     neighbours = gathered(moving, (4, 5 + count))
@@ -97,10 +113,10 @@ def test_more_pages_than_a_program_holds_take_several(monkeypatch: pytest.Monkey
     mesh, pages = mesh_of(), tuple(range(10, 21))
     kv = allocate_kv(STATES, 30, mesh)
     programs = ProgramSet()
-    io = PageIo(programs, kv, STATES, mesh)
+    io = page_io_of(programs, kv, STATES, mesh)
     assert len(programs) == 4
     data = random_pages(io, 11)
-    assert_pages(io, io.insert(kv, Insert(pages, data)), pages, data)
+    assert_pages(io, inserted(io, kv, pages, data), pages, data)
 
 
 def test_pages_cross_devices() -> None:
@@ -110,12 +126,12 @@ from tests.engine.test_page_io import *
 page_io.MOST_PAGES = 4
 pools = [(mesh_of(n), allocate_kv(STATES, 30, mesh_of(n))) for n in (1, 2)]
 compiled = [ProgramSet(), ProgramSet()]
-one, two = (PageIo(each, kv, STATES, mesh) for each, (mesh, kv) in zip(compiled, pools))
+one, two = (page_io_of(each, kv, STATES, mesh) for each, (mesh, kv) in zip(compiled, pools))
 data, pages = random_pages(one, 7), (3, 1, 20, 29, 5, 6, 7)
-split = two.insert(pools[1][1], Insert(pages, data))
+split = inserted(two, pools[1][1], pages, data)
 assert all(len(array.sharding.device_set) == 2 for array in jax.tree.leaves(split))
 assert_pages(two, split, pages, data)
-assert_pages(one, one.insert(pools[0][1], Insert(pages, data)), pages, data)
+assert_pages(one, inserted(one, pools[0][1], pages, data), pages, data)
 second = np.asarray(split.k[1].addressable_shards[1].data[20]).view(np.uint32)
 np.testing.assert_array_equal(second, data[2, 1, 0, 1:].view(np.uint32))
 assert not any("all-" in done.compiled.as_text() for done in compiled[1].compilations.values())
@@ -125,7 +141,8 @@ assert not any("all-" in done.compiled.as_text() for done in compiled[1].compila
 
 
 def test_an_engine_that_moves_no_pages_compiles_nothing_for_them(engine: Engine) -> None:
-    assert engine._page_io is None and engine.poll() == []
+    assert not {key.kind for key in engine.compiled.compilations} & {page_io.GATHER, page_io.INSERT}
+    assert engine.poll() == []
     with pytest.raises(AssertionError, match="no programs for pages"):
         engine.apply(Gather((1,)), 1)
 
@@ -139,7 +156,7 @@ def test_neither_program_copies_the_pool_and_every_format_keeps_its_bits(
     states, mesh = states_of(dtype), mesh_of()
     kv = allocate_kv(states, NUM_PAGES, mesh)
     programs = ProgramSet()
-    io = PageIo(programs, kv, states, mesh)
+    io = page_io_of(programs, kv, states, mesh)
     pool_bytes = sum(array.nbytes for array in jax.tree.leaves(kv))
     for key, compilation in programs.compilations.items():
         assert not copies(compilation.compiled, NUM_PAGES), key
@@ -149,7 +166,7 @@ def test_neither_program_copies_the_pool_and_every_format_keeps_its_bits(
         if key.kind == "insert":
             assert memory.alias_size_in_bytes >= pool_bytes
     pages, data = (3, 9, 4098, 2, 1, 77), random_pages(io, 6)
-    assert_pages(io, io.insert(kv, Insert(pages, data)), pages, data)
+    assert_pages(io, inserted(io, kv, pages, data), pages, data)
 
 
 def test_formats_that_numpy_lacks_cross_as_integers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,10 +174,10 @@ def test_formats_that_numpy_lacks_cross_as_integers(monkeypatch: pytest.MonkeyPa
     for dtype, on_host in (("bfloat16", "uint16"), ("float8_e4m3fn", "uint8")):
         states, mesh = states_of(dtype), mesh_of()
         kv = allocate_kv(states, 9, mesh)
-        io = PageIo(ProgramSet(), kv, states, mesh)
+        io = page_io_of(ProgramSet(), kv, states, mesh)
         data = random_pages(io, 3) & np.array(0x3F, on_host)  # a CPU may change NaNs of these formats, which it lacks
         assert data.dtype == on_host
-        assert_pages(io, io.insert(kv, Insert((1, 2, 8), data)), (1, 2, 8), data)
+        assert_pages(io, inserted(io, kv, (1, 2, 8), data), (1, 2, 8), data)
 
 
 def test_sizes_of_programs_are_bounded_in_bytes() -> None:
@@ -173,10 +190,10 @@ def test_sizes_of_programs_are_bounded_in_bytes() -> None:
 def test_copies_of_kv_heads_leave_once_and_come_back_to_all() -> None:
     states = states_of("float32", num_kv_heads=4, kv_copies=2)
     kv = allocate_kv(states, 30, mesh_of())
-    io, pages = PageIo(ProgramSet(), kv, states, mesh_of()), (3, 7)
+    io, pages = page_io_of(ProgramSet(), kv, states, mesh_of()), (3, 7)
     assert io.layout == STATES.page_layout
     data = random_pages(io, 2)
-    kv = io.insert(kv, Insert(pages, data))
+    kv = inserted(io, kv, pages, data)
     np.testing.assert_array_equal(np.asarray(kv.k[0])[:, ::2], np.asarray(kv.k[0])[:, 1::2])
     assert_pages(io, kv, pages, data)
 
@@ -187,7 +204,27 @@ def test_layers_that_keep_one_array_or_none_by_page_cross_too() -> None:
     states = LayerStates((one, LayerState(()), one), 4)
     kv = allocate_kv(states, 30, mesh_of())
     assert len(kv.k) == 2 and not kv.v
-    io = PageIo(ProgramSet(), kv, states, mesh_of())
+    io = page_io_of(ProgramSet(), kv, states, mesh_of())
     pages, data = (3, 7, 9), random_pages(io, 3)
     assert data.shape == (3, 2, 1, 1, 4, 24)
-    assert_pages(io, io.insert(kv, Insert(pages, data)), pages, data)
+    assert_pages(io, inserted(io, kv, pages, data), pages, data)
+
+
+def test_rows_of_images_leave_as_bytes_and_come_back_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a launch takes, both ways; the last launch is padded, and no other row changes."""
+    monkeypatch.setattr(page_io, "ROWS", 4)
+    values = np.random.default_rng(0).random((20, 6), np.float32)
+    images = jax.device_put(values, replicated(mesh_of()))
+    state = state_of(allocate_kv(STATES, 9, mesh_of()))._replace(images=images)
+    io = PageIo(ProgramSet(), state, STATES, mesh_of(), pages=False, rows=True)
+    rows, others = np.array([3, 19, 5, 1, 7, 2], np.int32), np.array([4, 3, 8, 19, 1, 11], np.int32)
+    io.apply(state, GatherRows(rows), 5)
+    ((number, data),) = io.poll(wait=True)
+    assert (number, data.shape, data.dtype) == (5, (6, 24), np.uint8)
+    state = io.apply(state, RestoreRows(others, data.copy()), 6)
+    expected = values.copy()
+    expected[others] = values[rows]
+    np.testing.assert_array_equal(np.asarray(state.images), expected)
+    assert io.poll() == []
+    with pytest.raises(AssertionError, match="no programs for pages"):
+        io.apply(state, Gather((1,)), 7)
