@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layer_rows import LayerRows, Row
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
-from jaxsgl.models.layers import MLP, Attend, Attention, LayerVectors, norm_dtype, vector
+from jaxsgl.models.layers import MLP, Attend, Attention, LayerRows, LayerVectors, Row, norm_dtype, vector
 from jaxsgl.models.lora import ActiveAdapters
 from jaxsgl.models.matrix import Matrices, Matrix, Weights, dequantized
 from jaxsgl.models.moe import MoE

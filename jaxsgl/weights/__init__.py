@@ -5,9 +5,8 @@
 """
 
 from jaxsgl.weights.converted import is_converted, save_converted
-from jaxsgl.weights.hub import resolve_model_folder
 from jaxsgl.weights.kv_scales import KvScales, load_kv_scales
-from jaxsgl.weights.loading import load_params, random_params
+from jaxsgl.weights.loading import load_params, random_params, resolve_model_folder
 
 __all__ = [
     "KvScales",

@@ -33,9 +33,8 @@ from jaxsgl.models.matrix import part_name, without_zeros
 from jaxsgl.models.quantization import AT_LOAD, WeightFormat
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from jaxsgl.weights.assembly import size
-from jaxsgl.weights.other_tensors import kv_scale_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
-from jaxsgl.weights.tensor_files import TensorFiles
+from jaxsgl.weights.tensor_files import TensorFiles, kv_scale_of
 
 # The version of how parameters are named, fused and ordered. Raise it with every change in `names.py` or `models/` that
 # gives a parameter another meaning; `tests/weights/test_converted.py` notices most of them.

@@ -1,6 +1,6 @@
 """The static scales of a float8 KV cache: a number of the cache stands for itself times the scale of its layer.
 
-Owns which tensor of a checkpoint scales which layer. Never knows the names (`other_tensors.py`) or what the cache is
+Owns which tensor of a checkpoint scales which layer. Never knows the names (`tensor_files.py`) or what the cache is
 made of: the engine, which calls it, hands each layer's scales to the kernels together with its pages.
 """
 
@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.weights.other_tensors import kv_scale_of
-from jaxsgl.weights.tensor_files import TensorFiles
+from jaxsgl.weights.tensor_files import TensorFiles, kv_scale_of
 
 # One number, one for each kv head `[K]`, or None for 1; float32.
 Scale: TypeAlias = npt.NDArray[np.float32] | None

@@ -1,13 +1,15 @@
-"""Makes a model's sharded parameters, read from safetensors files or drawn at random.
+"""Finds a model's folder, and makes its sharded parameters: read from safetensors files or drawn at random.
 
 Parameters are made one after another, a few small ones at a time: the host never holds more than `IN_FLIGHT_BYTES` or
 one parameter beside what the devices hold, on a CPU nothing beside the parameters. Knows no tensor names (`names.py`),
-no file formats (`tensor_files.py`) and no threads (`assembly.py`). The engine calls it at start-up.
+no file formats (`tensor_files.py`) and no threads (`assembly.py`). The engine calls it at start-up:
+`resolve_model_folder` first.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections import deque
 from collections.abc import Hashable, Mapping
@@ -21,14 +23,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.weights.assembly import Assembler, Progress, Unfinished, shape_of
 from jaxsgl.weights.converted import is_converted, restore_params
-from jaxsgl.weights.given_tensors import GivenTensors
 from jaxsgl.weights.names import Computed, Piece, Tensor
 from jaxsgl.weights.quantized import recipe_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
-from jaxsgl.weights.tensor_files import TensorFiles
+from jaxsgl.weights.tensor_files import GivenTensors, TensorFiles
 
 IN_FLIGHT_BYTES = 512 << 20  # of parameters that are read at the same time, unless one alone is larger
 
@@ -145,3 +147,36 @@ def _draw(
     values = jax.random.uniform(key, shape, jnp.float32, mean - half_width, mean + half_width)
     placed: jax.Array = jax.lax.with_sharding_constraint(values.astype(dtype), sharding)
     return placed
+
+
+# Configuration, weights, tokenizer, chat template; no other weight formats, no code.
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
+
+
+def resolve_model_folder(name_or_path: str, revision: str | None = None) -> Path:
+    """The local folder of that name, else the hub's snapshot of that id, downloaded or from the hub's cache.
+
+    `revision` is a branch, tag or commit of a hub id (None: its main branch). With `HF_HUB_OFFLINE` set, only the cache
+    is looked into. Raises `CheckpointError`, which says why neither was found.
+    """
+    folder = Path(name_or_path).expanduser()
+    if name_or_path and folder.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"--revision is {revision}, but {name_or_path} is a local folder: leave it out, or name a hub id"
+            )
+        return folder
+    tried = f"model {name_or_path}: {folder.absolute()} is not a folder"
+    if HUB_ID.fullmatch(name_or_path) is None:
+        raise CheckpointError(f"{tried}, and it is not a hub id (owner/name) either")
+
+    from huggingface_hub import snapshot_download  # seconds to import, and a local folder doesn't need it
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(HUB_FILES)))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        what = name_or_path if revision is None else f"{name_or_path} at revision {revision}"
+        raise CheckpointError(f"{tried}, and fetching hub id {what} failed: {reason}") from error

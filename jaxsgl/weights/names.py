@@ -3,7 +3,8 @@
 A checkpoint stores projections as `[out, in]`; ours are `[..., in]`. A recipe says for each part of a parameter which
 numbers of which tensor fill it. It only makes views of the tensors (cuts, reshapes, transposes), so that the loader can
 read what one device needs and leave the rest. Knows no files; `loading.py` reads this table. Tensors that make no
-parameter are in `other_tensors.py`.
+parameter are in `tensor_files.py`. Recipes of a vision tower, whose layers are stacked, come last: `quantized.py` asks
+for them first.
 """
 
 from __future__ import annotations
@@ -365,3 +366,60 @@ def _stack_layers(of_layer: Pieces, arch: ModelArch, tensors: tuple[Tensor, ...]
     for layer in range(arch.num_layers):
         for place, numbers in of_layer(arch, tensors[layer * per_layer : (layer + 1) * per_layer]):
             yield Piece((layer, *place), numbers)
+
+
+TOWER_PREFIX = "model.visual."
+
+_TOWER_BLOCK = "blocks.{}."
+# Our name -> the tensor's name without ".weight" and ".bias", and the axes of the weights; `{}` stands for the index.
+_TOWER: dict[str, tuple[str, tuple[str, ...]]] = {
+    "patches": ("patch_embed.proj", ("VM", "VI", "VT", "VP", "VP")),
+    "qkv": (_TOWER_BLOCK + "attn.qkv", ("V3M", "VM")),
+    "o": (_TOWER_BLOCK + "attn.proj", ("VM", "VM")),
+    "fc1": (_TOWER_BLOCK + "mlp.linear_fc1", ("VF", "VM")),
+    "fc2": (_TOWER_BLOCK + "mlp.linear_fc2", ("VM", "VF")),
+    "norm1": (_TOWER_BLOCK + "norm1", ("VM",)),
+    "norm2": (_TOWER_BLOCK + "norm2", ("VM",)),
+    "positions": ("pos_embed", ("VG", "VM")),
+}
+_TOWER_MERGER = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
+_TOWER_MERGER_AXES = {"fc1": ("VW", "VW"), "fc2": ("D", "VW")}
+
+
+def recipe_of_tower(path: Path, arch: ModelArch) -> Recipe | None:
+    """The recipe of the parameter at `path`; None unless it belongs to a vision tower."""
+    if path[0] != "visual":
+        return None
+    assert arch.vision is not None
+    names = [str(part) for part in path[1:]]
+    is_bias = names[-1].endswith("_bias")
+    own = names[-1].removesuffix("_bias")
+    count = 1
+    axes: tuple[str, ...]
+    if names[0] == "merger":
+        tensor, axes = f"merger.{_TOWER_MERGER[own]}", _TOWER_MERGER_AXES.get(own, ("VM",))
+    elif names[0] == "deepstack":
+        tensor, axes = f"deepstack_merger_list.{{}}.{_TOWER_MERGER[own]}", _TOWER_MERGER_AXES.get(own, ("VW",))
+        count = len(arch.vision.deepstack_layers)
+    else:
+        tensor, axes = _TOWER[own]
+        count = arch.vision.num_layers if tensor.startswith(_TOWER_BLOCK) else 1
+    ending, axes = (".bias", axes[:1]) if is_bias else (".weight", axes)
+    sources = tuple(Source(TOWER_PREFIX + tensor.format(index) + ending, axes) for index in range(count))
+    if "{}" in tensor:
+        return Recipe(sources, _stacked_layers)
+    return Recipe(sources, _flat_patches if own == "patches" and not is_bias else _whole_tensor)
+
+
+def _whole_tensor(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    yield Piece((), tensors[0])
+
+
+def _flat_patches(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A convolution whose windows don't overlap is a product of flattened patches."""
+    yield Piece((), tensors[0].reshape(len(tensors[0]), -1))
+
+
+def _stacked_layers(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    for index, tensor in enumerate(tensors):
+        yield Piece((index,), tensor)

@@ -26,9 +26,8 @@ from jaxsgl.models.matrix import part_name
 from jaxsgl.models.quantization import FLOAT8, WeightFormat
 from jaxsgl.weights import names
 from jaxsgl.weights.experts import ShapeOf, recipe_of_experts
-from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, sizes
+from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, recipe_of_tower, sizes
 from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
-from jaxsgl.weights.tower import recipe_of_tower
 
 WEIGHTS = "weights"  # a part that is no parameter of its own: numbers, offsets and scales multiplied out
 

@@ -3,7 +3,10 @@
 Owns the files, their headers and the mapped pages. A tensor is a NumPy array over the mapped file: cutting, reshaping
 and transposing it reads nothing, and copying a part of it reads that part alone. Mapped pages count as the process's
 memory once they were read, until `release` gives them back. Never knows what parameters are made of: the loaders, which
-call it, bring the names.
+call it, bring the names. `GivenTensors` takes the place of files where a trainer hands tensors over.
+
+Tensors that are not read fail a load, but for scales of the KV cache, which `kv_scales.py` reads by themselves, and
+those that may be left unread; their names are here too.
 
 The format is 8 bytes of length, a JSON header, then the numbers of all tensors
 (https://github.com/huggingface/safetensors).
@@ -14,18 +17,22 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import re
 from bisect import bisect_right
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.weights.names import Source, sizes, with_model_prefix
-from jaxsgl.weights.other_tensors import is_harmless
+from jaxsgl.weights import stored_matrix
+from jaxsgl.weights.names import Source, own_name, sizes, with_model_prefix
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -184,3 +191,86 @@ def _listed_files(folder: Path) -> list[Path]:
             f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing)}"
         )
     return [folder / name for name in names]
+
+
+class GivenTensors:
+    """Tensors by name; remembers which were asked for. Arrays on other devices are copied to the host."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = {name: tensors[given] for name, given in with_model_prefix(tensors).items()}
+        self._unread = set(self._tensors)
+
+    def tensor(self, source: Source, arch: ModelArch) -> npt.NDArray[Any]:
+        """The tensor of `source` as it is. Raises `CheckpointError` if it is missing, misshapen or deleted."""
+        name = source.name
+        if source.axes is None:
+            raise CheckpointError(f"tensor {name} is of a quantized checkpoint; give {arch.name}'s weights as a folder")
+        expected = tuple(sizes(arch)[axis] for axis in source.axes)
+        if name not in self._tensors:
+            raise CheckpointError(f"tensor {name} is missing, but {arch.name} needs it")
+        given = self._tensors[name]
+        if isinstance(given, jax.Array) and given.is_deleted():
+            raise CheckpointError(f"tensor {name} is deleted; was it donated to a jitted function?")
+        if given.shape != expected or not jnp.issubdtype(given.dtype, jnp.floating):
+            raise CheckpointError(
+                f"tensor {name} is {given.dtype} of shape {given.shape}, but must be floats of shape {expected}"
+            )
+        self._unread.discard(name)
+        return np.asarray(given)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor; None if there is none of that name."""
+        return tuple(self._tensors[name].shape) if name in self._tensors else None
+
+    def release(self, numbers: npt.NDArray[Any]) -> None:
+        """Nothing to give back: the tensors are the trainer's."""
+
+    def refuse_unread(self, arch: ModelArch) -> None:
+        """Raises `CheckpointError` for tensors that no parameter was made of, except harmless ones."""
+        unread = sorted(name for name in self._unread if not is_harmless(name, arch))
+        if unread:
+            raise CheckpointError(f"{len(unread)} tensors are not part of {arch.name}, as {', '.join(unread[:3])}")
+
+
+# What scales K, V or both of a layer's KV cache in float8, by the end of the tensor's name: compressed-tensors and its
+# older form, ModelOpt, Quark. Scales of queries and probabilities belong to attention in float8, which ours is not.
+_KV_SCALES = {
+    "k_scale": "k", "attn.k_scale": "k", "k_proj.k_scale": "k", "qkv_proj.k_scale": "k", "k_proj.output_scale": "k",
+    "v_scale": "v", "attn.v_scale": "v", "v_proj.v_scale": "v", "qkv_proj.v_scale": "v", "v_proj.output_scale": "v",
+    "kv_scale": "kv", "attn.kv_scale": "kv",
+}  # fmt: skip
+_UNUSED_SCALES = ("q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale")
+_OF_ATTENTION = re.compile(r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d+)\.self_attn\.(.+)")
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# Architectures whose checkpoints have layers behind the last one, which predict further tokens.
+_PREDICT_MORE = ("Glm4MoeForCausalLM",)
+
+
+def kv_scale_of(name: str) -> tuple[int, str] | None:
+    """The layer, and "k", "v" or "kv" for both, whose cache a tensor of that name scales; None for any other tensor."""
+    match = _OF_ATTENTION.fullmatch(name)
+    return None if match is None or match[2] not in _KV_SCALES else (int(match[1]), _KV_SCALES[match[2]])
+
+
+def is_harmless(name: str, arch: ModelArch) -> bool:
+    """Whether a tensor may be left unread: rope's constants, a head that nothing reads, what predicts further tokens,
+    scales, and the parts beside the decoder.
+
+    The scales of the KV cache are read by themselves (`kv_scales.py`), if it is float8.
+    """
+    own = own_name(name, arch)
+    if own is None:
+        return True
+    name = own
+    of_attention = _OF_ATTENTION.fullmatch(name)
+    if of_attention is not None and (of_attention[2] in _KV_SCALES or of_attention[2].endswith(_UNUSED_SCALES)):
+        return True
+    if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
+        return True
+    behind = _OF_LAYER.match(name) if arch.name in _PREDICT_MORE else None
+    if behind is not None and int(behind[1]) >= arch.num_layers:
+        return True
+    fmt = arch.weight_format
+    if fmt is not None and fmt.storage is not None and stored_matrix.is_unused(name, fmt):
+        return True
+    return (arch.tie_embeddings or arch.head != "vocabulary") and name == "lm_head.weight"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxsgl.models.layer_rows import LayerRows
+from jaxsgl.models.layers import LayerRows
 from pallas_kernels.norm import rms_norm, scale_of
 
 pytestmark = pytest.mark.device

@@ -1,8 +1,9 @@
 """The vision tower of Qwen3-VL: patches of several images in, one row for each of the decoder's tokens out.
 
 Images are packed one behind the other on one axis P, and segment ids tell them apart: attention is full within an
-image. The host says where each patch lies (`batch/vision.py`). The parameters of all layers are stacked, so that a
-program has one body for them. Knows no requests and no pool of embeddings; `engine/encoding.py` runs it.
+image, and takes queries in blocks, so that scores of all pairs never stand in memory at once. The host says where each
+patch lies (`batch/vision.py`). The parameters of all layers are stacked, so that a program has one body for them. Knows
+no requests and no pool of embeddings; `engine/encoding.py` runs it.
 
 Source: Qwen3-VL technical report (arXiv 2511.21631); deepstack is arXiv 2406.04334.
 """
@@ -19,7 +20,6 @@ from flax import nnx
 from jaxsgl.models.matrix import Matrices
 from jaxsgl.models.precision import product
 from jaxsgl.models.vision.arch import VisionArch
-from jaxsgl.models.vision.attention import segment_attention
 
 NORM_EPS = 1e-6
 
@@ -188,3 +188,24 @@ def _linear(module: Matrices, name: str, shape: tuple[int, ...], dtype: jnp.dtyp
 def _array(module: Matrices, name: str) -> jax.Array:
     array: jax.Array = getattr(module, name)[...]
     return array
+
+
+BLOCK = 256  # queries whose scores stand in memory at once
+FAR = -1e30  # in the place of scores between images: no minus infinity, so that padding yields no NaN
+
+
+def segment_attention(q_PNH: jax.Array, k_PNH: jax.Array, v_PNH: jax.Array, segments: jax.Array) -> jax.Array:
+    """`[P, N, H]`: softmax of q . k / sqrt(H) over keys of the same segment `[P]`, in float32, times v."""
+    count, num_heads, head_dim = q_PNH.shape
+    scale = head_dim**-0.5
+    block = BLOCK if count % BLOCK == 0 else count
+
+    def of_block(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        queries, of_queries = part
+        scores = jnp.einsum("qnh,knh->nqk", queries, k_PNH, preferred_element_type=jnp.float32) * scale
+        shares = jax.nn.softmax(jnp.where(of_queries[:, None] == segments, scores, FAR), axis=-1)
+        return jnp.einsum("nqk,knh->qnh", shares.astype(v_PNH.dtype), v_PNH)
+
+    blocks = q_PNH.reshape(-1, block, num_heads, head_dim), segments.reshape(-1, block)
+    out: jax.Array = jax.lax.map(of_block, blocks) if count > block else of_block((q_PNH, segments))[None]
+    return out.reshape(count, num_heads, head_dim)
