@@ -5,7 +5,7 @@ its fields, so that a new filter is a field here, its use in `engine/filters.py`
 
 Edits of the logits (penalties, bias, stop tokens banned until min_tokens) take too many numbers to be carried by every
 step. They are one int32 array per row that stays on the device; the host writes it once, when the request first
-samples. `engine/edits.py` applies them.
+samples. `engine/tables.py` applies them.
 
     edits [EDITS_LEN] = [ penalties (3) | token ids | values | until ]
                           float bits      MAX_ADDED each: adds `value` (float bits) to the logit of `id` at positions

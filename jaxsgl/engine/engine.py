@@ -30,6 +30,7 @@ from jaxsgl.engine import profiler
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
+from jaxsgl.engine.encoding import TowerParts
 from jaxsgl.engine.launcher import Chosen, DeviceHandle, LaunchedHandle, Launcher
 from jaxsgl.engine.layer_state import LayerStates, layer_states
 from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
@@ -40,7 +41,6 @@ from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_page_size, plan_c
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.step_programs import ProgramSpec, StepPrograms, all_programs, largest_programs, step_bytes
-from jaxsgl.engine.tower_parts import TowerParts
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages.replies import EngineInfo

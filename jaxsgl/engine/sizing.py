@@ -15,9 +15,9 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine import edits, page_table
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.memory import Memory
+from jaxsgl.engine.tables import edit_table_bytes, page_table_bytes
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.requests.media import MediaLimits
@@ -91,8 +91,8 @@ def plan_capacity(
         memory,
         max_total_tokens=config.max_total_tokens,
         useful_tokens=num_rows * context_length,
-        reserved_bytes=edits.table_bytes(num_rows, arch.vocab_size)
-        + page_table.table_bytes(num_rows, pages_for(context_length, states.page_size))
+        reserved_bytes=edit_table_bytes(num_rows, arch.vocab_size)
+        + page_table_bytes(num_rows, pages_for(context_length, states.page_size))
         + _embeddings_bytes(tower)
         + (num_rows + 1) * states.row_bytes,
         step_bytes=step_bytes,

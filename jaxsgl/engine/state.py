@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.sampling import EDITS_LEN
-from jaxsgl.engine.edits import EditTables, neutral_tables
 from jaxsgl.engine.layer_state import LayerStates, StateArray
+from jaxsgl.engine.tables import EditTables, neutral_tables
 from jaxsgl.weights.sharding import replicated
 
 
@@ -42,7 +42,7 @@ class DeviceState(NamedTuple):
 
     Attributes:
       kv: the pages of all layers.
-      page_table: `[rows + 1, P]` int32, the pages of each row, the dummy row last; see `page_table.py`.
+      page_table: `[rows + 1, P]` int32, the pages of each row, the dummy row last; see `tables.py`.
       last_tokens: `[rows + 1]` int32, the newest token of each row, the dummy row last.
       edit_tables: by row, what featured batches do to logits.
       images: `[rows + 1, (1 + J) D]` embeddings of images' tokens and what deepstack adds; row 0 is zeros. None: the

@@ -25,9 +25,9 @@ from flax import nnx
 from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
 from jaxsgl.batch.outputs import NO_OUTPUTS, StepOutputs
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
-from jaxsgl.engine import edits, outputs, page_table, sampler, vocabulary
-from jaxsgl.engine.edits import EditTables
+from jaxsgl.engine import outputs, sampler, vocabulary
 from jaxsgl.engine.state import DeviceState, KvBuffers
+from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.models.tensor_parallel import num_parts, of_this_part
@@ -134,8 +134,8 @@ def make_step(
         model = nnx.merge(graphdef, params)
         page_size = state.kv.k[0].shape[2]
         token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
-        table = page_table.note_tokens(state.page_table, token_rows, arrays.positions, arrays.slots, page_size)
-        table_SP = page_table.of_seqs(table, arrays.rows, arrays.lengths, page_size)
+        table = note_tokens(state.page_table, token_rows, arrays.positions, arrays.slots, page_size)
+        table_SP = pages_of_seqs(table, arrays.rows, arrays.lengths, page_size)
         rope_positions = arrays.positions if arrays.rope_positions is None else arrays.rope_positions
         options = [model.arch.attention_options(layer) for layer in range(model.arch.num_layers)]
         pages = Pages(state.kv, table_SP, arrays, kind, options, attention_backend, kv_scales)
@@ -281,13 +281,13 @@ def featured_step(
     def of_rows(
         logits: jax.Array, edit_rows: jax.Array, lengths: jax.Array, sampling: SamplingArrays[jax.Array]
     ) -> tuple[jax.Array, StepOutputs[jax.Array]]:
-        edited = edits.apply(logits, tables, edit_rows, lengths)
+        edited = edit_logits(logits, tables, edit_rows, lengths)
         tokens = sampler.sample(edited, sampling, lengths, sampler.greedy(edited), filtered=True)
         return tokens, outputs.of_choice(logits, tokens)
 
     vocab_size = tables.counts.shape[1]
     tokens, found = vocabulary.by_rows(of_rows, logits, edit_rows, lengths, sampling, vocab_size=vocab_size)
-    return Featured(last_tokens.at[rows].set(tokens), edits.count(tables, edit_rows, tokens), tokens, found)
+    return Featured(last_tokens.at[rows].set(tokens), count_tokens(tables, edit_rows, tokens), tokens, found)
 
 
 def _vocab_size(state: DeviceState) -> int:

@@ -24,8 +24,15 @@ from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, packed_len
 from jaxsgl.batch.outputs import of_forward
 from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, TowerCapacity
 from jaxsgl.batch.sampling import EDITS_LEN
-from jaxsgl.engine import edits, page_table
-from jaxsgl.engine.encoding import ENCODE_DONATES, call_shapes, make_encode
+from jaxsgl.engine.encoding import (
+    ENCODE_DONATES,
+    PART_DONATES,
+    PART_KINDS,
+    Between,
+    call_shapes,
+    make_encode,
+    make_part,
+)
 from jaxsgl.engine.masking import MASKED_DONATES, copy_step, masked_step, score_step
 from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet, StageBytes
 from jaxsgl.engine.state import DeviceState
@@ -46,7 +53,7 @@ from jaxsgl.engine.step import (
     make_forward,
     sample_step,
 )
-from jaxsgl.engine.tower_parts import PART_DONATES, PART_KINDS, Between, make_part
+from jaxsgl.engine.tables import set_pages, set_row
 from jaxsgl.errors import JaxsglError
 from jaxsgl.models import Decoder, Params
 from jaxsgl.weights import KvScales
@@ -194,8 +201,8 @@ class ProgramSpec:
         row = (tables, self._int32(1 + EDITS_LEN + self.vocab_size))
         pages = (table, self._int32(3, TABLE_CHANGES))
         return [
-            Program(SET_ROW, edits.set_row, row, everywhere, SET_ROW_DONATES, self.mesh),
-            Program(SET_PAGES, page_table.set_pages, pages, everywhere, SET_PAGES_DONATES, self.mesh),
+            Program(SET_ROW, set_row, row, everywhere, SET_ROW_DONATES, self.mesh),
+            Program(SET_PAGES, set_pages, pages, everywhere, SET_PAGES_DONATES, self.mesh),
         ]
 
     def _bound(self, program: Any) -> Any:

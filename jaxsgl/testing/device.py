@@ -25,7 +25,7 @@ _RECORD = 4  # numbers of a slot: the two of its key, the two of its value
 
 
 class FakePageTable:
-    """The page table of a fake device, changed by steps alone: `engine/page_table.py` in NumPy."""
+    """The page table of a fake device, changed by steps alone: `engine/tables.py` in NumPy."""
 
     def __init__(self, capacity: Capacity) -> None:
         self._page_size = capacity.page_size

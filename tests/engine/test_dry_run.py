@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jaxsgl.batch.inputs import Bucket
-from jaxsgl.engine import edits, page_table
 from jaxsgl.engine.dry_run import covering
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.state import abstract_state, allocate
 from jaxsgl.engine.step_programs import SET_PAGES, SET_ROW, StepPrograms, all_keys, keys_of
+from jaxsgl.engine.tables import edit_table_bytes, page_table_bytes
 from jaxsgl.errors import ConfigError, StartupError
 from tests.engine.conftest import ConfigMaker
 from tests.plain_model import mesh_of
@@ -100,8 +100,8 @@ def test_where_memory_is_short_the_pool_is_smaller_by_what_the_largest_step_take
     engine = Engine(tiny_config(max_total_tokens=None), progress=False)
     page_bytes = layer_states(engine.arch, 4, engine._state.kv.k[0].dtype).page_bytes
     sizes = engine.capacity
-    tables = edits.table_bytes(sizes.num_rows, sizes.vocab_size)
-    tables += page_table.table_bytes(sizes.num_rows, sizes.max_pages_per_seq)
+    tables = edit_table_bytes(sizes.num_rows, sizes.vocab_size)
+    tables += page_table_bytes(sizes.num_rows, sizes.max_pages_per_seq)
     step = engine.programs.step_bytes
     largest = max(memory_of(engine, bucket) for bucket in engine.buckets.all() if not bucket.sampled)
     assert 4 * page_bytes < largest <= step
@@ -120,6 +120,6 @@ def test_a_pool_asked_for_that_leaves_a_step_no_room_is_refused_at_start(
 ) -> None:
     config = tiny_config()
     pool = 65 * layer_states(Engine(config, progress=False).arch, 4, np.dtype("float32")).page_bytes
-    small_memory(monkeypatch, pool + edits.table_bytes(4, 101) + page_table.table_bytes(4, 16) + 1000)
+    small_memory(monkeypatch, pool + edit_table_bytes(4, 101) + page_table_bytes(4, 16) + 1000)
     with pytest.raises(ConfigError, match=r"--max-total-tokens 256 .* beside the .* --chunked-prefill-size"):
         Engine(config, progress=False)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
-from jaxsgl.engine import edits
-from jaxsgl.engine.edits import EditTables
+from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, neutral_tables, set_row
 from jaxsgl.requests.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from tests import numpy_sampling
 
@@ -20,7 +19,7 @@ STOPS = frozenset({3, 300})
 PROMPT, OUTPUT = [5, 5, 9, 3, 396], [9, 7, 7, 0, 7]
 NEUTRAL = SamplingParams()
 
-apply, count, set_row = jax.jit(edits.apply), jax.jit(edits.count), jax.jit(edits.set_row)
+apply, count, write_row = jax.jit(edit_logits), jax.jit(count_tokens), jax.jit(set_row)
 
 
 def logits_of(num_rows: int, seed: int = 0) -> np.ndarray:
@@ -33,7 +32,7 @@ def setup(row: int, params: SamplingParams, prompt: list[int], output: list[int]
 
 
 def tables_with(params: SamplingParams, row: int = 2, output: list[int] = OUTPUT) -> EditTables:
-    return set_row(edits.neutral_tables(ROWS, VOCAB), setup(row, params, PROMPT, output))
+    return write_row(neutral_tables(ROWS, VOCAB), setup(row, params, PROMPT, output))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +78,9 @@ def test_counting_drawn_tokens_equals_setting_the_row_up_again() -> None:
 def test_setting_a_row_replaces_all_of_it_and_nothing_else() -> None:
     full = SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), frequency_penalty=1.0)
     before = tables_with(full, row=2)
-    after = set_row(before, setup(3, full, [1], []))
-    after = set_row(after, setup(2, NEUTRAL, [], []))
-    empty = edits.neutral_tables(ROWS, VOCAB)
+    after = write_row(before, setup(3, full, [1], []))
+    after = write_row(after, setup(2, NEUTRAL, [], []))
+    empty = neutral_tables(ROWS, VOCAB)
     for table, blank in zip(after, empty, strict=True):
         np.testing.assert_array_equal(np.delete(table, 3, axis=0), np.delete(blank, 3, axis=0))
 
@@ -90,7 +89,7 @@ def test_a_row_holds_as_many_entries_as_a_request_may_have() -> None:
     params = SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), min_tokens=1)
     stops = frozenset(range(300, 300 + MAX_STOP_TOKEN_IDS + 20))
     packed = pack_edits(params, stops, prompt_len=0)
-    tables = set_row(edits.neutral_tables(ROWS, VOCAB), row_setup(0, packed, np.zeros(VOCAB, np.int32)))
+    tables = write_row(neutral_tables(ROWS, VOCAB), row_setup(0, packed, np.zeros(VOCAB, np.int32)))
     done = np.asarray(apply(jnp.zeros((1, VOCAB)), tables, np.zeros(1, np.int32), np.zeros(1, np.int32)))[0]
     assert (done[:300] == 1).all()
     assert np.isneginf(done[300:384]).all()
@@ -101,6 +100,6 @@ def test_a_row_holds_as_many_entries_as_a_request_may_have() -> None:
 def test_a_tiny_repetition_penalty_leaves_logits_finite(penalty: float) -> None:
     """Float32 rounds the smallest to 0, and to divide by the others would overflow."""
     packed = pack_edits(SamplingParams(repetition_penalty=penalty), frozenset(), prompt_len=0)
-    tables = set_row(edits.neutral_tables(ROWS, VOCAB), row_setup(0, packed, np.ones(VOCAB, np.int32)))
+    tables = write_row(neutral_tables(ROWS, VOCAB), row_setup(0, packed, np.ones(VOCAB, np.int32)))
     done = np.asarray(apply(jnp.full((1, VOCAB), 50.0), tables, np.zeros(1, np.int32), np.zeros(1, np.int32)))
     assert np.isfinite(done).all()

@@ -16,12 +16,12 @@ from jax.sharding import Mesh
 
 from jaxsgl.batch.engine_ops import Gather, GatherRows, HostPages, Insert, RestoreRows
 from jaxsgl.engine import page_io
-from jaxsgl.engine.edits import EditTables
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.layer_state import LayerState, LayerStates, StateArray, attention_state
 from jaxsgl.engine.page_io import PageIo, page_counts
 from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.state import DeviceState, KvBuffers, allocate_kv
+from jaxsgl.engine.tables import EditTables
 from jaxsgl.weights.sharding import replicated
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, Plain

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jaxsgl.cache.pages import pages_for, slots_of
-from jaxsgl.engine import page_table
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.tables import note_tokens, pages_of_seqs, set_pages
 from tests.engine.driving import Driver, Plain
 
 
@@ -18,8 +18,8 @@ def test_steps_that_tell_the_pages_of_their_tokens_keep_the_table_true() -> None
     rng, page_size, num_rows, width = np.random.default_rng(0), 4, 5, 8
     host = np.zeros((num_rows + 1, width), np.int32)
     lengths, device = np.zeros(num_rows, np.int32), jax.numpy.zeros((num_rows + 1, width), np.int32)
-    note = jax.jit(functools.partial(page_table.note_tokens, page_size=page_size))
-    of_seqs = jax.jit(functools.partial(page_table.of_seqs, page_size=page_size))
+    note = jax.jit(functools.partial(note_tokens, page_size=page_size))
+    of_seqs = jax.jit(functools.partial(pages_of_seqs, page_size=page_size))
     for step in range(60):
         row = int(rng.integers(num_rows))
         count = int(rng.integers(1, 8))
@@ -29,7 +29,7 @@ def test_steps_that_tell_the_pages_of_their_tokens_keep_the_table_true() -> None
             shared = pages_for(int(lengths[row]), page_size)
             changes[0], changes[1:, :shared] = num_rows, (np.arange(shared), host[row, :shared])
             changes[0, :shared] = row
-            device = jax.jit(page_table.set_pages)(device, changes)
+            device = jax.jit(set_pages)(device, changes)
         start, end = lengths[row], lengths[row] + count
         token_rows, positions, slots = np.full(8, num_rows, np.int32), np.zeros(8, np.int32), np.zeros(8, np.int32)
         token_rows[:count], positions[:count] = row, np.arange(start, end)

@@ -13,10 +13,10 @@ import pytest
 
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import Bucket, StepArrays, host_views, packed_len, unpack
-from jaxsgl.engine import edits
 from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.state import allocate
 from jaxsgl.engine.step_programs import ProgramSpec, keys_of
+from jaxsgl.engine.tables import edit_table_bytes
 from jaxsgl.models import abstract_model
 from jaxsgl.weights import random_params
 from tests.engine.driving import Plain
@@ -108,7 +108,7 @@ def test_small_programs_change_last_tokens_and_tables_in_place(spec: ProgramSpec
     last_tokens, tables = spec.state.last_tokens.nbytes, spec.state.edit_tables
     programs = (spec.sampling("filtered", 4), spec.sampling("featured", 4), *spec.host_writes())
     sampled, featured, set_row, set_pages = (program.trace().lower().compile() for program in programs)
-    assert edits.table_bytes(NUM_ROWS, spec.vocab_size) == tables.edits.nbytes + tables.counts.nbytes
+    assert edit_table_bytes(NUM_ROWS, spec.vocab_size) == tables.edits.nbytes + tables.counts.nbytes
     assert sampled.memory_analysis().alias_size_in_bytes >= last_tokens
     assert featured.memory_analysis().alias_size_in_bytes >= last_tokens + tables.edits.nbytes + tables.counts.nbytes
     assert set_row.memory_analysis().alias_size_in_bytes >= tables.edits.nbytes + tables.counts.nbytes

@@ -16,8 +16,8 @@ import numpy as np
 
 from bench.output import figure_parser, write_figures
 from jaxsgl.batch.sampling import SamplingRows, pack_edits, row_setup
-from jaxsgl.engine import edits
 from jaxsgl.engine.step import featured_step, filtered_step, sample_step
+from jaxsgl.engine.tables import neutral_tables, set_row
 from jaxsgl.requests.sampling import SamplingParams
 
 SHAPES = "32x1024,8x151936"
@@ -37,9 +37,9 @@ def milliseconds(rows: int, vocab_size: int, name: str) -> float:
     arguments: list[Any] = [logits, packed, jnp.zeros(rows + 1, jnp.int32)]
     program: Any = PROGRAMS[name]
     if program is featured_step:
-        tables = jax.device_put(edits.neutral_tables(rows, vocab_size))
+        tables = jax.device_put(neutral_tables(rows, vocab_size))
         setup = row_setup(0, pack_edits(SamplingParams(presence_penalty=1.0), (), 0), np.ones(vocab_size, np.int32))
-        arguments += [edits.set_row(tables, jnp.asarray(setup)), jnp.arange(rows)]
+        arguments += [set_row(tables, jnp.asarray(setup)), jnp.arange(rows)]
     compiled = jax.jit(program).lower(*arguments).compile()
 
     def call() -> None:

@@ -18,11 +18,11 @@ from bench.targets.collectives import Wanted
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.edits import neutral_tables
 from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.sizing import choose_page_size
 from jaxsgl.engine.state import DeviceState, abstract_kv
 from jaxsgl.engine.step_programs import ProgramSpec
+from jaxsgl.engine.tables import neutral_tables
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.weights.sharding import param_sharding, replicated
