@@ -46,7 +46,7 @@ def test_a_device_has_its_part_of_a_model_that_eight_share(tmp_path: Path) -> No
     facts = model.facts()
     # 4 kv heads are too few: two devices each have a copy of one.
     assert (facts["num_heads"], facts["num_kv_heads"], facts["vocab_size"]) == (8, 1, 151_936 // 8)
-    assert model.page.page_bytes == 2 * 94 * 128 * 64 * 2
+    assert model.states.page_bytes == 2 * 94 * 128 * 64 * 2
     assert facts["expert_weights"] == 94 * 128 // 8 * 3 * 4096 * 1536
     whole = 235.1e9 * 2 / 8  # bytes of the published model's parameters
     replicated = 94 * 2 * 4096 * 128 * 2  # the copies of k and v, less routers, and norms: far below a percent
