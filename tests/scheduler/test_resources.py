@@ -8,7 +8,10 @@ which `CheckedScheduler` asks for); when all have ended, nothing is held.
 
 from __future__ import annotations
 
+import copy
 import logging
+import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +32,10 @@ from jaxsgl.scheduler.adapter import Adapter
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.req import Req
-from jaxsgl.scheduler.resources.resource import Resource
+from jaxsgl.scheduler.resources.adapters import AdapterDraft
+from jaxsgl.scheduler.resources.host_tier import HostDraft
+from jaxsgl.scheduler.resources.images import ImageDraft
+from jaxsgl.scheduler.resources.resource import Resource, ResourceDraft
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.device import image_ids
 from jaxsgl.testing.engine import RetractEvery, generate
@@ -41,6 +47,9 @@ from tests.scheduler.serving import VOCAB
 from tests.scheduler.tiered import Stepper, tier_of
 
 NUM_BYTES = 80
+MUTABLE = (
+    "_used", "_removed", "_placements", "_keeps_places", "_begun", "_ahead", "_coming", "_taken", "_left", "seconds",
+)  # fmt: skip
 NAMES = ("one", "two", "three")
 POISON = 997  # a prompt that begins with it can't be served
 
@@ -162,13 +171,11 @@ class History:
     def arrive(self) -> None:
         """A request of text or images, with or without an adapter; some are doomed to fail."""
         one_of = self.choices.one_of
-        parts = (
-            one_of(([3], [41], [2, (1, 9), 3], [9, (2, 12), 1, (1, 9)], [(3, 11), 12], [30]))
-            if (self.has_images)
-            else [one_of((3, 41, 30))]
-        )
+        texts: list[list[int | tuple[int, int]]] = [[3], [41], [30]]
+        images: list[list[int | tuple[int, int]]] = [[2, (1, 9), 3], [9, (2, 12), 1, (1, 9)], [(3, 11), 12]]
+        parts = one_of([*texts, *images] if self.has_images else texts)
         request_id = f"r{len(self.requests)}"
-        request = asked(request_id, list(parts), one_of((6, 1, 20)))
+        request = asked(request_id, parts, one_of((6, 1, 20)))
         base = one_of((0, 0, 1))
         ids = [token if token == PLACEHOLDER else token + base for token in request.prompt_ids]
         request = changed(request, prompt_ids=ids)
@@ -263,7 +270,33 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize("part", range(count(1, 4)))
 def test_what_was_taken_of_any_resource_is_given_back_in_every_end(part: int) -> None:
     """By night 12,000 histories, in parts that are drawn anew."""
-    check_histories(lambda choices: History(choices).play(), count(300, 3_000), NUM_BYTES)
+    check_histories(lambda choices: History(choices).play(), count(100, 3_000), NUM_BYTES)
+
+
+@pytest.mark.parametrize("kind", [AdapterDraft, HostDraft, ImageDraft])
+def test_a_question_to_a_draft_changes_nothing_of_it(
+    kind: type[ResourceDraft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_asked: Counter[str] = Counter()
+
+    def watched(name: str) -> Any:
+        ask = getattr(kind, name)
+
+        def asked_of(draft: ResourceDraft, *args: Any) -> Any:
+            before = {field: copy.copy(value) for field, value in vars(draft).items() if field in MUTABLE}
+            answer = ask(draft, *args)
+            assert {field: value for field, value in vars(draft).items() if field in MUTABLE} == before
+            num_asked[name] += 1
+            return answer
+
+        return asked_of
+
+    for name in ("may_admit", "defers", "longest"):
+        monkeypatch.setattr(kind, name, watched(name))
+    rng = random.Random(1)
+    for _ in range(12):
+        History(Choices(rng.randbytes(NUM_BYTES))).play()
+    assert min(num_asked[name] for name in ("may_admit", "defers", "longest")) > 50
 
 
 class Forgetful(Resource):
