@@ -44,7 +44,7 @@ from jaxsgl.testing import engine as testing
 PACKAGE = Path(jaxsgl.__file__).resolve().parent
 STAND_IN = "testing/"  # the fake engine and its parts
 CAPACITY = Capacity(16, 64, 8, 256, 128, 1024)  # page size, pages, rows, context, tokens of an extend, vocabulary
-UNASKED = re.compile(r"paus|flush|profil|preempt|retract|command|control")
+UNASKED = re.compile(r"paus|flush|profil|retract|command|control|adapter|images|host_|latency|grammar|constraint|kept")
 
 
 @dataclass

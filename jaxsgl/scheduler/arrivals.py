@@ -143,7 +143,7 @@ class Arrivals:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(32)
         capacity = self._state.capacity
         max_new = max_new_tokens(request, capacity.limits)
-        adapter = self._state.adapters.named(request.adapter)
+        adapter = self._state.adapters.named(request.adapter) if request.adapter else None
         outputs = [collectors_of(request, index, capacity.pooling) for index in range(sampling.n)]
         leader = Req(request, max_new, self._eos_token_ids, seed, outputs=outputs[0], adapter=adapter)
         others = [

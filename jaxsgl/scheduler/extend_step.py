@@ -21,9 +21,9 @@ from jaxsgl.scheduler.budget import (
     fair_shares,
     pages_held_for,
     pages_to_come,
+    ratio_steps_short,
     without_much_padding,
 )
-from jaxsgl.scheduler.failed_admission import ratio_steps_short
 from jaxsgl.scheduler.plan import WhyNot
 from jaxsgl.scheduler.policy import MAX_REORDERED, PrefixesInProgress
 from jaxsgl.scheduler.req import Req

@@ -6,8 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
-from jaxsgl.scheduler.budget import PageCount
-from jaxsgl.scheduler.failed_admission import FailedAdmission
+from jaxsgl.scheduler.budget import FailedAdmission, PageCount
 from jaxsgl.scheduler.req import Req
 
 Part: TypeAlias = tuple[Req, int]  # so many tokens of a request: known ones to extend, or new ones to decode

@@ -4,10 +4,10 @@
     in mixed steps the running requests decode in the same step; without chunks, all running requests decode.
 
 Where the pages don't suffice for the next tokens of the running requests, the plan takes some back to the queue
-(preemption.py). What-ifs go through the ledger, never through the cache. extend_step.py admits waiting requests by an
+(policy.py). What-ifs go through the ledger, never through the cache. extend_step.py admits waiting requests by an
 estimate of the pages that running ones will need. It may turn out too low: then a later plan retracts. An empty pool
 takes any request, since one that could never fit was refused on arrival. While requests wait for pages and nothing
-changes that could make room, the queue isn't read (failed_admission.py).
+changes that could make room, the queue isn't read (`FailedAdmission`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-from jaxsgl.scheduler import preemption
-from jaxsgl.scheduler.budget import HORIZON_STEPS, Claim
+from jaxsgl.scheduler import policy
+from jaxsgl.scheduler.budget import HORIZON_STEPS, Claim, FailedAdmission
 from jaxsgl.scheduler.extend_step import ExtendBuilder, PlanBuilder, new_pages
-from jaxsgl.scheduler.failed_admission import FailedAdmission
 from jaxsgl.scheduler.failure import blame
 from jaxsgl.scheduler.plan import Admission, Part, StepPlan, WhyNot
 from jaxsgl.scheduler.req import Req
@@ -134,7 +133,7 @@ class _Planner(PlanBuilder):
         """
         while (pages := self._pages_to_decode()) > self.ledger.available:
             admitted = self.admitted
-            candidates = preemption.retractable(admitted)
+            candidates = policy.retractable(admitted)
             if len(candidates) < len(admitted):
                 return []
             assert len(candidates) > 1, f"{candidates[0].name} runs alone and lacks pages: it was checked on arrival"
@@ -144,12 +143,12 @@ class _Planner(PlanBuilder):
         return self.decoding
 
     def _pages_to_decode(self) -> int:
-        return sum([req.needs_page for req in self.decoding])
+        return sum([req.kv_len >= req.lease.num_tokens for req in self.decoding if req.lease])  # `needs_page`, but fast
 
     def _retract_one(self, candidates: Sequence[Req]) -> None:
         """Retracts the request that loses least, and admits none for now."""
         self._admission_closed = True
-        self._take_back(preemption.in_order_of_loss(candidates, self.view.policy.rank)[:1], self._retract)
+        self._take_back(policy.in_order_of_loss(candidates, self.view.policy.rank)[:1], self._retract)
 
     def _take_back(self, reqs: Sequence[Req], into: list[Req]) -> None:
         """Takes `reqs` back to the queue. Reopens admission if no request is left whose end could do so."""
@@ -221,7 +220,7 @@ class _Planner(PlanBuilder):
                     self._note_failure(None, HORIZON_STEPS)
             if chunks or not continuing or self.decoding or view.steps_in_flight or self.is_working:
                 return chunks
-            self._retract_one(preemption.retractable(self.admitted))
+            self._retract_one(policy.retractable(self.admitted))
 
     def _would_fail_again(self) -> bool:
         """Whether the last try to admit failed and nothing has changed since that could make room."""
@@ -268,19 +267,17 @@ class _Planner(PlanBuilder):
         if not self.view.config.enable_priority_scheduling:
             return False
         threshold = self.view.config.priority_scheduling_preemption_threshold
-        return req in self._preempting or bool(
-            preemption.outranked(self.view.policy.rank, req, self.admitted, threshold)
-        )
+        return req in self._preempting or bool(policy.outranked(self.view.policy.rank, req, self.admitted, threshold))
 
     def _preempt_for(self, waiting: Req, pages_short: int) -> bool:
         """Takes requests of lower priority back to the queue if that makes room for `waiting`."""
         config = self.view.config
         if not config.enable_priority_scheduling:
             return False
-        chosen = preemption.victims(
+        chosen = policy.victims(
             self.view.policy.rank,
             waiting,
-            preemption.retractable(self.admitted),
+            policy.retractable(self.admitted),
             config.priority_scheduling_preemption_threshold,
             pages_short,
             lambda req: self.ledger.num_exclusive(Claim.held(req)),

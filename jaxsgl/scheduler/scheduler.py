@@ -168,7 +168,8 @@ class Scheduler:
         if capacity.max_adapters:
             resources.append(adapters)
         self.state.resources = tuple(resources)
-        self.kept_images = None if self.state.images is None else self.state.images.kept
+        has_kept = capacity.tower is not None and capacity.tower.host_bytes
+        self.kept_images = self.state.images.kept if self.state.images is not None and has_kept else None
         self.last_plan: StepPlan | None = None
         self.wake_fd: int | None = None
         self._requests, self._resources = requests, self.state.resources

@@ -11,9 +11,8 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.replies import Totals
-from jaxsgl.scheduler.budget import NewTokenRatio, Timing
+from jaxsgl.scheduler.budget import FailedAdmission, NewTokenRatio, Timing
 from jaxsgl.scheduler.engine_ops import EngineOps
-from jaxsgl.scheduler.failed_admission import FailedAdmission
 from jaxsgl.scheduler.plan import WhyNot
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.req import Req

@@ -29,7 +29,7 @@ from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
 from jaxsgl.messages.orders import MemoryTag, News, Shutdown, ToEngine
 from jaxsgl.messages.replies import Load, Replies, Reply
-from jaxsgl.scheduler.preemption import in_order_of_loss
+from jaxsgl.scheduler.policy import in_order_of_loss
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.state import SchedulerState
 from jaxsgl.testing.device import FakeAdapters, FakeImages, FakePageTable, FakePool

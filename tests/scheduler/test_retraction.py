@@ -16,7 +16,7 @@ from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.budget import DECAY_STEPS, NewTokenRatio
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.scheduler.preemption import in_order_of_loss
+from jaxsgl.scheduler.policy import in_order_of_loss
 from jaxsgl.scheduler.req import Req
 from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox
 from tests.checked import CheckedScheduler

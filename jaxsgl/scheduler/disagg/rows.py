@@ -101,7 +101,6 @@ def started(rooms: PrefillRooms, images: Images, samples: list[Req]) -> Iterator
         for item in req.media:
             if item.digest not in wanted:
                 continue
-            assert kept is not None, "a prefill worker has host memory for images"
             rows, held = kept.host.find(item.digest), images.pool.find(item.digest)
             if rows is not None:
                 kept.host.used(item.digest)
@@ -119,4 +118,4 @@ def started(rooms: PrefillRooms, images: Images, samples: list[Req]) -> Iterator
 def lost_rows(rooms: PrefillRooms, images: Images, request_id: str) -> bool:
     """Whether rows that decode lacks of a request that is computed are nowhere, and don't come any more."""
     wanted, kept = rooms.wanted(request_id), images.kept
-    return any(kept is None or not kept.is_coming(digest, also_old=True) for digest in wanted)
+    return any(not kept.is_coming(digest, also_old=True) for digest in wanted)

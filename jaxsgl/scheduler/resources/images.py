@@ -201,7 +201,7 @@ class Images(Resource):
       time: how long steps may take.
 
     Attributes:
-      kept: rows in host memory; None: there are none.
+      kept: rows in host memory.
       sliced: an image of which some layers are computed; None: there is none.
     """
 
@@ -220,7 +220,7 @@ class Images(Resource):
         self._locks: dict[Req, dict[int, HeldImage]] = {}  # by the image's place among the request's
         self._to_encode: dict[bytes, tuple[MediaItem, HeldImage]] = {}
         self._to_restore: dict[bytes, HeldImage] = {}  # instead, in the step that is launched now
-        self.kept = KeptImages(capacity.host_bytes, ops) if capacity.host_bytes else None
+        self.kept = KeptImages(capacity.host_bytes, ops)
         self.sliced: SlicedImage | None = None
         self._ahead: EncodeAhead | None = None  # of the plan that is carried out
 
@@ -266,8 +266,7 @@ class Images(Resource):
         parts = [] if self._ahead is None else [self._part(self._ahead)]
         if inputs.bucket.kind == "decode":  # it reads no image
             return replace(inputs, encodes=tuple(parts)) if parts else inputs
-        if self._to_encode and self.kept is not None:
-            self._restore(self.kept)
+        self._restore()
         if self.sliced is not None and self.sliced.item.digest in self._to_encode:
             parts.append(self.sliced.next_part())  # the step needs it
             self._is_encoded(*self._to_encode.pop(self.sliced.item.digest))
@@ -310,7 +309,7 @@ class Images(Resource):
 
     def is_kept(self, item: MediaItem) -> bool:
         """Whether the rows of the image are in host memory."""
-        return self.kept is not None and self.kept.host.find(item.digest) is not None
+        return self.kept.host.find(item.digest) is not None
 
     def can_come(self, item: MediaItem) -> bool:
         """Whether its rows can be made or copied back; otherwise the request fails when a step is built."""
@@ -320,21 +319,18 @@ class Images(Resource):
         """Lets no later request find what is encoded now; see `EmbeddingRows.retire`."""
         self._drop_sliced()
         self.pool.retire()
-        if self.kept is not None:
-            self.kept.retire()
+        self.kept.retire()
 
     def flush(self) -> None:
         """Drops every image that no request needs."""
         self.pool.flush()
-        if self.kept is not None:
-            self.kept.host.flush()
+        self.kept.host.flush()
 
     def check(self, requests: RequestTable) -> None:
         """Raises AssertionError if a row or a lock is lost, or a lock is that of a request that has ended."""
         gone = self._locks.keys() - set(requests.all())
         assert not gone, f"rows are locked for requests that have ended: {[req.name for req in gone]}"
-        if self.kept is not None:
-            self.kept.host.check()
+        self.kept.host.check()
         self.pool.check([image for locks in self._locks.values() for image in locks.values()])
 
     def _use(self, item: MediaItem) -> None:
@@ -342,8 +338,7 @@ class Images(Resource):
 
         Raises `EngineUnavailable` if its rows came from another server, and weights were exchanged since.
         """
-        if self.kept is not None:
-            self.kept.host.used(item.digest)
+        self.kept.host.used(item.digest)
         held = self.pool.find(item.digest)
         if not (self._capacity.encodes or (held is not None and held.encoded) or self.is_kept(item)):
             raise EngineUnavailable(
@@ -362,10 +357,10 @@ class Images(Resource):
             self._to_encode[item.digest] = (item, image)
         return image
 
-    def _restore(self, kept: KeptImages) -> None:
+    def _restore(self) -> None:
         """Copies back what is in host memory, in place of encoding it."""
         for digest, (_, image) in list(self._to_encode.items()):
-            if kept.restore(image):
+            if self.kept.restore(image):
                 self._to_restore[digest] = image
             if digest in self._to_restore or not self._capacity.encodes:
                 del self._to_encode[digest]
@@ -392,8 +387,7 @@ class Images(Resource):
         image.encoded = True
         self._totals.encoded_images += 1
         self._totals.encoded_patches += item.num_patches
-        if self.kept is not None:
-            self.kept.encoded(image)
+        self.kept.encoded(image)
 
     def _make_room(self, num_tokens: int) -> None:
         """Drops the image that is encoded in parts if others need its rows and no request decodes."""
@@ -491,7 +485,7 @@ class _Coming:
 
 
 class KeptImages:
-    """The rows of images in host memory, as far as the model has memory for them there.
+    """The rows of images in host memory; no image is copied there if that has no room for any.
 
     An image is copied to the host once, after the step that has encoded it, so its rows on the device may be taken at
     any time. Before a step that needs an image whose rows are gone they are copied back. cache/host_images.py decides
@@ -518,7 +512,7 @@ class KeptImages:
 
     def encoded(self, image: HeldImage) -> None:
         """A step is launched that encodes the image: its rows are copied to the host after it."""
-        if self.on_rows is not None or self.host.find(image.digest) is None:
+        if self.host.limit_bytes and (self.on_rows is not None or self.host.find(image.digest) is None):
             self._gather(image, after_step=True)
 
     def gather(self, image: HeldImage) -> None:
