@@ -54,7 +54,7 @@ from jaxsgl.scheduler.req import State
 from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.resources.host_tier import HostCopies, LoadRule
-from jaxsgl.scheduler.resources.images import Images
+from jaxsgl.scheduler.resources.images import Images, KeptImages
 from jaxsgl.scheduler.resources.resource import Resource
 from jaxsgl.scheduler.retraction_warning import RetractionWarning
 from jaxsgl.scheduler.state import RetractAlso, SchedulerState
@@ -158,6 +158,7 @@ class Scheduler:
             totals=totals,
             adapters=adapters,
         )
+        self.kept_images: KeptImages | None = None
         resources: list[Resource] = []
         if tier is not None and loads is not None:
             resources.append(HostCopies(cache, tier, loads, requests, ops, totals, clock))
@@ -165,11 +166,10 @@ class Scheduler:
             pool = EmbeddingRows(capacity.tower.num_rows)
             self.state.images = Images(pool, capacity.tower, buckets, totals, ops, timing)
             resources.append(self.state.images)
+            self.kept_images = self.state.images.kept if capacity.tower.host_bytes else None
         if capacity.max_adapters:
             resources.append(adapters)
         self.state.resources = tuple(resources)
-        has_kept = capacity.tower is not None and capacity.tower.host_bytes
-        self.kept_images = self.state.images.kept if self.state.images is not None and has_kept else None
         self.last_plan: StepPlan | None = None
         self.wake_fd: int | None = None
         self._requests, self._resources = requests, self.state.resources

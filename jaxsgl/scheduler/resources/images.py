@@ -63,12 +63,12 @@ class _Look:
     Attributes:
       num_tokens: that it may have.
       coming: images whose rows are made, or copied back, before the step, and the seconds that this takes.
-      ahead: the image at which it must stop, to be encoded ahead; its place among those of the request.
+      ahead: the place of the image at which it must stop, which is encoded ahead; none or one.
     """
 
     num_tokens: int
     coming: dict[bytes, float] = field(default_factory=dict)
-    ahead: int | None = None
+    ahead: tuple[int, ...] = ()
 
 
 class ImageDraft(ResourceDraft):
@@ -76,7 +76,7 @@ class ImageDraft(ResourceDraft):
 
     def __init__(self, images: Images, plan: PlanInTheMaking) -> None:
         self._images, self._plan = images, plan
-        self._ahead: tuple[Req, int] | None = None
+        self._ahead: tuple[tuple[Req, int], ...] = ()  # the image that is encoded ahead: none or one
         self._coming: set[bytes] = set()  # images whose rows are made, or copied back, before the step
         self._taken: set[bytes] = set()
         self._time, self._left = UNBOUNDED, 0
@@ -84,18 +84,18 @@ class ImageDraft(ResourceDraft):
     @property
     def is_working(self) -> bool:
         """Whether layers of an image are encoded ahead."""
-        return self._ahead is not None
+        return len(self._ahead) > 0
 
     def begin_step(self) -> None:
         """Goes on with the image that is encoded in parts; it is dropped if others need its rows and none decodes."""
         sliced = self._images.sliced
         self._time = self._images.time if self._plan.decoding else UNBOUNDED
         self._left = self._images.pool.num_available
-        self._ahead, self.seconds = None, 0.0
+        self._ahead, self.seconds = (), 0.0
         self._coming.clear()
         self._taken.clear()
         if sliced is not None and self._time.is_bounded:
-            self._ahead, self.seconds = (sliced.req, sliced.index), self._time.for_encoding_s
+            self._ahead, self.seconds = ((sliced.req, sliced.index),), self._time.for_encoding_s
         elif sliced is not None:
             self._left += sliced.item.length
 
@@ -105,19 +105,19 @@ class ImageDraft(ResourceDraft):
         If the time of a step is bounded, they also end before an image whose rows would come too late.
         """
         look = self._look(req, start, count)
-        seconds = sum(look.coming.values()) + (0.0 if look.ahead is None else self._time.for_encoding_s)
-        return Extent(look.num_tokens, seconds)
+        seconds = [*look.coming.values(), *(self._time.for_encoding_s for _ in look.ahead)]
+        return Extent(look.num_tokens, sum(seconds))
 
     def take(self, req: Req, start: int, count: int, wanted: int) -> None:
         """Takes rows for the images of the chunk, and the time of those that it reaches or must wait for."""
         look = self._look(req, start, wanted)
         self._coming.update(look.coming)
         self.seconds += sum(look.coming.values())
-        if look.ahead is not None:
-            item = req.media[look.ahead]
-            self._left -= 0 if self._has_rows(req, look.ahead, item) else item.length
+        for index in look.ahead:
+            item = req.media[index]
+            self._left -= 0 if self._has_rows(req, index, item) else item.length
             self._taken.add(item.digest)
-            self._ahead = req, look.ahead
+            self._ahead = ((req, index),)
             self.seconds += self._time.for_encoding_s
         for index, item in items_of(req, start, start + count) if count else ():
             if not self._has_rows(req, index, item):
@@ -126,10 +126,10 @@ class ImageDraft(ResourceDraft):
 
     def actions(self, decodes: bool) -> tuple[Action, ...]:
         """What is encoded ahead, before a step that decodes."""
-        if self._ahead is None or not decodes:
+        if not decodes:
             return ()
-        req, index = self._ahead
-        return (EncodeAhead(req, index, self._images.layers_in_time(req.media[index])),)
+        layers_in_time = self._images.layers_in_time
+        return tuple([EncodeAhead(req, index, layers_in_time(req.media[index])) for req, index in self._ahead])
 
     def _look(self, req: Req, start: int, count: int) -> _Look:
         left, seen, look = self._left, set[bytes](), _Look(count)
@@ -139,8 +139,8 @@ class ImageDraft(ResourceDraft):
             if seconds is None:
                 look.num_tokens = max(item.offset - start, 0)
                 fits = has_rows or item.length <= left
-                if self._ahead is None and not place and fits and self._is_slow(item):
-                    look.ahead = index
+                if not self.is_working and not place and fits and self._is_slow(item):
+                    look.ahead = (index,)
                 return look
             if not self._is_there(item, look):
                 look.coming[item.digest] = seconds
@@ -222,7 +222,7 @@ class Images(Resource):
         self._to_restore: dict[bytes, HeldImage] = {}  # instead, in the step that is launched now
         self.kept = KeptImages(capacity.host_bytes, ops)
         self.sliced: SlicedImage | None = None
-        self._ahead: EncodeAhead | None = None  # of the plan that is carried out
+        self._ahead: list[EncodeAhead] = []  # of the plan that is carried out: none or one
 
     def is_sliced(self, item: MediaItem) -> bool:
         """Whether the image may be encoded in parts."""
@@ -246,7 +246,7 @@ class Images(Resource):
 
     def carry_out(self, actions: Iterable[Action]) -> None:
         """Files what is to be encoded ahead, which `completed` does: no layer counts as done before a step is built."""
-        self._ahead = next((action for action in actions if isinstance(action, EncodeAhead)), None)
+        self._ahead = [action for action in actions if isinstance(action, EncodeAhead)]
 
     def placed(self, work: Work, req: Req) -> Work:
         """`work` with the rows of its images, which are locked for `req`; those that are not encoded will be."""
@@ -263,7 +263,7 @@ class Images(Resource):
 
     def completed(self, inputs: StepInputs) -> StepInputs:
         """The batch with the calls of the tower that must come before it, and with the part of one that is ahead."""
-        parts = [] if self._ahead is None else [self._part(self._ahead)]
+        parts = [self._part(ahead) for ahead in self._ahead]
         if inputs.bucket.kind == "decode":  # it reads no image
             return replace(inputs, encodes=tuple(parts)) if parts else inputs
         self._restore()
