@@ -217,7 +217,7 @@ class ExtendBuilder:
         claim = Claim.planned(req, prefix, self._cache)
         self._ledger.lock(prefix)  # before anything else: what it locks can't be evicted for it
         pages = pages_to_come(claim, claim.tokens_to_come, self._cache)
-        defers = any(draft.defers(req, prefix) for draft in self._drafts)
+        defers = bool(self._drafts) and any(draft.defers(req, prefix) for draft in self._drafts)
         if not self._fits(claim, pages):
             self.no_room = WhyNot.TOKENS
         elif not defers:
@@ -279,9 +279,10 @@ class ExtendBuilder:
         pages_before = new_pages(claim, before, self._cache) if before else 0
         is_cut = self._whole_prompts and count < wanted
         count = before if is_cut else self._chunk_len(claim, count, pages_before)
-        for draft in self._drafts:
-            draft.take(claim.req, claim.kv_len, max(count, before), wanted)
-        self._spend()
+        if self._drafts:
+            for draft in self._drafts:
+                draft.take(claim.req, claim.kv_len, max(count, before), wanted)
+            self._spend()
         if count <= before:
             return
         self._pages_taken += new_pages(claim, count, self._cache) - pages_before
