@@ -37,10 +37,11 @@ def main() -> int:
 def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
     try:
         # Imported here, so that a broken JAX installation is reported like any other failure to start.
-        from jaxsgl import kept_prefixes, wiring
+        from jaxsgl import wiring
         from jaxsgl.scheduler.loop import run_loop
 
         engine, scheduler = wiring.build(launch.config, mark=launch.endpoints.mask_mark())
+        serving = wiring.serving_of(launch.config, engine, scheduler)
     except StartupError as error:
         mailbox.fail(str(error))
         return 1
@@ -48,16 +49,16 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
         logger.exception("the engine failed to start")
         mailbox.fail(f"the engine failed to start: {_in_one_line(error)}")
         return 1
-    if scheduler.wake_fd is not None:
-        mailbox.wake_at(scheduler.wake_fd)
+    if serving.wake_fd is not None:
+        mailbox.wake_at(serving.wake_fd)
     # The loop tells its load after a turn; a front end must know before the first one what requests may name.
-    mailbox.send(Replies([], scheduler.load(engine.recompiles, weight_version=engine.residents.weight_version)))
+    mailbox.send(Replies([], serving.load(engine.recompiles, weight_version=engine.residents.weight_version)))
     mailbox.announce(engine.info)
     try:
         overlap = not launch.config.disable_overlap_schedule
         check = launch.config.check_every_step
-        run_loop(scheduler, engine, mailbox, overlap, check, engine.residents, engine, engine.adapters)
-        kept_prefixes.keep(launch.config, engine, scheduler)
+        run_loop(serving, engine, mailbox, overlap, check, engine.residents, engine, engine.adapters)
+        wiring.keep_prefixes(launch.config, engine, scheduler)
     except Exception as error:
         logger.exception("the engine failed")
         mailbox.fail(f"the engine failed ({type(error).__name__}); the server's log says more")  # clients read this

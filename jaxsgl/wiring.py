@@ -1,15 +1,25 @@
-"""Builds an engine and a scheduler for it. The engine process and the offline `LLM` call it; it knows no front end."""
+"""Builds an engine and a scheduler for it, and where flags ask for one, the prefill or decode side in front of that.
+
+The engine process and the offline `LLM` call it; it knows no front end. Prefixes of the host tier are kept between two
+starts in a file whose name stands for the weights, their formats and the layout of pages: what another model or format
+has computed is never found.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Callable
+import time
+import zlib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from jaxsgl import kept_prefixes
+import jax
+import numpy as np
+
+from jaxsgl.cache import kv_file
 from jaxsgl.cache.arena import allocate, pages_per_turn
 from jaxsgl.cache.host_pages import HostPages
 from jaxsgl.cache.tiers import HostTier
@@ -21,13 +31,15 @@ from jaxsgl.engine.memory import free_host_bytes
 from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.orders import LoadAdapter
+from jaxsgl.models import Params
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.apply import Mark
 from jaxsgl.scheduler.grammar_queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.resources.host_tier import LoadRule
-from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.scheduler import Scheduler, Serving
 from jaxsgl.scheduler.state import RetractAlso
+from pallas_kernels.own_folder import own_folder
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +56,8 @@ def build(config: EngineConfig, limited: bool = True, mark: Mark = NoMark()) -> 
       mark: notes whose mask is being made.
     """
     retract_every()  # fails now, not after minutes
+    if config.disaggregation.is_on and not limited:
+        raise ConfigError("--disaggregation-mode needs servers behind a gateway, see docs/scale-out.md")
     engine = Engine(config, moves_pages=config.disaggregation.is_on or config.host_kv.is_on)
     return engine, build_scheduler(config, engine, limited, mark=mark)
 
@@ -62,20 +76,10 @@ def build_scheduler(
     scheduling = config.scheduling
     if not limited:
         scheduling = replace(scheduling, queue_timeout_s=None, running_timeout_s=None)
-    make: Callable[..., Scheduler] = Scheduler
-    if config.disaggregation.is_on:
-        if not limited:
-            raise ConfigError("--disaggregation-mode needs servers behind a gateway, see docs/scale-out.md")
-        from jaxsgl.leg_wiring import make_leg_scheduler  # other servers know nothing of it
-
-        make = make_leg_scheduler(config, engine)
     while engine.poll(wait=True):
         pass  # what a scheduler before this one has gathered
     tier, loads = _host_tier(config, engine)
-    grammars: GrammarQueue | NoGrammars = NoGrammars()
-    if config.grammar_backend != "none":
-        grammars = _grammars(scheduling, engine, eagerly=limited)
-    scheduler = make(
+    scheduler = Scheduler(
         engine.capacity,
         engine.buckets,
         engine.arch.eos_token_ids,
@@ -88,12 +92,65 @@ def build_scheduler(
         tier=tier,
         loads=loads,
         max_loaded_loras=config.lora.max_loaded_loras,
-        grammars=grammars,
+        grammars=_grammars(config, scheduling, engine, eagerly=limited),
         mark=mark,
     )
     _load_adapters(config, engine, scheduler, former)
-    kept_prefixes.take(config, engine, scheduler)
+    _take_prefixes(config, engine, scheduler)
     return scheduler
+
+
+def serving_of(config: EngineConfig, engine: Engine, scheduler: Scheduler) -> Serving:
+    """What stands at the mailbox: `scheduler`, or the side that flags ask for, whose wire is opened.
+
+    Raises:
+      ConfigError: the file of the secret can't be used.
+      StartupError: the port can't be bound, or the transfer backend isn't installed.
+    """
+    flags = config.disaggregation
+    if not flags.is_on:
+        return scheduler
+    from jaxsgl.scheduler.disagg.decode_side import DecodeSide  # other servers know nothing of it
+    from jaxsgl.scheduler.disagg.prefill_side import PrefillSide
+    from jaxsgl.scheduler.disagg.rooms import RoomLimits
+    from jaxsgl.transfer.frames import Geometry
+    from jaxsgl.transfer.tcp import TcpWire
+
+    layout, tower = engine.page_layout, engine.capacity.tower
+    geometry = Geometry(
+        layout.page_size,
+        layout.dtype,
+        layout.page_shape,
+        layout.page_bytes,
+        f"{engine.arch.name} with norms {norms_digest(engine.residents.params):08x}",
+        0 if tower is None else tower.row_bytes,
+        flags.disaggregation_transfer_backend,
+    )
+    is_prefill = flags.disaggregation_mode == "prefill"
+    listen = (flags.disaggregation_host or "127.0.0.1", flags.disaggregation_bootstrap_port) if is_prefill else None
+    peer_timeout_s = flags.disaggregation_peer_timeout_s
+    wire = TcpWire(flags.disaggregation_mode, geometry, listen, peer_timeout_s, flags.read_secret())
+    if listen is not None:
+        logger.info("decode servers reach this prefill server at %s:%d", listen[0], wire.port)
+    limits = RoomLimits(
+        layout.page_bytes, flags.staging_bytes, config.max_queued_requests, flags.disaggregation_bootstrap_timeout_s
+    )
+    kind = PrefillSide if is_prefill else DecodeSide
+    return kind(scheduler, wire, layout, limits, lambda: engine.residents.weight_version)
+
+
+def norms_digest(params: Params) -> int:
+    """A digest of the decoder's norms, by which prefill and decode servers compare their weights.
+
+    They are whole on each device and are never quantized, so it is the same under any mesh. Those of a vision tower are
+    left out, which a decode server has not.
+    """
+    digest = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        if "norm" in name and not name.startswith("['visual']"):
+            digest = zlib.crc32(np.asarray(leaf, dtype=np.float32).tobytes(), digest)
+    return digest
 
 
 def _load_adapters(config: EngineConfig, engine: Engine, scheduler: Scheduler, former: Scheduler | None) -> None:
@@ -111,12 +168,16 @@ def _load_adapters(config: EngineConfig, engine: Engine, scheduler: Scheduler, f
         load(table, store, order, staged)
 
 
-def _grammars(scheduling: SchedulingConfig, engine: Engine, eagerly: bool) -> GrammarQueue:
+def _grammars(
+    config: EngineConfig, scheduling: SchedulingConfig, engine: Engine, eagerly: bool
+) -> GrammarQueue | NoGrammars:
     """Compiles grammars for the model that `engine` serves, each after a trial in a helper process.
 
     `eagerly` starts the helper and reads the vocabulary now, which holds Python's lock; otherwise with the first
     grammar.
     """
+    if config.grammar_backend == "none":
+        return NoGrammars()
     vocabulary = Path(engine.info.model_path), engine.arch.vocab_size, engine.arch.eos_token_ids
     trial = Trial(*vocabulary, scheduling.grammar_timeout)
 
@@ -178,3 +239,59 @@ def _retract_also() -> RetractAlso | None:
     from jaxsgl.testing.engine import RetractEvery
 
     return RetractEvery(steps)
+
+
+def file_of_prefixes(config: EngineConfig, engine: Engine) -> Path | None:
+    """The file of `--kv-file`, whether it is there or not; None without the flag.
+
+    Raises `ConfigError` if the folder can't be made, or other users can write to it.
+    """
+    if config.host_kv.kv_file is None:
+        return None
+    try:
+        folder = own_folder(Path(config.host_kv.kv_file).expanduser(), tighten=False)
+    except OSError as error:
+        raise ConfigError(f"--kv-file {config.host_kv.kv_file}: {error}; name a folder of your own") from None
+    return folder / f"{engine.info.architecture}-{_fingerprint(config, engine)}.kv"
+
+
+def _take_prefixes(config: EngineConfig, engine: Engine, scheduler: Scheduler) -> None:
+    """Fills the host tier with what the last start has kept."""
+    path, tier = file_of_prefixes(config, engine), scheduler.cache.tier
+    if path is not None and tier is not None:
+        kv_file.clear_unfinished(path.parent)
+        start_s = time.monotonic()
+        count = kv_file.load(tier.host, path, engine.capacity.page_size)
+        logger.info("%d pages of prefixes found in %s, read in %.1f s", count, path, time.monotonic() - start_s)
+
+
+def keep_prefixes(config: EngineConfig, engine: Engine, scheduler: Scheduler) -> None:
+    """Writes all that is cached to the file, as far as host memory holds it. A failure is logged."""
+    path, tier = file_of_prefixes(config, engine), scheduler.cache.tier
+    if path is None or tier is None:
+        return
+    if not scheduler.cache.is_original or engine.residents.released:
+        logger.warning("prefixes are not kept: the weights were exchanged or released since the start")
+        return
+    start_s = time.monotonic()
+    try:
+        scheduler.before_exit(engine)
+        count = kv_file.save(tier.host, path, engine.capacity.page_size)
+    except OSError as error:
+        logger.error("prefixes are not kept: %s", error)
+        return
+    logger.info("%d pages of prefixes kept in %s, in %.1f s", count, path, time.monotonic() - start_s)
+
+
+def _fingerprint(config: EngineConfig, engine: Engine) -> str:
+    """Hashes what KV depends on. Files of weights count by name, size and time of change."""
+    folder = Path(engine.info.model_path)
+    parts = [engine.page_layout.name, engine.info.dtype, str(config.quantization), config.load_format]
+    if config.disaggregation.disaggregation_mode == "decode":
+        parts.append("of prefill servers")  # which may compute in other formats
+    parts.append(str(config.random_seed) if config.load_format == "dummy" else "")
+    parts.append((folder / "config.json").read_text())
+    for file in sorted(folder.glob("*.safetensors")):
+        status = file.stat()
+        parts.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()

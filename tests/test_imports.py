@@ -113,19 +113,18 @@ assert mailbox.output_ids("a") == expected(range(30), 5)
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
-def test_only_servers_of_one_leg_load_what_moves_pages_between_servers() -> None:
-    packages = ("jaxsgl.transfer", "jaxsgl.scheduler.disagg", "jaxsgl.leg_wiring")
+def test_only_prefill_and_decode_servers_load_what_moves_pages_between_servers() -> None:
+    packages = ("jaxsgl.transfer", "jaxsgl.scheduler.disagg")
     users = {
         path.relative_to(ROOT / "jaxsgl").as_posix()
         for path in (ROOT / "jaxsgl").rglob("*.py")
         if any(name.startswith(packages) for name in imports_of(path))
     }
     outside = {user for user in users if not user.startswith(("transfer/", "scheduler/disagg/"))}
-    assert outside == {"leg_wiring.py", "wiring.py"}
+    assert outside == {"wiring.py"}
     wiring = ast.parse((ROOT / "jaxsgl" / "wiring.py").read_text())
-    assert not any(isinstance(node, ast.ImportFrom) and node.module == "jaxsgl.leg_wiring" for node in wiring.body), (
-        "imported at every start"
-    )
+    at_every_start = [str(node.module) for node in wiring.body if isinstance(node, ast.ImportFrom)]
+    assert not [name for name in at_every_start if name.startswith(packages)]
 
 
 def test_servers_of_text_load_no_decoder_of_pictures() -> None:

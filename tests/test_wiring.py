@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.features import DisaggregationConfig, HostKvConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.wiring import RETRACT_VARIABLE, build, retract_every
+from jaxsgl.wiring import RETRACT_VARIABLE, build, file_of_prefixes, retract_every
 
 pytestmark = pytest.mark.device
 
@@ -24,3 +29,16 @@ def test_a_bad_test_switch_fails_before_anything_is_loaded(monkeypatch: pytest.M
     monkeypatch.setenv(RETRACT_VARIABLE, text)
     with pytest.raises(ConfigError, match=f"{RETRACT_VARIABLE} is .* but must be a number of steps"):
         build(EngineConfig(model="/nowhere"))
+
+
+def test_prefixes_of_a_decode_server_are_kept_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """Prefill servers have computed them, perhaps in other formats."""
+    (tmp_path / "config.json").write_text("{}")
+    info = SimpleNamespace(model_path=str(tmp_path), dtype="float32", architecture="A")
+    engine: Any = SimpleNamespace(info=info, page_layout=SimpleNamespace(name="16 tokens"))
+    host_kv = HostKvConfig(host_kv_gib=1, kv_file=str(tmp_path / "kept"))
+    names = [
+        file_of_prefixes(EngineConfig(host_kv=host_kv, disaggregation=DisaggregationConfig(mode)), engine)
+        for mode in ("null", "prefill", "decode")
+    ]
+    assert names[0] == names[1] != names[2]

@@ -4,7 +4,7 @@ A file holds the pages of one model under one layout; its name is a hash of both
 the cache or another page size finds nothing. It is written whole next to the old one and then takes its name: a server
 that is killed meanwhile leaves the old file, and its own unfinished one to the next start. Only this user may read it,
 since it holds prompts. What disk or memory has changed since is not taken: index and pages have digests. Read and
-written at start and end only; kept_prefixes.py calls it.
+written at start and end only; wiring.py calls it.
 
     magic | pages | index: names, digests, parents, tokens, order of use (MessagePack) | its length and digest
 """

@@ -11,8 +11,10 @@ Knows token ids and lengths, but no request states, budgets or batches. Called b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxsgl.cache.audit import LastOwners, audit
 from jaxsgl.cache.events import CacheObserver
@@ -169,27 +171,36 @@ class CacheManager:
         """A step that carries what `PageTable.unsent` has of `rows` is launched next."""
         self.table.sent(rows)
 
-    def land(self, token_ids: IntArray, first_page: int, num_pages: int, owner: str, salt: bytes = b"") -> IntArray:
+    def land(
+        self, token_ids: IntArray, first_page: int, num_pages: int, owner: str, salt: bytes = b""
+    ) -> tuple[IntArray, npt.NDArray[Any] | None]:
         """Caches KV that was computed elsewhere, `num_pages` pages from `first_page` on, as a prefix of `token_ids`.
 
         Returns the pages to be filled before the next step, which stand for the last ones of those: what is cached by
-        now is left out. [] if the prefix before `first_page` was evicted. There must be as many pages available.
-        Nothing is locked, so they may be evicted like any prefix. `owner` is a name for the report of a leak.
+        now is left out. If pages before `first_page` have left the pool for host memory, there are as many more in
+        front, and what is to fill these. [] if the prefix before `first_page` is in neither tier. There must
+        be as many pages available. Nothing is locked, so they may be evicted like any prefix. `owner` is a name for the
+        report of a leak.
         """
         self._num_changes += 1
         token_pages = as_pages(token_ids, self.page_size)[: first_page + num_pages]
-        match = self.prefixes.match(token_pages, salt)
-        num_cached = len(match.pages)
-        if num_cached < first_page or num_cached == len(token_pages):
-            return match.pages[:0]
+        match, names = self.prefixes.match(token_pages, salt), list[bytes]()
+        num_cached, hosted = len(match.pages), list[HostPage]()
+        if self.tier is not None:
+            extend_names(names, token_pages, salt)
+            hosted = self.tier.run_of(names[:first_page], num_cached)
+        if num_cached + len(hosted) < first_page or num_cached == len(token_pages):
+            return match.pages[:0], None
         self.prefixes.lock(match.handle)
         pages = self._allocate(len(token_pages) - num_cached)
         self._last_owners.of_page[pages] = owner
         done = self.prefixes.insert(token_pages, np.concatenate((match.pages, pages)), None, salt)
+        if self.tier is not None:
+            self.tier.entered(names, done.pages, done.num_existing, token_pages, salt)
         self.prefixes.unlock(match.handle)
         if self._observer is not None and not salt:
-            self._tell_stored(self._observer, token_pages, done, None)
-        return pages
+            self._tell_stored(self._observer, token_pages, done, names)
+        return pages, self.tier.load(hosted) if self.tier is not None and hosted else None
 
     def release(self, lease: Lease, token_ids: IntArray) -> None:
         """Ends the lease: full pages of `token_ids` go to the prefix cache, the rest and the row are freed."""

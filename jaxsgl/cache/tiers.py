@@ -56,13 +56,14 @@ class HostTier:
       host, most_pages: see above.
       num_written: pages that were written so far.
       num_not_written: pages that found no room in host memory.
+      num_loaded: pages that were copied to the pool so far.
       epoch: rises with each write that ends: a waiting request may load those pages.
     """
 
     def __init__(self, host: HostPages, policy: str, most_pages: int) -> None:
         self.host = host
         self.most_pages = most_pages
-        self.num_written = self.num_not_written = self.epoch = 0
+        self.num_written = self.num_not_written = self.num_loaded = self.epoch = 0
         self._at_once = policy == WRITE_THROUGH
         self._cached: dict[int, _Cached] = {}  # pages of the prefix tree
         self._followers: Counter[bytes] = Counter()  # of each name, cached pages whose parent it is
@@ -87,6 +88,11 @@ class HostTier:
     def run_of(self, names: Sequence[bytes], first: int) -> list[HostPage]:
         """The hosted pages of a prefix from page `first` on. Changes nothing."""
         return self.host.run_of(names, first)
+
+    def load(self, pages: Sequence[HostPage]) -> npt.NDArray[Any]:
+        """A copy of what `pages` hold, for the pool."""
+        self.num_loaded += len(pages)
+        return self.host.read(pages)
 
     def entered(self, names: Sequence[bytes], pages: IntArray, first: int, token_pages: IntArray, salt: bytes) -> None:
         """The prefix tree took `pages [n]` [first:] of the prefix with these `names [n]` and `token_pages [n, ..]`."""

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl import kept_prefixes
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.engine.residents import Tree
 from jaxsgl.errors import ConfigError, InvalidRequest
@@ -39,6 +38,7 @@ from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.prompts import with_bad_word_ids
 from jaxsgl.text.sample import Piece, join
 from jaxsgl.text.tokenizer import ChatMessage
+from jaxsgl.wiring import keep_prefixes
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -203,7 +203,7 @@ class LLM(PoolingLLM):
 
         With `kv_file` in `host_kv`, keeps what is cached there before.
         """
-        kept_prefixes.keep(self.config, self.engine, self._scheduler)
+        keep_prefixes(self.config, self.engine, self._scheduler)
         self.engine.close()
 
     def _encode_chat(self, turns: Conversation) -> Encoded:

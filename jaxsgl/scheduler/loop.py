@@ -19,7 +19,7 @@ from jaxsgl.scheduler.orders.adapters import AdapterStore
 from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck
 from jaxsgl.scheduler.orders.weights import WeightStore
-from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.scheduler import Scheduler, Serving
 
 
 class Mailbox(Protocol):
@@ -35,7 +35,7 @@ class Mailbox(Protocol):
 
 
 def run_loop(
-    scheduler: Scheduler,
+    serving: Serving,
     engine: StepEngine,
     mailbox: Mailbox,
     overlap: bool,
@@ -44,27 +44,28 @@ def run_loop(
     pages: PageEngine | None = None,
     adapters: AdapterStore | None = None,
 ) -> None:
-    """Serves until a `Shutdown` message comes.
+    """Serves until a `Shutdown` message comes: gives `serving` messages, and runs the steps of its scheduler.
 
     With `check_every_step` a leak raises AssertionError, for tests. `residents` are the engine's weights and KV pool,
     if operators may exchange them. `pages` is the engine's part that moves pages and places adapters, if flags need it,
     `adapters` where it holds adapters.
     """
+    scheduler = serving.scheduler
     needs_ops = scheduler.cache.tier is not None or scheduler.state.capacity.max_adapters > 0
     assert pages is not None or not needs_ops, "a host tier or adapters need the engine's operations"
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0
     leak_check = LeakCheck(scheduler)
-    control = Control(scheduler, engine, leak_check, residents=residents, adapters=adapters)
+    control = Control(serving, engine, leak_check, residents=residents, adapters=adapters)
     while True:
-        for message in mailbox.receive(block=scheduler.is_idle and not control.is_polling):
+        for message in mailbox.receive(block=serving.is_idle and not control.is_polling):
             if isinstance(message, Shutdown):
                 return
             elif isinstance(message, Request | Abort):
-                scheduler.receive([message])
+                serving.receive([message])
             else:
                 control.handle(message)
-        inputs = scheduler.launch()
+        inputs = serving.launch()
         if pages is not None:
             for number, op in scheduler.ops.take():  # before the step, which may write to the pages that they free
                 pages.apply(op, number)
@@ -84,13 +85,13 @@ def run_loop(
             scheduler.ops.finished(pages.poll(wait=not (collects or in_flight)))
         news = control.after_turn(collects) if control.is_active else []
         version = residents.weight_version if residents is not None else DEFAULT_WEIGHT_VERSION
-        replies = scheduler.take_replies()  # first, as the load of an idle scheduler is exact
-        mailbox.send(Replies(replies, scheduler.load(engine.recompiles, leak_check.num_leaks, version)))
+        replies = serving.take_replies()  # first, as the load of an idle scheduler is exact
+        mailbox.send(Replies(replies, serving.load(engine.recompiles, leak_check.num_leaks, version)))
         for answer in news:  # after the load, so that an answer never comes before the load that it changed
             mailbox.send(answer)
         if check_every_step:
             scheduler.check()
-        if scheduler.is_idle:
+        if serving.is_idle:
             leak_check.when_idle()
 
 

@@ -14,6 +14,7 @@ import enum
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -22,13 +23,14 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import BatchBuilder
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import PageEngine
+from jaxsgl.batch.engine_ops import Insert
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.batch.sampling import MAX_EOS_TOKEN_IDS, SamplingRows
 from jaxsgl.cache.embeddings import EmbeddingRows
 from jaxsgl.cache.host_pages import HostPage
 from jaxsgl.cache.manager import CacheManager
-from jaxsgl.cache.pages import Lease, PageTable
+from jaxsgl.cache.pages import IntArray, Lease, PageTable
 from jaxsgl.cache.prefix import NaiveCache
 from jaxsgl.cache.radix import RadixCache
 from jaxsgl.cache.tiers import HostTier
@@ -36,11 +38,11 @@ from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION, SchedulingConfig
 from jaxsgl.errors import CheckpointError
 from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import Load, Reply, Totals
+from jaxsgl.messages.replies import Load, Refusal, Reply, Totals
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.apply import Applier, MakeBuilder, Mark
 from jaxsgl.scheduler.arrivals import Arrivals
-from jaxsgl.scheduler.budget import NewTokenRatio, Timing
+from jaxsgl.scheduler.budget import NewTokenRatio, Timing, pages_held_for
 from jaxsgl.scheduler.constraint import Words
 from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.failure import RequestFailure
@@ -74,6 +76,48 @@ class PauseReason(enum.Enum):
 logger = logging.getLogger(__name__)
 
 
+class Serving(Protocol):
+    """What stands at the mailbox: a scheduler, or the side of a server that computes one side of each request.
+
+    Steps are collected by the scheduler itself, and operators' orders are about it.
+    """
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What plans steps."""
+        ...
+
+    @property
+    def wake_fd(self) -> int | None:
+        """A file descriptor that is readable when there is news besides messages; None: there never is."""
+        ...
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing can happen before the next message, or before `wake_fd` is readable."""
+        ...
+
+    def receive(self, messages: Sequence[Request | Abort]) -> None:
+        """Takes new requests and aborts."""
+        ...
+
+    def launch(self) -> StepInputs | None:
+        """Decides the next step; see `Scheduler.launch`."""
+        ...
+
+    def take_replies(self) -> list[Reply]:
+        """All replies since the last call."""
+        ...
+
+    def load(self, recompiles: int, leaks: int = 0, weight_version: str = DEFAULT_WEIGHT_VERSION) -> Load:
+        """How busy it is, and what the caller knows."""
+        ...
+
+    def abort_all(self) -> None:
+        """Ends every request."""
+        ...
+
+
 class Scheduler:
     """Owns all requests between arrival and end, and through the cache manager all pages and rows.
 
@@ -100,7 +144,7 @@ class Scheduler:
       state: what plans are made from.
       kept_images: what is copied to host memory of the pool of embeddings; None: nothing is.
       last_plan: of the last step that was decided.
-      wake_fd: a file descriptor that is readable when there is news besides messages; None: there never is.
+      wake_fd: None: there is no news besides messages.
 
     Raises:
       CheckpointError: the model has more EOS tokens than the step can hold back until min_tokens.
@@ -187,6 +231,11 @@ class Scheduler:
         self._pauses: set[PauseReason] = set()
 
     @property
+    def scheduler(self) -> Scheduler:
+        """Itself; see `Serving`."""
+        return self
+
+    @property
     def cache(self) -> CacheManager:
         """Pages, rows and prefixes."""
         return self.state.cache
@@ -203,6 +252,11 @@ class Scheduler:
     def is_paused(self) -> bool:
         """Whether nothing is launched until an order ends that; the moment of an exchange of weights doesn't count."""
         return bool(self._pauses - {PauseReason.UPDATE})
+
+    @property
+    def may_launch(self) -> bool:
+        """Whether steps are launched now."""
+        return not self._pauses
 
     @property
     def num_begun(self) -> int:
@@ -231,6 +285,71 @@ class Scheduler:
                 self._replies += self._arrivals.receive(message)
             except Exception as error:
                 self._fail(message.request_id, error)
+
+    def refusal(self, request: Request) -> Refusal | None:
+        """Why `request` can't be queued now, or None if it can."""
+        return self._arrivals.refusal(request)
+
+    def expect(self, request: Request) -> None:
+        """Compiles the grammar of a request that is to come; `forget` it if it doesn't."""
+        if request.sampling.masked:
+            self._grammars.ask(request.request_id, request.sampling.grammar)
+
+    def forget(self, request_id: str) -> None:
+        """Takes `expect` back."""
+        self._grammars.forget(request_id)
+
+    def has(self, request_id: str) -> bool:
+        """Whether a sample of the request is here that has not ended."""
+        return bool(self._requests.samples_of(request_id))
+
+    def end(self, request_id: str) -> None:
+        """Ends a request wherever it is, if it is here; what it computed may be shared. No reply says so."""
+        for req in self._requests.samples_of(request_id):
+            self._applier.end(req)
+
+    def room_for(self, request: Request) -> bool:
+        """Whether a request that isn't here yet would soon be admitted, so that its prefix is not evicted before.
+
+        An empty pool takes any request, as in planning. What is held for running requests counts as taken.
+        """
+        requests, cache = self._requests, self.cache
+        if not (requests.waiting or requests.admitted):
+            return True
+        if len(requests.waiting) + request.sampling.n > cache.table.num_free_rows:
+            return False
+        held = pages_held_for(list(requests.admitted.values()), self.state.ratio.value, cache)
+        held += sum(cache.pages_for(req.prompt_len + 1) for req in requests.waiting.values())
+        return held + cache.pages_for(len(request.prompt_ids) + 1) <= cache.num_available
+
+    def num_cached(self, ids: IntArray, namespace: bytes) -> int:
+        """Leading full pages of a prompt that the pool has, or that host memory has and that had better be loaded."""
+        num_pages = self.cache.peek(ids, namespace).num_pages
+        return num_pages + sum(resource.num_to_load(ids, namespace, num_pages) for resource in self._resources)
+
+    def land(self, ids: IntArray, first_page: int, num_pages: int, owner: str, namespace: bytes) -> IntArray:
+        """Caches KV that was computed elsewhere, `num_pages` pages from `first_page` on, as a prefix.
+
+        Returns the pages that the caller is to fill, which stand for the last ones of those. What host memory has of
+        the prefix before them is loaded. See `CacheManager.land`.
+        """
+        pages, loaded = self.cache.land(ids, first_page, num_pages, owner, namespace)
+        if loaded is None:
+            return pages
+        self.state.ops.submit(Insert(tuple(pages[: len(loaded)].tolist()), loaded))
+        return pages[len(loaded) :]
+
+    def pages_of(self, request_id: str, first: int, stop: int) -> tuple[int, ...]:
+        """The pages first .. stop - 1 of a running request of one sample."""
+        (req,) = self._requests.samples_of(request_id)
+        assert req.lease is not None
+        return tuple(self.cache.table.pages[req.lease.row, first:stop].tolist())
+
+    def limit_cached_tokens(self, request_id: str, num_tokens: int) -> None:
+        """Has a request that waits compute its prompt from token `num_tokens` on, or from an earlier one."""
+        for req in self._requests.samples_of(request_id):
+            most = req.prompt_len if req.max_cached_tokens is None else req.max_cached_tokens
+            req.max_cached_tokens = min(num_tokens, most)
 
     def launch(self) -> StepInputs | None:
         """Decides the next step and counts it as launched; None if there is nothing to do before `collect`.

@@ -21,11 +21,11 @@ from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.residents import read_arch
 from jaxsgl.engine.sizing import plan_capacity
 from jaxsgl.engine.step_programs import all_keys
-from jaxsgl.leg_wiring import norms_digest
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.models.vision.tower import Patches
 from jaxsgl.requests.media import Grid, patches_of
 from jaxsgl.weights import load_params
+from jaxsgl.wiring import norms_digest
 from tests.plain_model import mesh_of
 from tests.vision_models import IMAGE, VIDEO, image, make_model, request
 

@@ -19,7 +19,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.disagg.images import Lacking, hash_for_prefill, of_source
+from jaxsgl.scheduler.disagg.images import Lacking, LackingRows, hash_for_prefill, of_source
 from jaxsgl.scheduler.disagg.rooms import (
     Action,
     Drop,
@@ -31,7 +31,6 @@ from jaxsgl.scheduler.disagg.rooms import (
     taken,
     too_many,
 )
-from jaxsgl.scheduler.disagg.rows import LackingRows
 from jaxsgl.transfer.frames import Ack, Done, Fail, Grant, Media, Open, Pages, Room, Rows
 from jaxsgl.transfer.wire import Bytes, Peer
 

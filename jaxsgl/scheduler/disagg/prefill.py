@@ -7,8 +7,10 @@ computed can leave at once and no page is held for a decode worker that doesn't 
 
 from __future__ import annotations
 
+import enum
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,7 +19,6 @@ from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.media import images_hash
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.disagg.images import send_images
-from jaxsgl.scheduler.disagg.prefill_leg import Leg, Orphan, PrefillState
 from jaxsgl.scheduler.disagg.rooms import (
     Action,
     Answer,
@@ -37,6 +38,43 @@ from jaxsgl.transfer.wire import Peer, Sent
 
 CHANGED = ""  # the version of pages that were computed while weights or adapters were exchanged: that of none
 MAX_REFUSED = 1024  # rooms that ended before decode asked for them, and are remembered
+
+
+class PrefillState(enum.Enum):
+    """Where a prefill leg stands."""
+
+    BOOTSTRAPPING = "bootstrapping"  # waits for decode's grant
+    WAITING = "waiting"  # granted; waits for staging memory
+    EXTENDING = "extending"  # the scheduler has it
+    SENDING = "sending"  # computed; pages are on their way, or not acknowledged yet
+
+
+@dataclass(slots=True)
+class Leg:
+    """A prefill leg. Pages up to `end` of its prompt go to `peer`; those before `next` are being copied or sent."""
+
+    request: Request
+    room: Room
+    since_s: float
+    state: PrefillState = PrefillState.BOOTSTRAPPING
+    peer: Peer | None = None
+    version: str = ""  # of weights and adapter, when it was started
+    next: int = 0
+    end: int = 0
+    num_gathering: int = 0
+    answered_s: float | None = None  # when the scheduler had computed it
+    acked: bool = False  # by decode
+    wanted: set[bytes] = field(default_factory=set)  # images whose embeddings decode lacks
+
+
+@dataclass(slots=True)
+class Orphan:
+    """What decode has said of a room whose request has not come from the gateway yet."""
+
+    peer: Peer
+    since_s: float
+    images: int | None  # the hash of those of decode's request; None: it lacks them
+    grant: Grant | None = None
 
 
 class PrefillRooms:

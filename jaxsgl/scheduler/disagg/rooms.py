@@ -1,7 +1,8 @@
 """What both legs of a request share: actions, limits and the words for clients.
 
-The two state machines, prefill.py and decode.py, take events and return actions; `scheduler.py` of this package carries
-the actions out. They know no sockets, no pages' ids and no threads, and read no clock but the one that they are given.
+The two state machines, prefill.py and decode.py, take events and return actions; the sides, prefill_side.py and
+decode_side.py, carry the actions out. The machines know no sockets, no pages' ids and no threads, and read no clock but
+the one that they are given.
 
     decode                                            prefill
     LACKING        --Open(no images)--------------->  BOOTSTRAPPING    only if the gateway sent decode no images
@@ -20,7 +21,7 @@ the actions out. They know no sockets, no pages' ids and no threads, and read no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.request import Request
@@ -94,6 +95,18 @@ class RoomLimits:
     def staging_pages(self) -> int:
         """The most pages that one request may have in staging memory; the rest it computes itself."""
         return self.staging_bytes // self.page_bytes
+
+
+class Rooms(Protocol):
+    """What both state machines have in common."""
+
+    def request_ids(self) -> list[str]:
+        """Of all requests that have a room."""
+        ...
+
+    def aborted(self, request_id: str) -> list[Action]:
+        """The client of a request, which may have a room, has left."""
+        ...
 
 
 def lost(reason: str) -> Refusal:

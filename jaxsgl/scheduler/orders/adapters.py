@@ -21,7 +21,7 @@ from jaxsgl.errors import StartupError
 from jaxsgl.messages.orders import AdapterOrder, Answer, ListAdapters, LoadAdapter, UnloadAdapter
 from jaxsgl.scheduler.adapter import Adapter
 from jaxsgl.scheduler.resources.adapters import AdapterTable
-from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.scheduler import Serving
 
 IDLE_POLL_S = 0.05
 
@@ -72,7 +72,7 @@ class AdapterOrders:
     """The orders that are not done yet; an `Order` while there are any.
 
     Args:
-      scheduler: whose requests name adapters.
+      serving: whose requests name adapters.
       store: holds their weights, or None if no flag asks for adapters.
       answer: takes the answers.
       loader: reads adapters while steps run; a thread does if it is None.
@@ -80,13 +80,13 @@ class AdapterOrders:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        serving: Serving,
         store: AdapterStore | None,
         answer: Callable[[Answer], None],
         loader: Executor | None = None,
     ) -> None:
-        self._scheduler = scheduler
-        self._table = scheduler.state.adapters
+        self._serving = serving
+        self._table = serving.scheduler.state.adapters
         self._store = store
         self._answer = answer
         self._reading: deque[_Reading] = deque()
@@ -134,7 +134,7 @@ class AdapterOrders:
     def after_turn(self, collected: bool) -> bool:
         """Advances all orders after a turn; False if none is left."""
         if self._reading:
-            wait([self._reading[0].staged], IDLE_POLL_S if self._scheduler.is_idle else 0)
+            wait([self._reading[0].staged], IDLE_POLL_S if self._serving.is_idle else 0)
         while self._reading and self._reading[0].staged.done():
             self._end_load(self._reading.popleft())
         for leaving in [leaving for leaving in self._leaving if not leaving.adapter.num_requests]:

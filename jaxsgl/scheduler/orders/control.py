@@ -45,7 +45,7 @@ from jaxsgl.scheduler.orders.inspection import LeakCheck, dump_state
 from jaxsgl.scheduler.orders.journal import CacheJournal
 from jaxsgl.scheduler.orders.profiling import Profiling
 from jaxsgl.scheduler.orders.weights import WeightOrders, WeightStore
-from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.scheduler import Scheduler, Serving
 
 
 class Order(Protocol):
@@ -60,7 +60,7 @@ class Control:
     """Carries out commands between two steps.
 
     Args:
-      scheduler, engine: what the commands are about.
+      serving, engine: what the commands are about.
       leak_check: looks for leaks.
       clock: gives seconds.
       residents: the weights and the pool, if the engine has them.
@@ -75,7 +75,7 @@ class Control:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        serving: Serving,
         engine: StepEngine,
         leak_check: LeakCheck,
         clock: Callable[[], float] = time.monotonic,
@@ -85,15 +85,15 @@ class Control:
     ) -> None:
         self.is_active = False
         self.is_polling = False
-        self._scheduler = scheduler
+        self._serving, self._scheduler = serving, serving.scheduler
         self._leak_check = leak_check
         self._clock = clock
         self._orders: list[Order] = []
         self._news: list[News] = []
         self._journal: CacheJournal | None = None  # once the cache is watched
-        self._profiling = Profiling(engine, self._answer, lambda: scheduler.is_idle, clock)
-        self._weights = WeightOrders(scheduler, residents, self._answer, loader)
-        self._adapters = AdapterOrders(scheduler, adapters, self._answer, loader)
+        self._profiling = Profiling(engine, self._answer, lambda: serving.is_idle, clock)
+        self._weights = WeightOrders(serving, residents, self._answer, loader)
+        self._adapters = AdapterOrders(serving, adapters, self._answer, loader)
 
     def handle(self, command: Command | Withdraw) -> None:
         """Does what `command` says, or begins it. Its answer comes with `after_turn`, of this turn or a later one."""
@@ -158,7 +158,7 @@ class Control:
     def _pause(self, command: PauseGeneration) -> None:
         """Launches nothing from now on, so this turn collects the step in flight. A second pause may follow."""
         if command.mode is PauseMode.ABORT:
-            self._scheduler.abort_all()
+            self._serving.abort_all()
         self._scheduler.pause()
         self._orders.insert(0, _Pause(command, self._scheduler, self._answer))  # before flushes that wait for it
 

@@ -31,7 +31,7 @@ from jaxsgl.messages.orders import (
     UpdateWeights,
     WeightOrder,
 )
-from jaxsgl.scheduler.scheduler import PauseReason, Scheduler
+from jaxsgl.scheduler.scheduler import PauseReason, Serving
 
 IDLE_POLL_S = 0.05
 
@@ -82,7 +82,7 @@ class WeightOrders:
     """The orders that are not done yet; an `Order` while there are any.
 
     Args:
-      scheduler: is brought to rest.
+      serving: its scheduler is brought to rest.
       residents: does the work, or None if there is nothing to exchange.
       answer: takes the answers.
       loader: reads weights while steps run; a thread does if it is None.
@@ -90,12 +90,12 @@ class WeightOrders:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        serving: Serving,
         residents: WeightStore | None,
         answer: Callable[[Answer], None],
         loader: Executor | None = None,
     ) -> None:
-        self._scheduler = scheduler
+        self._serving, self._scheduler = serving, serving.scheduler
         self._residents = residents
         self._answer = answer
         self._waiting: deque[WeightOrder] = deque()
@@ -211,7 +211,7 @@ class WeightOrders:
     def _staged(self, folder: str | None, residents: WeightStore) -> Generator[None, None, object]:
         """Loads weights in a thread, and waits for them turn by turn."""
         loading = self._loader.submit(residents.stage_weights, folder)
-        while not wait([loading], IDLE_POLL_S if self._scheduler.is_idle else 0).done:
+        while not wait([loading], IDLE_POLL_S if self._serving.is_idle else 0).done:
             yield
         try:
             return loading.result()
@@ -228,7 +228,7 @@ class WeightOrders:
         """
         scheduler = self._scheduler
         if mode is UpdateMode.ABORT:
-            scheduler.abort_all()
+            self._serving.abort_all()
         if mode is UpdateMode.WAIT:
             scheduler.pause_admission(True)
         else:

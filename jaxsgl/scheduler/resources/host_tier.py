@@ -20,7 +20,7 @@ from jaxsgl.batch.engine_api import PageEngine
 from jaxsgl.batch.engine_ops import Gather, Insert
 from jaxsgl.cache.host_pages import HostPage, extend_names
 from jaxsgl.cache.manager import CacheManager
-from jaxsgl.cache.pages import as_pages
+from jaxsgl.cache.pages import IntArray, as_pages
 from jaxsgl.cache.prefix import Peek
 from jaxsgl.cache.tiers import HostTier
 from jaxsgl.messages.replies import HostLoad, Load, Totals
@@ -147,6 +147,13 @@ class HostCopies(Resource):
                 if now_s > req.load_until_s:
                     self._stop(req)
 
+    def num_to_load(self, ids: IntArray, namespace: bytes, first: int) -> int:
+        """See `Resource`; 0 if computing them costs less."""
+        names: list[bytes] = []
+        extend_names(names, as_pages(ids[:-1], self.cache.page_size), namespace)
+        num_pages = len(self.tier.run_of(names, first))
+        return num_pages if self.rule.pays(self.cache.tokens_of(num_pages)) else 0
+
     def arrived(self, samples: Sequence[Req]) -> None:
         """Names the pages of their prompt."""
         leader, *others = samples
@@ -216,6 +223,7 @@ class HostCopies(Resource):
             total_tokens=tokens_of(host.num_pages),
             used_tokens=tokens_of(host.num_used),
             written_tokens=tokens_of(self.tier.num_written),
+            loaded_tokens=tokens_of(self.tier.num_loaded),
             evicted_tokens=tokens_of(host.num_evicted),
             not_written_tokens=tokens_of(self.tier.num_not_written),
         )
@@ -254,13 +262,12 @@ class HostCopies(Resource):
         assert req.lease is not None
         host_pages = req.to_load[: load.num_pages]
         pages = self.cache.grow_loaded(req.lease, load.num_pages)
-        self._ops.submit(Insert(tuple(pages.tolist()), self.tier.host.read(host_pages)))
+        self._ops.submit(Insert(tuple(pages.tolist()), self.tier.load(host_pages)))
         self.tier.host.end_load(host_pages)
         num_tokens = self.cache.tokens_of(load.num_pages)
         req.loaded(load.num_pages, num_tokens)
         if not req.output_ids:
             self._totals.cached_prompt_tokens += num_tokens
-        self._host_totals.loaded_tokens += num_tokens
         if req.state is State.EXTENDING:
             self.requests.moved(req)
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxsgl.batch.build import Work
 from jaxsgl.batch.engine_api import PageEngine
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.cache.pages import IntArray
 from jaxsgl.cache.prefix import Peek
 from jaxsgl.messages.replies import Load
 from jaxsgl.scheduler.budget import Ledger
@@ -108,6 +109,10 @@ class Resource:
 
     def advance(self) -> None:
         """Does what has come due; before each plan."""
+
+    def num_to_load(self, ids: IntArray, namespace: bytes, first: int) -> int:
+        """Full pages of a prompt, from page `first` on, that a request would get without computing them."""
+        return 0
 
     def arrived(self, samples: Sequence[Req]) -> None:
         """All samples of a request are about to join the queue."""

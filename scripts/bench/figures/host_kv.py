@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 
 from bench.output import figure_parser, write_figures
-from jaxsgl import kept_prefixes
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import WRITE_POLICIES, HostKvConfig
 from jaxsgl.engine.engine import Engine
@@ -30,7 +29,7 @@ from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.wiring import build_scheduler
+from jaxsgl.wiring import build_scheduler, keep_prefixes
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -121,7 +120,7 @@ def restart(config: EngineConfig, engine: Engine, folder: str) -> list[int]:
         scheduler = build_scheduler(config, engine)
         run_loop(scheduler, engine, Round([Request("a", prompt, params)]), overlap=True, pages=engine)
         computed.append(scheduler.state.totals.extend_tokens)
-        kept_prefixes.keep(config, engine, scheduler)
+        keep_prefixes(config, engine, scheduler)
     return computed
 
 

@@ -1,5 +1,7 @@
 """Random histories of prefill and decode workers: legs in any order, cuts, delays, duplicates, aborts in every state.
 
+In others workers have a host tier besides: too few host pages, late gathers, retractions, flushes, new weights.
+
 The oracle is the hash chain of each request's tokens. Whatever happens, what a client gets is the beginning of what its
 request would yield alone; a request that nothing befell ends as it should on both sides; and in the end no worker holds
 a room, staging memory, or a page that is not cached. Every worker accounts for all its pages after every event.
@@ -7,25 +9,29 @@ a room, staging memory, or a page that is not cached. Every worker accounts for 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.pages import pages_for
+from jaxsgl.cache.tiers import WRITE_AFTER_REUSE, WRITE_THROUGH, HostTier
 from jaxsgl.messages.orders import Abort
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.testing.engine import RetractEvery, generate
 from tests.choices import Choices, check_histories
 from tests.grids import count
-from tests.scheduler.legs import LegWorker, at, run
 from tests.scheduler.memory_wire import Network
+from tests.scheduler.sides import Worker, at, run
+from tests.scheduler.tiered import tier_of
 
 VOCAB = 40
 EOS = frozenset({0})
 NUM_BYTES = 64  # some 15 events
 
 
-class LegHistory:
+class SideHistory:
     """Up to two workers of each kind, and what a gateway, clients and networks may do to them."""
 
     def __init__(self, choices: Choices) -> None:
@@ -36,12 +42,12 @@ class LegHistory:
         self.addresses = [("prefill", number) for number in range(one_of((1, 1, 2)))]
         num_decodes = one_of((1, 1, 2))
         page_size = one_of((4, 2, 1))
-        num_pages = pages_for(40, page_size) + one_of(range(1, 21))
+        num_pages = pages_for(40, page_size) + one_of(self.spare_pages)
         sizes = Capacity(page_size, num_pages, one_of(range(1, 5)), 40, one_of((40, 40, 8, 3)), VOCAB)
         staging_pages, max_rooms, overlap = one_of((1000, 15, 7, 1)), one_of((1000, 2)), one_of((True, False))
         retract_every = one_of((None, None, 3))
         self.workers = [
-            LegWorker(
+            Worker(
                 self.network,
                 address,
                 sizes,
@@ -50,31 +56,44 @@ class LegHistory:
                 staging_pages=staging_pages,
                 max_rooms=max_rooms,
                 overlap=overlap,
+                tier=self.tier(sizes),
                 retract_also=None if retract_every is None else RetractEvery(retract_every),
             )
             for address in (*self.addresses, *[None] * num_decodes)
         ]
         self.prefills, self.decodes = self.workers[:-num_decodes], self.workers[-num_decodes:]
-        self.legs: dict[str, tuple[LegWorker, Request, LegWorker, Request]] = {}
-        self.unsent: dict[str, tuple[LegWorker, Request]] = {}
+        self.legs: dict[str, tuple[Worker, Request, Worker, Request]] = {}
+        self.unsent: dict[str, tuple[Worker, Request]] = {}
         self.troubled: set[str] = set()
         self.may_be_refused = max_rooms == 2
 
-    def play(self) -> None:
-        """Plays the whole history."""
-        events = (
+    spare_pages: Sequence[int] = range(1, 21)  # of the pool, besides those of the longest request
+    lengths: Sequence[int] = range(1, 33)  # of prompts
+
+    def tier(self, sizes: Capacity) -> HostTier | None:
+        """That of the next worker."""
+        return None
+
+    @property
+    def events(self) -> Sequence[Callable[[], None]]:
+        """What may happen, each as likely."""
+        return (
             self.flow, self.arrive, self.arrive, self.arrive, self.second_leg, self.second_leg, self.deliver,
             self.deliver, self.step, self.step, self.abort, self.cut, self.wait,
         )  # fmt: skip
+
+    def play(self) -> None:
+        """Plays the whole history."""
+        events = self.events
         while not self.choices.are_over:
             self.choices.one_of(events)()
         self.end()
 
-    def arrive(self) -> None:
+    def arrive(self, orders: Sequence[str] = ("both", "prefill", "decode", "decode")) -> None:
         """The gateway sends both legs, or one of them first."""
         one_of = self.choices.one_of
-        base, length, max_tokens, n = one_of(range(3)), one_of(range(1, 33)), one_of((1, 2, 3)), one_of((1, 1, 3))
-        salt, order = one_of(("", "", "a")), one_of(("both", "prefill", "decode", "decode"))
+        base, length, max_tokens, n = one_of(range(3)), one_of(self.lengths), one_of((1, 2, 3)), one_of((1, 1, 3))
+        salt, order = one_of(("", "", "a")), one_of(orders)
         prompt = [1 + (i * i + base * (i // 5 + 1)) % (VOCAB - 1) for i in range(length)]
         number = len(self.legs)
         request_id = f"r{number}"
@@ -146,7 +165,9 @@ class LegHistory:
             self.troubled |= self.legs.keys()  # one leg may have waited for the other
 
     def end(self) -> None:
-        """All that was said arrives, and what waits in vain expires: then everything has ended well."""
+        """All that was said arrives, copies end, and what waits in vain expires: then everything has ended well."""
+        for worker in self.workers:
+            worker.holds_gathers = False
         for request_id, (worker, of_leg) in self.unsent.items():
             worker.receive(of_leg)
             assert request_id in self.legs
@@ -158,9 +179,7 @@ class LegHistory:
         for worker in self.workers:
             worker.check_empty()
 
-    def check_request(
-        self, request_id: str, prefill: LegWorker, leg: Request, decode: LegWorker, whole: Request
-    ) -> None:
+    def check_request(self, request_id: str, prefill: Worker, leg: Request, decode: Worker, whole: Request) -> None:
         for worker, request in ((prefill, leg), (decode, whole)):
             oracle = generate(request.prompt_ids, request.sampling.max_tokens or 0, EOS, VOCAB)
             for index in range(request.sampling.n):
@@ -184,8 +203,65 @@ class LegHistory:
         )
 
 
+class TieredHistory(SideHistory):
+    """Workers with a host tier, and pools so small that prefixes leave them."""
+
+    spare_pages = (2, 3, 5, 9)
+    lengths = (36, 36, 36, *range(1, 37))
+
+    def tier(self, sizes: Capacity) -> HostTier | None:
+        one_of = self.choices.one_of
+        host_pages = one_of((100, 100, 100, 30, 12, 3, 0))
+        policy, most_pages = one_of((WRITE_THROUGH, WRITE_THROUGH, WRITE_AFTER_REUSE)), one_of((2, 1, 64))
+        return tier_of(sizes, host_pages, policy, most_pages) if host_pages else None
+
+    @property
+    def events(self) -> Sequence[Callable[[], None]]:
+        """Requests that are served before others come, so that prefixes leave the pool and are needed again."""
+        return (*super().events, *[self.serve] * 10, self.hold_gathers, self.arrive_late, self.operate, self.operate)
+
+    def serve(self) -> None:
+        """A request comes, and all goes well until nothing is left to do."""
+        self.arrive(("both",))
+        for _ in range(60):
+            self.network.deliver_all()
+            for worker in self.workers:
+                worker.turn()
+            if not any(worker.is_busy for worker in self.workers):
+                return
+
+    def arrive_late(self) -> None:
+        """A request whose load, if it has one, comes to its deadline."""
+        self.arrive(("both",))
+        self.flow()
+        self.now_s += 6.0
+
+    def hold_gathers(self) -> None:
+        """Copies to the host take long on one worker, or end at last."""
+        self.choices.one_of(self.workers).holds_gathers = self.choices.one_of((False, False, True))
+
+    def operate(self) -> None:
+        """Retracts all, drops what is cached, or takes new weights, which happen to compute the same."""
+        worker = self.choices.one_of(self.workers)
+        scheduler = worker.scheduler
+        act = self.choices.one_of((scheduler.retract_all, scheduler.flush_cache, scheduler.retire_cache))
+        scheduler.pause()
+        while worker.in_flight:
+            worker.turn()
+        act()
+        worker.settle()
+        scheduler.resume()
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(count(1, 4)))
 def test_every_history_of_two_legs_yields_right_tokens_and_leaves_nothing(part: int) -> None:
     """By night 20,000 histories, in parts that are drawn anew."""
-    check_histories(lambda choices: LegHistory(choices).play(), count(500, 5_000), NUM_BYTES)
+    check_histories(lambda choices: SideHistory(choices).play(), count(500, 5_000), NUM_BYTES)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(count(1, 4)))
+def test_every_history_of_two_legs_with_host_tiers_yields_right_tokens_and_leaves_no_pin(part: int) -> None:
+    """By night 20,000 histories, in parts that are drawn anew."""
+    check_histories(lambda choices: TieredHistory(choices).play(), count(500, 5_000), 100)

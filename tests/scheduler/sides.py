@@ -1,4 +1,4 @@
-"""Workers that compute one leg of each request, with fake engines: what the tests of disaggregation drive."""
+"""Servers that compute one side of each request, with fake engines: what the tests of disaggregation drive."""
 
 from __future__ import annotations
 
@@ -10,32 +10,26 @@ import msgspec
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
+from jaxsgl.cache.tiers import HostTier
 from jaxsgl.messages.orders import Abort, LoadAdapter
 from jaxsgl.messages.replies import RefusalKind, Reply, TransferLoad
 from jaxsgl.requests.request import FinishReason, Rendezvous, Request
-from jaxsgl.scheduler.disagg.decode_scheduler import DecodeScheduler
-from jaxsgl.scheduler.disagg.legs import LegScheduler
-from jaxsgl.scheduler.disagg.prefill_scheduler import PrefillScheduler
+from jaxsgl.scheduler.disagg.decode_side import DecodeSide
+from jaxsgl.scheduler.disagg.prefill_side import PrefillSide
 from jaxsgl.scheduler.disagg.rooms import RoomLimits
 from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.req import Key
+from jaxsgl.scheduler.resources.host_tier import LoadRule
 from jaxsgl.testing.engine import FakeEngine, FakeHandle
 from tests.checked import CheckedScheduler
 from tests.scheduler.memory_wire import MemoryWire, Network
+from tests.scheduler.tiered import check_names
 
 PREFILL = ("prefill", 8998)
 
 
-class CheckedPrefill(PrefillScheduler, CheckedScheduler):
-    """A prefill scheduler that checks itself."""
-
-
-class CheckedDecode(DecodeScheduler, CheckedScheduler):
-    """A decode scheduler that checks itself."""
-
-
-class LegWorker:
-    """A scheduler, its engine and its wire, driven turn by turn as the loop does.
+class Worker:
+    """A side, its scheduler, engine and wire, driven turn by turn as the loop does.
 
     Attributes:
       outputs, prompt_logprobs: what clients got, by sample and by request.
@@ -52,22 +46,20 @@ class LegWorker:
         staging_pages: int = 1000,
         max_rooms: int = 1000,
         overlap: bool = True,
+        tier: HostTier | None = None,
         **kwargs: Any,
     ) -> None:
         self.engine = FakeEngine(sizes)
         self.wire = MemoryWire(network, address)
-        page_bytes = self.engine.page_layout.page_bytes
-        kind = CheckedDecode if address is None else CheckedPrefill
-        self.scheduler: LegScheduler = kind(
-            sizes,
-            BucketSet.derive(sizes),
-            kwargs.pop("eos", ()),
-            engine=self.engine,
-            wire=self.wire,
-            limits=RoomLimits(page_bytes, staging_pages * page_bytes, max_rooms, 30.0),
-            weight_version=lambda: self.engine.weight_version,
-            clock=clock,
-            **kwargs,
+        layout = self.engine.page_layout
+        self.tier, self.holds_gathers = tier, False
+        if tier is not None:
+            kwargs |= {"tier": tier, "loads": LoadRule(0.0, 5.0, least_tokens=1)}
+        self.scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), kwargs.pop("eos", ()), clock=clock, **kwargs)
+        kind = DecodeSide if address is None else PrefillSide
+        limits = RoomLimits(layout.page_bytes, staging_pages * layout.page_bytes, max_rooms, 30.0)
+        self.side: DecodeSide | PrefillSide = kind(
+            self.scheduler, self.wire, layout, limits, lambda: self.engine.weight_version, clock
         )
         self.sizes, self.clock = sizes, clock
         self.last_turn_s: float | None = None
@@ -81,7 +73,7 @@ class LegWorker:
     def receive(self, message: Request | Abort) -> None:
         if isinstance(message, Request):
             self.requests[message.request_id] = message
-        self.scheduler.receive([message])
+        self.side.receive([message])
         self.scheduler.check()
         self.settle()
 
@@ -90,7 +82,7 @@ class LegWorker:
         if not self.is_busy and self.last_turn_s == self.clock():
             return
         self.last_turn_s = self.clock()
-        inputs = self.scheduler.launch()
+        inputs = self.side.launch()
         for number, op in self.scheduler.ops.take():
             self.engine.apply(op, number)
         if inputs is not None:
@@ -103,7 +95,7 @@ class LegWorker:
             self.in_flight[-1].choose(self.scheduler.masks(inputs.bucket.num_seqs))
         if collects and newest_only:
             self._collect()
-        if self.scheduler.ops.waiting:
+        if self.scheduler.ops.waiting and not self.holds_gathers:
             self.scheduler.ops.finished(self.engine.poll(wait=not (collects or self.in_flight)))
         self.settle()
 
@@ -124,7 +116,7 @@ class LegWorker:
 
     def settle(self) -> None:
         """Takes the replies. Every sample ends once, and says nothing after."""
-        for reply in self.scheduler.take_replies():
+        for reply in self.side.take_replies():
             self.replies.append(reply)
             samples = range(self.requests[reply.request_id].sampling.n)
             if reply.refusal is not None:
@@ -140,24 +132,26 @@ class LegWorker:
 
     @property
     def transfer(self) -> TransferLoad:
-        transfer = self.scheduler.load(0).transfer
+        transfer = self.side.load(0).transfer
         assert transfer is not None
         return transfer
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.in_flight or self.wire.events) or not self.scheduler.is_idle
+        return bool(self.in_flight or self.wire.events) or not self.side.is_idle
 
     def check_empty(self) -> None:
         """Nothing is left: no rooms, no staging memory, no page but cached ones."""
-        scheduler = self.scheduler
-        assert isinstance(scheduler, PrefillScheduler | DecodeScheduler)
-        assert (scheduler.rooms.num_rooms, scheduler.rooms.staged_bytes) == (0, 0)
-        assert scheduler.is_idle and scheduler.cache.num_available == self.sizes.num_pages - 1
+        scheduler, rooms = self.scheduler, self.side.rooms
+        assert (rooms.num_rooms, rooms.staged_bytes) == (0, 0)
+        assert self.side.is_idle and scheduler.cache.num_available == self.sizes.num_pages - 1
         assert scheduler.load(0).used_tokens == 0
         kept_images = scheduler.kept_images
         assert kept_images is None or not kept_images.host.num_holders
         scheduler.check()
+        if self.tier is not None:
+            assert not self.tier.is_writing and not any(page.num_loads for page in self.tier.host.all())
+            check_names(self.tier, scheduler.cache)
 
 
 def at(request: Request, number: int, address: tuple[str, int] = PREFILL) -> Request:
@@ -165,7 +159,7 @@ def at(request: Request, number: int, address: tuple[str, int] = PREFILL) -> Req
     return msgspec.structs.replace(request, room=Rendezvous(*address, number))
 
 
-def run(network: Network, *workers: LegWorker, turns: int = 2000) -> None:
+def run(network: Network, *workers: Worker, turns: int = 2000) -> None:
     """Turns and delivers until nothing happens any more."""
     for _ in range(turns):
         network.deliver_all()

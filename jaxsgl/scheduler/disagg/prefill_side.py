@@ -1,4 +1,8 @@
-"""`PrefillScheduler`: computes prompts, and sends their pages and the embeddings of their images to decode workers."""
+"""`PrefillSide`: has prompts computed, and sends their pages and the embeddings of their images to decode servers.
+
+Embeddings that host memory or the pool has are sent when the request starts; an image that neither has is encoded
+again, for which its part of the prompt is computed again.
+"""
 
 from __future__ import annotations
 
@@ -15,61 +19,49 @@ from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Load, Refusal, Reply, TransferLoad
 from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.scheduler.disagg.legs import LegScheduler, room_of_leg
 from jaxsgl.scheduler.disagg.prefill import PrefillRooms
 from jaxsgl.scheduler.disagg.rooms import Action, Answer, Drop, Gather, Refuse, lost
-from jaxsgl.scheduler.disagg.rows import lost_rows, started
+from jaxsgl.scheduler.disagg.sides import Side, room_of_request
+from jaxsgl.scheduler.resources.images import Images
 from jaxsgl.transfer.frames import Ack, Fail, Grant, Open
 from jaxsgl.transfer.wire import Event, Left, News, Sent
 
 EXPIRE_S = 0.5  # between two looks for rooms that have waited too long
 
 
-class PrefillScheduler(LegScheduler):
-    """Computes prompts, and sends their pages to decode workers."""
+class PrefillSide(Side):
+    """Has prompts computed, and sends their pages to decode servers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rooms = PrefillRooms(self._room_limits, self._kv_names.version, self._clock)
+        self.rooms: PrefillRooms = PrefillRooms(self._limits, self._kv_names.version, self._clock)
         self._held: dict[str, Reply] = {}  # answers that wait for decode
         self._expire_s = 0.0
-        if self.kept_images is not None:
-            self.kept_images.on_rows = lambda digest, rows: self._carry_out(self.rooms.rows(digest, rows))
+        self._images = self.scheduler.state.images
+        if self.scheduler.kept_images is not None:
+            self.scheduler.kept_images.on_rows = lambda digest, rows: self._carry_out(self.rooms.rows(digest, rows))
 
     def launch(self) -> StepInputs | None:
-        """Starts legs, and decides the next step."""
+        """Starts legs, decides the next step, and has the pages that it completes copied after it."""
         self._hear()
         if self._clock() >= self._expire_s:
             self._carry_out(self.rooms.expire())
             self._expire_s = self._clock() + EXPIRE_S
-        inputs = super().launch()
+        inputs = self.scheduler.launch()
         if inputs is not None:
             self._gather_chunks()
         return inputs
 
-    def take_replies(self) -> list[Reply]:
-        """All replies that needn't wait for decode."""
-        for reply in super().take_replies():
-            if self._passes(reply):
-                self._replies.append(reply)
-        return super().take_replies()
-
-    def abort_all(self) -> None:
-        """Ends every request."""
-        super().abort_all()
-        for request_id in self.rooms.request_ids():
-            self._carry_out(self.rooms.aborted(request_id))
-
     def load(self, recompiles: int, leaks: int = 0, weight_version: str = DEFAULT_WEIGHT_VERSION) -> Load:
         """The scheduler's, and that of the legs around it."""
         waiting, sending = self.rooms.num_bootstrapping, self.rooms.num_sending
-        load = super().load(recompiles, leaks, weight_version)
+        load = self.scheduler.load(recompiles, leaks, weight_version)
         moved = self._num_bytes, self.rooms.hidden_bytes
         transfer = TransferLoad("prefill", waiting, sending, self.rooms.staged_bytes, *moved)
         return msgspec.structs.replace(load, num_waiting=load.num_waiting + waiting, transfer=transfer)
 
     def _passes(self, reply: Reply) -> bool:
-        """Whether a reply may leave now; tells the state machine what it means."""
+        """Whether a reply may leave now; the state machine hears what it means."""
         state = self.rooms.state_of(reply.request_id)
         if state is None:
             return True
@@ -85,13 +77,13 @@ class PrefillScheduler(LegScheduler):
         return True
 
     def _gather_chunks(self) -> None:
-        """Files copies of the pages that the step just launched completes."""
-        assert self.last_plan is not None
-        for req, _ in self.last_plan.chunks:
-            num_pages = full_pages(min(req.kv_len, req.prompt_len), self.cache.page_size)
+        """Has the pages copied that the step just launched completes."""
+        assert self.scheduler.last_plan is not None
+        for req, _ in self.scheduler.last_plan.chunks:
+            num_pages = full_pages(min(req.kv_len, req.prompt_len), self.scheduler.cache.page_size)
             is_last = req.kv_len >= req.prompt_len
             self._carry_out(self.rooms.launched(req.request_id, num_pages, is_last))
-            if is_last and self.state.images is not None and lost_rows(self.rooms, self.state.images, req.request_id):
+            if is_last and self._images is not None and has_lost_rows(self.rooms, self._images, req.request_id):
                 refusal = lost("embeddings of its images are lost")
                 self._carry_out([*self.rooms.refused(req.request_id, refusal), Refuse(req.request_id, refusal)])
 
@@ -99,22 +91,36 @@ class PrefillScheduler(LegScheduler):
         if isinstance(action, Answer):
             self._replies.append(self._held.pop(action.request_id))
             return
-        (req,) = self._requests.samples_of(action.request_id)
-        assert req.lease is not None
-        pages: list[int] = self.cache.table.pages[req.lease.row, action.first : action.stop].tolist()
-        self.ops.submit(GatherOp(tuple(pages)), partial(self._gathered, action), after_step=True)
+        pages = self.scheduler.pages_of(action.request_id, action.first, action.stop)
+        self.scheduler.ops.submit(GatherOp(pages), partial(self._gathered, action), after_step=True)
 
     def _gathered(self, action: Gather, data: HostPages) -> None:
         self._carry_out(self.rooms.gathered(action.room, action.request_id, action.first, data))
 
-    def _end_leg(self, request_id: str, replies: list[Reply]) -> None:
+    def _end(self, request_id: str, replies: list[Reply]) -> None:
         self._held.pop(request_id, None)
-        super()._end_leg(request_id, replies)
+        super()._end(request_id, replies)
 
-    def _started(self, request: Request) -> None:
-        if request.media and self.state.images is not None:
-            samples = self._requests.samples_of(request.request_id)
-            self._carry_out(started(self.rooms, self.state.images, samples))
+    def _start(self, request: Request) -> None:
+        """Sends rows that are there already of images that decode lacks, and has those of others computed."""
+        super()._start(request)
+        images = self._images
+        if images is None or not request.media or not self.scheduler.has(request.request_id):
+            return
+        kept, wanted = images.kept, self.rooms.wanted(request.request_id)
+        for item in request.media:
+            if item.digest not in wanted:
+                continue
+            rows, held = kept.host.find(item.digest), images.pool.find(item.digest)
+            if rows is not None:
+                kept.host.used(item.digest)
+                self._carry_out(self.rooms.rows(item.digest, rows))
+            elif kept.is_coming(item.digest):
+                continue
+            elif held is not None and held.encoded:
+                kept.gather(held)
+            else:
+                self.scheduler.limit_cached_tokens(request.request_id, item.offset)
 
     def _aborted(self, abort: Abort) -> bool:
         actions = self.rooms.aborted(abort.request_id)
@@ -122,10 +128,10 @@ class PrefillScheduler(LegScheduler):
         return bool(actions)
 
     def _arrived(self, request: Request) -> list[Action]:
-        return self.rooms.arrived(request, room_of_leg(request))
+        return self.rooms.arrived(request, room_of_request(request))
 
     def _refused_at_arrival(self, request: Request, refusal: Refusal) -> list[Action]:
-        return self.rooms.refused_at_arrival(room_of_leg(request), refusal)
+        return self.rooms.refused_at_arrival(room_of_request(request), refusal)
 
     def _heard(self, event: Event) -> list[Action]:
         match event:
@@ -142,3 +148,9 @@ class PrefillScheduler(LegScheduler):
             case News(peer, Fail() as fail):
                 return self.rooms.failed(peer, fail)
         return []
+
+
+def has_lost_rows(rooms: PrefillRooms, images: Images, request_id: str) -> bool:
+    """Whether rows that decode lacks of a request that is computed are nowhere, and don't come any more."""
+    wanted, kept = rooms.wanted(request_id), images.kept
+    return any(not kept.is_coming(digest, also_old=True) for digest in wanted)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace as changed
 
+from jaxsgl.cache import kv_file
+from jaxsgl.cache.tiers import WRITE_THROUGH
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.config.features import WRITE_POLICIES
 from jaxsgl.frontend.legs import leg_sampling
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind
@@ -16,31 +21,40 @@ from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.disagg.decode import DecodeState
-from jaxsgl.scheduler.disagg.decode_scheduler import DecodeScheduler
-from jaxsgl.scheduler.disagg.prefill_leg import PrefillState
-from jaxsgl.scheduler.disagg.prefill_scheduler import PrefillScheduler
+from jaxsgl.scheduler.disagg.decode_side import DecodeSide
+from jaxsgl.scheduler.disagg.prefill import PrefillState
+from jaxsgl.scheduler.disagg.prefill_side import PrefillSide
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.testing.engine import RetractEvery, generate
 from jaxsgl.testing.grammars import FakeMatcher, compile_fake
-from tests.scheduler.legs import PREFILL, LegWorker, at, run
 from tests.scheduler.memory_wire import Network
 from tests.scheduler.serving import VOCAB, capacity, expected, request
+from tests.scheduler.sides import PREFILL, Worker, at, run
 from tests.scheduler.test_constraints import EOS, asking, constrained, fake, some_requests
+from tests.scheduler.tiered import tier_of
 
 
 class Pair:
     """A prefill worker and a decode worker."""
 
     def __init__(
-        self, pages: int = 200, decode_pages: int = 200, chunk: int = 128, adapters: int = 0, **decode: Any
+        self,
+        pages: int = 200,
+        decode_pages: int = 200,
+        chunk: int = 128,
+        adapters: int = 0,
+        host_pages: int = 0,
+        policy: str = WRITE_THROUGH,
+        **decode: Any,
     ) -> None:
         self.now_s = 0.0
         self.network = Network()
         places: dict[str, Any] = {"max_adapters": adapters, "adapter_columns": 4 * adapters}
         sizes = replace(capacity(num_pages=pages, max_extend_tokens=chunk), **places)
         decode_sizes = replace(capacity(num_pages=decode_pages), **places)
-        self.prefill = LegWorker(self.network, PREFILL, sizes, lambda: self.now_s)
-        self.decode = LegWorker(self.network, None, decode_sizes, lambda: self.now_s, **decode)
+        tiers = [tier_of(each, host_pages, policy) if host_pages else None for each in (sizes, decode_sizes)]
+        self.prefill = Worker(self.network, PREFILL, sizes, lambda: self.now_s, tier=tiers[0])
+        self.decode = Worker(self.network, None, decode_sizes, lambda: self.now_s, tier=tiers[1], **decode)
         self.number = 0
 
     @property
@@ -56,6 +70,13 @@ class Pair:
 
     def run(self) -> None:
         run(self.network, self.prefill, self.decode)
+
+    def moved_bytes(self, request: Request) -> int:
+        """What prefill sends for a request, which is served."""
+        before = self.decode.transfer.moved_bytes
+        self.send(request)
+        self.run()
+        return self.decode.transfer.moved_bytes - before
 
     def check_empty(self) -> None:
         self.prefill.check_empty()
@@ -86,8 +107,8 @@ def test_a_prompt_of_many_chunks_is_computed_once_and_sent_while_it_is_computed(
         pair.network.deliver_all()
         pair.prefill.turn()
         pair.decode.turn()
-        assert isinstance(pair.prefill.scheduler, PrefillScheduler)
-        if pair.prefill.scheduler.rooms.state_of("a") is PrefillState.EXTENDING:
+        assert isinstance(pair.prefill.side, PrefillSide)
+        if pair.prefill.side.rooms.state_of("a") is PrefillState.EXTENDING:
             in_time = pair.prefill.transfer.moved_bytes
     pair.run()
     assert pair.prefill.scheduler.state.totals.extend_tokens == len(prompt)
@@ -192,8 +213,8 @@ def test_a_request_that_is_retracted_on_decode_finishes_or_can_be_aborted() -> N
 def test_ten_thousand_rooms_without_a_partner_take_bounded_memory_and_expire() -> None:
     network = Network()
     now_s = [0.0]
-    prefill = LegWorker(network, PREFILL, capacity(), lambda: now_s[0], max_rooms=50)
-    decode = LegWorker(network, None, capacity(), lambda: now_s[0], max_rooms=50)
+    prefill = Worker(network, PREFILL, capacity(), lambda: now_s[0], max_rooms=50)
+    decode = Worker(network, None, capacity(), lambda: now_s[0], max_rooms=50)
     for number in range(10_000):
         side = prefill if number % 2 else decode
         side.receive(at(request(f"r{number}", range(number % 37, 40), 1), number))
@@ -214,8 +235,8 @@ def test_a_burst_beyond_decodes_rows_and_staging_memory_fails_no_request() -> No
     """A window of 4 and a burst of 32; requests that only queue at decode are not given up."""
     now_s = [0.0]
     network = Network()
-    prefill = LegWorker(network, PREFILL, capacity(), lambda: now_s[0])
-    decode = LegWorker(network, None, capacity(rows=4, num_pages=60), lambda: now_s[0], staging_pages=25)
+    prefill = Worker(network, PREFILL, capacity(), lambda: now_s[0])
+    decode = Worker(network, None, capacity(rows=4, num_pages=60), lambda: now_s[0], staging_pages=25)
     pair = Pair()
     pair.network, pair.prefill, pair.decode = network, prefill, decode
     for number in range(32):
@@ -234,8 +255,8 @@ def test_a_burst_beyond_decodes_rows_and_staging_memory_fails_no_request() -> No
 
 def test_staging_memory_full_of_dead_transfers_comes_free_without_new_work() -> None:
     network = Network()
-    prefill = LegWorker(network, PREFILL, capacity(), staging_pages=12)
-    decode = LegWorker(network, None, capacity(), staging_pages=12)
+    prefill = Worker(network, PREFILL, capacity(), staging_pages=12)
+    decode = Worker(network, None, capacity(), staging_pages=12)
     for number in range(6):
         decode.receive(at(request(f"r{number}", range(number, number + 30), 4), number))
         prefill.receive(at(request(f"r{number}", range(number, number + 30), 1), number))
@@ -251,8 +272,8 @@ def test_staging_memory_full_of_dead_transfers_comes_free_without_new_work() -> 
 
 def test_a_prompt_larger_than_staging_memory_is_sent_in_part_and_completed_by_decode() -> None:
     network = Network()
-    prefill = LegWorker(network, PREFILL, capacity(), staging_pages=5)
-    decode = LegWorker(network, None, capacity(), staging_pages=9)
+    prefill = Worker(network, PREFILL, capacity(), staging_pages=5)
+    decode = Worker(network, None, capacity(), staging_pages=9)
     prefill.receive(at(request("a", range(60), 1), 1))
     decode.receive(at(request("a", range(60), 4), 1))
     run(network, prefill, decode)
@@ -288,8 +309,8 @@ def test_pages_of_other_weights_are_not_used() -> None:
     pair.send(request("b", range(30), 4))
     pair.network.deliver_all()
     pair.prefill.turn()
-    assert isinstance(pair.decode.scheduler, DecodeScheduler)
-    assert pair.decode.scheduler.rooms.state_of("b") is DecodeState.RECEIVING
+    assert isinstance(pair.decode.side, DecodeSide)
+    assert pair.decode.side.rooms.state_of("b") is DecodeState.RECEIVING
     pair.decode.engine.weight_version = "v2"  # while pages are on their way
     pair.run()
     assert pair.computed_by_decode == 30
@@ -361,7 +382,7 @@ def test_pages_of_another_adapter_of_the_same_name_are_not_used() -> None:
     assert pair.decode.ended["a", 0] is pair.prefill.ended["a", 0] is RefusalKind.PEER
     (text,) = {reply.refusal.text for reply in pair.decode.replies if reply.refusal}
     assert "1000r4" in text and "2000r4" in text
-    assert isinstance(pair.decode.scheduler, DecodeScheduler)
+    assert isinstance(pair.decode.side, DecodeSide)
     for number, worker in enumerate((pair.decode, pair.prefill)):
         for each, folder in ((pair.prefill, "1r4"), (pair.decode, "1r4")):
             each.load_adapter("it", folder)
@@ -369,7 +390,7 @@ def test_pages_of_another_adapter_of_the_same_name_are_not_used() -> None:
         pair.send(changed(request(name, range(number, 40), 4), adapter="it"))
         pair.network.deliver_all()
         pair.prefill.turn()
-        assert pair.decode.scheduler.rooms.state_of(name) is DecodeState.RECEIVING
+        assert pair.decode.side.rooms.state_of(name) is DecodeState.RECEIVING
         worker.load_adapter("it", "3r4")  # while pages are on their way
         pair.run()
         there = 3000 if worker is pair.decode else 1000
@@ -391,7 +412,7 @@ def test_pages_of_a_server_that_has_not_proved_itself_are_found_by_its_own_reque
     """Without a secret anything may be at the address that a client names, and send what it likes."""
     pair = Pair()
     pair.decode.wire.proves_peers = proved
-    other = LegWorker(pair.network, ("other", 8998), capacity(num_pages=200))
+    other = Worker(pair.network, ("other", 8998), capacity(num_pages=200))
     moved: list[int] = []
     for number, (worker, address) in enumerate(
         ((pair.prefill, PREFILL), (pair.prefill, PREFILL), (other, ("other", 8998)), (other, ("other", 8998)))
@@ -414,8 +435,103 @@ def test_pages_of_a_server_that_has_not_proved_itself_are_found_by_its_own_reque
 
 def test_a_prefill_worker_that_is_not_there_fails_the_request_at_once() -> None:
     network = Network()
-    decode = LegWorker(network, None, capacity())
+    decode = Worker(network, None, capacity())
     decode.receive(at(request("a", range(30), 4), 1))
     run(network, decode)
     assert decode.ended["a", 0] is RefusalKind.PEER
     decode.check_empty()
+
+
+@pytest.mark.parametrize("policy", WRITE_POLICIES)
+def test_a_request_that_is_retracted_on_decode_loads_its_prompt_from_the_host(policy: str) -> None:
+    """The other answer takes most pages of the prompt until it ends."""
+    config = SchedulingConfig(schedule_conservativeness=0.1)
+    computed: dict[int, int] = {}
+    for host_pages in (0, 100):
+        pair = Pair(decode_pages=25, host_pages=host_pages, policy=policy, config=config)
+        pair.send(request("long", range(4), 80))
+        for _ in range(12):
+            pair.network.deliver_all()
+            pair.prefill.turn()
+            pair.decode.turn()
+        pair.send(request("a", range(48), 20))
+        pair.run()
+        assert pair.decode.outputs == {("long", 0): expected(range(4), 80), ("a", 0): expected(range(48), 20)}
+        assert pair.decode.scheduler.state.totals.retractions > 0
+        computed[host_pages] = pair.computed_by_decode
+        loaded = pair.decode.scheduler.load(0).host.loaded_tokens
+        assert (loaded >= 32) == bool(host_pages)
+        pair.check_empty()
+    assert computed[100] <= computed[0] - 32
+
+
+def test_prompts_that_have_left_both_pools_are_loaded_on_both_sides_and_not_sent_again() -> None:
+    pair = Pair(pages=21, decode_pages=21, host_pages=100)
+    prompts = {name: range(first, first + 48) for name, first in (("a", 0), ("b", 100), ("c", 200))}
+    sent = {name: pair.moved_bytes(request(name, prompt, 6)) for name, prompt in prompts.items()}
+    assert all(sent.values())
+    computed = pair.prefill.scheduler.state.totals.extend_tokens, pair.computed_by_decode
+    again = {name: pair.moved_bytes(request(f"{name}2", prompt, 6)) for name, prompt in prompts.items()}
+    assert again == dict.fromkeys(prompts, 0)
+    assert pair.prefill.scheduler.state.totals.extend_tokens - computed[0] <= 3 * 4
+    assert pair.computed_by_decode - computed[1] <= 3 * 4
+    for name, prompt in prompts.items():
+        assert pair.decode.outputs[f"{name}2", 0] == pair.decode.outputs[name, 0] == expected(prompt, 6)
+    cached = {reply.request_id: reply.cached_tokens for reply in pair.decode.replies if reply.finish_reason}
+    assert cached["a2"] == cached["b2"] == cached["c2"] == 44
+    pair.check_empty()
+
+
+def test_what_follows_a_prefix_that_only_the_host_holds_lands_behind_it() -> None:
+    """Decode asks for the new pages alone; those before them come back from the host when these arrive."""
+    pair = Pair(pages=200, decode_pages=31, host_pages=100)
+    chat = list(range(48))
+    first = pair.moved_bytes(request("a", chat, 6))
+    for name, start in (("b", 100), ("c", 200), ("d", 300)):
+        pair.moved_bytes(request(name, range(start, start + 60), 6))
+    assert 0 < pair.moved_bytes(request("e", [*chat, *range(400, 440)], 6)) < first
+    assert pair.decode.outputs["e", 0] == expected([*chat, *range(400, 440)], 6)
+    assert pair.decode.scheduler.load(0).host.loaded_tokens >= 44
+    cached = {reply.request_id: reply.cached_tokens for reply in pair.decode.replies if reply.finish_reason}
+    assert cached["e"] == 84
+    pair.check_empty()
+
+
+def test_a_decode_server_that_starts_again_finds_in_its_file_what_prefill_servers_computed(tmp_path: Path) -> None:
+    path, first = tmp_path / "pages.kv", Pair(host_pages=100)
+    assert first.moved_bytes(request("a", range(48), 6))
+    assert first.decode.tier is not None
+    first.decode.scheduler.before_exit(first.decode.engine)
+    kv_file.save(first.decode.tier.host, path, 4)
+    second = Pair(host_pages=100)
+    assert second.decode.tier is not None
+    assert kv_file.load(second.decode.tier.host, path, 4) == 13
+    assert second.moved_bytes(request("a", range(48), 6)) == 0 and second.computed_by_decode <= 4
+    assert second.decode.outputs["a", 0] == expected(range(48), 6)
+    second.check_empty()
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_hosted_pages_of_a_server_that_has_not_proved_itself_are_found_by_its_own_requests_alone(proved: bool) -> None:
+    """On the host as in the pool, which these prompts have left."""
+    pair = Pair(decode_pages=21, host_pages=100)
+    pair.decode.wire.proves_peers = proved
+    other = Worker(pair.network, ("other", 8998), capacity(num_pages=200))
+    prompt = range(48)
+    assert pair.moved_bytes(request("a", prompt, 3))
+    for name, first in (("b", 100), ("c", 200)):
+        pair.moved_bytes(request(name, range(first, first + 48), 3))
+    before = pair.decode.transfer.moved_bytes
+    asked = request("of other", prompt, 3)
+    other.receive(at(changed(asked, sampling=leg_sampling(asked.sampling, "prefill")), 99, ("other", 8998)))
+    pair.decode.receive(at(asked, 99, ("other", 8998)))
+    run(pair.network, other, pair.decode)
+    assert (pair.decode.transfer.moved_bytes > before) == (not proved)
+    computed = pair.computed_by_decode
+    pair.decode.receive(request("whole", prompt, 3))
+    pair.run()
+    assert (pair.computed_by_decode - computed >= 48) == (not proved)
+    for name in ("a", "of other", "whole"):
+        assert pair.decode.outputs[name, 0] == expected(prompt, 3)
+    assert pair.moved_bytes(request("a2", prompt, 3)) == 0
+    pair.check_empty()

@@ -15,12 +15,12 @@ from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
-from jaxsgl.scheduler.disagg.decode_scheduler import DecodeScheduler
+from jaxsgl.scheduler.disagg.decode_side import DecodeSide
 from jaxsgl.testing.engine import RetractEvery
 from tests.grids import count
 from tests.scheduler.image_requests import asked, capacity, expected
-from tests.scheduler.legs import PREFILL, LegWorker, at, run
 from tests.scheduler.memory_wire import Network
+from tests.scheduler.sides import PREFILL, Worker, at, run
 
 
 def without_tower(sizes: Capacity) -> Capacity:
@@ -29,14 +29,14 @@ def without_tower(sizes: Capacity) -> Capacity:
     return replace(sizes, media=media, tower=replace(sizes.tower, encodes=False))
 
 
-def pair_of(network: Network, host_rows: int = 60, **options: Any) -> tuple[LegWorker, LegWorker]:
+def pair_of(network: Network, host_rows: int = 60, **options: Any) -> tuple[Worker, Worker]:
     """A prefill worker, and a decode worker that has no tower and holds so many rows in host memory."""
-    prefill = LegWorker(network, PREFILL, capacity(page_size=16, host_rows=12), radix_cache=True)
+    prefill = Worker(network, PREFILL, capacity(page_size=16, host_rows=12), radix_cache=True)
     decode_sizes = without_tower(capacity(page_size=16, host_rows=host_rows))
-    return prefill, LegWorker(network, None, decode_sizes, radix_cache=True, **options)
+    return prefill, Worker(network, None, decode_sizes, radix_cache=True, **options)
 
 
-def send(network: Network, prefill: LegWorker, decode: LegWorker, request: Request, number: int) -> None:
+def send(network: Network, prefill: Worker, decode: Worker, request: Request, number: int) -> None:
     """Sends both legs of a request and serves until nothing happens any more."""
     prefill.receive(
         at(msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1)), number)
@@ -78,7 +78,7 @@ def test_embeddings_of_a_server_that_has_not_proved_itself_are_found_by_its_own_
 ) -> None:
     network, other_address = Network(), ("other", 8998)
     prefill, decode = pair_of(network)
-    other = LegWorker(network, other_address, capacity(page_size=16, host_rows=12), radix_cache=True)
+    other = Worker(network, other_address, capacity(page_size=16, host_rows=12), radix_cache=True)
     decode.wire.proves_peers = proved
     moved: list[int] = []
     for number, (worker, address) in enumerate(((prefill, PREFILL), (prefill, PREFILL), (other, other_address))):
@@ -105,10 +105,10 @@ def test_random_histories_of_two_workers_yield_the_tokens_of_each_request_alone(
     num_pages, chunk = 2 + rng.randint(110, 160) // page_size, rng.choice([5, 16, 40])
     options: dict[str, Any] = {"staging_pages": rng.choice([2, 5, 100])}
     sizes = capacity(rng.choice([16, 20, 60]), page_size, num_pages, chunk, host_rows=rng.choice([1, 17, 200]))
-    prefill = LegWorker(network, PREFILL, sizes, radix_cache=rng.random() < 0.8, **options)
+    prefill = Worker(network, PREFILL, sizes, radix_cache=rng.random() < 0.8, **options)
     sizes = without_tower(capacity(rng.choice([16, 20]), page_size, num_pages, chunk, host_rows=rng.choice([48, 200])))
     retract = RetractEvery(rng.choice([2, 3, 7])) if rng.random() < 0.6 else None
-    decode = LegWorker(network, None, sizes, radix_cache=True, retract_also=retract, **options)
+    decode = Worker(network, None, sizes, radix_cache=True, retract_also=retract, **options)
     decode.wire.proves_peers = seed % 2 == 0
     requests, aborted = [], set()
     for number in range(rng.randint(3, 12)):
@@ -210,7 +210,7 @@ def test_a_prompt_that_stands_for_images_which_prefill_lacks_too_is_refused_by_b
     network, sizes = Network(), capacity(page_size=16)
     assert sizes.media is not None
     may_lack = replace(sizes, media=msgspec.structs.replace(sizes.media, may_come_later=True))
-    prefill, decode = LegWorker(network, PREFILL, sizes), LegWorker(network, None, may_lack)
+    prefill, decode = Worker(network, PREFILL, sizes), Worker(network, None, may_lack)
     whole, other = asked("a", [3, (1, 9), 4]), asked("a", [3, (2, 9), 4])
     decode.receive(at(msgspec.structs.replace(whole, media=()), 1))
     prefill.receive(at(msgspec.structs.replace(whole, media=()), 1))
@@ -242,8 +242,8 @@ def test_a_decode_worker_holds_no_pixels(comes_later: bool) -> None:
     prefill.turn()
     network.deliver_all()
     decode.turn()
-    assert isinstance(decode.scheduler, DecodeScheduler)
-    at_decode = decode.scheduler.rooms.request("a")
+    assert isinstance(decode.side, DecodeSide)
+    at_decode = decode.side.rooms.request("a")
     assert at_decode is not None and [len(item.pixels) for item in at_decode.media] == [0]
     run(network, prefill, decode)
     assert decode.outputs["a", 0] == expected(request)

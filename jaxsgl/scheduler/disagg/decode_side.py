@@ -1,4 +1,4 @@
-"""`DecodeScheduler`: takes the pages of prompts, and the embeddings of their images, and generates."""
+"""`DecodeSide`: takes the pages of prompts, and the embeddings of their images, and has the scheduler generate."""
 
 from __future__ import annotations
 
@@ -14,85 +14,69 @@ from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Load, Reply, TransferLoad
 from jaxsgl.requests.media import without_pixels
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.budget import pages_held_for
 from jaxsgl.scheduler.disagg.decode import DecodeRooms, Received
-from jaxsgl.scheduler.disagg.legs import LegScheduler, room_of_leg
+from jaxsgl.scheduler.disagg.images import LackingRows
 from jaxsgl.scheduler.disagg.rooms import Action, Start
-from jaxsgl.scheduler.disagg.rows import LackingRows
+from jaxsgl.scheduler.disagg.sides import Side, room_of_request
 from jaxsgl.transfer.frames import Done, Fail, Media, Pages, Rows
 from jaxsgl.transfer.wire import Event, Left, News
 
 
-class DecodeScheduler(LegScheduler):
-    """Gets the pages of prompts from prefill workers, and generates."""
+class DecodeSide(Side):
+    """Gets the pages of prompts from prefill servers, and has the scheduler generate."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        media, tower = self.state.capacity.media, self.state.capacity.tower
+        capacity, kept_images = self.scheduler.state.capacity, self.scheduler.kept_images
+        self._host_images = None if kept_images is None else kept_images.host
         rows = None
-        if tower is not None and self.kept_images is not None and not tower.encodes:
-            rows = LackingRows(self.kept_images.host, tower.row_bytes)
-        self.rooms = DecodeRooms(self._room_limits, self._num_cached, self._kv_names.version, media, rows)
+        if capacity.tower is not None and self._host_images is not None and not capacity.tower.encodes:
+            rows = LackingRows(self._host_images, capacity.tower.row_bytes)
+        self.rooms: DecodeRooms = DecodeRooms(
+            self._limits, self._num_cached, self._kv_names.version, capacity.media, rows
+        )
         self._ended: set[str] = set()  # requests with a last reply, of one sample at least, that may hold images
         self._aborts: dict[str, list[Abort]] = {}  # of single samples of requests that have a room
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing can happen before the next message, or the next news of the wire."""
-        return super().is_idle and (not self.rooms.has_ready or bool(self._pauses))
+        return super().is_idle and not (self.rooms.has_ready and self.scheduler.may_launch)
 
     def launch(self) -> StepInputs | None:
         """Takes pages that have come, and decides the next step."""
         self._hear()
-        while not self._pauses and (received := self.rooms.ready()) is not None and self._has_room_for(received):
+        while self.scheduler.may_launch and (received := self.rooms.ready()) is not None:
+            if not self.scheduler.room_for(received.request):
+                break
             self._take(received)
-        return super().launch()
-
-    def abort_all(self) -> None:
-        """Ends every request."""
-        super().abort_all()
-        for request_id in self.rooms.request_ids():
-            self._carry_out(self.rooms.aborted(request_id))
+        return self.scheduler.launch()
 
     def load(self, recompiles: int, leaks: int = 0, weight_version: str = DEFAULT_WEIGHT_VERSION) -> Load:
         """The scheduler's, and that of the legs before it."""
         waiting, receiving = self.rooms.num_bootstrapping, self.rooms.num_receiving
-        load = super().load(recompiles, leaks, weight_version)
+        load = self.scheduler.load(recompiles, leaks, weight_version)
         transfer = TransferLoad("decode", waiting, receiving, self.rooms.staged_bytes, self._num_bytes)
         return msgspec.structs.replace(load, num_waiting=load.num_waiting + waiting + receiving, transfer=transfer)
 
     def take_replies(self) -> list[Reply]:
         """All replies since the last call. Images that ended requests held may leave host memory then."""
         replies = super().take_replies()
-        if self.kept_images is None or not self.kept_images.host.num_holders:
+        if self._host_images is None or not self._host_images.num_holders:
             return replies
         self._ended.update(reply.request_id for reply in replies if reply.finish_reason is not None or reply.refusal)
         for request_id in list(self._ended):
-            if not self._requests.samples_of(request_id) and self.rooms.request(request_id) is None:
+            if not self.scheduler.has(request_id) and self.rooms.request(request_id) is None:
                 self._ended.remove(request_id)
-                if self.kept_images.host.drop(request_id):
+                if self._host_images.drop(request_id):
                     self._carry_out(self.rooms.memory_freed())
         return replies
 
-    def _has_room_for(self, received: Received) -> bool:
-        """Whether the request would soon be admitted, so that its pages are not evicted before.
-
-        An empty pool takes any request, as in planning. What is held for running requests counts as taken.
-        """
-        request, requests, cache = received.request, self._requests, self.cache
-        if not (requests.waiting or requests.admitted):
-            return True
-        if len(requests.waiting) + request.sampling.n > cache.table.num_free_rows:
-            return False
-        held = pages_held_for(list(requests.admitted.values()), self.state.ratio.value, cache)
-        held += sum(cache.pages_for(req.prompt_len + 1) for req in requests.waiting.values())
-        return held + cache.pages_for(len(request.prompt_ids) + 1) <= cache.num_available
-
     def _take(self, received: Received) -> None:
         """Copies the pages to the pool, as a prefix, and gives the request to the scheduler."""
-        request, layout = received.request, self._engine.page_layout
+        request, layout = received.request, self._layout
         ids, namespace = self._kv_names.ids_and_namespace(request)
-        pages = self.cache.land(ids, received.first, received.num_pages, request.request_id, namespace).tolist()
+        pages = self.scheduler.land(ids, received.first, received.num_pages, request.request_id, namespace).tolist()
         missing_from = received.first + received.num_pages - len(pages)  # the cache has got those before meanwhile
         place = received.first
         for part in received.parts:
@@ -101,19 +85,19 @@ class DecodeScheduler(LegScheduler):
             if skipped < count:
                 data = part.view(layout.host_dtype).reshape(layout.shape(count))[skipped:]
                 start = place + skipped - missing_from
-                self.ops.submit(InsertOp(tuple(pages[start : start + len(data)]), data))
+                self.scheduler.ops.submit(InsertOp(tuple(pages[start : start + len(data)]), data))
             place += count
             self._num_bytes += part.nbytes
         self._carry_out([Start(request), *self.rooms.taken(request.request_id)])
-        super(LegScheduler, self).receive(self._aborts.pop(request.request_id, ()))
+        self.scheduler.receive(self._aborts.pop(request.request_id, ()))
 
     def _num_cached(self, request: Request) -> int:
-        return self.cache.peek(*self._kv_names.ids_and_namespace(request)).num_pages
+        return self.scheduler.num_cached(*self._kv_names.ids_and_namespace(request))
 
-    def _end_leg(self, request_id: str, replies: list[Reply]) -> None:
+    def _end(self, request_id: str, replies: list[Reply]) -> None:
         self._aborts.pop(request_id, None)
-        self._grammars.forget(request_id)
-        super()._end_leg(request_id, replies)
+        self.scheduler.forget(request_id)
+        super()._end(request_id, replies)
 
     def _aborted(self, abort: Abort) -> bool:
         request = self.rooms.request(abort.request_id)
@@ -127,17 +111,17 @@ class DecodeScheduler(LegScheduler):
 
     def _arrived(self, request: Request) -> list[Action]:
         assert request.room is not None
-        room = room_of_leg(request)
+        room = room_of_request(request)
         refused = self.rooms.check(request, room)
         if refused:
             return refused
-        if request.sampling.masked:
-            self._grammars.ask(request.request_id, request.sampling.grammar)  # compiles while prefill computes
+        self.scheduler.expect(request)  # compiles its grammar while prefill computes
         host, port = request.room.host, request.room.port
         peer = self.wire.connect(host, port)
         source = "" if self.wire.proves_peers else f"{host} {port}"
         request = msgspec.structs.replace(request, media=without_pixels(request.media), kv_source=source)
-        return self.rooms.arrived(request, room, peer, full_pages(len(request.prompt_ids) - 1, self.cache.page_size))
+        page_size = self.scheduler.cache.page_size
+        return self.rooms.arrived(request, room, peer, full_pages(len(request.prompt_ids) - 1, page_size))
 
     def _heard(self, event: Event) -> list[Action]:
         match event:
