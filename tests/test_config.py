@@ -51,6 +51,7 @@ def test_the_page_size_is_a_word_or_a_number(capsys: pytest.CaptureFixture[str])
         (["--max-running-requests", "-1"], "--max-running-requests is -1"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size is 0"),
         (["--grpc-port", "70000"], "--grpc-port is 70000"),
+        (["--disaggregation-mode", "decode", "--disable-radix-cache"], "which --disable-radix-cache switches off"),
     ],
 )
 def test_flags_out_of_range_name_the_value_and_the_limit(argv: list[str], message: str) -> None:

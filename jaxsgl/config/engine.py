@@ -235,8 +235,11 @@ class EngineConfig:
             raise ConfigError(
                 "--max-itl-ms cuts prompts into chunks, which --chunked-prefill-size -1 forbids: give one"
             )
-        if self.host_kv.is_on and self.disaggregation.is_on:
-            raise ConfigError("--host-kv-gib does not work with --disaggregation-mode yet: give one of the two")
+        if self.disaggregation.disaggregation_mode == "decode" and self.disable_radix_cache:
+            raise ConfigError(
+                "--disaggregation-mode decode takes prompts into the prefix cache, which --disable-radix-cache "
+                "switches off: leave that out"
+            )
         if self.host_kv.is_on and self.disable_radix_cache:
             raise ConfigError("--host-kv-gib keeps prefixes, which --disable-radix-cache does not share: give one")
         for name in ("decode_buckets", "extend_buckets"):

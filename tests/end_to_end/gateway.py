@@ -64,6 +64,11 @@ class Worker:
     def output_tokens(self) -> int:
         return self._metric("sglang:generation_tokens_total")
 
+    @property
+    def loaded_tokens(self) -> int:
+        """Tokens of KV that it has loaded from host memory."""
+        return next(n for labels, n in _metrics(self.http, "jaxsgl:host_kv_tokens_total").items() if "loaded" in labels)
+
     def count(self, name: str) -> int:
         """A counter of its metrics, by the name without "_total"."""
         return self._metric(f"{name}_total")

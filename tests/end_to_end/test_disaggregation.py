@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.foreign, pytest.mark.usefixtures("fully_optimized")]
 
 MODEL = "tiny"
 FLAGS = (*COMMON_FLAGS, "--served-model-name", MODEL)
+POOL_TOKENS, PAGE_SIZE = 8192, 16
+OF_FLEET = ("--max-total-tokens", str(POOL_TOKENS), "--host-kv-gib", "0.25", "--host-kv-write-policy", "write_through")
 ENDS_WITHIN_S = 60.0  # servers give each other 5 s of silence, 10 s to greet, a leg 30 s; the rest is for other load
 
 
@@ -62,7 +64,7 @@ class Fleet:
         self._num_starts += 1
         folder = self._folder / f"{name}{self._num_starts}"
         folder.mkdir()
-        return self._stack.enter_context(running_server(folder, (*FLAGS, *flags)))
+        return self._stack.enter_context(running_server(folder, (*FLAGS, *OF_FLEET, *flags)))
 
     def client(self, url: str) -> openai.OpenAI:
         return client_of(url, self._stack)
@@ -152,6 +154,30 @@ def test_streams_samples_and_chats_equal_those_of_one_server(fleet: Fleet) -> No
     assert [entry.logprob for entry in through_chat.choices[0].logprobs.content or ()] == pytest.approx(
         of_own, abs=1e-4
     )
+    fleet.check_that_nothing_is_left(fleet.prefill, fleet.decode)
+
+
+@over_tcp
+def test_a_prompt_that_has_left_both_pools_is_loaded_from_host_memory_and_not_sent_again(fleet: Fleet) -> None:
+    asked = completion(filler(seed=900, num_sentences=40))
+    first = fleet.through.completions.create(**asked)
+    num_pushed = 0
+    for seed in range(901, 920):
+        if num_pushed > POOL_TOKENS:
+            break
+        usage = fleet.through.completions.create(**completion(filler(seed=seed, num_sentences=170), max_tokens=1)).usage
+        assert usage is not None
+        num_pushed += usage.prompt_tokens - PAGE_SIZE
+    workers = (fleet.prefill, fleet.decode)
+    moved, loaded = fleet.transfer(fleet.decode)["moved_bytes"], [worker.loaded_tokens for worker in workers]
+    again = fleet.through.completions.create(**asked)
+    assert again.choices[0].text == first.choices[0].text
+    assert fleet.transfer(fleet.decode)["moved_bytes"] == moved
+    assert again.usage is not None and again.usage.prompt_tokens_details is not None
+    expected = again.usage.prompt_tokens - PAGE_SIZE
+    assert (again.usage.prompt_tokens_details.cached_tokens or 0) >= expected
+    for worker, before in zip(workers, loaded, strict=True):
+        assert worker.loaded_tokens - before >= expected, worker.server.log.name
     fleet.check_that_nothing_is_left(fleet.prefill, fleet.decode)
 
 
