@@ -20,8 +20,7 @@ import jax
 import numpy as np
 
 from jaxsgl.cache import kv_file
-from jaxsgl.cache.arena import allocate, pages_per_turn
-from jaxsgl.cache.host_pages import HostPages
+from jaxsgl.cache.host_pages import HostPages, allocate_arena, pages_per_turn
 from jaxsgl.cache.tiers import HostTier
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.constraints.compiler import Compiler, LlMatcher
@@ -209,7 +208,7 @@ def _host_tier(config: EngineConfig, engine: Engine) -> tuple[HostTier | None, L
     if not host.is_on:
         return None, None
     layout = engine.page_layout
-    arena = allocate(layout.shape(1), layout.host_dtype, host, engine.capacity.num_pages, free_host_bytes())
+    arena = allocate_arena(layout.shape(1), layout.host_dtype, host, engine.capacity.num_pages, free_host_bytes())
     logger.info(
         "host memory holds %d pages of KV, %.2f GiB, beside the %d of the pool",
         len(arena), arena.nbytes / 2**30, engine.capacity.num_pages - 1,

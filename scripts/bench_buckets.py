@@ -39,9 +39,7 @@ from bench.requests import Job, Lengths, random_jobs
 from bench.simulation.cost import HARDWARE
 from bench.simulation.engine import capacity_on
 
-from jaxsgl.batch.bucket_file import buckets_of
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.flags import add_flags, flag, from_flags
 from jaxsgl.engine.engine import Engine

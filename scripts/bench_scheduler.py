@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 from bench.output import command_parser, write_json
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.pages import as_pages, pages_for
 from jaxsgl.cache.radix import RadixCache
 from jaxsgl.config.engine import SchedulingConfig

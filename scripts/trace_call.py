@@ -29,8 +29,7 @@ import zmq
 from bench.output import command_parser, write_json
 
 import jaxsgl
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.ipc import Endpoints, EngineMailbox
 from jaxsgl.messages.orders import FromEngine, News, Shutdown, ToEngine

@@ -1,23 +1,99 @@
-"""`BucketSet`: the shapes that an engine compiles.
+"""`Capacity`, what one engine can hold, and `BucketSet`, the shapes that it compiles for that.
 
-The shapes are derived from the capacity, or given by flags, or read from a file (`bucket_file`). Few buckets mean a
-short warm-up, many mean little waste. Derived sizes double. Those of decode go on in equal steps once such a step is an
-eighth of all rows and at least 32: a batch is large most of the time, and shrinks by one request at a time when no
-request waits. So a decode step pays for less than twice its rows, and an extend step beyond the smallest size for less
-than twice its tokens; the scheduler defers tails of chunks that would be padded much. Knows nothing about requests.
+The capacity is decided at the start, from flags, the model and its memory. The shapes are derived from it, or given by
+flags, or read from a file (`buckets_of`). Few buckets mean a short warm-up, many mean little waste. Derived sizes
+double. Those of decode go on in equal steps once such a step is an eighth of all rows and at least 32: a batch is large
+most of the time, and shrinks by one request at a time when no request waits. So a decode step pays for less than twice
+its rows, and an extend step beyond the smallest size for less than twice its tokens; the scheduler defers tails of
+chunks that would be padded much. Knows nothing about requests.
+
+The file of `--auto-buckets` is what `scripts/bench_buckets.py --json` writes: a JSON object, of which only this part is
+read, so that one can be written by hand:
+
+    {"suggested": {"decode_buckets": [1, 4, 16, 32], "extend_buckets": [16, 128, 512]}}
+
+decode_buckets: sequences of decode programs; extend_buckets: tokens of extend programs; both ascending, 1 and more.
+Sizes that no batch can reach, since fewer requests run or chunks are shorter, are left out.
 """
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import Bucket
-from jaxsgl.batch.patches import EncodeBucket
+from jaxsgl.batch.patches import EncodeBucket, TowerCapacity
 from jaxsgl.batch.sampling import Variant
+from jaxsgl.cache.pages import pages_for, tokens_in
+from jaxsgl.config.engine import EngineConfig, Limits
 from jaxsgl.errors import ConfigError
+from jaxsgl.requests.media import MediaLimits
+from jaxsgl.requests.outputs import PoolingSpec, StatesSpec
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What one engine can hold, fixed at start-up. Scheduler and engine share it.
+
+    Attributes:
+      page_size: tokens per page.
+      num_pages: pages in the pool, the dummy page 0 included.
+      num_rows: requests running at once; row `num_rows` is the dummy row of padding.
+      context_length: the most tokens of one request.
+      max_extend_tokens: the most tokens of one extend step.
+      vocab_size: size of the vocabulary.
+      whole_prompts: each prompt is extended in one step; else long ones are cut into chunks.
+      media: images and video frames of a request; None: the model has no vision tower.
+      pooling: how embeddings and scores are made; None: there are none.
+      generates: whether tokens are; without, every step extends prompts and pools.
+      max_adapters: LoRA adapters that may be on the device; 0: there are none.
+      adapter_columns: columns of the pool for them, enough for `max_adapters` of the highest rank.
+      tower: what the tower encodes and the pool of embeddings holds; None: the model has no vision tower.
+      has_axes: tokens have positions other than their indices.
+      states: what is returned of single tokens; None: nothing.
+    """
+
+    page_size: int
+    num_pages: int
+    num_rows: int
+    context_length: int
+    max_extend_tokens: int
+    vocab_size: int
+    whole_prompts: bool = False
+    media: MediaLimits | None = None
+    pooling: PoolingSpec | None = None
+    generates: bool = True
+    max_adapters: int = 0
+    adapter_columns: int = 0
+    tower: TowerCapacity | None = None
+    has_axes: bool = False
+    states: StatesSpec | None = None
+
+    @property
+    def max_mixed_decodes(self) -> int:
+        """Sequences that may decode in a step that extends prompts."""
+        return self.max_extend_tokens - (self.context_length if self.whole_prompts else 1)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that all pages except the dummy page hold."""
+        return tokens_in(self.num_pages - 1, self.page_size)
+
+    @property
+    def max_pages_per_seq(self) -> int:
+        """P, the width of page tables: pages of a request that fills the context."""
+        return pages_for(self.context_length, self.page_size)
+
+    @property
+    def limits(self) -> Limits:
+        """The limits that requests are checked against."""
+        sizes = self.vocab_size, self.context_length, self.pool_tokens
+        return Limits(*sizes, self.media, self.pooling, self.generates, self.states)
+
 
 MIN_EXTEND_TOKENS = 16
 GREEDY = Variant(False)
@@ -256,3 +332,46 @@ def doubling(first: int, last: int) -> tuple[int, ...]:
         sizes.append(first)
         first *= 2
     return (*sizes, last)
+
+
+def buckets_of(config: EngineConfig, capacity: Capacity) -> BucketSet:
+    """The shapes that `config` asks for. Raises `ConfigError` if they can't be read or don't reach the capacity."""
+    scheduling, steps = config.scheduling, config.decode_steps
+    alone = capacity.whole_prompts and not scheduling.enable_mixed_chunk  # a prompt beyond --max-prefill-tokens
+    shared_tokens = scheduling.max_prefill_tokens if alone else None
+    if config.auto_buckets is None:
+        return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, steps, shared_tokens)
+    path = Path(config.auto_buckets)
+    suggested = _suggested(path)
+    decode = _sizes(path, suggested, "decode_buckets", capacity.num_rows, "requests at once", "--max-running-requests")
+    extend = _sizes(
+        path, suggested, "extend_buckets", capacity.max_extend_tokens, "tokens in a step", "--chunked-prefill-size"
+    )
+    return BucketSet.derive(capacity, decode, extend, steps, shared_tokens)
+
+
+def _suggested(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--auto-buckets {path} can't be read as JSON: {error}") from error
+    suggested = found.get("suggested") if isinstance(found, dict) else None
+    if not isinstance(suggested, dict):
+        raise ConfigError(
+            f'--auto-buckets {path} holds no object "suggested": name a file that scripts/bench_buckets.py --json wrote'
+        )
+    return suggested
+
+
+def _sizes(path: Path, suggested: dict[str, Any], name: str, largest: int, what: str, flag: str) -> tuple[int, ...]:
+    """The sizes in the file, which reach `largest`."""
+    sizes = suggested.get(name)
+    if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size >= 1 for size in sizes):
+        raise ConfigError(f"--auto-buckets {path}: {name} is {sizes!r}, but must be a list of numbers of 1 and more")
+    sizes = sorted(set(sizes))
+    if sizes[-1] < largest:
+        raise ConfigError(
+            f"--auto-buckets {path} was made for {sizes[-1]} {what}, but there may be {largest}: run "
+            f"scripts/bench_buckets.py with the flags of this server, or use {flag} {sizes[-1]}"
+        )
+    return tuple(sizes)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxsgl.batch.adapter_rows import AdapterRows
 from jaxsgl.batch.buckets import BucketSet, with_images
 from jaxsgl.batch.inputs import (
     TABLE_CHANGES,
@@ -25,7 +24,7 @@ from jaxsgl.batch.inputs import (
     host_views,
     packed_len,
 )
-from jaxsgl.batch.sampling import NEUTRAL_BITS, SamplingRows, neutral_edits, row_setup
+from jaxsgl.batch.sampling import NEUTRAL_BITS, AdapterRows, SamplingRows, neutral_edits, row_setup
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, PageTable, slots_at, slots_of
 from jaxsgl.requests.outputs import Pooling
 

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from jaxsgl.cache.audit import LastOwners, audit
 from jaxsgl.cache.events import CacheObserver
 from jaxsgl.cache.host_pages import HostPage, extend_names
-from jaxsgl.cache.namespaces import retired
 from jaxsgl.cache.pages import (
     DUMMY_PAGE,
     IntArray,
@@ -31,7 +30,7 @@ from jaxsgl.cache.pages import (
     pages_for,
     tokens_in,
 )
-from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, PrefixCache
+from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, PrefixCache, retired
 from jaxsgl.cache.tiers import HostTier
 
 

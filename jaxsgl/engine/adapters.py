@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsgl.batch.engine_ops import PlaceAdapter
+from jaxsgl.batch.engine_api import PlaceAdapter
 from jaxsgl.config.features import LoraConfig
 from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet
 from jaxsgl.engine.sizing import PoolSize

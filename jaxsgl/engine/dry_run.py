@@ -12,9 +12,8 @@ from contextlib import contextmanager
 import jax
 import numpy as np
 
-from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import empty_step
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.batch.outputs import check_outputs

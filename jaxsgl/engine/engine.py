@@ -17,10 +17,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.bucket_file import buckets_of
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_ops import EngineOp, PageLayout, PlaceAdapter
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
+from jaxsgl.batch.engine_api import EngineOp, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS
 from jaxsgl.batch.patches import EncodeInputs, EncodePart

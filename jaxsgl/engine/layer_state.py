@@ -20,7 +20,7 @@ from functools import cached_property
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsgl.batch.engine_ops import PageLayout
+from jaxsgl.batch.engine_api import PageLayout
 from jaxsgl.models import ModelArch, kv_cache_flag
 from jaxsgl.weights.sharding import MESH_AXIS_OF, replicated
 

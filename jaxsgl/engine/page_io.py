@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from jaxsgl.batch.engine_ops import Gather, GatherRows, Insert, PageLayout, RestoreRows
+from jaxsgl.batch.engine_api import Gather, GatherRows, Insert, PageLayout, RestoreRows
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet

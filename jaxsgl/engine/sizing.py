@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine.layer_state import LayerStates, StateArray
 from jaxsgl.engine.tables import EditTables, neutral_tables

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy.typing as npt
 
-from jaxsgl.batch.engine_ops import EngineOp
+from jaxsgl.batch.engine_api import EngineOp
 
 HostArray: TypeAlias = npt.NDArray[Any]
 

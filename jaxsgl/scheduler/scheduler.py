@@ -19,11 +19,9 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder
-from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_api import PageEngine
-from jaxsgl.batch.engine_ops import Insert
+from jaxsgl.batch.engine_api import Insert, PageEngine
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.batch.sampling import MAX_EOS_TOKEN_IDS, SamplingRows

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_ops import GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
+from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.engine_api import GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.patches import EncodePart, TowerCapacity
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, page_of, slots_of, tokens_in

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_ops import EngineOp, Gather, GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
+from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.engine_api import EngineOp, Gather, GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.outputs import OUTPUTS, HostOutputs, StepOutputs, check_outputs, wanted
 from jaxsgl.cache.pages import IntArray

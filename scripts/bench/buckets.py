@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from bench.requests import Job, greedy_requests
 from bench.simulation.engine import SizesBuilder
-from jaxsgl.batch.buckets import MIN_EXTEND_TOKENS, BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import MIN_EXTEND_TOKENS, BucketSet, Capacity
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.config.engine import EngineConfig

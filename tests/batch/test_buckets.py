@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.batch.bucket_file import buckets_of
-from jaxsgl.batch.buckets import BucketSet, doubling
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of, doubling
 from jaxsgl.batch.sampling import Variant
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.errors import ConfigError

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, host_views, packed_len
 from jaxsgl.batch.sampling import COLUMNS, SamplingRows
 from jaxsgl.cache.pages import IntArray, PageTable

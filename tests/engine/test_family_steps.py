@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.inputs import Bucket, packed_len
 from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.state import abstract_state

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxsgl.batch.engine_ops import Gather, GatherRows, HostPages, Insert, RestoreRows
+from jaxsgl.batch.engine_api import Gather, GatherRows, HostPages, Insert, RestoreRows
 from jaxsgl.engine import page_io
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.layer_state import LayerState, LayerStates, StateArray, attention_state

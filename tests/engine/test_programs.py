@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.inputs import Bucket, StepArrays, host_views, packed_len, unpack
 from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.state import allocate

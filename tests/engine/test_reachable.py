@@ -12,9 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jaxsgl.batch.bucket_file import buckets_of
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.engine.layer_state import layer_states

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.messages.orders import PARENT_LINE, FromEngine, News, ToEngine, ToMailbox

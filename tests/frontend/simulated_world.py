@@ -15,7 +15,7 @@ from typing import Any
 
 from simulated import EngineThread, SimulatedLine, SimulatedLink
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import EngineUnavailable, JaxsglError, StartupError
 from jaxsgl.frontend.generation import Generator, Prompted, ServedModel

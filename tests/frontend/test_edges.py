@@ -21,8 +21,7 @@ import msgspec
 import pytest
 from played_link import PlayedLink, front_end_of
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.constraints.compiler import Compiler
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import ServedModel

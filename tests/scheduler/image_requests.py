@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.requests.media import MediaItem, MediaLimits, digest_of, patches_of
 from jaxsgl.requests.request import Request

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.tiers import HostTier
 from jaxsgl.messages.orders import Abort, LoadAdapter
 from jaxsgl.messages.replies import RefusalKind, Reply, TransferLoad

@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.messages.orders import (
     Abort,
     Answer,

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages.orders import Abort, ToEngine

@@ -9,7 +9,7 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.engine_ops import Gather, Insert
+from jaxsgl.batch.engine_api import Gather, Insert
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import PageTable
 from jaxsgl.scheduler.engine_ops import EngineOps, HostArray

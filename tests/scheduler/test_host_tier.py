@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxsgl.batch.engine_ops import Insert
+from jaxsgl.batch.engine_api import Insert
 from jaxsgl.cache import kv_file
 from jaxsgl.cache.host_pages import extend_names
 from jaxsgl.cache.pages import as_pages

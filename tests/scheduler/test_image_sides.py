@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind

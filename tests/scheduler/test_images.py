@@ -13,9 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_ops import EngineOp, RestoreRows
+from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.engine_api import EngineOp, RestoreRows
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import EncodeInputs
 from jaxsgl.config.engine import SchedulingConfig

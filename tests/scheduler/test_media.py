@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.messages.orders import WatchCache
 from jaxsgl.messages.replies import CacheEvents, PagesStored
 from jaxsgl.requests.media import MediaItem, MediaLimits, digest_of

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.outputs import HostOutputs
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.orders import Abort

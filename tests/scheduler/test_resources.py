@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as changed
 
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.config.engine import SchedulingConfig

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config.engine import POLICIES, SchedulingConfig
 from jaxsgl.messages.orders import Abort
 from jaxsgl.requests.request import Request

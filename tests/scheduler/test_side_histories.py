@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.cache.tiers import WRITE_AFTER_REUSE, WRITE_THROUGH, HostTier
 from jaxsgl.messages.orders import Abort

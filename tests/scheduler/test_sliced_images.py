@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import EncodePart
 from jaxsgl.config.engine import SchedulingConfig

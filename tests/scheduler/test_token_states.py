@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.host_pages import HostPages, extend_names
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.tiers import WRITE_THROUGH, HostTier

@@ -12,9 +12,7 @@ import pytest
 from bench.buckets import Choice, Costs, best_lists, best_pair, candidate_sizes, padding, steps_of, suggested, unpadded
 from bench.requests import Lengths, random_jobs
 
-from jaxsgl.batch.bucket_file import buckets_of
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.config.engine import EngineConfig
 from tests.engine.conftest import MODEL
 from tests.scripts.running import run_script

@@ -15,8 +15,7 @@ from bench.offline.run import record_run, seen_late
 from bench.requests import Lengths, greedy_requests, random_jobs
 from bench.roofline import Roofline
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.engine_api import StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.batch.outputs import HostOutputs

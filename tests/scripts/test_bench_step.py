@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from bench.steps import Seq, page_tables, parse_step
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.errors import ConfigError
 from tests.engine.conftest import MODEL
 from tests.grids import NIGHTLY

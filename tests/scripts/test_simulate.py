@@ -14,9 +14,8 @@ from bench.simulation.figures import Distribution
 from bench.simulation.run import simulate
 from bench.traces import DEFAULTS, TraceConfig, made_up
 
-from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import PageTable
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig

@@ -12,8 +12,7 @@ from bench.simulation.engine import Clock, SimulatedHandle
 from bench.simulation.fit import fit, record
 from bench.traces import replayed
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import tokens_in
 from jaxsgl.testing.device import FakePageTable

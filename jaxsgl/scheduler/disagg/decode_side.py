@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from jaxsgl.batch.engine_ops import Insert as InsertOp
+from jaxsgl.batch.engine_api import Insert as InsertOp
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import full_pages
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from jaxsgl.batch.engine_ops import Gather as GatherOp
-from jaxsgl.batch.engine_ops import HostPages
+from jaxsgl.batch.engine_api import Gather as GatherOp
+from jaxsgl.batch.engine_api import HostPages
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import full_pages
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION

@@ -25,10 +25,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxsgl.batch.engine_ops import PageLayout
+from jaxsgl.batch.engine_api import PageLayout
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.cache.namespaces import namespace_of
 from jaxsgl.cache.pages import IntArray
+from jaxsgl.cache.prefix import namespace_of
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Load, Refusal, Reply

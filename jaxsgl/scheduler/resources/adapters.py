@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from jaxsgl.batch.adapter_rows import AdapterRows
-from jaxsgl.batch.engine_ops import PlaceAdapter
+from jaxsgl.batch.engine_api import PlaceAdapter
+from jaxsgl.batch.sampling import AdapterRows
 from jaxsgl.cache.prefix import Peek
 from jaxsgl.messages.orders import LoadedAdapter
 from jaxsgl.messages.replies import Load

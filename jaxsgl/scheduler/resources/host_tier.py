@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy.typing as npt
 
-from jaxsgl.batch.engine_api import PageEngine
-from jaxsgl.batch.engine_ops import Gather, Insert
+from jaxsgl.batch.engine_api import Gather, Insert, PageEngine
 from jaxsgl.cache.host_pages import HostPage, extend_names
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import IntArray, as_pages

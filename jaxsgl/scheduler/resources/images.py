@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import Work
-from jaxsgl.batch.engine_ops import GatherRows, RestoreRows
+from jaxsgl.batch.engine_api import GatherRows, RestoreRows
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import EncodeInputs, EncodePart, TowerCapacity, pack
 from jaxsgl.cache.embeddings import EmbeddingRows, HeldImage

@@ -24,11 +24,10 @@ import numpy as np
 from bench.models import SHAPES, write_config
 from bench.output import figure_parser, write_figures
 from bench.steps import GREEDY, Seq, first_run, page_tables, unsent_table
-from jaxsgl.batch.adapter_rows import AdapterRows
 from jaxsgl.batch.build import BatchBuilder
-from jaxsgl.batch.engine_ops import PlaceAdapter
+from jaxsgl.batch.engine_api import PlaceAdapter
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.batch.sampling import SamplingRows
+from jaxsgl.batch.sampling import AdapterRows, SamplingRows
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import LoraConfig

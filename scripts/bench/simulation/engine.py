@@ -17,9 +17,8 @@ import numpy.typing as npt
 
 from bench.requests import OUTPUT_TOKEN
 from bench.simulation.cost import Costs, Hardware, equal_pairs, weight_bytes
-from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import Work
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.batch.sampling import SamplingRows

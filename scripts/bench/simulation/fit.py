@@ -20,8 +20,8 @@ from scipy.optimize import nnls
 
 from bench.simulation.cost import StepCost, equal_pairs
 from bench.steps import first_run, unsent_table
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import pages_for, tokens_in

@@ -20,8 +20,7 @@ from bench.requests import Ask, prompt_ids
 from bench.simulation.cost import Costs
 from bench.simulation.engine import Clock, SimulatedEngine, SizesBuilder
 from bench.simulation.figures import Figures, Sent
-from jaxsgl.batch.bucket_file import buckets_of
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity, buckets_of
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.messages.orders import News, Shutdown, ToEngine
 from jaxsgl.messages.replies import Replies, Reply

@@ -19,9 +19,7 @@ from bench.models import write_config
 from bench.targets.collectives import Wanted
 from bench.targets.programs import Program, bytes_on_one_device, on_one_device, placed, weights_on_one_device
 from bench.targets.targets import Target
-from jaxsgl.batch.bucket_file import buckets_of
-from jaxsgl.batch.buckets import BucketSet, with_images
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of, with_images
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
