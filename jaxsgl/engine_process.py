@@ -52,12 +52,12 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
     if serving.wake_fd is not None:
         mailbox.wake_at(serving.wake_fd)
     # The loop tells its load after a turn; a front end must know before the first one what requests may name.
-    mailbox.send(Replies([], serving.load(engine.recompiles, weight_version=engine.residents.weight_version)))
+    mailbox.send(Replies([], serving.load(engine.recompiles, weight_version=engine.weight_store.weight_version)))
     mailbox.announce(engine.info)
     try:
         overlap = not launch.config.disable_overlap_schedule
         check = launch.config.check_every_step
-        run_loop(serving, engine, mailbox, overlap, check, engine.residents, engine, engine.adapters)
+        run_loop(serving, engine, mailbox, overlap, check, engine.weight_store, engine, engine.adapters)
         wiring.keep_prefixes(launch.config, engine, scheduler)
     except Exception as error:
         logger.exception("the engine failed")

@@ -121,7 +121,7 @@ def serving_of(config: EngineConfig, engine: Engine, scheduler: Scheduler) -> Se
         layout.dtype,
         layout.page_shape,
         layout.page_bytes,
-        f"{engine.arch.name} with norms {norms_digest(engine.residents.params):08x}",
+        f"{engine.arch.name} with norms {norms_digest(engine.weight_store.params):08x}",
         0 if tower is None else tower.row_bytes,
         flags.disaggregation_transfer_backend,
     )
@@ -135,7 +135,7 @@ def serving_of(config: EngineConfig, engine: Engine, scheduler: Scheduler) -> Se
         layout.page_bytes, flags.staging_bytes, config.max_queued_requests, flags.disaggregation_bootstrap_timeout_s
     )
     kind = PrefillSide if is_prefill else DecodeSide
-    return kind(scheduler, wire, layout, limits, lambda: engine.residents.weight_version)
+    return kind(scheduler, wire, layout, limits, lambda: engine.weight_store.weight_version)
 
 
 def norms_digest(params: Params) -> int:
@@ -269,7 +269,7 @@ def keep_prefixes(config: EngineConfig, engine: Engine, scheduler: Scheduler) ->
     path, tier = file_of_prefixes(config, engine), scheduler.cache.tier
     if path is None or tier is None:
         return
-    if not scheduler.cache.is_original or engine.residents.released:
+    if not scheduler.cache.is_original or engine.weight_store.released:
         logger.warning("prefixes are not kept: the weights were exchanged or released since the start")
         return
     start_s = time.monotonic()

@@ -1,7 +1,7 @@
 """What the serving loop needs of an engine: the protocols `StepEngine` and `PageEngine`, and what passes through them.
 
 `engine.Engine` implements them on a device, `testing.engine.FakeEngine` without one. A step yields a `StepHandle`, with
-`StepScores` for what its batch asked for besides tokens.
+`StepOutputs` for what its batch asked for besides tokens.
 
 Between steps the engine takes operations: pages and rows to the host and back, adapters to the device. The host form of
 pages is one array `[num_pages, layers, arrays, K, page_size, H]`, where keys come before values, the same whatever the

@@ -34,12 +34,12 @@ from jaxsgl.engine.layer_state import LayerStates, layer_states
 from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
 from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
-from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
 from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_page_size, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.step_programs import ProgramSpec, StepPrograms, all_programs, largest_programs, step_bytes
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
+from jaxsgl.engine.weight_store import EngineWeightStore, abstract_params, as_kept, read_arch, read_params
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
@@ -61,7 +61,7 @@ class Engine:
       compiled: all programs of the engine.
       programs: those of steps and of the vision tower among them.
       info: what the front end gets to know.
-      residents: parameters and KV pool, to be exchanged or released between steps.
+      weight_store: parameters and KV pool, to be exchanged or released between steps.
       adapters: LoRA adapters; None: no flag asks for any.
     """
 
@@ -135,10 +135,10 @@ class Engine:
         taps = () if self.arch.vision is None else self.arch.vision.deepstack_layers
         self._tower_parts = TowerParts(self.programs.encode_part, taps)
         self._compiles = CompileCounter()
-        self.residents = EngineResidents(
+        self.weight_store = EngineWeightStore(
             config, self.arch, dtype, mesh, kv_scales, params, folder, self._compiles, self._set_pool
         )
-        self._params = self.residents.leaves
+        self._params = self.weight_store.leaves
         self._launcher: Launcher | None = None
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
         if mesh.size > 1:

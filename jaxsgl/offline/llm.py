@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
-from jaxsgl.engine.residents import Tree
+from jaxsgl.engine.weight_store import Tree
 from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.messages.orders import (
     FlushCache,
@@ -165,12 +165,12 @@ class LLM(PoolingLLM):
 
         Don't donate these arrays to a jitted function, nor delete them: the model is served from them.
         """
-        return self.engine.residents.params
+        return self.engine.weight_store.params
 
     @property
     def weight_version(self) -> str:
         """What the weights are called: `EngineConfig.weight_version` until the first update."""
-        return self.engine.residents.weight_version
+        return self.engine.weight_store.weight_version
 
     def update_weights(self, weights: str | Path | Tree, weight_version: str | None = None) -> None:
         """Serves other weights of the same model from now on; nothing that was cached is used again.

@@ -73,7 +73,7 @@ class Offline:
 
     def _serve(self, requests: list[Request], progress: bool) -> OfflineMailbox:
         """Runs the loop until `requests` have ended. Raises as `LLM.generate`."""
-        released = self.engine.residents.released
+        released = self.engine.weight_store.released
         if released:
             names = ", ".join(sorted(tag.value for tag in released))
             raise EngineUnavailable(f"the memory of {names} is released: call resume_memory_occupation first")
@@ -104,7 +104,7 @@ class Offline:
             self._scheduler,
             self.engine,
             LeakCheck(self._scheduler),
-            residents=self.engine.residents,
+            weight_store=self.engine.weight_store,
             adapters=self.engine.adapters,
             loader=loader,
         )

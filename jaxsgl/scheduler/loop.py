@@ -40,13 +40,13 @@ def run_loop(
     mailbox: Mailbox,
     overlap: bool,
     check_every_step: bool = False,
-    residents: WeightStore | None = None,
+    weight_store: WeightStore | None = None,
     pages: PageEngine | None = None,
     adapters: AdapterStore | None = None,
 ) -> None:
     """Serves until a `Shutdown` message comes: gives `serving` messages, and runs the steps of its scheduler.
 
-    With `check_every_step` a leak raises AssertionError, for tests. `residents` are the engine's weights and KV pool,
+    With `check_every_step` a leak raises AssertionError, for tests. `weight_store` is the engine's weights and KV pool,
     if operators may exchange them. `pages` is the engine's part that moves pages and places adapters, if flags need it,
     `adapters` where it holds adapters.
     """
@@ -56,7 +56,7 @@ def run_loop(
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0
     leak_check = LeakCheck(scheduler)
-    control = Control(serving, engine, leak_check, residents=residents, adapters=adapters)
+    control = Control(serving, engine, leak_check, weight_store=weight_store, adapters=adapters)
     while True:
         for message in mailbox.receive(block=serving.is_idle and not control.is_polling):
             if isinstance(message, Shutdown):
@@ -84,7 +84,7 @@ def run_loop(
         if pages is not None and scheduler.ops.waiting:
             scheduler.ops.finished(pages.poll(wait=not (collects or in_flight)))
         news = control.after_turn(collects) if control.is_active else []
-        version = residents.weight_version if residents is not None else DEFAULT_WEIGHT_VERSION
+        version = weight_store.weight_version if weight_store is not None else DEFAULT_WEIGHT_VERSION
         replies = serving.take_replies()  # first, as the load of an idle scheduler is exact
         mailbox.send(Replies(replies, serving.load(engine.recompiles, leak_check.num_leaks, version)))
         for answer in news:  # after the load, so that an answer never comes before the load that it changed

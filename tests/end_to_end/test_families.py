@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
-from jaxsgl.engine import residents
+from jaxsgl.engine import weight_store
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
@@ -127,7 +127,7 @@ def test_the_servers_context_limit_reaches_the_ropes(tmp_path: Path, monkeypatch
         seen.append(arch)
         raise CheckpointError("enough")
 
-    monkeypatch.setattr(residents, "load_params", load)
+    monkeypatch.setattr(weight_store, "load_params", load)
     folder = make_checkpoint("phi3", tmp_path)
     for limit in (ORIGINAL_CONTEXT, ORIGINAL_CONTEXT + 1, None):
         with pytest.raises(CheckpointError, match="enough"):

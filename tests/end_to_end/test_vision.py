@@ -189,7 +189,7 @@ def test_other_weights_of_the_tower_encode_an_image_again(served: tuple[Engine, 
     before = engine.recompiles
     for turn, (weights, judge) in enumerate([(None, model), (str(tmp_path), other), (tensors_of(model), model)], 1):
         if weights is not None:
-            engine.residents.swap_weights(engine.residents.stage_weights(weights))
+            engine.weight_store.swap_weights(engine.weight_store.stage_weights(weights))
             scheduler.retire_cache()
         mailbox = run(engine, scheduler, [asked])
         assert is_greedy(judge, asked, mailbox.output_ids("a"))

@@ -75,7 +75,7 @@ def run(
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), SchedulingConfig(**config))
     engine = engine or FakeEngine(sizes)
     mailbox = Serving(script)
-    run_loop(scheduler, engine, mailbox, overlap, check_every_step=True, residents=engine)
+    run_loop(scheduler, engine, mailbox, overlap, check_every_step=True, weight_store=engine)
     assert scheduler.is_idle and not scheduler.leaks()
     return mailbox, scheduler
 

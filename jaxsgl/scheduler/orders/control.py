@@ -63,7 +63,7 @@ class Control:
       serving, engine: what the commands are about.
       leak_check: looks for leaks.
       clock: gives seconds.
-      residents: the weights and the pool, if the engine has them.
+      weight_store: the weights and the pool, if the engine has them.
       adapters: where it holds LoRA adapters, if flags ask for any.
       loader: reads weights and adapters while steps run; threads do if it is None. With one that reads at once, turns
         repeat exactly.
@@ -79,7 +79,7 @@ class Control:
         engine: StepEngine,
         leak_check: LeakCheck,
         clock: Callable[[], float] = time.monotonic,
-        residents: WeightStore | None = None,
+        weight_store: WeightStore | None = None,
         adapters: AdapterStore | None = None,
         loader: Executor | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Control:
         self._news: list[News] = []
         self._journal: CacheJournal | None = None  # once the cache is watched
         self._profiling = Profiling(engine, self._answer, lambda: serving.is_idle, clock)
-        self._weights = WeightOrders(serving, residents, self._answer, loader)
+        self._weights = WeightOrders(serving, weight_store, self._answer, loader)
         self._adapters = AdapterOrders(serving, adapters, self._answer, loader)
 
     def handle(self, command: Command | Withdraw) -> None:

@@ -83,7 +83,7 @@ class WeightOrders:
 
     Args:
       serving: its scheduler is brought to rest.
-      residents: does the work, or None if there is nothing to exchange.
+      weight_store: does the work, or None if there is nothing to exchange.
       answer: takes the answers.
       loader: reads weights while steps run; a thread does if it is None.
     """
@@ -91,12 +91,12 @@ class WeightOrders:
     def __init__(
         self,
         serving: Serving,
-        residents: WeightStore | None,
+        weight_store: WeightStore | None,
         answer: Callable[[Answer], None],
         loader: Executor | None = None,
     ) -> None:
         self._serving, self._scheduler = serving, serving.scheduler
-        self._residents = residents
+        self._weight_store = weight_store
         self._answer = answer
         self._waiting: deque[WeightOrder] = deque()
         self._number: int | None = None  # of the order in progress
@@ -112,12 +112,12 @@ class WeightOrders:
     @property
     def why_paused(self) -> str:
         """What memory is still released, so that generation stays paused; empty if it doesn't."""
-        released = self._residents.released if self._residents is not None else None
+        released = self._weight_store.released if self._weight_store is not None else None
         return f"generation stays paused until these are back: {_names(released)}" if released else ""
 
     def handle(self, order: WeightOrder) -> None:
         """Carries `order` out after those that came before."""
-        if self._residents is None:
+        if self._weight_store is None:
             self._answer(Answer(order.number, False, "this engine has neither weights nor a KV pool in memory"))
         else:
             self._waiting.append(order)
@@ -132,9 +132,9 @@ class WeightOrders:
     def after_turn(self, collected: bool) -> bool:
         """Advances the order in progress, and answers it once it is done; False if none is left."""
         self._collected = collected
-        if self._turns is None and self._waiting and self._residents is not None:
+        if self._turns is None and self._waiting and self._weight_store is not None:
             order = self._waiting.popleft()
-            self._number, self._turns = order.number, self._begin(order, self._residents)
+            self._number, self._turns = order.number, self._begin(order, self._weight_store)
         if self._turns is not None and self._number is not None:
             try:
                 next(self._turns)
@@ -146,71 +146,71 @@ class WeightOrders:
                 self._answer(Answer(self._number, False, str(refused)))
         return self.is_active
 
-    def _begin(self, order: WeightOrder, residents: WeightStore) -> Turns:
+    def _begin(self, order: WeightOrder, weight_store: WeightStore) -> Turns:
         match order:
             case UpdateWeights():
-                return self._update(order, residents)
+                return self._update(order, weight_store)
             case SetWeightVersion():
-                return self._rename(order, residents)
+                return self._rename(order, weight_store)
             case ReleaseMemory():
-                return self._release(order, residents)
+                return self._release(order, weight_store)
             case ResumeMemory():
-                return self._resume(order, residents)
+                return self._resume(order, weight_store)
 
-    def _update(self, order: UpdateWeights, residents: WeightStore) -> Turns:
+    def _update(self, order: UpdateWeights, weight_store: WeightStore) -> Turns:
         """All reading comes first, while requests run; from the swap on nothing can fail."""
-        staged = yield from self._staged(order.folder, residents)
+        staged = yield from self._staged(order.folder, weight_store)
         try:
             yield from self._come_to_rest(order.mode)
             num_continued = self._scheduler.num_begun
-            residents.swap_weights(staged, order.version)
+            weight_store.swap_weights(staged, order.version)
             if order.mode is UpdateMode.RETRACT:
                 self._scheduler.retract_all()
             self._scheduler.retire_cache()
         finally:
-            self._go_on(residents)
-        logger.info("weights %r of %s are served", residents.weight_version, order.folder)
-        return msgspec.json.encode(UpdateReport(residents.weight_version, num_continued)).decode()
+            self._go_on(weight_store)
+        logger.info("weights %r of %s are served", weight_store.weight_version, order.folder)
+        return msgspec.json.encode(UpdateReport(weight_store.weight_version, num_continued)).decode()
 
-    def _rename(self, order: SetWeightVersion, residents: WeightStore) -> Turns:
+    def _rename(self, order: SetWeightVersion, weight_store: WeightStore) -> Turns:
         while self._collected:
             yield
-        residents.weight_version = order.version
+        weight_store.weight_version = order.version
         return ""
 
-    def _release(self, order: ReleaseMemory, residents: WeightStore) -> Turns:
+    def _release(self, order: ReleaseMemory, weight_store: WeightStore) -> Turns:
         try:
             yield from self._come_to_rest(UpdateMode.WAIT)
             if MemoryTag.KV_CACHE in order.tags:
                 self._scheduler.retire_cache()
             for tag in order.tags:
-                residents.release_memory(tag)
-            if residents.released:
+                weight_store.release_memory(tag)
+            if weight_store.released:
                 self._scheduler.pause(PauseReason.RELEASED)
         finally:
-            self._go_on(residents)
-        logger.info("released: %s", _names(residents.released))
+            self._go_on(weight_store)
+        logger.info("released: %s", _names(weight_store.released))
         return ""
 
-    def _resume(self, order: ResumeMemory, residents: WeightStore) -> Turns:
+    def _resume(self, order: ResumeMemory, weight_store: WeightStore) -> Turns:
         """Nothing runs while anything is released, so the scheduler is at rest."""
         for tag in order.tags:
-            if tag not in residents.released:
+            if tag not in weight_store.released:
                 continue
             staged = None
             if tag is MemoryTag.WEIGHTS:
-                staged = yield from self._staged(None, residents)
+                staged = yield from self._staged(None, weight_store)
             try:
-                residents.resume_memory(tag, staged)
+                weight_store.resume_memory(tag, staged)
             except Exception as error:
                 logger.exception("%s can't be taken into memory again", tag.value)
                 raise Refused(_words(error)) from error
-        self._go_on(residents)
+        self._go_on(weight_store)
         return self.why_paused
 
-    def _staged(self, folder: str | None, residents: WeightStore) -> Generator[None, None, object]:
+    def _staged(self, folder: str | None, weight_store: WeightStore) -> Generator[None, None, object]:
         """Loads weights in a thread, and waits for them turn by turn."""
-        loading = self._loader.submit(residents.stage_weights, folder)
+        loading = self._loader.submit(weight_store.stage_weights, folder)
         while not wait([loading], IDLE_POLL_S if self._serving.is_idle else 0).done:
             yield
         try:
@@ -247,10 +247,10 @@ class WeightOrders:
             )
         return False
 
-    def _go_on(self, residents: WeightStore) -> None:
+    def _go_on(self, weight_store: WeightStore) -> None:
         self._scheduler.pause_admission(False)
         self._scheduler.resume(PauseReason.UPDATE)
-        if not residents.released:
+        if not weight_store.released:
             self._scheduler.resume(PauseReason.RELEASED)
 
 

@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jaxsgl.engine import residents
+from jaxsgl.engine import weight_store
 from jaxsgl.errors import CheckpointError, EngineUnavailable
 from jaxsgl.offline.llm import LLM
 from jaxsgl.requests.sampling import SamplingParams
@@ -108,10 +108,10 @@ def test_weights_staged_on_another_device_come_to_lie_where_the_old_ones_did(
         assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
         return
     num_compiled = llm.engine.recompiles
-    places = [leaf.sharding for leaf in llm.engine.residents.leaves]
-    monkeypatch.setattr(residents, "_staging_mesh", lambda mesh: make_mesh(jax.devices()[1:2]))
+    places = [leaf.sharding for leaf in llm.engine.weight_store.leaves]
+    monkeypatch.setattr(weight_store, "_staging_mesh", lambda mesh: make_mesh(jax.devices()[1:2]))
     llm.update_weights(folders[1])
-    assert [leaf.sharding for leaf in llm.engine.residents.leaves] == places
+    assert [leaf.sharding for leaf in llm.engine.weight_store.leaves] == places
     assert answers(llm) == expected[1]
     assert llm.engine.recompiles == num_compiled
 
@@ -196,10 +196,10 @@ def test_a_broken_folder_changes_nothing(
     broken = shutil.copytree(folders[1], tmp_path / "broken")
     change, words = BREAK[how]
     change(broken)
-    before = list(llm.engine.residents.leaves)
+    before = list(llm.engine.weight_store.leaves)
     with pytest.raises(CheckpointError, match=words):
         llm.update_weights(broken)
-    assert all(map(lambda a, b: a is b, llm.engine.residents.leaves, before))
+    assert all(map(lambda a, b: a is b, llm.engine.weight_store.leaves, before))
     assert llm.weight_version == "first"
     assert answers(llm) == expected[0]
 
@@ -234,7 +234,7 @@ def test_other_scales_of_a_float8_cache_are_refused(
     llm: LLM, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are constants of the compiled programs."""
-    monkeypatch.setattr(llm.engine.residents, "_kv_scales", KvScales.of_one(llm.engine.arch.num_layers))
+    monkeypatch.setattr(llm.engine.weight_store, "_kv_scales", KvScales.of_one(llm.engine.arch.num_layers))
     scaled = shutil.copytree(folders[1], tmp_path / "scaled")
     name = "model.layers.1.self_attn.k_scale"
     change_tensors(scaled, lambda tensors: tensors.update({name: np.ones(1, np.float32)}))

@@ -1,4 +1,4 @@
-"""`EngineResidents`: the parameters that an engine serves, which may be exchanged or released; release of its KV pool.
+"""`EngineWeightStore`: the parameters that an engine serves, which may be exchanged or released, and its KV pool.
 
     stage    reads and checks: a checkpoint into the host's memory (where the device is another one), a tree into copies
     swap     puts the staged leaves where the old ones were, one after the other
@@ -103,7 +103,7 @@ class Staged:
     folder: Path | None
 
 
-class EngineResidents:
+class EngineWeightStore:
     """See the module.
 
     Args:
