@@ -19,6 +19,7 @@ import functools
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -77,15 +78,12 @@ class Trace:
         name = file_of(frame.f_code) if event == "call" else None
         if name is None or name.startswith(STAND_IN):
             return
-        caller = frame.f_back
-        while caller is not None and file_of(caller.f_code) is None:
-            caller = caller.f_back
-        caller_name = name if caller is None else file_of(caller.f_code)
-        if caller_name is not None and caller_name.startswith(STAND_IN):
+        callers = list(callers_of(frame))
+        if any(caller.startswith(STAND_IN) for caller in callers):
             return
         self.files[name] += 1
         self.functions[frame.f_code] += 1
-        self.num_crossing += caller_name != name
+        self.num_crossing += bool(callers) and callers[0] != name
 
     def figures(self) -> dict[str, Any]:
         """The counts as JSON."""
@@ -98,6 +96,16 @@ class Trace:
             "files": dict(self.files.most_common()),
             "unasked": sorted(name for name in self.files if UNASKED.search(Path(name).name)),
         }
+
+
+def callers_of(frame: FrameType) -> Iterator[str]:
+    """Files of the functions that wait for `frame`, the nearest first."""
+    caller = frame.f_back
+    while caller is not None:
+        name = file_of(caller.f_code)
+        if name is not None:
+            yield name
+        caller = caller.f_back
 
 
 @functools.cache

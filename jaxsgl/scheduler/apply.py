@@ -5,15 +5,15 @@
     masks(num_seqs, mark)         which token each constrained row of the newest step may get
     collect(tokens) -> replies    what the oldest step in flight yields
 
-scheduler.py calls it. `in_flight.py` says which requests get what a launched step yields, `outputs.py` what they make
-of what comes besides tokens.
+scheduler.py calls it. `outputs.py` says what requests make of what a step yields besides tokens.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -31,12 +31,57 @@ from jaxsgl.messages.replies import Reply
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.scheduler.constraint import ALL, Words
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
-from jaxsgl.scheduler.in_flight import InFlightStep
-from jaxsgl.scheduler.outputs import with_outputs
+from jaxsgl.scheduler.outputs import StepPart, with_outputs
 from jaxsgl.scheduler.plan import Admission, Part, StepPlan, WhyNot
 from jaxsgl.scheduler.req import Req, State
 from jaxsgl.scheduler.state import SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A step that is launched and not collected, and which requests get what it yields.
+
+    A request that ended or was retracted since the launch gets nothing: its lease has another number then.
+
+    Attributes:
+      reqs: the requests of the batch, in its order.
+      lease_numbers: their lease numbers at the launch.
+      starts: the position of the first token that the step computes of each.
+      offsets: tokens offsets[i] .. offsets[i + 1] - 1 of the step are those of request i.
+      silent: requests whose chunk isn't their last, so that its token means nothing.
+      num_chunks: how many of `reqs`, from the first, are extended; the others decode.
+    """
+
+    reqs: Sequence[Req]
+    lease_numbers: Sequence[int]
+    starts: Sequence[int]
+    offsets: Sequence[int]
+    silent: frozenset[Req] = frozenset()
+    num_chunks: int = 0
+
+    @property
+    def extend_tokens(self) -> int:
+        """By which requests are extended."""
+        return self.offsets[self.num_chunks]
+
+    def yielded(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, Req, tuple[int, ...]]]:
+        """(place in the batch, request, its tokens) of each request that still has the lease of the launch.
+
+        A request that has ended or was retracted since the launch is left out, even if it ended while earlier items of
+        this iterator were handled. `tokens` are `[..., num_seqs]`; those after the one that ends a request are
+        included.
+        """
+        by_request = zip(*tokens.reshape(-1, len(self.reqs)).tolist(), strict=True)
+        for place, (req, number, ids) in enumerate(zip(self.reqs, self.lease_numbers, by_request, strict=True)):
+            if req.lease_number == number:
+                yield place, req, ids
+
+    def part(self, place: int) -> StepPart:
+        """What it computes of the request at `place`."""
+        first = self.offsets[place]
+        is_last = self.reqs[place] not in self.silent
+        return StepPart(place, first, self.offsets[place + 1] - first, self.starts[place], is_last)
 
 
 class Builder(Protocol):

@@ -8,15 +8,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+from jaxsgl.config.engine import Limits
+from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Refusal, RefusalKind, Reply
-from jaxsgl.requests.request import FinishReason, Request, max_new_tokens
+from jaxsgl.requests.request import FinishReason, Request, check_request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.constraint import Matcher, TokenLimits
 from jaxsgl.scheduler.grammar_queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.outputs import collectors_of
-from jaxsgl.scheduler.queue_limits import QueueLimits
 from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.state import SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
 
@@ -174,3 +176,34 @@ class Arrivals:
             self._applier.end(req)
         self._forget(request_id)
         return Reply(request_id, refusal=refusal)
+
+
+class QueueLimits:
+    """What the queue takes. Answers, and changes nothing.
+
+    Args:
+      limits: of a single request.
+      max_requests: a request that finds this many samples waiting is refused; None: no limit.
+      max_tokens: likewise, by the prompt tokens of all waiting samples.
+    """
+
+    def __init__(self, limits: Limits, max_requests: int | None, max_tokens: int | None) -> None:
+        self._limits = limits
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+
+    def refusal(self, request: Request, requests: RequestTable) -> Refusal | None:
+        """Why `request` can't be taken. The queue holds samples, but a request is taken or refused as a whole."""
+        try:
+            check_request(request, self._limits)
+        except InvalidRequest as error:
+            return Refusal(RefusalKind.INVALID, str(error))
+        waits = [
+            (self._max_requests, len(requests.waiting), "", "--max-queued-requests"),
+            (self._max_tokens, requests.num_waiting_tokens, " prompt tokens", "--max-queued-tokens"),
+        ]
+        for most, count, what, flag in waits:
+            if most is not None and count >= most:
+                text = f"the queue is full: {count}{what} wait for admission, and {flag} is {most}: try again later"
+                return Refusal(RefusalKind.OVERLOADED, text)
+        return None

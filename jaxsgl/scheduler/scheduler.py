@@ -39,7 +39,7 @@ from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Load, Refusal, Reply, Totals
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.apply import Applier, MakeBuilder, Mark
-from jaxsgl.scheduler.arrivals import Arrivals
+from jaxsgl.scheduler.arrivals import Arrivals, QueueLimits
 from jaxsgl.scheduler.budget import NewTokenRatio, Timing, pages_held_for
 from jaxsgl.scheduler.constraint import Words
 from jaxsgl.scheduler.engine_ops import EngineOps
@@ -49,18 +49,17 @@ from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.policy import Policy
-from jaxsgl.scheduler.queue_limits import QueueLimits
 from jaxsgl.scheduler.req import State
 from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.resources.host_tier import HostCopies, LoadRule
 from jaxsgl.scheduler.resources.images import Images, KeptImages
 from jaxsgl.scheduler.resources.resource import Resource
-from jaxsgl.scheduler.retraction_warning import RetractionWarning
 from jaxsgl.scheduler.state import RetractAlso, SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
 
 GRAMMAR_WAIT_S = 0.001  # that an idle turn waits for a grammar, so that the loop doesn't spin
+WARNING_INTERVAL_S = 10.0
 
 
 class PauseReason(enum.Enum):
@@ -499,3 +498,40 @@ class Scheduler:
         """Ends a request for which our work raised `error`. Raises AssertionError if that has damaged the state."""
         self._replies.append(self._applier.fail(request_id, error))
         self.check()
+
+
+class RetractionWarning:
+    """Reports in the log that pages ran out, and which flags to change.
+
+    A retracted request computes its prompt and its output so far again, so a server that retracts often is slower than
+    it need be. Retractions come in bursts: one line stands for all of at least `WARNING_INTERVAL_S` seconds.
+
+    Args:
+      capacity: of the pool and the batch.
+      conservativeness: --schedule-conservativeness.
+      clock: gives seconds.
+    """
+
+    def __init__(self, capacity: Capacity, conservativeness: float, clock: Callable[[], float]) -> None:
+        self._capacity = capacity
+        self._conservativeness = conservativeness
+        self._clock = clock
+        self._since_s = self._next_s = clock()
+        self._count = 0
+
+    def retracted(self, count: int) -> None:
+        """Counts `count` requests that a step has retracted for want of pages; logs them if it is time."""
+        now_s = self._clock()
+        if not self._count:
+            self._since_s = now_s
+        self._count += count
+        if now_s < self._next_s:
+            return
+        logger.warning(
+            "the KV pool of %d tokens ran out: %d running requests were retracted within %.0f s and start over later; "
+            "raise --schedule-conservativeness (now %g) or lower --max-running-requests (now %d), or enlarge the pool "
+            "(--mem-fraction-static, --max-total-tokens)",
+            self._capacity.pool_tokens, self._count, now_s - self._since_s, self._conservativeness,
+            self._capacity.num_rows,
+        )  # fmt: skip
+        self._next_s, self._count = now_s + WARNING_INTERVAL_S, 0
