@@ -11,6 +11,7 @@ differs.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import os
@@ -44,7 +45,7 @@ FLAGS = {
     "load_format": "dummy", "page_size": 4, "max_running_requests": 4, "max_total_tokens": 256,
     "chunked_prefill_size": 16, "decode_buckets": (4,), "extend_buckets": (16,), "grammar_backend": "none",
 }  # fmt: skip
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the model and flags
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the model and flags, those of a feature in its own dict
     "plain": (DENSE, {"grammar_backend": "llguidance"}),
     "bfloat16": (DENSE, {"dtype": "bfloat16"}),
     "float8": (DENSE, {"kv_cache_dtype": "fp8_e4m3"}),
@@ -53,9 +54,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the model and fla
     "embeddings": (DENSE, {"enable_embeddings": True}),
     "labels": (LABELS, {"is_embedding": True}),
     "states": (MOE, {"enable_return_hidden_states": True, "enable_return_routed_experts": True}),
-    "adapters": (DENSE, {"enable_lora": True, "max_lora_rank": 4, "max_loras_per_batch": 2}),
-    "host_tier": (DENSE, {"host_kv_gib": 0.001}),
-    "tp2": (DENSE, {"tp": 2, "host_kv_gib": 0.001}),
+    "adapters": (DENSE, {"lora": {"enable_lora": True, "max_lora_rank": 4, "max_loras_per_batch": 2}}),
+    "host_tier": (DENSE, {"host_kv": {"host_kv_gib": 0.001}}),
+    "tp2": (DENSE, {"tp": 2, "host_kv": {"host_kv_gib": 0.001}}),
     "tp2_all": (MOE, {"tp": 2, "enable_embeddings": True, "enable_return_hidden_states": True, "decode_steps": 4}),
 }
 _RESULT_NAMES = re.compile(r'\s*\{?jax\.result_info = "[^"]*"(, )?\}?')
@@ -79,7 +80,10 @@ def record(case: str, file: Path) -> None:
     model, flags = CASES[case]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model))
-        Engine(EngineConfig(**{"model": folder, **FLAGS, **flags}), progress=False).close()
+        config = EngineConfig(**{"model": folder, **FLAGS, **{k: v for k, v in flags.items() if type(v) is not dict}})
+        parts = {k: dataclasses.replace(getattr(config, k), **v) for k, v in flags.items() if type(v) is dict}
+        config = dataclasses.replace(config, **parts)
+        Engine(config, progress=False, moves_pages=config.host_kv.is_on).close()
     file.write_text(json.dumps(sorted(texts)))
 
 
