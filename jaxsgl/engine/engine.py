@@ -46,7 +46,7 @@ from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv
 from jaxsgl.models.quantization import FP8_E4M3
 from jaxsgl.weights import load_kv_scales, resolve_model_folder
 from jaxsgl.weights.sharding import bytes_on_each_device
-from pallas_kernels.gpu_compiler import log_compiler
+from pallas_kernels.gpu_compiler import choose_mosaic_ptxas, log_compilers, versions_key
 
 logger = logging.getLogger(__name__)
 
@@ -77,16 +77,17 @@ class Engine:
           StartupError: flags that don't fit the model or the memory, or a model that can't be loaded.
         """
         start_s = time.monotonic()
-        use_compilation_cache(config.compilation_cache_dir)
         folder = resolve_model_folder(config.model, config.revision)
         arch = read_arch(config, folder)
         reveal_devices(config)
+        choose_mosaic_ptxas()
         jax_share = start_jax()
         mesh = mesh_of(config)
         device = mesh.devices.flat[0]  # the devices of a mesh are alike
         platform = device.platform
+        use_compilation_cache(config.compilation_cache_dir, versions_key() if platform == "gpu" else "")
         if platform == "gpu":
-            log_compiler(device.device_kind)
+            log_compilers(device.device_kind)
         dtype, activations, kv_dtype = resolve_precision(
             config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
         )

@@ -45,8 +45,11 @@ class Compilation(NamedTuple):
     compile_s: float
 
 
-def use_compilation_cache(directory: str | None) -> None:
+def use_compilation_cache(directory: str | None, compilers: str = "") -> None:
     """Keeps every compiled program in `directory` between starts; None: in the default directory; "": nowhere.
+
+    compilers: a name of what else compiles programs, of which JAX's key of a program knows nothing. Programs are kept
+    in a folder of that name in the directory, so that those of another version are not taken.
 
     What is kept there runs as it is, so only this user may be able to write to it. A default directory that is not so
     is not used. This sets JAX's configuration, and so holds for the whole process.
@@ -59,6 +62,7 @@ def use_compilation_cache(directory: str | None) -> None:
     folder = (_default_cache_dir() if directory is None else Path(directory)).expanduser()
     try:
         own_folder(folder, tighten=directory is None)
+        folder = own_folder(folder / compilers) if compilers else folder
     except OSError as error:
         if directory is not None:
             raise ConfigError(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu_compiler import refuse_for_hopper
+from pallas_kernels.gpu_compiler import choose_mosaic_ptxas, refuse_for_hopper
 from pallas_kernels.paged_kv import PagedKv, refuse_mixed_dtypes
 from pallas_kernels.target import target_device
 
@@ -61,7 +61,12 @@ def gpu_kernel(
     warpgroup_name: str | None = None,
     **compiler_params: Any,
 ) -> Callable[..., Any]:
-    """`plgpu.kernel`: body(*input refs, *output refs, **scratch refs) over the grid, each warpgroup its own thread."""
+    """`plgpu.kernel`: body(*input refs, *output refs, **scratch refs) over the grid, each warpgroup its own thread.
+
+    May put a right `ptxas` first in PATH: kernels are traced, and then compiled, where no engine has prepared for it.
+    """
+    if not interpret:
+        choose_mosaic_ptxas()
     # JAX 0.10.0 has the old names only, 0.11 the new ones only.
     names = ("out_type", "scratch_types")
     if "out_type" not in inspect.signature(plgpu.kernel).parameters:

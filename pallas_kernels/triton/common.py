@@ -15,14 +15,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.gpu_compiler import xla_ptxas
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv
 from pallas_kernels.partition import EMPTY_LSE, LOG2_E
+from pallas_kernels.target import target_device
 from pallas_kernels.triton.float8 import PLANES, UNPACKED_SCALE
 from pallas_kernels.triton.tiles import SequenceKv, holds_words, load_rows, store_rows
 
 # The smallest extent that Triton's dot takes on any axis.
 MIN_DOT = 16
+
+# The most rows of a tile that Triton multiplies by mma.sync on Hopper: from 64 on it takes `wgmma`.
+MOST_ROWS_WITHOUT_WGMMA = 32
 
 # Arrays `[R, H / planes]`: one, or the planes of a float8 cache (see `float8`).
 Planes: TypeAlias = tuple[jax.Array, ...]
@@ -37,6 +42,13 @@ def refuse_attention(q: jax.Array, kv: PagedKv) -> str | None:
     if q.shape[1] // kv.num_kv_heads > 16:
         return f"{q.shape[1] // kv.num_kv_heads} query heads share a kv head; it takes at most 16"
     return None
+
+
+def tile_rows_for(num_rows: int) -> int:
+    """`num_rows`, or fewer where `ptxas` may compile the `wgmma` of so many to wrong code: see `gpu_compiler`."""
+    device = target_device()
+    suspect = device.is_hopper and device.is_here and (ptxas := xla_ptxas()) is not None and ptxas.is_suspect
+    return min(num_rows, MOST_ROWS_WITHOUT_WGMMA) if suspect else num_rows
 
 
 @dataclasses.dataclass(frozen=True)

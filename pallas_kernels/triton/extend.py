@@ -19,7 +19,7 @@ from pallas_kernels.paged_kv import FLOAT8, PagedKv
 from pallas_kernels.partition import BEGIN, END, POSITION, SEQUENCE, query_tiles
 from pallas_kernels.target import target_device
 from pallas_kernels.triton import float8
-from pallas_kernels.triton.common import attend_rows, load_queries, store_output
+from pallas_kernels.triton.common import attend_rows, load_queries, store_output, tile_rows_for
 from pallas_kernels.triton.tiles import SequenceKv
 
 
@@ -35,7 +35,7 @@ def extend_attention(
     """See `backend.Extend`."""
     num_kv_heads, k_pages, v_pages = kv.num_kv_heads, kv.k, kv.v
     blocks = tuning.blocks("paged_extend_attention", "triton", tuning.shape_class(q, kv))
-    tile_queries = blocks["tile_rows"] // pl.next_power_of_2(q.shape[1] // num_kv_heads)
+    tile_queries = tile_rows_for(blocks["tile_rows"]) // pl.next_power_of_2(q.shape[1] // num_kv_heads)
     tiles = query_tiles(kv.lengths, query_offsets, q.shape[0], tile_queries)
     # ptxas serializes wgmma (advisory C7515) where a loop without masks precedes the one with them and the pages of a
     # tile's tokens are looked up one by one. One loop, with masks, is compiled as meant.

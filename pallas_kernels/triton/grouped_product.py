@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.experts import Groups, product_dtype, result_dtype, row_tiles
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.target import target_device
-from pallas_kernels.triton.common import MIN_DOT
+from pallas_kernels.triton.common import MIN_DOT, tile_rows_for
 from pallas_kernels.triton.tiles import load_rows, store_rows
 
 _MOST_ROWS = 128
@@ -41,7 +41,7 @@ def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens:
     """See `backend.GroupedProduct`. A tile has at most twice the rows that an expert has on average."""
     num_experts, num_out, num_in = weights.shape
     average = -(-groups.num_places // num_experts)
-    num_rows = min(max(pl.next_power_of_2(average), MIN_DOT), _MOST_ROWS)
+    num_rows = tile_rows_for(min(max(pl.next_power_of_2(average), MIN_DOT), _MOST_ROWS))
     num_columns = _largest_factor(num_out, _NUM_COLUMNS)
     depth = _largest_factor(num_in, _BYTES_DEEP // product_dtype(x, weights).itemsize)
     tiles = row_tiles(groups, num_rows)

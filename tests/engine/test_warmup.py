@@ -79,6 +79,18 @@ def test_a_second_start_takes_programs_from_the_cache(
     assert any((tmp_path / "xla").iterdir())
 
 
+def test_programs_of_another_compiler_are_not_taken_from_the_cache(
+    tmp_path: Path, events: list[str], restored_cache_settings: None
+) -> None:
+    """JAX's key of a program doesn't have the version of ptxas."""
+    for compilers, hits in (("ptxas-13.0.88", 0), ("ptxas-13.5.37", 0), ("ptxas-13.0.88", 1)):
+        use_compilation_cache(str(tmp_path / "xla"), compilers)
+        events.clear()
+        compile_all({1: lowering(37)}, progress=False)
+        assert events.count("/jax/compilation_cache/cache_hits") == hits
+    assert {path.name for path in (tmp_path / "xla").iterdir()} == {"ptxas-13.0.88", "ptxas-13.5.37"}
+
+
 def test_a_directory_that_others_can_write_to_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, restored_cache_settings: None
 ) -> None:

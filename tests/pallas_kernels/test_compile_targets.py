@@ -1,15 +1,18 @@
 """Kernels and engine steps compile for GPUs and TPUs that aren't there, and the compilers made what was meant."""
 
+import os
+import re
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from bench.processes import python_path
 from bench.targets.gpu_code import kernels_in
 from bench.targets.targets import TARGETS, Target
 
 from tests.grids import NIGHTLY, daily
-from tests.pallas_kernels.elsewhere import ENVIRONMENTS, compile_for
+from tests.pallas_kernels.elsewhere import ENVIRONMENTS, compile_for, run
 
 pytestmark = pytest.mark.foreign
 
@@ -106,3 +109,47 @@ def _ptxas() -> Path:
     if found is None:
         pytest.skip("no ptxas: the CUDA environment of scripts/compile_targets.py wasn't made")
     return found
+
+
+# Compiles Mosaic's decode for an H200.
+DECODE_FOR_H200 = """
+import sys, tempfile
+from pathlib import Path
+from bench.targets.targets import TARGETS, prepare_environment
+prepare_environment(Path(tempfile.mkdtemp()))
+import jax, jax.numpy as jnp
+from pallas_kernels import PagedKv, paged_decode_attention
+target = TARGETS["h200"]
+(device,) = target.devices()
+sharding = jax.sharding.SingleDeviceSharding(device)
+def spec(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+pages = spec((4, 8, 64, 128), jnp.bfloat16)
+def call(q, k, v, table, lengths):
+    return paged_decode_attention(q, PagedKv(k, v, table, lengths), backend="mosaic_gpu")
+with target.traced_for(device):
+    lowered = jax.jit(call).trace(
+        spec((2, 16, 128), jnp.bfloat16), pages, pages, spec((2, 1), jnp.int32), spec((2,), jnp.int32)
+    ).lower(lowering_platforms=("cuda",))
+lowered.compile()
+"""
+
+
+@pytest.mark.timeout(600)
+def test_mosaic_runs_the_compiler_that_was_chosen_for_it(tmp_path: Path) -> None:
+    """With an old compiler first on the PATH; the log of the compilers says what ran."""
+    python = ENVIRONMENTS / "cuda13/bin/python"
+    if not python.exists():
+        pytest.skip("the CUDA environment of scripts/compile_targets.py wasn't made")
+    old = tmp_path / "ptxas"
+    old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    old.chmod(0o755)
+    done = run(
+        [python, "-c", DECODE_FOR_H200],
+        PATH=os.pathsep.join([str(tmp_path), os.environ["PATH"]]),
+        PYTHONPATH=python_path(),
+        TF_CPP_MIN_LOG_LEVEL="0",
+        TF_CPP_VMODULE="subprocess_compilation=9",
+    )
+    used = re.findall(r"Using (\S+/ptxas) with version (\S+)", done.stderr)
+    assert used and all("site-packages/nvidia" in ptxas for ptxas, _ in used), used
