@@ -15,6 +15,7 @@ import zlib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -23,7 +24,6 @@ from jaxsgl.cache import kv_file
 from jaxsgl.cache.host_pages import HostPages, allocate_arena, pages_per_turn
 from jaxsgl.cache.tiers import HostTier
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
-from jaxsgl.constraints.compiler import Compiler, LlMatcher
 from jaxsgl.constraints.trial import Trial
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.memory import free_host_bytes
@@ -39,6 +39,9 @@ from jaxsgl.scheduler.resources.host_tier import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler, Serving
 from jaxsgl.scheduler.state import RetractAlso
 from pallas_kernels.own_folder import own_folder
+
+if TYPE_CHECKING:
+    from jaxsgl.constraints.compiler import Compiler, LlMatcher
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +176,7 @@ def _grammars(
     """Compiles grammars for the model that `engine` serves, each after a trial in a helper process.
 
     `eagerly` starts the helper and reads the vocabulary now, which holds Python's lock; otherwise with the first
-    grammar.
+    grammar. Without the package llguidance, all but grammars can be served.
     """
     if config.grammar_backend == "none":
         return NoGrammars()
@@ -183,12 +186,16 @@ def _grammars(
     @cache
     def compiler() -> Compiler | InvalidRequest:
         try:
+            from jaxsgl.constraints.compiler import Compiler
+
             return Compiler(*vocabulary)
         except InvalidRequest as error:
             return error
+        except ModuleNotFoundError as error:
+            return InvalidRequest(f"grammars can't be used: {error}")
 
     def prepare() -> None:
-        if isinstance(compiler(), Compiler):
+        if not isinstance(compiler(), InvalidRequest):
             trial.start()
 
     def compile(grammar: Grammar) -> LlMatcher:

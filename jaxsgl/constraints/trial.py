@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from jaxsgl.constraints.compiler import Compiler
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.sandbox import Limits, Sandbox, SandboxLimit
@@ -67,6 +66,8 @@ class Trial:
 
 def make(argument: bytes) -> Callable[[bytes], bytes]:
     """What the helper does once: reads the vocabulary. Raises `InvalidRequest` as `Compiler`."""
+    from jaxsgl.constraints.compiler import Compiler  # here alone: the engine's process has no use for llguidance yet
+
     vocabulary = msgspec.json.decode(argument, type=_Vocabulary)
     compiler = Compiler(Path(vocabulary.folder), vocabulary.vocab_size, vocabulary.eos_token_ids)
 
