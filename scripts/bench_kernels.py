@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"backends, or {BASELINES!r} (default: all)")
     parser.add_argument("--repeats", type=int, default=7, help="repeats of each measurement (default: 7)")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no case after this many seconds")
+    parser.add_argument("--skip", nargs="+", metavar="CASE", default=[], help="not these: they are done, or hang")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them here; needs matplotlib")
     options = parser.parse_args()
@@ -84,19 +85,27 @@ def main() -> None:
     wanted = options.contenders or [*backends_for(device.platform), BASELINES]
     rows: list[Row] = []
     left_out: list[str] = []
+    done: list[str] = []
+
+    def write(**running: str) -> None:
+        if options.json:
+            write_json(options.json, {**environment, "rows": [row.as_json() for row in rows], "done": done, **running})
+
     for case in cases_for(device.platform, quick=options.quick):
         if options.cases not in case.name or (options.page_sizes and case.page_size not in options.page_sizes):
+            continue
+        if case.label in options.skip:
             continue
         if time.monotonic() - begin > options.budget_s:
             left_out.append(case.label)
             continue
+        write(running=case.label)  # whoever ends a case that hangs finds its name
         same_batch = {row.contender: row for row in rows if row.case.startswith(f"{case.name}, page ")}
         for row in measure_case(case, device.platform, wanted, roofline, options.repeats, same_batch):
             rows.append(row)
             print(line(row), flush=True)
-        if options.json:
-            result = {**environment, "rows": [row.as_json() for row in rows]}
-            write_json(options.json, result)
+        done.append(case.label)
+        write()
     if left_out:
         print(f"no time left for: {'; '.join(left_out)}")
     if options.plot:

@@ -1,53 +1,66 @@
-"""Measure everything that needs a GPU, in one call of at most 9 minutes, into one small folder.
+"""Measure everything that needs a GPU, into one small folder, and survive what hangs or crashes meanwhile.
 
-    python scripts/gpu_report.py --out report            # on a machine with a GPU
-    python scripts/gpu_report.py --out report --tune     # block sizes too, with what time is left
-    python scripts/gpu_report.py --out report --smoke    # tiny, on any machine: does this script work?
-    python scripts/gpu_report.py --out speed --sections offline,sampling,peers    # all of the time for some of it
+    python scripts/gpu_report.py --out report                            # on a machine with a GPU
+    python scripts/gpu_report.py --out speed --sections steps,offline    # all of the time for some of it
+    python scripts/gpu_report.py --out report --dry-run                  # tiny, on any machine: does this script work?
 
-Each section runs in processes of its own with a time limit, so that a hang or a crash of one kernel does not affect the
-rest. The sections are the correctness grid (a process per backend, side by side), the kernel benchmark (a process per
-backend and one for the baselines, one after the other), the engine, its speed on shapes of Qwen3 with random weights
-(the offline benchmark), the sampling program, transformers on the same work, and the search for block sizes. Unused
-time goes to later sections. A section is skipped if it needs a package that is missing, and the summary says so. The
-time of one call is short for all sections: several calls with a few sections each, into a folder each, tell more.
+Preflight says what this machine lacks. Then a ladder of canaries, from one product to a whole step, each in a process
+of its own: its specification is printed before it runs, one that hangs or crashes is named, its stacks are kept, and
+the rest runs. Then the sections: the correctness grid, the kernel benchmark, products of experts and of quantized
+weights, steps of fixed shapes beside the prediction, the bundled model's tokens, the offline benchmark, the sampling
+program, transformers on the same work, a profile, and (only if named) the search for block sizes. A section that the
+time left is too short for is left out, and said to be. docs/kernels/gpu-report.md says what to run in half an hour,
+and how to bring what a machine without a package registry lacks.
 
 The folder holds summary.md (each criterion passed or failed), report.json (all figures), log.txt (all output),
-kernels.png (if matplotlib is installed) and a table of block sizes (with --tune); all are rewritten after each section.
-Exits with status 1 if a result was wrong. Needs only what the kernels need; the engine also needs msgspec, and
-transformers needs torch.
+kernels.png (if matplotlib is installed) and a table of block sizes (of "tune"); all are written again after each
+result. Exits with status 1 if a result was wrong, or something hung or crashed. A dry run interprets kernels, and has
+two rungs more, which hang and crash on purpose.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import resource
 import sys
 import tempfile
 from pathlib import Path
 
-from bench.gpu_report import PARTS, Report, describe_machine, phases
 from bench.output import command_parser
+from bench.report.ladder import ladder
+from bench.report.plan import PARTS, sections
+from bench.report.results import Report
+
+BUDGET_S = {False: 540, True: 1500}
+ATTENTION = {"gpu": ("mosaic_gpu", "triton")}
+INTERPRETED = ("triton", "mosaic_gpu")
 
 
 def main() -> int:
-    """Runs phase by phase and writes the folder after each one."""
+    """Runs part by part."""
     parser = command_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the results go")
-    parser.add_argument("--budget-s", type=float, default=520, help="seconds for everything (520)")
-    parser.add_argument("--tune", action="store_true", help="search for block sizes too")
+    parser.add_argument("--budget-s", type=float, help="seconds for everything (540)")
     parser.add_argument(
         "--sections", type=parts, default=PARTS[:-1], help=f"some of {','.join(PARTS)} (default: all but tune)"
     )
-    parser.add_argument("--smoke", action="store_true", help="a tiny run that shows that every section works")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny run that shows that every section works")
     options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what crashes leaves stacks, and no gigabytes
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="kernel-report-") as work:
-        report = Report(options.out, Path(work), options.budget_s)
-        report.machine = describe_machine()
-        chosen = (*options.sections, *(("tune",) if options.tune else ()))
-        plan = phases(report.machine, Path(work), parts=chosen, smoke=options.smoke)
-        for i, phase in enumerate(plan):
-            report.run(phase, weight_left=sum(later.weight for later in plan[i:]))
+    budget_s, dry = options.budget_s or BUDGET_S[options.dry_run], options.dry_run
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxsgl" / "report"
+    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
+        work = Path(folder)
+        report = Report(options.out, work, budget_s, dry=dry, cache=cache)
+        if not report.preflight():
+            return 1
+        platform = report.machine["platform"]
+        attention = INTERPRETED if dry else ATTENTION.get(platform, ())
+        if "ladder" in options.sections and attention:
+            report.climb(ladder(attention, dry=dry), at_once=2 if dry else 1)
+        report.run(sections(platform, work, parts=options.sections, dry=dry))
     return int(report.found_wrong)
 
 

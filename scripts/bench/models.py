@@ -98,8 +98,15 @@ def _qwen3_vl(text: dict[str, Any]) -> dict[str, Any]:
 MOE_SHAPES |= {
     name.replace("qwen3-", "qwen3-vl-"): _qwen3_vl(MOE_SHAPES[name]) for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")
 }
+# For dry runs: what an engine has, as small as it can be with FP8's blocks.
+TINY_SHAPES = {
+    "tiny": _qwen3(256, 2, 4, 256, head_dim=64, vocab=512, tied=True) | {"num_key_value_heads": 2},
+    "tiny-moe": _qwen3_moe(256, 2, 4, 256, 128)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2},
+}
 # As FP8 releases describe themselves; "NAME-fp8" is a shape with it.
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+NAMES = tuple(f"{name}{weights}" for name in SHAPES | MOE_SHAPES | TINY_SHAPES for weights in ("", "-fp8"))
 
 
 def write_config(shape: str, folder: Path) -> Path:
@@ -107,7 +114,7 @@ def write_config(shape: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     plain = shape.removesuffix("-fp8")
     quantized = {} if plain == shape else {"quantization_config": FP8}
-    write_json(folder / "config.json", (SHAPES | MOE_SHAPES)[plain] | quantized)
+    write_json(folder / "config.json", (SHAPES | MOE_SHAPES | TINY_SHAPES)[plain] | quantized)
     return folder
 
 

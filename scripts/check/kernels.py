@@ -33,28 +33,38 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--small", action="store_true", help="the interpreters' small specs; Pallas is interpreted")
     parser.add_argument("--runs", type=int, default=20, help="runs on the same inputs that must agree (20)")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no spec after this many seconds")
+    parser.add_argument("--skip", nargs="+", metavar="SPEC", default=[], help="not these: they are done, or hang")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes here, after each spec")
     options = parser.parse_args(arguments)
 
     begin = time.monotonic()
     checks: list[Check] = []
     left_out = []
+    done: list[str] = []
+
+    def write(**running: str) -> None:
+        if options.json:
+            result = {"checks": [dataclasses.asdict(check) for check in checks], "left_out": left_out, "done": done}
+            write_json(options.json, result | running)
+
     for spec in SMALL_SPECS if options.small else GRID_SPECS:
-        if options.specs not in spec.name:
+        if options.specs not in spec.name or spec.name in options.skip:
             continue
         if time.monotonic() - begin > options.budget_s:
             left_out.append(spec.name)
             continue
         for backend in options.backends:
+            print(f"{spec.name} on {backend} ...", flush=True)
+            write(running=spec.name)  # whoever ends a check that hangs finds its name
             interpret = options.small and backend != "xla"
             new = check_spec(spec, backend, runs=options.runs, interpret=interpret)
             new += check_layer(spec, backend, runs=options.runs, interpret=interpret)
             checks += new
             for check in new:
                 print(f"{check.op:<24}{backend:<12}{spec.name:<28}{check.verdict} {check.note}", flush=True)
-        if options.json:
-            result = {"checks": [dataclasses.asdict(check) for check in checks], "left_out": left_out}
-            write_json(options.json, result)
+        done.append(spec.name)
+        write()
+    write()
     counts = collections.Counter(check.verdict for check in checks)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     if left_out:

@@ -1,7 +1,8 @@
 """A summary passes a criterion only if a right result reached it; missing results never pass."""
 
 import pytest
-from bench.gpu_summary import CRITERIA, judge, judge_checks, judge_engine, summary
+from bench.report.ladder import CRASHES, HANGS
+from bench.report.summary import CRITERIA, judge, judge_checks, judge_engine, no_results, step_lines, summary
 
 pytestmark = pytest.mark.unit
 
@@ -65,14 +66,18 @@ def test_without_a_benchmark_each_criterion_is_not_measured() -> None:
 
 
 def nothing_but(**results) -> dict:
-    return {"sections": [], "check": [], "bench": [], "rooflines": [], "engine": {}, "offline": {}, **results}
+    return no_results() | results
 
 
 def test_a_summary_is_wrong_if_a_section_died_or_a_result_is_wrong() -> None:
-    section = {"name": "bench triton", "status": 0, "seconds": 3.0, "timed_out": False}
+    section = {"name": "bench triton", "status": 0, "seconds": 3.0, "hung": "", "hung_at": []}
     assert summary({}, nothing_but(sections=[section]))[1] is False
-    text, is_wrong = summary({}, nothing_but(sections=[{**section, "status": -9, "timed_out": True}]))
-    assert is_wrong and "bench triton: status -9, 3.0 s, ended by its time limit" in text
+    hung = {**section, "status": -6, "hung": "silent for 60 s", "hung_at": ["decode 8 x 4096, page 16"]}
+    text, is_wrong = summary({}, nothing_but(sections=[hung]))
+    assert is_wrong and "bench triton: status -6, 3.0 s, silent for 60 s" in text
+    assert "hung or crashed at: decode 8 x 4096, page 16" in text
+    found_at_first = {**section, "hung_at": ["store"]}  # the second start, without it, went well
+    assert summary({}, nothing_but(sections=[found_at_first]))[1] is True
     bad = row("decode 8 x 4096, page 16", "triton", 0.9, is_right=False)
     text, is_wrong = summary({}, nothing_but(bench=[bad], rooflines=[ROOFLINE]))
     assert is_wrong and "wrong result: triton on decode 8 x 4096, page 16" in text
@@ -83,3 +88,21 @@ def test_slowness_is_reported_but_is_no_error() -> None:
     text, is_wrong = summary({}, nothing_but(bench=[slow], rooflines=[ROOFLINE]))
     assert not is_wrong
     assert "**FAIL**: decode 8 x 4096, page 16: at least 60% of the ceiling (goal 92%): 20.0% by triton" in text
+
+
+@pytest.mark.parametrize("name", ["decode, one tile", HANGS, CRASHES])
+@pytest.mark.parametrize("verdict", ["passed", "refused", "not run", "failed", "hung", "crashed"])
+def test_rungs_that_fail_on_purpose_must_and_all_others_must_not(name: str, verdict: str) -> None:
+    rung = {"name": name, "verdict": verdict, "note": "a note"}
+    text, is_wrong = summary({}, nothing_but(rungs=[rung]))
+    right = {HANGS: "hung", CRASHES: "crashed"}.get(name)
+    assert is_wrong == (verdict != right if right else verdict in ("failed", "hung", "crashed"))
+    assert name in text and "a note" in text
+
+
+def test_steps_stand_beside_their_prediction() -> None:
+    rows = [{"step": step, "wall_ms": {"median": 12.0}} for step in ("256x1+1023", "7x1")]
+    predicted = {"qwen3-0.6b mosaic_gpu decode 256 greedy": {"step_us": 8000.0, "floor_us": 7500.0}}
+    first, second = step_lines({"steps": {"qwen3-0.6b": rows}, "predicted": predicted})
+    assert first == "| qwen3-0.6b decode 256 | 12.00 | 8.00 | 150% | 7.50 |"
+    assert second == "| qwen3-0.6b 7x1 | 12.00 | - | - | - |"

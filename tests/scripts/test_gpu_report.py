@@ -1,24 +1,33 @@
-"""One call runs every section, and the failure of one section does not affect the rest."""
+"""A report runs every rung and section, whatever hangs or crashes, and writes each result as it comes."""
 
-import dataclasses
 import functools
-import itertools
+import gzip
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from bench.gpu_report import BUDGET, PARTS, Phase, Report, Section, phases
-from bench.gpu_summary import judge_engine
+from bench.processes import python_path
+from bench.report import results
+from bench.report.ladder import CRASHES, HANGS, Rung, ladder
+from bench.report.plan import BUDGET, COMMANDS, PARTS, Section, sections
+from bench.report.results import Report
+from bench.report.summary import judge_engine
+from bench.report.trace import kernels
+from bench.report.watched import watch
 
 from tests.grids import NIGHTLY
-from tests.scripts.running import run_script
+from tests.scripts.running import ROOT, run_script
 
 
-def python(work: Path, name: str, code: str, kind: str = "check") -> Section:
+def python(work: Path, name: str, code: str, kind: str = "check", **fields: Any) -> Section:
     result = work / f"{name}.json"
-    return Section(name, kind, (sys.executable, "-c", code, str(result), BUDGET), result)
+    fields = {"least_s": 0.1, "most_s": 30.0, **fields}
+    return Section(name, kind, kind, (sys.executable, "-c", code, str(result), BUDGET), result, **fields)
 
 
 def write(checks: str) -> str:
@@ -26,82 +35,217 @@ def write(checks: str) -> str:
 
 
 @functools.cache
-def usage_of(command: str) -> str:
-    return run_script(command, "--help").stdout
+def usage_of(script: str) -> str:
+    return run_script(script, "--help").stdout
 
 
 PASSED = "{'checks': [{'backend': 'xla', 'op': 'store_kv', 'spec': 'x', 'verdict': 'passed'}], 'left_out': ['y']}"
 
 
-def run(tmp_path: Path, *sections: Section, budget_s: float = 60) -> tuple[Report, dict]:
+def run(tmp_path: Path, *sections: Section, budget_s: float = 60) -> tuple[Report, dict[str, Any]]:
     report = Report(tmp_path, tmp_path, budget_s)
-    report.run(Phase(sections, weight=1), weight_left=1)
+    report.machine["found"] = ["msgspec"]
+    report.run(sections)
     return report, json.loads((tmp_path / "report.json").read_text())
 
 
 def test_a_hanging_section_is_ended_and_keeps_what_it_had_written(tmp_path: Path) -> None:
-    hangs = python(tmp_path, "hangs", write(PASSED) + "; import time; time.sleep(600)")
+    hangs = python(tmp_path, "hangs", write(PASSED) + "; import time; time.sleep(600)", most_s=3.0)
     begin = time.monotonic()
-    report, result = run(tmp_path, hangs, python(tmp_path, "fine", write(PASSED)), budget_s=4)
+    report, result = run(tmp_path, hangs, python(tmp_path, "fine", write(PASSED)))
     assert time.monotonic() - begin < 30
     hung, fine = result["sections"]
-    assert hung["timed_out"] and not fine["timed_out"] and fine["status"] == 0
+    assert hung["hung"] == "no end after 3 s" and "sleep" not in fine["hung"] and fine["status"] == 0
+    assert "Fatal Python error: Aborted" in hung["stacks"] and 'File "<string>", line 1' in hung["stacks"]
     assert len(result["check"]) == 2
     assert report.found_wrong
 
 
-def test_a_crash_leaves_the_end_of_its_log_and_the_results_of_other_sections(tmp_path: Path) -> None:
+def test_a_crash_leaves_its_stacks_and_the_results_of_other_sections(tmp_path: Path) -> None:
     crash = python(tmp_path, "crash", "print('illegal address'); import os; os.abort()")
     report, result = run(tmp_path, crash, python(tmp_path, "fine", write(PASSED)))
     crashed, fine = result["sections"]
-    assert crashed["status"] == -6 and "illegal address" in crashed["last_words"]
+    assert crashed["status"] == -6 and "Fatal Python error: Aborted" in crashed["stacks"]
     assert fine["status"] == 0 and len(result["check"]) == 1
     assert report.found_wrong
     assert "illegal address" in (tmp_path / "log.txt").read_text()
 
 
+GRID = """
+import json, sys, time
+done, checks, bad = [], [], "{bad}"
+skip = sys.argv[sys.argv.index("--skip") + 1 :] if "--skip" in sys.argv else []
+def put(**more):
+    open(sys.argv[1], "w").write(json.dumps({{"checks": checks, "left_out": [], "done": done, **more}}))
+for spec in "abcde":
+    if spec in skip: continue
+    put(running=spec)
+    if spec in bad: time.sleep(600)
+    checks.append({{"backend": "xla", "op": "store_kv", "spec": spec, "verdict": "passed"}})
+    done.append(spec)
+put()
+"""
+
+
+def test_an_item_that_hangs_is_named_and_skipped_and_the_rest_runs(tmp_path: Path) -> None:
+    section = python(tmp_path, "check", GRID.format(bad="bd"), quiet_s=2.0, skips=True)
+    report, result = run(tmp_path, section)
+    (told,) = result["sections"]
+    assert told["hung_at"] == ["b", "d"] and told["status"] == 0
+    assert [check["spec"] for check in result["check"]] == ["a", "c", "e"]
+    assert report.found_wrong
+    assert "hung or crashed at: b, d" in (tmp_path / "summary.md").read_text()
+
+
+def test_results_are_on_the_disk_while_a_section_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that whoever ends the report loses the running item alone."""
+    found = []
+
+    def watched(*arguments: Any, progress: Any, **limits: Any) -> Any:
+        def look() -> None:
+            progress()
+            if (tmp_path / "report.json").exists():
+                found.append([check["spec"] for check in json.loads((tmp_path / "report.json").read_text())["check"]])
+
+        return watch(*arguments, progress=look, **limits)
+
+    monkeypatch.setattr(results, "watch", watched)
+    run(tmp_path, python(tmp_path, "check", GRID.format(bad="c"), quiet_s=3.0))
+    assert ["a", "b"] in found
+
+
 def test_sections_get_their_time_on_the_command_line(tmp_path: Path) -> None:
-    report, result = run(tmp_path, python(tmp_path, "fine", write(PASSED)), budget_s=100)
+    report, result = run(tmp_path, python(tmp_path, "fine", write(PASSED), most_s=40.0), budget_s=100)
     assert not report.found_wrong
-    assert "told 85" in (tmp_path / "log.txt").read_text()
+    assert "told 30" in (tmp_path / "log.txt").read_text()
     assert result["sections"][0]["left_out"] == ["y"]
 
 
-def test_unused_time_goes_to_later_phases(tmp_path: Path) -> None:
-    report = Report(tmp_path, tmp_path, budget_s=100)
-    for name, weight_left in (("first", 4), ("second", 1)):
-        report.run(Phase((python(tmp_path, name, write(PASSED)),), weight=1), weight_left)
-    first, second = (int(line.split()[1]) for line in (tmp_path / "log.txt").read_text().splitlines() if "told" in line)
-    assert first == 10 and second > 75
-
-
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_every_command_of_the_plan_is_one_that_its_script_takes(platform: str, tmp_path: Path) -> None:
-    plan = phases({"platform": platform}, tmp_path, parts=PARTS, smoke=False)
-    sections = [section for phase in plan for section in phase.sections]
-    assert {section.kind for section in sections} == {"check", "bench", *PARTS} - {"kernels"}
-    for section in sections:
-        script, *names = itertools.takewhile(lambda word: not word.startswith("--"), section.command[1:])
-        usage = usage_of(" ".join([Path(script).name, *names]))
-        assert all(flag in usage for flag in section.command if flag.startswith("--"))
-
-
-def test_only_chosen_sections_are_planned(tmp_path: Path) -> None:
-    plan = phases({"platform": "gpu"}, tmp_path, parts=("offline", "sampling"), smoke=False)
-    names = [section.name for phase in plan for section in phase.sections]
-    assert names == ["offline qwen3-0.6b", "offline qwen3-8b", "sampling"]
+def test_a_section_for_which_too_little_time_is_left_is_not_begun(tmp_path: Path) -> None:
+    long, short = (python(tmp_path, name, write(PASSED), least_s=s) for name, s in (("long", 100.0), ("short", 1.0)))
+    report, result = run(tmp_path, long, short, budget_s=50)
+    assert not report.found_wrong and not long.result.exists()
+    assert result["sections"][0]["note"].startswith("not run: it needs 100 s, and ")
+    assert len(result["check"]) == 1
 
 
 def test_a_section_whose_package_is_missing_is_skipped_with_a_note(tmp_path: Path) -> None:
-    section = dataclasses.replace(python(tmp_path, "peers", write(PASSED)), needs=("torch", "transformers"))
-    report = Report(tmp_path, tmp_path, 60)
-    report.machine["packages"] = {"torch": "2", "transformers": None}
-    report.run(Phase((section,), weight=1), weight_left=1)
+    section = python(tmp_path, "peers", write(PASSED), needs=("msgspec", "transformers"))
+    report, _ = run(tmp_path, section)
     assert not report.found_wrong and not section.result.exists()
     assert "peers: not run: no transformers here" in (tmp_path / "summary.md").read_text()
 
 
-def offline(fraction: float, idle: float, step_ms: float) -> dict:
+@pytest.mark.timeout(300)
+def test_a_rung_that_hangs_and_one_that_crashes_are_named_and_the_others_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = Report(tmp_path, tmp_path, 240, dry=True)
+    first, last = (Rung(name, "product", {"rows": 64}, limit_s=120) for name in ("first", "last"))
+    no_engine = Rung("step", "step", {}, needs=("engine",))
+    report.climb([first, Rung(HANGS, "hang", {}, limit_s=15), Rung(CRASHES, "crash", {}), no_engine, last])
+    rungs = {rung["name"]: rung for rung in json.loads((tmp_path / "report.json").read_text())["rungs"]}
+    verdicts = {name: rung["verdict"] for name, rung in rungs.items()}
+    assert verdicts == {"first": "passed", HANGS: "hung", CRASHES: "crashed", "step": "not run", "last": "passed"}
+    assert "Fatal Python error: Aborted" in rungs[HANGS]["stacks"]
+    assert "in string_at" in rungs[CRASHES]["stacks"] and rungs[CRASHES]["note"] == "signal 11"
+    assert not report.found_wrong  # both are meant to fail
+    said = capfd.readouterr().out.splitlines()
+    assert said.index('first: product {"rows": 64}') < said.index("first: passed ")
+    assert said.index(f"{HANGS}: hang {{}}") < said.index(f"{HANGS}: hung no end after 15 s")
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_the_ladder_has_all_kinds_of_kernels_and_steps(dry: bool) -> None:
+    rungs = ladder(("mosaic_gpu", "triton"), dry=dry)
+    names = [rung.name for rung in rungs]
+    assert len(set(names)) == len(names)
+    kinds = {rung.kind for rung in rungs} - {"hang", "crash"}
+    assert kinds == {"product", "attention", "layer", "experts", "matrix", "step"}
+    assert {rung.spec["dtype"] for rung in rungs if rung.kind in ("experts", "matrix")} >= {"int8", "float8_e4m3fn"}
+    assert {"one layer of a mixture", "one layer in FP8", "one step"} <= set(names)
+    assert ({HANGS, CRASHES} <= set(names)) == dry
+    json.dumps([dict(rung.spec) for rung in rungs])
+
+
+@pytest.mark.parametrize("dry", [True, False])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_every_command_of_the_plan_is_one_that_its_script_takes(platform: str, dry: bool, tmp_path: Path) -> None:
+    plan = sections(platform, tmp_path, parts=PARTS, dry=dry)
+    assert [section.part for section in plan] == sorted((s.part for s in plan), key=PARTS.index)
+    assert {section.part for section in plan} == set(PARTS) - {"ladder"}
+    engines = usage_of("bench_offline.py")  # a step's flags go to its engines
+    for section in plan:
+        name = " ".join(COMMANDS[section.kind]).removeprefix("scripts/")
+        if not name.startswith("-m"):
+            usage = usage_of(name) + (engines if section.kind == "steps" else "")
+            flags = [flag.split("=")[0] for flag in section.command if flag.startswith("--")]
+            assert all(flag in usage for flag in [*flags, *["--skip"] * section.skips]), section.name
+
+
+def test_only_chosen_sections_are_planned(tmp_path: Path) -> None:
+    plan = sections("gpu", tmp_path, parts=("sampling", "offline"), dry=False)
+    assert [section.name for section in plan] == ["offline qwen3-0.6b", "offline qwen3-8b", "sampling"]
+
+
+def test_limits_are_longer_than_a_start(tmp_path: Path) -> None:
+    """Compiling takes 100 s and more for 0.6B with the default buckets; with few it is a fifth."""
+    plan = sections("gpu", tmp_path, parts=PARTS, dry=False)
+    assert all(s.most_s >= 240 and s.least_s >= 60 for s in plan if s.kind in ("steps", "engine", "offline", "peers"))
+
+
+WITHOUT_LLGUIDANCE = """
+import importlib.abc, importlib.metadata, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "llguidance":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+version = importlib.metadata.version
+def absent(name):
+    if name == "llguidance":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = absent
+"""
+
+
+def test_without_llguidance_preflight_says_so_and_the_engine_can_be_used(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_LLGUIDANCE)
+    file = tmp_path / "found.json"
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{python_path()}"}
+    command = [sys.executable, *COMMANDS["preflight"], str(file)]
+    subprocess.run(command, env=env, cwd=ROOT, check=True)
+    found = json.loads(file.read_text())
+    lines = {line["what"]: line for line in found["lines"]}
+    assert lines["llguidance"]["detail"] == "is not installed: grammars can't be used; this report has none"
+    assert lines["engine"]["ok"] and "engine" in found["machine"]["found"]
+    assert found["machine"]["platform"] == "cpu" and "ptxas" in lines
+
+
+def test_where_jax_does_not_start_preflight_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "preflight", ("-c", "raise ImportError('no jax here')"))
+    report = Report(tmp_path, tmp_path, 60)
+    assert report.preflight() is False
+    assert "JAX: JAX doesn't start here: ImportError: no jax here" in (tmp_path / "summary.md").read_text()
+
+
+def test_kernels_of_a_trace_are_summed_over_the_devices_lanes(tmp_path: Path) -> None:
+    lanes = [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        for pid, name in ((1, "/device:GPU:0"), (2, "/host:CPU"))
+    ]
+    events = [{"ph": "X", "name": name, "pid": pid, "dur": dur} for name, pid, dur in
+              (("decode", 1, 4.0), ("decode", 1, 6.0), ("norm", 1, 3.0), ("python", 2, 99.0))]  # fmt: skip
+    (tmp_path / "x.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": lanes + events}).encode()))
+    assert kernels(tmp_path) == [
+        {"name": "decode", "count": 2, "us": 10.0, "us_each": 5.0},
+        {"name": "norm", "count": 1, "us": 3.0, "us_each": 3.0},
+    ]
+    assert kernels(tmp_path / "nothing") == []
+
+
+def offline(fraction: float, idle: float, step_ms: float) -> dict[str, Any]:
     return {
         "roofline": {"fraction": fraction, "fraction_of_busy": fraction},
         "time_split": {"idle": idle, "host_exposed": idle},
@@ -114,26 +258,25 @@ def test_the_engine_passes_what_it_reaches_and_fails_what_it_misses() -> None:
         "settings": {"model": "qwen3-0.6b"},
         "contenders": {f"transformers-{n}": {"ratio_of_best_jaxsgl": {"median": n}} for n in (4.0, 2.5)},
     }
-    results = {
+    found = {
         "offline": {"qwen3-0.6b": offline(0.59, 0.04, 1.0), "qwen3-8b": offline(0.61, 0.06, 9.0)},
         "sampling": {"ms": {"256 x 151936": 0.2}},
         "peers": peers,
     }
-    passed = [verdict.passed for verdict in judge_engine(results)]
+    passed = [verdict.passed for verdict in judge_engine(found)]
     assert passed == [False, True, False, True, False, True, False]
     assert {verdict.passed for verdict in judge_engine({"offline": {}})} == {None}
 
 
-def test_a_smoke_run_runs_every_section(tmp_path: Path) -> None:
-    """By day without the sections whose scripts have other tests that run them, and without the engine."""
-    chosen = ("--tune",) if NIGHTLY else ("--sections", "check,sampling")
-    run_script("gpu_report.py", "--smoke", *chosen, "--out", tmp_path, "--budget-s", 1200)
+@pytest.mark.timeout(1800)
+def test_a_dry_run_runs_everything(tmp_path: Path) -> None:
+    """By day two sections only: the rest takes minutes, or has tests of its own."""
+    chosen = PARTS if NIGHTLY else ("check", "sampling")
+    run_script("gpu_report.py", "--dry-run", "--sections", ",".join(chosen), "--out", tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert all(section["status"] == 0 for section in report["sections"]), report["sections"]
-    names = [section["name"] for section in report["sections"]]
-    speed = ["offline bundled", "sampling", "peers", "tune"] if NIGHTLY else ["sampling"]
-    mine = ["bench xla", "bench baselines", "engine"] if NIGHTLY else []
-    assert names == ["check triton", *mine, *speed]
+    assert all(section["status"] == 0 and not section.get("note") for section in report["sections"]), report["sections"]
+    plan = sections("cpu", tmp_path, parts=chosen, dry=True)
+    assert [section["name"] for section in report["sections"]] == [section.name for section in plan]
     assert report["sampling"]["ms"]["4 x 1024"] > 0
     assert {check["backend"] for check in report["check"]} == {"triton"}
     assert all(check["verdict"] == "passed" for check in report["check"])
@@ -143,8 +286,16 @@ def test_a_smoke_run_runs_every_section(tmp_path: Path) -> None:
     assert "not measured: offline, qwen3-8b" in summary
     assert len(list(tmp_path.iterdir())) <= 8
     if NIGHTLY:
+        verdicts = {rung["name"]: rung["verdict"] for rung in report["rungs"]}
+        assert verdicts.pop(HANGS) == "hung" and verdicts.pop(CRASHES) == "crashed"
+        assert set(verdicts) == {rung.name for rung in ladder(("triton", "mosaic_gpu"), dry=True)} - {HANGS, CRASHES}
+        assert set(verdicts.values()) == {"passed"}
         assert all(count == 48 for count in report["engine"]["auto"]["equal_tokens"])
-        assert {row["is_ours"] for row in report["bench"]} == {True, False}
+        assert {row["is_ours"] for row in report["bench"]} == {True}
+        assert all(row["seconds"] for row in report["products"])
+        assert {row["step"] for rows in report["steps"].values() for row in rows} == {"2x1+7", "1x16"}
+        assert set(report["steps"]) == {"tiny", "tiny-moe", "tiny-fp8"}
         assert report["offline"]["bundled"]["output_tokens_per_s"] > 0 and "- bundled: " in summary
         assert report["peers"]["contenders"]["transformers-static8-float32"]["ratio_of_best_jaxsgl"]["median"] > 0
+        assert report["profile"]
         assert json.loads((tmp_path / "table.json").read_text())["devices"] == ["cpu"]

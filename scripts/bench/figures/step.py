@@ -33,7 +33,7 @@ from typing import Any
 
 import jax
 
-from bench.models import SHAPES, write_config
+from bench.models import NAMES, write_config
 from bench.output import figure_parser, write_figures
 from bench.processes import SCRIPTS, LineChild
 from bench.steps import STEPS
@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> int:
     """Measures all variants in turns and prints the figures."""
     parser = figure_parser(__doc__, __name__)
     parser.add_argument(
-        "--shape", choices=SHAPES, help="random weights of this shape; else --model, a flag of the engine"
+        "--shape", choices=NAMES, help="random weights of this shape; else --model, a flag of the engine"
     )
     parser.add_argument("--steps", nargs="+", required=True, metavar="STEP", help="the steps to measure")
     parser.add_argument("--variants", nargs="+", default=[""], metavar="FLAGS", help="the variants to compare")

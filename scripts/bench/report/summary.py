@@ -14,6 +14,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from bench.report.ladder import CRASHES, HANGS
+from bench.report.plan import STEPS
+
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -102,7 +105,7 @@ def _judge_baselines(rows: Rows) -> list[Verdict]:
     return verdicts
 
 
-SHAPES = ("qwen3-0.6b", "qwen3-8b")
+JUDGED = ("qwen3-0.6b", "qwen3-8b")
 LEAST_SHARE, GOAL_SHARE = 0.60, 0.85  # shares of the roofline
 MOST_IDLE = 0.05
 ROWS, VOCAB = 256, 151_936
@@ -115,7 +118,7 @@ Results = Mapping[str, Any]
 def judge_engine(results: Results) -> list[Verdict]:
     """Judges every criterion of the engine; "not measured" if its section did not run."""
     verdicts = []
-    for shape in SHAPES:
+    for shape in JUDGED:
         run = results["offline"].get(shape)
         verdicts += [_judge_roofline(shape, run), _judge_idle(shape, run), _judge_sampling(shape, run, results)]
     return [*verdicts, _judge_peers(results.get("peers"))]
@@ -164,8 +167,8 @@ def _judge_sampling(shape: str, run: Results | None, results: Results) -> Verdic
 
 
 def _judge_peers(peers: Results | None) -> Verdict:
-    what = f"{SHAPES[0]}: at least {LEAST_RATIO:.0f} times transformers' best"
-    if peers and peers["settings"]["model"] != SHAPES[0]:
+    what = f"{JUDGED[0]}: at least {LEAST_RATIO:.0f} times transformers' best"
+    if peers and peers["settings"]["model"] != JUDGED[0]:
         peers = None
     ratios = {
         name: told["ratio_of_best_jaxsgl"]["median"]
@@ -182,25 +185,48 @@ def _judge_peers(peers: Results | None) -> Verdict:
 _WORDS = {True: "pass", False: "**FAIL**", None: "not measured"}
 
 
-def summary(machine: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[str, bool]:
-    """The page as Markdown, and whether anything is wrong: a wrong result or a section that died, but not low speed."""
+def no_results() -> dict[str, Any]:
+    """The results of a report that has run nothing yet."""
+    lists = ("preflight", "rungs", "sections", "check", "bench", "rooflines", "products", "profile")
+    dicts = ("steps", "engine", "offline", "predicted")
+    return {**{name: [] for name in lists}, **{name: {} for name in dicts}}
+
+
+def summary(machine: Mapping[str, Any], results: Mapping[str, Any], *, dry: bool = False) -> tuple[str, bool]:
+    """The page as Markdown, and whether anything is wrong: a wrong result, a hang or a crash, but not low speed.
+
+    A dry run is wrong if the rungs that fail on purpose don't.
+    """
     checks = judge_checks(results["check"])
     rooflines = results["rooflines"]
     roofline = best_roofline(rooflines)
     speed = judge(results["bench"], roofline)
     wrong_rows = [row for row in results["bench"] if row["seconds"] and not row["is_right"]]
-    died = [section for section in results["sections"] if section["status"] or section["timed_out"]]
+    died = [section for section in results["sections"] if section["status"] or section.get("hung_at")]
+    bad = [rung for rung in results["rungs"] if rung["verdict"] not in _allowed(rung["name"])]
+    lost = [line for line in results["preflight"] if not line["ok"]]
     lines = [
         f"# {machine.get('kind', 'unknown device')}",
         "",
         f"{machine.get('nvidia_smi') or machine.get('platform')}; packages {machine.get('packages')}; "
-        f"commit {machine.get('commit')}",
+        f"ptxas {machine.get('ptxas')}; commit {machine.get('commit')}",
         "",
         f"Ceilings measured (the best of {len(rooflines)} runs): copy {roofline['bytes_per_s'] / 1e9:.0f} GB/s, "
         f"matrix product {roofline['flops_per_s'] / 1e12:.1f} TFLOP/s.",
+        *("", "## Preflight"),
+        *(f"- {line['what']}: {line['detail']}" for line in lost),
+        *("", "## Ladder"),
+        *(_rung(rung) for rung in results["rungs"]),
         "",
         "## Criteria",
         *map(_line, [*checks, *speed, *judge_engine(results)]),
+        "",
+        "## Steps beside their prediction for an H200",
+        "| step | ms | predicted | of it | floor |",
+        "|---|---|---|---|---|",
+        *step_lines(results),
+        *("", "## Products", "| product | us | GB/s | TFLOP/s |", "|---|---|---|---|"),
+        *map(_product, results["products"]),
         "",
         "## Engine: tokens equal to XLA's",
         *(f"- {backend}: {_engine(told)}" for backend, told in results["engine"].items()),
@@ -211,7 +237,8 @@ def summary(machine: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[str
         "## Sections",
         *(
             f"- {section['name']}: {section.get('note') or _status(section)}"
-            f"{', ended by its time limit' if section['timed_out'] else ''}"
+            f"{', ' + section['hung'] if section.get('hung') else ''}"
+            f"{', hung or crashed at: ' + ', '.join(section['hung_at']) if section.get('hung_at') else ''}"
             f"{', left out: ' + ', '.join(section['left_out']) if section.get('left_out') else ''}"
             for section in results["sections"]
         ),
@@ -221,10 +248,49 @@ def summary(machine: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[str
         "| case | ours | us | of roofline | best baseline | us |",
         "|---|---|---|---|---|---|",
         *_table(results["bench"]),
+        *("", "## Kernels of the profile", "| kernel | count | us each |", "|---|---|---|"),
+        *(f"| {each['name'][:90]} | {each['count']} | {each['us_each']} |" for each in results["profile"][:20]),
         "",
     ]
-    is_wrong = bool(wrong_rows or died) or any(each.passed is False for each in checks)
+    is_wrong = bool(wrong_rows or died or bad) or any(each.passed is False for each in checks)
     return "\n".join(lines), is_wrong
+
+
+GOOD = ("passed", "refused", "not run")
+ON_PURPOSE = {HANGS: "hung", CRASHES: "crashed"}
+
+
+def _allowed(rung: str) -> tuple[str, ...]:
+    return (ON_PURPOSE[rung],) if rung in ON_PURPOSE else GOOD
+
+
+def step_lines(results: Results) -> list[str]:
+    """A line for each step of fixed shape, joined with its prediction; a dash where there is none."""
+    lines = []
+    for shape, rows in results["steps"].items():
+        for row in rows:
+            ms, name = row["wall_ms"]["median"], STEPS.get(row["step"], row["step"])
+            found = results["predicted"].get(f"{shape} mosaic_gpu {name} greedy")
+            if found is None:
+                lines.append(f"| {shape} {name} | {ms:.2f} | - | - | - |")
+                continue
+            predicted, floor = found["step_us"] / 1e3, found["floor_us"] / 1e3
+            lines.append(f"| {shape} {name} | {ms:.2f} | {predicted:.2f} | {ms / predicted:.0%} | {floor:.2f} |")
+    return lines
+
+
+def _product(row: Mapping[str, Any]) -> str:
+    if row["seconds"] is None:
+        return f"| {row['name']} | {row['note']} | | |"
+    figures = f"{row['bytes_per_s'] / 1e9:.0f} | {row['flops_per_s'] / 1e12:.1f}"
+    return f"| {row['name']} | {row['seconds'] * 1e6:.1f} | {figures} |"
+
+
+def _rung(rung: Mapping[str, Any]) -> str:
+    verdict = rung["verdict"] if rung["verdict"] in GOOD else f"**{rung['verdict']}**"
+    error = f", error {rung['error']:.1e}" if rung.get("error") is not None else ""
+    note = f": {rung['note']}" if rung.get("note") else ""
+    return f"- {rung['name']}: {verdict}{error}{note}"
 
 
 def best_roofline(rooflines: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -237,7 +303,7 @@ def _line(verdict: Verdict) -> str:
 
 
 def _status(section: Mapping[str, Any]) -> str:
-    return f"status {section['status']}, {section['seconds']} s"
+    return f"status {section['status']}, {section['seconds']:.1f} s"
 
 
 def _engine(told: Mapping[str, Any]) -> str:

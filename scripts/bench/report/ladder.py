@@ -1,0 +1,144 @@
+"""The canaries of a GPU report, from the simplest kernel to a whole step: what each one runs, as data.
+
+Each rung runs in a process of its own (`bench.report.rung`), so that a kernel that hangs or crashes is found by its
+rung and leaves the rest alone; what the rung before ran and it does not is where to look. Lengths are chosen by the
+tiles and rings of the kernels: 64 tokens a tile, three tiles in a ring. Imports no JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+TILE, RING = 64, 3 * 64
+DRY_PATIENCE = 4  # times the limits, where an interpreter shares the processors with whatever else runs there
+HANGS, CRASHES = "hangs on purpose", "crashes on purpose"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """One canary.
+
+    Attributes:
+      name: unique.
+      kind: which function of `bench.report.rung` runs it.
+      spec: what that function takes, as JSON.
+      limit_s: until it counts as hung, start of the process and compiling included.
+      needs: what `preflight` must have found, as for `Section`.
+    """
+
+    name: str
+    kind: str
+    spec: Mapping[str, Any]
+    limit_s: float = 60
+    needs: tuple[str, ...] = ()
+
+
+def ladder(attention: tuple[str, ...], *, dry: bool) -> list[Rung]:
+    """The rungs, those of attention for each of these backends; tiny ones for `dry`, and two that fail on purpose."""
+    rungs = [
+        Rung("product of XLA", "product", {"rows": 64 if dry else 8192}),
+        Rung("store", "attention", _call("store_kv", "triton", [0, 0], [70, 3], dry)),
+        Rung("layer: rotate and store, add and norm", "layer", {"spec": "bfloat16" if dry else "h128_g2_p64_bf16"}),
+    ]
+    if dry:
+        rungs += [Rung(HANGS, "hang", {}, limit_s=20), Rung(CRASHES, "crash", {})]
+    for backend in attention:
+        rungs += _decodes(backend, dry) + _extends(backend, dry)
+    rungs += _products(dry) + _steps(dry)
+    patience = DRY_PATIENCE if dry else 1
+    return [
+        rung if rung.kind == "hang" else dataclasses.replace(rung, limit_s=patience * rung.limit_s) for rung in rungs
+    ]
+
+
+def _call(op: str, backend: str, cached: list[int], new: list[int], dry: bool, **fields: Any) -> dict[str, Any]:
+    """A call for `KernelCase`. Dry ones have few heads."""
+    heads = {"num_kv_heads": 1, "head_dim": 64} if dry else {"num_kv_heads": 8, "head_dim": 128}
+    fields = {"page_size": 16 if dry else 64, "num_groups": 2, **heads, **fields}
+    return {"op": op, "backend": backend, "cached": cached, "new": new, **fields}
+
+
+def _decodes(backend: str, dry: bool) -> list[Rung]:
+    def rung(name: str, lengths: list[int], **fields: Any) -> Rung:
+        call = _call("paged_decode_attention", backend, [n - 1 for n in lengths], [1] * len(lengths), dry, **fields)
+        return Rung(f"decode, {name}, {backend}", "attention", call)
+
+    one_tile = rung("one tile", [40, TILE])
+    if dry:
+        return [one_tile, rung("split", [4 * TILE])] if backend == "triton" else [one_tile]
+    return [
+        one_tile,
+        rung("a ring of tiles", [RING] * 4),
+        rung("a ring and a token", [RING + 1] * 4),
+        rung("8 heads to one", [RING + 1] * 4, num_groups=8, num_kv_heads=4),
+        rung("split", [4096]),
+        rung("chained rows", [1000 + i for i in range(256)]),
+        rung("window", [4096, 100], sliding_window=1024),
+        rung("pages of 16", [RING + 1] * 4, page_size=16),
+        rung("float8", [RING + 1, 1000], float8_cache=True),
+    ]
+
+
+def _extends(backend: str, dry: bool) -> list[Rung]:
+    def rung(name: str, cached: list[int], new: list[int], **fields: Any) -> Rung:
+        call = _call("paged_extend_attention", backend, cached, new, dry, **fields)
+        return Rung(f"extend, {name}, {backend}", "attention", call)
+
+    one = rung("one item", [0], [24 if dry else 32])
+    if dry:
+        return [one] if backend == "triton" else []  # JAX 0.10 has no interpreter for Mosaic's
+    return [
+        one,
+        rung("two items", [0, 0], [32, 32]),
+        rung("behind cached tokens", [1, RING, 1000], [TILE, TILE + 1, 130]),
+        rung("more items than programs", [0] * 4, [2048] * 4),
+        rung("window", [4096], [256], sliding_window=1024),
+        rung("float8", [500], [200], float8_cache=True),
+    ]
+
+
+def _products(dry: bool) -> list[Rung]:
+    sizes = (
+        [(24, 4, 2, 32, 32)] if dry else [(1, 128, 8, 2048, 768), (256, 128, 8, 2048, 768), (4096, 16, 8, 2048, 768)]
+    )
+    experts = [
+        Rung(
+            f"grouped product, {tokens} tokens, {dtype}",
+            "experts",
+            {"tokens": tokens, "experts": num, "top": top, "inputs": inputs, "outputs": outputs, "dtype": dtype},
+        )
+        for tokens, num, top, inputs, outputs in sizes
+        for dtype in ("bfloat16", "int8", "float8_e4m3fn")
+    ]
+    shape = {"inputs": 256, "outputs": 64} if dry else {"inputs": 4096, "outputs": 6144}
+    matrices = [
+        Rung(
+            f"product, {name}, {rows} rows",
+            "matrix",
+            {"rows": rows, "dtype": dtype, "group": group, **shape},
+            needs=("flax",),
+        )
+        for rows in ((4,) if dry else (32, 256))
+        for name, dtype, group in (
+            ("int8", "int8", 0),
+            ("FP8", "float8_e4m3fn", 0),
+            ("FP8 in blocks", "float8_e4m3fn", 128),
+        )
+    ]
+    return experts + matrices
+
+
+def _steps(dry: bool) -> list[Rung]:
+    """Steps of an engine with random weights, whose tokens are compared with those on XLA's attention."""
+    shapes = [
+        ("one layer", "tiny" if dry else "qwen3-0.6b", 1),
+        ("one layer of a mixture", "tiny-moe" if dry else "qwen3-30b-a3b", 1),
+        ("one layer in FP8", "tiny-fp8" if dry else "qwen3-8b-fp8", 1),
+        ("one step", "tiny" if dry else "qwen3-0.6b", 0),
+    ]
+    return [
+        Rung(name, "step", {"shape": shape, "layers": layers, "prompt": 20 if dry else 300}, 150, ("engine",))
+        for name, shape, layers in shapes
+    ]

@@ -1,0 +1,109 @@
+"""Times the products that are not attention: experts' rows with their weights, and products with quantized weights.
+
+    python -m bench.report.products --json FILE [--tiny]
+
+Shapes are those of a layer of Qwen3-30B-A3B (gate and up of 128 experts) and of Qwen3-8B (gate and up). Whether they
+are right is the ladder's question. Writes a row after each: bytes are those of the weights that are read once, of
+experts that some token chose, and of rows and results.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.kernels.measure import first_line
+from bench.kernels.runners import JaxRunner, Prepared, time_all
+from bench.output import write_json
+from pallas_kernels import group_by_expert, grouped_product
+from pallas_kernels.target import target_device
+
+DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
+LAYERS = 2  # larger together than any cache
+# A product of rows `[T, in]` of one layer: the function of its own arrays, these, bytes and FLOPs.
+Made = tuple[Callable[..., jax.Array], list[tuple[jax.Array, ...]], float, float]
+
+
+def main() -> None:
+    """Measures product by product."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name, make in cases(options.tiny):
+        print(f"{name} ...", flush=True)
+        write_json(options.json, {"rows": rows, "running": name})
+        rows.append({"name": name, **_measured(make)})
+        print(rows[-1], flush=True)
+        write_json(options.json, {"rows": rows})
+
+
+def cases(tiny: bool) -> Iterator[tuple[str, Callable[[], Made]]]:
+    """Names, and functions that make arrays."""
+    for tokens in (4,) if tiny else (1, 32, 256, 4096):
+        for dtype in DTYPES:
+            sizes = (4, 2, 64, 32) if tiny else (128, 8, 2048, 1536)
+            yield f"experts, {tokens} tokens, {dtype}", lambda t=tokens, d=dtype, s=sizes: _experts(t, d, *s)
+    for rows in (4,) if tiny else (1, 32, 256, 4096):
+        for name, dtype, group in (("bfloat16", "bfloat16", 0), ("int8", "int8", 0), ("FP8", "float8_e4m3fn", 0),
+                                   ("FP8 in blocks", "float8_e4m3fn", 128)):  # fmt: skip
+            sizes2 = (256, 64) if tiny else (4096, 24_576)
+            yield f"product, {rows} rows, {name}", lambda r=rows, d=dtype, g=group, s=sizes2: _product(r, d, g, *s)
+
+
+def _measured(make: Callable[[], Made]) -> dict[str, Any]:
+    try:
+        call, own, num_bytes, flops = make()
+        runner = JaxRunner(Prepared(lambda _, *arrays: (None, call(*arrays)), [None] * len(own), own))
+        (timing,) = time_all({"": runner}, target_device().platform, repeats=5).values()
+    except Exception as error:  # a product that fails is a finding; the rest still counts
+        return {"seconds": None, "note": first_line(error)}
+    s = timing.seconds
+    return {"seconds": s, "bytes_per_s": num_bytes / s, "flops_per_s": flops / s, "compile_s": runner.compile_s}
+
+
+def _numbers(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return (jax.random.normal(key, shape, jnp.bfloat16) * (50 if dtype == "int8" else 1)).astype(dtype)
+
+
+def _experts(tokens: int, dtype: str, num: int, top: int, inputs: int, outputs: int) -> Made:
+    keys = jax.random.split(jax.random.key(0), 2 + LAYERS)
+    x = jax.random.normal(keys[0], (tokens, inputs), jnp.bfloat16)
+    chosen = jax.lax.top_k(jax.random.normal(keys[1], (tokens, num)), top)[1]
+    own = [(x, chosen, _numbers(key, (num, outputs, inputs), dtype)) for key in keys[2:]]
+
+    def call(x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+        return grouped_product(x, group_by_expert(chosen, num), weights, of_tokens=True)
+
+    read = len(np.unique(np.asarray(chosen))) * outputs * inputs * jnp.dtype(dtype).itemsize
+    places = tokens * top
+    return call, own, read + 2 * places * (inputs + outputs), 2 * places * inputs * outputs
+
+
+def _product(rows: int, dtype: str, group: int, inputs: int, outputs: int) -> Made:
+    from jaxsgl.models.matrix import Matrix, quantized_product  # needs flax, and grouped products don't
+
+    keys = jax.random.split(jax.random.key(0), 1 + LAYERS)
+    x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
+    matrices = [_numbers(key, (outputs, inputs), dtype) for key in keys[1:]]
+    moved = inputs * outputs * jnp.dtype(dtype).itemsize + 2 * rows * (inputs + outputs)
+    if dtype == "bfloat16":
+        own: list[tuple[jax.Array, ...]] = [(x, each) for each in matrices]
+        return lambda x, w: jnp.einsum("td,nd->tn", x, w), own, moved, 2 * rows * inputs * outputs
+    scale = jnp.ones((outputs, inputs // (group or inputs)), jnp.float32)
+
+    def call(x: jax.Array, numbers: jax.Array, scale: jax.Array) -> jax.Array:
+        return quantized_product(x, Matrix(numbers, scale, None, None, group or inputs), jnp.bfloat16)
+
+    return call, [(x, each, scale) for each in matrices], moved + 4 * scale.size, 2 * rows * inputs * outputs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The process of one canary: runs it on this machine's device and compares it with numbers that are known.
+
+    python -m bench.report.rung KIND SPEC FILE
+
+SPEC is JSON of `bench.report.ladder`. Writes the verdict to FILE: "passed", "failed", "refused" (the backend doesn't
+take the call), and figures. A device that isn't a GPU interprets Pallas's kernels. Called by `bench.report.results`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.output import write_json
+from pallas_kernels.target import target_device
+
+Spec = Mapping[str, Any]
+Verdict = dict[str, Any]
+MOST_ERROR = 2e-2  # of the output's norm, for numbers of 16 bits
+
+
+def main() -> int:
+    """Runs one rung."""
+    kind, spec, file = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+    begin = time.monotonic()
+    found = KINDS[kind](spec)
+    found |= {"seconds_in_process": round(time.monotonic() - begin, 1), "device": target_device().kind}
+    write_json(file, found)
+    print(found, flush=True)
+    return int(found["verdict"] == "failed")
+
+
+def product(spec: Spec) -> Verdict:
+    """A product that XLA compiles: whether the device works at all."""
+    rows = spec["rows"]
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.random.normal(key, (rows, rows), jnp.bfloat16) for key in keys)
+    out = jnp.dot(a, b, preferred_element_type=jnp.float32)
+    some = np.arange(0, rows, max(1, rows // 16))
+    right = np.asarray(a[some], np.float64) @ np.asarray(b, np.float64)
+    return _judged(np.asarray(out[some], np.float64), right)
+
+
+def attention(spec: Spec) -> Verdict:
+    """A store, decode or extend against float64, and against XLA's; equal in 3 runs."""
+    from bench.kernels.cases import STORE, KernelCase
+    from bench.kernels.check import judge_runs
+    from bench.kernels.contenders import Unsupported, prepare_backend
+    from bench.kernels.inputs import make_inputs
+    from bench.kernels.runners import JaxRunner
+
+    fields = dict(spec)
+    backend, cached, new = fields.pop("backend"), tuple(fields.pop("cached")), tuple(fields.pop("new"))
+    inputs = make_inputs(KernelCase("rung", cached=cached, new=new, **fields), seed=2, adverse=True)
+    try:
+        runner = JaxRunner(prepare_backend(backend, inputs, interpret=not _on_gpu()))
+    except Unsupported as error:
+        return {"verdict": "refused", "note": str(error)}
+    with jax.default_matmul_precision("highest"):
+        other = None if spec["op"] == STORE else JaxRunner(prepare_backend("xla", inputs))
+    return dataclasses.asdict(judge_runs(inputs, backend, runner, other, runs=3))
+
+
+def layer(spec: Spec) -> Verdict:
+    """`rotate_and_store` and `add_and_norm`."""
+    from bench.kernels.check_layer import check_layer
+    from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS
+
+    (chosen,) = (each for each in (*SMALL_SPECS, *GRID_SPECS) if each.name == spec["spec"])
+    checks = [dataclasses.asdict(each) for each in check_layer(chosen, "triton", runs=3, interpret=not _on_gpu())]
+    wrong = [each for each in checks if each["verdict"] not in ("passed", "refused")]
+    return {"verdict": "failed" if wrong else "passed", "checks": checks, "note": "; ".join(e["note"] for e in wrong)}
+
+
+def experts(spec: Spec) -> Verdict:
+    """`grouped_product` of random rows, each sent to some experts."""
+    from pallas_kernels import group_by_expert, grouped_product
+
+    tokens, num, top = spec["tokens"], spec["experts"], spec["top"]
+    rng = np.random.default_rng(1)
+    chosen = jnp.asarray(rng.permuted(np.tile(np.arange(num), (tokens, 1)), axis=1)[:, :top], jnp.int32)
+    x = jnp.asarray(rng.normal(size=(tokens, spec["inputs"])), jnp.bfloat16)
+    spread = 50 if spec["dtype"] == "int8" else 1
+    weights = jnp.asarray(spread * rng.normal(size=(num, spec["outputs"], spec["inputs"])), spec["dtype"])
+    groups = group_by_expert(chosen, num)
+    options: dict[str, Any] = {"of_tokens": True, "backend": "triton", "interpret": not _on_gpu()}
+    try:
+        out = np.asarray(grouped_product(x, groups, weights, **options), np.float64)
+    except ValueError as error:
+        return {"verdict": "refused", "note": str(error)}
+    places = rng.permutation(len(out))[:64]
+    rows, owners = np.asarray(x, np.float64)[np.asarray(groups.tokens)], np.asarray(groups.experts)
+    wide = np.asarray(weights, np.float64)
+    right = np.stack([wide[owners[place]] @ rows[place] for place in places])
+    return _judged(out[places], right)
+
+
+def matrix(spec: Spec) -> Verdict:
+    """A product with quantized weights, as a layer computes it."""
+    from jaxsgl.models.matrix import Matrix, dequantized, quantized_product
+
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(spec["rows"], spec["inputs"])), jnp.bfloat16)
+    spread = 50 if spec["dtype"] == "int8" else 1
+    numbers = jnp.asarray(spread * rng.normal(size=(spec["outputs"], spec["inputs"])), spec["dtype"])
+    group = spec["group"] or spec["inputs"]
+    scale = jnp.asarray(rng.uniform(0.5, 1.5, (spec["outputs"], spec["inputs"] // group)), jnp.float32)
+    weights = Matrix(numbers, scale, None, None, group)
+    out = jax.jit(lambda rows: quantized_product(rows, weights, jnp.float32))(x)
+    right = np.asarray(x, np.float64) @ np.asarray(dequantized(weights, jnp.float32), np.float64).T
+    return _judged(np.asarray(out, np.float64), right)
+
+
+def step(spec: Spec) -> Verdict:
+    """Two tokens of 8 prompts on the engine's own choice of kernels, against those on XLA's attention.
+
+    Random weights have near ties, which rounding breaks: one prompt in four may differ.
+    """
+    from bench.models import write_config
+
+    with tempfile.TemporaryDirectory(prefix="rung-") as home:
+        folder = write_config(spec["shape"], Path(home))
+        config = json.loads((folder / "config.json").read_text())
+        if spec["layers"]:
+            write_json(folder / "config.json", config | {"num_hidden_layers": spec["layers"]})
+        rng = np.random.default_rng(1)
+        prompts = [rng.integers(2, config["vocab_size"], spec["prompt"] - i).tolist() for i in range(8)]
+        found = {backend: _tokens(folder, prompts, backend) for backend in ("auto", "xla")}
+    equal = sum(a == b for a, b in zip(found["auto"][0], found["xla"][0], strict=True))
+    verdict = "passed" if equal >= 6 else "failed"
+    return {"verdict": verdict, "equal_of_8": equal, "start_s": {name: each[1] for name, each in found.items()}}
+
+
+def _tokens(folder: Path, prompts: list[list[int]], backend: str) -> tuple[list[tuple[int, ...]], float]:
+    import jaxsgl
+
+    begin = time.monotonic()
+    longest = max(map(len, prompts))
+    llm = jaxsgl.LLM(
+        model=str(folder), load_format="dummy", attention_backend=backend, dtype="bfloat16",
+        context_length=2 * longest, max_total_tokens=16 * longest + 4096, max_running_requests=8, decode_buckets=(8,),
+        extend_buckets=(2 * longest,), chunked_prefill_size=2 * longest,
+    )  # fmt: skip
+    start_s = round(time.monotonic() - begin, 1)
+    params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    completions = llm.generate(prompts, params, progress=False)
+    llm.close()
+    return [tuple(completion.token_ids) for completion in completions], start_s
+
+
+def hang(_: Spec) -> Verdict:
+    """A program that never ends, as a kernel that waits for a barrier that never comes."""
+    jax.block_until_ready(jax.jit(lambda x: jax.lax.while_loop(lambda n: n >= 0, lambda n: n * 0, x))(jnp.int32(0)))
+    return {"verdict": "passed"}
+
+
+def crash(_: Spec) -> Verdict:
+    """A read of memory that isn't there."""
+    ctypes.string_at(0)
+    return {"verdict": "passed"}
+
+
+KINDS: Mapping[str, Callable[[Spec], Verdict]] = {
+    each.__name__: each for each in (product, attention, layer, experts, matrix, step, hang, crash)
+}
+
+
+def _judged(out: np.ndarray, right: np.ndarray) -> Verdict:
+    error = float(np.linalg.norm(out - right) / np.linalg.norm(right))
+    return {"verdict": "passed" if error < MOST_ERROR else "failed", "error": error}  # NaN fails
+
+
+def _on_gpu() -> bool:
+    return target_device().platform == "gpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""What a device ran, from a trace of JAX's profiler: the kernels, by the time that they took. Imports no JAX."""
+
+from __future__ import annotations
+
+import collections
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+MOST_KERNELS = 40
+
+
+def kernels(folder: Path) -> list[dict[str, Any]]:
+    """Name, count, microseconds of all and of one, most first; of a device's lanes, or of the host's without any.
+
+    Empty if the folder holds no trace.
+    """
+    found = sorted(folder.glob("**/*.trace.json.gz"))
+    if not found:
+        return []
+    events = json.loads(gzip.decompress(found[-1].read_bytes()))["traceEvents"]
+    lanes = {each["pid"]: each["args"]["name"] for each in events if each.get("name") == "process_name"}
+    devices = {pid for pid, name in lanes.items() if "device:" in name} or set(lanes)
+    totals: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
+    for each in events:
+        if each.get("ph") == "X" and each["pid"] in devices:
+            totals[each["name"]] += each["dur"]
+            counts[each["name"]] += 1
+    return [
+        {"name": name, "count": counts[name], "us": round(us, 1), "us_each": round(us / counts[name], 2)}
+        for name, us in totals.most_common(MOST_KERNELS)
+    ]
