@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
 
     begin = time.monotonic()
     checks: list[Check] = []
-    left_out = []
+    left_out: list[str] = []
     done: list[str] = []
 
     def write(**running: str) -> None:

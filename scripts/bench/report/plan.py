@@ -112,15 +112,15 @@ def _real(platform: str, work: Path) -> list[Section]:
     return [
         *(
             _section(work, f"check {name}", "check", "check", "--backends", name, *budget,
-                     most_s=150, quiet_s=60, skips=True)
+                     most_s=150, quiet_s=90, skips=True)
             for name in backends
         ),
         *(
             _section(work, f"bench {name}", "kernels", "bench", "--contenders", name, *budget,
-                     most_s=most_s, quiet_s=60, skips=True)
+                     most_s=most_s, quiet_s=90, skips=True)
             for name, most_s in kernels
         ),
-        _section(work, "products", "products", "products", most_s=120, quiet_s=60),
+        _section(work, "products", "products", "products", most_s=120, quiet_s=90),
         *(
             _section(work, f"steps {shape}", "steps", "steps", "--shape", shape, *short, "--steps", *STEPS,
                      "--rounds", "3", "--runs", "10", needs=("engine",), least_s=90, most_s=240)

@@ -10,7 +10,8 @@ experts that some token chose, and of rows and results.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,15 @@ from pallas_kernels import group_by_expert, grouped_product
 from pallas_kernels.target import target_device
 
 DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
+FORMATS = {
+    "bfloat16": ("bfloat16", 0),
+    "int8": ("int8", 0),
+    "FP8": ("float8_e4m3fn", 0),
+    "FP8 in blocks": ("float8_e4m3fn", 128),
+}
 LAYERS = 2  # larger together than any cache
 # A product of rows `[T, in]` of one layer: the function of its own arrays, these, bytes and FLOPs.
-Made = tuple[Callable[..., jax.Array], list[tuple[jax.Array, ...]], float, float]
+Made = tuple[Callable[..., jax.Array], Sequence[tuple[jax.Array, ...]], float, float]
 
 
 def main() -> None:
@@ -50,12 +57,11 @@ def cases(tiny: bool) -> Iterator[tuple[str, Callable[[], Made]]]:
     for tokens in (4,) if tiny else (1, 32, 256, 4096):
         for dtype in DTYPES:
             sizes = (4, 2, 64, 32) if tiny else (128, 8, 2048, 1536)
-            yield f"experts, {tokens} tokens, {dtype}", lambda t=tokens, d=dtype, s=sizes: _experts(t, d, *s)
+            yield f"experts, {tokens} tokens, {dtype}", functools.partial(_experts, tokens, dtype, *sizes)
     for rows in (4,) if tiny else (1, 32, 256, 4096):
-        for name, dtype, group in (("bfloat16", "bfloat16", 0), ("int8", "int8", 0), ("FP8", "float8_e4m3fn", 0),
-                                   ("FP8 in blocks", "float8_e4m3fn", 128)):  # fmt: skip
-            sizes2 = (256, 64) if tiny else (4096, 24_576)
-            yield f"product, {rows} rows, {name}", lambda r=rows, d=dtype, g=group, s=sizes2: _product(r, d, g, *s)
+        for name, (dtype, group) in FORMATS.items():
+            shape = (256, 64) if tiny else (4096, 24_576)
+            yield f"product, {rows} rows, {name}", functools.partial(_product, rows, dtype, group, *shape)
 
 
 def _measured(make: Callable[[], Made]) -> dict[str, Any]:
@@ -93,16 +99,16 @@ def _product(rows: int, dtype: str, group: int, inputs: int, outputs: int) -> Ma
     keys = jax.random.split(jax.random.key(0), 1 + LAYERS)
     x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
     matrices = [_numbers(key, (outputs, inputs), dtype) for key in keys[1:]]
+    flops = 2 * rows * inputs * outputs
     moved = inputs * outputs * jnp.dtype(dtype).itemsize + 2 * rows * (inputs + outputs)
     if dtype == "bfloat16":
-        own: list[tuple[jax.Array, ...]] = [(x, each) for each in matrices]
-        return lambda x, w: jnp.einsum("td,nd->tn", x, w), own, moved, 2 * rows * inputs * outputs
+        return functools.partial(jnp.einsum, "td,nd->tn"), [(x, each) for each in matrices], moved, flops
     scale = jnp.ones((outputs, inputs // (group or inputs)), jnp.float32)
 
     def call(x: jax.Array, numbers: jax.Array, scale: jax.Array) -> jax.Array:
         return quantized_product(x, Matrix(numbers, scale, None, None, group or inputs), jnp.bfloat16)
 
-    return call, [(x, each, scale) for each in matrices], moved + 4 * scale.size, 2 * rows * inputs * outputs
+    return call, [(x, each, scale) for each in matrices], moved + 4 * scale.size, flops
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ class Report:
         self._deadline = time.monotonic() + budget_s
         self._order: dict[str, int] = {}  # of the rungs
         self._lock = threading.Lock()  # rungs of a dry run run side by side
-        self._results = no_results() | {"predicted": _predicted()}
+        self._results = no_results()
+        self._results["predicted"] = _predicted()
         self._log = out / "log.txt"
         self._log.write_text("")
 

@@ -189,7 +189,8 @@ def no_results() -> dict[str, Any]:
     """The results of a report that has run nothing yet."""
     lists = ("preflight", "rungs", "sections", "check", "bench", "rooflines", "products", "profile")
     dicts = ("steps", "engine", "offline", "predicted")
-    return {**{name: [] for name in lists}, **{name: {} for name in dicts}}
+    empty: dict[str, Any] = {name: [] for name in lists}
+    return empty | {name: {} for name in dicts}
 
 
 def summary(machine: Mapping[str, Any], results: Mapping[str, Any], *, dry: bool = False) -> tuple[str, bool]:
