@@ -25,7 +25,7 @@ from bench.report.plan import BUDGET, Section, command
 from bench.report.summary import best_roofline, no_results, summary
 from bench.report.trace import kernels
 from bench.report.watched import Outcome, watch
-from bench.targets.prediction import predict
+from bench.targets.chips import CHIPS, steps_on
 
 PREDICTED_FROM = ROOT / "benchmarks/h200/compiled_steps.json"
 PREFLIGHT_S = 180.0
@@ -56,7 +56,6 @@ class Report:
         self._order: dict[str, int] = {}  # of the rungs
         self._lock = threading.Lock()  # rungs of a dry run run side by side
         self._results = no_results()
-        self._results["predicted"] = _predicted()
         self._log = out / "log.txt"
         self._log.write_text("")
 
@@ -67,10 +66,11 @@ class Report:
         if not file.exists():
             last = outcome.log.strip().splitlines()[-1:] or ["it said nothing"]
             detail = f"JAX doesn't start here: {last[0]}"
-            found = {"machine": {}, "lines": [{"what": "JAX", "ok": False, "detail": detail}]}
+            found: dict[str, Any] = {"machine": {}, "lines": [{"what": "JAX", "ok": False, "detail": detail}]}
         else:
             found = json.loads(file.read_text())
         self.machine = found["machine"]
+        self._results["predicted_for"], self._results["predicted"] = _predicted(self.machine.get("kind", ""))
         self._results["preflight"] = found["lines"]
         for line in found["lines"]:
             _say(f"{'ok' if line['ok'] else '--'}  {line['what']}: {line['detail']}")
@@ -254,10 +254,12 @@ def _error_of(outcome: Outcome) -> str:
     return errors[-1][:300] if errors else f"status {outcome.status}"
 
 
-def _predicted() -> dict[str, dict[str, float]]:
-    """Floor and step of each predicted step, in microseconds."""
+def _predicted(kind: str) -> tuple[str, dict[str, dict[str, float]]]:
+    """A GPU's name, an H200's where nothing is predicted for `kind`; floor, model and forecast of each of its steps."""
+    name = next((name for name in CHIPS if name.upper() in kind), "h200")
     results = json.loads(PREDICTED_FROM.read_text())["results"]
-    return {each.step: {"floor_us": each.floor_us, "step_us": each.step_us} for each in predict(results, 1024)}
+    fields = ("floor_us", "step_us", "forecast_us")
+    return name, {each["step"]: {f: each[f] for f in fields} for each in steps_on(CHIPS[name], results, 1024)}
 
 
 def _say(text: str) -> None:

@@ -190,7 +190,7 @@ def no_results() -> dict[str, Any]:
     lists = ("preflight", "rungs", "sections", "check", "bench", "rooflines", "products", "profile")
     dicts = ("steps", "engine", "offline", "predicted")
     empty: dict[str, Any] = {name: [] for name in lists}
-    return empty | {name: {} for name in dicts}
+    return empty | {name: {} for name in dicts} | {"predicted_for": "h200"}
 
 
 def summary(machine: Mapping[str, Any], results: Mapping[str, Any], *, dry: bool = False) -> tuple[str, bool]:
@@ -222,9 +222,9 @@ def summary(machine: Mapping[str, Any], results: Mapping[str, Any], *, dry: bool
         "## Criteria",
         *map(_line, [*checks, *speed, *judge_engine(results)]),
         "",
-        "## Steps beside their prediction for an H200",
-        "| step | ms | predicted | of it | floor |",
-        "|---|---|---|---|---|",
+        f"## Steps beside their prediction for an {results['predicted_for'].upper()}",
+        "| step | ms | forecast | of it | all kernels at the ceilings | floor |",
+        "|---|---|---|---|---|---|",
         *step_lines(results),
         *("", "## Products", "| product | us | GB/s | TFLOP/s |", "|---|---|---|---|"),
         *map(_product, results["products"]),
@@ -271,12 +271,15 @@ def step_lines(results: Results) -> list[str]:
     for shape, rows in results["steps"].items():
         for row in rows:
             ms, name = row["wall_ms"]["median"], STEPS.get(row["step"], row["step"])
-            found = results["predicted"].get(f"{shape} mosaic_gpu {name} greedy")
+            backends = ("mosaic_gpu", "triton")  # in the order in which "auto" takes them
+            predicted = (results["predicted"].get(f"{shape} {backend} {name} greedy") for backend in backends)
+            found = next(filter(None, predicted), None)
             if found is None:
-                lines.append(f"| {shape} {name} | {ms:.2f} | - | - | - |")
+                lines.append(f"| {shape} {name} | {ms:.2f} | - | - | - | - |")
                 continue
-            predicted, floor = found["step_us"] / 1e3, found["floor_us"] / 1e3
-            lines.append(f"| {shape} {name} | {ms:.2f} | {predicted:.2f} | {ms / predicted:.0%} | {floor:.2f} |")
+            forecast, model, floor = (found[f"{what}_us"] / 1e3 for what in ("forecast", "step", "floor"))
+            figures = f"{ms:.2f} | {forecast:.2f} | {ms / forecast:.0%} | {model:.2f} | {floor:.2f}"
+            lines.append(f"| {shape} {name} | {figures} |")
     return lines
 
 

@@ -1,8 +1,11 @@
 """A roofline model of the engine's steps on a GPU that is not there: from what was compiled to microseconds.
 
 Takes kernels, bytes and FLOPs from the results of `compile_targets.py --grid steps --json`, and the KV that attention
-reads from the lengths of the batch. Its constants are in `ASSUMED`, each with its source. Nothing here was measured on
-the engine; a run on a GPU is to be compared line by line. Imports no JAX. Called by `predict_gpu.py`.
+reads from the lengths of the batch. Its constants are in `ASSUMED`, each with its source. Three figures come of it:
+the floor (what must be read, at the ceilings), the model (all kernels, each at the ceilings), and the forecast (all
+kernels at the shares of the ceilings that others measured of theirs, `FORECAST`). Nothing here was measured on the
+engine; a run on a GPU is to be compared line by line. Imports no JAX. Called by `predict_gpu.py`; other chips than the
+H200 are in `chips`.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ class Assumed:
     link_bytes_per_s: float = 370e9
     collective_us: float = 20.0
     extend_share: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"mosaic_gpu": 0.62, "triton": 0.4})
+    product_share: float = 1.0
+    expert_bytes_share: float = 1.0
+    expert_flops_share: float = 1.0
+    node_update_us: float = 0.0
 
 
 SOURCES = {
@@ -50,8 +57,35 @@ SOURCES = {
     "collective_us": "reported of NCCL's all-reduce of up to 16 KB on 8 H100 (19 to 21 us); those of 0.5 to 4 MB were "
     "reported to take up to 20 us more than this and the links; not ours",
     "extend_share": "of flops_per_s that attention over prompts reaches; from the instructions of a tile; estimated",
+    "product_share": "of flops_per_s, in all products but experts': the model takes all of it",
+    "expert_bytes_share": "of bytes_per_s that products of experts reach: the model takes all of it",
+    "expert_flops_share": "of flops_per_s that products of experts reach: the model takes all of it",
+    "node_update_us": "of the host, to change the addresses of a kernel in a CUDA graph: not in the model",
 }
 ASSUMED = Assumed()
+# What the forecast takes in the place of the model's, with sources. None of these is ours.
+FORECAST: dict[str, Any] = {
+    "decode_share": {"mosaic_gpu": 0.80, "triton": 0.75},
+    "product_share": 0.75,
+    "expert_bytes_share": 0.75,
+    "expert_flops_share": 0.45,
+    "node_update_us": 1.25,
+}
+FORECAST_SOURCES = {
+    "decode_share": "0.75 to 0.85 of the bandwidth: FlashInfer's decode reports 80 to 90%, FlashMLA 3,000 of 3,350 "
+    "GB/s on an H800, FlashAttention 3 with pages of 8 54% (Dao-AILab/flash-attention, issue 1572); a first run "
+    "isn't tuned",
+    "product_share": "0.7 to 0.8: tiles of 128 x 256 leave 1.45 waves for the gate and up of Qwen3-8B at 256 rows",
+    "expert_bytes_share": "tokamax's kept tunings for an H100: 2.4 of 3.35 TB/s for 8 rows of 8 experts",
+    "expert_flops_share": "tokamax's kept tunings for an H100: 428 to 452 TFLOP/s at the shapes of Qwen3-30B and 235B, "
+    "0.43 to 0.46 of 989; its tiles are tuned, and ours are not",
+    "node_update_us": "1 to 1.5 us each, estimated; where a step's are longer than its kernels, they are its time",
+}
+
+
+def expected(assumed: Assumed) -> Assumed:
+    """The constants of the forecast on the same chip."""
+    return dataclasses.replace(assumed, **FORECAST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +115,7 @@ class Predicted:
     Attributes:
       step: such as "qwen3-0.6b mosaic_gpu decode 256 greedy".
       floor_us: the least time at the assumed ceilings: weights, KV and logits once each, products at full rate.
+      forecast_us: the time to expect of a first run that finds no fault.
       attention_us, products_us, small_us, links_us, sampling_us, launch_us: the parts; small ones are all other
         kernels, links what devices exchange.
       small_per_layer: kernels of a layer that are neither products nor attention.
@@ -89,6 +124,7 @@ class Predicted:
 
     step: str
     floor_us: float
+    forecast_us: float
     attention_us: float
     products_us: float
     small_us: float
@@ -132,9 +168,29 @@ def _has_layers(result: dict[str, Any]) -> bool:
 def _step(
     step: str, program: dict[str, Any], sampling: dict[str, Any] | None, context: int, assumed: Assumed
 ) -> Predicted:
-    _, backend, kind, size, sampled = step.split(" ")
+    _, _, kind, size, sampled = step.split(" ")
     batch, facts = batch_of(kind, int(size), context), program["facts"]
-    times = dict.fromkeys(("attention", "product", "small", "links"), 0.0)
+    parts = _parts(step, program, sampling, batch, assumed)
+    sober = expected(assumed)
+    num_kernels = sum(each["launches"]["num_launches"] for each in ([program, sampling] if sampling else [program]))
+    update_us = num_kernels * sober.node_update_us
+    kinds = program["launches"]["layer_kinds"]
+    return Predicted(
+        step,
+        floor_us=floor_us(batch, facts, sampled, assumed),
+        forecast_us=max(sum(_parts(step, program, sampling, batch, sober).values()), update_us),
+        **{f"{name}_us": us for name, us in parts.items()},
+        small_per_layer=sum(kinds.get(kind, 0) for kind in ("pallas", "small")),
+        num_kernels=num_kernels,
+    )
+
+
+def _parts(
+    step: str, program: dict[str, Any], sampling: dict[str, Any] | None, batch: Batch, assumed: Assumed
+) -> dict[str, float]:
+    """Microseconds of each part of a step, by the names of `Predicted`."""
+    backend, facts = step.split(" ")[1], program["facts"]
+    times = dict.fromkeys(("attention", "products", "small", "links"), 0.0)
     for kernel in program["launches"]["kernels"]:
         if kernel["kind"] in COLLECTIVES:
             times["links"] += kernel["count"] * _exchange_us(kernel, assumed)
@@ -142,53 +198,55 @@ def _step(
             per_layer = kernel["count"] / facts["num_layers"]
             times["attention"] += kernel["count"] * _attention_us(batch, backend, facts, kernel, assumed) / per_layer
         elif kernel["kind"] == "experts":
-            times["product"] += kernel["count"] * _experts_us(batch, facts, kernel, assumed)
+            times["products"] += kernel["count"] * _experts_us(batch, facts, kernel, assumed)
         else:
-            name = "product" if kernel["kind"] == "product" else "small"
+            name = "products" if kernel["kind"] == "product" else "small"
             times[name] += kernel["count"] * _kernel_us(kernel, assumed)
     programs = [program, sampling] if sampling else [program]
     sampling_us = sum(k["count"] * _any_us(k, assumed) for k in sampling["launches"]["kernels"]) if sampling else 0.0
-    kinds = program["launches"]["layer_kinds"]
-    return Predicted(
-        step,
-        floor_us=floor_us(batch, facts, sampled, assumed),
-        attention_us=times["attention"],
-        products_us=times["product"],
-        small_us=times["small"],
-        links_us=times["links"],
-        sampling_us=sampling_us,
-        launch_us=sum(_launch_us(each["launches"], assumed) for each in programs),
-        small_per_layer=sum(kinds.get(kind, 0) for kind in ("pallas", "small")),
-        num_kernels=sum(each["launches"]["num_launches"] for each in programs),
-    )
+    return {**times, "sampling": sampling_us, "launch": sum(_launch_us(each["launches"], assumed) for each in programs)}
 
 
 def floor_us(batch: Batch, facts: dict[str, int], sampling: str, assumed: Assumed = ASSUMED) -> float:
     """The least time of a step: each layer's KV, all weights, and the logits written once and read."""
+    return sum(floor_parts(batch, facts, sampling, assumed).values())
+
+
+def floor_parts(
+    batch: Batch,
+    facts: dict[str, int],
+    sampling: str,
+    assumed: Assumed = ASSUMED,
+    *,
+    attention_share: tuple[float, float] = (1.0, 1.0),
+) -> dict[str, float]:
+    """The floor's microseconds by part; attention at these shares of the bytes and of the FLOPs per second."""
     tokens = batch.num_seqs * batch.new
     head = facts["vocab_size"] * facts["hidden_size"]
     experts = facts.get("expert_weights", 0)  # kept results of dense models don't have it
     layers = facts["weights_read"] - head - experts
     size = facts["weight_itemsize"]
     layer_bytes = facts.get("layer_bytes", layers * size)  # quantized weights have fewer
-    products: list[tuple[float, float]] = [
-        (layer_bytes, 2 * layers * tokens),
-        (head * size, 2 * head * batch.num_seqs),
-    ]
+    bytes_per_s, flops_per_s = assumed.bytes_per_s, assumed.flops_per_s * assumed.product_share
+    products_s = max(layer_bytes / bytes_per_s, 2 * layers * tokens / flops_per_s)
+    products_s += max(head * size / bytes_per_s, 2 * head * batch.num_seqs / flops_per_s)
     if experts:
         chosen = facts["experts_per_token"] / facts["num_experts"]
-        products.append((experts * size * chosen_share(tokens, facts), 2 * experts * chosen * tokens))
-    seconds = sum(max(moved / assumed.bytes_per_s, flops / assumed.flops_per_s) for moved, flops in products)
-    kv_bytes, flops = _kv_bytes(batch, facts), _attention_flops(batch, facts)
-    seconds += facts["num_layers"] * max(kv_bytes / assumed.bytes_per_s, flops / assumed.flops_per_s)
+        moved = experts * size * chosen_share(tokens, facts) / (assumed.bytes_per_s * assumed.expert_bytes_share)
+        products_s += max(moved, 2 * experts * chosen * tokens / (assumed.flops_per_s * assumed.expert_flops_share))
+    of_bytes, of_flops = attention_share
+    kv_s = _kv_bytes(batch, facts) / (assumed.bytes_per_s * of_bytes)
+    attention_s = facts["num_layers"] * max(kv_s, _attention_flops(batch, facts) / (assumed.flops_per_s * of_flops))
     # Greedy reads the logits once. Other ways of sampling read them again: once to weigh, and filters some times more.
     passes = {"greedy": 2, "sampled": 3}.get(sampling, 10)
-    seconds += passes * 4 * batch.num_seqs * facts["vocab_size"] / assumed.bytes_per_s
+    logits_s = passes * 4 * batch.num_seqs * facts["vocab_size"] / assumed.bytes_per_s
+    links_s = 0.0
     if (peers := facts.get("num_devices", 1)) > 1:  # each layer's sums, and the embedding's
         residual = tokens * facts["hidden_size"] * size
         sums = PER_LAYER * facts["num_layers"] + 1
-        seconds += sums * sent("all-reduce", residual, peers) / assumed.link_bytes_per_s
-    return seconds * 1e6
+        links_s = sums * sent("all-reduce", residual, peers) / assumed.link_bytes_per_s
+    seconds = {"attention": attention_s, "products": products_s, "logits": logits_s, "links": links_s}
+    return {name: 1e6 * each for name, each in seconds.items()}
 
 
 def _attention_us(batch: Batch, backend: str, facts: dict[str, int], kernel: dict[str, Any], assumed: Assumed) -> float:
@@ -214,7 +272,8 @@ def _experts_us(batch: Batch, facts: dict[str, int], kernel: dict[str, Any], ass
     chosen = facts["experts_per_token"] / facts["num_experts"]
     flops = 2 * tokens * chosen * kernel["bytes_read"] / facts["weight_itemsize"]
     moved = kernel["bytes_read"] * chosen_share(tokens, facts) + kernel["bytes_written"]
-    return assumed.kernel_us + max(moved / assumed.bytes_per_s, flops / assumed.flops_per_s) * 1e6
+    bytes_s = moved / (assumed.bytes_per_s * assumed.expert_bytes_share)
+    return assumed.kernel_us + max(bytes_s, flops / (assumed.flops_per_s * assumed.expert_flops_share)) * 1e6
 
 
 def decode_programs(rows: int, heads: int, backend: str, assumed: Assumed = ASSUMED) -> int:
@@ -244,7 +303,8 @@ def _attention_flops(batch: Batch, facts: dict[str, int]) -> int:
 def _kernel_us(kernel: dict[str, Any], assumed: Assumed) -> float:
     """A kernel that reads and writes what the compiler counted; a product's own split sums are part of that."""
     moved = (kernel["bytes_read"] + kernel["bytes_written"]) / assumed.bytes_per_s
-    return assumed.kernel_us + max(moved, kernel["flops"] / assumed.flops_per_s) * 1e6
+    flops_per_s = assumed.flops_per_s * (assumed.product_share if kernel["kind"] == "product" else 1.0)
+    return assumed.kernel_us + max(moved, kernel["flops"] / flops_per_s) * 1e6
 
 
 def _any_us(kernel: dict[str, Any], assumed: Assumed) -> float:
