@@ -51,6 +51,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     budget_s, dry = options.budget_s or BUDGET_S[options.dry_run], options.dry_run
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxsgl" / "report"
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)  # what is kept there runs
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
         work = Path(folder)
         report = Report(options.out, work, budget_s, dry=dry, cache=cache)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.kernels.cases import KernelCase, work_of
+from bench.models import NAMES
 from bench.processes import python_path
 from bench.report import results
 from bench.report.ladder import CRASHES, HANGS, Rung, ladder
@@ -20,8 +22,16 @@ from bench.report.summary import judge_engine
 from bench.report.trace import kernels
 from bench.report.watched import watch
 
+from pallas_kernels.dispatch import BACKEND_OF_NAME
+from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS
 from tests.grids import NIGHTLY
 from tests.scripts.running import ROOT, run_script
+
+
+def nightly(test: Any) -> Any:
+    """By day nothing of it: what the sections run has tests of its own."""
+    skip = pytest.mark.skipif(not NIGHTLY, reason="takes minutes")
+    return skip(pytest.mark.timeout(1200)(test))
 
 
 def python(work: Path, name: str, code: str, kind: str = "check", **fields: Any) -> Section:
@@ -169,6 +179,21 @@ def test_the_ladder_has_all_kinds_of_kernels_and_steps(dry: bool) -> None:
 
 
 @pytest.mark.parametrize("dry", [True, False])
+def test_every_specification_is_one_that_its_rung_takes(dry: bool) -> None:
+    for rung in ladder(("mosaic_gpu", "triton"), dry=dry):
+        spec = dict(rung.spec)
+        if rung.kind == "attention":
+            assert spec.pop("backend") in BACKEND_OF_NAME
+            cached, new = (tuple(spec.pop(name)) for name in ("cached", "new"))
+            case = KernelCase(rung.name, cached=cached, new=new, **spec)
+            assert work_of(case).num_bytes > 0
+        elif rung.kind == "layer":
+            assert spec["spec"] in {each.name for each in (*SMALL_SPECS, *GRID_SPECS)}
+        elif rung.kind == "step":
+            assert spec["shape"] in NAMES
+
+
+@pytest.mark.parametrize("dry", [True, False])
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_every_command_of_the_plan_is_one_that_its_script_takes(platform: str, dry: bool, tmp_path: Path) -> None:
     plan = sections(platform, tmp_path, parts=PARTS, dry=dry)
@@ -268,34 +293,51 @@ def test_the_engine_passes_what_it_reaches_and_fails_what_it_misses() -> None:
     assert {verdict.passed for verdict in judge_engine({"offline": {}})} == {None}
 
 
-@pytest.mark.timeout(1800)
-def test_a_dry_run_runs_everything(tmp_path: Path) -> None:
-    """By day two sections only: the rest takes minutes, or has tests of its own."""
-    chosen = PARTS if NIGHTLY else ("check", "sampling")
-    run_script("gpu_report.py", "--dry-run", "--sections", ",".join(chosen), "--out", tmp_path)
-    report = json.loads((tmp_path / "report.json").read_text())
+def dry_run(out: Path, *parts: str) -> tuple[dict[str, Any], str]:
+    """The report and the summary of a dry run, all of whose sections ran and ended well."""
+    run_script("gpu_report.py", "--dry-run", "--sections", ",".join(parts), "--out", out)
+    report = json.loads((out / "report.json").read_text())
     assert all(section["status"] == 0 and not section.get("note") for section in report["sections"]), report["sections"]
-    plan = sections("cpu", tmp_path, parts=chosen, dry=True)
+    plan = sections("cpu", out, parts=parts, dry=True)
     assert [section["name"] for section in report["sections"]] == [section.name for section in plan]
+    assert report["machine"]["platform"] == "cpu" and report["machine"]["packages"]["jax"]
+    assert len(list(out.iterdir())) <= 8
+    return report, (out / "summary.md").read_text()
+
+
+@pytest.mark.timeout(600)
+def test_a_dry_run_checks_and_samples(tmp_path: Path) -> None:
+    report, summary = dry_run(tmp_path, "check", "sampling")
     assert report["sampling"]["ms"]["4 x 1024"] > 0
     assert {check["backend"] for check in report["check"]} == {"triton"}
     assert all(check["verdict"] == "passed" for check in report["check"])
-    assert report["machine"]["platform"] == "cpu" and report["machine"]["packages"]["jax"]
-    summary = (tmp_path / "summary.md").read_text()
     assert "pass: correct on this device: triton" in summary and "not measured: decode 64 x 4096" in summary
     assert "not measured: offline, qwen3-8b" in summary
-    assert len(list(tmp_path.iterdir())) <= 8
-    if NIGHTLY:
-        verdicts = {rung["name"]: rung["verdict"] for rung in report["rungs"]}
-        assert verdicts.pop(HANGS) == "hung" and verdicts.pop(CRASHES) == "crashed"
-        assert set(verdicts) == {rung.name for rung in ladder(("triton", "mosaic_gpu"), dry=True)} - {HANGS, CRASHES}
-        assert set(verdicts.values()) == {"passed"}
-        assert all(count == 48 for count in report["engine"]["auto"]["equal_tokens"])
-        assert {row["is_ours"] for row in report["bench"]} == {True}
-        assert all(row["seconds"] for row in report["products"])
-        assert {row["step"] for rows in report["steps"].values() for row in rows} == {"2x1+7", "1x16"}
-        assert set(report["steps"]) == {"tiny", "tiny-moe", "tiny-fp8"}
-        assert report["offline"]["bundled"]["output_tokens_per_s"] > 0 and "- bundled: " in summary
-        assert report["peers"]["contenders"]["transformers-static8-float32"]["ratio_of_best_jaxsgl"]["median"] > 0
-        assert report["profile"]
-        assert json.loads((tmp_path / "table.json").read_text())["devices"] == ["cpu"]
+
+
+@nightly
+def test_a_dry_run_climbs_the_ladder(tmp_path: Path) -> None:
+    report, _ = dry_run(tmp_path, "ladder")
+    verdicts = {rung["name"]: rung["verdict"] for rung in report["rungs"]}
+    assert list(verdicts) == [rung.name for rung in ladder(("triton", "mosaic_gpu"), dry=True)]
+    assert verdicts.pop(HANGS) == "hung" and verdicts.pop(CRASHES) == "crashed"
+    assert set(verdicts.values()) == {"passed"}
+
+
+@nightly
+def test_a_dry_run_times_kernels_products_and_steps(tmp_path: Path) -> None:
+    report, summary = dry_run(tmp_path, "kernels", "products", "steps", "tune")
+    assert {row["is_ours"] for row in report["bench"]} == {True}
+    assert all(row["seconds"] for row in report["products"])
+    assert {row["step"] for rows in report["steps"].values() for row in rows} == {"2x1+7", "1x16"}
+    assert set(report["steps"]) == {"tiny", "tiny-moe", "tiny-fp8"} and "| tiny-moe 2x1+7 | " in summary
+    assert json.loads((tmp_path / "table.json").read_text())["devices"] == ["cpu"]
+
+
+@nightly
+def test_a_dry_run_runs_engines(tmp_path: Path) -> None:
+    report, summary = dry_run(tmp_path, "engine", "offline", "peers", "profile")
+    assert all(count == 48 for count in report["engine"]["auto"]["equal_tokens"])
+    assert report["offline"]["bundled"]["output_tokens_per_s"] > 0 and "- bundled: " in summary
+    assert report["peers"]["contenders"]["transformers-static8-float32"]["ratio_of_best_jaxsgl"]["median"] > 0
+    assert report["profile"]

@@ -139,6 +139,6 @@ def _steps(dry: bool) -> list[Rung]:
         ("one step", "tiny" if dry else "qwen3-0.6b", 0),
     ]
     return [
-        Rung(name, "step", {"shape": shape, "layers": layers, "prompt": 20 if dry else 300}, 150, ("engine",))
+        Rung(name, "step", {"shape": shape, "layers": layers, "prompt": 20 if dry else 300}, 200, ("engine",))
         for name, shape, layers in shapes
     ]

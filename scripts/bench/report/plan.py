@@ -106,7 +106,7 @@ def _real(platform: str, work: Path) -> list[Section]:
     work_of_peers = ("--model", "qwen3-0.6b", "--num", "128", "--input", "100:1024", "--output", "100:256")
     device = ("--device", "gpu" if platform == "gpu" else "cpu", "--repeats", "2")
     profile = work / "profile"
-    many = ("--num", "256", "--input", "512:1024", "--output", "96:128")
+    many = ("--num", "256", "--input", "512:1024", "--output", "192:256")
     short = ("--dtype", "bfloat16", "--context-length", "2048")
     kernels = [*((name, 90.0) for name in backends), ("baselines", 120.0)]
     return [
@@ -145,6 +145,7 @@ def _dry(work: Path) -> list[Section]:
     """A tiny section of each part, on any machine; Pallas's kernels are interpreted."""
     engine, profile = ("engine",), work / "profile"
     few = ("--num", "6", "--input", "8:24", "--output", "4:12", *TINY)
+    traced = ("--num", "8", "--input", "8:24", "--output", "60:64", *TINY)  # 50 steps, of which half is done before
     ours = f"--jaxsgl={' '.join(('--dtype', 'float32', *TINY))}"
     two = ("--num", "2", "--input", "4:8", "--output", "2:4", "--repeats", "1")
     peer = ("--model", str(BUNDLED_MODEL), *two, ours, "--contenders", "transformers-static8-float32")
@@ -163,6 +164,7 @@ def _dry(work: Path) -> list[Section]:
         _section(work, "offline bundled", "offline", "offline", *few, needs=engine),
         _section(work, "sampling", "sampling", "sampling", "--shapes", "4x1024", needs=engine),
         _section(work, "peers", "peers", "peers", *peer, needs=("engine", "torch", "transformers"), most_s=240),
-        _section(work, "profile", "profile", "offline", *few, "--profile", str(profile), needs=engine, profile=profile),
+        _section(work, "profile", "profile", "offline", *traced, "--profile", str(profile), needs=engine,
+                 profile=profile),
         _section(work, "tune", "tune", "tune", "--quick", "--cases", "store", "--budget-s", "20"),
     ]  # fmt: skip

@@ -88,21 +88,19 @@ def experts(spec: Spec) -> Verdict:
     from pallas_kernels import group_by_expert, grouped_product
 
     tokens, num, top = spec["tokens"], spec["experts"], spec["top"]
-    rng = np.random.default_rng(1)
-    chosen = jnp.asarray(rng.permuted(np.tile(np.arange(num), (tokens, 1)), axis=1)[:, :top], jnp.int32)
-    x = jnp.asarray(rng.normal(size=(tokens, spec["inputs"])), jnp.bfloat16)
-    spread = 50 if spec["dtype"] == "int8" else 1
-    weights = jnp.asarray(spread * rng.normal(size=(num, spec["outputs"], spec["inputs"])), spec["dtype"])
+    keys = jax.random.split(jax.random.key(1), 3)
+    chosen = jax.lax.top_k(jax.random.normal(keys[0], (tokens, num)), top)[1]
+    x = jax.random.normal(keys[1], (tokens, spec["inputs"]), jnp.bfloat16)
+    weights = _numbers(keys[2], (num, spec["outputs"], spec["inputs"]), spec["dtype"])
     groups = group_by_expert(chosen, num)
     options: dict[str, Any] = {"of_tokens": True, "backend": "triton", "interpret": not _on_gpu()}
     try:
         out = np.asarray(grouped_product(x, groups, weights, **options), np.float64)
     except ValueError as error:
         return {"verdict": "refused", "note": str(error)}
-    places = rng.permutation(len(out))[:64]
-    rows, owners = np.asarray(x, np.float64)[np.asarray(groups.tokens)], np.asarray(groups.experts)
-    wide = np.asarray(weights, np.float64)
-    right = np.stack([wide[owners[place]] @ rows[place] for place in places])
+    places = np.random.default_rng(1).permutation(len(out))[:64]
+    rows, owners, kept = np.asarray(x)[np.asarray(groups.tokens)], np.asarray(groups.experts), np.asarray(weights)
+    right = np.stack([kept[owners[p]].astype(np.float64) @ rows[p].astype(np.float64) for p in places])
     return _judged(out[places], right)
 
 
@@ -110,12 +108,11 @@ def matrix(spec: Spec) -> Verdict:
     """A product with quantized weights, as a layer computes it."""
     from jaxsgl.models.matrix import Matrix, dequantized, quantized_product
 
-    rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.normal(size=(spec["rows"], spec["inputs"])), jnp.bfloat16)
-    spread = 50 if spec["dtype"] == "int8" else 1
-    numbers = jnp.asarray(spread * rng.normal(size=(spec["outputs"], spec["inputs"])), spec["dtype"])
+    keys = jax.random.split(jax.random.key(1), 3)
+    x = jax.random.normal(keys[0], (spec["rows"], spec["inputs"]), jnp.bfloat16)
+    numbers = _numbers(keys[1], (spec["outputs"], spec["inputs"]), spec["dtype"])
     group = spec["group"] or spec["inputs"]
-    scale = jnp.asarray(rng.uniform(0.5, 1.5, (spec["outputs"], spec["inputs"] // group)), jnp.float32)
+    scale = jax.random.uniform(keys[2], (spec["outputs"], spec["inputs"] // group), jnp.float32, 0.5, 1.5)
     weights = Matrix(numbers, scale, None, None, group)
     out = jax.jit(lambda rows: quantized_product(rows, weights, jnp.float32))(x)
     right = np.asarray(x, np.float64) @ np.asarray(dequantized(weights, jnp.float32), np.float64).T
@@ -174,6 +171,12 @@ def crash(_: Spec) -> Verdict:
 KINDS: Mapping[str, Callable[[Spec], Verdict]] = {
     each.__name__: each for each in (product, attention, layer, experts, matrix, step, hang, crash)
 }
+
+
+def _numbers(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Random weights that use the range of their format."""
+    numbers = jax.random.normal(key, shape, jnp.float32) * (40 if dtype == "int8" else 1)
+    return jnp.clip(numbers, -127, 127).astype(dtype)
 
 
 def _judged(out: np.ndarray, right: np.ndarray) -> Verdict:
