@@ -98,13 +98,20 @@ put()
 
 
 def test_an_item_that_hangs_is_named_and_skipped_and_the_rest_runs(tmp_path: Path) -> None:
-    section = python(tmp_path, "check", GRID.format(bad="bd"), quiet_s=2.0, skips=True)
+    section = python(tmp_path, "check", GRID.format(bad="bd"), quiet_s=2.0, most_s=60.0, skips=True)
     report, result = run(tmp_path, section)
     (told,) = result["sections"]
     assert told["hung_at"] == ["b", "d"] and told["status"] == 0
     assert [check["spec"] for check in result["check"]] == ["a", "c", "e"]
     assert report.found_wrong
     assert "hung or crashed at: b, d" in (tmp_path / "summary.md").read_text()
+
+
+def test_a_start_that_hangs_before_its_first_item_is_not_begun_again(tmp_path: Path) -> None:
+    section = python(tmp_path, "check", "import time; time.sleep(600)", quiet_s=1.0, most_s=60.0, skips=True)
+    _, result = run(tmp_path, section)
+    (told,) = result["sections"]
+    assert told["hung_at"] == ["its start, or between items"] and told["seconds"] < 20
 
 
 def test_results_are_on_the_disk_while_a_section_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +134,7 @@ def test_results_are_on_the_disk_while_a_section_runs(tmp_path: Path, monkeypatc
 def test_sections_get_their_time_on_the_command_line(tmp_path: Path) -> None:
     report, result = run(tmp_path, python(tmp_path, "fine", write(PASSED), most_s=40.0), budget_s=100)
     assert not report.found_wrong
-    assert "told 30" in (tmp_path / "log.txt").read_text()
+    assert "told 20" in (tmp_path / "log.txt").read_text()
     assert result["sections"][0]["left_out"] == ["y"]
 
 

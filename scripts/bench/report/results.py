@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ PREDICTED_FROM = ROOT / "benchmarks/h200/compiled_steps.json"
 PREFLIGHT_S = 180.0
 MOST_RESTARTS = 3  # of a section whose items hang
 LOG_CHARS = 1_000_000  # of one process in log.txt
-_GRACE_S = 10  # seconds between the end of a section's budget and its end by force
+_GRACE_S = 20  # seconds between the end of a section's budget and its end by force
 # XLA's words on which ptxas it and Mosaic run.
 _LOG_COMPILERS = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "subprocess_compilation=2"}
 
@@ -136,27 +136,28 @@ class Report:
         results: list[dict[str, Any]] = []  # of each start
         told["hung_at"] = []
         for _ in range(1 + MOST_RESTARTS * section.skips):
+            number = len(results)
             outcome = self._start(section, told, results)
             told |= {"status": outcome.status, "hung": outcome.hung, "seconds": told["seconds"] + outcome.seconds}
-            if outcome.hung or outcome.status < 0:
-                item = results[-1].get("running", "unknown") if results else "unknown"
-                told["hung_at"].append(item)
-                told["stacks"] = outcome.stacks
-                _say(f"{section.name}: {outcome.hung or 'crashed'} at {item}")
-            elif outcome.status:
+            if outcome.status and not outcome.ended_at_item:
                 told["last_words"] = outcome.log[-600:]
-            if not (section.skips and told["hung_at"] and (outcome.hung or outcome.status < 0)):
+            if not outcome.ended_at_item:
                 break
-            if self._left_s() < section.least_s:
+            item = results[number].get("running") if len(results) > number else None
+            told["hung_at"].append(item or "its start, or between items")
+            told["stacks"] = outcome.stacks
+            _say(f"{section.name}: {outcome.hung or 'crashed'} at {told['hung_at'][-1]}")
+            if item is None or min(self._left_s(), section.most_s - told["seconds"]) < section.least_s:
                 break
         _say(f"{section.name}: status {told['status']}, {told['seconds']:.0f} s {told['hung']}")
         if section.profile is not None:
             self._results["profile"] = kernels(section.profile)
         self._write()
+        self._plot()
 
     def _start(self, section: Section, told: dict[str, Any], results: list[dict[str, Any]]) -> Outcome:
         """Runs a section's process, without the items of the starts before; adds its results, while it runs, too."""
-        limit_s = max(1.0, min(section.most_s, self._left_s()))
+        limit_s = max(1.0, min(section.most_s - told["seconds"], self._left_s()))
         line = [part.replace(BUDGET, str(max(1, round(limit_s - _GRACE_S)))) for part in section.command]
         done = [name for result in results for name in (*result.get("done", ()), result.get("running")) if name]
         if done:
@@ -209,7 +210,7 @@ class Report:
 
     def _watch(
         self, line: Sequence[str], name: str, limit_s: float, quiet_s: float, result: Path, more: Mapping[str, str],
-        progress: Any = lambda: None,
+        progress: Callable[[], None] = lambda: None,
     ) -> Outcome:  # fmt: skip
         log = self._file(name).with_suffix(".log")
         env = {**os.environ, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH")), **self._variables(), **more}
@@ -238,6 +239,8 @@ class Report:
         new = self._out / "report.json.new"
         write_json(new, {"machine": self.machine, **self._results})
         new.replace(self._out / "report.json")  # whoever ends us finds one of both, whole
+
+    def _plot(self) -> None:
         if self._results["bench"]:
             title = f"{self.machine.get('kind')}, JAX {self.machine.get('packages', {}).get('jax')}"
             with contextlib.suppress(ImportError):  # without matplotlib there is no picture

@@ -41,6 +41,11 @@ class Outcome:
     stacks: str
     log: str
 
+    @property
+    def ended_at_item(self) -> bool:
+        """Whether what it was doing ended it: it crashed, or had to be ended."""
+        return self.status < 0
+
 
 def watch(
     command: Sequence[str],
