@@ -1,5 +1,6 @@
 """A report runs every rung and section, whatever hangs or crashes, and writes each result as it comes."""
 
+import dataclasses
 import functools
 import gzip
 import json
@@ -10,8 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
-from bench.kernels.cases import KernelCase, work_of
+from bench.kernels.cases import DECODE, EXTEND, FUNCTIONS, STORE, KernelCase, work_of
 from bench.models import NAMES
 from bench.processes import python_path
 from bench.report import results
@@ -22,6 +24,7 @@ from bench.report.summary import judge_engine
 from bench.report.trace import kernels
 from bench.report.watched import watch
 
+from pallas_kernels import gpu_compiler, group_by_expert, grouped_product
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS
 from tests.grids import NIGHTLY
@@ -198,6 +201,46 @@ def test_every_specification_is_one_that_its_rung_takes(dry: bool) -> None:
             assert spec["spec"] in {each.name for each in (*SMALL_SPECS, *GRID_SPECS)}
         elif rung.kind == "step":
             assert spec["shape"] in NAMES
+
+
+@dataclasses.dataclass
+class H200:
+    device_kind: str = "NVIDIA H200"
+    compute_capability: str = "9.0"
+    platform: str = "gpu"
+    core_count: int = 132
+
+
+def test_every_kernel_of_the_ladder_is_taken_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rung that is refused there would show nothing."""
+    jax.clear_caches()
+    monkeypatch.setattr(jax, "devices", lambda *_: [H200()])
+    monkeypatch.setattr(gpu_compiler, "TOOLKITS", ())
+    monkeypatch.setenv("PATH", "")
+    for rung in ladder(("mosaic_gpu", "triton"), dry=False):
+        spec = dict(rung.spec)
+        if rung.kind == "attention":
+            backend, cached, new = (spec.pop(name) for name in ("backend", "cached", "new"))
+            case = KernelCase(rung.name, cached=tuple(cached), new=tuple(new), **spec)
+            arguments = {STORE: case.spec.store_args, DECODE: case.spec.decode_args, EXTEND: case.spec.extend_args}
+            jax.eval_shape(
+                functools.partial(FUNCTIONS[case.op], backend=backend, **case.options), *arguments[case.op]()
+            )
+        elif rung.kind == "experts":
+            jax.eval_shape(functools.partial(of_experts, spec["experts"]), *expert_args(spec))
+
+
+def of_experts(num: int, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+    return grouped_product(x, group_by_expert(chosen, num), weights, of_tokens=True, backend="triton")
+
+
+def expert_args(spec: dict[str, Any]) -> list[Any]:
+    shapes = {
+        "x": ((spec["tokens"], spec["inputs"]), "bfloat16"),
+        "chosen": ((spec["tokens"], spec["top"]), "int32"),
+        "weights": ((spec["experts"], spec["outputs"], spec["inputs"]), spec["dtype"]),
+    }
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes.values()]
 
 
 @pytest.mark.parametrize("dry", [True, False])
