@@ -175,6 +175,31 @@ def test_a_rung_that_hangs_and_one_that_crashes_are_named_and_the_others_run(
     assert said.index(f"{HANGS}: hang {{}}") < said.index(f"{HANGS}: hung no end after 15 s")
 
 
+STEP = """
+import os, re, sys
+from pathlib import Path
+folder = Path(re.search(r"--xla_dump_to=(\\S+)", os.environ["XLA_FLAGS"])[1])
+folder.mkdir()
+text = "000: kCommandBuffer [dst] jit_forward\\n  001: kKernel a\\n001: kKernel b\\n"
+(folder / "module_0007.jit_forward.thunk_sequence_after_thunk_passes.txt").write_text(text)
+print("I0000 subprocess_compilation.cc:201] Using /here/bin/ptxas with version 13.5.37")
+Path(sys.argv[3]).write_text('{"verdict": "passed"}')
+"""
+
+
+def test_on_a_gpu_a_rung_says_which_compilers_ran_and_what_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(COMMANDS, "rung", ("-c", STEP))
+    report = Report(tmp_path, tmp_path, 60)
+    report.machine["platform"] = "gpu"
+    report.climb([Rung("one step", "step", {})])
+    (rung,) = json.loads((tmp_path / "report.json").read_text())["rungs"]
+    assert rung["ptxas"] == ["/here/bin/ptxas"]
+    assert rung["command_buffers"] == [{"program": "module_0007.jit_forward", "count": 1, "outside": 1}]
+    assert "one step: passed, command buffers of its programs: 1" in (tmp_path / "summary.md").read_text()
+
+
 @pytest.mark.parametrize("dry", [True, False])
 def test_the_ladder_has_all_kinds_of_kernels_and_steps(dry: bool) -> None:
     rungs = ladder(("mosaic_gpu", "triton"), dry=dry)

@@ -26,6 +26,8 @@ from bench.report.summary import best_roofline, no_results, summary
 from bench.report.trace import kernels
 from bench.report.watched import Outcome, watch
 from bench.targets.chips import CHIPS, steps_on
+from bench.targets.thunks import SUFFIX as THUNKS
+from bench.targets.thunks import read as read_thunks
 
 PREDICTED_FROM = ROOT / "benchmarks/h200/compiled_steps.json"
 PREFLIGHT_S = 180.0
@@ -103,8 +105,8 @@ class Report:
         _say(f"{rung.name}: {rung.kind} {json.dumps(dict(rung.spec))}")
         file = self._file(rung.name)
         line = command("rung", rung.kind, json.dumps(dict(rung.spec)), str(file))
-        logged = _LOG_COMPILERS if self.machine.get("platform") == "gpu" else {}
-        outcome = self._watch(line, rung.name, limit_s, limit_s, file, logged)
+        dumps = file.with_suffix(".dumps")
+        outcome = self._watch(line, rung.name, limit_s, limit_s, file, self._asked_of_xla(rung, dumps))
         found = json.loads(file.read_text()) if file.exists() else {}
         ended = "hung" if outcome.hung else "crashed"
         told |= {"verdict": ended, **found, "status": outcome.status, "seconds": outcome.seconds}
@@ -113,7 +115,21 @@ class Report:
             told |= {"verdict": ended, "note": said, "stacks": outcome.stacks, "last_words": outcome.log[-600:]}
         used = {word for text in outcome.log.split("Using ")[1:] if (word := text.split()[0]).endswith("/ptxas")}
         told |= {"ptxas": sorted(used)} if used else {}
+        told |= {"command_buffers": buffers} if (buffers := _command_buffers(dumps)) else {}
         self._took(told)
+
+    def _asked_of_xla(self, rung: Rung, dumps: Path) -> dict[str, str]:
+        """Variables by which compilers log what they run, and XLA writes down how it launches the programs of steps."""
+        if self.machine.get("platform") != "gpu":
+            return {}
+        if rung.kind != "step":
+            return _LOG_COMPILERS
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dumps} --xla_dump_hlo_as_text"
+        return {
+            **_LOG_COMPILERS,
+            "XLA_FLAGS": flags,
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+        }  # kept ones aren't written
 
     def _took(self, told: dict[str, Any]) -> None:
         with self._lock:
@@ -255,6 +271,16 @@ def _error_of(outcome: Outcome) -> str:
         return f"signal {-outcome.status}"
     errors = [line for line in outcome.log.splitlines() if line.split(":")[0].endswith(("Error", "Exception"))]
     return errors[-1][:300] if errors else f"status {outcome.status}"
+
+
+def _command_buffers(dumps: Path) -> list[dict[str, Any]]:
+    """Of each forward program that XLA wrote down: how many command buffers it is, and how many launches are outside.
+
+    Those on XLA's attention, with which a rung compares, have loops that the host steps, and so several.
+    """
+    found = sorted(dumps.glob(f"*forward*{THUNKS}"))
+    read = [(path.name.removesuffix(f".{THUNKS}"), read_thunks(path.read_text())) for path in found]
+    return [{"program": name, "count": each.count, "outside": len(each.outside)} for name, each in read]
 
 
 def _predicted(kind: str) -> tuple[str, dict[str, dict[str, float]]]:

@@ -293,6 +293,8 @@ def _product(row: Mapping[str, Any]) -> str:
 def _rung(rung: Mapping[str, Any]) -> str:
     verdict = rung["verdict"] if rung["verdict"] in GOOD else f"**{rung['verdict']}**"
     error = f", error {rung['error']:.1e}" if rung.get("error") is not None else ""
+    counts = [str(each["count"]) for each in rung.get("command_buffers", ())]
+    error += f", command buffers of its programs: {', '.join(counts)}" if counts else ""
     note = f": {rung['note']}" if rung.get("note") else ""
     return f"- {rung['name']}: {verdict}{error}{note}"
 

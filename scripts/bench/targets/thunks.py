@@ -1,7 +1,7 @@
 """How XLA runs a GPU program: its command buffers (CUDA graphs), and what it launches outside of them.
 
 XLA writes `*.thunk_sequence_after_thunk_passes.txt` per program: a line per thunk, one that lies in another indented.
-Imports no JAX. Called by `compile_for`.
+Imports no JAX. Called by `compile_for`, and by the GPU report.
 """
 
 from __future__ import annotations
