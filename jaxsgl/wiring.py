@@ -33,7 +33,7 @@ from jaxsgl.messages.orders import LoadAdapter
 from jaxsgl.models import Params
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.apply import Mark
-from jaxsgl.scheduler.grammar_queue import GrammarQueue, NoGrammars
+from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.resources.host_tier import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler, Serving

@@ -27,8 +27,8 @@ from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
-from jaxsgl.scheduler.constraint import ALL, Words
-from jaxsgl.scheduler.grammar_queue import GrammarQueue
+from jaxsgl.scheduler.grammars.constraint import ALL, Words
+from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.scheduler import Scheduler
 
 

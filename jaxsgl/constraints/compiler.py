@@ -1,7 +1,7 @@
 """`Compiler`: grammars to matchers, by llguidance. `LlMatcher` follows one output and tells which tokens may come next.
 
 Owns the vocabulary as llguidance knows it, and the limits of its work. Compiling leaves Python's lock alone, so that
-threads may do it beside the serving loop (scheduler/grammar_queue.py). Building the vocabulary holds the lock, for
+threads may do it beside the serving loop (scheduler/grammars/queue.py). Building the vocabulary holds the lock, for
 0.6 s at 150,000 tokens: servers do it before they are ready. wiring.py makes it, and so does the helper process of
 trial.py; the scheduler sees only `compile`.
 """
@@ -74,7 +74,7 @@ class Compiler:
 
 
 class LlMatcher:
-    """Follows one output token by token; a `Matcher` of scheduler/constraint.py."""
+    """Follows one output token by token; a `Matcher` of scheduler/grammars/constraint.py."""
 
     __slots__ = ("_matcher", "num_bytes")
 

@@ -3,7 +3,7 @@
 Compiling is native code that takes minutes and gigabytes for some short grammars, and may end its process. Inside the
 engine a thread that is busy with it can't be ended, and the serving loop that makes the masks can't leave one. So what
 is left here within limits of memory and time is compiled in the engine, and nothing else. What a grammar costs is
-measured on the way. Knows no requests; wiring.py makes it, and threads of scheduler/grammar_queue.py call it.
+measured on the way. Knows no requests; wiring.py makes it, and threads of scheduler/grammars/queue.py call it.
 """
 
 from __future__ import annotations

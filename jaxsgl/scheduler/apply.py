@@ -29,8 +29,8 @@ from jaxsgl.cache.pages import IntArray
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.messages.replies import Reply
 from jaxsgl.requests.request import FinishReason
-from jaxsgl.scheduler.constraint import ALL, Words
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
+from jaxsgl.scheduler.grammars.constraint import ALL, Words
 from jaxsgl.scheduler.outputs import StepPart, with_outputs
 from jaxsgl.scheduler.plan import Admission, Part, StepPlan, WhyNot
 from jaxsgl.scheduler.req import Req, State

@@ -14,8 +14,8 @@ from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Refusal, RefusalKind, Reply
 from jaxsgl.requests.request import FinishReason, Request, check_request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier
-from jaxsgl.scheduler.constraint import Matcher, TokenLimits
-from jaxsgl.scheduler.grammar_queue import GrammarQueue, NoGrammars
+from jaxsgl.scheduler.grammars.constraint import Matcher, TokenLimits
+from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.outputs import collectors_of
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.request_table import RequestTable

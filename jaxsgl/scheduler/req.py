@@ -35,7 +35,7 @@ from jaxsgl.requests.media import MediaItem, hash_ids
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import MAX_SEED
 from jaxsgl.scheduler.adapter import Adapter
-from jaxsgl.scheduler.constraint import Constraint, Matcher, TokenLimits
+from jaxsgl.scheduler.grammars.constraint import Constraint, Matcher, TokenLimits
 from jaxsgl.scheduler.outputs import OutputCollector
 
 Key: TypeAlias = tuple[str, int]  # request id, index of the sample

@@ -41,10 +41,10 @@ from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.apply import Applier, MakeBuilder, Mark
 from jaxsgl.scheduler.arrivals import Arrivals, QueueLimits
 from jaxsgl.scheduler.budget import NewTokenRatio, Timing, pages_held_for
-from jaxsgl.scheduler.constraint import Words
 from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.failure import RequestFailure
-from jaxsgl.scheduler.grammar_queue import GrammarQueue, NoGrammars
+from jaxsgl.scheduler.grammars.constraint import Words
+from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.planner import plan_step

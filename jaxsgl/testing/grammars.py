@@ -23,7 +23,7 @@ def masked_tokens(words: npt.NDArray[np.uint32], vocab_size: int) -> list[int]:
 
 
 class FakeMatcher:
-    """A `Matcher` of scheduler/constraint.py.
+    """A `Matcher` of scheduler/grammars/constraint.py.
 
     Args:
       seed: of the language.

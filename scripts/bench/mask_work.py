@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxsgl.batch.inputs import StepInputs
     from jaxsgl.engine.engine import Engine
     from jaxsgl.engine.launcher import Chosen, DeviceHandle
-    from jaxsgl.scheduler.constraint import Constraint
+    from jaxsgl.scheduler.grammars.constraint import Constraint
 
 
 @dataclass

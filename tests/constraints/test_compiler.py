@@ -16,7 +16,7 @@ from jaxsgl.config.engine import BUNDLED_MODEL
 from jaxsgl.constraints.compiler import Compiler, LlMatcher
 from jaxsgl.errors import InvalidRequest, RequestFailed
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.scheduler.constraint import Constraint
+from jaxsgl.scheduler.grammars.constraint import Constraint
 
 VOCAB = 1100  # the tokenizer has 1,024 tokens: the model's vocabulary is padded
 EOS = (1021, 1023)

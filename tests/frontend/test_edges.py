@@ -31,7 +31,7 @@ from jaxsgl.messages.orders import FromEngine, News, Shutdown, ToEngine
 from jaxsgl.messages.replies import EngineInfo, RefusalKind
 from jaxsgl.requests.outputs import PoolingSpec
 from jaxsgl.requests.request import check_request
-from jaxsgl.scheduler.grammar_queue import GrammarQueue
+from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox

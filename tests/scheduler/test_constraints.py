@@ -23,8 +23,8 @@ from jaxsgl.messages.replies import RefusalKind, Reply
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
-from jaxsgl.scheduler.constraint import ALL, Words
-from jaxsgl.scheduler.grammar_queue import GrammarQueue
+from jaxsgl.scheduler.grammars.constraint import ALL, Words
+from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, RetractEvery, ScriptedMailbox, generate
 from jaxsgl.testing.grammars import FakeMatcher, compile_fake

@@ -10,8 +10,8 @@ import pytest
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.scheduler import grammar_queue
-from jaxsgl.scheduler.grammar_queue import Answer, GrammarQueue
+from jaxsgl.scheduler.grammars import queue as grammar_queue
+from jaxsgl.scheduler.grammars.queue import Answer, GrammarQueue
 from jaxsgl.testing.grammars import FakeMatcher
 
 PATIENCE_S = 20.0

@@ -24,7 +24,7 @@ from jaxsgl.scheduler.disagg.decode import DecodeState
 from jaxsgl.scheduler.disagg.decode_side import DecodeSide
 from jaxsgl.scheduler.disagg.prefill import PrefillState
 from jaxsgl.scheduler.disagg.prefill_side import PrefillSide
-from jaxsgl.scheduler.grammar_queue import GrammarQueue
+from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.testing.engine import RetractEvery, generate
 from jaxsgl.testing.grammars import FakeMatcher, compile_fake
 from tests.scheduler.memory_wire import Network

@@ -29,7 +29,7 @@ from bench.output import figure_parser, write_figures
 if TYPE_CHECKING:
     from jaxsgl import LLM, Grammar, SamplingParams
     from jaxsgl.batch.engine_api import StepEngine
-    from jaxsgl.scheduler.constraint import Constraint, Matcher
+    from jaxsgl.scheduler.grammars.constraint import Constraint, Matcher
 
 VOCAB_SIZE, NUM_TEXTS, ROWS, TOKENS = 151_936, 150_000, 64, 16
 HELD = range(1, ROWS, 2)  # of the mixed runs
@@ -197,7 +197,7 @@ def of_first_grammar(llm: LLM, grammar: Grammar) -> dict[str, float]:
 
 def constraint_of(llm: LLM, grammar: Grammar) -> Constraint:
     """What holds a sample of its own to `grammar`, which the scheduler has compiled."""
-    from jaxsgl.scheduler.constraint import Constraint
+    from jaxsgl.scheduler.grammars.constraint import Constraint
 
     assert llm._scheduler._grammars is not None
     matcher = llm._scheduler._grammars.ask("beside", grammar)

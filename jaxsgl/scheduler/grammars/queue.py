@@ -22,7 +22,7 @@ from typing import TypeAlias
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.scheduler.constraint import AnyTokens, Matcher
+from jaxsgl.scheduler.grammars.constraint import AnyTokens, Matcher
 
 Answer: TypeAlias = Matcher | Refusal
 Compile: TypeAlias = Callable[[Grammar], Matcher]

@@ -1,0 +1,1 @@
+"""Grammars that requests are held to: which are being compiled, and what the next token of one sample may be."""
