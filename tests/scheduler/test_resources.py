@@ -267,10 +267,10 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", range(count(1, 4)))
+@pytest.mark.parametrize("part", range(count(1, 8)))
 def test_what_was_taken_of_any_resource_is_given_back_in_every_end(part: int) -> None:
     """By night 12,000 histories, in parts that are drawn anew."""
-    check_histories(lambda choices: History(choices).play(), count(100, 3_000), NUM_BYTES)
+    check_histories(lambda choices: History(choices).play(), count(100, 1_500), NUM_BYTES)
 
 
 @pytest.mark.parametrize("kind", [AdapterDraft, HostDraft, ImageDraft])
