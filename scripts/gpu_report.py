@@ -7,8 +7,8 @@
 Preflight says what this machine lacks. Then a ladder of canaries, from one product to a whole step, each in a process
 of its own: its specification is printed before it runs, one that hangs or crashes is named, its stacks are kept, and
 the rest runs. Then the sections: the correctness grid, the kernel benchmark, products of experts and of quantized
-weights, steps of fixed shapes beside the prediction, the bundled model's tokens, the offline benchmark, the sampling
-program, transformers on the same work, a profile, and (only if named) the search for block sizes. A section that the
+weights, steps of fixed shapes and their kernels beside the prediction, the bundled model's tokens, the offline benchmark, the sampling
+program, transformers on the same work, and (only if named) the search for block sizes. A section that the
 time left is too short for is left out, and said to be. docs/kernels/gpu-report.md says what to run in half an hour,
 and how to bring what a machine without a package registry lacks.
 
@@ -28,6 +28,7 @@ import tempfile
 from pathlib import Path
 
 from bench.output import command_parser
+from bench.processes import num_cores
 from bench.report.ladder import ladder
 from bench.report.plan import PARTS, sections
 from bench.report.results import Report
@@ -35,6 +36,8 @@ from bench.report.results import Report
 BUDGET_S = {False: 540, True: 1500}
 ATTENTION = {"gpu": ("mosaic_gpu", "triton")}
 INTERPRETED = ("triton", "mosaic_gpu")
+# Processes that check what is right, side by side; most of their time is Python's and compilers'.
+AT_ONCE = max(1, min(8, num_cores() // 2))
 
 
 def main() -> int:
@@ -60,8 +63,10 @@ def main() -> int:
         platform = report.machine["platform"]
         attention = INTERPRETED if dry else ATTENTION.get(platform, ())
         if "ladder" in options.sections and attention:
-            report.climb(ladder(attention, dry=dry), at_once=2 if dry else 1)
-        report.run(sections(platform, work, parts=options.sections, dry=dry))
+            report.climb(ladder(attention, dry=dry), at_once=2 if dry else AT_ONCE)
+        every = sections(platform, work, parts=options.sections, dry=dry)
+        report.run((each for each in every if each.part == "check"), at_once=AT_ONCE)
+        report.run(each for each in every if each.part != "check")
     return int(report.found_wrong)
 
 

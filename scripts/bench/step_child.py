@@ -1,6 +1,7 @@
 """The process of a variant of `bench step`: measures steps on an engine of its own.
 
-A JSON line with a number of runs on standard input is answered by the timings of all steps on standard output. The
+A JSON line `[runs, folder]` on standard input is answered by the timings of all steps on standard output; a folder
+(else null) gets a trace of each step, in a folder of its number. The
 flags of the engine are arguments; the steps stand in the environment. The process may be given another tree's jaxsgl,
 so it uses of it only what times a step.
 """
@@ -8,6 +9,7 @@ so it uses of it only what times a step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from bench.processes import answers_only
@@ -41,7 +44,10 @@ def main() -> None:
         return
     print(json.dumps({"timings": []}), file=answers, flush=True)
     for line in sys.stdin:
-        timings = [_timed(engine, inputs, json.loads(line)) for inputs in made]
+        runs, folder = json.loads(line)
+        timings = [
+            _timed(engine, inputs, runs, None if folder is None else f"{folder}/{i}") for i, inputs in enumerate(made)
+        ]
         print(json.dumps({"timings": timings}), file=answers, flush=True)
 
 
@@ -78,18 +84,19 @@ def _decodes(seqs: Sequence[Seq]) -> bool:
     return all(seq.new == 1 and seq.cached for seq in seqs)
 
 
-def _timed(engine: Engine, inputs: StepInputs, runs: int) -> dict[str, float]:
-    """The fields of `Timing` in bench step: medians of `runs` runs on an idle device.
+def _timed(engine: Engine, inputs: StepInputs, runs: int, trace: str | None) -> dict[str, float]:
+    """The fields of `Timing` in bench step: medians of `runs` runs on an idle device, traced into a folder or not.
 
     One run before them warms up, since another process used the caches of the processor.
     """
     walls, cpus = [], []
     inputs = first_run(engine, inputs)
-    for _ in range(runs):
-        wall, cpu = time.perf_counter(), time.process_time()
-        engine.submit(inputs).tokens()
-        walls.append(time.perf_counter() - wall)
-        cpus.append(time.process_time() - cpu)
+    with contextlib.nullcontext() if trace is None else jax.profiler.trace(trace):
+        for _ in range(runs):
+            wall, cpu = time.perf_counter(), time.process_time()
+            engine.submit(inputs).tokens()
+            walls.append(time.perf_counter() - wall)
+            cpus.append(time.process_time() - cpu)
     return {name: 1e3 * float(np.median(of)) for name, of in (("wall_ms", walls), ("cpu_ms", cpus))}
 
 

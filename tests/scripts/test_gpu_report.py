@@ -330,13 +330,13 @@ def test_where_jax_does_not_start_preflight_says_why(tmp_path: Path, monkeypatch
     assert "JAX: JAX doesn't start here: ImportError: no jax here" in (tmp_path / "summary.md").read_text()
 
 
-def test_kernels_of_a_trace_are_summed_over_the_devices_lanes(tmp_path: Path) -> None:
+def test_kernels_of_a_trace_are_summed_over_the_gpus_streams(tmp_path: Path) -> None:
     lanes = [
-        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-        for pid, name in ((1, "/device:GPU:0"), (2, "/host:CPU"))
+        {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+        for pid, tid, name in ((1, 7, "Stream #7(Compute)"), (1, 8, "XLA Ops"), (2, 7, "python"))
     ]
-    events = [{"ph": "X", "name": name, "pid": pid, "dur": dur} for name, pid, dur in
-              (("decode", 1, 4.0), ("decode", 1, 6.0), ("norm", 1, 3.0), ("python", 2, 99.0))]  # fmt: skip
+    ran = (("decode", 1, 7, 4.0), ("decode", 1, 7, 6.0), ("norm", 1, 7, 3.0), ("decode", 1, 8, 9.0), ("x", 2, 7, 99.0))
+    events = [{"ph": "X", "name": name, "pid": pid, "tid": tid, "dur": dur} for name, pid, tid, dur in ran]
     (tmp_path / "x.trace.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": lanes + events}).encode()))
     assert kernels(tmp_path) == [
         {"name": "decode", "count": 2, "us": 10.0, "us_each": 5.0},
@@ -406,13 +406,13 @@ def test_a_dry_run_times_kernels_products_and_steps(tmp_path: Path) -> None:
     assert all(row["seconds"] for row in report["products"])
     assert {row["step"] for rows in report["steps"].values() for row in rows} == {"2x1+7", "1x16"}
     assert set(report["steps"]) == {"tiny", "tiny-moe", "tiny-fp8"} and "| tiny-moe 2x1+7 | " in summary
+    assert all(row["kernels"] for rows in report["steps"].values() for row in rows)
     assert json.loads((tmp_path / "table.json").read_text())["devices"] == ["cpu"]
 
 
 @nightly
 def test_a_dry_run_runs_engines(tmp_path: Path) -> None:
-    report, summary = dry_run(tmp_path, "engine", "offline", "peers", "profile")
+    report, summary = dry_run(tmp_path, "engine", "offline", "peers")
     assert all(count == 48 for count in report["engine"]["auto"]["equal_tokens"])
     assert report["offline"]["bundled"]["output_tokens_per_s"] > 0 and "- bundled: " in summary
     assert report["peers"]["contenders"]["transformers-static8-float32"]["ratio_of_best_jaxsgl"]["median"] > 0
-    assert report["profile"]

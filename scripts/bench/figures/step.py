@@ -36,6 +36,7 @@ import jax
 from bench.models import NAMES, write_config
 from bench.output import figure_parser, write_figures
 from bench.processes import SCRIPTS, LineChild
+from bench.report.trace import kernels
 from bench.steps import STEPS
 from jaxsgl.errors import JaxsglError
 
@@ -75,9 +76,9 @@ class Variant:
             self.close()
             raise
 
-    def measure(self, runs: int) -> list[Timing]:
-        """Runs each step `runs` times. Raises `JaxsglError` if the process ended."""
-        return self._timings(self._child.ask(str(runs).encode()))
+    def measure(self, runs: int, trace: Path | None = None) -> list[Timing]:
+        """Runs each step `runs` times, traced into a folder or not. Raises `JaxsglError` if the process ended."""
+        return self._timings(self._child.ask(json.dumps([runs, None if trace is None else str(trace)]).encode()))
 
     def close(self) -> None:
         """Ends the process."""
@@ -100,6 +101,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--variants", nargs="+", default=[""], metavar="FLAGS", help="the variants to compare")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant (default 5)")
     parser.add_argument("--runs", type=int, default=5, help="runs of a step in a turn, whose median counts (default 5)")
+    parser.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="then trace more runs into it; --json gets each kernel's time"
+    )
     options, common = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-step-") as folder, contextlib.ExitStack() as variants:
         if options.shape:
@@ -110,11 +114,15 @@ def main(arguments: list[str]) -> int:
                 started.append(Variant(text, common, options.steps))
                 variants.callback(started[-1].close)
             rounds = [[variant.measure(options.runs) for variant in started] for _ in range(options.rounds)]
+            traced = options.traces and [options.traces / f"variant-{place}" for place in range(len(started))]
+            for variant, trace in zip(started, traced or (), strict=False):
+                variant.measure(options.runs, trace)
         except JaxsglError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
     rows = [
         row(step, text, [[timings[i] for timings in turn] for turn in rounds], place)
+        | ({"kernels": kernels(traced[place] / str(i)), "traced_runs": options.runs} if traced else {})
         for i, step in enumerate(options.steps)
         for place, text in enumerate(options.variants)
     ]

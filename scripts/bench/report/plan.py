@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tune": ("scripts/tune_kernels.py",),
 }
 # In the order in which they run: what is right before what is fast, and single kernels before whole runs.
-PARTS = ("ladder", "check", "kernels", "products", "steps", "engine", "offline", "sampling", "peers", "profile", "tune")
+PARTS = ("ladder", "check", "kernels", "products", "steps", "engine", "offline", "sampling", "peers", "tune")
 OURS = {"cpu": ["xla"], "gpu": ["triton", "mosaic_gpu", "xla"], "tpu": ["mosaic_tpu", "xla"]}
 # Steps whose times are predicted, and the prediction's names for them.
 STEPS = {
@@ -67,7 +67,6 @@ class Section:
       most_s: it is ended then.
       quiet_s: it is ended when it has printed and written nothing for so long.
       skips: whether it can begin again without an item that hung: `--skip` and its name.
-      profile: the folder of its trace.
     """
 
     name: str
@@ -80,7 +79,6 @@ class Section:
     most_s: float = 120
     quiet_s: float = 1e9
     skips: bool = False
-    profile: Path | None = None
 
 
 def sections(platform: str, work: Path, *, parts: Collection[str], dry: bool) -> list[Section]:
@@ -92,12 +90,11 @@ def sections(platform: str, work: Path, *, parts: Collection[str], dry: bool) ->
 def _section(
     work: Path, name: str, part: str, kind: str, *flags: str,
     needs: tuple[str, ...] = (), least_s: float = 10, most_s: float = 120, quiet_s: float = 1e9, skips: bool = False,
-    profile: Path | None = None,
 ) -> Section:  # fmt: skip
     result = work / f"{name.replace(' ', '-')}.json"
     to = "--out" if kind == "tune" else "--json"
     line = command(kind, to, str(result), *flags)
-    return Section(name, part, kind, line, result, needs, least_s, most_s, quiet_s, skips, profile)
+    return Section(name, part, kind, line, result, needs, least_s, most_s, quiet_s, skips)
 
 
 def _real(platform: str, work: Path) -> list[Section]:
@@ -105,8 +102,6 @@ def _real(platform: str, work: Path) -> list[Section]:
     peers = ("transformers-static32-bfloat16", "transformers-continuous-bfloat16")
     work_of_peers = ("--model", "qwen3-0.6b", "--num", "128", "--input", "100:1024", "--output", "100:256")
     device = ("--device", "gpu" if platform == "gpu" else "cpu", "--repeats", "2")
-    profile = work / "profile"
-    many = ("--num", "256", "--input", "512:1024", "--output", "192:256")
     short = ("--dtype", "bfloat16", "--context-length", "2048")
     kernels = [*((name, 90.0) for name in backends), ("baselines", 120.0)]
     return [
@@ -123,7 +118,8 @@ def _real(platform: str, work: Path) -> list[Section]:
         _section(work, "products", "products", "products", most_s=120, quiet_s=90),
         *(
             _section(work, f"steps {shape}", "steps", "steps", "--shape", shape, *short, "--steps", *STEPS,
-                     "--rounds", "3", "--runs", "10", needs=("engine",), least_s=90, most_s=240)
+                     "--rounds", "3", "--runs", "10", "--traces", str(work / "traces" / shape), needs=("engine",),
+                     least_s=60, most_s=240)
             for shape in SHAPES
         ),
         _section(work, "engine", "engine", "engine", *budget, needs=("engine",), least_s=60, most_s=300),
@@ -135,17 +131,14 @@ def _real(platform: str, work: Path) -> list[Section]:
         _section(work, "sampling", "sampling", "sampling", "--shapes", "256x151936", needs=("engine",), most_s=90),
         _section(work, "peers", "peers", "peers", *work_of_peers, *device, "--contenders", "jaxsgl-bfloat16", *peers,
                  needs=("engine", "torch", "transformers"), least_s=200, most_s=480),
-        _section(work, "profile", "profile", "offline", "--shape", "qwen3-0.6b", *many, *short, *FEW_BUCKETS,
-                 "--profile", str(profile), needs=("engine",), least_s=150, most_s=300, profile=profile),
         _section(work, "tune", "tune", "tune", "--quick", *budget, least_s=60, most_s=480, quiet_s=90),
     ]  # fmt: skip
 
 
 def _dry(work: Path) -> list[Section]:
     """A tiny section of each part, on any machine; Pallas's kernels are interpreted."""
-    engine, profile = ("engine",), work / "profile"
+    engine = ("engine",)
     few = ("--num", "6", "--input", "8:24", "--output", "4:12", *TINY)
-    traced = ("--num", "8", "--input", "8:24", "--output", "60:64", *TINY)  # 50 steps, of which half is done before
     ours = f"--jaxsgl={' '.join(('--dtype', 'float32', *TINY))}"
     two = ("--num", "2", "--input", "4:8", "--output", "2:4", "--repeats", "1")
     peer = ("--model", str(BUNDLED_MODEL), *two, ours, "--contenders", "transformers-static8-float32")
@@ -157,14 +150,13 @@ def _dry(work: Path) -> list[Section]:
         _section(work, "products", "products", "products", "--tiny"),
         *(
             _section(work, f"steps {shape}", "steps", "steps", "--shape", shape, "--steps", "2x1+7", "1x16",
-                     "--context-length", "64", "--rounds", "1", "--runs", "2", needs=engine)
+                     "--context-length", "64", "--rounds", "1", "--runs", "2", "--traces", str(work / "traces" / shape),
+                     needs=engine)
             for shape in ("tiny", "tiny-moe", "tiny-fp8")
         ),
         _section(work, "engine", "engine", "engine", "--backends", "auto", needs=engine),
         _section(work, "offline bundled", "offline", "offline", *few, needs=engine),
         _section(work, "sampling", "sampling", "sampling", "--shapes", "4x1024", needs=engine),
         _section(work, "peers", "peers", "peers", *peer, needs=("engine", "torch", "transformers"), most_s=240),
-        _section(work, "profile", "profile", "offline", *traced, "--profile", str(profile), needs=engine,
-                 profile=profile),
         _section(work, "tune", "tune", "tune", "--quick", "--cases", "store", "--budget-s", "20"),
     ]  # fmt: skip

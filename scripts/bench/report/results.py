@@ -23,7 +23,6 @@ from bench.processes import ROOT, python_path
 from bench.report.ladder import Rung
 from bench.report.plan import BUDGET, Section, command
 from bench.report.summary import best_roofline, no_results, summary
-from bench.report.trace import kernels
 from bench.report.watched import Outcome, watch
 from bench.targets.chips import CHIPS, steps_on
 from bench.targets.thunks import SUFFIX as THUNKS
@@ -34,6 +33,8 @@ PREFLIGHT_S = 180.0
 MOST_RESTARTS = 3  # of a section whose items hang
 LOG_CHARS = 1_000_000  # of one process in log.txt
 _GRACE_S = 20  # seconds between the end of a section's budget and its end by force
+# Processes side by side take of the device's memory what they need.
+_SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 # XLA's words on which ptxas it and Mosaic run.
 _LOG_COMPILERS = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "subprocess_compilation=2"}
 
@@ -56,7 +57,7 @@ class Report:
         self._cache = cache or work / "xla"
         self._deadline = time.monotonic() + budget_s
         self._order: dict[str, int] = {}  # of the rungs
-        self._lock = threading.Lock()  # rungs of a dry run run side by side
+        self._lock = threading.RLock()  # rungs run side by side, and so do checks
         self._results = no_results()
         self._log = out / "log.txt"
         self._log.write_text("")
@@ -86,10 +87,11 @@ class Report:
             for _ in pool.map(self._rung, rungs):
                 pass
 
-    def run(self, sections: Iterable[Section]) -> None:
-        """Runs the sections one after the other."""
-        for section in sections:
-            self._section(section)
+    def run(self, sections: Iterable[Section], at_once: int = 1) -> None:
+        """Runs the sections one after the other, or some side by side."""
+        with ThreadPoolExecutor(at_once) as pool:
+            for _ in pool.map(self._section, sections):
+                pass
 
     def _left_s(self) -> float:
         return self._deadline - time.monotonic()
@@ -123,13 +125,10 @@ class Report:
         if self.machine.get("platform") != "gpu":
             return {}
         if rung.kind != "step":
-            return _LOG_COMPILERS
+            return _SHARED | _LOG_COMPILERS
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dumps} --xla_dump_hlo_as_text"
-        return {
-            **_LOG_COMPILERS,
-            "XLA_FLAGS": flags,
-            "JAX_ENABLE_COMPILATION_CACHE": "false",
-        }  # kept ones aren't written
+        kept = {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}  # what comes from a cache isn't dumped
+        return _SHARED | _LOG_COMPILERS | kept
 
     def _took(self, told: dict[str, Any]) -> None:
         with self._lock:
@@ -166,8 +165,6 @@ class Report:
             if item is None or min(self._left_s(), section.most_s - told["seconds"]) < section.least_s:
                 break
         _say(f"{section.name}: status {told['status']}, {told['seconds']:.0f} s {told['hung']}")
-        if section.profile is not None:
-            self._results["profile"] = kernels(section.profile)
         self._write()
         self._plot()
 
@@ -182,13 +179,14 @@ class Report:
         number = len(results)
 
         def take() -> None:
-            with contextlib.suppress(FileNotFoundError, ValueError):  # it is being written just now
+            with contextlib.suppress(FileNotFoundError, ValueError), self._lock:  # it is being written just now
                 results[number:] = [json.loads(section.result.read_text())]
                 self._merge(section, told, results)
                 self._write()
 
         name = f"{section.name} {number + 1}" if number else section.name
-        outcome = self._watch(line, name, limit_s, section.quiet_s, section.result, {}, take)
+        more = _SHARED if section.part == "check" else {}
+        outcome = self._watch(line, name, limit_s, section.quiet_s, section.result, more, take)
         take()
         return outcome
 
@@ -212,8 +210,6 @@ class Report:
                 whole["products"] = last["rows"]
             case "steps":
                 whole["steps"][name.removeprefix("steps ")] = last["rows"]
-            case "offline" if section.profile is not None:
-                pass  # figures suffer from a profile
             case "offline":
                 whole["offline"][name.removeprefix("offline ")] = last
             case kind:
@@ -250,11 +246,12 @@ class Report:
         return self._work / f"{''.join(c if c.isalnum() else '-' for c in name)}.json"
 
     def _write(self) -> None:
-        text, self.found_wrong = summary(self.machine, self._results, dry=self._dry)
-        (self._out / "summary.md").write_text(text)
-        new = self._out / "report.json.new"
-        write_json(new, {"machine": self.machine, **self._results})
-        new.replace(self._out / "report.json")  # whoever ends us finds one of both, whole
+        with self._lock:
+            text, self.found_wrong = summary(self.machine, self._results, dry=self._dry)
+            (self._out / "summary.md").write_text(text)
+            new = self._out / "report.json.new"
+            write_json(new, {"machine": self.machine, **self._results})
+            new.replace(self._out / "report.json")  # whoever ends us finds one of both, whole
 
     def _plot(self) -> None:
         if self._results["bench"]:

@@ -108,6 +108,7 @@ def _judge_baselines(rows: Rows) -> list[Verdict]:
 JUDGED = ("qwen3-0.6b", "qwen3-8b")
 LEAST_SHARE, GOAL_SHARE = 0.60, 0.85  # shares of the roofline
 MOST_IDLE = 0.05
+MOST_KERNELS = 12  # of a step
 ROWS, VOCAB = 256, 151_936
 MOST_SAMPLING = 0.05  # share of a step
 LEAST_RATIO = 3.0  # our output tokens/s over those of transformers' best mode
@@ -187,7 +188,7 @@ _WORDS = {True: "pass", False: "**FAIL**", None: "not measured"}
 
 def no_results() -> dict[str, Any]:
     """The results of a report that has run nothing yet."""
-    lists = ("preflight", "rungs", "sections", "check", "bench", "rooflines", "products", "profile")
+    lists = ("preflight", "rungs", "sections", "check", "bench", "rooflines", "products")
     dicts = ("steps", "engine", "offline", "predicted")
     empty: dict[str, Any] = {name: [] for name in lists}
     return empty | {name: {} for name in dicts} | {"predicted_for": "h200"}
@@ -249,8 +250,8 @@ def summary(machine: Mapping[str, Any], results: Mapping[str, Any], *, dry: bool
         "| case | ours | us | of roofline | best baseline | us |",
         "|---|---|---|---|---|---|",
         *_table(results["bench"]),
-        *("", "## Kernels of the profile", "| kernel | count | us each |", "|---|---|---|"),
-        *(f"| {each['name'][:90]} | {each['count']} | {each['us_each']} |" for each in results["profile"][:20]),
+        *("", "## Kernels of the steps", "| step | kernel | count | us each | us in all |", "|---|---|---|---|---|"),
+        *kernel_lines(results),
         "",
     ]
     is_wrong = bool(wrong_rows or died or bad) or any(each.passed is False for each in checks)
@@ -280,6 +281,18 @@ def step_lines(results: Results) -> list[str]:
             forecast, model, floor = (found[f"{what}_us"] / 1e3 for what in ("forecast", "step", "floor"))
             figures = f"{ms:.2f} | {forecast:.2f} | {ms / forecast:.0%} | {model:.2f} | {floor:.2f}"
             lines.append(f"| {shape} {name} | {figures} |")
+    return lines
+
+
+def kernel_lines(results: Results) -> list[str]:
+    """The kernels that take the most time of each step: how often it launches them, and what they take."""
+    lines = []
+    for shape, rows in results["steps"].items():
+        for row in rows:
+            name, runs = STEPS.get(row["step"], row["step"]), row["traced_runs"]
+            for each in row["kernels"][:MOST_KERNELS]:
+                figures = f"{each['count'] / runs:g} | {each['us_each']} | {each['us'] / runs:.1f}"
+                lines.append(f"| {shape} {name} | {each['name'][:80]} | {figures} |")
     return lines
 
 

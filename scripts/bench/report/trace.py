@@ -12,7 +12,7 @@ MOST_KERNELS = 40
 
 
 def kernels(folder: Path) -> list[dict[str, Any]]:
-    """Name, count, microseconds of all and of one, most first; of a device's lanes, or of the host's without any.
+    """Name, count, microseconds of all and of one, most first; of a GPU's streams, or of the host without any.
 
     Empty if the folder holds no trace.
     """
@@ -20,12 +20,12 @@ def kernels(folder: Path) -> list[dict[str, Any]]:
     if not found:
         return []
     events = json.loads(gzip.decompress(found[-1].read_bytes()))["traceEvents"]
-    lanes = {each["pid"]: each["args"]["name"] for each in events if each.get("name") == "process_name"}
-    devices = {pid for pid, name in lanes.items() if "device:" in name} or set(lanes)
+    lanes = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each.get("name") == "thread_name"}
+    streams = {lane for lane, name in lanes.items() if name.startswith("Stream")}  # others repeat what ran on these
     totals: collections.Counter[str] = collections.Counter()
     counts: collections.Counter[str] = collections.Counter()
     for each in events:
-        if each.get("ph") == "X" and each["pid"] in devices:
+        if each.get("ph") == "X" and (not streams or (each["pid"], each["tid"]) in streams):
             totals[each["name"]] += each["dur"]
             counts[each["name"]] += 1
     return [
