@@ -52,8 +52,13 @@ EMPTY_LSE = -1e30
 LOG2_E = math.log2(math.e)
 
 
-def query_tiles(lengths: jax.Array, query_offsets: jax.Array, num_tokens: int, tile_queries: int) -> jax.Array:
+def query_tiles(
+    lengths: jax.Array, query_offsets: jax.Array, num_tokens: int, tile_queries: int, align: int = 1
+) -> jax.Array:
     """Cut ragged queries into tiles of at most tile_queries tokens of one sequence; `[num_tiles, 4]` int32, see above.
+
+    A tile's tokens lie among the tile_queries tokens from the multiple of `align` at or before its first one; only a
+    sequence's first tile may begin between two multiples. `align` divides tile_queries.
 
     The table is computed on the device; XLA computes it once for all layers of a step, since it depends on lengths and
     offsets alone.
@@ -66,14 +71,17 @@ def query_tiles(lengths: jax.Array, query_offsets: jax.Array, num_tokens: int, t
     ends = jnp.append(query_offsets[1:], jnp.int32(num_tokens))
     counts = ends - query_offsets
     first_positions = jnp.append(lengths, -num_tokens) - counts
-    num_tiles = (counts + tile_queries - 1) // tile_queries
+    before = query_offsets % align  # tokens of others in a sequence's first tile
+    num_tiles = jnp.where(counts > 0, (before + counts + tile_queries - 1) // tile_queries, 0)
     tiles_end = jnp.cumsum(num_tiles)
-    tile = jnp.arange(-(-num_tokens // tile_queries) + num_seqs + 1, dtype=jnp.int32)
+    most = -(-(num_tokens + (align - 1) * (num_seqs + 1)) // tile_queries) + num_seqs + 1
+    tile = jnp.arange(most, dtype=jnp.int32)
     seq = jnp.minimum(jnp.sum(tile[:, None] >= tiles_end, axis=1), num_seqs)
-    done = (tile - (tiles_end - num_tiles)[seq]) * tile_queries
-    begin = query_offsets[seq] + done
-    end = jnp.minimum(begin + tile_queries, ends[seq])
-    return jnp.stack([jnp.minimum(seq, num_seqs - 1), begin, end, first_positions[seq] + done], 1).astype(jnp.int32)
+    first = (query_offsets - before)[seq] + (tile - (tiles_end - num_tiles)[seq]) * tile_queries
+    begin = jnp.maximum(first, query_offsets[seq])
+    end = jnp.minimum(first + tile_queries, ends[seq])
+    position = first_positions[seq] + begin - query_offsets[seq]
+    return jnp.stack([jnp.minimum(seq, num_seqs - 1), begin, end, position], 1).astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)

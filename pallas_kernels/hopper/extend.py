@@ -60,10 +60,11 @@ def extend_attention(
     sizes = tuning.blocks("paged_extend_attention", "mosaic_gpu", tuning.shape_class(q, kv))
     tile_queries = max_tile_queries(num_heads // num_kv_heads)
     tiles = _longest_first(
-        query_tiles(kv.lengths, query_offsets, num_tokens, tile_queries), options, sizes["tile_tokens"]
+        query_tiles(kv.lengths, query_offsets, num_tokens, tile_queries, COPY_ROWS), options, sizes["tile_tokens"]
     )
-    # A copy must not reach past the end of q.
-    padded = jnp.pad(q, ((0, max(0, tile_queries - num_tokens)), (0, 0), (0, 0)))
+    # A copy must not reach past the end of q, whose tokens it counts in eights.
+    padding = max(tile_queries - num_tokens, -num_tokens % COPY_ROWS)
+    padded = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
     plan = Plan(
         options=options,
         num_tokens=padded.shape[0],

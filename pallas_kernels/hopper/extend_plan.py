@@ -28,7 +28,7 @@ class Plan:
 
     options: AttentionOptions
     num_tokens: int
-    """T, at least tile_queries."""
+    """T, at least tile_queries, a multiple of COPY_ROWS."""
     num_kv_heads: int
     num_groups: int
     head_dim: int
@@ -148,8 +148,13 @@ class Item:
         return self.position + self.num_queries - 1
 
     def first_row(self, plan: Plan) -> jax.Array:
-        """The token of a group's first row. Near the array's end a tile reaches back, and not past the end."""
-        return lax.min(self.begin, plan.num_tokens - plan.tile_queries)
+        """The token of a group's first row, a multiple of COPY_ROWS.
+
+        For TMA the tokens of q are `[T / 8, 8]`, as the swizzled tile's rows are: it reads zeros in the place of rows
+        that reach from one eight into the next. Near the array's end a tile reaches back, and not past the end.
+        """
+        aligned = lax.div(self.begin, jnp.int32(COPY_ROWS)) * COPY_ROWS
+        return lax.min(aligned, plan.num_tokens - plan.tile_queries)
 
 
 def for_each_item(plan: Plan, tiles_ref: Any, visit: Callable[[Item, jax.Array], None]) -> jax.Array:

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.hopper.common import COPY_ROWS
+from pallas_kernels.hopper.extend_plan import Item
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.partition import (
     SplitPlan,
@@ -18,6 +20,7 @@ from pallas_kernels.partition import (
     merge_splits,
     most_splits,
     plan_splits,
+    query_tiles,
     split_sequences,
 )
 from pallas_kernels.specs import ArgSpec
@@ -50,6 +53,47 @@ def items_of(plan: SplitPlan, lengths: list[int], options: AttentionOptions = EV
 
 def num_items(num_seqs: int, length: int, max_len: int = 40_960) -> int:
     return len(items_of(plan_for(num_seqs, max_len), [length] * num_seqs))
+
+
+@quick
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 20), st.sampled_from([(8, 1), (16, 8), (8, 8)])
+)
+def test_query_tiles_hold_each_token_once_in_its_aligned_rows(
+    counts: list[int], padding: int, sizes: tuple[int, int]
+) -> None:
+    tile_queries, align = sizes
+    num_tokens = max(1, sum(counts) + padding)
+    offsets = np.cumsum([0, *counts], dtype=np.int32)
+    lengths = np.array(counts, np.int32) + 100
+    tiles = np.asarray(query_tiles(jnp.asarray(lengths), jnp.asarray(offsets), num_tokens, tile_queries, align))
+    found = []
+    for seq, begin, end, position in tiles.tolist():
+        found += list(range(begin, end))
+        if begin >= end:
+            continue
+        assert end <= begin // align * align + tile_queries
+        assert begin % align == 0 or begin in offsets
+        if begin >= offsets[-1]:
+            assert position <= -num_tokens
+        else:
+            assert offsets[seq] <= begin < end <= offsets[seq + 1] and position == 100 + begin - offsets[seq]
+    assert found == list(range(num_tokens))
+
+
+def test_on_hopper_queries_are_copied_from_multiples_of_a_tiles_height_and_not_past_the_end() -> None:
+    """TMA reads zeros in the place of rows that reach into the next eight; interpreters read the rows."""
+
+    @dataclasses.dataclass
+    class Plan:
+        num_tokens: int = 64
+        tile_queries: int = 24
+
+    for begin in range(64):
+        zero = jnp.int32(0)
+        item = Item(zero, zero, jnp.int32(begin), zero, zero, zero, zero, zero)
+        first = int(item.first_row(Plan()))
+        assert first % COPY_ROWS == 0 and first <= begin and first + 24 <= 64
 
 
 def test_the_width_of_the_page_table_cuts_nothing() -> None:
