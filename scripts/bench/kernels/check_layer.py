@@ -62,9 +62,9 @@ def _check_rotate(spec: ArgSpec, backend: str, runs: int, interpret: bool) -> Ch
     slots = rng.permutation(spec.num_pages * spec.page_size)[: spec.num_tokens]
     call = jax.jit(functools.partial(rotate_and_store, backend=backend, interpret=interpret))
 
-    def run() -> list[Array]:
+    def run() -> list[jax.Array]:
         q, stored = call(qkv, kv, jnp.asarray(slots, jnp.int32))
-        return [np.asarray(array.astype(jnp.float32)) for array in (q, stored.k, stored.v)]
+        return [q, stored.k, stored.v]
 
     tolerance = TOLERANCE[jnp.dtype(spec.dtype).name]
     of_pages = FLOAT8_TOLERANCE if kv.dtype == FLOAT8 else tolerance
@@ -108,8 +108,8 @@ def _check_add(spec: ArgSpec, backend: str, runs: int, interpret: bool) -> Check
         lambda x, update, scales: add_and_norm(x, update, scales, 1, EPS, backend=backend, interpret=interpret)
     )
 
-    def run() -> list[Array]:
-        return [np.asarray(array.astype(jnp.float32)) for array in jitted(x, update, scales)]
+    def run() -> list[jax.Array]:
+        return list(jitted(x, update, scales))
 
     total = np.asarray(x, np.float64) + np.asarray(update, np.float64).sum(axis=0)
     right = [total, _normalized(total, np.asarray(scales, np.float64)[1], EPS)]
@@ -122,15 +122,16 @@ def _normalized(x: Array, scale: Array, eps: float) -> Array:
 
 
 def _judge(
-    op: str, spec: ArgSpec, backend: str, runs: int, run: Callable[[], list[Array]], right: list[Array],
+    op: str, spec: ArgSpec, backend: str, runs: int, run: Callable[[], list[jax.Array]], right: list[Array],
     tolerances: list[float],
 ) -> Check:  # fmt: skip
-    """The largest errors, relative to the largest number of an output; equal bits in every run."""
+    """The largest errors, relative to the largest number of an output; equal numbers in every run."""
     first = run()
     errors = [
-        float(np.abs(actual - wanted).max() / np.abs(wanted).max()) for actual, wanted in zip(first, right, strict=True)
+        float(np.abs(np.asarray(actual.astype(jnp.float32)) - wanted).max() / np.abs(wanted).max())
+        for actual, wanted in zip(first, right, strict=True)
     ]
-    moved = any((a != b).any() for _ in range(runs - 1) for a, b in zip(first, run(), strict=True))
+    moved = any(bool((a != b).any()) for _ in range(runs - 1) for a, b in zip(first, run(), strict=True))
     wrong = [
         f"output {i}: error {error:.1e}, allowed {tolerance:.0e}"
         for i, (error, tolerance) in enumerate(zip(errors, tolerances, strict=True))
