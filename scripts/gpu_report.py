@@ -7,10 +7,10 @@
 Preflight says what this machine lacks. Then a ladder of canaries, from one product to a whole step, each in a process
 of its own: its specification is printed before it runs, one that hangs or crashes is named, its stacks are kept, and
 the rest runs. Then the sections: the correctness grid, the kernel benchmark, products of experts and of quantized
-weights, steps of fixed shapes and their kernels beside the prediction, the bundled model's tokens, the offline benchmark, the sampling
-program, transformers on the same work, and (only if named) the search for block sizes. A section that the
-time left is too short for is left out, and said to be. docs/kernels/gpu-report.md says what to run in half an hour,
-and how to bring what a machine without a package registry lacks.
+weights, steps of fixed shapes and their kernels beside the prediction, the bundled model's tokens, the offline
+benchmark, the sampling program, transformers on the same work, and (only if named) the search for block sizes. A
+section that the time left is too short for is left out, and said to be. docs/kernels/gpu-report.md says what to run in
+half an hour, and how to bring what a machine without a package registry lacks.
 
 The folder holds summary.md (each criterion passed or failed), report.json (all figures), log.txt (all output),
 kernels.png (if matplotlib is installed) and a table of block sizes (of "tune"); all are written again after each

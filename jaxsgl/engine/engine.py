@@ -31,7 +31,14 @@ from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
 from jaxsgl.engine.encoding import TowerParts
 from jaxsgl.engine.launcher import Chosen, DeviceHandle, LaunchedHandle, Launcher
 from jaxsgl.engine.layer_state import LayerStates, layer_states
-from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
+from jaxsgl.engine.memory import (
+    Memory,
+    check_weights_fit,
+    keep_small_places,
+    least_free_memory,
+    loading_weights,
+    start_jax,
+)
 from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_page_size, plan_capacity
@@ -133,6 +140,7 @@ class Engine:
             spec = self.programs.spec.state
             self._page_io = PageIo(self.compiled, spec, states, mesh, pages=moves_pages, rows=moves_rows)
             self._state = self._page_io.run_all(self._state)
+            self._walls = keep_small_places(list(mesh.devices.flat)) if platform == "gpu" else []
         taps = () if self.arch.vision is None else self.arch.vision.deepstack_layers
         self._tower_parts = TowerParts(self.programs.encode_part, taps)
         self._compiles = CompileCounter()
@@ -293,7 +301,7 @@ class Engine:
         self._compiles.close()
         if self._launcher is not None:
             self._launcher.close()
-        for array in jax.tree.leaves((self._state, self._params)):
+        for array in jax.tree.leaves((self._state, self._params, self._walls)):
             if not array.is_deleted():
                 array.delete()
         if self.adapters is not None:

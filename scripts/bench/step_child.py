@@ -85,11 +85,11 @@ def _decodes(seqs: Sequence[Seq]) -> bool:
 
 
 def _timed(engine: Engine, inputs: StepInputs, runs: int, trace: str | None) -> dict[str, float]:
-    """The fields of `Timing` in bench step: medians of `runs` runs on an idle device, traced into a folder or not.
+    """The fields of `Timing` in bench step: medians of `runs` runs, traced into a folder or not.
 
     One run before them warms up, since another process used the caches of the processor.
     """
-    walls, cpus = [], []
+    walls, cpus, submits = [], [], []
     inputs = first_run(engine, inputs)
     with contextlib.nullcontext() if trace is None else jax.profiler.trace(trace):
         for _ in range(runs):
@@ -97,7 +97,17 @@ def _timed(engine: Engine, inputs: StepInputs, runs: int, trace: str | None) -> 
             engine.submit(inputs).tokens()
             walls.append(time.perf_counter() - wall)
             cpus.append(time.process_time() - cpu)
-    return {name: 1e3 * float(np.median(of)) for name, of in (("wall_ms", walls), ("cpu_ms", cpus))}
+        begin, before = time.perf_counter(), engine.submit(inputs)
+        for _ in range(runs):
+            submit = time.perf_counter()
+            after = engine.submit(inputs)
+            submits.append(time.perf_counter() - submit)
+            before.tokens()
+            before = after
+        before.tokens()
+        queued_s = (time.perf_counter() - begin) / (runs + 1)
+    medians = {"wall_ms": np.median(walls), "cpu_ms": np.median(cpus), "submit_ms": np.median(submits)}
+    return {name: 1e3 * float(of) for name, of in (medians | {"queued_ms": queued_s}).items()}
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from jaxsgl.engine.memory import (
     JAX_SHARE,
     SHARE_VARIABLES,
     free_memory,
+    keep_small_places,
     loading_weights,
     start_jax,
 )
@@ -42,6 +43,20 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     start_jax.cache_clear()
     yield monkeypatch
     start_jax.cache_clear()
+
+
+def test_places_for_small_arrays_are_free_and_what_is_between_them_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[jax.Array] = []
+    put = jax.device_put
+
+    def remember(*arguments: Any) -> jax.Array:
+        made.append(put(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(jax, "device_put", remember)
+    walls = keep_small_places(jax.devices()[:1])
+    assert made[1::2] == walls and not any(wall.is_deleted() for wall in walls)
+    assert all(place.is_deleted() for place in made[::2]) and len(walls) == memory.SMALL_PLACES
 
 
 def test_jax_starts_with_most_of_a_gpu_and_the_variable_is_gone_afterwards(variables: pytest.MonkeyPatch) -> None:

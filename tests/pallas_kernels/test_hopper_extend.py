@@ -130,7 +130,9 @@ def test_tokens_that_are_no_multiple_of_eight_are_padded() -> None:
     spec = ArgSpec("", 3, 259, 20, 64, 8, 2, 128, dtype=BF16)
     with on_a_device("cuda", "NVIDIA H200", 132):
         call = jax.jit(lambda *a: paged_extend_attention(*a, backend="mosaic_gpu"))
-        assert "tensor<264x16x128xbf16>" in call.trace(*spec.extend_args()).lower(lowering_platforms=("cuda",)).as_text()
+        assert (
+            "tensor<264x16x128xbf16>" in call.trace(*spec.extend_args()).lower(lowering_platforms=("cuda",)).as_text()
+        )
 
 
 def test_other_gpus_are_refused() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.hopper.common import COPY_ROWS
-from pallas_kernels.hopper.extend_plan import Item
+from pallas_kernels.hopper.extend_plan import Item, Plan
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.partition import (
     SplitPlan,
@@ -84,15 +84,12 @@ def test_query_tiles_hold_each_token_once_in_its_aligned_rows(
 def test_on_hopper_queries_are_copied_from_multiples_of_a_tiles_height_and_not_past_the_end() -> None:
     """TMA reads zeros in the place of rows that reach into the next eight; interpreters read the rows."""
 
-    @dataclasses.dataclass
-    class Plan:
-        num_tokens: int = 64
-        tile_queries: int = 24
-
+    plan = Plan(EVERYTHING, 64, 1, 5, 64, 64, 3, 1, 64, 1, converts=False, interpret=False)
+    assert plan.tile_queries == 24
     for begin in range(64):
         zero = jnp.int32(0)
         item = Item(zero, zero, jnp.int32(begin), zero, zero, zero, zero, zero)
-        first = int(item.first_row(Plan()))
+        first = int(item.first_row(plan))
         assert first % COPY_ROWS == 0 and first <= begin and first + 24 <= 64
 
 

@@ -101,10 +101,11 @@ def test_rungs_that_fail_on_purpose_must_and_all_others_must_not(name: str, verd
 
 
 def test_steps_stand_beside_their_prediction() -> None:
-    rows = [{"step": step, "wall_ms": {"median": 12.0}} for step in ("256x1+1023", "7x1")]
+    times = {"wall_ms": {"median": 13.0}, "queued_ms": {"median": 12.0}, "submit_ms": {"median": 1.1}}
+    rows = [{"step": step, **times} for step in ("256x1+1023", "7x1")]
     predicted = {
         "qwen3-0.6b mosaic_gpu decode 256 greedy": {"step_us": 8000.0, "floor_us": 7500.0, "forecast_us": 10_000.0}
     }
     first, second = step_lines({"steps": {"qwen3-0.6b": rows}, "predicted": predicted})
-    assert first == "| qwen3-0.6b decode 256 | 12.00 | 10.00 | 120% | 8.00 | 7.50 |"
-    assert second == "| qwen3-0.6b 7x1 | 12.00 | - | - | - | - |"
+    assert first == "| qwen3-0.6b decode 256 | 13.00 | 12.00 | 1.10 | 10.00 | 120% | 8.00 | 7.50 |"
+    assert second == "| qwen3-0.6b 7x1 | 13.00 | 12.00 | 1.10 | - | - | - | - |"

@@ -13,7 +13,9 @@ another one measures; it compiles only what the steps need, and its pool holds t
 --variants hold for all variants. The last example compares two trees, as far as this script fits the older one.
 
 Prints milliseconds from submission to tokens on an idle device (greedy), milliseconds of CPU time of all threads, and
-how many times as long as for the first variant a step takes: medians, least and most of the rounds.
+how many times as long as for the first variant a step takes: medians, least and most of the rounds. "Queued" are
+milliseconds a step where the next one is submitted before a step's tokens are awaited, as the serving loop does it,
+and "submit" the host's part of them.
 """
 
 from __future__ import annotations
@@ -40,15 +42,27 @@ from bench.report.trace import kernels
 from bench.steps import STEPS
 from jaxsgl.errors import JaxsglError
 
-HEAD = f"{'step':<28}{'ms':>9}{'least':>9}{'most':>9}{'CPU ms':>9}{'times':>8}{'least':>7}{'most':>7}  variant"
+HEAD = (
+    f"{'step':<28}{'ms':>9}{'least':>9}{'most':>9}{'CPU ms':>9}{'queued':>9}{'submit':>9}"
+    f"{'times':>8}{'least':>7}{'most':>7}  variant"
+)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a step, from submission to tokens: wall time, and CPU time of all threads. Medians of runs."""
+    """Milliseconds of a step, medians of runs.
+
+    Attributes:
+      wall_ms: from submission to tokens on an idle device.
+      cpu_ms: of all threads meanwhile.
+      queued_ms: of a step in a row of them, each submitted before the tokens of the one before are awaited.
+      submit_ms: of the submission of such a step.
+    """
 
     wall_ms: float
     cpu_ms: float
+    queued_ms: float
+    submit_ms: float
 
 
 class Variant:
@@ -140,6 +154,8 @@ def row(step: str, variant: str, rounds: list[list[Timing]], place: int) -> dict
         "variant": variant,
         "wall_ms": spread([timing.wall_ms for timing in mine]),
         "cpu_ms": spread([timing.cpu_ms for timing in mine]),
+        "queued_ms": spread([timing.queued_ms for timing in mine]),
+        "submit_ms": spread([timing.submit_ms for timing in mine]),
         "times_of_first": spread(ratios),
         "rounds": [dataclasses.asdict(timing) for timing in mine],
     }
@@ -157,4 +173,5 @@ def line(of: dict[str, Any]) -> str:
     times = f"{of['times_of_first']['median']:8.2f}" + "".join(
         f"{of['times_of_first'][name]:7.2f}" for name in names[1:]
     )
-    return f"{of['step']:<28}{walls}{of['cpu_ms']['median']:9.1f}{times}  {of['variant'] or '(as it is)'}"
+    host = f"{of['cpu_ms']['median']:9.1f}{of['queued_ms']['median']:9.2f}{of['submit_ms']['median']:9.2f}"
+    return f"{of['step']:<28}{walls}{host}{times}  {of['variant'] or '(as it is)'}"

@@ -33,8 +33,8 @@ PREFLIGHT_S = 180.0
 MOST_RESTARTS = 3  # of a section whose items hang
 LOG_CHARS = 1_000_000  # of one process in log.txt
 _GRACE_S = 20  # seconds between the end of a section's budget and its end by force
-# Processes side by side take of the device's memory what they need.
-_SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+# Processes side by side take of the device's memory what they need, and two cores for NumPy's products.
+_SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
 # XLA's words on which ptxas it and Mosaic run.
 _LOG_COMPILERS = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "subprocess_compilation=2"}
 

@@ -224,8 +224,8 @@ def summary(machine: Mapping[str, Any], results: Mapping[str, Any], *, dry: bool
         *map(_line, [*checks, *speed, *judge_engine(results)]),
         "",
         f"## Steps beside their prediction for an {results['predicted_for'].upper()}",
-        "| step | ms | forecast | of it | all kernels at the ceilings | floor |",
-        "|---|---|---|---|---|---|",
+        "| step | ms | in a row | host's submit | forecast | of it | all kernels at the ceilings | floor |",
+        "|---|---|---|---|---|---|---|---|",
         *step_lines(results),
         *("", "## Products", "| product | us | GB/s | TFLOP/s |", "|---|---|---|---|"),
         *map(_product, results["products"]),
@@ -267,19 +267,23 @@ def _allowed(rung: str) -> tuple[str, ...]:
 
 
 def step_lines(results: Results) -> list[str]:
-    """A line for each step of fixed shape, joined with its prediction; a dash where there is none."""
+    """A line for each step of fixed shape, joined with its prediction; a dash where there is none.
+
+    A forecast is of steps in a row, whose host works while the device computes.
+    """
     lines = []
     for shape, rows in results["steps"].items():
         for row in rows:
-            ms, name = row["wall_ms"]["median"], STEPS.get(row["step"], row["step"])
+            alone, ms, submit = (row[what]["median"] for what in ("wall_ms", "queued_ms", "submit_ms"))
+            name, measured = STEPS.get(row["step"], row["step"]), f"{alone:.2f} | {ms:.2f} | {submit:.2f}"
             backends = ("mosaic_gpu", "triton")  # in the order in which "auto" takes them
             predicted = (results["predicted"].get(f"{shape} {backend} {name} greedy") for backend in backends)
             found = next(filter(None, predicted), None)
             if found is None:
-                lines.append(f"| {shape} {name} | {ms:.2f} | - | - | - | - |")
+                lines.append(f"| {shape} {name} | {measured} | - | - | - | - |")
                 continue
             forecast, model, floor = (found[f"{what}_us"] / 1e3 for what in ("forecast", "step", "floor"))
-            figures = f"{ms:.2f} | {forecast:.2f} | {ms / forecast:.0%} | {model:.2f} | {floor:.2f}"
+            figures = f"{measured} | {forecast:.2f} | {ms / forecast:.0%} | {model:.2f} | {floor:.2f}"
             lines.append(f"| {shape} {name} | {figures} |")
     return lines
 
