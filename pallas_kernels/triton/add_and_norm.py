@@ -12,6 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.triton.tiles import index_of
+
 # A program holds a row in registers, 32 numbers of it in a thread of 16 warps.
 _MAX_SIZE = 1 << 14
 
@@ -23,27 +25,36 @@ def refuse_add_and_norm(x: jax.Array, update: jax.Array) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("row", "eps", "interpret"))
 def add_and_norm(
     x: jax.Array, update: jax.Array, scales: jax.Array, row: int, eps: float, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See `backend.AddAndNorm`."""
+    return _of_any_row(x, update, scales, index_of(row), eps, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def _of_any_row(
+    x: jax.Array, update: jax.Array, scales: jax.Array, row: jax.Array, eps: float, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The same with the scales of row `[1]`."""
     width = pl.next_power_of_2(x.shape[1])
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     total, normed = pl.pallas_call(
-        functools.partial(_kernel, row=row, eps=eps, width=width),
+        functools.partial(_kernel, eps=eps, width=width),
         out_shape=(out, out),
         grid=(x.shape[0],),
         compiler_params=plgpu.CompilerParams(num_warps=min(max(width // 256, 1), 16)),  # 8 numbers a thread
         interpret=interpret,
         name="add_and_norm",
-    )(x, update, scales)
+    )(row, x, update, scales)
     return total, normed
 
 
 def _kernel(
-    x_ref: Any, update_ref: Any, scales_ref: Any, total_ref: Any, normed_ref: Any, *, row: int, eps: float, width: int
-) -> None:
+    row_ref: Any, x_ref: Any, update_ref: Any, scales_ref: Any, total_ref: Any, normed_ref: Any,
+    *, eps: float, width: int,
+) -> None:  # fmt: skip
+    row = row_ref[0]  # first: the scales wait for it while the sum is computed
     token = pl.program_id(0)
     size = x_ref.shape[1]
     column = jnp.arange(width, dtype=jnp.int32)

@@ -22,7 +22,7 @@ from pallas_kernels import tuning
 from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, PagedKv, per_head_scale
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.triton import float8
-from pallas_kernels.triton.tiles import Columns, holds_words, load_rows, store_rows
+from pallas_kernels.triton.tiles import Columns, holds_words, index_of, load_rows, store_rows
 
 # The least head size: its half is the row of an array, and Triton wants vectors of some width.
 _MIN_HEAD_DIM = 16
@@ -42,9 +42,16 @@ def refuse_rotate_and_store(qkv: FusedQkv, kv: PagedKv) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
 def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bool) -> tuple[jax.Array, PagedKv]:
     """See `backend.RotateAndStore`."""
+    return _of_any_layer(dataclasses.replace(qkv, layer=0), index_of(qkv.layer), kv, slots, interpret)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def _of_any_layer(
+    qkv: FusedQkv, layer: jax.Array, kv: PagedKv, slots: jax.Array, interpret: bool
+) -> tuple[jax.Array, PagedKv]:
+    """The same of layer `[1]`."""
     num_tokens, num_kv_heads = qkv.num_tokens, qkv.num_kv_heads
     q: Any = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * qkv.num_groups, qkv.head_dim), qkv.product.dtype)
     blocks = tuning.blocks("rotate_and_store", "triton", tuning.shape_class(q, kv, num_tokens))
@@ -59,10 +66,10 @@ def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bo
     pages = kv.k, kv.v
     if kv.dtype == FLOAT8:
         pages = float8.as_words(kv.k), float8.as_words(kv.v)
-    first_page_input = 4 + len(vectors)
+    first_page_input = 5 + len(vectors)
     q_out, *stored = pl.pallas_call(
         functools.partial(
-            _kernel, names=tuple(vectors), layer=qkv.layer, eps=qkv.eps, tile_tokens=blocks["tile_tokens"]
+            _kernel, names=tuple(vectors), eps=qkv.eps, tile_tokens=blocks["tile_tokens"]
         ),
         out_shape=(q, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in pages)),
         grid=(num_kv_heads, pl.cdiv(num_tokens, blocks["tile_tokens"])),
@@ -70,7 +77,7 @@ def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bo
         compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"]),
         interpret=interpret,
         name="rotate_and_store",
-    )(qkv.product, qkv.cos, qkv.sin, slots, *vectors.values(), *pages)
+    )(layer, qkv.product, qkv.cos, qkv.sin, slots, *vectors.values(), *pages)
     if kv.dtype == FLOAT8:
         stored = [float8.from_words(each) for each in stored]
     return q_out, dataclasses.replace(kv, k=stored[0], v=stored[1])
@@ -83,7 +90,8 @@ class _Head:
     product: Any
     vectors: dict[str, Any]
     """Refs by name: bias `[L, K, G + 2, H]`, norms `[L, H]`, scales `[K]`."""
-    layer: int
+    layer: jax.Array
+    """`[1]`."""
     eps: float
     token: jax.Array
     is_real: jax.Array
@@ -97,8 +105,7 @@ class _Head:
 
     def vector(self, name: str, index: tuple[Any, ...], columns: Columns) -> jax.Array:
         """`[1, width]` of the layer's row."""
-        row = jnp.full((1,), self.layer, jnp.int32)
-        return load_rows(self.vectors[name], (row, *index), None, columns).astype(jnp.float32)
+        return load_rows(self.vectors[name], (self.layer, *index), None, columns).astype(jnp.float32)
 
     def load(self, which: int, planes: int = 1) -> list[Pair]:
         """Row `which` of G + 2, with its bias."""
@@ -143,13 +150,14 @@ class _Head:
 
 
 def _kernel(
-    product_ref: Any, cos_ref: Any, sin_ref: Any, slots_ref: Any, *refs: Any,
-    names: tuple[str, ...], layer: int, eps: float, tile_tokens: int,
+    layer_ref: Any, product_ref: Any, cos_ref: Any, sin_ref: Any, slots_ref: Any, *refs: Any,
+    names: tuple[str, ...], eps: float, tile_tokens: int,
 ) -> None:  # fmt: skip
     _k_in, _v_in, q_out, k_out, v_out = refs[len(names) :]
     num_tokens, _, num_rows, _ = product_ref.shape
     num_groups, page_size = num_rows - 2, k_out.shape[2]
     token = pl.program_id(1) * tile_tokens + jnp.arange(tile_tokens, dtype=jnp.int32)
+    layer = jnp.full((1,), layer_ref[0], jnp.int32)
     head = _Head(
         product_ref, dict(zip(names, refs, strict=False)), layer, eps, token, token < num_tokens, pl.program_id(0)
     )

@@ -21,6 +21,11 @@ from pallas_kernels.triton.float8 import unpack
 Columns: TypeAlias = tuple[Any, int] | tuple[Any, int, int]
 
 
+def index_of(layer: int) -> jax.Array:
+    """A layer's number as an array `[1]`: kernels of all layers are then one, lowered and compiled once."""
+    return jnp.full((1,), layer, jnp.int32)
+
+
 def holds_words(pages_ref: Any) -> bool:
     """Whether these are pages of a float8 cache."""
     return bool(pages_ref.dtype == jnp.uint32)
