@@ -30,6 +30,7 @@ from bench.roofline import best, ceilings
 
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.flags import add_flags, flag, from_flags
+from jaxsgl.engine.memory import start_jax
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.requests.request import check_request
 from jaxsgl.wiring import build, build_scheduler
@@ -82,6 +83,7 @@ def run(config: OfflineConfig, folder: Path) -> dict[str, Any]:
     if config.shape:
         model = str(write_config(config.shape, folder))
         config = replace(config, engine=replace(config.engine, model=model, load_format="dummy"))
+    start_jax()  # with the share of memory that a server's engine takes
     device = target_device()
     before = ceilings(device.platform)  # before the engine takes the memory
     engine, scheduler = build(config.engine, limited=False)

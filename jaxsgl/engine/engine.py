@@ -57,6 +57,8 @@ from pallas_kernels.gpu_compiler import choose_mosaic_ptxas, log_compilers, vers
 
 logger = logging.getLogger(__name__)
 
+STEP_SHARE = 0.015  # of the memory, for a step before its programs are compiled
+
 
 class Engine:
     """Runs steps on a model, in the order of `submit`. Implements `StepEngine` and `PageEngine`.
@@ -323,7 +325,9 @@ def _compile(
     Where steps and pool don't fit together, the pool gives way. Programs are compiled for one number of pages, so the
     largest are then compiled again. `beside_bytes` of memory must be left besides. `adapters` is their pool's size.
     """
-    capacity = plan_capacity(config, arch, states, memory, adapters=adapters)
+    # Programs are compiled for one number of pages: a little too few cost less than compiling twice.
+    guess = 0 if config.max_total_tokens else round(STEP_SHARE * memory.all_bytes)
+    capacity = plan_capacity(config, arch, states, memory, guess, adapters)
     while True:
         buckets, spec = buckets_of(config, capacity), spec_of(capacity)
         _check_backend(spec, buckets)

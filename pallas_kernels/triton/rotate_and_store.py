@@ -68,9 +68,7 @@ def _of_any_layer(
         pages = float8.as_words(kv.k), float8.as_words(kv.v)
     first_page_input = 5 + len(vectors)
     q_out, *stored = pl.pallas_call(
-        functools.partial(
-            _kernel, names=tuple(vectors), eps=qkv.eps, tile_tokens=blocks["tile_tokens"]
-        ),
+        functools.partial(_kernel, names=tuple(vectors), eps=qkv.eps, tile_tokens=blocks["tile_tokens"]),
         out_shape=(q, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in pages)),
         grid=(num_kv_heads, pl.cdiv(num_tokens, blocks["tile_tokens"])),
         input_output_aliases={first_page_input: 1, first_page_input + 1: 2},
