@@ -1,8 +1,7 @@
 """How attention is cut for a chip: an extend into query tiles, a decode into items of KV tiles that are merged again.
 
-Owns the table of query tiles, the list of a decode's items and the chains that programs take them in, and the merge of
-their partial outputs. Never knows how a tile or an item is computed or how a page is read. Called by the Pallas
-backends.
+Owns the table of query tiles, the list of a decode's items and the chains that programs take them in. Never knows how a
+tile or an item is computed, how items are merged, or how a page is read. Called by the Pallas backends.
 
 Items follow Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023). A program per (sequence, kv head) leaves most of a chip
 idle while the batch is small, and waits for its longest sequence while it isn't, so long sequences are cut into splits:
@@ -15,7 +14,6 @@ up its share of the work that is left. So few programs begin while much is left,
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -37,8 +35,6 @@ SEQUENCE, BEGIN, END, POSITION, SPLIT = range(5)
 _MAX_SPLITS = 8
 # ... and by this many times as many programs as run at once, beyond which merging costs more than it saves.
 _MAX_WAVES = 8
-# Splits of a sequence up to which their merge is written out: two kernels of an H200 at 66, hundreds at 264.
-_WRITTEN_OUT = 72
 
 # A chain in fixed point: an item takes a part of it.
 _CHAIN = 1 << 16
@@ -203,44 +199,3 @@ def _sums_before(values: jax.Array) -> jax.Array:
     """For each value of `[I]` the sum of those before it; by comparisons, which a GPU runs as one kernel."""
     place = jnp.arange(values.shape[0])
     return jnp.sum(jnp.where(place < place[:, None], values, 0), axis=1)
-
-
-def merge_splits(partials: jax.Array, lse: jax.Array, count: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """The attention over all items of each sequence, float32 `[S, N, H]`.
-
-    Args:
-        partials: float32 `[max_splits, S, N, H]`, each item's own softmax-weighted sum of V. Not used from a sequence's
-            count on, so that a kernel may leave it unwritten there.
-        lse: float32 `[max_splits, S, N]`, the base-2 logarithm of each item's sum of 2 ** score, where the scores are
-            those of the softmax times log2(e); not used there either.
-        count: `[S]` items of each sequence; one without any (a padding row) yields zeros.
-        sinks: `[N]`, or None.
-    """
-    if partials.shape[0] > _WRITTEN_OUT:
-        return _merge_many(partials, lse, count, sinks)
-    # Written out over the splits, not as reductions: XLA then makes one elementwise kernel of it, or two.
-    is_there = [(split < count)[:, None] for split in range(partials.shape[0])]
-    lses = [jnp.where(there, lse[split], EMPTY_LSE) for split, there in enumerate(is_there)]
-    top = functools.reduce(jnp.maximum, lses)
-    total, merged = jnp.zeros_like(top), jnp.zeros_like(partials[0])
-    for split, there in enumerate(is_there):
-        weight = jnp.where(there, jnp.exp2(lses[split] - top), 0.0)
-        total += weight
-        merged += weight[..., None] * jnp.where(there[..., None], partials[split], 0.0)
-    if sinks is not None:
-        total += jnp.exp2(sinks * LOG2_E - top)
-    # Where anything is seen the total is at least 1, the weight of the top split.
-    return merged / jnp.maximum(total, 1.0)[..., None]
-
-
-def _merge_many(partials: jax.Array, lse: jax.Array, count: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """`merge_splits` as reductions, three kernels or so: written out, 264 splits were 200 kernels for an H200."""
-    is_there = (jnp.arange(partials.shape[0])[:, None] < count)[..., None]
-    lses = jnp.where(is_there, lse, EMPTY_LSE)
-    top = jnp.max(lses, axis=0)
-    weights = jnp.where(is_there, jnp.exp2(lses - top), 0.0)
-    merged = jnp.sum(weights[..., None] * jnp.where(is_there[..., None], partials, 0.0), axis=0)
-    total = jnp.sum(weights, axis=0)
-    if sinks is not None:
-        total += jnp.exp2(sinks * LOG2_E - top)
-    return merged / jnp.maximum(total, 1.0)[..., None]

@@ -26,10 +26,10 @@ from pallas_kernels.partition import (
     SEQUENCE,
     SPLIT,
     chain_items,
-    merge_splits,
     plan_splits,
     split_sequences,
 )
+from pallas_kernels.triton.merge import merge_splits
 
 
 def refuse_decode(q: jax.Array, kv: PagedKv) -> str | None:
@@ -83,12 +83,9 @@ def decode_attention(
     )(grouped, kv.k, kv.v, kv.page_table, splits.items, *chains)
     if not is_merged:
         return out[:, :, :num_groups].reshape(q.shape)
-    rounded, rest = out[0][..., :num_groups, :].astype(jnp.float32)
-    parts = (rounded + rest).reshape(plan.max_splits, *q.shape)
-    lse = out[1][..., :num_groups].reshape(parts.shape[:3])
     # The kernel writes no part of a padding row, which counts as one where no sequence is split.
     counts = splits.counts if plan.max_splits > 1 else lax.min(kv.lengths, 1)
-    return merge_splits(parts, lse, counts, sinks).astype(q.dtype)
+    return merge_splits(*out, counts, sinks, num_groups, q.dtype, interpret)
 
 
 def _scratch(dtype: Any, kv: PagedKv, blocks: dict[str, int]) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from pallas_kernels.partition import (
     POSITION,
     SEQUENCE,
     SPLIT,
-    merge_splits,
     plan_splits,
     split_sequences,
 )
 from pallas_kernels.triton import float8
 from pallas_kernels.triton.common import MIN_DOT, attend_rows, load_queries, store_output
+from pallas_kernels.triton.merge import merge_splits
 from pallas_kernels.triton.tiles import SequenceKv
 
 
@@ -60,7 +60,11 @@ def decode_attention(
         name="paged_decode_attention",
     )(q, k_pages, v_pages, kv.page_table, splits.items, *([] if sinks is None or is_split else [sinks]))
     if lse:
-        out = merge_splits(out, lse[0], splits.counts, sinks).astype(q.dtype)
+        num_groups = q.shape[1] // num_kv_heads
+        parts = out.reshape(1, plan.max_splits, q.shape[0], num_kv_heads, num_groups, q.shape[2])
+        out = merge_splits(
+            parts, lse[0].reshape(parts.shape[1:5]), splits.counts, sinks, num_groups, q.dtype, interpret
+        )
     return float8.planes_last(out) if is_float8 else out
 
 

@@ -17,7 +17,6 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.partition import (
     SplitPlan,
     chain_items,
-    merge_splits,
     most_splits,
     plan_splits,
     query_tiles,
@@ -189,31 +188,3 @@ def test_chains_of_a_large_batch_are_few_and_the_last_ones_short() -> None:
 @pytest.mark.parametrize(("num_seqs", "is_chained"), [(1, False), (8, False), (32, False), (128, True)])
 def test_batches_of_few_items_have_no_chains(num_seqs: int, is_chained: bool) -> None:
     assert plan_for(num_seqs).is_chained is is_chained
-
-
-def test_the_merge_of_very_many_splits_stays_small() -> None:
-    """One row on a device with a single kv head: written out, it was 200 kernels of an H200."""
-    shapes = (264, 1, 8, 128), (264, 1, 8), (1,)
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    assert len(jax.make_jaxpr(functools.partial(merge_splits, sinks=None))(*arrays).eqns) < 40
-
-
-@pytest.mark.parametrize("most", [1, 2, 7, 150])
-def test_merged_splits_equal_one_softmax_and_absent_ones_count_nothing(most: int) -> None:
-    rng = np.random.default_rng(most)
-    count = np.array([0, *rng.integers(1, most + 1, 2)])  # a padding row, and two that have something
-    scores = rng.normal(size=(most, 3, 4, 8)) * 20
-    values = rng.normal(size=(most, 3, 4, 8, 16))
-    is_there = np.arange(most)[:, None] < count
-
-    weights = np.exp2(scores)
-    lse = np.log2(weights.sum(-1))
-    partials = np.einsum("xsnl,xsnlh->xsnh", weights / weights.sum(-1, keepdims=True), values)
-    partials[~is_there] = lse[~is_there] = np.nan  # never written
-    arrays = (jnp.asarray(partials, jnp.float32), jnp.asarray(lse, jnp.float32), jnp.asarray(count))
-    merged = np.asarray(merge_splits(*arrays, sinks=None))
-
-    weights *= is_there[..., None, None]
-    expected = np.einsum("xsnl,xsnlh->snh", weights, values)[1:] / weights.sum((0, 3))[1:, :, None]
-    np.testing.assert_allclose(merged[1:], expected, rtol=1e-4, atol=1e-5)
-    assert (merged[0] == 0).all()
