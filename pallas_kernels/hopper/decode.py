@@ -85,7 +85,8 @@ def decode_attention(
         return out[:, :, :num_groups].reshape(q.shape)
     # The kernel writes no part of a padding row, which counts as one where no sequence is split.
     counts = splits.counts if plan.max_splits > 1 else lax.min(kv.lengths, 1)
-    return merge_splits(*out, counts, sinks, num_groups, q.dtype, interpret)
+    parts, lse = out
+    return merge_splits(parts, lse, counts, sinks, num_groups, q.dtype, interpret)
 
 
 def _scratch(dtype: Any, kv: PagedKv, blocks: dict[str, int]) -> dict[str, Any]:
