@@ -221,14 +221,18 @@ class TieredHistory(SideHistory):
         return (*super().events, *[self.serve] * 10, self.hold_gathers, self.arrive_late, self.operate, self.operate)
 
     def serve(self) -> None:
-        """A request comes, and all goes well until nothing is left to do."""
+        """A request comes, and all goes well until nothing is left to do, or nothing moves unless time passes."""
         self.arrive(("both",))
-        for _ in range(60):
+        still, before = 0, None
+        while still < 4:
             self.network.deliver_all()
             for worker in self.workers:
                 worker.turn()
             if not any(worker.is_busy for worker in self.workers):
                 return
+            now = [(len(each.scheduler.launched), len(each.replies), len(each.in_flight)) for each in self.workers]
+            still = still + 1 if now == before and not any(self.network.on_way.values()) else 0
+            before = now
 
     def arrive_late(self) -> None:
         """A request whose load, if it has one, comes to its deadline."""
