@@ -87,9 +87,10 @@ def _plan(op: str, q: jax.Array, kv: PagedKv) -> Plan:
     token_bytes = num_kv_heads * kv.head_dim * kv.dtype.itemsize
     tile_tokens = max(LANES, _power_of_two_within(sizes["tile_kib"] * 1024 // token_bytes))
     num_groups = q.shape[1] // num_kv_heads
+    longest = 1 << (kv.page_table.shape[1] - 1).bit_length()  # pages: no tile needs to hold more
     return Plan(
         tile_queries=_power_of_two_within(min(q.shape[0], max(1, sizes.get("tile_rows", 0) // num_groups))),
-        tile_pages=max(1, _power_of_two_within(tile_tokens // kv.page_size)),
+        tile_pages=min(longest, _power_of_two_within(tile_tokens // kv.page_size)),
         num_buffers=sizes["num_buffers"],
     )
 

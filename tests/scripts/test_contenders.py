@@ -14,10 +14,12 @@ from bench.kernels.measure import MAX_ERROR, check_error, contenders_for, measur
 from bench.kernels.reference import attention_error, store_error
 from bench.kernels.runners import JaxRunner, Prepared
 from bench.roofline import Roofline
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_op
 
 pytestmark = pytest.mark.device
 
 SMALL = {"num_kv_heads": 2, "num_groups": 2, "head_dim": 16, "page_size": 4, "dtype": "float32"}
+WIDE = {**SMALL, "head_dim": 128, "page_size": 8}  # a TPU's lanes
 ROOFLINE = Roofline(1e9, 1e9)
 DECODE = decode("decode", [33, 20, 7], **SMALL)
 EXTEND = extend("chunks", [20, 0, 0], [3, 0, 5], padding_tokens=4, **SMALL)
@@ -73,6 +75,23 @@ def test_jax_paged_attention_is_called_correctly() -> None:
     inputs = make_inputs(case)
     prepared = contenders.jax_paged_attention(inputs, k_splits=2, tile_tokens=16, interpret=True)
     assert check_error(inputs, JaxRunner(prepared)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        decode("decode", [33, 64, 7], **WIDE),
+        extend("chunks", [20, 0, 7], [3, 40, 1], sliding_window=16, logit_soft_cap=2.0, **WIDE),
+    ],
+    ids=lambda case: case.name,
+)
+def test_jax_ragged_paged_attention_is_called_correctly(case, monkeypatch) -> None:
+    """By the reference that comes with it: no interpreter runs the kernel."""
+    monkeypatch.setattr(jax_op, "ragged_paged_attention", jax_op.ref_ragged_paged_attention)
+    inputs = make_inputs(case)
+    prepared = contenders.ragged_paged_attention(inputs)
+    _, out = prepared.call(None, *prepared.own[0], *prepared.shared)
+    assert attention_error(inputs, inputs.layers[0], out) < 1e-5
 
 
 def test_the_error_is_relative_to_the_right_output() -> None:

@@ -123,6 +123,34 @@ def jax_paged_attention(inputs: Inputs, k_splits: int, tile_tokens: int, *, inte
     return Prepared(attend, [None] * len(own), own, (jnp.asarray(table), jnp.asarray(inputs.lengths)))
 
 
+def ragged_paged_attention(inputs: Inputs) -> Prepared:
+    """JAX's own Pallas op for decode and extend on TPU, with sizes of its own table for the chip.
+
+    Its cache is `[num_pages, page_size, K and V in turns, H]`.
+    """
+    case = inputs.case
+    if case.float8_cache or case.has_sinks or case.padding_tokens or 0 in case.new:
+        raise Unsupported("no float8 cache, sinks or padding")
+    from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_op
+
+    options = {
+        "sm_scale": case.head_dim**-0.5 if case.sm_scale is None else case.sm_scale,
+        "sliding_window": case.sliding_window,
+        "soft_cap": case.logit_soft_cap,
+    }
+
+    def attend(_: None, q: jax.Array, pages: jax.Array, *rest: jax.Array) -> tuple[None, jax.Array]:
+        return None, jax_op.ragged_paged_attention(q, pages, *rest, **options)
+
+    def in_turns(layer: Layer) -> jax.Array:
+        k, v = (jnp.swapaxes(a, 1, 2) for a in layer.cache_numbers())
+        return jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[3])
+
+    own = [(layer.q, in_turns(layer)) for layer in inputs.layers]
+    arrays = inputs.lengths, inputs.page_table, inputs.query_offsets, np.array([len(case.new)], np.int32)
+    return Prepared(attend, [None] * len(own), own, tuple(map(jnp.asarray, arrays)))
+
+
 def cudnn(inputs: Inputs) -> Prepared:
     """cuDNN through `jax.nn.dot_product_attention` on dense K and V, for equal numbers of new tokens only."""
     _only_plain_attention(inputs)
@@ -239,8 +267,14 @@ _ON_GPU: dict[str, dict[str, Prepare]] = {
     DECODE: {**_PAGED_ATTENTION, "cuDNN (unpaged)": cudnn, "cuDNN paged (private in JAX)": cudnn_paged},
     EXTEND: {"cuDNN (unpaged)": cudnn},
 }
+_RAGGED: dict[str, Prepare] = {"JAX ragged_paged_attention": ragged_paged_attention}
+_ON: dict[str, dict[str, dict[str, Prepare]]] = {
+    "cpu": {},
+    "gpu": _ON_GPU,
+    "tpu": {DECODE: _RAGGED, EXTEND: _RAGGED},
+}
 
 
 def baselines_for(op: str, platform: str) -> dict[str, Prepare]:
     """The baselines of this module that do the work of the op and can run on "cpu", "gpu" or "tpu"."""
-    return {**_ANYWHERE[op], **(_ON_GPU[op] if platform == "gpu" else {})}
+    return _ANYWHERE[op] | _ON[platform].get(op, {})
