@@ -170,7 +170,8 @@ def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike, *, in_
     With `in_parts` it may be parts, `[P, T, ...]` float32, as `precision.product_in_parts` returns them.
 
     On a CPU, int8 without zeros and bfloat16 have kernels. Otherwise this multiplies in the format of x, with sums in
-    float32. One scale per output is multiplied into the sums, and XLA converts the numbers as it multiplies.
+    float32. One scale per output is multiplied into the sums, and XLA converts the numbers as it multiplies; those of
+    groups are `pallas_kernels.quantized_product`'s.
     """
     rows = x_TD.astype(jnp.float32) if target_device().platform == "cpu" else x_TD  # XLA has no 16 bit dot for all CPUs
     if weights.order is not None:
@@ -188,27 +189,14 @@ def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike, *, in_
 
 
 def _grouped_product(rows_TD: jax.Array, weights: Matrix, dtype: DTypeLike, in_parts: bool) -> jax.Array:
-    """`[T, N]` in float32 or `dtype`, or parts of it `[P, T, N]`, where groups of inputs have scales.
+    """`[T, N]` in `dtype`, or parts of it `[P, T, N]` float32, where groups of inputs have scales or zeros."""
 
-    XLA writes the scaled weights to memory before it multiplies, at two to five times the traffic of the product. Up to
-    a quarter of a group's size of rows, sums of the groups, which are scaled afterwards, are less than that. GPUs have
-    a kernel for more.
-    """
-    num_in = weights.shape[-1]
-    flat = (weights.numbers, weights.scale, weights.zero)
-    numbers, scale, zero = (None if part is None else part.reshape(-1, part.shape[-1]) for part in flat)
-    # Otherwise XLA may scale the weights of all layers before the first one is multiplied, and keep them.
-    rows_TD, numbers, scale, zero = jax.lax.optimization_barrier((rows_TD, numbers, scale, zero))
-    num_groups = scale.shape[-1]
-    if target_device().platform != "cpu" and 4 * len(rows_TD) <= weights.group and num_in % weights.group == 0:
-        x_TGI, w_NGI = (of.reshape(len(of), num_groups, -1) for of in (rows_TD, numbers.astype(rows_TD.dtype)))
-        sums_GTN = jnp.einsum("tgi,ngi->gtn", x_TGI, w_NGI, preferred_element_type=jnp.float32)
-        if zero is not None:
-            sums_TG = jnp.sum(x_TGI, axis=-1, dtype=jnp.float32)
-            sums_GTN = sums_GTN - sums_TG.T[:, :, None] * zero.T[:, None, :]
-        return jnp.einsum("gtn,ng->tn", sums_GTN, scale, precision="highest")
+    def flat(part: jax.Array) -> jax.Array:
+        return part.reshape(-1, part.shape[-1])
+
+    zero = None if weights.zero is None else flat(weights.zero)
+    matrix = ScaledMatrix(flat(weights.numbers), flat(weights.scale), zero, weights.group)
     backend = "auto" if len(rows_TD) <= MOST_ROWS_OF_KERNEL else "xla"
-    matrix = ScaledMatrix(numbers, scale, zero, weights.group)
     return product_of_groups(rows_TD, matrix, dtype, in_parts=in_parts, backend=backend)
 
 
