@@ -29,6 +29,7 @@ class Chip:
       backends: of attention, whose steps it runs; on a TPU none was kept, and any stands for its own.
       source: of its ceilings.
       attention_share: of bytes and FLOPs per second in the forecast; None: as the model of a GPU.
+      converts_float8: whether it runs the H200's programs with weights of float8; others widen these in memory.
     """
 
     name: str
@@ -37,11 +38,12 @@ class Chip:
     backends: tuple[str, ...]
     source: str
     attention_share: tuple[float, float] | None = None
+    converts_float8: bool = False
 
 
 def _gpu(name: str, bytes_per_s: float, flops_per_s: float, cores: int, gb: float, source: str, *backends: str) -> Chip:
     assumed = dataclasses.replace(ASSUMED, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, num_slots=2 * cores)
-    return Chip(name, assumed, gb * 1e9, backends, source)
+    return Chip(name, assumed, gb * 1e9, backends, source, converts_float8="mosaic_gpu" in backends)
 
 
 def _tpu(name: str, bytes_per_s: float, flops_per_s: float, gb: float, source: str) -> Chip:
@@ -82,7 +84,9 @@ def steps_on(chip: Chip, results: list[dict[str, Any]], context: int) -> Iterato
     facts = {step: each["facts"] for each in results if _has_layers(each) for step in each["steps"]}
     for each in predict(results, context, chip.assumed):
         model, backend, kind, size, sampling = each.step.split(" ")
-        if backend not in chip.backends or not _fits(chip, kind, int(size), context, facts[each.step]):
+        if backend not in chip.backends or ("-fp8" in model and not chip.converts_float8):
+            continue
+        if not _fits(chip, kind, int(size), context, facts[each.step]):
             continue
         told: dict[str, Any] = {"chip": chip.name, "step": each.step, "floor_us": each.floor_us}
         if chip.attention_share is None:
