@@ -174,7 +174,8 @@ def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
         assert line["step"] in done.stdout
         assert line["forecast_us"] > line["step_us"] > line["floor_us"]
         if "decode 256" in line["step"] or "extend" in line["step"]:  # small batches add up parts, of products too
-            assert line["small_per_layer"] <= (20 if "30b-a3b" in line["step"] else 5)
+            widens = "-fp8" in line["step"] and "extend" in line["step"]  # each of the four matrices of a layer
+            assert line["small_per_layer"] <= (20 if "30b-a3b" in line["step"] else 9 if widens else 5)
     assert {line["chip"] for line in told["steps"]} == set(CHIPS)
     assert all(line["forecast_us"] > line["floor_us"] for line in told["steps"])
 
