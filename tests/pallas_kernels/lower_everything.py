@@ -42,7 +42,12 @@ def lower(op, args, options, backend: str, platform: str) -> dict[str, str]:
         if "is impossible here" in str(error) or "is not implemented" in str(error):
             return {"refused": str(error)}
         raise
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    try:
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    except NotImplementedError as error:  # JAX 0.10.0 takes every GPU that isn't there for an A100
+        if jax.__version_info__ > (0, 10, 1) or "cannot cast from `float8_e4m3fn`" not in str(error):
+            raise
+        return {"refused": str(error)}
     return {"custom_call": next((name for name in CUSTOM_CALLS if name in text), "none")}
 
 
