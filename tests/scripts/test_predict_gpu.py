@@ -174,7 +174,7 @@ def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
         assert line["step"] in done.stdout
         assert line["forecast_us"] > line["step_us"] > line["floor_us"]
         if "decode 256" in line["step"] or "extend" in line["step"]:  # small batches add up parts, of products too
-            widens = "-fp8" in line["step"] and "extend" in line["step"]  # each of the four matrices of a layer
+            widens = "extend" in line["step"] and any(name in line["step"] for name in ("-fp8", "-awq"))  # 4 a layer
             assert line["small_per_layer"] <= (20 if "30b-a3b" in line["step"] else 9 if widens else 5)
     assert {line["chip"] for line in told["steps"]} == set(CHIPS)
     assert all(line["forecast_us"] > line["floor_us"] for line in told["steps"])
@@ -187,8 +187,9 @@ def test_chips_have_their_own_backends_and_only_steps_that_fit_their_memory() ->
     assert all({step.split()[1] for step in steps[name]} == {"mosaic_tpu"} for name in ("v5e", "v6e", "v7x"))
     assert {step.split()[0] for step in steps["v5e"]} == {"qwen3-0.6b"}
     assert "qwen3-8b mosaic_tpu decode 256 greedy" in steps["v7x"] - steps["v6e"]
-    of_float8 = {name for name, each in steps.items() if any(step.startswith("qwen3-8b-fp8 ") for step in each)}
-    assert of_float8 == {"h200", "h100"}  # the others have no kernel for it, and would launch other programs
+    # Where there is no kernel for a format, other programs would be launched.
+    for model, chips in (("qwen3-8b-fp8", {"h200", "h100"}), ("qwen3-8b-awq", {"h200", "h100", "a100"})):
+        assert {name for name, each in steps.items() if any(step.startswith(f"{model} ") for step in each)} == chips
 
 
 def test_the_forecast_stands_near_the_best_measured_engine() -> None:
@@ -202,21 +203,22 @@ def test_the_forecast_stands_near_the_best_measured_engine() -> None:
     assert found["floor_us"] / 29_700 < 0.7
 
 
-def test_weights_in_blocks_of_float8_are_predicted_next_to_bfloat16() -> None:
+def test_weights_with_scales_of_groups_are_predicted_next_to_bfloat16() -> None:
     """Few rows read half of the bytes. At 256 products in bfloat16 are the limit, with conversions next to them."""
     results = json.loads(KEPT.read_text())["results"]
     found = {each.step: each for each in predict(results, 1024)}
 
-    def ratio(rows: int, name: str) -> float:
-        in_blocks, plain = (
-            getattr(found[f"{model} mosaic_gpu decode {rows} greedy"], name) for model in ("qwen3-8b-fp8", "qwen3-8b")
+    def ratio(weights: str, rows: int, name: str) -> float:
+        in_groups, plain = (
+            getattr(found[f"qwen3-8b{suffix} mosaic_gpu decode {rows} greedy"], name) for suffix in (weights, "")
         )
-        return float(in_blocks / plain)
+        return float(in_groups / plain)
 
-    assert ratio(1, "forecast_us") < 0.7 and ratio(32, "forecast_us") < 0.75
-    assert ratio(256, "step_us") < 1 < ratio(256, "forecast_us") < 1.15
+    for weights, most in (("-fp8", 0.75), ("-awq", 0.62)):
+        assert ratio(weights, 1, "forecast_us") < most and ratio(weights, 32, "forecast_us") < most
+        assert ratio(weights, 256, "step_us") < 1 < ratio(weights, 256, "forecast_us") < 1.15
     for result in results:
-        if result["program"].startswith("qwen3-8b-fp8 decode"):
+        if result["program"].startswith(("qwen3-8b-fp8 decode", "qwen3-8b-awq decode")):
             report = result["launches"]
             assert report["layer_kinds"]["quantized"] == 4 and report["command_buffers"] == 1
             matrix = 24_576 * 4096

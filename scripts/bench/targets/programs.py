@@ -181,7 +181,7 @@ def weights_on_one_device(tree: Any) -> int:
 def bytes_on_one_device(tree: Any) -> int:
     """Bytes of a tree of placed shapes on each device."""
     parts = map(on_one_device, jax.tree.leaves(tree))
-    return sum(int(part.size) * jnp.dtype(part.dtype).itemsize for part in parts)
+    return sum(int(part.size) * jax.dtypes.itemsize_bits(part.dtype) // 8 for part in parts)
 
 
 def _shape(array: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
