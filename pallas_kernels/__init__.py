@@ -13,6 +13,7 @@ from pallas_kernels.api import (
     grouped_product,
     paged_decode_attention,
     paged_extend_attention,
+    quantized_product,
     rotate_and_store,
     store_kv,
 )
@@ -21,6 +22,7 @@ from pallas_kernels.experts import Groups, add_choices, group_by_expert
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
+from pallas_kernels.scaled import ScaledMatrix
 
 __all__ = [
     "BACKENDS",
@@ -29,12 +31,14 @@ __all__ = [
     "FusedQkv",
     "Groups",
     "PagedKv",
+    "ScaledMatrix",
     "add_and_norm",
     "add_choices",
     "group_by_expert",
     "grouped_product",
     "paged_decode_attention",
     "paged_extend_attention",
+    "quantized_product",
     "rotate_and_store",
     "store_kv",
 ]

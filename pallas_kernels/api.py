@@ -1,4 +1,4 @@
-"""The public functions: attention on a paged cache, the stores into it, `add_and_norm` and `grouped_product`.
+"""The public functions: attention on a paged cache, the stores into it, `add_and_norm`, and products of rows.
 
 Owns the checks of their arguments and the cache's scales. Never knows how a backend computes: it asks `dispatch` for
 one and calls it.
@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import BACKEND_OF_NAME, choose_backend
 from pallas_kernels.experts import Groups
@@ -16,6 +17,7 @@ from pallas_kernels.norm import add_then_norm
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format
 from pallas_kernels.qkv import FusedQkv, check_qkv
+from pallas_kernels.scaled import ScaledMatrix
 
 _DEFAULTS = AttentionOptions()
 
@@ -239,6 +241,45 @@ def grouped_product(
     }
     chosen = choose_backend("grouped_product", backend, refusals, interpret=interpret)
     return ops[chosen.name](x, groups, weights, of_tokens, interpret)
+
+
+def quantized_product(
+    x: jax.Array,
+    weights: ScaledMatrix,
+    dtype: DTypeLike | None = None,
+    *,
+    in_parts: bool = False,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """Rows times a matrix whose inputs share scales in groups; returns `[T, O]` in `dtype` (default: x's).
+
+    Numbers are converted to x's format and added up in float32. "xla" rounds the scaled weights to x's format, others
+    scale the sums of groups.
+
+    Args:
+        x: `[T, I]`.
+        weights: of O outputs and I inputs.
+        dtype: of the result.
+        in_parts: the caller adds up parts itself: where that is faster, the result is `[P, T, O]` float32, parts whose
+            sum is the product.
+        backend: a backend that has the op, or "auto".
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    groups = -(-weights.num_inputs // weights.group)
+    of_groups = [each.shape for each in (weights.scale, weights.zero) if each is not None]
+    if x.shape[1:] != (weights.num_inputs,) or any(shape != (weights.num_outputs, groups) for shape in of_groups):
+        raise ValueError(
+            f"x is {x.shape}, numbers are {weights.numbers.shape}, scales and zeros {of_groups}; they must be [T, I], "
+            f"[O, I] and [O, G], with G = {groups} groups of {weights.group}"
+        )
+    ops = {name: each.quantized_product for name, each in BACKEND_OF_NAME.items() if each.quantized_product is not None}
+    refusals = {name: functools.partial(BACKEND_OF_NAME[name].refuse_quantized_product, x, weights) for name in ops}
+    chosen = choose_backend("quantized_product", backend, refusals, interpret=interpret)
+    return ops[chosen.name](x, weights, jnp.dtype(x.dtype if dtype is None else dtype), in_parts, interpret)
 
 
 def _check_attention(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None:

@@ -9,11 +9,13 @@ import dataclasses
 from typing import Protocol
 
 import jax
+from jax.typing import DTypeLike
 
 from pallas_kernels.experts import Groups
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
+from pallas_kernels.scaled import ScaledMatrix
 
 
 class Store(Protocol):
@@ -76,6 +78,16 @@ class GroupedProduct(Protocol):
         ...
 
 
+class QuantizedProduct(Protocol):
+    """`quantized_product` on one backend."""
+
+    def __call__(
+        self, x: jax.Array, weights: ScaledMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
+    ) -> jax.Array:
+        """x `[T, I]` times the weights: `[T, O]` in `dtype`; with `in_parts` it may be `[P, T, O]` float32, parts."""
+        ...
+
+
 class RefuseStore(Protocol):
     """Says why a backend can't store."""
 
@@ -104,6 +116,14 @@ class RefuseGroupedProduct(Protocol):
     """Says why a backend can't multiply groups of rows."""
 
     def __call__(self, x: jax.Array, groups: Groups, weights: jax.Array, /) -> str | None:
+        """The reason in words, or None when it can."""
+        ...
+
+
+class RefuseQuantizedProduct(Protocol):
+    """Says why a backend can't multiply quantized weights."""
+
+    def __call__(self, x: jax.Array, weights: ScaledMatrix, /) -> str | None:
         """The reason in words, or None when it can."""
         ...
 
@@ -137,12 +157,15 @@ class Backend:
     """None where XLA does it."""
     grouped_product: GroupedProduct | None = None
     """None where XLA multiplies tile by tile."""
+    quantized_product: QuantizedProduct | None = None
+    """None where XLA widens the weights."""
     refuse_decode: RefuseAttention = refuse_nothing
     refuse_extend: RefuseAttention = refuse_nothing
     refuse_store: RefuseStore = refuse_nothing
     refuse_rotate_and_store: RefuseRotateAndStore = refuse_nothing
     refuse_add_and_norm: RefuseAddAndNorm = refuse_nothing
     refuse_grouped_product: RefuseGroupedProduct = refuse_nothing
+    refuse_quantized_product: RefuseQuantizedProduct = refuse_nothing
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

@@ -8,12 +8,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.experts import Groups, product_dtype, result_dtype
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers
 from pallas_kernels.qkv import FusedQkv
+from pallas_kernels.scaled import ScaledMatrix, widened
 
 
 def store_kv(kv: PagedKv, k: jax.Array, v: jax.Array, slots: jax.Array, interpret: bool) -> PagedKv:
@@ -117,6 +119,14 @@ def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens:
     return jnp.sum(jnp.where(is_mine[:, :, None], products, 0), axis=0).astype(result_dtype(x, weights))
 
 
+def quantized_product(
+    x: jax.Array, weights: ScaledMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
+) -> jax.Array:
+    """All in float32; rounded once, to `dtype`."""
+    values = widened(weights.numbers, weights.scale, weights.zero, weights.group, jnp.float32)
+    return jnp.einsum("td,nd->tn", x.astype(jnp.float32), values, precision="highest").astype(dtype)
+
+
 BACKEND = Backend(
     "reference",
     decode_attention,
@@ -124,5 +134,6 @@ BACKEND = Backend(
     store_kv,
     rotate_and_store,
     grouped_product=grouped_product,
+    quantized_product=quantized_product,
     refuse_rotate_and_store=lambda qkv, kv: refuse_conversion(kv),
 )

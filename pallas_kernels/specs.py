@@ -11,10 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.api import paged_decode_attention, paged_extend_attention, rotate_and_store, store_kv
+from pallas_kernels.api import (
+    paged_decode_attention,
+    paged_extend_attention,
+    quantized_product,
+    rotate_and_store,
+    store_kv,
+)
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, PagedKv
 from pallas_kernels.qkv import FusedQkv
+from pallas_kernels.scaled import ScaledMatrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +142,46 @@ def store_rotated(kv: PagedKv, qkv: FusedQkv, slots: jax.Array, **choice: Any) -
     return kv, q
 
 
+@dataclasses.dataclass(frozen=True)
+class ProductSpec:
+    """The static side of a `quantized_product`. Letters as in its docstring."""
+
+    num_rows: int
+    """T."""
+    num_outputs: int
+    """O."""
+    num_inputs: int
+    """I."""
+    numbers: str
+    """dtype of the weights."""
+    group: int
+    """Inputs that share a scale."""
+    has_zeros: bool = False
+    in_parts: bool = False
+    dtype: Any = jnp.bfloat16
+
+    @property
+    def name(self) -> str:
+        """Such as "256x4096x12288_float8_e4m3fn_g128_parts"."""
+        extras = [name for name, has in (("zeros", self.has_zeros), ("parts", self.in_parts)) if has]
+        kind = [jnp.dtype(self.dtype).name] if self.dtype != jnp.bfloat16 else []
+        shape = f"{self.num_rows}x{self.num_outputs}x{self.num_inputs}"
+        return "_".join([shape, self.numbers, f"g{self.group}", *kind, *extras])
+
+    def args(self) -> tuple[Any, ...]:
+        """x and weights, as shapes."""
+        groups = (self.num_outputs, self.num_inputs // self.group)
+        numbers: Any = jax.ShapeDtypeStruct((self.num_outputs, self.num_inputs), jnp.dtype(self.numbers))
+        scale: Any = jax.ShapeDtypeStruct(groups, jnp.float32)
+        zero: Any = jax.ShapeDtypeStruct(groups, jnp.int8) if self.has_zeros else None
+        x = jax.ShapeDtypeStruct((self.num_rows, self.num_inputs), self.dtype)
+        return x, ScaledMatrix(numbers, scale, zero, self.group)
+
+    def call(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Function, arguments as shapes, and keyword arguments."""
+        return quantized_product, self.args(), {"in_parts": self.in_parts}
+
+
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
@@ -216,4 +263,20 @@ GRID_SPECS = (
     _serving_spec(256, 7, 1, "f16", "cap"),
     _serving_spec(256, 8, 64, "f32", "window cap"),
     _serving_spec(256, 16, 128, "f16", "window"),
+)
+
+# Products of Qwen3-8B's layer in the formats that are published, for each of the kernel's tiles; and odd sizes.
+PRODUCT_SPECS = (
+    ProductSpec(64, 6144, 4096, "float8_e4m3fn", 128),
+    ProductSpec(128, 4096, 4096, "float8_e4m3fn", 128, in_parts=True),
+    ProductSpec(256, 24_576, 4096, "float8_e4m3fn", 128),
+    ProductSpec(256, 4096, 12_288, "float8_e4m3fn", 128, in_parts=True),
+    ProductSpec(16, 6144, 4096, "int4", 32),
+    ProductSpec(32, 24_576, 4096, "int4", 64, has_zeros=True, dtype=jnp.float16),
+    ProductSpec(64, 4096, 12_288, "int4", 128, has_zeros=True, in_parts=True),
+    ProductSpec(128, 24_576, 4096, "int4", 128, has_zeros=True),
+    ProductSpec(256, 4096, 12_288, "int4", 128, has_zeros=True, in_parts=True),
+    ProductSpec(256, 24_576, 4096, "int4", 32, has_zeros=True),
+    ProductSpec(256, 6144, 4096, "int8", 128, has_zeros=True),
+    ProductSpec(300, 1000, 1536, "float8_e4m3fn", 64, dtype=jnp.float16),
 )

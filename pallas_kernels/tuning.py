@@ -64,7 +64,22 @@ def shape_class(q: jax.Array, kv: PagedKv, num_seqs: int | None = None) -> Shape
     )
 
 
-def blocks(op: str, backend: str, shape: ShapeClass) -> dict[str, int]:
+@dataclasses.dataclass(frozen=True)
+class ProductClass:
+    """The properties of a `quantized_product` that a table may distinguish."""
+
+    num_rows: int
+    """T, rounded up to a power of two."""
+    group: int
+    """Inputs that share a scale."""
+
+
+def product_class(num_rows: int, group: int) -> ProductClass:
+    """The class of a product of so many rows."""
+    return ProductClass(_power_of_two(num_rows), group)
+
+
+def blocks(op: str, backend: str, shape: ShapeClass | ProductClass) -> dict[str, int]:
     """The block sizes of one kernel for the target device.
 
     Raises:
@@ -90,21 +105,21 @@ class _Override:
     op: str
     backend: str
     sizes: Mapping[str, int]
-    asked: list[ShapeClass]
+    asked: list[ShapeClass | ProductClass]
 
 
 _override: ContextVar[_Override | None] = ContextVar("pallas_kernels.tuning.override", default=None)
 
 
 @contextlib.contextmanager
-def override(op: str, backend: str, sizes: Mapping[str, int]) -> Iterator[list[ShapeClass]]:
+def override(op: str, backend: str, sizes: Mapping[str, int]) -> Iterator[list[ShapeClass | ProductClass]]:
     """Kernels of `op` on `backend` that are traced inside get these sizes, and the table's where a name is missing.
 
     Yields a list that fills with the shape classes which such kernels ask for; with no sizes it only watches. JAX
     remembers traces without knowing of sizes, so its caches are emptied on entry and on exit: for tuning and
     tests. Programs compiled ahead of time inside stay as they are.
     """
-    asked: list[ShapeClass] = []
+    asked: list[ShapeClass | ProductClass] = []
     jax.clear_caches()
     token = _override.set(_Override(op, backend, sizes, asked))
     try:

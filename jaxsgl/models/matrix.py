@@ -22,13 +22,19 @@ from jax.typing import DTypeLike
 
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import all_parts, num_parts, part_index
+from pallas_kernels import ScaledMatrix
+from pallas_kernels import quantized_product as product_of_groups
 from pallas_kernels.native import product as native_product
+from pallas_kernels.scaled import per_input, widened
 from pallas_kernels.target import target_device
 
 Axes: TypeAlias = tuple[str | None, ...]
 PARTS = ("numbers", "scale", "zero", "order")
 # Standard deviation of random numbers (drawn evenly) that use the whole range of a format.
 _SPREAD = {"int8": 73.0, "int4": 4.0, "float8_e4m3fn": 1.0, "bfloat16": 1.0}
+# With more rows XLA's copy of the scaled weights, 4 bytes a weight on a GPU, costs less time than the kernel would lose
+# to products without conversions: from 810 rows on by the forecasts of predict_gpu.py. Not measured.
+MOST_ROWS_OF_KERNEL = 512
 
 
 @dataclass(frozen=True)
@@ -155,21 +161,26 @@ def dequantized(weights: Weights, dtype: DTypeLike) -> jax.Array:
 
 def without_zeros(numbers: jax.Array, zero: jax.Array, group: int) -> jax.Array:
     """The numbers `[..., in]` less their groups' zero points `[..., G]`, in the numbers' dtype."""
-    return numbers - _per_input(zero, group, numbers.shape[-1]).astype(numbers.dtype)
+    return numbers - per_input(zero, group, numbers.shape[-1]).astype(numbers.dtype)
 
 
-def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike) -> jax.Array:
+def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike, *, in_parts: bool = False) -> jax.Array:
     """`x [T, D]` times `weights [..., D]`, as `precision.product` returns it: `[T, ...]` in `dtype`.
 
+    With `in_parts` it may be parts, `[P, T, ...]` float32, as `precision.product_in_parts` returns them.
+
     On a CPU, int8 without zeros and bfloat16 have kernels. Otherwise this multiplies in the format of x, with sums in
-    float32. One scale per output is multiplied into the sums, and XLA converts the numbers as it multiplies.
+    float32. One scale per output is multiplied into the sums, and XLA converts the numbers as it multiplies; those of
+    groups are `pallas_kernels.quantized_product`'s.
     """
     rows = x_TD.astype(jnp.float32) if target_device().platform == "cpu" else x_TD  # XLA has no 16 bit dot for all CPUs
     if weights.order is not None:
         rows = (all_parts(rows, axis=1) if weights.is_cut else rows)[:, weights.order]
     out = _native_product(rows, weights) if weights.zero is None else None
     if out is None and (weights.scale.shape[-1] > 1 or weights.zero is not None):
-        out = _grouped_product(rows, weights)
+        out = _grouped_product(rows, weights, dtype, in_parts)
+        if out.ndim == 3:
+            return out.reshape(len(out), len(x_TD), *weights.shape[:-1])
     if out is None:
         numbers = weights.numbers.reshape(-1, weights.shape[-1]).astype(rows.dtype)
         out = jnp.einsum("td,nd->tn", rows, numbers, preferred_element_type=jnp.float32)
@@ -177,27 +188,16 @@ def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike) -> jax
     return out.astype(dtype).reshape(len(x_TD), *weights.shape[:-1])
 
 
-def _grouped_product(rows_TD: jax.Array, weights: Matrix) -> jax.Array:
-    """`[T, N]` float32, where groups of inputs have scales.
+def _grouped_product(rows_TD: jax.Array, weights: Matrix, dtype: DTypeLike, in_parts: bool) -> jax.Array:
+    """`[T, N]` in `dtype`, or parts of it `[P, T, N]` float32, where groups of inputs have scales or zeros."""
 
-    XLA writes the scaled weights to memory before it multiplies, at two to five times the traffic of the product. Up to
-    a quarter of a group's size of rows, sums of the groups, which are scaled afterwards, are less than that.
-    """
-    num_in = weights.shape[-1]
-    flat = (weights.numbers, weights.scale, weights.zero)
-    numbers, scale, zero = (None if part is None else part.reshape(-1, part.shape[-1]) for part in flat)
-    # Otherwise XLA may scale the weights of all layers before the first one is multiplied, and keep them.
-    rows_TD, numbers, scale, zero = jax.lax.optimization_barrier((rows_TD, numbers, scale, zero))
-    num_groups = scale.shape[-1]
-    if target_device().platform != "cpu" and 4 * len(rows_TD) <= weights.group and num_in % weights.group == 0:
-        x_TGI, w_NGI = (of.reshape(len(of), num_groups, -1) for of in (rows_TD, numbers.astype(rows_TD.dtype)))
-        sums_GTN = jnp.einsum("tgi,ngi->gtn", x_TGI, w_NGI, preferred_element_type=jnp.float32)
-        if zero is not None:
-            sums_TG = jnp.sum(x_TGI, axis=-1, dtype=jnp.float32)
-            sums_GTN = sums_GTN - sums_TG.T[:, :, None] * zero.T[:, None, :]
-        return jnp.einsum("gtn,ng->tn", sums_GTN, scale, precision="highest")
-    values = _in_column_order(Matrix(numbers, scale, zero, None, weights.group), rows_TD.dtype)
-    return jnp.einsum("td,nd->tn", rows_TD, values, preferred_element_type=jnp.float32)
+    def flat(part: jax.Array) -> jax.Array:
+        return part.reshape(-1, part.shape[-1])
+
+    zero = None if weights.zero is None else flat(weights.zero)
+    matrix = ScaledMatrix(flat(weights.numbers), flat(weights.scale), zero, weights.group)
+    backend = "auto" if len(rows_TD) <= MOST_ROWS_OF_KERNEL else "xla"
+    return product_of_groups(rows_TD, matrix, dtype, in_parts=in_parts, backend=backend)
 
 
 def _native_product(rows_TD: jax.Array, weights: Matrix) -> jax.Array | None:
@@ -212,14 +212,4 @@ def _native_product(rows_TD: jax.Array, weights: Matrix) -> jax.Array | None:
 
 
 def _in_column_order(weights: Matrix, dtype: DTypeLike) -> jax.Array:
-    values = weights.numbers.astype(jnp.float32)
-    if weights.zero is not None:
-        values = values - _per_input(weights.zero, weights.group, weights.shape[-1]).astype(jnp.float32)
-    return (values * _per_input(weights.scale, weights.group, weights.shape[-1])).astype(dtype)
-
-
-def _per_input(of_groups: jax.Array, group: int, num_inputs: int) -> jax.Array:
-    """`[..., G]` as `[..., in]`, or `[..., 1]` for one group."""
-    if of_groups.shape[-1] == 1:
-        return of_groups
-    return jnp.repeat(of_groups, group, axis=-1)[..., :num_inputs]
+    return widened(weights.numbers, weights.scale, weights.zero, weights.group, dtype)

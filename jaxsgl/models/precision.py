@@ -115,7 +115,9 @@ def product_in_parts(x_TD: jax.Array, weights_ND: Weights) -> jax.Array:
     the results are many, it is `product`.
     """
     device = target_device()
-    if isinstance(weights_ND, Matrix) or device.platform != "gpu" or weights_ND.dtype.itemsize > 2:
+    if isinstance(weights_ND, Matrix):
+        return quantized_product(x_TD, weights_ND, x_TD.dtype, in_parts=True)
+    if device.platform != "gpu" or weights_ND.dtype.itemsize > 2:
         return product(x_TD, weights_ND)
     num_parts = num_parts_of(len(x_TD), weights_ND.shape[0], weights_ND.shape[1], device.num_cores)
     if num_parts == 1:

@@ -6,6 +6,7 @@ from pallas_kernels.triton.common import refuse_attention
 from pallas_kernels.triton.decode import decode_attention
 from pallas_kernels.triton.extend import extend_attention
 from pallas_kernels.triton.grouped_product import grouped_product, refuse_grouped_product
+from pallas_kernels.triton.quantized_product import quantized_product, refuse_quantized_product
 from pallas_kernels.triton.rotate_and_store import refuse_rotate_and_store, rotate_and_store
 from pallas_kernels.triton.store import refuse_store, store_kv
 
@@ -17,12 +18,14 @@ BACKEND = Backend(
     rotate_and_store,
     add_and_norm,
     grouped_product,
+    quantized_product,
     refuse_decode=refuse_attention,
     refuse_extend=refuse_attention,
     refuse_store=refuse_store,
     refuse_rotate_and_store=refuse_rotate_and_store,
     refuse_add_and_norm=refuse_add_and_norm,
     refuse_grouped_product=refuse_grouped_product,
+    refuse_quantized_product=refuse_quantized_product,
     platform="gpu",
     has_interpreter=True,
 )

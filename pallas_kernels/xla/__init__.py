@@ -4,6 +4,14 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.xla.decode import decode_attention
 from pallas_kernels.xla.extend import extend_attention
 from pallas_kernels.xla.grouped_product import grouped_product
+from pallas_kernels.xla.quantized_product import quantized_product
 from pallas_kernels.xla.store import store_kv
 
-BACKEND = Backend("xla", decode_attention, extend_attention, store_kv, grouped_product=grouped_product)
+BACKEND = Backend(
+    "xla",
+    decode_attention,
+    extend_attention,
+    store_kv,
+    grouped_product=grouped_product,
+    quantized_product=quantized_product,
+)

@@ -104,17 +104,20 @@ TINY_SHAPES = {
     "tiny-moe": _qwen3_moe(256, 2, 4, 256, 128)
     | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2},
 }
-# As FP8 releases describe themselves; "NAME-fp8" is a shape with it.
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-NAMES = tuple(f"{name}{weights}" for name in SHAPES | MOE_SHAPES | TINY_SHAPES for weights in ("", "-fp8"))
+# As FP8 and AWQ releases describe themselves; "NAME-fp8" is a shape with the first.
+QUANTIZED = {
+    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+}
+NAMES = tuple(f"{name}{weights}" for name in SHAPES | MOE_SHAPES | TINY_SHAPES for weights in ("", "-fp8", "-awq"))
 
 
 def write_config(shape: str, folder: Path) -> Path:
     """Writes the config.json of `shape`, for engines that draw random weights themselves; returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    plain = shape.removesuffix("-fp8")
-    quantized = {} if plain == shape else {"quantization_config": FP8}
-    write_json(folder / "config.json", (SHAPES | MOE_SHAPES | TINY_SHAPES)[plain] | quantized)
+    plain, _, weights = shape.rpartition("-")
+    quantized = {"quantization_config": QUANTIZED[weights]} if weights in QUANTIZED else {}
+    write_json(folder / "config.json", (SHAPES | MOE_SHAPES | TINY_SHAPES)[plain if quantized else shape] | quantized)
     return folder
 
 

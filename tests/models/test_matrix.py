@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxsgl.models.matrix import Matrices, Matrix, dequantized, quantized_product
+from jaxsgl.models.matrix import MOST_ROWS_OF_KERNEL, Matrices, Matrix, dequantized, quantized_product
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
 from tests.pallas_kernels.lower_everything import on_a_device
@@ -83,6 +83,26 @@ def test_accelerators_multiply_few_rows_group_by_group(fmt: WeightFormat, num_ro
     assert len(products) == (2 if fmt.group == 32 and num_rows == 8 else 1)
     expected = np.einsum("td,ghd->tgh", x.astype(np.float64), weights)
     np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("num_rows", "has_kernel"), [(1, True), (MOST_ROWS_OF_KERNEL, True), (513, False)])
+def test_gpus_widen_weights_with_scales_of_groups_for_many_rows_only(num_rows: int, has_kernel: bool) -> None:
+    x = jax.ShapeDtypeStruct((num_rows, IN), jnp.bfloat16)
+    for fmt in FORMATS.values():
+        matrix, _ = random_matrix(fmt)
+        with on_a_device("cuda", "NVIDIA H200", 132):
+            text = str(jax.make_jaxpr(lambda x, matrix=matrix: product(x, matrix))(x))
+        assert ("pallas_call[" in text) == (has_kernel and fmt.group == 32)  # 40 inputs are no whole tiles of a step
+
+
+def test_a_product_for_a_reader_that_adds_up_comes_in_parts_where_gpus_have_the_kernel() -> None:
+    matrix, _ = random_matrix(WeightFormat("awq", "int4", group=16, has_zeros=True))
+    x = jax.ShapeDtypeStruct((1, IN), jnp.bfloat16)
+    with on_a_device("cuda", "NVIDIA H200", 132):
+        parts = jax.eval_shape(lambda x: product_in_parts(x, matrix), x)
+        whole = jax.eval_shape(lambda x: product(x, matrix), x)
+    assert (parts.shape, parts.dtype) == ((2, 1, *OUT), jnp.float32)  # the sums of 6 groups are cut in halves
+    assert (whole.shape, whole.dtype) == ((1, *OUT), jnp.bfloat16)
 
 
 class _Layer(Matrices):

@@ -33,9 +33,9 @@ PTX = """
 """
 
 
-# By day kernels of one group on the default pages and on others, and steps with the default choice of kernels, which is
-# Mosaic's attention on an H200 and Triton's stores.
-DAILY = r"_g4_p(16|64)_|^step_.*auto$"
+# By day kernels of one group on the default pages and on others, quantized products, and steps with the default choice
+# of kernels, which is Mosaic's attention on an H200 and Triton's stores.
+DAILY = r"_g4_p(16|64)_|^quantized_product|^step_.*auto$"
 
 
 @pytest.mark.timeout(1200)
@@ -49,9 +49,9 @@ def test_everything_compiles_in_place_without_spills(target: Target, tmp_path: P
     stepping = target.backends if NIGHTLY else ()
     for backend in target.backends:
         names = " ".join(result["program"] for result in compiled if result["backend"] == backend)
-        stores = {"triton": ("store_kv", "store_rotated"), "mosaic_tpu": ("store_kv",)}.get(backend, ())
+        others = {"triton": ("store_kv", "store_rotated", "quantized_product"), "mosaic_tpu": ("store_kv",)}
         steps = ("step_decode", "step_extend") if backend in stepping else ()
-        for op in (*stores, "paged_decode_attention", "paged_extend_attention", *steps):
+        for op in (*others.get(backend, ()), "paged_decode_attention", "paged_extend_attention", *steps):
             assert op in names, f"{backend} compiled no {op}"
     if target.platform == "cuda":  # a step is one CUDA graph, whichever kernels it runs
         launches = {result["program"]: result["launches"] for result in compiled if result.get("steps")}

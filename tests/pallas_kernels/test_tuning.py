@@ -13,8 +13,9 @@ from pallas_kernels.specs import ArgSpec
 from tests.pallas_kernels.lower_everything import on_a_device
 
 TABLES = Path(tuning.__file__).parent / "tables"
-FIELDS = {field.name for field in dataclasses.fields(tuning.ShapeClass)}
-OPS = ("store_kv", "rotate_and_store", "paged_decode_attention", "paged_extend_attention")
+CLASSES = dict.fromkeys(
+    ("store_kv", "rotate_and_store", "paged_decode_attention", "paged_extend_attention"), tuning.ShapeClass
+) | {"quantized_product": tuning.ProductClass}
 OP, BACKEND = "paged_extend_attention", "triton"
 SPEC = ArgSpec("tuned", 3, 1000, 8, 16, 8, 4, 128, jnp.bfloat16)
 SHAPE = tuning.shape_class(SPEC.extend_args()[0], SPEC.paged_kv())
@@ -82,8 +83,8 @@ def test_the_tables_name_real_backends_fields_and_positive_sizes_and_their_sourc
         assert all(set(names) < set(BACKENDS) for names in order.values())
     for one in table["blocks"]:
         assert set(one) == {"op", "backend", "when", "blocks", "source"}
-        assert one["op"] in OPS and one["backend"] in BACKENDS and one["source"]
-        assert set(one["when"]) <= FIELDS
+        assert one["op"] in CLASSES and one["backend"] in BACKENDS and one["source"]
+        assert set(one["when"]) <= {field.name for field in dataclasses.fields(CLASSES[one["op"]])}
         assert all(isinstance(size, int) and size > 0 for size in one["blocks"].values())
 
 

@@ -104,6 +104,23 @@ ENTRY %main (x: bf16[1,1024], w: bf16[1024,1024]) -> f32[1,1024] {
     assert found.kind == "product"
 
 
+def test_products_that_convert_weights_have_flops_and_read_them_as_they_are() -> None:
+    text = """HloModule jit_forward
+
+ENTRY %main (x: bf16[8,256], w: s4[64,256], s: f32[64,2]) -> f32[2,8,64] {
+  %x = bf16[8,256]{1,0} parameter(0)
+  %w = s4[64,256]{1,0:E(4)} parameter(1)
+  %s = f32[64,2]{1,0} parameter(2)
+  %bytes = u8[64,128]{1,0} bitcast(%w)
+  ROOT %parts = f32[2,8,64]{2,1,0} custom-call(%x, %bytes, %s), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(forward)/jit(quantized_product)/quantized_product/pallas_call"}
+}
+"""
+    (found,) = launches(text)
+    assert (found.kind, found.flops) == ("quantized", 2 * 8 * 256 * 64)
+    assert (found.bytes_read, found.bytes_written) == (2 * 8 * 256 + 64 * 128 + 4 * 64 * 2, 4 * 2 * 8 * 64)
+
+
 # As XLA writes it for a TPU: weights pass a fusion of a bitcast, copies run beside kernels; S(1) is its own memory.
 TPU_HLO = """HloModule jit_forward, is_scheduled=true
 

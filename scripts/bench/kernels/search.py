@@ -68,7 +68,7 @@ def shape_asked(backend: str, inputs: Inputs) -> tuning.ShapeClass | None:
     """
     with tuning.override(inputs.case.op, backend, {}) as asked:
         prepare_backend(backend, inputs)
-    return asked[0] if asked else None
+    return next((each for each in asked if isinstance(each, tuning.ShapeClass)), None)
 
 
 def search(

@@ -125,6 +125,7 @@ def _products(dry: bool) -> list[Rung]:
             ("int8", "int8", 0),
             ("FP8", "float8_e4m3fn", 0),
             ("FP8 in blocks", "float8_e4m3fn", 128),
+            ("int4 in groups", "int4", 128),
         )
     ]
     return experts + matrices

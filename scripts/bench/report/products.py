@@ -31,6 +31,7 @@ FORMATS = {
     "int8": ("int8", 0),
     "FP8": ("float8_e4m3fn", 0),
     "FP8 in blocks": ("float8_e4m3fn", 128),
+    "int4 in groups": ("int4", 128),
 }
 LAYERS = 2  # larger together than any cache
 # A product of rows `[T, in]` of one layer: the function of its own arrays, these, bytes and FLOPs.
@@ -100,7 +101,7 @@ def _product(rows: int, dtype: str, group: int, inputs: int, outputs: int) -> Ma
     x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
     matrices = [_numbers(key, (outputs, inputs), dtype) for key in keys[1:]]
     flops = 2 * rows * inputs * outputs
-    moved = inputs * outputs * jnp.dtype(dtype).itemsize + 2 * rows * (inputs + outputs)
+    moved = inputs * outputs * jax.dtypes.itemsize_bits(dtype) // 8 + 2 * rows * (inputs + outputs)
     if dtype == "bfloat16":
         return functools.partial(jnp.einsum, "td,nd->tn"), [(x, each) for each in matrices], moved, flops
     scale = jnp.ones((outputs, inputs // (group or inputs)), jnp.float32)

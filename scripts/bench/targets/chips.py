@@ -15,6 +15,7 @@ from bench.targets.prediction import ASSUMED, Assumed, batch_of, expected, floor
 
 # Shares of the data sheet that others' copies and products reach on an H200; taken for chips without such figures.
 _COPY, _PRODUCT = 4.3 / 4.8, 788 / 989
+_IN_GROUPS = ("fp8", "awq")  # endings of models' names whose weights have scales of groups
 _SCALED = "times the shares of the data sheet that were reported for an H200 (0.90 of bytes, 0.80 of FLOPs)"
 
 
@@ -29,6 +30,7 @@ class Chip:
       backends: of attention, whose steps it runs; on a TPU none was kept, and any stands for its own.
       source: of its ceilings.
       attention_share: of bytes and FLOPs per second in the forecast; None: as the model of a GPU.
+      converts: formats of weights in groups whose programs it runs as the H200 does; others it widens in memory.
     """
 
     name: str
@@ -37,11 +39,14 @@ class Chip:
     backends: tuple[str, ...]
     source: str
     attention_share: tuple[float, float] | None = None
+    converts: tuple[str, ...] = ()
 
 
 def _gpu(name: str, bytes_per_s: float, flops_per_s: float, cores: int, gb: float, source: str, *backends: str) -> Chip:
     assumed = dataclasses.replace(ASSUMED, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, num_slots=2 * cores)
-    return Chip(name, assumed, gb * 1e9, backends, source)
+    return Chip(
+        name, assumed, gb * 1e9, backends, source, converts=("fp8", "awq") if "mosaic_gpu" in backends else ("awq",)
+    )
 
 
 def _tpu(name: str, bytes_per_s: float, flops_per_s: float, gb: float, source: str) -> Chip:
@@ -82,7 +87,9 @@ def steps_on(chip: Chip, results: list[dict[str, Any]], context: int) -> Iterato
     facts = {step: each["facts"] for each in results if _has_layers(each) for step in each["steps"]}
     for each in predict(results, context, chip.assumed):
         model, backend, kind, size, sampling = each.step.split(" ")
-        if backend not in chip.backends or not _fits(chip, kind, int(size), context, facts[each.step]):
+        if backend not in chip.backends or not _runs_weights(chip, model):
+            continue
+        if not _fits(chip, kind, int(size), context, facts[each.step]):
             continue
         told: dict[str, Any] = {"chip": chip.name, "step": each.step, "floor_us": each.floor_us}
         if chip.attention_share is None:
@@ -98,6 +105,12 @@ def steps_on(chip: Chip, results: list[dict[str, Any]], context: int) -> Iterato
 
 def _has_layers(result: dict[str, Any]) -> bool:
     return bool(result.get("facts")) and bool(result["launches"]["num_layers"])
+
+
+def _runs_weights(chip: Chip, model: str) -> bool:
+    """Whether the chip runs the programs that were kept for the model's format of weights."""
+    weights = model.rpartition("-")[2]
+    return weights not in _IN_GROUPS or weights in chip.converts
 
 
 def _fits(chip: Chip, kind: str, size: int, context: int, facts: dict[str, int]) -> bool:

@@ -26,7 +26,12 @@ WRITES_PART = {"dynamic-update-slice": 1, "scatter": 2}  # number of the operand
 CONTAINERS = frozenset(("call", "while", "conditional", "async-start"))
 PALLAS_TARGETS = ("mosaic_gpu", "xla.gpu.triton", "tpu_custom_call")
 STARTS = {"copy-start": (1, 0), "slice-start": (0, 1), "dynamic-slice-start": (0, 1)}  # source and copy in its type
-KERNELS = {"attention": r"\bpaged_\w*attention/", "experts": r"\bgrouped_product\b"}  # our kernels by their sources
+# Our kernels by their sources.
+KERNELS = {
+    "attention": r"\bpaged_\w*attention/",
+    "experts": r"\bgrouped_product\b",
+    "quantized": r"\bquantized_product\b",
+}
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?!\{[^}]*S\(1\))")  # S(1) is a TPU's own memory
 _ANY_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 # Custom calls that only name memory or say what is known of a value.
@@ -42,9 +47,9 @@ class Launch:
 
     Attributes:
       name: of the HLO instruction.
-      kind: "attention", "experts" (products with experts, all of them counted), "pallas" (our other kernels), "product"
-        (of matrices), "prefetch" (a TPU copies beside its kernels), a collective's own name such as "all-reduce", or
-        "small" (all else).
+      kind: "attention", "experts" (products with experts, all of them counted), "quantized" (products with weights that
+        our kernel converts), "pallas" (our other kernels), "product" (of matrices), "prefetch" (a TPU copies beside its
+        kernels), a collective's own name such as "all-reduce", or "small" (all else).
       source: the JAX operation that it was made for.
       bytes_read, bytes_written, flops: of one run; see the module.
       matrix_bytes: what of bytes_read is of inputs that recur, as the matrices of layers do.
@@ -130,7 +135,8 @@ class _Module:
             if any(part in call.attribute(r'custom_call_target="([^"]*)"') for part in PALLAS_TARGETS):
                 kind = next((kind for kind, pattern in KERNELS.items() if re.search(pattern, _source(call))), "pallas")
                 read = sum(self._counted(_type_of(operand, scope)) for operand in call.operands)
-                return Launch(each.name, kind, _source(call), read, self._counted(call.type), 0, times)
+                flops = _quantized_flops(call, scope) if kind == "quantized" else 0
+                return Launch(each.name, kind, _source(call), read, self._counted(call.type), flops, times)
         flops = sum(self._flops(i, scope) for i, scope in inside)
         reads = [self._read_of(each, number, num_bytes(type_)) for number, type_ in enumerate(types)]
         matrix = sum(n for n, operand in zip(reads, each.operands, strict=True) if self._recurs(operand, by_name))
@@ -231,6 +237,13 @@ def _exchange(each: _Instruction, kind: str, call: _Instruction, scope: dict[str
         results = parts[1]
     written = sum(_bytes(*shape) for shape in _ANY_SHAPE.findall(results))
     return Launch(each.name, kind, _source(call), read, written, 0, times, peers=num_peers(call.rest))
+
+
+def _quantized_flops(call: _Instruction, scope: dict[str, _Instruction]) -> int:
+    """Of rows `[T, I]` times weights `[O, ..]`, which are its first operands; int4 comes two to a byte."""
+    rows, weights = (_ANY_SHAPE.search(_type_of(name, scope)) for name in call.operands[:2])
+    assert rows is not None and weights is not None
+    return 2 * math.prod(_dims(rows[2])) * _dims(weights[2])[0]
 
 
 def _convolution_flops(each: _Instruction, scope: dict[str, _Instruction]) -> int:

@@ -35,6 +35,7 @@ class Assumed:
     collective_us: float = 20.0
     extend_share: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"mosaic_gpu": 0.62, "triton": 0.4})
     product_share: float = 1.0
+    quantized_share: float = 1.0
     expert_bytes_share: float = 1.0
     expert_flops_share: float = 1.0
     node_update_us: float = 0.0
@@ -57,7 +58,8 @@ SOURCES = {
     "collective_us": "reported of NCCL's all-reduce of up to 16 KB on 8 H100 (19 to 21 us); those of 0.5 to 4 MB were "
     "reported to take up to 20 us more than this and the links; not ours",
     "extend_share": "of flops_per_s that attention over prompts reaches; from the instructions of a tile; estimated",
-    "product_share": "of flops_per_s, in all products but experts': the model takes all of it",
+    "product_share": "of flops_per_s, in all products but experts' and those that convert weights: the model takes all",
+    "quantized_share": "of flops_per_s, in products whose kernel converts their weights: the model takes all of it",
     "expert_bytes_share": "of bytes_per_s that products of experts reach: the model takes all of it",
     "expert_flops_share": "of flops_per_s that products of experts reach: the model takes all of it",
     "node_update_us": "of the host, to change the addresses of a kernel in a CUDA graph: not in the model",
@@ -67,6 +69,7 @@ ASSUMED = Assumed()
 FORECAST: dict[str, Any] = {
     "decode_share": {"mosaic_gpu": 0.80, "triton": 0.75},
     "product_share": 0.75,
+    "quantized_share": 0.56,
     "expert_bytes_share": 0.75,
     "expert_flops_share": 0.45,
     "node_update_us": 1.25,
@@ -76,11 +79,16 @@ FORECAST_SOURCES = {
     "GB/s on an H800, FlashAttention 3 with pages of 8 54% (Dao-AILab/flash-attention, issue 1572); a first run "
     "isn't tuned",
     "product_share": "0.7 to 0.8: tiles of 128 x 256 leave 1.45 waves for the gate and up of Qwen3-8B at 256 rows",
+    "quantized_share": "Triton's own kernels: bfloat16 times float8 of 4096 x 8192 x 8192 in 1,246 us on an H100, 441 "
+    "TFLOP/s (triton-lang/triton, pull request 11785); 0.78 of the speed of bfloat16 elsewhere (11742)",
     "expert_bytes_share": "tokamax's kept tunings for an H100: 2.4 of 3.35 TB/s for 8 rows of 8 experts",
     "expert_flops_share": "tokamax's kept tunings for an H100: 428 to 452 TFLOP/s at the shapes of Qwen3-30B and 235B, "
     "0.43 to 0.46 of 989; its tiles are tuned, and ours are not",
     "node_update_us": "1 to 1.5 us each, estimated; where a step's are longer than its kernels, they are its time",
 }
+
+# The share of flops_per_s that each kind of product reaches; those of experts are counted otherwise.
+PRODUCT_SHARES = {"product": "product_share", "quantized": "quantized_share"}
 
 
 def expected(assumed: Assumed) -> Assumed:
@@ -200,7 +208,7 @@ def _parts(
         elif kernel["kind"] == "experts":
             times["products"] += kernel["count"] * _experts_us(batch, facts, kernel, assumed)
         else:
-            name = "products" if kernel["kind"] == "product" else "small"
+            name = "products" if kernel["kind"] in PRODUCT_SHARES else "small"
             times[name] += kernel["count"] * _kernel_us(kernel, assumed)
     programs = [program, sampling] if sampling else [program]
     sampling_us = sum(k["count"] * _any_us(k, assumed) for k in sampling["launches"]["kernels"]) if sampling else 0.0
@@ -303,7 +311,8 @@ def _attention_flops(batch: Batch, facts: dict[str, int]) -> int:
 def _kernel_us(kernel: dict[str, Any], assumed: Assumed) -> float:
     """A kernel that reads and writes what the compiler counted; a product's own split sums are part of that."""
     moved = (kernel["bytes_read"] + kernel["bytes_written"]) / assumed.bytes_per_s
-    flops_per_s = assumed.flops_per_s * (assumed.product_share if kernel["kind"] == "product" else 1.0)
+    share = PRODUCT_SHARES.get(kernel["kind"])
+    flops_per_s = assumed.flops_per_s * (1.0 if share is None else getattr(assumed, share))
     return assumed.kernel_us + max(moved, kernel["flops"] / flops_per_s) * 1e6
 
 

@@ -28,7 +28,7 @@ from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.weights.sharding import param_sharding, replicated
 from pallas_kernels import STORE_BACKENDS, store_kv
 from pallas_kernels.dispatch import ROTATE_AND_STORE_BACKENDS
-from pallas_kernels.specs import ArgSpec, store_rotated
+from pallas_kernels.specs import ArgSpec, ProductSpec, store_rotated
 
 BUNDLED_MODEL = ROOT / "jaxsgl/bundled_model"
 NUM_LAYERS = 4  # of the small model
@@ -108,6 +108,22 @@ def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program
         yield Program(name, backend, trace, cache, 2 if stores else 0, on_matrix_units)
 
 
+def product_program(spec: ProductSpec, backend: str, mesh: Mesh) -> Program:
+    """A `quantized_product`; what must not be made is an array of the widened weights, in the place of a cache."""
+    op, args, options = spec.call()
+    name = f"{op.__name__}_{spec.name}_{backend}"
+
+    def trace() -> jax.stages.Traced:
+        def program(*arrays: Any) -> Any:
+            return op(*arrays, backend=backend, **options)
+
+        program.__name__ = name
+        return jax.jit(program).trace(*jax.tree.map(functools.partial(_shape, mesh=mesh), args))
+
+    widened = jax.ShapeDtypeStruct((spec.num_outputs, spec.num_inputs), spec.dtype)
+    return Program(name, backend, trace, widened, 0, on_matrix_units=True)
+
+
 def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
     """Yields decode, several decode steps and extend of a small bfloat16 model with heads and pages as in serving.
 
@@ -165,7 +181,7 @@ def weights_on_one_device(tree: Any) -> int:
 def bytes_on_one_device(tree: Any) -> int:
     """Bytes of a tree of placed shapes on each device."""
     parts = map(on_one_device, jax.tree.leaves(tree))
-    return sum(int(part.size) * jnp.dtype(part.dtype).itemsize for part in parts)
+    return sum(int(part.size) * jax.dtypes.itemsize_bits(part.dtype) // 8 for part in parts)
 
 
 def _shape(array: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -37,7 +37,13 @@ from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.lora import adaptable_modules
 
-MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")  # of `bench.models`; a model more is a line more
+MODELS = (
+    "qwen3-0.6b",
+    "qwen3-8b",
+    "qwen3-8b-fp8",
+    "qwen3-8b-awq",
+    "qwen3-30b-a3b",
+)  # of `bench.models`; a model more is a line more
 SHARED_MODELS = (
     *(f"{name}{weights}" for name in ("qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b") for weights in ("", "-fp8")),
     "qwen3-vl-30b-a3b",
