@@ -29,6 +29,7 @@ from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
 from jaxsgl.engine.encoding import TowerParts
+from jaxsgl.engine.kernels import asked_kernels, kernel_flags
 from jaxsgl.engine.launcher import Chosen, DeviceHandle, LaunchedHandle, Launcher
 from jaxsgl.engine.layer_state import LayerStates, layer_states
 from jaxsgl.engine.memory import (
@@ -86,6 +87,7 @@ class Engine:
         start_s = time.monotonic()
         folder = resolve_model_folder(config.model, config.revision)
         arch = read_arch(config, folder)
+        kernels = asked_kernels(config, arch)
         reveal_devices(config)
         choose_mosaic_ptxas()
         jax_share = start_jax()
@@ -121,9 +123,8 @@ class Engine:
         def spec_of(capacity: Capacity) -> ProgramSpec:
             state = abstract_state(states, capacity, mesh, images)
             pool = None if self.adapters is None else self.adapters.abstract
-            backend = config.attention_backend
             masks = config.grammar_backend != "none"
-            return ProgramSpec(graphdef, abstract, state, backend, mesh, kv_scales, pool, capacity.tower, masks)
+            return ProgramSpec(graphdef, abstract, state, kernels, mesh, kv_scales, pool, capacity.tower, masks)
 
         memory = least_free_memory(list(mesh.devices.flat), config.mem_fraction_static, jax_share)
         with step_failure("the programs can't be compiled", memory.account):
@@ -326,7 +327,7 @@ def _compile(
     capacity = plan_capacity(config, arch, states, memory, adapters=adapters)
     while True:
         buckets, spec = buckets_of(config, capacity), spec_of(capacity)
-        _check_backend(spec, buckets)
+        _check_backends(spec, buckets, kernel_flags(config))
         largest = list(largest_programs(spec, buckets))
         compiled.add(largest)
         taken = step_bytes(compiled, spec, buckets.largest()) + beside_bytes
@@ -339,11 +340,12 @@ def _compile(
         capacity = fitting
 
 
-def _check_backend(spec: ProgramSpec, buckets: BucketSet) -> None:
-    """Raises `ConfigError` if the kernels of --attention-backend can't run here; "auto" chooses those that can."""
-    if spec.attention_backend == "auto":
+def _check_backends(spec: ProgramSpec, buckets: BucketSet, flags: str) -> None:
+    """Raises `ConfigError` if kernels that `flags` name can't run here; "auto" chooses those that can."""
+    if not flags:
         return
     try:
-        spec.forward(buckets.all()[-1]).trace()
+        for bucket in {bucket.kind: bucket for bucket in buckets.all() if bucket.kind != "score"}.values():
+            spec.forward(bucket).trace()
     except ValueError as error:
-        raise ConfigError(f"--attention-backend {spec.attention_backend}: {error}") from error
+        raise ConfigError(f"{flags}: {error}") from error
