@@ -29,6 +29,7 @@ from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
 from jaxsgl.engine.encoding import TowerParts
+from jaxsgl.engine.kernel_test import KernelTester
 from jaxsgl.engine.kernels import asked_kernels, kernel_flags
 from jaxsgl.engine.launcher import Chosen, DeviceHandle, LaunchedHandle, Launcher
 from jaxsgl.engine.layer_state import LayerStates, layer_states
@@ -68,18 +69,27 @@ class Engine:
       buckets: the shapes that are compiled.
       compiled: all programs of the engine.
       programs: those of steps and of the vision tower among them.
+      kernel_verdicts: of the tests of kernels, on accelerators.
       info: what the front end gets to know.
       weight_store: parameters and KV pool, to be exchanged or released between steps.
       adapters: LoRA adapters; None: no flag asks for any.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True, moves_pages: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: bool = True,
+        moves_pages: bool = False,
+        kernel_tester: KernelTester | None = None,
+    ) -> None:
         """Does everything that takes time: after it, the first step can run.
 
         Args:
           config: flags.
           progress: whether to draw a progress bar on stderr while compiling.
           moves_pages: whether `apply` will be called; if so, its programs are compiled too.
+          kernel_tester: how kernels are tested; None: as this machine needs it.
 
         Raises:
           StartupError: flags that don't fit the model or the memory, or a model that can't be loaded.
@@ -90,6 +100,8 @@ class Engine:
         kernels = asked_kernels(config, arch)
         reveal_devices(config)
         choose_mosaic_ptxas()
+        tester = KernelTester.of_this_machine() if kernel_tester is None else kernel_tester
+        kernels, self.kernel_verdicts = tester.tested(config, arch, kernels)  # while the device's memory is free
         jax_share = start_jax()
         mesh = mesh_of(config)
         device = mesh.devices.flat[0]  # the devices of a mesh are alike
