@@ -179,12 +179,13 @@ def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
         kind = jnp.dtype(jnp.float32) if parts else dtype
         update = normal(keys[1], 1.0, shape=(*parts, num_tokens, shapes.hidden_size), dtype=kind)
         scales = normal(keys[2], 1.0, shape=(ROW + 2, shapes.hidden_size), dtype=jnp.dtype(shapes.norm_dtype))
+        wide = x.astype(jnp.float32), update.astype(jnp.float32), scales.astype(jnp.float32)
 
         yield Case(
             f"{num_tokens} tokens" + (" in parts" if parts else ""),
             TOLERANCE[shapes.dtype],
             functools.partial(_added, x, update, scales),
-            functools.partial(_added, *(each.astype(jnp.float32) for each in (x, update, scales)), "xla", False),
+            functools.partial(_added, *wide, "xla", False),
         )
 
 
