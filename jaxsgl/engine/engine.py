@@ -69,7 +69,6 @@ class Engine:
       buckets: the shapes that are compiled.
       compiled: all programs of the engine.
       programs: those of steps and of the vision tower among them.
-      kernel_verdicts: of the tests of kernels, on accelerators.
       info: what the front end gets to know.
       weight_store: parameters and KV pool, to be exchanged or released between steps.
       adapters: LoRA adapters; None: no flag asks for any.
@@ -101,7 +100,7 @@ class Engine:
         reveal_devices(config)
         choose_mosaic_ptxas()
         tester = KernelTester.of_this_machine() if kernel_tester is None else kernel_tester
-        kernels, self.kernel_verdicts = tester.tested(config, arch, kernels)  # while the device's memory is free
+        kernels, verdicts = tester.tested(config, arch, kernels)  # while the device's memory is free
         jax_share = start_jax()
         mesh = mesh_of(config)
         device = mesh.devices.flat[0]  # the devices of a mesh are alike
@@ -181,6 +180,7 @@ class Engine:
             weight_bytes=sum(array.nbytes for array in self._params),
             warmup_s=time.monotonic() - start_s,
             kv_cache_dtype=kv_cache_flag(kv_dtype),
+            kernels=tuple((each.op, each.backend, each.verdict) for each in verdicts),
         )
         logger.info(
             "%d programs compiled and run, %.1f s of loading and compiling; a step takes up to %.0f MiB next to "
