@@ -24,7 +24,7 @@ from jaxsgl.batch.outputs import NO_OUTPUTS
 from jaxsgl.batch.patches import EncodeInputs, EncodePart
 from jaxsgl.cache.pages import tokens_in
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine import profiler
+from jaxsgl.engine import profiler, token_check
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
@@ -162,6 +162,8 @@ class Engine:
         self._params = self.weight_store.leaves
         self._launcher: Launcher | None = None
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
+        if tester.platform is not None:
+            self._check_tokens(memory.account, min(dtype.itemsize, activations.itemsize))
         if mesh.size > 1:
             self._launcher = Launcher()
         run_masks(self.programs, memory.account)
@@ -207,16 +209,7 @@ class Engine:
 
     def _launch(self, programs: tuple[jax.stages.Compiled, ...], inputs: StepInputs) -> DeviceHandle:
         forward, *after = programs
-        pool: tuple[list[jax.Array], ...] = ()
-        if inputs.bucket.adapter_columns:
-            assert self.adapters is not None
-            pool = (self.adapters.leaves,)
-        for call in inputs.encodes:
-            self._encode(call)
-        for changes in inputs.table_changes:
-            self._state = self._state._replace(page_table=self.programs.set_pages(self._state.page_table, changes))
-        out = forward(self._params, self._state, inputs.packed, *pool)
-        self._state = out.state
+        out = self._forward(forward, inputs)
         if inputs.bucket.num_steps > 1:
             return DeviceHandle(inputs, Chosen(out.tokens))
         if inputs.masked:
@@ -227,6 +220,42 @@ class Engine:
         else:
             chosen = self._choose(after[0], out) if after else Chosen(out.tokens)
         return DeviceHandle(inputs, chosen, out.outputs)
+
+    def _forward(self, program: jax.stages.Compiled, inputs: StepInputs) -> Any:
+        """Launches a forward program; returns what it yields, a `Forwarded` or, of several steps, a `Decoded`."""
+        pool: tuple[list[jax.Array], ...] = ()
+        if inputs.bucket.adapter_columns:
+            assert self.adapters is not None
+            pool = (self.adapters.leaves,)
+        for call in inputs.encodes:
+            self._encode(call)
+        for changes in inputs.table_changes:
+            self._state = self._state._replace(page_table=self.programs.set_pages(self._state.page_table, changes))
+        out = program(self._params, self._state, inputs.packed, *pool)
+        self._state = out.state
+        return out
+
+    def _check_tokens(self, account: str, itemsize: int) -> None:
+        """Warns if extend and decode steps don't agree on real tokens. The state is as before, but for free pages."""
+        if not token_check.fits(self.buckets, self.capacity):
+            return
+
+        def run(inputs: StepInputs) -> jax.Array:
+            logits: jax.Array = self._forward(self.programs.of(inputs.bucket)[0], inputs).logits
+            return logits
+
+        with step_failure("steps on real tokens can't run", account):
+            apart, of_extend, of_decode = token_check.difference(run, self.buckets, self.capacity)
+        table, last = self._state.page_table, self._state.last_tokens
+        zeros = (jax.device_put(np.zeros(each.shape, each.dtype), each.sharding) for each in (table, last))
+        self._state = self._state._replace(**dict(zip(("page_table", "last_tokens"), zeros, strict=True)))
+        if not apart <= token_check.MOST_DIFFERENCE[itemsize]:
+            logger.warning(
+                "%d tokens by an extend step, and all but %d by an extend step and these by decode steps, give logits "
+                "that differ by %.0f%% of their norm (likeliest tokens %d and %d): attention of extend or decode steps "
+                "is wrong here; compare with --attention-backend xla",
+                token_check.NUM_TOKENS, token_check.NUM_DECODED, 100 * apart, of_extend, of_decode,
+            )  # fmt: skip
 
     @property
     def page_layout(self) -> PageLayout:
