@@ -197,6 +197,11 @@ class EngineConfig:
         "decode and extend (attention), store (of keys and values), rotate (rotation and store in one), norm (add and "
         "normalize) and experts (docs/kernels.md); auto: the best that runs here and passes its test",
     )
+    skip_kernel_test: bool = flag(
+        False,
+        "on a GPU or TPU, start without testing kernels against XLA: one that is wrong or hangs then serves "
+        "(docs/operations.md)",
+    )
     decode_buckets: tuple[int, ...] = flag((), "compiled decode batch sizes, as 1,2,4 (default: derived)")
     extend_buckets: tuple[int, ...] = flag((), "compiled extend sizes in tokens, as 64,512 (default: derived)")
     auto_buckets: str | None = flag(

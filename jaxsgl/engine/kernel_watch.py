@@ -17,6 +17,7 @@ from typing import IO, NamedTuple
 
 from pallas_kernels.selftest.report import CRASHED, HUNG, Begun, Ended, News, Request, Verdict, parse_news
 
+_KILL_S = 10.0  # for the system to end it
 MAX_NOTE = 300  # characters of what the process wrote at last
 
 
@@ -41,8 +42,7 @@ def watch(command: Sequence[str], env: Mapping[str, str], request: Request, limi
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(request.line().encode() + b"\n")
             process.stdin.flush()
-        news = _news(process, limit_s)
-        for each in news:
+        for each in _news(process, limit_s):
             if isinstance(each, Ended):
                 return Watched(tuple(verdicts), each.problem)
             if isinstance(each, Begun):
@@ -68,7 +68,8 @@ def _started(command: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> 
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+            process.wait(_KILL_S)
         for end in (process.stdin, process.stdout):
             assert end is not None
             with contextlib.suppress(BrokenPipeError):
@@ -89,7 +90,8 @@ def _news(process: subprocess.Popen[bytes], limit_s: float) -> Iterator[News]:
         *lines, rest = (rest + more).split(b"\n")
         for line in lines:
             deadline_s = time.monotonic() + limit_s
-            yield parse_news(line.decode())
+            with contextlib.suppress(ValueError):  # what a library wrote past Python
+                yield parse_news(line.decode(errors="replace"))
 
 
 def _end_of(process: subprocess.Popen[bytes], log: IO[bytes], limit_s: float) -> tuple[str, str]:

@@ -137,6 +137,11 @@ def test_a_process_that_cannot_start_leaves_the_choice_and_is_not_remembered(
     assert not list(Path(config.compilation_cache_dir or "").rglob("*.json"))
 
 
+def test_a_flag_starts_without_testing(folder: Path, tiny_config: ConfigMaker) -> None:
+    config = tiny_config(model=str(folder), dtype="bfloat16", skip_kernel_test=True)
+    assert outcome_of(KernelTester("cpu", ("no-such-program",)), config) == (KernelChoice(), ())
+
+
 def test_a_cpu_starts_no_process(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxsgl.engine.kernel_test.watch", lambda *_: pytest.fail("a process was started"))
     assert devices.accelerator() is None
