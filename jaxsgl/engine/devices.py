@@ -94,7 +94,12 @@ def device_variables(config: EngineConfig) -> dict[str, str]:
 
     Those that choose chips of a TPU it has from this process.
     """
-    return {"JAX_CUDA_VISIBLE_DEVICES": str(config.device_ids[0])} if config.device_ids else {}
+    if not config.device_ids:
+        return {}
+    first = config.device_ids[0]
+    visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    # The numbers count those that are visible to this process.
+    return {"CUDA_VISIBLE_DEVICES": visible[first] if first < len(visible) else str(first)}
 
 
 def _is_installed(package: str) -> bool:

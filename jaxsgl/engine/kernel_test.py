@@ -124,6 +124,7 @@ class KernelTester:
         key = [
             request.line(),
             self.machine(),
+            str(config.device_ids),
             *map(str, (xla_ptxas(), mosaic_ptxas_after_choice())),
             *(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES")),
             jax.__version__,
