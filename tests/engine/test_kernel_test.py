@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -91,6 +92,35 @@ def test_an_engine_whose_kernel_hangs_is_ready_and_its_tokens_are_right(
         engine.close()
     assert found["hangs"] == found["untested"]
     assert f"{EXTEND} on native failed its test (hung: no answer within 15 s): xla takes its place" in caplog.text
+
+
+HOPPER = """
+import os, sys
+from pallas_kernels.selftest.report import Begun, Ended, Request, Verdict, news_line
+request = Request.parse(sys.stdin.readline())
+op, tried = "paged_decode_attention", [each.backend for each in request.known]
+def say(news):
+    sys.stdout.write(news_line(news))
+    sys.stdout.flush()
+if not tried:
+    say(Verdict(op, "mosaic_gpu", "wrong", "error 4e-01"))
+elif tried == ["mosaic_gpu"]:
+    say(Begun(op, "triton"))
+    os._exit(3)
+else:
+    say(Verdict(op, "xla", "untested"))
+    say(Verdict("add_and_norm", "triton", "passed"))
+    say(Ended())
+"""
+
+
+def test_backends_are_tried_in_order_and_the_rest_is_tested_by_the_next_process(config: EngineConfig) -> None:
+    config = dataclasses.replace(config, compilation_cache_dir="")
+    choice, verdicts = outcome_of(KernelTester("gpu", (sys.executable, "-c", HOPPER)), config)
+    assert choice == KernelChoice(paged_decode_attention="xla")
+    assert [(each.backend, each.verdict) for each in verdicts] == [
+        ("mosaic_gpu", "wrong"), ("triton", "crashed"), ("xla", "untested"), ("triton", "passed"),
+    ]  # fmt: skip
 
 
 def test_verdicts_are_kept_between_starts(
