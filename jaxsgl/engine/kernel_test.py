@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -136,9 +137,11 @@ class KernelTester:
 
 def child_variables(config: EngineConfig) -> dict[str, str]:
     """The environment of the testing process: it takes memory as it needs it, and the same code as this one."""
+    env = {**os.environ, **device_variables(config), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     home = str(Path(pallas_kernels.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, **device_variables(config), "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": path}
+    if home not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # it isn't installed
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    return env
 
 
 def settled(asked: KernelChoice, verdicts: Sequence[Verdict], flags: str) -> KernelChoice:
