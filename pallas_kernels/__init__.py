@@ -17,6 +17,7 @@ from pallas_kernels.api import (
     rotate_and_store,
     store_kv,
 )
+from pallas_kernels.choice import KernelChoice
 from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
 from pallas_kernels.experts import Groups, add_choices, group_by_expert
 from pallas_kernels.options import AttentionOptions
@@ -30,6 +31,7 @@ __all__ = [
     "AttentionOptions",
     "FusedQkv",
     "Groups",
+    "KernelChoice",
     "PagedKv",
     "ScaledMatrix",
     "add_and_norm",

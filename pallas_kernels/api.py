@@ -57,7 +57,13 @@ def store_kv(
 
 
 def rotate_and_store(
-    qkv: FusedQkv, kv: PagedKv, slots: jax.Array, *, backend: str = "auto", interpret: bool = False
+    qkv: FusedQkv,
+    kv: PagedKv,
+    slots: jax.Array,
+    *,
+    backend: str = "auto",
+    store_backend: str | None = None,
+    interpret: bool = False,
 ) -> tuple[jax.Array, PagedKv]:
     """Take the product of a layer's fused weights apart: bias, norm per head, rotation, and a store of keys and values.
 
@@ -68,7 +74,8 @@ def rotate_and_store(
         kv: the cache, as for `store_kv`.
         slots: `[T]` int32, as for `store_kv`.
         backend: a backend that has the op, or "auto". "auto" takes the device's best one, and where there is none XLA's
-            queries, keys and values with the device's best `store_kv`.
+            queries, keys and values with `store_kv`.
+        store_backend: of that `store_kv`; None: `backend`.
         interpret: run a Pallas backend in its interpreter, on any platform.
 
     Raises:
@@ -93,7 +100,7 @@ def rotate_and_store(
     if chosen in ops:
         return ops[chosen](qkv, kv, slots, interpret)
     q, k, v = qkv.split()
-    return q, store_kv(kv, k, v, slots, backend=backend)
+    return q, store_kv(kv, k, v, slots, backend=backend if store_backend is None else store_backend)
 
 
 def paged_decode_attention(

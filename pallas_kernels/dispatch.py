@@ -26,6 +26,10 @@ ROTATE_AND_STORE_BACKENDS = tuple(name for name, each in BACKEND_OF_NAME.items()
 Refusal = Callable[[], str | None]
 
 
+class ImpossibleBackend(ValueError):
+    """A named backend can't run a call."""
+
+
 def choose_backend(op: str, backend: str, refusals: Mapping[str, Refusal], *, interpret: bool = False) -> Backend:
     """The backend that `op` should run on.
 
@@ -34,7 +38,8 @@ def choose_backend(op: str, backend: str, refusals: Mapping[str, Refusal], *, in
     device, else "xla", and logs once why the backends before it can't.
 
     Raises:
-        ValueError: the name is unknown, the backend lacks the op, the platform is wrong, or the shapes are.
+        ValueError: the name is unknown, or the backend lacks the op.
+        ImpossibleBackend: the platform is wrong, or the shapes are.
     """
     if backend == "auto":
         return _choose_automatically(op, refusals)
@@ -45,7 +50,7 @@ def choose_backend(op: str, backend: str, refusals: Mapping[str, Refusal], *, in
         raise ValueError(f"{op}: backend {backend!r} is not implemented for this op; choose one of {possible}")
     reason = _refusal(backend, refusals, interpret)
     if reason is not None:
-        raise ValueError(f"{op}: backend {backend!r} is impossible here: {reason}; choose one of {possible}")
+        raise ImpossibleBackend(f"{op}: backend {backend!r} is impossible here: {reason}; choose one of {possible}")
     return BACKEND_OF_NAME[backend]
 
 

@@ -11,7 +11,7 @@ import pytest
 from bench.imports import circles, import_graph
 
 ROOT = Path(__file__).parent.parent
-CONFIG = ("engine", "features", "flags")
+CONFIG = ("engine", "features", "flags", "kernels")
 COMMON = {
     "requests",
     "errors",

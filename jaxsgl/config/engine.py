@@ -14,6 +14,7 @@ import msgspec
 
 from jaxsgl.config.features import DisaggregationConfig, HostKvConfig, LoraConfig, VisionConfig
 from jaxsgl.config.flags import check_choices, flag, flag_name, require
+from jaxsgl.config.kernels import ATTENTION_BACKENDS, read_kernels
 from jaxsgl.errors import ConfigError
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.outputs import PoolingSpec, StatesSpec
@@ -25,7 +26,6 @@ KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
 QUANTIZATIONS = ("int8", "fp8", "awq", "gptq", "compressed-tensors")
 DEFAULT_WEIGHT_VERSION = "default"  # SGLang's
 LOAD_FORMATS = ("auto", "dummy")
-ATTENTION_BACKENDS = ("auto", "xla", "native", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
 GRAMMAR_BACKENDS = ("llguidance", "none")
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 PRIORITY_POLICIES = ("fcfs", "lof")
@@ -188,7 +188,20 @@ class EngineConfig:
     vision: VisionConfig = field(default_factory=VisionConfig)
     disable_radix_cache: bool = flag(False, "do not share prefixes between requests")
     disable_overlap_schedule: bool = flag(False, "read each step's tokens before launching the next")
-    attention_backend: str = flag("auto", "attention and KV store kernels", choices=ATTENTION_BACKENDS)
+    attention_backend: str = flag(
+        "auto", "kernels of attention, and with xla of the KV store too", choices=ATTENTION_BACKENDS
+    )
+    kernels: tuple[str, ...] = flag(
+        (),
+        "kernels of single operations, whatever --attention-backend says, as decode=triton,norm=xla; operations are "
+        "decode and extend (attention), store (of keys and values), rotate (rotation and store in one), norm (add and "
+        "normalize) and experts (docs/kernels.md); auto: the best that runs here and passes its test",
+    )
+    skip_kernel_test: bool = flag(
+        False,
+        "on a GPU or TPU, start without testing kernels against XLA: one that is wrong or hangs then serves "
+        "(docs/operations.md)",
+    )
     decode_buckets: tuple[int, ...] = flag((), "compiled decode batch sizes, as 1,2,4 (default: derived)")
     extend_buckets: tuple[int, ...] = flag((), "compiled extend sizes in tokens, as 64,512 (default: derived)")
     auto_buckets: str | None = flag(
@@ -248,6 +261,7 @@ class EngineConfig:
             if sizes and self.auto_buckets is not None:
                 raise ConfigError(f"{flag_name(name)} and --auto-buckets both say which sizes to compile: give one")
         check_choices(self)
+        read_kernels(self.kernels)
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Which devices an engine runs on: has JAX show them before it starts, and makes the mesh of them.
+"""Which devices an engine runs on: names them and has JAX show them before it starts, and makes the mesh of them.
 
 Owns the variables by which JAX is told of devices. `memory` decides on their memory. Called by `engine`, at start only.
 Knows no model.
@@ -6,8 +6,12 @@ Knows no model.
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -19,6 +23,10 @@ from jaxsgl.weights.sharding import make_mesh
 
 _HOST_DEVICES = "xla_force_host_platform_device_count"  # of XLA_FLAGS: JAX takes one of both ways
 _TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}  # the shape of so many chips of a host
+_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA's driver, on Windows' Linux too, and of AMD's
+_GPU_PACKAGES = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin", "jax_rocm7_plugin")
+_DRIVER = Path("/proc/driver/nvidia")
+_GOOGLE = "0x1ae0"  # a vendor's number on the PCI bus
 _TPU_PORT = 8476  # libtpu's own; each process has one
 
 
@@ -36,6 +44,77 @@ def reveal_devices(config: EngineConfig) -> None:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, config.device_ids)))
         for name, value in tpu_variables(config.device_ids).items():
             os.environ.setdefault(name, value)
+
+
+def accelerator() -> str | None:
+    """The platform of the accelerator on which JAX will start, "gpu" or "tpu"; None: it will on a CPU. Starts nothing.
+
+    Goes by device files and installed packages, so JAX may yet find that it can't use the device.
+    """
+    if is_running():
+        return _family(jax.devices()[0].platform)
+    if named := str(getattr(jax.config, "jax_platforms", "") or "").split(",")[0]:
+        return _family(named)
+    if any(Path(name).exists() for name in _GPU_FILES) and any(map(_is_installed, _GPU_PACKAGES)):
+        return "gpu"
+    has_chips = any(Path("/dev").glob("accel*")) or any(Path("/dev").glob("vfio/[0-9]*"))
+    return "tpu" if has_chips and _is_installed("libtpu") else None
+
+
+def accelerator_name(platform: str | None) -> str:
+    """Names the driver and the kinds of this machine's devices, without starting JAX."""
+    versions = {name: _version(name) for name in (*_GPU_PACKAGES, "libtpu")}
+    if platform == "gpu":
+        told = [
+            path.read_text()
+            for path in (_DRIVER / "version", *sorted(_DRIVER.glob("gpus/*/information")))
+            if path.exists()
+        ]
+        lines = [line for text in told for line in text.splitlines() if line.startswith(("NVRM", "Model"))]
+        if not any(line.startswith("Model") for line in lines):
+            lines += _nvidia_smi()
+    else:
+        lines = [os.environ.get("TPU_ACCELERATOR_TYPE", "")]
+        for device in sorted(Path("/sys/bus/pci/devices").glob("*/device")):
+            if (device.parent / "vendor").read_text().strip() == _GOOGLE:
+                lines.append(device.read_text().strip())
+    return "\n".join([*lines, *(f"{name} {version}" for name, version in versions.items() if version)])
+
+
+def _nvidia_smi() -> list[str]:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+
+
+def device_variables(config: EngineConfig) -> dict[str, str]:
+    """Environment variables by which a child process takes the first of the engine's GPUs, and memory of no other.
+
+    Those that choose chips of a TPU it has from this process.
+    """
+    if not config.device_ids:
+        return {}
+    first = config.device_ids[0]
+    visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    # The numbers count those that are visible to this process.
+    return {"CUDA_VISIBLE_DEVICES": visible[first] if first < len(visible) else str(first)}
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _family(platform: str) -> str | None:
+    return {"cpu": None, "cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
 
 
 def tpu_variables(device_ids: Sequence[int]) -> dict[str, str]:

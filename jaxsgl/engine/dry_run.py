@@ -102,5 +102,6 @@ def step_failure(what: str, account: str) -> Iterator[None]:
                 "--mem-fraction-static or --max-total-tokens, which make the KV pool smaller"
             )
         else:
-            way_out = "try another --attention-backend, or a lower --chunked-prefill-size or --max-running-requests"
+            way_out = "try another --attention-backend or other --kernels, or a lower --chunked-prefill-size or "
+            way_out += "--max-running-requests"
         raise StartupError(f"{what}: {reason}: {way_out}") from error

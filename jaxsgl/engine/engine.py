@@ -24,11 +24,13 @@ from jaxsgl.batch.outputs import NO_OUTPUTS
 from jaxsgl.batch.patches import EncodeInputs, EncodePart
 from jaxsgl.cache.pages import tokens_in
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine import profiler
+from jaxsgl.engine import profiler, token_check
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
 from jaxsgl.engine.encoding import TowerParts
+from jaxsgl.engine.kernel_test import KernelTester
+from jaxsgl.engine.kernels import asked_kernels, kernel_flags
 from jaxsgl.engine.launcher import Chosen, DeviceHandle, LaunchedHandle, Launcher
 from jaxsgl.engine.layer_state import LayerStates, layer_states
 from jaxsgl.engine.memory import (
@@ -74,13 +76,21 @@ class Engine:
       adapters: LoRA adapters; None: no flag asks for any.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True, moves_pages: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: bool = True,
+        moves_pages: bool = False,
+        kernel_tester: KernelTester | None = None,
+    ) -> None:
         """Does everything that takes time: after it, the first step can run.
 
         Args:
           config: flags.
           progress: whether to draw a progress bar on stderr while compiling.
           moves_pages: whether `apply` will be called; if so, its programs are compiled too.
+          kernel_tester: how kernels are tested; None: as this machine needs it.
 
         Raises:
           StartupError: flags that don't fit the model or the memory, or a model that can't be loaded.
@@ -88,8 +98,11 @@ class Engine:
         start_s = time.monotonic()
         folder = resolve_model_folder(config.model, config.revision)
         arch = read_arch(config, folder)
+        kernels = asked_kernels(config, arch)
         reveal_devices(config)
         choose_mosaic_ptxas()
+        tester = KernelTester.of_this_machine() if kernel_tester is None else kernel_tester
+        kernels, verdicts = tester.tested(config, arch, kernels)  # while the device's memory is free
         jax_share = start_jax()
         mesh = mesh_of(config)
         device = mesh.devices.flat[0]  # the devices of a mesh are alike
@@ -123,9 +136,8 @@ class Engine:
         def spec_of(capacity: Capacity) -> ProgramSpec:
             state = abstract_state(states, capacity, mesh, images)
             pool = None if self.adapters is None else self.adapters.abstract
-            backend = config.attention_backend
             masks = config.grammar_backend != "none"
-            return ProgramSpec(graphdef, abstract, state, backend, mesh, kv_scales, pool, capacity.tower, masks)
+            return ProgramSpec(graphdef, abstract, state, kernels, mesh, kv_scales, pool, capacity.tower, masks)
 
         memory = least_free_memory(list(mesh.devices.flat), config.mem_fraction_static, jax_share)
         with step_failure("the programs can't be compiled", memory.account):
@@ -152,6 +164,8 @@ class Engine:
         self._params = self.weight_store.leaves
         self._launcher: Launcher | None = None
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
+        if tester.platform is not None:
+            self._check_tokens(memory.account, min(dtype.itemsize, activations.itemsize))
         if mesh.size > 1:
             self._launcher = Launcher()
         run_masks(self.programs, memory.account)
@@ -170,6 +184,7 @@ class Engine:
             weight_bytes=sum(array.nbytes for array in self._params),
             warmup_s=time.monotonic() - start_s,
             kv_cache_dtype=kv_cache_flag(kv_dtype),
+            kernels=tuple((each.op, each.backend, each.verdict) for each in verdicts),
         )
         logger.info(
             "%d programs compiled and run, %.1f s of loading and compiling; a step takes up to %.0f MiB next to "
@@ -196,16 +211,7 @@ class Engine:
 
     def _launch(self, programs: tuple[jax.stages.Compiled, ...], inputs: StepInputs) -> DeviceHandle:
         forward, *after = programs
-        pool: tuple[list[jax.Array], ...] = ()
-        if inputs.bucket.adapter_columns:
-            assert self.adapters is not None
-            pool = (self.adapters.leaves,)
-        for call in inputs.encodes:
-            self._encode(call)
-        for changes in inputs.table_changes:
-            self._state = self._state._replace(page_table=self.programs.set_pages(self._state.page_table, changes))
-        out = forward(self._params, self._state, inputs.packed, *pool)
-        self._state = out.state
+        out = self._forward(forward, inputs)
         if inputs.bucket.num_steps > 1:
             return DeviceHandle(inputs, Chosen(out.tokens))
         if inputs.masked:
@@ -216,6 +222,42 @@ class Engine:
         else:
             chosen = self._choose(after[0], out) if after else Chosen(out.tokens)
         return DeviceHandle(inputs, chosen, out.outputs)
+
+    def _forward(self, program: jax.stages.Compiled, inputs: StepInputs) -> Any:
+        """Launches a forward program; returns what it yields, a `Forwarded` or, of several steps, a `Decoded`."""
+        pool: tuple[list[jax.Array], ...] = ()
+        if inputs.bucket.adapter_columns:
+            assert self.adapters is not None
+            pool = (self.adapters.leaves,)
+        for call in inputs.encodes:
+            self._encode(call)
+        for changes in inputs.table_changes:
+            self._state = self._state._replace(page_table=self.programs.set_pages(self._state.page_table, changes))
+        out = program(self._params, self._state, inputs.packed, *pool)
+        self._state = out.state
+        return out
+
+    def _check_tokens(self, account: str, itemsize: int) -> None:
+        """Warns if extend and decode steps don't agree on real tokens. The state is as before, but for free pages."""
+        if not token_check.fits(self.buckets, self.capacity):
+            return
+
+        def run(inputs: StepInputs) -> jax.Array:
+            logits: jax.Array = self._forward(self.programs.of(inputs.bucket)[0], inputs).logits
+            return logits
+
+        with step_failure("steps on real tokens can't run", account):
+            apart, of_extend, of_decode = token_check.difference(run, self.buckets, self.capacity)
+        table, last = self._state.page_table, self._state.last_tokens
+        zeros = (jax.device_put(np.zeros(each.shape, each.dtype), each.sharding) for each in (table, last))
+        self._state = self._state._replace(**dict(zip(("page_table", "last_tokens"), zeros, strict=True)))
+        if not apart <= token_check.MOST_DIFFERENCE[itemsize]:
+            logger.warning(
+                "%d tokens by an extend step, and all but %d by an extend step and these by decode steps, give logits "
+                "that differ by %.0f%% of their norm (likeliest tokens %d and %d): attention of extend or decode steps "
+                "is wrong here; compare with --attention-backend xla",
+                token_check.NUM_TOKENS, token_check.NUM_DECODED, 100 * apart, of_extend, of_decode,
+            )  # fmt: skip
 
     @property
     def page_layout(self) -> PageLayout:
@@ -330,7 +372,7 @@ def _compile(
     capacity = plan_capacity(config, arch, states, memory, guess, adapters)
     while True:
         buckets, spec = buckets_of(config, capacity), spec_of(capacity)
-        _check_backend(spec, buckets)
+        _check_backends(spec, buckets, kernel_flags(config))
         largest = list(largest_programs(spec, buckets))
         compiled.add(largest)
         taken = step_bytes(compiled, spec, buckets.largest()) + beside_bytes
@@ -343,11 +385,12 @@ def _compile(
         capacity = fitting
 
 
-def _check_backend(spec: ProgramSpec, buckets: BucketSet) -> None:
-    """Raises `ConfigError` if the kernels of --attention-backend can't run here; "auto" chooses those that can."""
-    if spec.attention_backend == "auto":
+def _check_backends(spec: ProgramSpec, buckets: BucketSet, flags: str) -> None:
+    """Raises `ConfigError` if kernels that `flags` name can't run here; "auto" chooses those that can."""
+    if not flags:
         return
     try:
-        spec.forward(buckets.all()[-1]).trace()
+        for bucket in {bucket.kind: bucket for bucket in buckets.all() if bucket.kind != "score"}.values():
+            spec.forward(bucket).trace()
     except ValueError as error:
-        raise ConfigError(f"--attention-backend {spec.attention_backend}: {error}") from error
+        raise ConfigError(f"{flags}: {error}") from error

@@ -35,6 +35,7 @@ from jaxsgl.weights import KvScales
 from pallas_kernels import (
     AttentionOptions,
     FusedQkv,
+    KernelChoice,
     PagedKv,
     paged_decode_attention,
     paged_extend_attention,
@@ -118,7 +119,7 @@ SET_PAGES_DONATES = (0,)  # page table
 def make_step(
     graphdef: nnx.GraphDef[Decoder],
     kind: StepKind,
-    attention_backend: str,
+    kernels: KernelChoice,
     kv_scales: KvScales | None = None,
     *,
     states: bool = False,
@@ -138,7 +139,7 @@ def make_step(
         table_SP = pages_of_seqs(table, arrays.rows, arrays.lengths, page_size)
         rope_positions = arrays.positions if arrays.rope_positions is None else arrays.rope_positions
         options = [model.arch.attention_options(layer) for layer in range(model.arch.num_layers)]
-        pages = Pages(state.kv, table_SP, arrays, kind, options, attention_backend, kv_scales)
+        pages = Pages(state.kv, table_SP, arrays, kind, options, kernels, kv_scales)
         is_token = arrays.slots >= page_size  # padding is stored in the dummy page
         adapters = None
         if adapter_pool is not None:
@@ -146,7 +147,7 @@ def make_step(
             adapters = ActiveAdapters(adapter_pool, arrays.adapters, arrays.column_owners)
         ids, images = _token_ids(arrays.token_ids, state.last_tokens), _image_tokens(state, arrays, model.arch)
         experts: list[jax.Array] | None = [] if states else None
-        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts)
+        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels)
         found: StepOutputs[jax.Array] = NO_OUTPUTS if experts is None else outputs.of_tokens(hidden, experts)
         last = hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets)
         if model.arch.generates:
@@ -167,7 +168,7 @@ def make_forward(
     graphdef: nnx.GraphDef[Decoder],
     treedef: Any,
     bucket: Bucket,
-    attention_backend: str,
+    kernels: KernelChoice,
     kv_scales: KvScales | None = None,
     pool_treedef: Any = None,
 ) -> Forward:
@@ -177,7 +178,7 @@ def make_forward(
     `[packed_len(bucket)]` int32. In a bucket with adapter columns there is one argument more: the leaves
     of the adapters' pool, whose structure is `pool_treedef`.
     """
-    step = make_step(graphdef, bucket.kind, attention_backend, kv_scales, states=bucket.states)
+    step = make_step(graphdef, bucket.kind, kernels, kv_scales, states=bucket.states)
 
     def forward(
         params: list[jax.Array], state: DeviceState, packed: jax.Array, adapter_leaves: Sequence[jax.Array] = ()
@@ -194,7 +195,7 @@ def make_decode_steps(
     graphdef: nnx.GraphDef[Decoder],
     treedef: Any,
     bucket: Bucket,
-    attention_backend: str,
+    kernels: KernelChoice,
     kv_scales: KvScales | None = None,
     pool_treedef: Any = None,
 ) -> DecodeSteps:
@@ -203,7 +204,7 @@ def make_decode_steps(
     A loop around the step: each step decodes the tokens of the one before, and the host launches and reads once for all
     of them. It compiles as fast as one step, and the pages stay in their buffers.
     """
-    step = make_step(graphdef, bucket.kind, attention_backend, kv_scales)
+    step = make_step(graphdef, bucket.kind, kernels, kv_scales)
 
     def decode_steps(
         params: list[jax.Array], state: DeviceState, packed: jax.Array, adapter_leaves: Sequence[jax.Array] = ()
@@ -325,26 +326,29 @@ class Pages:
         arrays: StepArrays[jax.Array],
         kind: StepKind,
         options: Sequence[AttentionOptions],
-        backend: str,
+        kernels: KernelChoice,
         scales: KvScales | None = None,
     ) -> None:
         self._k, self._v = list(kv.k), list(kv.v)
         self._page_table = page_table_SP
-        self._arrays, self._kind, self._options, self._backend = arrays, kind, options, backend
+        self._arrays, self._kind, self._options, self._kernels = arrays, kind, options, kernels
         self._scales = scales or KvScales.of_one(len(kv.k))
 
     def attend(self, layer_index: int, qkv: FusedQkv, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
-        a, options, backend = self._arrays, self._options[layer_index], self._backend
+        a, options, kernels = self._arrays, self._options[layer_index], self._kernels
         old = self._k[layer_index], self._v[layer_index]
-        store_backend = "xla" if backend == "xla" else "auto"  # not all kernels that attend can store
         scales = _of_heads(self._scales.k[layer_index]), _of_heads(self._scales.v[layer_index])
         paged = PagedKv(*old, self._page_table, a.lengths, *scales)
-        q_TNH, kv = rotate_and_store(qkv, paged, a.slots, backend=store_backend)
+        q_TNH, kv = rotate_and_store(
+            qkv, paged, a.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv
+        )
         self._k[layer_index], self._v[layer_index] = kv.k, kv.v
         if self._kind == "decode":
-            return paged_decode_attention(q_TNH, kv, options, sinks, backend=backend)
-        return paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
+            return paged_decode_attention(q_TNH, kv, options, sinks, backend=kernels.paged_decode_attention)
+        return paged_extend_attention(
+            q_TNH, a.query_offsets, kv, options, sinks, backend=kernels.paged_extend_attention
+        )
 
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""

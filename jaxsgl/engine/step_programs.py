@@ -58,6 +58,7 @@ from jaxsgl.errors import JaxsglError
 from jaxsgl.models import Decoder, Params
 from jaxsgl.weights import KvScales
 from jaxsgl.weights.sharding import logits_sharding, replicated
+from pallas_kernels import KernelChoice
 
 SET_ROW, SET_PAGES = ProgramKey("set_row"), ProgramKey("set_pages")
 
@@ -70,7 +71,7 @@ class ProgramSpec:
       graphdef: structure of the model.
       params: its parameters, as arrays or as `jax.ShapeDtypeStruct`s with shardings.
       state: what stays on the device, likewise.
-      attention_backend: for the kernels.
+      kernels: the backend of each operation.
       mesh: where everything lies.
       kv_scales: of a float8 KV cache; None for any other, and where all are 1.
       adapters: shapes and places of the adapters' pool, or None if the engine has none.
@@ -81,7 +82,7 @@ class ProgramSpec:
     graphdef: nnx.GraphDef[Decoder]
     params: Params
     state: DeviceState
-    attention_backend: str
+    kernels: KernelChoice
     mesh: Mesh
     kv_scales: KvScales | None = None
     adapters: list[dict[str, jax.ShapeDtypeStruct]] | None = None
@@ -120,11 +121,11 @@ class ProgramSpec:
         state_shardings = jax.tree.map(lambda array: array.sharding, self.state)
         if bucket.num_steps > 1:
             program: Forward | DecodeSteps = make_decode_steps(
-                self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales, pool_treedef
+                self.graphdef, treedef, bucket, self.kernels, self.kv_scales, pool_treedef
             )
             shardings: Forwarded | Decoded = Decoded(state_shardings, everywhere)
         else:
-            program = make_forward(self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales, pool_treedef)
+            program = make_forward(self.graphdef, treedef, bucket, self.kernels, self.kv_scales, pool_treedef)
             logits: Any = logits_sharding(self.mesh)
             shardings = Forwarded(state_shardings, everywhere, logits, everywhere, of_forward(bucket, everywhere))
         arguments: tuple[Any, ...] = (leaves, self.state, self._int32(packed_len(bucket)))

@@ -51,30 +51,40 @@ def use_compilation_cache(directory: str | None, compilers: str = "") -> None:
     compilers: a name of what else compiles programs, of which JAX's key of a program knows nothing. Programs are kept
     in a folder of that name in the directory, so that those of another version are not taken.
 
-    What is kept there runs as it is, so only this user may be able to write to it. A default directory that is not so
-    is not used. This sets JAX's configuration, and so holds for the whole process.
-
-    Raises:
-      ConfigError: `directory` is named, and can't be made or other users can write to it.
+    This sets JAX's configuration, and so holds for the whole process. Raises `ConfigError` as `cache_folder` does.
     """
-    if directory == "":
-        return
-    folder = (_default_cache_dir() if directory is None else Path(directory)).expanduser()
-    try:
-        own_folder(folder, tighten=directory is None)
-        folder = own_folder(folder / compilers) if compilers else folder
-    except OSError as error:
-        if directory is not None:
-            raise ConfigError(
-                f"--compilation-cache-dir {directory}: {error}; name a directory of your own, or '' for none"
-            ) from None
-        logger.warning("compiled programs are not kept between starts: %s", error)
+    folder = cache_folder(directory, compilers)
+    if folder is None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # JAX decides once per process whether it has a cache: without this, a program compiled earlier would decide it.
     compilation_cache.reset_cache()
+
+
+def cache_folder(directory: str | None, compilers: str) -> Path | None:
+    """The folder of `use_compilation_cache`, made if it is missing; None: nothing is to be kept.
+
+    What is kept there runs as it is, so only this user may be able to write to it. A default directory that is not so
+    is not used.
+
+    Raises:
+      ConfigError: `directory` is named, and can't be made or other users can write to it.
+    """
+    if directory == "":
+        return None
+    folder = (_default_cache_dir() if directory is None else Path(directory)).expanduser()
+    try:
+        own_folder(folder, tighten=directory is None)
+        return own_folder(folder / compilers) if compilers else folder
+    except OSError as error:
+        if directory is not None:
+            raise ConfigError(
+                f"--compilation-cache-dir {directory}: {error}; name a directory of your own, or '' for none"
+            ) from None
+        logger.warning("compiled programs are not kept between starts: %s", error)
+        return None
 
 
 def _default_cache_dir() -> Path:

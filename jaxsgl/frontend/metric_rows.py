@@ -298,6 +298,12 @@ ROWS = (
         lambda front_end, engine: engine.load.totals.extend_tokens_padded,
     ),
     Row(
+        ("jaxsgl:kernel_backend",),
+        "1 for each kernel that the start tested: what it computes, its backend, and what came of it.",
+        lambda front_end, engine: engine.kernels(),
+        labels=("op", "backend", "verdict"),
+    ),
+    Row(
         ("jaxsgl:recompiles_total",),
         "Programs compiled while serving; more than 0 is a bug.",
         lambda front_end, engine: engine.load.totals.recompiles,

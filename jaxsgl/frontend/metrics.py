@@ -34,11 +34,13 @@ class Replica:
       is_up: whether it takes requests.
       load: the latest that it has sent.
       pool_tokens: the size of its KV pool, 0 until it is ready and once it is dead.
+      kernels: operation, backend and verdict of each kernel that was tested at its start.
     """
 
     is_up: bool
     load: Load
     pool_tokens: int
+    kernels: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def token_usage(self) -> float:
@@ -62,6 +64,10 @@ class Snapshot:
     def token_usage(self) -> float:
         """Share of the KV pool that running samples need, 0 to 1."""
         return self.load.used_tokens / self.pool_tokens if self.pool_tokens else 0.0
+
+    def kernels(self) -> dict[tuple[str, str, str], float]:
+        """Returns 1 for each operation, backend and verdict of a test at the start."""
+        return {kernel: 1.0 for replica in self.replicas for kernel in replica.kernels}
 
     def step_histograms(self) -> dict[tuple[str, str], Histogram]:
         """Returns how long steps took, by kind and bucket."""

@@ -141,6 +141,7 @@ class Replicas:
                 link.refusal is None,
                 link.load,
                 0 if link.info is None or link.is_dead else link.info.limits.pool_tokens,
+                () if link.info is None else link.info.kernels,
             )
             for link in self.links
         ]

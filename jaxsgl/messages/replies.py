@@ -298,7 +298,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What the front end must know about the engine to check requests and to answer GetModelInfo.
 
     `warmup_s` is the time in seconds that loading and compiling took; `kv_bytes` and `weight_bytes` the
-    sizes of all KV buffers and parameters; `kv_cache_dtype` what --kv-cache-dtype came to.
+    sizes of all KV buffers and parameters; `kv_cache_dtype` what --kv-cache-dtype came to; `kernels` the
+    operation, backend and verdict of each test of a kernel, none on a CPU.
     """
 
     model_path: str
@@ -314,6 +315,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     weight_bytes: int
     warmup_s: float
     kv_cache_dtype: str = "auto"
+    kernels: tuple[tuple[str, str, str], ...] = ()
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):

@@ -24,7 +24,8 @@ from jaxsgl.models.precision import product
 from jaxsgl.models.rope import RopeParams, rope_tables
 from jaxsgl.models.tensor_parallel import num_parts, part_index, sum_of_parts
 from jaxsgl.models.vision.tower import Tower
-from pallas_kernels import add_and_norm
+from pallas_kernels import KernelChoice, add_and_norm
+from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.norm import rms_norm, scale_of, sum_parts
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
@@ -87,6 +88,7 @@ class Decoder(Matrices):
         adapters: ActiveAdapters | None = None,
         images: ImageTokens | None = None,
         experts: list[jax.Array] | None = None,
+        kernels: KernelChoice = AUTO_CHOICE,
     ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
 
@@ -94,6 +96,7 @@ class Decoder(Matrices):
         false where a bucket is padded, which costs no expert's weights; None: all are tokens. `adapters` are those of
         the tokens; None: there are none. `images` take the places of some of the embeddings.
         The chosen experts of each layer are appended to `experts`: `[T, k]` int32, `[T, 0]` of a layer without.
+        `kernels` says what norms and experts run on.
         """
         arch, vectors = self.arch, self.vectors
         x_TD = self._embed(token_ids)
@@ -109,10 +112,10 @@ class Decoder(Matrices):
             mine = None if adapters is None else adapters.of_layer(index)
             update_TD = layer.attention(read_TD, vectors, rows, table, index, attend, mine)
             x_TD, read_TD = self._add(
-                x_TD, update_TD, rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index)
+                x_TD, update_TD, rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index), kernels
             )
             if isinstance(layer.mlp, MoE):
-                update_TD = layer.mlp(read_TD, is_token, experts)
+                update_TD = layer.mlp(read_TD, is_token, experts, kernels.grouped_product)
             else:
                 update_TD = layer.mlp(read_TD, adapters=mine)
                 if experts is not None:
@@ -121,7 +124,7 @@ class Decoder(Matrices):
                 update_TD = sum_parts(update_TD, x_TD) + images.part(index + 1).astype(x_TD.dtype)
             is_last = index == arch.num_layers - 1
             next_norm = (self.final_norm[...][None], 0) if is_last else rows.of(vectors.attention_norm, index + 1)
-            x_TD, read_TD = self._add(x_TD, update_TD, rows.of(vectors.mlp_out_norm, index), next_norm)
+            x_TD, read_TD = self._add(x_TD, update_TD, rows.of(vectors.mlp_out_norm, index), next_norm, kernels)
         return read_TD
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
@@ -152,7 +155,7 @@ class Decoder(Matrices):
         return dict.fromkeys(self._rope_of(spec) for spec in self.arch.layers)
 
     def _add(
-        self, x_TD: jax.Array, update: jax.Array, out_norm: Row | None, next_norm: Row | None
+        self, x_TD: jax.Array, update: jax.Array, out_norm: Row | None, next_norm: Row | None, kernels: KernelChoice
     ) -> tuple[jax.Array, jax.Array]:
         """The residual stream with an update, normalized by `out_norm` if there is one, and what is read.
 
@@ -164,7 +167,7 @@ class Decoder(Matrices):
         if next_norm is None:
             x_TD = x_TD + sum_parts(update, x_TD)
             return x_TD, x_TD
-        return add_and_norm(x_TD, update, *next_norm, eps)
+        return add_and_norm(x_TD, update, *next_norm, eps, backend=kernels.add_and_norm)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens; V is this device's vocabulary.

@@ -48,11 +48,15 @@ class MoE(Matrices):
             self.declare("shared_gate", (1, d), (None, None), dtype, None, fan_in=d)
 
     def __call__(
-        self, x_TD: jax.Array, is_token: jax.Array | None = None, told: list[jax.Array] | None = None
+        self,
+        x_TD: jax.Array,
+        is_token: jax.Array | None = None,
+        told: list[jax.Array] | None = None,
+        backend: str = "auto",
     ) -> jax.Array:
         """`[T, D]` to `[T, D]`. Tokens where `is_token [T]` is false go to no expert.
 
-        The experts of all tokens, `[T, k]` int32, are appended to `told`.
+        The experts of all tokens, `[T, k]` int32, are appended to `told`. `backend` is that of `grouped_product`.
         """
         logits_TE = product(x_TD, self.matrix("router"), jnp.float32)
         if self.router_bias is not None:
@@ -68,7 +72,7 @@ class MoE(Matrices):
         if num_experts < self.spec.num_experts:
             experts_Tk = experts_Tk - part_index() * num_experts  # those of other devices are none here
         groups = group_by_expert(experts_Tk, num_experts)
-        hidden_MF = _product(x_TD, groups, gate_up, of_tokens=True)
+        hidden_MF = _product(x_TD, groups, gate_up, backend, of_tokens=True)
         gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[...].reshape(num_experts, -1)
         gate, up = jnp.split(_plus(hidden_MF, gate_up_bias, groups), 2, axis=1)
         if self.spec.clamp is None:
@@ -78,7 +82,7 @@ class MoE(Matrices):
         down_bias = None if self.down_bias is None else self.down_bias[...]
         if down_bias is not None and num_experts == self.spec.num_experts:
             down_bias = on_first_part(down_bias)
-        y_MD = _plus(_product(gated_MF, groups, self.matrix("down")), down_bias, groups)
+        y_MD = _plus(_product(gated_MF, groups, self.matrix("down"), backend), down_bias, groups)
         out_TD = add_choices(y_MD, groups, shares_Tk)
         return sum_of_parts(out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD))
 
@@ -129,10 +133,11 @@ def clamped_unit(clamp: Clamp, gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(clamp.alpha * gate) * (up + 1)
 
 
-def _product(x: jax.Array, groups: Groups, weights: Weights, *, of_tokens: bool = False) -> jax.Array:
+def _product(x: jax.Array, groups: Groups, weights: Weights, backend: str, *, of_tokens: bool = False) -> jax.Array:
     """Rows times the weights `[E, .., in]` of their experts: `[M, out]` in x's dtype. Scales are applied to sums."""
     numbers = weights.numbers if isinstance(weights, Matrix) else weights
-    sums_MN = grouped_product(x, groups, numbers.reshape(len(numbers), -1, numbers.shape[-1]), of_tokens=of_tokens)
+    stacked = numbers.reshape(len(numbers), -1, numbers.shape[-1])
+    sums_MN = grouped_product(x, groups, stacked, of_tokens=of_tokens, backend=backend)
     if not isinstance(weights, Matrix):
         return sums_MN
     scale_MN = weights.scale.reshape(len(numbers), -1).at[groups.experts].get(mode="fill", fill_value=0)

@@ -1,6 +1,13 @@
 from __future__ import annotations
 
-from jaxsgl.engine.devices import tpu_variables
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine import devices
+from jaxsgl.engine.devices import accelerator, accelerator_name, device_variables, tpu_variables
 
 
 def test_replicas_on_one_host_take_chips_and_ports_of_their_own() -> None:
@@ -10,3 +17,45 @@ def test_replicas_on_one_host_take_chips_and_ports_of_their_own() -> None:
     assert {variables["TPU_CHIPS_PER_PROCESS_BOUNDS"] for variables in replicas} == {"2,2,1"}
     assert len({variables["TPU_PROCESS_PORT"] for variables in replicas}) == 2
     assert tpu_variables((0, 1, 2)) == {}, "three chips have no shape"
+
+
+@pytest.mark.parametrize(
+    ("platforms", "has_driver", "packages", "found"),
+    [
+        ("", True, ("jax_cuda13_plugin",), "gpu"),
+        ("", False, ("jax_cuda13_plugin",), None),  # as in a container without a GPU
+        ("", True, (), None),  # JAX for CPUs on a machine with a GPU
+        ("cpu", True, ("jax_cuda13_plugin",), None),
+        ("cuda,cpu", False, (), "gpu"),
+        ("tpu", False, (), "tpu"),
+    ],
+)
+def test_the_accelerator_is_known_before_jax_starts(
+    platforms: str, has_driver: bool, packages: tuple[str, ...], found: str | None,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(devices, "is_running", lambda: False)
+    monkeypatch.setattr(devices, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms=platforms)))
+    monkeypatch.setattr(devices, "_is_installed", lambda name: name in packages)
+    monkeypatch.setattr(devices, "_GPU_FILES", (str(tmp_path / ("" if has_driver else "missing")),))
+    assert accelerator() == found
+
+
+def test_the_name_of_a_gpu_changes_with_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices, "_DRIVER", tmp_path)
+    (tmp_path / "gpus/0000:01:00.0").mkdir(parents=True)
+    (tmp_path / "gpus/0000:01:00.0/information").write_text("Model: \t\t NVIDIA H200\nIRQ: 7\n")
+    names = set()
+    for version in ("580.159.04", "595.1"):
+        (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX Kernel Module {version}\nGCC version: 13\n")
+        names.add(accelerator_name("gpu"))
+    assert len(names) == 2 and all("NVIDIA H200" in name and "IRQ" not in name for name in names)
+
+
+@pytest.mark.parametrize(("visible", "child"), [("", "2"), ("4,5,6,7", "6")])
+def test_the_process_that_tests_kernels_sees_the_engines_first_gpu(
+    visible: str, child: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert device_variables(EngineConfig()) == {}
+    assert device_variables(EngineConfig(tp=2, device_ids=(2, 3))) == {"CUDA_VISIBLE_DEVICES": child}

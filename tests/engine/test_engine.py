@@ -15,7 +15,7 @@ from jaxsgl.engine.state import KvBuffers
 from jaxsgl.engine.step import Pages
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.requests.sampling import SamplingParams
-from pallas_kernels import AttentionOptions, FusedQkv
+from pallas_kernels import AttentionOptions, FusedQkv, KernelChoice
 from pallas_kernels.native import library
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, Plain
@@ -236,7 +236,7 @@ def test_a_backend_without_a_store_uses_another_backends_store(monkeypatch: pyte
     def step(pages: jax.Array, product: jax.Array, angles: jax.Array, ints: jax.Array, table: jax.Array) -> jax.Array:
         arrays: Any = SimpleNamespace(slots=ints, lengths=ints)
         kv = KvBuffers((pages,), (pages,))
-        return Pages(kv, table, arrays, "decode", [AttentionOptions()], "native").attend(
+        return Pages(kv, table, arrays, "decode", [AttentionOptions()], KernelChoice.of_attention("native")).attend(
             0, FusedQkv(product, angles, angles)
         )
 

@@ -19,6 +19,7 @@ from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step import make_forward
 from jaxsgl.models import ModelArch, abstract_model
+from pallas_kernels import KernelChoice
 from tests.grids import daily
 from tests.pallas_kernels.lower_everything import TARGETS, on_a_device
 from tests.plain_model import mesh_of
@@ -58,7 +59,7 @@ def test_steps_lower_for_gpus_and_tpus(name: str, changes: dict[str, Any], tmp_p
         for bucket in BUCKETS:
             packed = jax.ShapeDtypeStruct((packed_len(bucket),), jnp.int32)
             with on_a_device(platform, kind, num_cores):
-                traced = jax.jit(make_forward(graphdef, treedef, bucket, "auto")).trace(leaves, state, packed)
+                traced = jax.jit(make_forward(graphdef, treedef, bucket, KernelChoice())).trace(leaves, state, packed)
                 text = traced.lower(lowering_platforms=(platform,)).as_text()
             attends = any(call in text for call in ("tpu_custom_call", "mosaic_gpu", "attention"))
             assert attends == (arch.head_dim != 96), (platform, bucket.kind)

@@ -19,6 +19,7 @@ from jaxsgl.engine.step_programs import ProgramSpec, keys_of
 from jaxsgl.engine.tables import edit_table_bytes
 from jaxsgl.models import abstract_model
 from jaxsgl.weights import random_params
+from pallas_kernels import KernelChoice
 from tests.engine.driving import Plain
 from tests.plain_model import mesh_of
 
@@ -42,7 +43,7 @@ def spec_of(plain: Plain, dtype: str, activations: str | None = None) -> Program
     arch, mesh, weights = plain.arch, mesh_of(), jnp.dtype(dtype)
     graphdef, _ = abstract_model(arch, weights, jnp.dtype(activations) if activations else None)
     state = allocate(layer_states(arch, SHAPE.page_size, jnp.dtype("float32")), SHAPE, mesh)
-    return ProgramSpec(graphdef, random_params(arch, weights, mesh, 0), state, "xla", mesh)
+    return ProgramSpec(graphdef, random_params(arch, weights, mesh, 0), state, KernelChoice.of_attention("xla"), mesh)
 
 
 @pytest.fixture(scope="module")

@@ -382,6 +382,7 @@ def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
         kv_bytes=12345,
         weight_bytes=54321,
         warmup_s=0.5,
+        kernels=(("store_kv", "triton", "hung"), ("store_kv", "xla", "untested")),
     )
     mailbox.announce(info)
     FakeEngine(mailbox, launch.config.max_queued_requests, launch.endpoints.mask_mark()).run()

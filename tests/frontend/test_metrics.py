@@ -123,6 +123,15 @@ def test_requests_that_were_not_served_are_counted_by_reason(start_server: Start
     assert samples[f"{TTFT}_count"] == 1
 
 
+def test_what_the_start_found_of_kernels_is_told(server: ServerProcess) -> None:
+    (family,) = (each for each in parse_text(scrape(server)[1]) if each.name == "jaxsgl:kernel_backend")
+    found = [{**sample.labels, "value": sample.value} for sample in family.samples]
+    assert [(each["op"], each["backend"], each["verdict"], each["value"]) for each in found] == [
+        ("store_kv", "triton", "hung", 1.0),
+        ("store_kv", "xla", "untested", 1.0),
+    ]
+
+
 @pytest.mark.parametrize("accept", ["*/*", "text/plain", OPENMETRICS])
 def test_names_arrive_with_their_colons(server: ServerProcess, accept: str) -> None:
     kind, text = scrape(server, accept)

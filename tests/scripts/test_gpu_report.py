@@ -26,6 +26,7 @@ from bench.report.watched import watch
 
 from pallas_kernels import gpu_compiler, group_by_expert, grouped_product
 from pallas_kernels.dispatch import BACKEND_OF_NAME
+from pallas_kernels.selftest.shapes import KernelShapes
 from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS
 from tests.grids import NIGHTLY
 from tests.scripts.running import ROOT, run_script
@@ -206,7 +207,7 @@ def test_the_ladder_has_all_kinds_of_kernels_and_steps(dry: bool) -> None:
     names = [rung.name for rung in rungs]
     assert len(set(names)) == len(names)
     kinds = {rung.kind for rung in rungs} - {"hang", "crash"}
-    assert kinds == {"product", "attention", "layer", "experts", "matrix", "step"}
+    assert kinds == {"product", "attention", "layer", "start", "experts", "matrix", "step"}
     assert {rung.spec["dtype"] for rung in rungs if rung.kind in ("experts", "matrix")} >= {"int8", "float8_e4m3fn"}
     assert {"one layer of a mixture", "one layer in FP8", "one step"} <= set(names)
     assert ({HANGS, CRASHES} <= set(names)) == dry
@@ -222,6 +223,8 @@ def test_every_specification_is_one_that_its_rung_takes(dry: bool) -> None:
             cached, new = (tuple(spec.pop(name)) for name in ("cached", "new"))
             case = KernelCase(rung.name, cached=cached, new=new, **spec)
             assert work_of(case).num_bytes > 0
+        elif rung.kind == "start":
+            assert KernelShapes.from_json(json.loads(json.dumps(spec))).experts
         elif rung.kind == "layer":
             assert spec["spec"] in {each.name for each in (*SMALL_SPECS, *GRID_SPECS)}
         elif rung.kind == "step":

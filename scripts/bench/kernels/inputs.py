@@ -7,15 +7,14 @@ share lengths, page table and slots. With enough layers, no cache on the chip ho
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from bench.kernels.cases import DECODE, STORE, KernelCase, work_of
-from pallas_kernels.paged_kv import numbers_dtype, to_bits, to_format, to_numbers
+from pallas_kernels.paged_kv import numbers_dtype, to_bits, to_numbers
+from pallas_kernels.selftest.batches import normal, pages_of, scattered_pages, slots_of, used_places
 
 _ROTATED_BYTES = 1 << 30  # many times the largest L2, and so long a program that starting it costs nothing
 _MIN_LAYERS, _MAX_LAYERS = 4, 32
@@ -66,15 +65,12 @@ def make_inputs(case: KernelCase, num_layers: int = 1, seed: int = 0, *, adverse
     page_table = np.zeros((spec.num_seqs, spec.pages_per_seq), np.int32)
     if adverse:
         page_table[:] = rng.integers(0, spec.num_pages, page_table.shape)
-    counts = -(-lengths // case.page_size)
-    free = 1 + rng.permutation(spec.num_pages - 1)
-    for row, end, count in zip(page_table, np.cumsum(counts), counts, strict=True):
-        row[:count] = free[end - count : end]
-    if adverse and case.op != STORE and len(counts) > 1:
+    scattered_pages(lengths, case.page_size, page_table, spec.num_pages, rng)
+    if adverse and case.op != STORE and len(lengths) > 1:
         shared = int(lengths[:2].min()) // case.page_size
         page_table[1, :shared] = page_table[0, :shared]
     offsets = np.cumsum([0, *case.new], dtype=np.int32)
-    used = _used_places(case, page_table) if adverse else None
+    used = used_places(lengths, case.page_size, page_table, spec.num_pages) if adverse else None
     keys = jax.random.split(jax.random.key(seed), num_layers)
     layers = tuple(_make_layer(case, key, used) for key in keys)
     slots = _slots(case, page_table, rng)
@@ -90,36 +86,22 @@ def _make_layer(case: KernelCase, key: jax.Array, used: np.ndarray | None) -> La
     keys = jax.random.split(key, 5)
     dtype = numbers_dtype(spec.cache_dtype)
     pages = [
-        _normal(each, scale, shape=a.shape, dtype=dtype)
+        normal(each, scale, shape=a.shape, dtype=dtype)
         for each, scale, a in zip(keys, per_head, (kv.k, kv.v), strict=False)
     ]
     if used is not None:
-        pages = [jnp.where(used[:, None, :, None], a, jnp.asarray(jnp.nan, a.dtype)) for a in pages]
-    if case.bits_cache:
+        pages = [pages_of(a, used, spec.cache_dtype) for a in pages]
+    elif case.bits_cache:
         pages = [to_bits(a, spec.cache_dtype) for a in pages]
-    rest = [_normal(each, 1.0, shape=a.shape, dtype=a.dtype) for each, a in zip(keys[2:], (q, k, v), strict=True)]
+    rest = [normal(each, 1.0, shape=a.shape, dtype=a.dtype) for each, a in zip(keys[2:], (q, k, v), strict=True)]
     return Layer(rest[0], *pages, *rest[1:])
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _normal(key: jax.Array, scale: jax.Array | float, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return to_format(jax.random.normal(key, shape, jnp.float32) / scale, dtype)
-
-
-def _used_places(case: KernelCase, page_table: np.ndarray) -> np.ndarray:
-    """`[num_pages, page_size]`: true where a place holds a token of some sequence."""
-    used = np.zeros((case.spec.num_pages, case.page_size), bool)
-    for row, length in zip(page_table, case.lengths, strict=True):
-        position = np.arange(length)
-        used[row[position // case.page_size], position % case.page_size] = True
-    return used
 
 
 def _slots(case: KernelCase, page_table: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """`[T]`: slots of the new tokens; padding goes to the dummy page."""
-    slots = []
-    for row, cached, new in zip(page_table, case.cached, case.new, strict=True):
-        position = np.arange(cached, cached + new)
-        slots.append(row[position // case.page_size] * case.page_size + position % case.page_size)
+    slots = [
+        slots_of(row, cached, cached + new, case.page_size)
+        for row, cached, new in zip(page_table, case.cached, case.new, strict=True)
+    ]
     padding = rng.integers(0, case.page_size, case.padding_tokens)
     return np.concatenate([*slots, padding]).astype(np.int32)

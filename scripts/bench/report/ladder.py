@@ -46,7 +46,7 @@ def ladder(attention: tuple[str, ...], *, dry: bool) -> list[Rung]:
         rungs += [Rung(HANGS, "hang", {}, limit_s=20), Rung(CRASHES, "crash", {})]
     for backend in attention:
         rungs += _decodes(backend, dry) + _extends(backend, dry)
-    rungs += _products(dry) + _steps(dry)
+    rungs += [_start(dry), *_products(dry), *_steps(dry)]
     patience = DRY_PATIENCE if dry else 1
     return [
         rung if rung.kind == "hang" else dataclasses.replace(rung, limit_s=patience * rung.limit_s) for rung in rungs
@@ -97,6 +97,24 @@ def _extends(backend: str, dry: bool) -> list[Rung]:
         rung("window", [4096], [256], sliding_window=1024),
         rung("float8", [500], [200], float8_cache=True),
     ]
+
+
+def _start(dry: bool) -> Rung:
+    """What an engine's start tests, at the shapes of Qwen3-30B-A3B."""
+    heads = {"num_kv_heads": 1, "num_groups": 2, "head_dim": 32} if dry else {"num_kv_heads": 4, "num_groups": 8}
+    hidden, ffn, experts = (64, 48, 4) if dry else (2048, 768, 128)
+    formats = {"dtype": "float32", "kv_dtype": "uint16"} if dry else {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    dtype = formats["dtype"]
+    products = [
+        {"num_experts": experts, "outputs": outputs, "inputs": inputs, "dtype": dtype, "top_k": 2 if dry else 8,
+         "of_tokens": outputs != hidden}
+        for outputs, inputs in ((2 * ffn, hidden), (hidden, ffn))
+    ]  # fmt: skip
+    shapes: dict[str, Any] = {
+        "head_dim": 128, "page_size": 16 if dry else 64, "hidden_size": hidden, "norm_dtype": dtype,
+        "has_head_norms": True, "attention": [{}], "experts": products, **heads, **formats,
+    }  # fmt: skip
+    return Rung("kernels as a start tests them", "start", shapes, 120)
 
 
 def _products(dry: bool) -> list[Rung]:

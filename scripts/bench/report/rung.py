@@ -83,6 +83,27 @@ def layer(spec: Spec) -> Verdict:
     return {"verdict": "failed" if wrong else "passed", "checks": checks, "note": "; ".join(e["note"] for e in wrong)}
 
 
+def start(spec: Spec) -> Verdict:
+    """What an engine's start tests: every kernel at a model's shapes, up to the first that fails."""
+    from pallas_kernels.choice import AUTO, OPS
+    from pallas_kernels.selftest import report
+    from pallas_kernels.selftest.__main__ import test
+    from pallas_kernels.selftest.cases import CASES_OF
+
+    said: list[report.News] = []
+
+    def say(news: report.News) -> None:
+        said.append(news)
+        print(news, flush=True)
+
+    test(report.Request(target_device().platform, spec, dict.fromkeys(OPS, AUTO)), say, CASES_OF)
+    verdicts = [each for each in said if isinstance(each, report.Verdict)]
+    problems = [each.problem for each in said if isinstance(each, report.Ended) and each.problem]
+    wrong = [f"{each.op} on {each.backend}: {each.verdict}, {each.note}" for each in verdicts if each.failed] + problems
+    found = [dataclasses.asdict(each) for each in verdicts]
+    return {"verdict": "failed" if wrong else "passed", "kernels": found, "note": "; ".join(wrong)}
+
+
 def experts(spec: Spec) -> Verdict:
     """`grouped_product` of random rows, each sent to some experts."""
     from pallas_kernels import group_by_expert, grouped_product
@@ -145,7 +166,8 @@ def _tokens(folder: Path, prompts: list[list[int]], backend: str) -> tuple[list[
     begin = time.monotonic()
     longest = max(map(len, prompts))
     llm = jaxsgl.LLM(
-        model=str(folder), load_format="dummy", attention_backend=backend, dtype="bfloat16",
+        model=str(folder), load_format="dummy", attention_backend=backend, skip_kernel_test=True,
+        dtype="bfloat16",
         context_length=2 * longest, max_total_tokens=16 * longest + 4096, max_running_requests=8, decode_buckets=(8,),
         extend_buckets=(2 * longest,), chunked_prefill_size=2 * longest,
     )  # fmt: skip
@@ -169,7 +191,7 @@ def crash(_: Spec) -> Verdict:
 
 
 KINDS: Mapping[str, Callable[[Spec], Verdict]] = {
-    each.__name__: each for each in (product, attention, layer, experts, matrix, step, hang, crash)
+    each.__name__: each for each in (product, attention, layer, start, experts, matrix, step, hang, crash)
 }
 
 

@@ -26,7 +26,7 @@ from jaxsgl.engine.tables import neutral_tables
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.weights.sharding import param_sharding, replicated
-from pallas_kernels import STORE_BACKENDS, store_kv
+from pallas_kernels import STORE_BACKENDS, KernelChoice, store_kv
 from pallas_kernels.dispatch import ROTATE_AND_STORE_BACKENDS
 from pallas_kernels.specs import ArgSpec, ProductSpec, store_rotated
 
@@ -144,7 +144,7 @@ def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
         lambda array: _shape(array, mesh),
         (np.zeros((65, 128), np.int32), np.zeros(65, np.int32), neutral_tables(64, arch.vocab_size)),
     )
-    spec = ProgramSpec(graphdef, leaves, DeviceState(kv, *tables), backend, mesh)
+    spec = ProgramSpec(graphdef, leaves, DeviceState(kv, *tables), KernelChoice.of_attention(backend), mesh)
     decode = Bucket("decode", 64, 64, False)
     several = dataclasses.replace(decode, sampled=True, num_steps=4)
     for bucket in (decode, several, Bucket("extend", 1024, 8, False)):

@@ -36,6 +36,7 @@ from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.lora import adaptable_modules
+from pallas_kernels import KernelChoice
 
 MODELS = (
     "qwen3-0.6b",
@@ -175,7 +176,7 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
     leaves = placed_params(arch, model.dtype, mesh)
     images = None if arch.vision is None else (arch.vision.row_len, model.dtype)
     state = abstract_state(states, model.capacity, mesh, images)
-    spec = ProgramSpec(graphdef, leaves, state, backend, mesh, tower=model.capacity.tower)
+    spec = ProgramSpec(graphdef, leaves, state, KernelChoice.of_attention(backend), mesh, tower=model.capacity.tower)
     facts = model.facts()
     pages: Any = on_one_device(state.kv.k[0])  # a description in the place of an array
     found: dict[ProgramKey, EngineProgram] = {}

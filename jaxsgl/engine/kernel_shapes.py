@@ -1,0 +1,47 @@
+"""The shapes with which a model's layers call the kernels on each of its devices. Knows no flags and no devices.
+
+Called by `kernel_test`.
+"""
+
+from __future__ import annotations
+
+from jaxsgl.models import ModelArch
+from jaxsgl.models.layers import norm_dtype
+from jaxsgl.models.precision import Precision
+from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
+
+
+def kernel_shapes(arch: ModelArch, precision: Precision, page_size: int, num_devices: int) -> KernelShapes:
+    """Those of `arch`, kept in `precision` on `num_devices` that share it."""
+    by_heads = arch.qk_norm in (None, "head")  # else XLA adds biases and normalizes
+    options = (arch.attention_options(layer) for layer in range(arch.num_layers))
+    return KernelShapes(
+        num_kv_heads=arch.num_kv_heads // num_devices,
+        num_groups=arch.num_heads // arch.num_kv_heads,
+        head_dim=arch.head_dim,
+        page_size=page_size,
+        hidden_size=arch.hidden_size,
+        dtype=precision.activations.name,
+        kv_dtype=precision.kv.name,
+        norm_dtype=norm_dtype(arch, precision.weights).name,
+        attention=tuple(dict.fromkeys(options)),
+        has_sinks=arch.sinks,
+        has_bias=arch.attention_bias and by_heads,
+        has_head_norms=arch.qk_norm == "head",
+        experts=_expert_shapes(arch, precision, num_devices),
+    )
+
+
+def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> tuple[ExpertShape, ...]:
+    """Of the products of a mixture: gate and up, and down."""
+    mixture = arch.mixture
+    if mixture is None:
+        return ()
+    fmt = None if arch.weight_format is None else arch.weight_format.of_experts
+    dtype = precision.weights.name if fmt is None else fmt.numbers
+    experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
+    num_experts, ffn, top_k = mixture.num_experts // experts, mixture.ffn_size // parts, mixture.router.top_k
+    return (
+        ExpertShape(num_experts, 2 * ffn, arch.hidden_size, dtype, top_k, of_tokens=True),
+        ExpertShape(num_experts, arch.hidden_size, ffn, dtype, top_k, of_tokens=False),
+    )

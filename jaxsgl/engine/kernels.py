@@ -1,0 +1,26 @@
+"""Which backend each kernel of an engine runs on, as flags say.
+
+Never knows which backends can run: `pallas_kernels.dispatch` does. Called by `engine`, at start.
+"""
+
+from __future__ import annotations
+
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.kernels import OP_OF_NAME, read_kernels
+from jaxsgl.errors import ConfigError
+from jaxsgl.models import ModelArch
+from pallas_kernels import KernelChoice
+
+
+def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
+    """The choice that flags make. Raises `ConfigError` for kernels of experts of a model without any."""
+    chosen = read_kernels(config.kernels)
+    if chosen.get(OP_OF_NAME["experts"], "auto") != "auto" and arch.mixture is None:
+        raise ConfigError(f"--kernels names experts, but {arch.name} has none: leave them out")
+    return KernelChoice.of_attention(config.attention_backend).with_backends(chosen)
+
+
+def kernel_flags(config: EngineConfig) -> str:
+    """The flags that name kernels, for errors; empty if none does."""
+    flags = [] if config.attention_backend == "auto" else [f"--attention-backend {config.attention_backend}"]
+    return " ".join(flags + ([f"--kernels {','.join(config.kernels)}"] if config.kernels else []))

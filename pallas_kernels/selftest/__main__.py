@@ -1,0 +1,149 @@
+"""The process that tests kernels: reads a request, says what it is about to run, runs it, says what came of it.
+
+It ends after a failure, since a device or a driver may not recover from one, and leaves the rest to the next process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from pallas_kernels import tuning
+from pallas_kernels.choice import AUTO, XLA
+from pallas_kernels.dispatch import ImpossibleBackend
+from pallas_kernels.selftest import cases
+from pallas_kernels.selftest.cases import Case
+from pallas_kernels.selftest.report import (
+    PASSED,
+    RAISED,
+    UNTESTED,
+    WRONG,
+    Begun,
+    Ended,
+    News,
+    Request,
+    Verdict,
+    news_line,
+)
+from pallas_kernels.selftest.shapes import KernelShapes
+from pallas_kernels.target import target_device
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # begins XLA's message
+MAX_NOTE = 300  # characters
+Cases = Mapping[str, Callable[[KernelShapes], Iterator[Case]]]
+
+
+def main() -> None:
+    """Tests what standard input asks for. Whatever libraries print goes to standard error."""
+    news_fd = os.dup(1)
+    os.dup2(2, 1)
+
+    def say(news: News) -> None:
+        os.write(news_fd, news_line(news).encode())
+
+    request = Request.parse(_first_line(sys.stdin.fileno()))
+    threading.Thread(target=_follow, args=(sys.stdin.fileno(),), daemon=True).start()
+    test(request, say, cases.CASES_OF)
+
+
+def _first_line(fd: int) -> str:
+    line = b""
+    while not line.endswith(b"\n") and (more := os.read(fd, 1 << 16)):
+        line += more
+    return line.decode()
+
+
+def _follow(fd: int) -> None:
+    """Ends the process with the one that started it, which keeps its end of the pipe open."""
+    while os.read(fd, 4096):
+        pass
+    os._exit(1)
+
+
+def test(request: Request, say: Callable[[News], None], cases_of: Cases) -> None:
+    """Tests the operations of a request of which nothing is known, up to the first failure, and says so."""
+    try:
+        device = target_device()
+    except RuntimeError as error:
+        say(Ended(f"JAX finds no device: {_short(error)}"))
+        return
+    if device.platform != request.platform:
+        say(Ended(f"JAX found a {device.platform} ({device.kind}) in place of a {request.platform}"))
+        return
+    known = list(request.known)
+    done = {each.op for each in known if not each.failed}
+    for op, make in cases_of.items():
+        if op in done or not _is_used(op, request, known):
+            continue
+        verdict = _verdict_of(op, make, request, say)
+        known.append(verdict)
+        say(verdict)
+        if verdict.failed:
+            return
+    say(Ended())
+
+
+def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
+    """A kernel that rotates stores too, and only mixtures have experts."""
+    if op == "grouped_product":
+        return bool(request.shapes["experts"])
+    on_xla = any(each.op == "rotate_and_store" and each.backend == XLA for each in known)
+    return op != "store_kv" or on_xla
+
+
+def _verdict_of(
+    op: str, make: Callable[[KernelShapes], Iterator[Case]], request: Request, say: Callable[[News], None]
+) -> Verdict:
+    """Of the first backend that can run the operation."""
+    shapes = KernelShapes.from_json(request.shapes)
+    for backend in _backends(op, request):
+        if backend == XLA:
+            return Verdict(op, XLA, UNTESTED, "what others are compared with")
+        say(Begun(op, backend))
+        try:
+            return Verdict(op, backend, *_outcome(make(shapes), backend, request.interpret))
+        except ImpossibleBackend as error:
+            if request.choice[op] != AUTO:
+                return Verdict(op, backend, RAISED, _short(error))
+    raise AssertionError("xla comes last")
+
+
+def _backends(op: str, request: Request) -> list[str]:
+    """The backend that is asked for; or those that "auto" takes, without any that failed, and XLA."""
+    if request.choice[op] != AUTO:
+        return [request.choice[op]]
+    failed = {each.backend for each in request.known if each.op == op and each.failed}
+    return [each for each in tuning.preferred_backends(op) if each not in failed] + [XLA]
+
+
+def _outcome(calls: Iterable[Case], backend: str, interpret: bool) -> tuple[str, str]:
+    """The verdict on a backend and a note. Raises `ImpossibleBackend` if it can run none of the cases."""
+    refusal: ImpossibleBackend | None = None
+    ran, name = False, "arrays"
+    try:
+        for case in calls:
+            name = case.name
+            try:
+                error = case.error(backend, interpret)
+            except ImpossibleBackend as impossible:
+                refusal = impossible
+                continue
+            ran = True
+            if not error <= case.tolerance:
+                return WRONG, f"{name}: error {error:.1e} of a row's norm, allowed {case.tolerance:.0e}"
+    except Exception as problem:  # compilers and drivers raise errors of any class
+        verdict = UNTESTED if OUT_OF_MEMORY in str(problem) else RAISED
+        return verdict, f"{name}: {_short(problem)}"
+    if refusal is not None and not ran:
+        raise refusal
+    return PASSED, ""
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_NOTE]
+
+
+if __name__ == "__main__":
+    main()

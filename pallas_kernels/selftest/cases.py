@@ -1,0 +1,352 @@
+"""The calls by which each operation is tested, and how far its results may be from XLA's in float32.
+
+Owns the batches: ragged lengths around pages and tiles, a last page that is cut, splits, extends whose sequences begin
+at odd tokens and follow cached ones, NaN wherever no sequence has a token. Called by `__main__`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.api import (
+    add_and_norm,
+    grouped_product,
+    paged_decode_attention,
+    paged_extend_attention,
+    rotate_and_store,
+    store_kv,
+)
+from pallas_kernels.experts import group_by_expert
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_kv import FLOAT8, PagedKv, numbers_dtype, to_numbers
+from pallas_kernels.qkv import FusedQkv
+from pallas_kernels.selftest.batches import Array, normal, pages_of, scattered_pages, slots_of, used_places
+from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
+
+RUNS = 3  # with the same inputs: a race shows in some of them
+# Error of a token's row over its norm. Numbers of 16 bits have 0.2 to 0.5%, float8 that is stored up to 6%; a row
+# that is wrong has some 100%.
+TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 2e-2}
+FLOAT8_TOLERANCE = 8e-2
+ROW, EPS, NUM_PARTS = 1, 1e-6, 4  # of norms: the layer's row, what is added to squares, and parts of an update
+MANY_ROWS, MOST_EXPERTS, EXPERT_TOKENS, LONGEST_WINDOW = 256, 16, 67, 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call and what it should return.
+
+    Attributes:
+        name: of its batch.
+        tolerance: of `error`.
+        call: its results on a backend, interpreted or not: arrays `[rows, ..]`.
+        right: what they should be, in float32. Where that is NaN, so must the results be.
+    """
+
+    name: str
+    tolerance: float
+    call: Callable[[str, bool], list[jax.Array]]
+    right: Callable[[], list[jax.Array]]
+
+    def error(self, backend: str, interpret: bool = False) -> float:
+        """The largest error of a row in any of `RUNS` runs, over the row's norm; infinite for NaN that shouldn't be."""
+        found = [self.call(backend, interpret) for _ in range(RUNS)]
+        with jax.default_matmul_precision("highest"):
+            right = self.right()
+        return max(float(row_error(a, b)) for results in found for a, b in zip(results, right, strict=True))
+
+
+@jax.jit
+def row_error(out: jax.Array, right: jax.Array) -> jax.Array:
+    """The largest error of a row of `out` over the norm of the row of `right`, which is not taken for almost zero."""
+    out, right = (each.astype(jnp.float32).reshape(len(each), -1) for each in (out, right))
+    difference = jnp.where(jnp.isnan(out) & jnp.isnan(right), 0, out - right)
+    norms = jnp.linalg.norm(jnp.nan_to_num(right), axis=1)
+    errors = jnp.linalg.norm(difference, axis=1) / jnp.maximum(norms, 1e-3 * jnp.max(norms) + 1e-30)
+    return jnp.max(jnp.where(jnp.isfinite(errors), errors, jnp.inf))
+
+
+def decode_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """A few sequences of all lengths, of which the long ones are split; and many rows."""
+    page = shapes.page_size
+    few = [0, 1, page - 1, page, page + 1, 2 * page + 1, 63, 64, 65, 193, 1000, 0, 3001]
+    for options in shapes.attention:
+        lengths = few if options.sliding_window is None else [*few, _past(options) + page + 3]
+        yield _decode(shapes, "ragged", np.array(lengths), options)
+    yield _decode(shapes, "many rows", 37 * np.arange(MANY_ROWS) % 300, shapes.attention[0])
+
+
+def _decode(shapes: KernelShapes, name: str, lengths: Array, options: AttentionOptions) -> Case:
+    kv, exact = _caches(shapes, lengths)
+    q = _queries(shapes, len(lengths))
+    sinks = _sinks(shapes)
+
+    def attend(q: jax.Array, kv: PagedKv, backend: str, interpret: bool) -> list[jax.Array]:
+        return [_decode_jit(q, kv, options, sinks, backend=backend, interpret=interpret)]
+
+    return Case(
+        _named(name, options),
+        _attention_tolerance(shapes),
+        functools.partial(attend, q, kv),
+        functools.partial(attend, q.astype(jnp.float32), exact, "xla", False),
+    )
+
+
+def extend_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """Sequences whose first tokens stand at odd places of the batch, with cached tokens before them or none."""
+    page = shapes.page_size
+    pairs = [(0, 3), (0, 1), (5, 37), (page - 1, 65), (0, 0), (2 * page + 1, 129), (1000, 21), (0, 200), (300, 7)]
+    for options in shapes.attention:
+        last = (0, 0) if options.sliding_window is None else (_past(options), 19)
+        yield _extend(shapes, [*pairs, last], options)
+
+
+def _extend(shapes: KernelShapes, pairs: list[tuple[int, int]], options: AttentionOptions) -> Case:
+    cached, new = np.array(pairs).T
+    kv, exact = _caches(shapes, cached + new)
+    offsets = jnp.asarray(np.cumsum([0, *new]), jnp.int32)
+    q = _queries(shapes, _padded(int(new.sum())))
+    sinks = _sinks(shapes)
+
+    def attend(q: jax.Array, kv: PagedKv, backend: str, interpret: bool) -> list[jax.Array]:
+        return [_extend_jit(q, offsets, kv, options, sinks, backend=backend, interpret=interpret)]
+
+    return Case(
+        _named("ragged", options),
+        _attention_tolerance(shapes),
+        functools.partial(attend, q, kv),
+        functools.partial(attend, q.astype(jnp.float32), exact, "xla", False),
+    )
+
+
+def rotate_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """A few tokens and many, padding among them, into pages full of NaN, which must stay wherever no token goes."""
+    for num_tokens in (5, 300):
+        slots, kv, empty = _places(shapes, num_tokens)
+        qkv = _qkv(shapes, len(slots))
+        exact = jax.tree.map(lambda each: each.astype(jnp.float32), qkv)
+        yield Case(
+            f"{num_tokens} tokens",
+            _store_tolerance(shapes),
+            functools.partial(_rotated, qkv, kv, slots, num_tokens),
+            functools.partial(_rotated, exact, empty, slots, num_tokens, "xla", False),
+        )
+
+
+def _rotated(
+    qkv: FusedQkv, kv: PagedKv, slots: jax.Array, num_tokens: int, backend: str, interpret: bool
+) -> list[jax.Array]:
+    q, kv = _rotate_jit(qkv, kv, slots, backend=backend, interpret=interpret)
+    return [q[:num_tokens], *_rows_of(kv)]
+
+
+def store_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """The same stores, of keys and values that XLA has rotated."""
+    for num_tokens in (5, 300):
+        slots, kv, empty = _places(shapes, num_tokens)
+        keys = jax.random.split(jax.random.key(6))
+        shape = (len(slots), shapes.num_kv_heads, shapes.head_dim)
+        k, v = (normal(key, 1.0, shape=shape, dtype=jnp.dtype(shapes.dtype)) for key in keys)
+
+        wide = k.astype(jnp.float32), v.astype(jnp.float32)
+        yield Case(
+            f"{num_tokens} tokens",
+            _store_tolerance(shapes),
+            functools.partial(_stored, kv, slots, k, v),
+            functools.partial(_stored, empty, slots, *wide, "xla", False),
+        )
+
+
+def _stored(
+    kv: PagedKv, slots: jax.Array, k: jax.Array, v: jax.Array, backend: str, interpret: bool
+) -> list[jax.Array]:
+    return _rows_of(_store_jit(kv, k, v, slots, backend=backend, interpret=interpret))
+
+
+def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """A whole update, and one in parts."""
+    for num_tokens, parts in ((300, ()), (37, (NUM_PARTS,))):
+        keys = jax.random.split(jax.random.key(3), 3)
+        dtype = jnp.dtype(shapes.dtype)
+        x = normal(keys[0], 1.0, shape=(num_tokens, shapes.hidden_size), dtype=dtype)
+        kind = jnp.dtype(jnp.float32) if parts else dtype
+        update = normal(keys[1], 1.0, shape=(*parts, num_tokens, shapes.hidden_size), dtype=kind)
+        scales = normal(keys[2], 1.0, shape=(ROW + 2, shapes.hidden_size), dtype=jnp.dtype(shapes.norm_dtype))
+        wide = x.astype(jnp.float32), update.astype(jnp.float32), scales.astype(jnp.float32)
+
+        yield Case(
+            f"{num_tokens} tokens" + (" in parts" if parts else ""),
+            TOLERANCE[shapes.dtype],
+            functools.partial(_added, x, update, scales),
+            functools.partial(_added, *wide, "xla", False),
+        )
+
+
+def _added(x: jax.Array, update: jax.Array, scales: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+    return list(_norm_jit(x, update, scales, backend=backend, interpret=interpret))
+
+
+def product_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """Tokens that choose experts at random, and some that choose none."""
+    for expert in shapes.experts:
+        yield _product(shapes, expert)
+
+
+def _product(shapes: KernelShapes, expert: ExpertShape) -> Case:
+    num_experts = min(expert.num_experts, MOST_EXPERTS)
+    top_k = min(expert.top_k, num_experts)
+    keys = jax.random.split(jax.random.key(4), 3)
+    _, chosen = jax.lax.top_k(jax.random.normal(keys[0], (EXPERT_TOKENS, num_experts)), top_k)
+    groups = group_by_expert(jnp.where(jnp.arange(EXPERT_TOKENS)[:, None] % 16 == 15, num_experts, chosen), num_experts)
+    num_rows = groups.num_tokens if expert.of_tokens else groups.num_places
+    x = normal(keys[1], 1.0, shape=(num_rows, expert.inputs), dtype=jnp.dtype(shapes.dtype))
+    dtype = jnp.dtype(expert.dtype)
+    scale = 1 / 40 if dtype == jnp.int8 else 1.0  # uses the range of the format
+    drawn = normal(keys[2], scale, shape=(num_experts, expert.outputs, expert.inputs), dtype=jnp.dtype(jnp.float32))
+    weights = (jnp.clip(jnp.round(drawn), -127, 127) if dtype == jnp.int8 else drawn).astype(dtype)
+
+    def call(x: jax.Array, weights: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+        return [_product_jit(x, groups, weights, of_tokens=expert.of_tokens, backend=backend, interpret=interpret)]
+
+    return Case(
+        f"{expert.outputs} x {expert.inputs}",
+        TOLERANCE[shapes.dtype],
+        functools.partial(call, x, weights),
+        functools.partial(call, x.astype(jnp.float32), weights.astype(jnp.float32), "xla", False),
+    )
+
+
+CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
+    "rotate_and_store": rotate_cases,
+    "store_kv": store_cases,  # after the one that may do without it
+    "paged_decode_attention": decode_cases,
+    "paged_extend_attention": extend_cases,
+    "add_and_norm": norm_cases,
+    "grouped_product": product_cases,
+}
+
+_decode_jit = jax.jit(paged_decode_attention, static_argnames=("options", "backend", "interpret"))
+_extend_jit = jax.jit(paged_extend_attention, static_argnames=("options", "backend", "interpret"))
+_rotate_jit = jax.jit(rotate_and_store, static_argnames=("backend", "interpret"))
+_store_jit = jax.jit(store_kv, static_argnames=("backend", "interpret"))
+_norm_jit = jax.jit(functools.partial(add_and_norm, row=ROW, eps=EPS), static_argnames=("backend", "interpret"))
+_product_jit = jax.jit(grouped_product, static_argnames=("of_tokens", "backend", "interpret"))
+
+
+def _past(options: AttentionOptions) -> int:
+    """A length past the window, or one that is long enough."""
+    return min(options.sliding_window or 0, LONGEST_WINDOW) + 5
+
+
+def _named(name: str, options: AttentionOptions) -> str:
+    return name if options.sliding_window is None else f"{name}, window {options.sliding_window}"
+
+
+def _padded(num_tokens: int) -> int:
+    """A multiple of 256 that leaves padding tokens."""
+    return (num_tokens + 9 + 255) // 256 * 256
+
+
+def _queries(shapes: KernelShapes, num_tokens: int) -> jax.Array:
+    shape = (num_tokens, shapes.num_kv_heads * shapes.num_groups, shapes.head_dim)
+    return normal(jax.random.key(1), 1.0, shape=shape, dtype=jnp.dtype(shapes.dtype))
+
+
+def _sinks(shapes: KernelShapes) -> jax.Array | None:
+    """From far below the scores of random queries to far above."""
+    num_heads = shapes.num_kv_heads * shapes.num_groups
+    return 12 * jnp.sin(jnp.arange(1, num_heads + 1, dtype=jnp.float32)) if shapes.has_sinks else None
+
+
+def _scales(shapes: KernelShapes) -> dict[str, Any]:
+    """Of a float8 cache: one for K, and one for each head of V."""
+    if numbers_dtype(jnp.dtype(shapes.kv_dtype)) != FLOAT8:
+        return {}
+    return {"k_scale": 0.02, "v_scale": 0.02 * (1 + jnp.arange(shapes.num_kv_heads) % 4).astype(jnp.float32)}
+
+
+def _caches(shapes: KernelShapes, lengths: Array) -> tuple[PagedKv, PagedKv]:
+    """A full cache for these sequences, and the same numbers in float32."""
+    rng = np.random.default_rng(0)
+    page, width = shapes.page_size, max(1, -(-int(lengths.max()) // shapes.page_size))
+    num_pages = 2 + int(np.sum(-(-lengths // page)))
+    table = rng.integers(0, num_pages, (len(lengths), width)).astype(np.int32)
+    scattered_pages(lengths, page, table, num_pages, rng)
+    used = used_places(lengths, page, table, num_pages)
+    shape, dtype = (num_pages, shapes.num_kv_heads, page, shapes.head_dim), jnp.dtype(shapes.kv_dtype)
+    scales = _scales(shapes)
+    # float8 holds numbers that its scales bring to the size of others.
+    of_heads = (jnp.broadcast_to(jnp.asarray(scales.get(name, 1.0)), shape[1]) for name in ("k_scale", "v_scale"))
+    spread = [each[:, None, None] for each in of_heads]
+    numbers = [
+        normal(key, each, shape=shape, dtype=numbers_dtype(dtype))
+        for key, each in zip(jax.random.split(jax.random.key(2)), spread, strict=True)
+    ]
+    k, v = (pages_of(each, used, dtype) for each in numbers)
+    cache = PagedKv(k, v, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), **scales)
+    return cache, dataclasses.replace(cache, k=to_numbers(k).astype(jnp.float32), v=to_numbers(v).astype(jnp.float32))
+
+
+def _places(shapes: KernelShapes, num_tokens: int) -> tuple[jax.Array, PagedKv, PagedKv]:
+    """Slots of tokens of three sequences and of padding, and two caches full of NaN: the model's, and in float32."""
+    rng = np.random.default_rng(5)
+    page, ends = shapes.page_size, np.array([num_tokens // 2, num_tokens // 3, num_tokens])
+    begins, lengths = np.array([0, 1, num_tokens // 2 + num_tokens // 3 - 1]), ends
+    num_pages = 2 + int(np.sum(-(-lengths // page)))
+    table = np.zeros((len(lengths), max(1, -(-num_tokens // page))), np.int32)
+    scattered_pages(lengths, page, table, num_pages, rng)
+    slots = [slots_of(row, begin, end, page) for row, begin, end in zip(table, begins, ends, strict=True)]
+    padding = rng.integers(0, page, 3)
+    dtype = jnp.dtype(shapes.kv_dtype)
+    shape = (num_pages, shapes.num_kv_heads, page, shapes.head_dim)
+    nothing = np.zeros((num_pages, page), bool)
+    empty = pages_of(jnp.zeros(shape, numbers_dtype(dtype)), nothing, dtype)
+    kv = PagedKv(empty, empty, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), **_scales(shapes))
+    wide = jnp.full(shape, jnp.nan, jnp.float32)
+    exact = PagedKv(wide, wide, kv.page_table, kv.lengths)
+    return jnp.asarray(np.concatenate([*slots, padding]), jnp.int32), kv, exact
+
+
+def _rows_of(kv: PagedKv) -> list[jax.Array]:
+    """Keys and values of all places but the dummy page's, `[places, K, H]` float32."""
+    rows = []
+    for pages, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)):
+        factor = jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), kv.num_kv_heads)
+        numbers = to_numbers(pages)[1:].astype(jnp.float32) * factor[:, None, None]
+        rows.append(jnp.swapaxes(numbers, 1, 2).reshape(-1, kv.num_kv_heads, kv.head_dim))
+    return rows
+
+
+def _qkv(shapes: KernelShapes, num_tokens: int) -> FusedQkv:
+    heads = (shapes.num_kv_heads, shapes.num_groups + 2, shapes.head_dim)
+    keys = jax.random.split(jax.random.key(7), 5)
+    dtype, norm = jnp.dtype(shapes.dtype), jnp.dtype(shapes.norm_dtype)
+    angles = jax.random.uniform(keys[0], (num_tokens, 1, shapes.head_dim // 2), jnp.float32, 0, 2 * np.pi)
+    norms = [normal(key, 1.0, shape=(ROW + 1, shapes.head_dim), dtype=norm) for key in keys[1:3]]
+    return FusedQkv(
+        product=normal(keys[3], 1.0, shape=(num_tokens, *heads), dtype=dtype),
+        cos=jnp.cos(angles),
+        sin=jnp.sin(angles),
+        bias=normal(keys[4], 1.0, shape=(ROW + 1, *heads), dtype=dtype) if shapes.has_bias else None,
+        q_norm=norms[0] if shapes.has_head_norms else None,
+        k_norm=norms[1] if shapes.has_head_norms else None,
+        layer=ROW,
+    )
+
+
+def _attention_tolerance(shapes: KernelShapes) -> float:
+    """Products may be made in the narrower of both formats."""
+    kept = numbers_dtype(jnp.dtype(shapes.kv_dtype)).name
+    return max(TOLERANCE[shapes.dtype], TOLERANCE.get(kept, 0.0))
+
+
+def _store_tolerance(shapes: KernelShapes) -> float:
+    is_float8 = numbers_dtype(jnp.dtype(shapes.kv_dtype)) == FLOAT8
+    return FLOAT8_TOLERANCE if is_float8 else _attention_tolerance(shapes)

@@ -1,0 +1,98 @@
+"""What the testing process is asked, and what it says: one JSON object a line, before and after each operation.
+
+Imports no JAX. Written by `__main__`, read by whoever started that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+PASSED, WRONG, RAISED = "passed", "wrong", "raised"  # said by the process
+CRASHED, HUNG = "crashed", "hung"  # said by who watches it
+UNTESTED = "untested"  # XLA, or nothing can be said
+FAILURES = (WRONG, RAISED, CRASHED, HUNG)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What is known of an operation on a backend.
+
+    Attributes:
+        op, backend: names.
+        verdict: one of those above.
+        note: what happened, in words.
+    """
+
+    op: str
+    backend: str
+    verdict: str
+    note: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the operation must not run on the backend."""
+        return self.verdict in FAILURES
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a process is to test.
+
+    Attributes:
+        platform: that its device must have: "gpu", "tpu" or "cpu".
+        shapes: `KernelShapes` as JSON.
+        choice: the backend of each operation, or "auto".
+        known: verdicts of processes before: operations that are done, and backends that are not to be tried again.
+        interpret: run Pallas's kernels in interpreters.
+    """
+
+    platform: str
+    shapes: Mapping[str, Any]
+    choice: Mapping[str, str]
+    known: tuple[Verdict, ...] = ()
+    interpret: bool = False
+
+    def line(self) -> str:
+        """For the process's standard input."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def parse(cls, line: str) -> Request:
+        """The request of a `line`."""
+        values = json.loads(line)
+        return cls(**{**values, "known": tuple(Verdict(**each) for each in values["known"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """The process is about to run an operation on a backend."""
+
+    op: str
+    backend: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """The process ends by itself; `problem` is empty if it is done with all operations."""
+
+    problem: str = ""
+
+
+News = Begun | Verdict | Ended
+_KINDS: dict[str, type[News]] = {kind.__name__: kind for kind in (Begun, Verdict, Ended)}
+
+
+def news_line(news: News) -> str:
+    """For the process's output."""
+    return json.dumps({"kind": type(news).__name__} | dataclasses.asdict(news)) + "\n"
+
+
+def parse_news(line: str) -> News:
+    """The news of a `line`. Raises `ValueError` for anything else."""
+    values = json.loads(line)
+    if not isinstance(values, dict) or values.get("kind") not in _KINDS:
+        raise ValueError(f"no news: {line[:200]!r}")
+    return _KINDS[values.pop("kind")](**values)

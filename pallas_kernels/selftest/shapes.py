@@ -1,0 +1,66 @@
+"""The shapes with which a model calls the kernels on one device, as values that become JSON and come back.
+
+Owns no arrays. Made by whoever knows the model, read by `cases`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from pallas_kernels.options import AttentionOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertShape:
+    """Stacked weights `[num_experts, outputs, inputs]` of one product of a mixture."""
+
+    num_experts: int
+    outputs: int
+    inputs: int
+    dtype: str
+    top_k: int
+    of_tokens: bool
+    """Whether its rows are tokens' or places'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelShapes:
+    """The kernels' arguments but for their numbers of sequences and tokens. Letters as in the ops' docstrings."""
+
+    num_kv_heads: int
+    """K."""
+    num_groups: int
+    """G: query heads per kv head."""
+    head_dim: int
+    """H."""
+    page_size: int
+    hidden_size: int
+    """D."""
+    dtype: str
+    """Of queries and of the residual stream."""
+    kv_dtype: str
+    """Of the cache, as it is kept."""
+    norm_dtype: str
+    """Of the scales of norms."""
+    attention: tuple[AttentionOptions, ...] = (AttentionOptions(),)
+    """Those that differ between layers."""
+    has_sinks: bool = False
+    has_bias: bool = False
+    """Whether queries, keys and values have biases that the kernel adds."""
+    has_head_norms: bool = False
+    """Whether queries and keys are normalized head by head."""
+    experts: tuple[ExpertShape, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` takes."""
+        values = dataclasses.asdict(self)
+        return {**values, "attention": list(values["attention"]), "experts": list(values["experts"])}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> KernelShapes:
+        """The shapes that `as_json` wrote."""
+        attention = tuple(AttentionOptions(**each) for each in values["attention"])
+        experts = tuple(ExpertShape(**each) for each in values["experts"])
+        return cls(**{**values, "attention": attention, "experts": experts})

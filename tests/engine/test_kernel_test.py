@@ -1,0 +1,204 @@
+"""Kernels that are wrong, raise, crash or hang are named and replaced before the engine starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine import devices
+from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.kernel_test import KernelTester, child_variables
+from jaxsgl.engine.kernels import asked_kernels
+from jaxsgl.engine.weight_store import read_arch
+from jaxsgl.errors import ConfigError
+from jaxsgl.weights import resolve_model_folder
+from pallas_kernels import KernelChoice
+from pallas_kernels.selftest.report import Begun, Verdict, parse_news
+from tests.engine.conftest import MODEL, ConfigMaker
+from tests.engine.driving import Driver
+
+EXTEND = "paged_extend_attention"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose attention C++ computes."""
+    folder = tmp_path_factory.mktemp("native_model")
+    (folder / "config.json").write_text(json.dumps(MODEL | {"head_dim": 32, "dtype": "bfloat16"}))
+    return folder
+
+
+@pytest.fixture
+def config(folder: Path, tiny_config: ConfigMaker, tmp_path: Path) -> EngineConfig:
+    return tiny_config(model=str(folder), dtype="bfloat16", compilation_cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def counter(tmp_path: Path) -> Path:
+    return tmp_path / "processes"
+
+
+def make_tester(how: str, counter: Path, limit_s: float = 60.0) -> KernelTester:
+    """As on an accelerator, in a process whose extend in C++ fails like this."""
+    command = (sys.executable, "-P", "-m", "tests.engine.failing_kernels", how, str(counter))
+    return KernelTester("cpu", command, limit_s)
+
+
+def outcome_of(tester: KernelTester, config: EngineConfig) -> tuple[KernelChoice, tuple[Verdict, ...]]:
+    arch = read_arch(config, resolve_model_folder(config.model, None))
+    return tester.tested(config, arch, asked_kernels(config, arch))
+
+
+@pytest.mark.parametrize(
+    ("how", "verdict", "note"),
+    [
+        ("wrong", "wrong", "ragged: error .* of a row's norm, allowed 2e-02"),
+        ("raises", "raised", "ragged: RuntimeError: no such instruction"),
+        ("crashes", "crashed", "its process ended with signal 11"),
+    ],
+)
+def test_a_kernel_that_fails_is_named_and_xla_takes_its_place(
+    how: str, verdict: str, note: str, config: EngineConfig, counter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    choice, verdicts = outcome_of(make_tester(how, counter), config)
+    assert choice == KernelChoice(paged_extend_attention="xla")
+    assert [(each.op, each.backend, each.verdict) for each in verdicts] == [
+        (EXTEND, "native", verdict),
+        (EXTEND, "xla", "untested"),
+    ]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert f"the kernel of {EXTEND} on native failed its test ({verdict}: " in warning
+    assert "xla takes its place" in warning
+    assert re.search(note, warning)
+
+
+# Imports nothing, so that it is silent for no other reason.
+HANGS = """
+import json, sys, time
+op = "paged_extend_attention"
+if not json.loads(sys.stdin.readline())["known"]:
+    print(json.dumps({"kind": "Begun", "op": op, "backend": "native"}), flush=True)
+    time.sleep(600)
+print(json.dumps({"kind": "Verdict", "op": op, "backend": "xla", "verdict": "untested"}), flush=True)
+print(json.dumps({"kind": "Ended"}), flush=True)
+"""
+
+
+def test_an_engine_whose_kernel_hangs_is_ready_and_its_tokens_are_right(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = {0: [3, 5, 7], 1: [11, 13, 17, 19, 23]}
+    hangs = KernelTester("cpu", (sys.executable, "-c", HANGS), limit_s=3)
+    found = {}
+    for backend, tester in (("xla", hangs), ("auto", KernelTester(None))):
+        engine = Engine(config, progress=False, kernel_tester=tester)
+        found[backend] = Driver(engine).generate(prompts, 4)
+        assert engine.programs.spec.kernels.paged_extend_attention == backend
+        engine.close()
+    assert found["xla"] == found["auto"]
+    assert f"{EXTEND} on native failed its test (hung: no answer within 3 s): xla takes its place" in caplog.text
+
+
+HOPPER = """
+import os, sys
+from pallas_kernels.selftest.report import Begun, Ended, Request, Verdict, news_line
+request = Request.parse(sys.stdin.readline())
+op, tried = "paged_decode_attention", [each.backend for each in request.known]
+def say(news):
+    sys.stdout.write(news_line(news))
+    sys.stdout.flush()
+if not tried:
+    say(Verdict(op, "mosaic_gpu", "wrong", "error 4e-01"))
+elif tried == ["mosaic_gpu"]:
+    say(Begun(op, "triton"))
+    os._exit(3)
+else:
+    say(Verdict(op, "xla", "untested"))
+    say(Verdict("add_and_norm", "triton", "passed"))
+    say(Ended())
+"""
+
+
+def test_backends_are_tried_in_order_and_the_rest_is_tested_by_the_next_process(config: EngineConfig) -> None:
+    config = dataclasses.replace(config, compilation_cache_dir="")
+    choice, verdicts = outcome_of(KernelTester("gpu", (sys.executable, "-c", HOPPER)), config)
+    assert choice == KernelChoice(paged_decode_attention="xla")
+    assert [(each.backend, each.verdict) for each in verdicts] == [
+        ("mosaic_gpu", "wrong"), ("triton", "crashed"), ("xla", "untested"), ("triton", "passed"),
+    ]  # fmt: skip
+
+
+def test_verdicts_are_kept_between_starts(
+    config: EngineConfig, counter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = outcome_of(make_tester("raises", counter), config)
+    started = counter.read_text().splitlines()
+    caplog.clear()
+    assert outcome_of(make_tester("raises", counter), config) == first
+    assert counter.read_text().splitlines() == started
+    assert "to test it again" in caplog.text  # the warning comes at each start
+
+
+def test_a_change_of_shapes_or_of_the_machine_is_tested_anew(
+    config: EngineConfig, folder: Path, tiny_config: ConfigMaker, counter: Path
+) -> None:
+    tester = make_tester("right", counter)
+    outcome_of(tester, config)
+    other = tiny_config(
+        model=str(folder), dtype="bfloat16", page_size=8, compilation_cache_dir=config.compilation_cache_dir
+    )
+    outcome_of(tester, other)
+    outcome_of(KernelTester("cpu", tester.command, machine=lambda: "a newer driver"), config)
+    assert len(counter.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("flags", [{"kernels": ("extend=native",)}, {"attention_backend": "native"}])
+def test_a_kernel_that_a_flag_names_and_that_fails_ends_the_start(
+    flags: dict[str, object], folder: Path, tiny_config: ConfigMaker, counter: Path
+) -> None:
+    config = tiny_config(model=str(folder), dtype="bfloat16", **flags)
+    message = f"(--kernels extend=|--attention-backend )native: {EXTEND} on native failed its test at the start .*: "
+    with pytest.raises(ConfigError, match=message + "give another backend, or auto"):
+        outcome_of(make_tester("raises", counter), config)
+    assert len(counter.read_text().splitlines()) == 1
+
+
+def test_a_process_that_cannot_start_leaves_the_choice_and_is_not_remembered(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    tester = KernelTester("cpu", (sys.executable, "-c", "raise SystemExit('no device is free')"))
+    assert outcome_of(tester, config) == (KernelChoice(), ())
+    assert "not all kernels could be tested" in caplog.text and "no device is free" in caplog.text
+    assert not list(Path(config.compilation_cache_dir or "").rglob("*.json"))
+
+
+def test_a_flag_starts_without_testing(folder: Path, tiny_config: ConfigMaker) -> None:
+    config = tiny_config(model=str(folder), dtype="bfloat16", skip_kernel_test=True)
+    assert outcome_of(KernelTester("cpu", ("no-such-program",)), config) == (KernelChoice(), ())
+
+
+def test_a_cpu_starts_no_process(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxsgl.engine.kernel_test.watch", lambda *_: pytest.fail("a process was started"))
+    assert devices.accelerator() is None
+    assert outcome_of(KernelTester.of_this_machine(), config) == (KernelChoice(), ())
+
+
+def test_a_process_that_hangs_ends_with_the_one_that_started_it(config: EngineConfig, counter: Path) -> None:
+    arch = read_arch(config, resolve_model_folder(config.model, None))
+    tester = make_tester("hangs", counter)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(tester.command, stdin=pipe, stdout=pipe, env=child_variables(config)) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(tester.request(config, arch, KernelChoice()).line().encode() + b"\n")
+        process.stdin.flush()
+        assert parse_news(process.stdout.readline().decode()) == Begun(EXTEND, "native")
+        process.stdin.close()
+        assert process.wait(20) == 1

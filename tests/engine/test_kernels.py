@@ -1,0 +1,57 @@
+"""--kernels: a backend for each operation, whatever the automatic choice and --attention-backend say."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxsgl.config.kernels import BACKENDS_OF_NAME, OP_OF_NAME
+from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.kernels import asked_kernels
+from jaxsgl.engine.weight_store import read_arch
+from jaxsgl.errors import ConfigError
+from jaxsgl.weights import resolve_model_folder
+from pallas_kernels import KernelChoice
+from pallas_kernels.choice import OPS
+from pallas_kernels.dispatch import BACKEND_OF_NAME
+from tests.engine.conftest import ConfigMaker
+
+
+def test_the_flag_knows_the_kernels_operations_and_backends() -> None:
+    assert sorted(OP_OF_NAME.values()) == sorted(OPS)
+    fields = {"paged_decode_attention": "decode", "paged_extend_attention": "extend", "store_kv": "store"}
+    for name, op in OP_OF_NAME.items():
+        has = {each for each, backend in BACKEND_OF_NAME.items() if getattr(backend, fields.get(op, op)) is not None}
+        assert set(BACKENDS_OF_NAME[name]) == has | {"auto", "xla"}, name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("decode",), "holds 'decode', but must hold pairs operation=backend"),
+        (("attention=xla",), "names the operation 'attention', but must name one of decode, extend, store"),
+        (("norm=native",), "norm=native: norm has no backend 'native'; give one of auto, xla, triton"),
+        (("norm=xla", "norm=triton"), "names norm twice: give it one backend"),
+    ],
+)
+def test_words_that_name_nothing_are_refused(tiny_config: ConfigMaker, words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--kernels {message}"):
+        tiny_config(kernels=words)
+
+
+def test_kernels_override_the_attention_backend(tiny_config: ConfigMaker) -> None:
+    config = tiny_config(attention_backend="xla", kernels=("decode=reference", "norm=triton"))
+    chosen = asked_kernels(config, read_arch(config, resolve_model_folder(config.model, None)))
+    assert chosen == KernelChoice("xla", "xla", "reference", "xla", "triton", "auto")
+
+
+def test_experts_of_a_model_without_any_are_refused(tiny_config: ConfigMaker) -> None:
+    with pytest.raises(ConfigError, match="--kernels names experts, but Qwen3ForCausalLM has none: leave them out"):
+        Engine(tiny_config(kernels=("experts=xla",)), progress=False)
+
+
+@pytest.mark.parametrize("word", ["extend=mosaic_tpu", "decode=triton", "rotate=triton", "norm=triton"])
+def test_an_operations_kernel_that_cannot_run_here_is_refused(tiny_config: ConfigMaker, word: str) -> None:
+    op, backend = word.split("=")
+    message = f"--kernels {word}: {OP_OF_NAME[op]}: backend '{backend}' is impossible here: it needs a"
+    with pytest.raises(ConfigError, match=message):
+        Engine(tiny_config(kernels=(word,)), progress=False)

@@ -1,0 +1,112 @@
+"""The tests that a start runs on kernels: right kernels pass them, wrong ones don't."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from pallas_kernels import AttentionOptions, tuning
+from pallas_kernels.dispatch import BACKEND_OF_NAME
+from pallas_kernels.native import library
+from pallas_kernels.selftest.__main__ import test as run_tests
+from pallas_kernels.selftest.cases import CASES_OF, Case
+from pallas_kernels.selftest.report import Begun, Ended, News, Request, Verdict, news_line, parse_news
+from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
+
+SHAPES = KernelShapes(
+    num_kv_heads=1, num_groups=2, head_dim=32, page_size=8, hidden_size=64, dtype="float32", kv_dtype="float32",
+    norm_dtype="float32", attention=(AttentionOptions(sliding_window=40),), has_sinks=True, has_bias=True,
+    has_head_norms=True, experts=(ExpertShape(3, 32, 16, "float32", 2, True),),
+)  # fmt: skip
+BACKEND = "triton"  # whose kernels are replaced by functions of XLA
+FIELDS = {"paged_decode_attention": "decode", "paged_extend_attention": "extend", "store_kv": "store"}
+AUTO = dict.fromkeys(CASES_OF, "auto")
+
+
+def first_case(op: str) -> Case:
+    return next(iter(CASES_OF[op](SHAPES)))
+
+
+def with_kernel(monkeypatch: pytest.MonkeyPatch, op: str, spoil: Callable[[jax.Array], jax.Array]) -> None:
+    """Has `BACKEND` compute what the reference or XLA does, with one array of the result changed."""
+    field = FIELDS.get(op, op)
+    right = getattr(BACKEND_OF_NAME["reference"], field) or getattr(BACKEND_OF_NAME["xla"], field)
+
+    def kernel(*arguments: Any) -> Any:
+        leaves, tree = jax.tree.flatten(right(*arguments))
+        return jax.tree.unflatten(tree, [spoil(leaves[0]), *leaves[1:]])
+
+    # Others than the kernel are not asked whether they take the shapes.
+    changes: dict[str, Any] = {field: kernel, f"refuse_{field}": lambda *_: None}
+    replaced = dataclasses.replace(BACKEND_OF_NAME[BACKEND], **changes)
+    monkeypatch.setitem(BACKEND_OF_NAME, BACKEND, replaced)
+    jax.clear_caches()
+
+
+OPS = [op for op in CASES_OF if op != "add_and_norm"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_right_kernel_passes(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_kernel(monkeypatch, op, lambda out: out)
+    case = first_case(op)
+    assert case.error(BACKEND, interpret=True) <= case.tolerance
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_a_kernel_with_wrong_rows_fails(op: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_kernel(monkeypatch, op, lambda out: out.at[1:4].set(value))
+    case = first_case(op)
+    assert not case.error(BACKEND, interpret=True) <= case.tolerance
+
+
+def test_the_kernel_that_adds_and_normalizes_passes() -> None:
+    assert all(case.error("triton", interpret=True) <= case.tolerance for case in CASES_OF["add_and_norm"](SHAPES))
+
+
+@pytest.mark.skipif(library.load() is not None, reason="this machine has no C++ kernels")
+def test_a_process_names_each_kernel_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "preferred_backends", lambda op: ["mosaic_gpu", "native"] if "extend" in op else [])
+    shapes = dataclasses.replace(SHAPES, kv_dtype="uint16", experts=())
+    said: list[News] = []
+    few = {op: lambda shapes, make=make: itertools.islice(make(shapes), 1) for op, make in CASES_OF.items()}
+    run_tests(Request("cpu", shapes.as_json(), AUTO), said.append, few)
+    assert [(each.op, each.verdict) for each in said if isinstance(each, Verdict)] == [
+        ("rotate_and_store", "untested"), ("store_kv", "untested"), ("paged_decode_attention", "untested"),
+        ("paged_extend_attention", "passed"), ("add_and_norm", "untested"),
+    ]  # fmt: skip
+    assert said.index(Begun("paged_extend_attention", "native")) + 1 == said.index(
+        Verdict("paged_extend_attention", "native", "passed")
+    )
+    assert said[-1] == Ended()
+
+
+def test_a_backend_that_failed_before_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "preferred_backends", lambda op: ["triton"])
+    known = tuple(Verdict(op, "triton", "hung") for op in CASES_OF)
+    said: list[News] = []
+    run_tests(Request("cpu", SHAPES.as_json(), AUTO, known), said.append, CASES_OF)
+    assert {(each.backend, each.verdict) for each in said if isinstance(each, Verdict)} == {("xla", "untested")}
+
+
+def test_another_device_than_the_expected_is_no_kernels_fault() -> None:
+    said: list[News] = []
+    run_tests(Request("gpu", SHAPES.as_json(), AUTO), said.append, CASES_OF)
+    (ended,) = said
+    assert isinstance(ended, Ended) and "in place of a gpu" in ended.problem
+
+
+def test_requests_and_news_survive_the_pipe() -> None:
+    request = Request("gpu", SHAPES.as_json(), AUTO, (Verdict("store_kv", "triton", "hung", "no answer"),))
+    again = Request.parse(request.line())
+    assert again == request and KernelShapes.from_json(again.shapes) == SHAPES
+    for news in (Begun("store_kv", "triton"), request.known[0], Ended("no device")):
+        assert parse_news(news_line(news)) == news
+    with pytest.raises(ValueError, match="no news"):
+        parse_news('{"kind": "Nothing"}')
