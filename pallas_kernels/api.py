@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import BACKEND_OF_NAME, choose_backend
 from pallas_kernels.experts import Groups
 from pallas_kernels.norm import add_then_norm
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format
+from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format, widened
 from pallas_kernels.qkv import FusedQkv, check_qkv
 
 _DEFAULTS = AttentionOptions()
@@ -29,7 +29,7 @@ def store_kv(
         kv: the cache. Donate its pages to the surrounding jit and they are updated in place. Page table and lengths are
             passed through unread.
         k, v: `[T, K, H]`, divided by the cache's scales and cast to its dtype; what float8 can't hold becomes its
-            largest number.
+            largest number. Of heads smaller than the cache's the rest is written as zeros.
         slots: `[T]` int32, page * page_size + offset, each within the cache. Padding tokens use slots of page 0; only
             there may a slot occur twice.
         backend: one of `STORE_BACKENDS`, or "auto".
@@ -39,12 +39,14 @@ def store_kv(
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
     check_pages(kv)
-    expected = (slots.shape[0] if slots.ndim == 1 else -1, kv.num_kv_heads, kv.head_dim)
-    if k.shape != expected or v.shape != expected or slots.dtype != jnp.int32:
+    expected = (slots.shape[0] if slots.ndim == 1 else -1, kv.num_kv_heads)
+    fits = k.shape == v.shape and k.ndim == 3 and k.shape[:2] == expected and k.shape[2] <= kv.head_dim
+    if not fits or slots.dtype != jnp.int32:
         raise ValueError(
             f"k {k.shape} and v {v.shape} must be [T, K, H] and slots {slots.shape} {slots.dtype} [T] int32, "
-            f"with the K and H of kv.k {kv.k.shape}"
+            f"with the K of kv.k {kv.k.shape} and at most its H"
         )
+    k, v = widened(k, kv.head_dim), widened(v, kv.head_dim)
     k = _to_cache_dtype(k, per_head_scale("k_scale", kv.k_scale, kv.num_kv_heads), kv.dtype)
     v = _to_cache_dtype(v, per_head_scale("v_scale", kv.v_scale, kv.num_kv_heads), kv.dtype)
     stores = {name: each.store for name, each in BACKEND_OF_NAME.items() if each.store is not None}
@@ -59,7 +61,8 @@ def rotate_and_store(
 ) -> tuple[jax.Array, PagedKv]:
     """Take the product of a layer's fused weights apart: bias, norm per head, rotation, and a store of keys and values.
 
-    Returns the queries `[T, N, H]` in the product's dtype, and the cache with the updated pages.
+    Returns the queries `[T, N, H]` in the product's dtype, and the cache with the updated pages. H is the cache's: of
+    heads smaller than that the rest is zeros, so that attention needs `options.for_heads` and its output a cut.
 
     Args:
         qkv: the product and what turns it into queries, keys and values.
@@ -74,10 +77,11 @@ def rotate_and_store(
     """
     check_pages(kv)
     check_qkv(qkv)
-    if (qkv.num_kv_heads, qkv.head_dim) != (kv.num_kv_heads, kv.head_dim) or slots.shape != (qkv.num_tokens,):
+    fits = qkv.num_kv_heads == kv.num_kv_heads and qkv.head_dim <= kv.head_dim
+    if not fits or slots.shape != (qkv.num_tokens,):
         raise ValueError(
             f"qkv.product {qkv.product.shape} must be [T, K, G + 2, H] and slots {slots.shape} [T], "
-            f"with the K and H of kv.k {kv.k.shape}"
+            f"with the K of kv.k {kv.k.shape} and at most its H"
         )
     if slots.dtype != jnp.int32:
         raise ValueError(f"slots has dtype {slots.dtype}; it must be int32")
@@ -91,7 +95,7 @@ def rotate_and_store(
     if chosen in ops:
         return ops[chosen](qkv, kv, slots, interpret)
     q, k, v = qkv.split()
-    return q, store_kv(kv, k, v, slots, backend=backend)
+    return widened(q, kv.head_dim), store_kv(kv, k, v, slots, backend=backend)
 
 
 def paged_decode_attention(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.backend import Backend
 from pallas_kernels.experts import Groups, product_dtype, result_dtype
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers
+from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers, widened
 from pallas_kernels.qkv import FusedQkv
 
 
@@ -45,6 +45,7 @@ def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bo
     groups = qkv.num_groups
     q = attended(rows[:, :, :groups], qkv.q_norm).reshape(qkv.num_tokens, -1, qkv.head_dim)
     k, v = attended(rows[:, :, groups : groups + 1], qkv.k_norm)[:, :, 0], rows[:, :, groups + 1]
+    q, k, v = (widened(heads, kv.head_dim) for heads in (q, k, v))
     return q.astype(qkv.product.dtype), store_kv(kv, k.astype(kv.dtype), v.astype(kv.dtype), slots, interpret)
 
 

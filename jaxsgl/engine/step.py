@@ -335,7 +335,8 @@ class Pages:
 
     def attend(self, layer_index: int, qkv: FusedQkv, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
-        a, options, backend = self._arrays, self._options[layer_index], self._backend
+        a, backend, head_dim = self._arrays, self._backend, qkv.head_dim
+        options = self._options[layer_index].for_heads(head_dim)
         old = self._k[layer_index], self._v[layer_index]
         store_backend = "xla" if backend == "xla" else "auto"  # not all kernels that attend can store
         scales = _of_heads(self._scales.k[layer_index]), _of_heads(self._scales.v[layer_index])
@@ -343,8 +344,10 @@ class Pages:
         q_TNH, kv = rotate_and_store(qkv, paged, a.slots, backend=store_backend)
         self._k[layer_index], self._v[layer_index] = kv.k, kv.v
         if self._kind == "decode":
-            return paged_decode_attention(q_TNH, kv, options, sinks, backend=backend)
-        return paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
+            out_TNH = paged_decode_attention(q_TNH, kv, options, sinks, backend=backend)
+        else:
+            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
+        return out_TNH[..., :head_dim]  # pages may be wider than the model's heads
 
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""
