@@ -63,5 +63,5 @@ def test_steps_lower_for_gpus_and_tpus(name: str, changes: dict[str, Any], tmp_p
                 traced = jax.jit(make_forward(graphdef, treedef, bucket, "auto")).trace(leaves, state, packed)
                 text = traced.lower(lowering_platforms=(platform,)).as_text()
             attends = any(call in text for call in ("tpu_custom_call", "mosaic_gpu", "attention"))
-            assert attends and "stablehlo.while" not in text, (platform, bucket.kind)
+            assert attends, (platform, bucket.kind)
             assert "ragged_dot" not in text
