@@ -10,6 +10,8 @@ There is one package per platform, each with all the kernels for it: `xla`, `nat
 
 from pallas_kernels.api import (
     add_and_norm,
+    choose_experts,
+    group_by_expert,
     grouped_product,
     paged_decode_attention,
     paged_extend_attention,
@@ -17,10 +19,11 @@ from pallas_kernels.api import (
     store_kv,
 )
 from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
-from pallas_kernels.experts import Groups, add_choices, group_by_expert
+from pallas_kernels.experts import Groups, add_choices
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
+from pallas_kernels.routing import Router
 
 __all__ = [
     "BACKENDS",
@@ -29,8 +32,10 @@ __all__ = [
     "FusedQkv",
     "Groups",
     "PagedKv",
+    "Router",
     "add_and_norm",
     "add_choices",
+    "choose_experts",
     "group_by_expert",
     "grouped_product",
     "paged_decode_attention",

@@ -1,4 +1,4 @@
-"""The public functions: attention on a paged cache, the stores into it, `add_and_norm` and `grouped_product`.
+"""The public functions: attention on a paged cache, the stores into it, `add_and_norm`, and what experts need.
 
 Owns the checks of their arguments and the cache's scales. Never knows how a backend computes: it asks `dispatch` for
 one and calls it.
@@ -10,12 +10,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.backend import refuse_nothing
 from pallas_kernels.dispatch import BACKEND_OF_NAME, choose_backend
-from pallas_kernels.experts import Groups
+from pallas_kernels.experts import Groups, sort_by_expert
 from pallas_kernels.norm import add_then_norm
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format, widened
 from pallas_kernels.qkv import FusedQkv, check_qkv
+from pallas_kernels.routing import Router, choose_by_xla
 
 _DEFAULTS = AttentionOptions()
 
@@ -202,6 +204,74 @@ def add_and_norm(
     if chosen in ops:
         return ops[chosen](x, update, scales, row, eps, interpret)
     return add_then_norm(x, update, scales, row, eps)
+
+
+def choose_experts(
+    router: Router,
+    logits: jax.Array,
+    choice_bias: jax.Array | None = None,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The experts `[T, k]` int32 of each token, best first, and their shares `[T, k]` float32.
+
+    Of experts that score alike the first ones are chosen.
+
+    Args:
+        router: the rule.
+        logits: `[T, E]` float32.
+        choice_bias: `[E]` float32, or None.
+        backend: a backend that has the op, or "auto"; "xla" always has it.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    if logits.ndim != 2 or logits.dtype != jnp.float32 or router.top_k > logits.shape[1]:
+        raise ValueError(f"logits are {logits.shape} {logits.dtype}; they must be [T, E] float32, E >= {router.top_k}")
+    if choice_bias is not None and choice_bias.shape != logits.shape[1:]:
+        raise ValueError(f"choice_bias is {choice_bias.shape}; it must be [{logits.shape[1]}], one for each expert")
+    ops = {name: each.choose_experts for name, each in BACKEND_OF_NAME.items() if each.choose_experts is not None}
+    refusals = {
+        name: functools.partial(BACKEND_OF_NAME[name].refuse_choose_experts, router, logits) for name in (*ops, "xla")
+    }
+    chosen = choose_backend("choose_experts", backend, refusals, interpret=interpret).name
+    return (
+        ops[chosen](router, logits, choice_bias, interpret)
+        if chosen in ops
+        else choose_by_xla(router, logits, choice_bias)
+    )
+
+
+def group_by_expert(
+    experts: jax.Array,
+    num_experts: int,
+    is_token: jax.Array | None = None,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> Groups:
+    """The choices of all tokens by expert, those of one expert in the order of tokens.
+
+    Args:
+        experts: `[T, k]` int32, the experts of each token; others than 0 .. E - 1 are no expert.
+        num_experts: E.
+        is_token: `[T]`, whether a token's choices count; those of others are no expert. None: all count.
+        backend: a backend that has the op, or "auto"; "xla" always has it.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    if experts.ndim != 2 or (is_token is not None and is_token.shape != experts.shape[:1]):
+        raise ValueError(f"experts are {experts.shape}; they must be [T, k], and is_token [T]")
+    ops = {name: each.group_by_expert for name, each in BACKEND_OF_NAME.items() if each.group_by_expert is not None}
+    refusals = dict.fromkeys((*ops, "xla"), refuse_nothing)
+    chosen = choose_backend("group_by_expert", backend, refusals, interpret=interpret).name
+    if chosen in ops:
+        return ops[chosen](experts, num_experts, is_token, interpret)
+    return sort_by_expert(experts, num_experts, is_token)
 
 
 def grouped_product(

@@ -14,6 +14,7 @@ from pallas_kernels.experts import Groups
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
+from pallas_kernels.routing import Router
 
 
 class Store(Protocol):
@@ -76,6 +77,24 @@ class GroupedProduct(Protocol):
         ...
 
 
+class ChooseExperts(Protocol):
+    """`choose_experts` on one backend."""
+
+    def __call__(
+        self, router: Router, logits: jax.Array, choice_bias: jax.Array | None, interpret: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """logits `[T, E]` or parts `[P, T, E]`, choice_bias `[E]`; experts `[T, k]` int32 and shares float32."""
+        ...
+
+
+class GroupByExpert(Protocol):
+    """`group_by_expert` on one backend."""
+
+    def __call__(self, experts: jax.Array, num_experts: int, is_token: jax.Array | None, interpret: bool) -> Groups:
+        """experts `[T, k]` int32, is_token `[T]`."""
+        ...
+
+
 class RefuseStore(Protocol):
     """Says why a backend can't store."""
 
@@ -104,6 +123,14 @@ class RefuseGroupedProduct(Protocol):
     """Says why a backend can't multiply groups of rows."""
 
     def __call__(self, x: jax.Array, groups: Groups, weights: jax.Array, /) -> str | None:
+        """The reason in words, or None when it can."""
+        ...
+
+
+class RefuseChooseExperts(Protocol):
+    """Says why a backend can't choose experts."""
+
+    def __call__(self, router: Router, logits: jax.Array, /) -> str | None:
         """The reason in words, or None when it can."""
         ...
 
@@ -137,12 +164,17 @@ class Backend:
     """None where XLA does it."""
     grouped_product: GroupedProduct | None = None
     """None where XLA multiplies tile by tile."""
+    choose_experts: ChooseExperts | None = None
+    """None where XLA scores, ranks and normalizes."""
+    group_by_expert: GroupByExpert | None = None
+    """None where XLA sorts."""
     refuse_decode: RefuseAttention = refuse_nothing
     refuse_extend: RefuseAttention = refuse_nothing
     refuse_store: RefuseStore = refuse_nothing
     refuse_rotate_and_store: RefuseRotateAndStore = refuse_nothing
     refuse_add_and_norm: RefuseAddAndNorm = refuse_nothing
     refuse_grouped_product: RefuseGroupedProduct = refuse_nothing
+    refuse_choose_experts: RefuseChooseExperts = refuse_nothing
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

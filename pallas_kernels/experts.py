@@ -1,7 +1,7 @@
 """Rows sorted by the expert that each is sent to, and the sum of a token's results: what lies around `grouped_product`.
 
-Owns the order of places and the arithmetic of the sum. Never knows how experts are chosen, nor what a backend does with
-the rows of one. Called by models, by `api` and by backends.
+Owns the order of places and the arithmetic of the sum. Never knows how experts are chosen (`routing` does), nor what a
+backend does with the rows of one. Called by models, by `api` and by backends.
 
 A place is one (token, expert) pair. A mixture of experts sorts once, multiplies twice, and adds up:
 
@@ -33,6 +33,9 @@ class Groups:
     """`[E]` int32, the places of each expert."""
     place_of: jax.Array
     """`[T, k]` int32, the place of each choice."""
+    tiles: "RowTiles | None" = None
+    """Tiles of `tile_rows` places, if who grouped has made them too."""
+    tile_rows: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def num_tokens(self) -> int:
@@ -50,10 +53,13 @@ class Groups:
         return self.sizes.shape[0]
 
 
-def group_by_expert(experts: jax.Array, num_experts: int) -> Groups:
-    """Groups for `experts [T, k]` int32, the experts of each token; others than 0 .. E - 1 are no expert."""
+def sort_by_expert(experts: jax.Array, num_experts: int, is_token: jax.Array | None = None) -> Groups:
+    """What `group_by_expert` returns; it has several kernels on a GPU."""
     num_tokens, num_choices = experts.shape
-    flat = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1).astype(jnp.int32)
+    is_one = (experts >= 0) & (experts < num_experts)
+    if is_token is not None:
+        is_one &= is_token[:, None]
+    flat = jnp.where(is_one, experts, num_experts).reshape(-1).astype(jnp.int32)
     places = jnp.arange(num_tokens * num_choices, dtype=jnp.int32)
     by_expert, choice_at = jax.lax.sort((flat, places), num_keys=1, is_stable=True)
     # Written over `flat`, which nothing needs any more, and sizes from `by_expert`: each array of zeros to write into
@@ -98,25 +104,28 @@ class RowTiles(NamedTuple):
 
     Attributes:
         experts: `[n]` int32; E for tiles of choices that are no expert.
-        begins, ends: `[n]` int32, places; equal where the tile doesn't exist, which the last ones may not.
-        num_tiles: `[]` int32, how many are an expert's; these come first.
+        begins, ends: `[n]` int32, places; equal where the tile doesn't exist.
     """
 
     experts: jax.Array
     begins: jax.Array
     ends: jax.Array
-    num_tiles: jax.Array
 
 
-def row_tiles(groups: Groups, num_rows: int) -> RowTiles:
-    """Tiles of `num_rows` places, as many as any choice of experts may need."""
+def most_tiles(num_places: int, num_experts: int, num_rows: int) -> int:
+    """As many tiles of `num_rows` places as any choice of experts may need."""
+    return min(num_places, num_places // num_rows + num_experts + 1)
+
+
+def row_tiles(groups: Groups, num_rows: int) -> tuple[RowTiles, jax.Array]:
+    """`most_tiles`, and how many of them are an expert's, `[]` int32; these come first."""
     experts = groups.num_experts
     tiles = jax.lax.div(groups.sizes + (num_rows - 1), jnp.int32(num_rows))
     # What lies before each expert, and behind the last: masked sums, since XLA makes two kernels of each cumulated one.
     is_before = jnp.tri(experts + 1, experts, -1, dtype=jnp.int32)
     first_tile, first_place = jnp.sum(is_before * tiles, axis=1), jnp.sum(is_before * groups.sizes, axis=1)
-    index = jnp.arange(min(groups.num_places, groups.num_places // num_rows + experts + 1), dtype=jnp.int32)
+    index = jnp.arange(most_tiles(groups.num_places, experts, num_rows), dtype=jnp.int32)
     expert = jnp.sum(index[:, None] >= first_tile[1:], axis=1, dtype=jnp.int32)
     end = jnp.append(first_place[1:], groups.num_places)[expert]
     begins = jnp.minimum(first_place[expert] + (index - first_tile[expert]) * num_rows, end)
-    return RowTiles(expert, begins, jnp.minimum(begins + num_rows, end), first_tile[experts])
+    return RowTiles(expert, begins, jnp.minimum(begins + num_rows, end)), first_tile[experts]

@@ -1,7 +1,8 @@
 """`grouped_product` as a Pallas kernel for the Triton backend. Called through `triton.BACKEND`.
 
 A program multiplies a tile of rows of one expert with some of its weight rows. Which tiles there are is computed on the
-device, and the grid has as many programs as any choice of experts may need; those without a tile end at once.
+device, once for all products if `group_by_expert` is a kernel too, and the grid has as many programs as any choice of
+experts may need; those without a tile end at once.
 """
 
 import functools
@@ -16,10 +17,10 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.experts import Groups, product_dtype, result_dtype, row_tiles
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.target import target_device
-from pallas_kernels.triton.common import MIN_DOT, tile_rows_for
+from pallas_kernels.triton.common import MIN_DOT
+from pallas_kernels.triton.group_by_expert import rows_of_tiles
 from pallas_kernels.triton.tiles import load_rows, store_rows
 
-_MOST_ROWS = 128
 # Chosen by hand: two stages and more of both sides fit 99 KiB of shared memory. Not measured.
 _NUM_COLUMNS, _BYTES_DEEP = 128, 128
 _MOST_BYTES = 2**31  # of weights of a byte each: see `tiles` for offsets
@@ -38,13 +39,14 @@ def refuse_grouped_product(x: jax.Array, groups: Groups, weights: jax.Array) -> 
 
 @functools.partial(jax.jit, static_argnames=("of_tokens", "interpret"))
 def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
-    """See `backend.GroupedProduct`. A tile has at most twice the rows that an expert has on average."""
+    """See `backend.GroupedProduct`."""
     num_experts, num_out, num_in = weights.shape
-    average = -(-groups.num_places // num_experts)
-    num_rows = tile_rows_for(min(max(pl.next_power_of_2(average), MIN_DOT), _MOST_ROWS))
+    num_rows = rows_of_tiles(groups.num_places, num_experts)
     num_columns = _largest_factor(num_out, _NUM_COLUMNS)
     depth = _largest_factor(num_in, _BYTES_DEEP // product_dtype(x, weights).itemsize)
-    tiles = row_tiles(groups, num_rows)
+    tiles = groups.tiles if groups.tiles is not None and groups.tile_rows == num_rows else None
+    if tiles is None:
+        tiles, _ = row_tiles(groups, num_rows)
     y: jax.Array = pl.pallas_call(
         functools.partial(_kernel, num_rows=num_rows, num_columns=num_columns, depth=depth, of_tokens=of_tokens),
         out_shape=jax.ShapeDtypeStruct((groups.num_places, num_out), result_dtype(x, weights)),

@@ -1,0 +1,139 @@
+"""The kernels that choose and group experts do what XLA's forms do: the same choices, ties, order and shares."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Groups, Router, add_choices, choose_experts, group_by_expert, grouped_product
+from pallas_kernels.experts import row_tiles
+from tests.grids import daily
+from tests.pallas_kernels.cases import assert_close
+from tests.pallas_kernels.test_dispatch import on_an_h100
+
+# The rules of the families that are served, and numbers of experts that are powers of two and aren't.
+ROUTERS = {
+    "qwen3": (Router(8, renormalize=True), 128),
+    "qwen2": (Router(4), 60),
+    "mixtral": (Router(2, renormalize=True), 8),
+    "gpt-oss": (Router(4, "softmax_of_chosen"), 32),
+    "glm4": (Router(3, "sigmoid", True, 2.5, choice_bias=True), 24),
+    "all": (Router(5), 5),
+}
+
+
+def random_logits(num_tokens: int, num_experts: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(num_tokens, num_experts)) * 3, jnp.float32)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_kernel_chooses_as_xla_does(name: str) -> None:
+    router, num_experts = ROUTERS[name]
+    bias = random_logits(1, num_experts, 1)[0] if router.choice_bias else None
+    for num_tokens in (1, 13):
+        logits = random_logits(num_tokens, num_experts, num_tokens)
+        experts, shares = choose_experts(router, logits, bias, backend="triton", interpret=True)
+        right, right_shares = choose_experts(router, logits, bias, backend="xla")
+        np.testing.assert_array_equal(experts, right)
+        np.testing.assert_allclose(shares, right_shares, rtol=1e-6)
+        assert experts.dtype == jnp.int32 and shares.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_of_chosen"])
+def test_of_equal_scores_the_first_experts_are_chosen(score: Any) -> None:
+    logits = jnp.asarray([[0, 1, 1, 0, 1, 1, 0], [2, 2, 2, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, -jnp.inf]], jnp.float32)
+    experts, _ = choose_experts(Router(5, score), logits, backend="triton", interpret=True)
+    assert experts.tolist() == [[1, 2, 4, 5, 0], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    all_out = jnp.full((1, 4), -jnp.inf)
+    bias = choose_experts(Router(3, "sigmoid"), jnp.zeros((1, 4)), all_out[0], backend="triton", interpret=True)
+    assert bias[0].tolist() == [[0, 1, 2]]
+
+
+def test_groups_of_experts_are_left_to_xla() -> None:
+    router = Router(2, "sigmoid", num_groups=4, top_groups=2)
+    with pytest.raises(ValueError, match="experts are chosen from 2 of 4 groups"):
+        choose_experts(router, random_logits(3, 8), backend="triton", interpret=True)
+
+
+# Choices of tokens among so many experts: of some places more than tiles, of others fewer.
+CHOICES = {
+    "one token": (np.array([[4, 0, 2]]), 5),
+    "few of many": (np.random.default_rng(0).permuted(np.tile(np.arange(64), (3, 1)), axis=1)[:, :4], 64),
+    "spread": (np.random.default_rng(0).permuted(np.tile(np.arange(6), (150, 1)), axis=1)[:, :3], 6),
+    "one expert": (np.full((300, 1), 3), 5),
+    "nowhere": (np.full((3, 2), -1), 5),
+    "of other devices": (np.random.default_rng(1).integers(-4, 8, (40, 2)), 4),
+}
+
+
+def assert_equal_groups(found: Groups, right: Groups) -> None:
+    for name in ("tokens", "experts", "sizes", "place_of"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(right, name), err_msg=name)
+
+
+@pytest.mark.parametrize("with_padding", [False, True])
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_kernel_groups_as_a_stable_sort_does(name: str, with_padding: bool) -> None:
+    experts, num_experts = CHOICES[name]
+    is_token = jnp.arange(len(experts)) % 3 != 1 if with_padding else None
+    args = jnp.asarray(experts, jnp.int32), num_experts, is_token
+    found = group_by_expert(*args, backend="triton", interpret=True)
+    right = group_by_expert(*args, backend="xla")
+    assert_equal_groups(found, right)
+    assert found.tiles is not None
+    tiles, _ = row_tiles(right, found.tile_rows)
+    assert found.tiles.begins.shape == tiles.begins.shape
+    mine, others = (
+        sorted((int(e), int(b), int(end)) for e, b, end in zip(*each, strict=True) if b < end)
+        for each in (found.tiles, tiles)
+    )
+    assert mine == others
+
+
+def test_choices_are_counted_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    grouping: Any = importlib.import_module("pallas_kernels.triton.group_by_expert")
+    monkeypatch.setattr(grouping, "_CHUNK", 64)
+    experts = jnp.asarray(np.random.default_rng(2).integers(0, 7, (75, 3)), jnp.int32)
+    run = functools.partial(grouping.group_by_expert.__wrapped__, experts, 7, None, True)
+    assert_equal_groups(run(), group_by_expert(experts, 7, backend="xla"))
+
+
+@pytest.mark.parametrize("name", daily(list(CHOICES), every=3))
+def test_a_product_takes_the_tiles_that_the_kernel_made(name: str) -> None:
+    experts, num_experts = CHOICES[name]
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.normal(size=(len(experts), 32)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(num_experts, 16, 32)), jnp.float32)
+
+    def sums(backend: str) -> jax.Array:
+        choice: dict[str, Any] = {"backend": backend, "interpret": backend == "triton"}
+        groups = group_by_expert(jnp.asarray(experts, jnp.int32), num_experts, **choice)
+        y = grouped_product(x, groups, weights, of_tokens=True, **choice)
+        return add_choices(y, groups, jnp.ones(experts.shape))
+
+    assert_close(sums("triton"), sums("xla"), jnp.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 256, 4096])
+def test_on_a_gpu_nothing_of_xlas_sorts_or_adds_up_beside_the_kernels(tokens: int) -> None:
+    """Two kernels, then two products that take the same tiles."""
+
+    def layer(logits: jax.Array, x: jax.Array, weights: jax.Array, is_token: jax.Array) -> jax.Array:
+        experts, shares = choose_experts(Router(8, renormalize=True), logits)
+        groups = group_by_expert(experts, 128, is_token)
+        hidden = grouped_product(x, groups, weights, of_tokens=True)
+        return add_choices(grouped_product(hidden, groups, weights), groups, shares)
+
+    shapes = [((tokens, 128), "float32"), ((tokens, 256), "bfloat16"), ((128, 256, 256), "bfloat16"), ((tokens,), bool)]
+    with on_an_h100():
+        traced = jax.jit(layer).trace(*(jax.ShapeDtypeStruct(*each) for each in shapes))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton(") + text.count("@triton_kernel_call(") == 4
+    for op in ("sort", "reduce", "scatter", "top_k"):
+        assert f"stablehlo.{op}" not in text and f"chlo.{op}" not in text
