@@ -220,7 +220,7 @@ def choose_experts(
 
     Args:
         router: the rule.
-        logits: `[T, E]` float32.
+        logits: `[T, E]` float32, or `[P, T, E]`, parts whose sum they are.
         choice_bias: `[E]` float32, or None.
         backend: a backend that has the op, or "auto"; "xla" always has it.
         interpret: run a Pallas backend in its interpreter, on any platform.
@@ -228,10 +228,13 @@ def choose_experts(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    if logits.ndim != 2 or logits.dtype != jnp.float32 or router.top_k > logits.shape[1]:
-        raise ValueError(f"logits are {logits.shape} {logits.dtype}; they must be [T, E] float32, E >= {router.top_k}")
-    if choice_bias is not None and choice_bias.shape != logits.shape[1:]:
-        raise ValueError(f"choice_bias is {choice_bias.shape}; it must be [{logits.shape[1]}], one for each expert")
+    if logits.ndim not in (2, 3) or logits.dtype != jnp.float32 or router.top_k > logits.shape[-1]:
+        raise ValueError(
+            f"logits are {logits.shape} {logits.dtype}; they must be [T, E] float32, or parts of that, with E >= "
+            f"{router.top_k}, of which that many are chosen"
+        )
+    if choice_bias is not None and choice_bias.shape != logits.shape[-1:]:
+        raise ValueError(f"choice_bias is {choice_bias.shape}; it must be [{logits.shape[-1]}], one for each expert")
     ops = {name: each.choose_experts for name, each in BACKEND_OF_NAME.items() if each.choose_experts is not None}
     refusals = {
         name: functools.partial(BACKEND_OF_NAME[name].refuse_choose_experts, router, logits) for name in (*ops, "xla")

@@ -45,6 +45,8 @@ def choose_by_xla(
     router: Router, logits: jax.Array, choice_bias: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """What `choose_experts` returns; it has several kernels on a GPU."""
+    if logits.ndim == 3:
+        logits = jnp.sum(logits, axis=0)
     if router.score == "softmax":
         scores = jax.nn.softmax(logits, axis=-1)
     elif router.score == "sigmoid":

@@ -14,7 +14,7 @@ from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp
 from jaxsgl.models.layers import ACTIVATION_OF, MLP, vector
 from jaxsgl.models.matrix import Matrices, Matrix, Weights
-from jaxsgl.models.precision import product
+from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
 from pallas_kernels import Groups, add_choices, choose_experts, group_by_expert, grouped_product
 from pallas_kernels.norm import sum_parts
@@ -52,11 +52,8 @@ class MoE(Matrices):
 
         The experts of all tokens, `[T, k]` int32, are appended to `told`.
         """
-        logits_TE = product(x_TD, self.matrix("router"), jnp.float32)
-        if self.router_bias is not None:
-            logits_TE = logits_TE + self.router_bias[...].astype(jnp.float32)
         bias_E = None if self.choice_bias is None else self.choice_bias[...]
-        experts_Tk, shares_Tk = choose_experts(self.spec.router, logits_TE, bias_E)
+        experts_Tk, shares_Tk = choose_experts(self.spec.router, self._logits(x_TD), bias_E)
         if told is not None:
             told.append(experts_Tk.astype(jnp.int32))
         gate_up = self.matrix("gate_up")
@@ -77,6 +74,13 @@ class MoE(Matrices):
         y_MD = _plus(_product(gated_MF, groups, self.matrix("down")), down_bias, groups)
         out_TD = add_choices(y_MD, groups, shares_Tk)
         return sum_of_parts(out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD))
+
+    def _logits(self, x_TD: jax.Array) -> jax.Array:
+        """The router's, `[T, E]` float32, or parts `[P, T, E]` whose sum they are."""
+        router = self.matrix("router")
+        if self.router_bias is None:
+            return product_in_parts(x_TD, router, jnp.float32)
+        return product(x_TD, router, jnp.float32) + self.router_bias[...].astype(jnp.float32)
 
     def _shared(self, shared: MLP, x_TD: jax.Array) -> jax.Array:
         out_TD = sum_parts(shared(x_TD, summed=num_parts() == 1), x_TD)

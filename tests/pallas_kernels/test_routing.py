@@ -45,6 +45,30 @@ def test_the_kernel_chooses_as_xla_does(name: str) -> None:
         assert experts.dtype == jnp.int32 and shares.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("backend", ["triton", "xla"])
+def test_logits_may_come_in_parts(backend: str) -> None:
+    parts = jnp.stack([random_logits(5, 12, seed) for seed in range(4)])
+    experts, shares = choose_experts(Router(3), parts, backend=backend, interpret=backend == "triton")
+    right, right_shares = choose_experts(Router(3), parts[0] + parts[1] + parts[2] + parts[3], backend="xla")
+    np.testing.assert_array_equal(experts, right)
+    np.testing.assert_allclose(shares, right_shares, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("logits", "bias", "message"),
+    [
+        (jnp.zeros((2, 3)), None, "with E >= 4"),
+        (jnp.zeros((2, 8), jnp.bfloat16), None, "bfloat16; they must be"),
+        (jnp.zeros((2, 8)), jnp.zeros(7), r"choice_bias is \(7,\); it must be \[8\]"),
+    ],
+)
+def test_logits_that_do_not_fit_are_errors(logits: jax.Array, bias: jax.Array | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_experts(Router(4), logits, bias)
+    with pytest.raises(ValueError, match="is_token"):
+        group_by_expert(jnp.zeros((3, 2), jnp.int32), 4, jnp.ones(2, bool))
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_of_chosen"])
 def test_of_equal_scores_the_first_experts_are_chosen(score: Any) -> None:
     logits = jnp.asarray([[0, 1, 1, 0, 1, 1, 0], [2, 2, 2, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, -jnp.inf]], jnp.float32)
