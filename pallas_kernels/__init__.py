@@ -11,6 +11,7 @@ There is one package per platform, each with all the kernels for it: `xla`, `nat
 from pallas_kernels.api import (
     add_and_norm,
     choose_experts,
+    gated_product,
     group_by_expert,
     grouped_product,
     paged_decode_attention,
@@ -19,7 +20,7 @@ from pallas_kernels.api import (
     store_kv,
 )
 from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
-from pallas_kernels.experts import Groups, add_choices
+from pallas_kernels.experts import Choices, Groups, add_choices
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
@@ -29,6 +30,7 @@ __all__ = [
     "BACKENDS",
     "STORE_BACKENDS",
     "AttentionOptions",
+    "Choices",
     "FusedQkv",
     "Groups",
     "PagedKv",
@@ -36,6 +38,7 @@ __all__ = [
     "add_and_norm",
     "add_choices",
     "choose_experts",
+    "gated_product",
     "group_by_expert",
     "grouped_product",
     "paged_decode_attention",

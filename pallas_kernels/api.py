@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import refuse_nothing
 from pallas_kernels.dispatch import BACKEND_OF_NAME, choose_backend
-from pallas_kernels.experts import Groups, sort_by_expert
-from pallas_kernels.norm import add_then_norm
+from pallas_kernels.experts import ACTIVATIONS, Choices, Groups, sort_by_expert
+from pallas_kernels.norm import Update, add_then_norm
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format, widened
 from pallas_kernels.qkv import FusedQkv, check_qkv
@@ -169,7 +169,7 @@ def paged_extend_attention(
 
 def add_and_norm(
     x: jax.Array,
-    update: jax.Array,
+    update: Update,
     scales: jax.Array,
     row: int,
     eps: float,
@@ -181,7 +181,8 @@ def add_and_norm(
 
     Args:
         x: `[T, D]`.
-        update: `[T, D]` in x's dtype, or `[P, T, D]` float32, parts whose sum is the update.
+        update: `[T, D]` in x's dtype; or `[P, T, D]` float32, parts whose sum is the update; or `Choices` of T tokens,
+            whose rows are in x's dtype.
         scales: `[L, D]`, of which this norm takes `row`.
         row: index of the norm's scale.
         eps: added to the mean square.
@@ -191,11 +192,7 @@ def add_and_norm(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    is_whole = update.shape == x.shape and update.dtype == x.dtype
-    if not is_whole and (update.shape[1:] != x.shape or update.dtype != jnp.float32):
-        raise ValueError(
-            f"update is {update.shape} {update.dtype}; it must be {x.shape} {x.dtype} as x, or float32 parts of that"
-        )
+    _check_update(update, x)
     if x.ndim != 2 or scales.ndim != 2 or scales.shape[1] != x.shape[1] or not 0 <= row < scales.shape[0]:
         raise ValueError(f"x {x.shape} must be [T, D] and scales {scales.shape} [L, D] with a row {row}")
     ops = {name: each.add_and_norm for name, each in BACKEND_OF_NAME.items() if each.add_and_norm is not None}
@@ -316,6 +313,72 @@ def grouped_product(
     }
     chosen = choose_backend("grouped_product", backend, refusals, interpret=interpret)
     return ops[chosen.name](x, groups, weights, of_tokens, interpret)
+
+
+def gated_product(
+    x: jax.Array,
+    groups: Groups,
+    weights: jax.Array,
+    activation: str,
+    *,
+    of_tokens: bool = False,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """`grouped_product` with the weights of gates and of what they multiply: activation(gate) * up, `[M, F]`.
+
+    Args:
+        x, groups, of_tokens: as for `grouped_product`.
+        weights: `[E, 2 F, in]`, the gate's rows first; not of a byte.
+        activation: one of `ACTIVATIONS`.
+        backend: a backend that has the op, or "auto", which leaves the unit to XLA where there is none; "xla" does so
+            after the device's best `grouped_product`.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    num_rows = groups.num_tokens if of_tokens else groups.num_places
+    if weights.ndim != 3 or weights.shape[0] != groups.num_experts or x.shape != (num_rows, weights.shape[-1]):
+        raise ValueError(
+            f"x is {x.shape} and weights are {weights.shape}; they must be [{num_rows}, in] and "
+            f"[{groups.num_experts}, 2 F, in]"
+        )
+    if activation not in ACTIVATIONS or weights.shape[1] % 2 or weights.dtype.itemsize == 1:
+        raise ValueError(
+            f"activation is {activation!r} and weights are {weights.shape} {weights.dtype}; they must be one of "
+            f"{', '.join(ACTIVATIONS)} and [E, 2 F, in] in a format of more than a byte"
+        )
+    ops = {name: each.gated_product for name, each in BACKEND_OF_NAME.items() if each.gated_product is not None}
+    refusals = {
+        name: functools.partial(BACKEND_OF_NAME[name].refuse_gated_product, x, groups, weights)
+        for name in (*ops, "xla")
+    }
+    chosen = choose_backend("gated_product", backend, refusals, interpret=interpret).name
+    if chosen in ops:
+        return ops[chosen](x, groups, weights, activation, of_tokens, interpret)
+    gate, up = jnp.split(grouped_product(x, groups, weights, of_tokens=of_tokens), 2, axis=1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def _check_update(update: Update, x: jax.Array) -> None:
+    if isinstance(update, Choices):
+        rows, tokens = update.rows, update.place_of.shape[:1]
+        if (
+            (*tokens, *rows.shape[1:]) != x.shape
+            or rows.dtype != x.dtype
+            or update.shares.shape != update.place_of.shape
+        ):
+            raise ValueError(
+                f"update has rows {rows.shape} {rows.dtype}, places {update.place_of.shape} and shares "
+                f"{update.shares.shape}; they must be [M, D], [T, k] and [T, k] for x {x.shape} {x.dtype}"
+            )
+        return
+    is_whole = update.shape == x.shape and update.dtype == x.dtype
+    if not is_whole and (update.shape[1:] != x.shape or update.dtype != jnp.float32):
+        raise ValueError(
+            f"update is {update.shape} {update.dtype}; it must be {x.shape} {x.dtype} as x, or float32 parts of that"
+        )
 
 
 def _check_attention(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 import jax
 
 from pallas_kernels.experts import Groups
+from pallas_kernels.norm import Update
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
@@ -63,9 +64,9 @@ class AddAndNorm(Protocol):
     """`add_and_norm` on one backend."""
 
     def __call__(
-        self, x: jax.Array, update: jax.Array, scales: jax.Array, row: int, eps: float, interpret: bool
+        self, x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float, interpret: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """x `[T, D]` plus the update `[T, D]`, or the sum of its parts `[P, T, D]`; the sum and its norm, `[T, D]`."""
+        """x `[T, D]` plus the update `[T, D]`, or the sum of its parts or choices; the sum and its norm, `[T, D]`."""
         ...
 
 
@@ -74,6 +75,16 @@ class GroupedProduct(Protocol):
 
     def __call__(self, x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
         """x `[T, in]` with `of_tokens`, else `[M, in]`, times weights `[E, out, in]`; `[M, out]` in `result_dtype`."""
+        ...
+
+
+class GatedProduct(Protocol):
+    """`gated_product` on one backend."""
+
+    def __call__(
+        self, x: jax.Array, groups: Groups, weights: jax.Array, activation: str, of_tokens: bool, interpret: bool
+    ) -> jax.Array:
+        """As `GroupedProduct`, with weights `[E, 2 F, in]`: the gate's, then what it multiplies; `[M, F]`."""
         ...
 
 
@@ -114,7 +125,7 @@ class RefuseRotateAndStore(Protocol):
 class RefuseAddAndNorm(Protocol):
     """Says why a backend can't add and normalize."""
 
-    def __call__(self, x: jax.Array, update: jax.Array, /) -> str | None:
+    def __call__(self, x: jax.Array, update: Update, /) -> str | None:
         """The reason in words, or None when it can."""
         ...
 
@@ -164,6 +175,8 @@ class Backend:
     """None where XLA does it."""
     grouped_product: GroupedProduct | None = None
     """None where XLA multiplies tile by tile."""
+    gated_product: GatedProduct | None = None
+    """None where XLA computes the gated unit after a `grouped_product`."""
     choose_experts: ChooseExperts | None = None
     """None where XLA scores, ranks and normalizes."""
     group_by_expert: GroupByExpert | None = None
@@ -174,6 +187,7 @@ class Backend:
     refuse_rotate_and_store: RefuseRotateAndStore = refuse_nothing
     refuse_add_and_norm: RefuseAddAndNorm = refuse_nothing
     refuse_grouped_product: RefuseGroupedProduct = refuse_nothing
+    refuse_gated_product: RefuseGroupedProduct = refuse_nothing
     refuse_choose_experts: RefuseChooseExperts = refuse_nothing
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""

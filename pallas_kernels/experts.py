@@ -6,15 +6,23 @@ backend does with the rows of one. Called by models, by `api` and by backends.
 A place is one (token, expert) pair. A mixture of experts sorts once, multiplies twice, and adds up:
 
     groups = group_by_expert(experts, num_experts)
-    hidden = activation(grouped_product(x, groups, gate_up, of_tokens=True))
-    out = add_choices(grouped_product(hidden, groups, down), groups, shares)
+    hidden = gated_product(x, groups, gate_up, "silu", of_tokens=True)
+    out = add_choices(grouped_product(hidden, groups, down), groups, shares)  # or `Choices`, for who adds up itself
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+# What a gate passes through before it multiplies, by its name.
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -82,21 +90,33 @@ def result_dtype(x: jax.Array, weights: jax.Array) -> jnp.dtype:
     return dtype
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What tokens' choices yielded, yet to be added up."""
+
+    rows: jax.Array
+    """`[M, D]` by place."""
+    place_of: jax.Array
+    """`[T, k]` int32, the place of each choice."""
+    shares: jax.Array
+    """`[T, k]`; any number where the choice was no expert, since its row is zeros."""
+
+    def total(self) -> jax.Array:
+        """The sum over each token's k choices of its share times the row of its place: `[T, D]` in the rows' dtype.
+
+        Added up in float32 in the order of choices, one after another, so that it depends on no other token.
+        """
+        total = jnp.zeros((self.place_of.shape[0], self.rows.shape[1]), jnp.float32)
+        for choice in range(self.place_of.shape[1]):
+            row = self.rows.at[self.place_of[:, choice]].get(mode="promise_in_bounds")
+            total = total + self.shares[:, choice, None].astype(jnp.float32) * row.astype(jnp.float32)
+        return total.astype(self.rows.dtype)
+
+
 def add_choices(y: jax.Array, groups: Groups, shares: jax.Array) -> jax.Array:
-    """The sum over each token's k choices of its share times the row of its place: `[T, D]` in y's dtype.
-
-    Added up in float32 in the order of choices, one after another, so that it depends on no other token.
-
-    Args:
-        y: `[M, D]` by place.
-        groups: where places are.
-        shares: `[T, k]`; 0 where the choice was no expert.
-    """
-    total = jnp.zeros((groups.num_tokens, y.shape[1]), jnp.float32)
-    for choice in range(groups.place_of.shape[1]):
-        row = y.at[groups.place_of[:, choice]].get(mode="promise_in_bounds")
-        total = total + shares[:, choice, None].astype(jnp.float32) * row.astype(jnp.float32)
-    return total.astype(y.dtype)
+    """`Choices.total` of y `[M, D]`, the rows of places, and shares `[T, k]`."""
+    return Choices(y, groups.place_of, shares).total()
 
 
 class RowTiles(NamedTuple):

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp
-from jaxsgl.models.layers import ACTIVATION_OF, MLP, vector
+from jaxsgl.models.layers import MLP, vector
 from jaxsgl.models.matrix import Matrices, Matrix, Weights
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
-from pallas_kernels import Groups, add_choices, choose_experts, group_by_expert, grouped_product
-from pallas_kernels.norm import sum_parts
+from pallas_kernels import Choices, Groups, choose_experts, gated_product, group_by_expert, grouped_product
+from pallas_kernels.experts import ACTIVATIONS
+from pallas_kernels.norm import Update, sum_parts
+from pallas_kernels.target import target_device
 
 
 class MoE(Matrices):
@@ -47,8 +49,10 @@ class MoE(Matrices):
 
     def __call__(
         self, x_TD: jax.Array, is_token: jax.Array | None = None, told: list[jax.Array] | None = None
-    ) -> jax.Array:
+    ) -> Update:
         """`[T, D]` to `[T, D]`. Tokens where `is_token [T]` is false go to no expert.
+
+        On a GPU the results of experts may be left to the reader to add up, which saves a kernel.
 
         The experts of all tokens, `[T, k]` int32, are appended to `told`.
         """
@@ -61,19 +65,29 @@ class MoE(Matrices):
         if num_experts < self.spec.num_experts:
             experts_Tk = experts_Tk - part_index() * num_experts  # those of other devices are none here
         groups = group_by_expert(experts_Tk, num_experts, is_token)
-        hidden_MF = _product(x_TD, groups, gate_up, of_tokens=True)
-        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[...].reshape(num_experts, -1)
-        gate, up = jnp.split(_plus(hidden_MF, gate_up_bias, groups), 2, axis=1)
-        if self.spec.clamp is None:
-            gated_MF = ACTIVATION_OF[self.activation](gate) * up
-        else:
-            gated_MF = clamped_unit(self.spec.clamp, gate, up)
+        gated_MF = self._gated(x_TD, groups, gate_up)
         down_bias = None if self.down_bias is None else self.down_bias[...]
         if down_bias is not None and num_experts == self.spec.num_experts:
             down_bias = on_first_part(down_bias)
         y_MD = _plus(_product(gated_MF, groups, self.matrix("down")), down_bias, groups)
-        out_TD = add_choices(y_MD, groups, shares_Tk)
+        choices = Choices(y_MD, groups.place_of, shares_Tk)
+        if self.shared is None and num_parts() == 1 and target_device().platform == "gpu":
+            return choices
+        out_TD = choices.total()
         return sum_of_parts(out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD))
+
+    def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights) -> jax.Array:
+        """What lies between the two products, `[M, F]`."""
+        is_plain = self.spec.clamp is None and self.gate_up_bias is None
+        if is_plain and not isinstance(gate_up, Matrix):
+            weights = gate_up.reshape(len(gate_up), -1, gate_up.shape[-1])
+            return gated_product(x_TD, groups, weights, self.activation, of_tokens=True)
+        hidden_MF = _product(x_TD, groups, gate_up, of_tokens=True)
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[...].reshape(groups.num_experts, -1)
+        gate, up = jnp.split(_plus(hidden_MF, bias, groups), 2, axis=1)
+        if self.spec.clamp is not None:
+            return clamped_unit(self.spec.clamp, gate, up)
+        return ACTIVATIONS[self.activation](gate) * up
 
     def _logits(self, x_TD: jax.Array) -> jax.Array:
         """The router's, `[T, E]` float32, or parts `[P, T, E]` whose sum they are."""

@@ -7,7 +7,12 @@ from pallas_kernels.triton.common import refuse_attention
 from pallas_kernels.triton.decode import decode_attention
 from pallas_kernels.triton.extend import extend_attention
 from pallas_kernels.triton.group_by_expert import group_by_expert
-from pallas_kernels.triton.grouped_product import grouped_product, refuse_grouped_product
+from pallas_kernels.triton.grouped_product import (
+    gated_product,
+    grouped_product,
+    refuse_gated_product,
+    refuse_grouped_product,
+)
 from pallas_kernels.triton.rotate_and_store import refuse_rotate_and_store, rotate_and_store
 from pallas_kernels.triton.store import refuse_store, store_kv
 
@@ -19,6 +24,7 @@ BACKEND = Backend(
     rotate_and_store,
     add_and_norm,
     grouped_product,
+    gated_product,
     choose_experts,
     group_by_expert,
     refuse_decode=refuse_attention,
@@ -27,6 +33,7 @@ BACKEND = Backend(
     refuse_rotate_and_store=refuse_rotate_and_store,
     refuse_add_and_norm=refuse_add_and_norm,
     refuse_grouped_product=refuse_grouped_product,
+    refuse_gated_product=refuse_gated_product,
     refuse_choose_experts=refuse_choose_experts,
     platform="gpu",
     has_interpreter=True,

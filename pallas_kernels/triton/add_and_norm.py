@@ -12,11 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.norm import Update
+
 # A program holds a row in registers, 32 numbers of it in a thread of 16 warps.
 _MAX_SIZE = 1 << 14
 
 
-def refuse_add_and_norm(x: jax.Array, update: jax.Array) -> str | None:
+def refuse_add_and_norm(x: jax.Array, update: Update) -> str | None:
     """Why this backend can't take the call, or None when it can."""
     if x.shape[-1] > _MAX_SIZE:
         return f"rows have {x.shape[-1]} numbers; it takes at most {_MAX_SIZE}"
@@ -25,7 +27,7 @@ def refuse_add_and_norm(x: jax.Array, update: jax.Array) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("row", "eps", "interpret"))
 def add_and_norm(
-    x: jax.Array, update: jax.Array, scales: jax.Array, row: int, eps: float, interpret: bool
+    x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See `backend.AddAndNorm`."""
     width = pl.next_power_of_2(x.shape[1])
@@ -37,13 +39,12 @@ def add_and_norm(
         compiler_params=plgpu.CompilerParams(num_warps=min(max(width // 256, 1), 16)),  # 8 numbers a thread
         interpret=interpret,
         name="add_and_norm",
-    )(x, update, scales)
+    )(x, *jax.tree.leaves(update), scales)
     return total, normed
 
 
-def _kernel(
-    x_ref: Any, update_ref: Any, scales_ref: Any, total_ref: Any, normed_ref: Any, *, row: int, eps: float, width: int
-) -> None:
+def _kernel(x_ref: Any, *refs: Any, row: int, eps: float, width: int) -> None:
+    *update_refs, scales_ref, total_ref, normed_ref = refs
     token = pl.program_id(0)
     size = x_ref.shape[1]
     column = jnp.arange(width, dtype=jnp.int32)
@@ -52,10 +53,16 @@ def _kernel(
     def load(ref: Any, *index: Any) -> jax.Array:
         return plgpu.load(ref.at[(*index, column)], mask=is_real, other=0).astype(jnp.float32)
 
-    if len(update_ref.shape) == 2:
-        update = load(update_ref, token)
+    update_ref, *of_choices = update_refs
+    if of_choices:
+        place_of_ref, shares_ref = of_choices
+        choices = range(place_of_ref.shape[1])
+        terms = [shares_ref[token, each] * load(update_ref, place_of_ref[token, each]) for each in choices]
+    elif len(update_ref.shape) == 2:
+        terms = [load(update_ref, token)]
     else:
-        update = functools.reduce(jnp.add, [load(update_ref, part, token) for part in range(update_ref.shape[0])])
+        terms = [load(update_ref, part, token) for part in range(update_ref.shape[0])]
+    update = functools.reduce(jnp.add, terms)
     # Rounded before it is added, and the sum before it is normalized, as if each were an array of its own.
     dtype = x_ref.dtype
     total = (load(x_ref, token) + update.astype(dtype).astype(jnp.float32)).astype(dtype)

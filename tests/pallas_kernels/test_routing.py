@@ -11,8 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Groups, Router, add_choices, choose_experts, group_by_expert, grouped_product
-from pallas_kernels.experts import row_tiles
+from pallas_kernels import (
+    Choices,
+    Groups,
+    Router,
+    add_and_norm,
+    add_choices,
+    choose_experts,
+    gated_product,
+    group_by_expert,
+    grouped_product,
+)
+from pallas_kernels.experts import ACTIVATIONS, row_tiles
 from tests.grids import daily
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.test_dispatch import on_an_h100
@@ -144,20 +154,67 @@ def test_a_product_takes_the_tiles_that_the_kernel_made(name: str) -> None:
     assert_close(sums("triton"), sums("xla"), jnp.float32)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("spread", jnp.float32), ("nowhere", jnp.float32), ("one token", jnp.bfloat16)]
+)
+def test_a_gated_product_is_the_unit_of_both_halves(name: str, dtype: Any, activation: str) -> None:
+    experts, num_experts = CHOICES[name]
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.normal(size=(len(experts), 32)), dtype)
+    weights = jnp.asarray(rng.normal(size=(num_experts, 96, 32)), dtype)
+    groups = group_by_expert(jnp.asarray(experts, jnp.int32), num_experts, backend="xla")
+    gate, up = jnp.split(grouped_product(x, groups, weights, of_tokens=True, backend="reference"), 2, axis=1)
+    right = ACTIVATIONS[activation](gate) * up
+    for backend in ("triton", "xla"):
+        interpret = backend == "triton"
+        found = gated_product(x, groups, weights, activation, of_tokens=True, backend=backend, interpret=interpret)
+        assert found.shape == (groups.num_places, 48) and found.dtype == dtype
+        assert_close(found, right, dtype)
+
+
+def test_weights_of_a_byte_and_unknown_units_have_no_gated_product() -> None:
+    groups = group_by_expert(jnp.zeros((2, 1), jnp.int32), 2)
+    x, weights = jnp.zeros((2, 32)), jnp.zeros((2, 64, 32))
+    with pytest.raises(ValueError, match="activation is 'relu'"):
+        gated_product(x, groups, weights, "relu")
+    with pytest.raises(ValueError, match="in a format of more than a byte"):
+        gated_product(x, groups, weights.astype(jnp.int8), "silu")
+
+
+@pytest.mark.parametrize("backend", ["triton", "xla"])
+def test_results_of_experts_are_added_up_with_the_norm(backend: str) -> None:
+    experts, num_experts = CHOICES["spread"]
+    rng = np.random.default_rng(5)
+    groups = group_by_expert(jnp.asarray(experts, jnp.int32), num_experts, jnp.arange(len(experts)) % 4 > 0)
+    shape = (groups.num_places, 40)
+    rows = jnp.where((groups.experts < num_experts)[:, None], jnp.asarray(rng.normal(size=shape), jnp.float32), 0.0)
+    shares = jnp.asarray(rng.random(experts.shape), jnp.float32)
+    x, scales = (jnp.asarray(rng.normal(size=(n, 40)), jnp.float32) for n in (len(experts), 2))
+    update = Choices(rows, groups.place_of, shares)
+    found = add_and_norm(x, update, scales, 1, 1e-6, backend=backend, interpret=backend == "triton")
+    right = add_and_norm(x, add_choices(rows, groups, shares), scales, 1, 1e-6, backend="xla")
+    for each, expected in zip(found, right, strict=True):
+        assert_close(each, expected, jnp.float32)
+    with pytest.raises(ValueError, match="update has rows"):
+        add_and_norm(x[1:], update, scales, 1, 1e-6)
+
+
 @pytest.mark.parametrize("tokens", [1, 256, 4096])
 def test_on_a_gpu_nothing_of_xlas_sorts_or_adds_up_beside_the_kernels(tokens: int) -> None:
-    """Two kernels, then two products that take the same tiles."""
+    """Two kernels, two products that take the same tiles, and the norm that adds up what they yield."""
 
-    def layer(logits: jax.Array, x: jax.Array, weights: jax.Array, is_token: jax.Array) -> jax.Array:
+    def layer(logits: jax.Array, x: jax.Array, gate_up: jax.Array, down: jax.Array, is_token: jax.Array) -> Any:
         experts, shares = choose_experts(Router(8, renormalize=True), logits)
         groups = group_by_expert(experts, 128, is_token)
-        hidden = grouped_product(x, groups, weights, of_tokens=True)
-        return add_choices(grouped_product(hidden, groups, weights), groups, shares)
+        y = grouped_product(gated_product(x, groups, gate_up, "silu", of_tokens=True), groups, down)
+        return add_and_norm(x, Choices(y, groups.place_of, shares), x[:1], 0, 1e-6)
 
-    shapes = [((tokens, 128), "float32"), ((tokens, 256), "bfloat16"), ((128, 256, 256), "bfloat16"), ((tokens,), bool)]
+    half, dims = jnp.bfloat16, ((tokens, 256), (128, 128, 256), (128, 256, 64))
+    shapes = [((tokens, 128), jnp.float32), *((each, half) for each in dims), ((tokens,), jnp.bool_)]
     with on_an_h100():
         traced = jax.jit(layer).trace(*(jax.ShapeDtypeStruct(*each) for each in shapes))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__gpu$xla.gpu.triton(") + text.count("@triton_kernel_call(") == 4
+    assert text.count("@__gpu$xla.gpu.triton(") + text.count("@triton_kernel_call(") == 5
     for op in ("sort", "reduce", "scatter", "top_k"):
         assert f"stablehlo.{op}" not in text and f"chlo.{op}" not in text

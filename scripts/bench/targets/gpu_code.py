@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Names of our pallas_calls begin so.
-OUR_NAMES = ("store_kv", "rotate_and_store", "add_and_norm", "grouped_product", "paged_")
+OUR_NAMES = (
+    "store_kv",
+    "rotate_and_store",
+    "add_and_norm",
+    "grouped_product",
+    "gated_product",
+    "choose_experts",
+    "group_by_expert",
+    "paged_",
+)
 
 # Numbers of ptxas's advisories about wgmma and setmaxnreg: that products are serialized, or registers not moved.
 ADVISORY = r"C75\d\d"

@@ -26,7 +26,10 @@ WRITES_PART = {"dynamic-update-slice": 1, "scatter": 2}  # number of the operand
 CONTAINERS = frozenset(("call", "while", "conditional", "async-start"))
 PALLAS_TARGETS = ("mosaic_gpu", "xla.gpu.triton", "tpu_custom_call")
 STARTS = {"copy-start": (1, 0), "slice-start": (0, 1), "dynamic-slice-start": (0, 1)}  # source and copy in its type
-KERNELS = {"attention": r"\bpaged_\w*attention/", "experts": r"\bgrouped_product\b"}  # our kernels by their sources
+KERNELS = {
+    "attention": r"\bpaged_\w*attention/",
+    "experts": r"\b(grouped|gated)_product\b",
+}  # our kernels by their sources
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?!\{[^}]*S\(1\))")  # S(1) is a TPU's own memory
 _ANY_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 # Custom calls that only name memory or say what is known of a value.
