@@ -235,5 +235,5 @@ GRID_SPECS = (
     _serving_spec(96, 1, 64, "bf16", kept_head_dim=128),
     _serving_spec(96, 1, 64, "bf16", "float8", kept_head_dim=128),
     _serving_spec(96, 4, 16, "bf16", "window", kept_head_dim=128),
-    _serving_spec(192, 2, 64, "bf16", kept_head_dim=256),
+    _serving_spec(192, 8, 64, "bf16", kept_head_dim=256),
 )
