@@ -10,6 +10,9 @@ There is one package per platform, each with all the kernels for it: `xla`, `nat
 
 from pallas_kernels.api import (
     add_and_norm,
+    choose_experts,
+    gated_product,
+    group_by_expert,
     grouped_product,
     paged_decode_attention,
     paged_extend_attention,
@@ -19,23 +22,28 @@ from pallas_kernels.api import (
 )
 from pallas_kernels.choice import KernelChoice
 from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
-from pallas_kernels.experts import Groups, add_choices, group_by_expert
+from pallas_kernels.experts import Choices, Groups, add_choices
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
+from pallas_kernels.routing import Router
 from pallas_kernels.scaled import ScaledMatrix
 
 __all__ = [
     "BACKENDS",
     "STORE_BACKENDS",
     "AttentionOptions",
+    "Choices",
     "FusedQkv",
     "Groups",
     "KernelChoice",
     "PagedKv",
+    "Router",
     "ScaledMatrix",
     "add_and_norm",
     "add_choices",
+    "choose_experts",
+    "gated_product",
     "group_by_expert",
     "grouped_product",
     "paged_decode_attention",

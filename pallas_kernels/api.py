@@ -1,4 +1,4 @@
-"""The public functions: attention on a paged cache, the stores into it, `add_and_norm`, and products of rows.
+"""The public functions: attention on a paged cache, the stores into it, `add_and_norm`, products, what experts need.
 
 Owns the checks of their arguments and the cache's scales. Never knows how a backend computes: it asks `dispatch` for
 one and calls it.
@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.backend import refuse_nothing
 from pallas_kernels.dispatch import BACKEND_OF_NAME, choose_backend
-from pallas_kernels.experts import Groups
-from pallas_kernels.norm import add_then_norm
+from pallas_kernels.experts import ACTIVATIONS, Choices, Groups, sort_by_expert
+from pallas_kernels.norm import Update, add_then_norm
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format
+from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format, widened
 from pallas_kernels.qkv import FusedQkv, check_qkv
+from pallas_kernels.routing import Router, choose_by_xla
 from pallas_kernels.scaled import ScaledMatrix
 
 _DEFAULTS = AttentionOptions()
@@ -31,7 +33,7 @@ def store_kv(
         kv: the cache. Donate its pages to the surrounding jit and they are updated in place. Page table and lengths are
             passed through unread.
         k, v: `[T, K, H]`, divided by the cache's scales and cast to its dtype; what float8 can't hold becomes its
-            largest number.
+            largest number. Of heads smaller than the cache's the rest is written as zeros.
         slots: `[T]` int32, page * page_size + offset, each within the cache. Padding tokens use slots of page 0; only
             there may a slot occur twice.
         backend: one of `STORE_BACKENDS`, or "auto".
@@ -41,12 +43,14 @@ def store_kv(
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
     check_pages(kv)
-    expected = (slots.shape[0] if slots.ndim == 1 else -1, kv.num_kv_heads, kv.head_dim)
-    if k.shape != expected or v.shape != expected or slots.dtype != jnp.int32:
+    expected = (slots.shape[0] if slots.ndim == 1 else -1, kv.num_kv_heads)
+    fits = k.shape == v.shape and k.ndim == 3 and k.shape[:2] == expected and k.shape[2] <= kv.head_dim
+    if not fits or slots.dtype != jnp.int32:
         raise ValueError(
             f"k {k.shape} and v {v.shape} must be [T, K, H] and slots {slots.shape} {slots.dtype} [T] int32, "
-            f"with the K and H of kv.k {kv.k.shape}"
+            f"with the K of kv.k {kv.k.shape} and at most its H"
         )
+    k, v = widened(k, kv.head_dim), widened(v, kv.head_dim)
     k = _to_cache_dtype(k, per_head_scale("k_scale", kv.k_scale, kv.num_kv_heads), kv.dtype)
     v = _to_cache_dtype(v, per_head_scale("v_scale", kv.v_scale, kv.num_kv_heads), kv.dtype)
     stores = {name: each.store for name, each in BACKEND_OF_NAME.items() if each.store is not None}
@@ -67,7 +71,8 @@ def rotate_and_store(
 ) -> tuple[jax.Array, PagedKv]:
     """Take the product of a layer's fused weights apart: bias, norm per head, rotation, and a store of keys and values.
 
-    Returns the queries `[T, N, H]` in the product's dtype, and the cache with the updated pages.
+    Returns the queries `[T, N, H]` in the product's dtype, and the cache with the updated pages. H is the cache's: of
+    heads smaller than that the rest is zeros, so that attention needs `options.for_heads` and its output a cut.
 
     Args:
         qkv: the product and what turns it into queries, keys and values.
@@ -83,10 +88,11 @@ def rotate_and_store(
     """
     check_pages(kv)
     check_qkv(qkv)
-    if (qkv.num_kv_heads, qkv.head_dim) != (kv.num_kv_heads, kv.head_dim) or slots.shape != (qkv.num_tokens,):
+    fits = qkv.num_kv_heads == kv.num_kv_heads and qkv.head_dim <= kv.head_dim
+    if not fits or slots.shape != (qkv.num_tokens,):
         raise ValueError(
             f"qkv.product {qkv.product.shape} must be [T, K, G + 2, H] and slots {slots.shape} [T], "
-            f"with the K and H of kv.k {kv.k.shape}"
+            f"with the K of kv.k {kv.k.shape} and at most its H"
         )
     if slots.dtype != jnp.int32:
         raise ValueError(f"slots has dtype {slots.dtype}; it must be int32")
@@ -100,7 +106,8 @@ def rotate_and_store(
     if chosen in ops:
         return ops[chosen](qkv, kv, slots, interpret)
     q, k, v = qkv.split()
-    return q, store_kv(kv, k, v, slots, backend=backend if store_backend is None else store_backend)
+    stored = store_kv(kv, k, v, slots, backend=backend if store_backend is None else store_backend)
+    return widened(q, kv.head_dim), stored
 
 
 def paged_decode_attention(
@@ -172,7 +179,7 @@ def paged_extend_attention(
 
 def add_and_norm(
     x: jax.Array,
-    update: jax.Array,
+    update: Update,
     scales: jax.Array,
     row: int,
     eps: float,
@@ -184,7 +191,8 @@ def add_and_norm(
 
     Args:
         x: `[T, D]`.
-        update: `[T, D]` in x's dtype, or `[P, T, D]` float32, parts whose sum is the update.
+        update: `[T, D]` in x's dtype; or `[P, T, D]` float32, parts whose sum is the update; or `Choices` of T tokens,
+            whose rows are in x's dtype.
         scales: `[L, D]`, of which this norm takes `row`.
         row: index of the norm's scale.
         eps: added to the mean square.
@@ -194,11 +202,7 @@ def add_and_norm(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    is_whole = update.shape == x.shape and update.dtype == x.dtype
-    if not is_whole and (update.shape[1:] != x.shape or update.dtype != jnp.float32):
-        raise ValueError(
-            f"update is {update.shape} {update.dtype}; it must be {x.shape} {x.dtype} as x, or float32 parts of that"
-        )
+    _check_update(update, x)
     if x.ndim != 2 or scales.ndim != 2 or scales.shape[1] != x.shape[1] or not 0 <= row < scales.shape[0]:
         raise ValueError(f"x {x.shape} must be [T, D] and scales {scales.shape} [L, D] with a row {row}")
     ops = {name: each.add_and_norm for name, each in BACKEND_OF_NAME.items() if each.add_and_norm is not None}
@@ -207,6 +211,77 @@ def add_and_norm(
     if chosen in ops:
         return ops[chosen](x, update, scales, row, eps, interpret)
     return add_then_norm(x, update, scales, row, eps)
+
+
+def choose_experts(
+    router: Router,
+    logits: jax.Array,
+    choice_bias: jax.Array | None = None,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The experts `[T, k]` int32 of each token, best first, and their shares `[T, k]` float32.
+
+    Of experts that score alike the first ones are chosen.
+
+    Args:
+        router: the rule.
+        logits: `[T, E]` float32, or `[P, T, E]`, parts whose sum they are.
+        choice_bias: `[E]` float32, or None.
+        backend: a backend that has the op, or "auto"; "xla" always has it.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    if logits.ndim not in (2, 3) or logits.dtype != jnp.float32 or router.top_k > logits.shape[-1]:
+        raise ValueError(
+            f"logits are {logits.shape} {logits.dtype}; they must be [T, E] float32, or parts of that, with E >= "
+            f"{router.top_k}, of which that many are chosen"
+        )
+    if choice_bias is not None and choice_bias.shape != logits.shape[-1:]:
+        raise ValueError(f"choice_bias is {choice_bias.shape}; it must be [{logits.shape[-1]}], one for each expert")
+    ops = {name: each.choose_experts for name, each in BACKEND_OF_NAME.items() if each.choose_experts is not None}
+    refusals = {
+        name: functools.partial(BACKEND_OF_NAME[name].refuse_choose_experts, router, logits) for name in (*ops, "xla")
+    }
+    chosen = choose_backend("choose_experts", backend, refusals, interpret=interpret).name
+    return (
+        ops[chosen](router, logits, choice_bias, interpret)
+        if chosen in ops
+        else choose_by_xla(router, logits, choice_bias)
+    )
+
+
+def group_by_expert(
+    experts: jax.Array,
+    num_experts: int,
+    is_token: jax.Array | None = None,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> Groups:
+    """The choices of all tokens by expert, those of one expert in the order of tokens.
+
+    Args:
+        experts: `[T, k]` int32, the experts of each token; others than 0 .. E - 1 are no expert.
+        num_experts: E.
+        is_token: `[T]`, whether a token's choices count; those of others are no expert. None: all count.
+        backend: a backend that has the op, or "auto"; "xla" always has it.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    if experts.ndim != 2 or (is_token is not None and is_token.shape != experts.shape[:1]):
+        raise ValueError(f"experts are {experts.shape}; they must be [T, k], and is_token [T]")
+    ops = {name: each.group_by_expert for name, each in BACKEND_OF_NAME.items() if each.group_by_expert is not None}
+    refusals = dict.fromkeys((*ops, "xla"), refuse_nothing)
+    chosen = choose_backend("group_by_expert", backend, refusals, interpret=interpret).name
+    if chosen in ops:
+        return ops[chosen](experts, num_experts, is_token, interpret)
+    return sort_by_expert(experts, num_experts, is_token)
 
 
 def grouped_product(
@@ -250,6 +325,52 @@ def grouped_product(
     return ops[chosen.name](x, groups, weights, of_tokens, interpret)
 
 
+def gated_product(
+    x: jax.Array,
+    groups: Groups,
+    weights: jax.Array,
+    activation: str,
+    *,
+    of_tokens: bool = False,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """`grouped_product` with the weights of gates and of what they multiply: activation(gate) * up, `[M, F]`.
+
+    Args:
+        x, groups, of_tokens: as for `grouped_product`.
+        weights: `[E, 2 F, in]`, the gate's rows first; not of a byte.
+        activation: one of `ACTIVATIONS`.
+        backend: a backend that has the op, or "auto", which leaves the unit to XLA where there is none; "xla" does so
+            after the device's best `grouped_product`.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    num_rows = groups.num_tokens if of_tokens else groups.num_places
+    if weights.ndim != 3 or weights.shape[0] != groups.num_experts or x.shape != (num_rows, weights.shape[-1]):
+        raise ValueError(
+            f"x is {x.shape} and weights are {weights.shape}; they must be [{num_rows}, in] and "
+            f"[{groups.num_experts}, 2 F, in]"
+        )
+    if activation not in ACTIVATIONS or weights.shape[1] % 2 or weights.dtype.itemsize == 1:
+        raise ValueError(
+            f"activation is {activation!r} and weights are {weights.shape} {weights.dtype}; they must be one of "
+            f"{', '.join(ACTIVATIONS)} and [E, 2 F, in] in a format of more than a byte"
+        )
+    ops = {name: each.gated_product for name, each in BACKEND_OF_NAME.items() if each.gated_product is not None}
+    refusals = {
+        name: functools.partial(BACKEND_OF_NAME[name].refuse_gated_product, x, groups, weights)
+        for name in (*ops, "xla")
+    }
+    chosen = choose_backend("gated_product", backend, refusals, interpret=interpret).name
+    if chosen in ops:
+        return ops[chosen](x, groups, weights, activation, of_tokens, interpret)
+    gate, up = jnp.split(grouped_product(x, groups, weights, of_tokens=of_tokens), 2, axis=1)
+    return ACTIVATIONS[activation](gate) * up
+
+
 def quantized_product(
     x: jax.Array,
     weights: ScaledMatrix,
@@ -289,6 +410,26 @@ def quantized_product(
     return ops[chosen.name](x, weights, jnp.dtype(x.dtype if dtype is None else dtype), in_parts, interpret)
 
 
+def _check_update(update: Update, x: jax.Array) -> None:
+    if isinstance(update, Choices):
+        rows, tokens = update.rows, update.place_of.shape[:1]
+        if (
+            (*tokens, *rows.shape[1:]) != x.shape
+            or rows.dtype != x.dtype
+            or update.shares.shape != update.place_of.shape
+        ):
+            raise ValueError(
+                f"update has rows {rows.shape} {rows.dtype}, places {update.place_of.shape} and shares "
+                f"{update.shares.shape}; they must be [M, D], [T, k] and [T, k] for x {x.shape} {x.dtype}"
+            )
+        return
+    is_whole = update.shape == x.shape and update.dtype == x.dtype
+    if not is_whole and (update.shape[1:] != x.shape or update.dtype != jnp.float32):
+        raise ValueError(
+            f"update is {update.shape} {update.dtype}; it must be {x.shape} {x.dtype} as x, or float32 parts of that"
+        )
+
+
 def _check_attention(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None:
     """Check q `[T, N, H]`, page table `[S, P]`, lengths `[S]` and sinks `[N]` against the cache."""
     check_pages(kv)
@@ -305,9 +446,6 @@ def _check_attention(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None
             raise ValueError(f"{name} has dtype {array.dtype}; it must be int32")
     if sinks is not None and (sinks.shape != (q.shape[1],) or sinks.dtype != jnp.float32):
         raise ValueError(f"sinks is {sinks.shape} {sinks.dtype}; it must be [N] float32, and q has N = {q.shape[1]}")
-
-
-# The scales commute with both products: that of K is applied to the queries, that of V to the output.
 
 
 def _scale_queries(q: jax.Array, kv: PagedKv) -> jax.Array:

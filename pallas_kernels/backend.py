@@ -12,9 +12,11 @@ import jax
 from jax.typing import DTypeLike
 
 from pallas_kernels.experts import Groups
+from pallas_kernels.norm import Update
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
+from pallas_kernels.routing import Router
 from pallas_kernels.scaled import ScaledMatrix
 
 
@@ -64,9 +66,9 @@ class AddAndNorm(Protocol):
     """`add_and_norm` on one backend."""
 
     def __call__(
-        self, x: jax.Array, update: jax.Array, scales: jax.Array, row: int, eps: float, interpret: bool
+        self, x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float, interpret: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """x `[T, D]` plus the update `[T, D]`, or the sum of its parts `[P, T, D]`; the sum and its norm, `[T, D]`."""
+        """x `[T, D]` plus the update `[T, D]`, or the sum of its parts or choices; the sum and its norm, `[T, D]`."""
         ...
 
 
@@ -75,6 +77,34 @@ class GroupedProduct(Protocol):
 
     def __call__(self, x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
         """x `[T, in]` with `of_tokens`, else `[M, in]`, times weights `[E, out, in]`; `[M, out]` in `result_dtype`."""
+        ...
+
+
+class GatedProduct(Protocol):
+    """`gated_product` on one backend."""
+
+    def __call__(
+        self, x: jax.Array, groups: Groups, weights: jax.Array, activation: str, of_tokens: bool, interpret: bool
+    ) -> jax.Array:
+        """As `GroupedProduct`, with weights `[E, 2 F, in]`: the gate's, then what it multiplies; `[M, F]`."""
+        ...
+
+
+class ChooseExperts(Protocol):
+    """`choose_experts` on one backend."""
+
+    def __call__(
+        self, router: Router, logits: jax.Array, choice_bias: jax.Array | None, interpret: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """logits `[T, E]` or parts `[P, T, E]`, choice_bias `[E]`; experts `[T, k]` int32 and shares float32."""
+        ...
+
+
+class GroupByExpert(Protocol):
+    """`group_by_expert` on one backend."""
+
+    def __call__(self, experts: jax.Array, num_experts: int, is_token: jax.Array | None, interpret: bool) -> Groups:
+        """experts `[T, k]` int32, is_token `[T]`."""
         ...
 
 
@@ -107,7 +137,7 @@ class RefuseRotateAndStore(Protocol):
 class RefuseAddAndNorm(Protocol):
     """Says why a backend can't add and normalize."""
 
-    def __call__(self, x: jax.Array, update: jax.Array, /) -> str | None:
+    def __call__(self, x: jax.Array, update: Update, /) -> str | None:
         """The reason in words, or None when it can."""
         ...
 
@@ -116,6 +146,14 @@ class RefuseGroupedProduct(Protocol):
     """Says why a backend can't multiply groups of rows."""
 
     def __call__(self, x: jax.Array, groups: Groups, weights: jax.Array, /) -> str | None:
+        """The reason in words, or None when it can."""
+        ...
+
+
+class RefuseChooseExperts(Protocol):
+    """Says why a backend can't choose experts."""
+
+    def __call__(self, router: Router, logits: jax.Array, /) -> str | None:
         """The reason in words, or None when it can."""
         ...
 
@@ -159,6 +197,12 @@ class Backend:
     """None where XLA multiplies tile by tile."""
     quantized_product: QuantizedProduct | None = None
     """None where XLA widens the weights."""
+    gated_product: GatedProduct | None = None
+    """None where XLA computes the gated unit after a `grouped_product`."""
+    choose_experts: ChooseExperts | None = None
+    """None where XLA scores, ranks and normalizes."""
+    group_by_expert: GroupByExpert | None = None
+    """None where XLA sorts."""
     refuse_decode: RefuseAttention = refuse_nothing
     refuse_extend: RefuseAttention = refuse_nothing
     refuse_store: RefuseStore = refuse_nothing
@@ -166,6 +210,8 @@ class Backend:
     refuse_add_and_norm: RefuseAddAndNorm = refuse_nothing
     refuse_grouped_product: RefuseGroupedProduct = refuse_nothing
     refuse_quantized_product: RefuseQuantizedProduct = refuse_nothing
+    refuse_gated_product: RefuseGroupedProduct = refuse_nothing
+    refuse_choose_experts: RefuseChooseExperts = refuse_nothing
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

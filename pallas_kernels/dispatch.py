@@ -30,12 +30,23 @@ class ImpossibleBackend(ValueError):
     """A named backend can't run a call."""
 
 
+# What it costs that XLA computes an op on an accelerator, where kernels were meant to.
+_COST_OF_XLA: Mapping[str, str] = {
+    "paged_decode_attention": "a loop in each layer that the host steps, many times as slow",
+    "paged_extend_attention": "a loop in each layer that the host steps, many times as slow",
+    "grouped_product": "a loop over experts in each layer that the host steps, many times as slow",
+    "store_kv": "a scatter in each layer, slower where pages are tiled",
+}
+_COST_OF_OTHERS = "several kernels in each layer instead of one"
+
+
 def choose_backend(op: str, backend: str, refusals: Mapping[str, Refusal], *, interpret: bool = False) -> Backend:
     """The backend that `op` should run on.
 
     `refusals` maps each backend that has the op to a function saying why this call is impossible for it. A named
     backend runs or raises. "auto" takes the first that can run of those that the tuning table lists for the target
-    device, else "xla", and logs once why the backends before it can't.
+    device, else "xla", and logs once why the backends before it can't: with a warning where an accelerator is left with
+    XLA.
 
     Raises:
         ValueError: the name is unknown, or the backend lacks the op.
@@ -55,14 +66,28 @@ def choose_backend(op: str, backend: str, refusals: Mapping[str, Refusal], *, in
 
 
 def _choose_automatically(op: str, refusals: Mapping[str, Refusal]) -> Backend:
+    reasons = []
     for wanted in tuning.preferred_backends(op):
         if wanted not in refusals:
             continue
         reason = _refusal(wanted, refusals, interpret=False)
         if reason is None:
-            return BACKEND_OF_NAME[wanted]
-        _log_once(f"{op}: not using {wanted}: {reason}")
-    return xla.BACKEND
+            chosen = BACKEND_OF_NAME[wanted]
+            break
+        reasons.append(f"{wanted}: {reason}")
+    else:
+        chosen = xla.BACKEND
+    if reasons:
+        _log_once(*_about_refused(op, chosen, reasons))
+    return chosen
+
+
+def _about_refused(op: str, chosen: Backend, reasons: list[str]) -> tuple[int, str]:
+    """A logging level, and what to say of the backends that can't run."""
+    text = f"{op}: not using {'; '.join(reasons)}"
+    if chosen is not xla.BACKEND or target_device().platform == "cpu":
+        return logging.INFO, text
+    return logging.WARNING, f"{text}. XLA computes it: {_COST_OF_XLA.get(op, _COST_OF_OTHERS)}"
 
 
 def _refusal(name: str, refusals: Mapping[str, Refusal], interpret: bool) -> str | None:
@@ -77,5 +102,5 @@ def _refusal(name: str, refusals: Mapping[str, Refusal], interpret: bool) -> str
 
 
 @functools.cache
-def _log_once(message: str) -> None:
-    logger.info(message)
+def _log_once(level: int, message: str) -> None:
+    logger.log(level, message)

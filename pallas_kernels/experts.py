@@ -1,20 +1,28 @@
 """Rows sorted by the expert that each is sent to, and the sum of a token's results: what lies around `grouped_product`.
 
-Owns the order of places and the arithmetic of the sum. Never knows how experts are chosen, nor what a backend does with
-the rows of one. Called by models, by `api` and by backends.
+Owns the order of places and the arithmetic of the sum. Never knows how experts are chosen (`routing` does), nor what a
+backend does with the rows of one. Called by models, by `api` and by backends.
 
 A place is one (token, expert) pair. A mixture of experts sorts once, multiplies twice, and adds up:
 
     groups = group_by_expert(experts, num_experts)
-    hidden = activation(grouped_product(x, groups, gate_up, of_tokens=True))
-    out = add_choices(grouped_product(hidden, groups, down), groups, shares)
+    hidden = gated_product(x, groups, gate_up, "silu", of_tokens=True)
+    out = add_choices(grouped_product(hidden, groups, down), groups, shares)  # or `Choices`, for who adds up itself
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+# What a gate passes through before it multiplies, by its name.
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +41,9 @@ class Groups:
     """`[E]` int32, the places of each expert."""
     place_of: jax.Array
     """`[T, k]` int32, the place of each choice."""
+    tiles: "RowTiles | None" = None
+    """Tiles of `tile_rows` places, if who grouped has made them too."""
+    tile_rows: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def num_tokens(self) -> int:
@@ -50,10 +61,13 @@ class Groups:
         return self.sizes.shape[0]
 
 
-def group_by_expert(experts: jax.Array, num_experts: int) -> Groups:
-    """Groups for `experts [T, k]` int32, the experts of each token; others than 0 .. E - 1 are no expert."""
+def sort_by_expert(experts: jax.Array, num_experts: int, is_token: jax.Array | None = None) -> Groups:
+    """What `group_by_expert` returns; it has several kernels on a GPU."""
     num_tokens, num_choices = experts.shape
-    flat = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1).astype(jnp.int32)
+    is_one = (experts >= 0) & (experts < num_experts)
+    if is_token is not None:
+        is_one &= is_token[:, None]
+    flat = jnp.where(is_one, experts, num_experts).reshape(-1).astype(jnp.int32)
     places = jnp.arange(num_tokens * num_choices, dtype=jnp.int32)
     by_expert, choice_at = jax.lax.sort((flat, places), num_keys=1, is_stable=True)
     # Written over `flat`, which nothing needs any more, and sizes from `by_expert`: each array of zeros to write into
@@ -76,21 +90,33 @@ def result_dtype(x: jax.Array, weights: jax.Array) -> jnp.dtype:
     return dtype
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What tokens' choices yielded, yet to be added up."""
+
+    rows: jax.Array
+    """`[M, D]` by place."""
+    place_of: jax.Array
+    """`[T, k]` int32, the place of each choice."""
+    shares: jax.Array
+    """`[T, k]`; any number where the choice was no expert, since its row is zeros."""
+
+    def total(self) -> jax.Array:
+        """The sum over each token's k choices of its share times the row of its place: `[T, D]` in the rows' dtype.
+
+        Added up in float32 in the order of choices, one after another, so that it depends on no other token.
+        """
+        total = jnp.zeros((self.place_of.shape[0], self.rows.shape[1]), jnp.float32)
+        for choice in range(self.place_of.shape[1]):
+            row = self.rows.at[self.place_of[:, choice]].get(mode="promise_in_bounds")
+            total = total + self.shares[:, choice, None].astype(jnp.float32) * row.astype(jnp.float32)
+        return total.astype(self.rows.dtype)
+
+
 def add_choices(y: jax.Array, groups: Groups, shares: jax.Array) -> jax.Array:
-    """The sum over each token's k choices of its share times the row of its place: `[T, D]` in y's dtype.
-
-    Added up in float32 in the order of choices, one after another, so that it depends on no other token.
-
-    Args:
-        y: `[M, D]` by place.
-        groups: where places are.
-        shares: `[T, k]`; 0 where the choice was no expert.
-    """
-    total = jnp.zeros((groups.num_tokens, y.shape[1]), jnp.float32)
-    for choice in range(groups.place_of.shape[1]):
-        row = y.at[groups.place_of[:, choice]].get(mode="promise_in_bounds")
-        total = total + shares[:, choice, None].astype(jnp.float32) * row.astype(jnp.float32)
-    return total.astype(y.dtype)
+    """`Choices.total` of y `[M, D]`, the rows of places, and shares `[T, k]`."""
+    return Choices(y, groups.place_of, shares).total()
 
 
 class RowTiles(NamedTuple):
@@ -98,25 +124,28 @@ class RowTiles(NamedTuple):
 
     Attributes:
         experts: `[n]` int32; E for tiles of choices that are no expert.
-        begins, ends: `[n]` int32, places; equal where the tile doesn't exist, which the last ones may not.
-        num_tiles: `[]` int32, how many are an expert's; these come first.
+        begins, ends: `[n]` int32, places; equal where the tile doesn't exist.
     """
 
     experts: jax.Array
     begins: jax.Array
     ends: jax.Array
-    num_tiles: jax.Array
 
 
-def row_tiles(groups: Groups, num_rows: int) -> RowTiles:
-    """Tiles of `num_rows` places, as many as any choice of experts may need."""
+def most_tiles(num_places: int, num_experts: int, num_rows: int) -> int:
+    """As many tiles of `num_rows` places as any choice of experts may need."""
+    return min(num_places, num_places // num_rows + num_experts + 1)
+
+
+def row_tiles(groups: Groups, num_rows: int) -> tuple[RowTiles, jax.Array]:
+    """`most_tiles`, and how many of them are an expert's, `[]` int32; these come first."""
     experts = groups.num_experts
     tiles = jax.lax.div(groups.sizes + (num_rows - 1), jnp.int32(num_rows))
     # What lies before each expert, and behind the last: masked sums, since XLA makes two kernels of each cumulated one.
     is_before = jnp.tri(experts + 1, experts, -1, dtype=jnp.int32)
     first_tile, first_place = jnp.sum(is_before * tiles, axis=1), jnp.sum(is_before * groups.sizes, axis=1)
-    index = jnp.arange(min(groups.num_places, groups.num_places // num_rows + experts + 1), dtype=jnp.int32)
+    index = jnp.arange(most_tiles(groups.num_places, experts, num_rows), dtype=jnp.int32)
     expert = jnp.sum(index[:, None] >= first_tile[1:], axis=1, dtype=jnp.int32)
     end = jnp.append(first_place[1:], groups.num_places)[expert]
     begins = jnp.minimum(first_place[expert] + (index - first_tile[expert]) * num_rows, end)
-    return RowTiles(expert, begins, jnp.minimum(begins + num_rows, end), first_tile[experts])
+    return RowTiles(expert, begins, jnp.minimum(begins + num_rows, end)), first_tile[experts]

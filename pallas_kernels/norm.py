@@ -3,8 +3,15 @@
 Owns the arithmetic of norms over an array's last axis. Never knows layers. Used by models, and by `qkv` for heads.
 """
 
+from typing import TypeAlias
+
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.experts import Choices
+
+# What is added to the residual stream `[T, D]`: that, float32 parts of it `[P, T, D]`, or the results of experts.
+Update: TypeAlias = jax.Array | Choices
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, mean_square: jax.Array | None = None) -> jax.Array:
@@ -30,14 +37,14 @@ def row_of(stack: jax.Array, row: int, dtype: jnp.dtype) -> jax.Array:
     return stack.astype(dtype)[row]
 
 
-def add_then_norm(
-    x: jax.Array, update: jax.Array, scales: jax.Array, row: int, eps: float
-) -> tuple[jax.Array, jax.Array]:
+def add_then_norm(x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float) -> tuple[jax.Array, jax.Array]:
     """See `add_and_norm`."""
     x = x + sum_parts(update, x)
     return x, rms_norm(x, scale_of(scales, row, x.dtype), eps)
 
 
-def sum_parts(update: jax.Array, x: jax.Array) -> jax.Array:
+def sum_parts(update: Update, x: jax.Array) -> jax.Array:
     """An update of x as one array in x's dtype, the sum of its parts where it comes in parts."""
+    if isinstance(update, Choices):
+        return update.total()
     return update if update.ndim == x.ndim else jnp.sum(update, axis=0).astype(x.dtype)

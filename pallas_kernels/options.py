@@ -37,6 +37,10 @@ class AttentionOptions:
         """The factor on q . k for heads of this size."""
         return float(head_dim**-0.5 if self.sm_scale is None else self.sm_scale)
 
+    def for_heads(self, head_dim: int) -> "AttentionOptions":
+        """The same with the scale written out, for heads of this size in a wider cache."""
+        return dataclasses.replace(self, sm_scale=self.scale(head_dim))
+
     def first_visible(self, position: jax.Array) -> jax.Array:
         """The lowest KV position that a query at `position` may see."""
         if self.sliding_window is None:

@@ -39,7 +39,8 @@ class PagedKv:
     k: jax.Array
     """`[num_pages, K, page_size, H]`, so that the tile of one page and one kv head is contiguous; float32, bfloat16,
     float16, float8_e4m3fn, or uint16 and uint8 for the bits of bfloat16 and of float8_e4m3fn (`BITS`, `FLOAT8_BITS`).
-    Unused places may hold anything, even NaN."""
+    Unused places may hold anything, even NaN. H may be more than a model's heads have, for kernels that take only some
+    sizes: the stores then write zeros after each head's own numbers."""
     v: jax.Array
     """Like k."""
     page_table: jax.Array
@@ -113,6 +114,12 @@ def to_format(numbers: jax.Array, dtype: jnp.dtype) -> jax.Array:
         largest = float(jnp.finfo(FLOAT8).max)
         numbers = jnp.clip(numbers, -largest, largest)
     return numbers.astype(dtype)
+
+
+def widened(heads: jax.Array, width: int) -> jax.Array:
+    """Heads `[.., H]` with zeros after their own numbers, `[.., width]`, as a cache of that width holds them."""
+    missing = width - heads.shape[-1]
+    return jnp.pad(heads, [(0, 0)] * (heads.ndim - 1) + [(0, missing)]) if missing else heads
 
 
 def check_pages(kv: PagedKv) -> None:

@@ -13,9 +13,10 @@ from jax.typing import DTypeLike
 from pallas_kernels.backend import Backend
 from pallas_kernels.experts import Groups, product_dtype, result_dtype
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers
+from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers, widened
 from pallas_kernels.qkv import FusedQkv
-from pallas_kernels.scaled import ScaledMatrix, widened
+from pallas_kernels.scaled import ScaledMatrix
+from pallas_kernels.scaled import widened as widened_matrix
 
 
 def store_kv(kv: PagedKv, k: jax.Array, v: jax.Array, slots: jax.Array, interpret: bool) -> PagedKv:
@@ -47,6 +48,7 @@ def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bo
     groups = qkv.num_groups
     q = attended(rows[:, :, :groups], qkv.q_norm).reshape(qkv.num_tokens, -1, qkv.head_dim)
     k, v = attended(rows[:, :, groups : groups + 1], qkv.k_norm)[:, :, 0], rows[:, :, groups + 1]
+    q, k, v = (widened(heads, kv.head_dim) for heads in (q, k, v))
     return q.astype(qkv.product.dtype), store_kv(kv, k.astype(kv.dtype), v.astype(kv.dtype), slots, interpret)
 
 
@@ -123,7 +125,7 @@ def quantized_product(
     x: jax.Array, weights: ScaledMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
 ) -> jax.Array:
     """All in float32; rounded once, to `dtype`."""
-    values = widened(weights.numbers, weights.scale, weights.zero, weights.group, jnp.float32)
+    values = widened_matrix(weights.numbers, weights.scale, weights.zero, weights.group, jnp.float32)
     return jnp.einsum("td,nd->tn", x.astype(jnp.float32), values, precision="highest").astype(dtype)
 
 

@@ -52,6 +52,13 @@ class ArgSpec:
     sm_scale: float | None = None
     has_sinks: bool = False
     """Whether query heads have attention sinks."""
+    kept_head_dim: int | None = None
+    """The cache's H, if it keeps zeros after the numbers of a head; queries of attention have it too."""
+
+    @property
+    def width(self) -> int:
+        """The cache's H."""
+        return self.kept_head_dim or self.head_dim
 
     @property
     def cache_dtype(self) -> Any:
@@ -75,7 +82,8 @@ class ArgSpec:
     @property
     def options(self) -> AttentionOptions:
         """The options of the attention ops."""
-        return AttentionOptions(self.sm_scale, self.sliding_window, self.logit_soft_cap)
+        options = AttentionOptions(self.sm_scale, self.sliding_window, self.logit_soft_cap)
+        return options.for_heads(self.head_dim) if self.kept_head_dim else options
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -86,7 +94,7 @@ class ArgSpec:
 
     def paged_kv(self) -> PagedKv:
         """The cache, its page table and lengths as shapes."""
-        shape = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+        shape = (self.num_pages, self.num_kv_heads, self.page_size, self.width)
         pages: Any = jax.ShapeDtypeStruct(shape, self.cache_dtype)
         scales: dict[str, Any] = {
             name: jax.ShapeDtypeStruct(jnp.shape(scale), jnp.float32) for name, scale in self.scales.items()
@@ -96,7 +104,7 @@ class ArgSpec:
         return PagedKv(pages, pages, table, lengths, **scales)
 
     def _queries(self, num_tokens: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_tokens, self.num_kv_heads * self.num_groups, self.head_dim), self.dtype)
+        return jax.ShapeDtypeStruct((num_tokens, self.num_kv_heads * self.num_groups, self.width), self.dtype)
 
     def store_args(self) -> tuple[Any, ...]:
         """kv, k, v, slots of `store_kv`, as shapes."""
@@ -202,10 +210,15 @@ SMALL_SPECS = (
     ArgSpec("float8", 3, 20, 5, 16, 2, 2, 64, float8_cache=True),
     ArgSpec("scale_window_cap_and_sinks", 3, 20, 5, 16, 2, 3, 16, jnp.float32, 33, 6.0, sm_scale=0.9, has_sinks=True),
     ArgSpec("float8_bfloat16", 3, 20, 5, 16, 2, 4, 64, dtype=jnp.bfloat16, float8_cache=True),
+    ArgSpec("heads_of_80", 3, 20, 5, 16, 2, 2, 80, kept_head_dim=128),
+    ArgSpec("heads_of_96", 3, 20, 5, 16, 2, 2, 96, kept_head_dim=128, dtype=jnp.bfloat16),
+    ArgSpec("heads_of_80_float8", 3, 20, 5, 16, 2, 1, 80, kept_head_dim=128, dtype=jnp.bfloat16, float8_cache=True),
 )
 
 
-def _serving_spec(head_dim: int, num_groups: int, page_size: int, dtype: str, extras: str = "") -> ArgSpec:
+def _serving_spec(
+    head_dim: int, num_groups: int, page_size: int, dtype: str, extras: str = "", kept_head_dim: int | None = None
+) -> ArgSpec:
     """32 sequences of up to 4096 tokens, 1024 new ones in an extend. `extras` names float8, window, cap and sinks.
 
     "rows" among them stands for 256 sequences, of which a program of a decode may take several.
@@ -225,6 +238,7 @@ def _serving_spec(head_dim: int, num_groups: int, page_size: int, dtype: str, ex
         logit_soft_cap=50.0 if "cap" in chosen else None,
         float8_cache="float8" in chosen,
         has_sinks="sinks" in chosen,
+        kept_head_dim=kept_head_dim,
     )
 
 
@@ -263,6 +277,12 @@ GRID_SPECS = (
     _serving_spec(256, 7, 1, "f16", "cap"),
     _serving_spec(256, 8, 64, "f32", "window cap"),
     _serving_spec(256, 16, 128, "f16", "window"),
+    _serving_spec(80, 1, 64, "bf16", kept_head_dim=128),
+    _serving_spec(80, 4, 64, "bf16", "float8", kept_head_dim=128),
+    _serving_spec(96, 1, 64, "bf16", kept_head_dim=128),
+    _serving_spec(96, 1, 64, "bf16", "float8", kept_head_dim=128),
+    _serving_spec(96, 4, 16, "bf16", "window", kept_head_dim=128),
+    _serving_spec(192, 8, 64, "bf16", kept_head_dim=256),
 )
 
 # Products of Qwen3-8B's layer in the formats that are published, for each of the kernel's tiles; and odd sizes.

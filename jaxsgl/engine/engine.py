@@ -32,7 +32,7 @@ from jaxsgl.engine.encoding import TowerParts
 from jaxsgl.engine.kernel_test import KernelTester
 from jaxsgl.engine.kernels import asked_kernels, kernel_flags
 from jaxsgl.engine.launcher import Chosen, DeviceHandle, LaunchedHandle, Launcher
-from jaxsgl.engine.layer_state import LayerStates, layer_states
+from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.memory import (
     Memory,
     check_weights_fit,
@@ -43,7 +43,7 @@ from jaxsgl.engine.memory import (
 )
 from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
-from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_page_size, plan_capacity
+from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_states, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.step_programs import ProgramSpec, StepPrograms, all_programs, largest_programs, step_bytes
@@ -129,7 +129,7 @@ class Engine:
             if adapter_plan is not None:
                 self.adapters = EngineAdapters(adapter_plan, self.arch, activations, mesh, self.compiled)
 
-        states = layer_states(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype, mesh.size)
+        states = choose_states(config, self.arch, platform, kv_dtype, mesh.size)
         abstract = abstract_params(params)
         images = None if self.arch.vision is None else (self.arch.vision.row_len, activations)
 

@@ -11,14 +11,16 @@ from jaxsgl.models.precision import Precision
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
 
 
-def kernel_shapes(arch: ModelArch, precision: Precision, page_size: int, num_devices: int) -> KernelShapes:
-    """Those of `arch`, kept in `precision` on `num_devices` that share it."""
+def kernel_shapes(
+    arch: ModelArch, precision: Precision, page_size: int, head_dim: int, num_devices: int
+) -> KernelShapes:
+    """Those of `arch`, kept in `precision` on `num_devices` that share it; pages keep heads as wide as `head_dim`."""
     by_heads = arch.qk_norm in (None, "head")  # else XLA adds biases and normalizes
     options = (arch.attention_options(layer) for layer in range(arch.num_layers))
     return KernelShapes(
         num_kv_heads=arch.num_kv_heads // num_devices,
         num_groups=arch.num_heads // arch.num_kv_heads,
-        head_dim=arch.head_dim,
+        head_dim=head_dim,
         page_size=page_size,
         hidden_size=arch.hidden_size,
         dtype=precision.activations.name,

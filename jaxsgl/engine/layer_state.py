@@ -128,7 +128,13 @@ def attention_state(num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp
     return LayerState((StateArray("k", shape, dtype, axes), StateArray("v", shape, dtype, axes)))
 
 
-def layer_states(arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1) -> LayerStates:
-    """What the layers of `arch` keep on `num_devices` that share it, with KV as `dtype`."""
-    of_mixer = {"attention": attention_state(arch.num_kv_heads, page_size, arch.head_dim, dtype)}
+def layer_states(
+    arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1, kept_head_dim: int | None = None
+) -> LayerStates:
+    """What the layers of `arch` keep on `num_devices` that share it, with KV as `dtype`.
+
+    `kept_head_dim` are the numbers that pages have of each head, of which those after the model's are zeros; None: as
+    many as the model's heads.
+    """
+    of_mixer = {"attention": attention_state(arch.num_kv_heads, page_size, kept_head_dim or arch.head_dim, dtype)}
     return LayerStates(tuple(of_mixer[layer.mixer] for layer in arch.layers), page_size, num_devices, arch.kv_copies)

@@ -7,6 +7,7 @@ steps need beside the pool turns out not to fit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.layer_state import LayerStates
+from jaxsgl.engine.layer_state import LayerStates, layer_states
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.tables import edit_table_bytes, page_table_bytes
 from jaxsgl.errors import ConfigError
@@ -28,6 +29,7 @@ OTHER_ROWS = 256
 PAGE_SIZE = {"cpu": 16}
 OTHER_PAGE_SIZE = 64  # docs/kernels.md says why
 TPU_PAGE_SIZE = {64: 128}  # by head size: the kernels take heads of 64 in pages of 128 and 256 only
+WIDEST_HEADS = 256  # that kernels for GPUs take
 CHUNK_TOKENS = {"cpu": 512}
 OTHER_CHUNK_TOKENS = 2048
 UNLIMITED = -1
@@ -69,6 +71,27 @@ def choose_page_size(config: EngineConfig, head_dim: int, platform: str) -> int:
         return config.page_size
     chosen = PAGE_SIZE.get(platform, OTHER_PAGE_SIZE)
     return TPU_PAGE_SIZE.get(head_dim, chosen) if platform == "tpu" else chosen
+
+
+def _power_of_two(head_dim: int) -> int:
+    """What GPUs' kernels take: 128 for heads of 80 and 96; 16 at least."""
+    return max(16, 1 << (head_dim - 1).bit_length()) if head_dim <= WIDEST_HEADS else head_dim
+
+
+def _whole_lanes(head_dim: int) -> int:
+    """What TPUs' kernels take: multiples of 128, and 64 in long pages."""
+    return -(-head_dim // 128) * 128 if head_dim > 64 else head_dim
+
+
+KEPT_HEAD_DIM: dict[str, Callable[[int], int]] = {"gpu": _power_of_two, "tpu": _whole_lanes}  # on CPUs as they are
+
+
+def choose_states(
+    config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.dtype, num_devices: int = 1
+) -> LayerStates:
+    """What layers keep on the platform, KV as `dtype`: in pages as long, and of heads as wide, as kernels like best."""
+    page_size = choose_page_size(config, arch.head_dim, platform)
+    return layer_states(arch, page_size, dtype, num_devices, KEPT_HEAD_DIM.get(platform, int)(arch.head_dim))
 
 
 def plan_capacity(

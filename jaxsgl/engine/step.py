@@ -336,7 +336,8 @@ class Pages:
 
     def attend(self, layer_index: int, qkv: FusedQkv, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
-        a, options, kernels = self._arrays, self._options[layer_index], self._kernels
+        a, kernels, head_dim = self._arrays, self._kernels, qkv.head_dim
+        options = self._options[layer_index].for_heads(head_dim)
         old = self._k[layer_index], self._v[layer_index]
         scales = _of_heads(self._scales.k[layer_index]), _of_heads(self._scales.v[layer_index])
         paged = PagedKv(*old, self._page_table, a.lengths, *scales)
@@ -345,10 +346,11 @@ class Pages:
         )
         self._k[layer_index], self._v[layer_index] = kv.k, kv.v
         if self._kind == "decode":
-            return paged_decode_attention(q_TNH, kv, options, sinks, backend=kernels.paged_decode_attention)
-        return paged_extend_attention(
-            q_TNH, a.query_offsets, kv, options, sinks, backend=kernels.paged_extend_attention
-        )
+            out_TNH = paged_decode_attention(q_TNH, kv, options, sinks, backend=kernels.paged_decode_attention)
+        else:
+            backend = kernels.paged_extend_attention
+            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
+        return out_TNH[..., :head_dim]  # pages may be wider than the model's heads
 
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""

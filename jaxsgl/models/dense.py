@@ -26,7 +26,7 @@ from jaxsgl.models.tensor_parallel import num_parts, part_index, sum_of_parts
 from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import KernelChoice, add_and_norm
 from pallas_kernels.choice import AUTO_CHOICE
-from pallas_kernels.norm import rms_norm, scale_of, sum_parts
+from pallas_kernels.norm import Update, rms_norm, scale_of, sum_parts
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
 
@@ -110,7 +110,7 @@ class Decoder(Matrices):
         for index, layer in enumerate(self.layers):
             table = tables[self._rope_of(arch.layers[index])]
             mine = None if adapters is None else adapters.of_layer(index)
-            update_TD = layer.attention(read_TD, vectors, rows, table, index, attend, mine)
+            update_TD: Update = layer.attention(read_TD, vectors, rows, table, index, attend, mine)
             x_TD, read_TD = self._add(
                 x_TD, update_TD, rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index), kernels
             )
@@ -155,7 +155,7 @@ class Decoder(Matrices):
         return dict.fromkeys(self._rope_of(spec) for spec in self.arch.layers)
 
     def _add(
-        self, x_TD: jax.Array, update: jax.Array, out_norm: Row | None, next_norm: Row | None, kernels: KernelChoice
+        self, x_TD: jax.Array, update: Update, out_norm: Row | None, next_norm: Row | None, kernels: KernelChoice
     ) -> tuple[jax.Array, jax.Array]:
         """The residual stream with an update, normalized by `out_norm` if there is one, and what is read.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from jaxsgl.models.layer_spec import Score
+from pallas_kernels.routing import Score
 
 # Which norms a layer has: before attention and MLP; after them, before the sum; or both.
 NormPlaces: TypeAlias = Literal["pre", "post", "sandwich"]

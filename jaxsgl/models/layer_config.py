@@ -11,9 +11,10 @@ from typing import Any
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import Family, MoeFamily
-from jaxsgl.models.layer_spec import Clamp, DenseMlp, LayerSpec, MoeMlp, Router
+from jaxsgl.models.layer_spec import Clamp, DenseMlp, LayerSpec, MoeMlp
 from jaxsgl.models.rope import RopeParams
 from jaxsgl.models.rope_config import read_rope
+from pallas_kernels import Router
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # words of `layer_types`
 

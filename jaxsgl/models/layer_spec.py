@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from pallas_kernels import Router
+
 Mixer: TypeAlias = Literal["attention"]
-Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -22,32 +23,6 @@ class DenseMlp:
     """
 
     ffn_size: int
-
-
-@dataclass(frozen=True)
-class Router:
-    """How a token's experts are chosen, and the shares with which their results are added up.
-
-    Attributes:
-      top_k: how many are chosen: those of the highest scores.
-      score: what makes scores of logits. "softmax_of_chosen": the logits rank the experts, and the softmax is that of
-        the chosen ones.
-      renormalize: the scores of the chosen experts are divided by their sum.
-      scale: factor on the shares.
-      num_groups, top_groups: experts stand in so many groups, of which so many may be chosen from: those whose two best
-        experts have the highest sums.
-      choice_bias: a bias of each expert counts for the choice, and not for the share.
-      bias: logits have a bias.
-    """
-
-    top_k: int
-    score: Score = "softmax"
-    renormalize: bool = False
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    choice_bias: bool = False
-    bias: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ accelerators multiply both forms equally fast. They may be quantized (`matrix.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Protocol, TypeAlias
 
 import jax
@@ -18,13 +16,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxsgl.models.arch import Activation, ModelArch
+from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Weights
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv
+from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.norm import rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.target import target_device
 
@@ -71,12 +70,6 @@ def _indices_in_memory(num_layers: int, positions_T: jax.Array) -> tuple[jax.Arr
         positions_T[0] >= 0, lambda: tuple(map(jnp.int32, numbers)), lambda: tuple(jnp.int32(0) for _ in numbers)
     )
     return indices
-
-
-ACTIVATION_OF: dict[Activation, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-}
 
 
 class Attend(Protocol):
@@ -243,7 +236,7 @@ class MLP(Matrices):
             gate_up = gate_up + self.gate_up_bias[...]
         if adapters is not None:
             gate_up = adapters.add_to_gate_up(gate_up, x_TD)
-        gated = ACTIVATION_OF[self.activation](gate_up[:, 0]) * gate_up[:, 1]
+        gated = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
         down = self.matrix("down")
         if not summed:
             return _part_of_product(gated, down, self.down_bias)

@@ -1,8 +1,8 @@
 """Mixtures of experts: a router chooses a few experts for each token, and their results are added up.
 
-Routers are data (`layer_spec.Router`). Owns the arithmetic of the choice and the parameters of experts; the products
-are `pallas_kernels.grouped_product`. Never knows families or checkpoints. `dense.DecoderLayer` builds a `MoE` where a
-layer's spec has one.
+Routers are data (`pallas_kernels.Router`). Owns the parameters of experts and what lies between their products; choice,
+grouping and products are functions of `pallas_kernels`. Never knows families or checkpoints. `dense.DecoderLayer`
+builds a `MoE` where a layer's spec has one.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp, Router
-from jaxsgl.models.layers import ACTIVATION_OF, MLP, vector
+from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp
+from jaxsgl.models.layers import MLP, vector
 from jaxsgl.models.matrix import Matrices, Matrix, Weights
-from jaxsgl.models.precision import product
+from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
-from pallas_kernels import Groups, add_choices, group_by_expert, grouped_product
-from pallas_kernels.norm import sum_parts
-
-_TINY = 1e-20  # keeps a sum of sigmoids from being 0
+from pallas_kernels import Choices, Groups, choose_experts, gated_product, group_by_expert, grouped_product
+from pallas_kernels.choice import AUTO, XLA
+from pallas_kernels.experts import ACTIVATIONS
+from pallas_kernels.norm import Update, sum_parts
+from pallas_kernels.target import target_device
 
 
 class MoE(Matrices):
@@ -52,78 +53,59 @@ class MoE(Matrices):
         x_TD: jax.Array,
         is_token: jax.Array | None = None,
         told: list[jax.Array] | None = None,
-        backend: str = "auto",
-    ) -> jax.Array:
+        backend: str = AUTO,
+    ) -> Update:
         """`[T, D]` to `[T, D]`. Tokens where `is_token [T]` is false go to no expert.
 
-        The experts of all tokens, `[T, k]` int32, are appended to `told`. `backend` is that of `grouped_product`.
+        On a GPU the results of experts may be left to the reader to add up, which saves a kernel.
+
+        The experts of all tokens, `[T, k]` int32, are appended to `told`. `backend` is that of `grouped_product`; with
+        "xla" all that experts need is XLA's.
         """
-        logits_TE = product(x_TD, self.matrix("router"), jnp.float32)
-        if self.router_bias is not None:
-            logits_TE = logits_TE + self.router_bias[...].astype(jnp.float32)
         bias_E = None if self.choice_bias is None else self.choice_bias[...]
-        experts_Tk, shares_Tk = choose_experts(self.spec.router, logits_TE, bias_E)
+        others = XLA if backend == XLA else AUTO
+        experts_Tk, shares_Tk = choose_experts(self.spec.router, self._logits(x_TD), bias_E, backend=others)
         if told is not None:
             told.append(experts_Tk.astype(jnp.int32))
-        if is_token is not None:
-            experts_Tk = jnp.where(is_token[:, None], experts_Tk, self.spec.num_experts)
         gate_up = self.matrix("gate_up")
         num_experts = gate_up.shape[0]  # on this device
         if num_experts < self.spec.num_experts:
             experts_Tk = experts_Tk - part_index() * num_experts  # those of other devices are none here
-        groups = group_by_expert(experts_Tk, num_experts)
-        hidden_MF = _product(x_TD, groups, gate_up, backend, of_tokens=True)
-        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[...].reshape(num_experts, -1)
-        gate, up = jnp.split(_plus(hidden_MF, gate_up_bias, groups), 2, axis=1)
-        if self.spec.clamp is None:
-            gated_MF = ACTIVATION_OF[self.activation](gate) * up
-        else:
-            gated_MF = clamped_unit(self.spec.clamp, gate, up)
+        groups = group_by_expert(experts_Tk, num_experts, is_token, backend=others)
+        gated_MF = self._gated(x_TD, groups, gate_up, backend)
         down_bias = None if self.down_bias is None else self.down_bias[...]
         if down_bias is not None and num_experts == self.spec.num_experts:
             down_bias = on_first_part(down_bias)
         y_MD = _plus(_product(gated_MF, groups, self.matrix("down"), backend), down_bias, groups)
-        out_TD = add_choices(y_MD, groups, shares_Tk)
+        choices = Choices(y_MD, groups.place_of, shares_Tk)
+        if self.shared is None and num_parts() == 1 and target_device().platform == "gpu":
+            return choices
+        out_TD = choices.total()
         return sum_of_parts(out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD))
+
+    def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights, backend: str) -> jax.Array:
+        """What lies between the two products, `[M, F]`."""
+        is_plain = self.spec.clamp is None and self.gate_up_bias is None
+        if is_plain and not isinstance(gate_up, Matrix) and backend in (AUTO, "triton"):
+            weights = gate_up.reshape(len(gate_up), -1, gate_up.shape[-1])
+            return gated_product(x_TD, groups, weights, self.activation, of_tokens=True, backend=backend)
+        hidden_MF = _product(x_TD, groups, gate_up, backend, of_tokens=True)
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[...].reshape(groups.num_experts, -1)
+        gate, up = jnp.split(_plus(hidden_MF, bias, groups), 2, axis=1)
+        if self.spec.clamp is not None:
+            return clamped_unit(self.spec.clamp, gate, up)
+        return ACTIVATIONS[self.activation](gate) * up
+
+    def _logits(self, x_TD: jax.Array) -> jax.Array:
+        """The router's, `[T, E]` float32, or parts `[P, T, E]` whose sum they are."""
+        router = self.matrix("router")
+        if self.router_bias is None:
+            return product_in_parts(x_TD, router, jnp.float32)
+        return product(x_TD, router, jnp.float32) + self.router_bias[...].astype(jnp.float32)
 
     def _shared(self, shared: MLP, x_TD: jax.Array) -> jax.Array:
         out_TD = sum_parts(shared(x_TD, summed=num_parts() == 1), x_TD)
         return out_TD * jax.nn.sigmoid(product(x_TD, self.matrix("shared_gate"))) if self.spec.shared_gate else out_TD
-
-
-def choose_experts(
-    router: Router, logits_TE: jax.Array, choice_bias_E: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """The experts `[T, k]` int32 of each token, best first, and their shares `[T, k]` float32.
-
-    `logits_TE` and `choice_bias_E` are float32. Of experts that score alike the first ones are chosen.
-    """
-    if router.score == "softmax":
-        scores = jax.nn.softmax(logits_TE, axis=-1)
-    elif router.score == "sigmoid":
-        scores = jax.nn.sigmoid(logits_TE)
-    else:
-        scores = logits_TE
-    ranks = scores if choice_bias_E is None else scores + choice_bias_E
-    if router.top_groups < router.num_groups:
-        ranks = jnp.where(_in_best_groups(router, ranks), ranks, -jnp.inf)
-    _, experts = jax.lax.top_k(ranks, router.top_k)
-    shares = jnp.take_along_axis(scores, experts, axis=-1)
-    if router.score == "softmax_of_chosen":
-        shares = jax.nn.softmax(shares, axis=-1)
-    if router.renormalize:
-        shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + _TINY)
-    return experts, shares * router.scale
-
-
-def _in_best_groups(router: Router, ranks_TE: jax.Array) -> jax.Array:
-    """Whether each expert `[T, E]` is in one of the groups whose two best experts have the highest sums."""
-    num_tokens, num_experts = ranks_TE.shape
-    by_group = ranks_TE.reshape(num_tokens, router.num_groups, -1)
-    two_best = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
-    _, best = jax.lax.top_k(two_best, router.top_groups)
-    is_best = jnp.any(best[:, :, None] == jnp.arange(router.num_groups), axis=1)
-    return jnp.repeat(is_best, num_experts // router.num_groups, axis=1)
 
 
 def clamped_unit(clamp: Clamp, gate: jax.Array, up: jax.Array) -> jax.Array:

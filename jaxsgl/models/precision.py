@@ -107,8 +107,10 @@ def product(x_TD: jax.Array, weights: Weights, dtype: DTypeLike | None = None) -
     return out.reshape(len(rows), *weights.shape[:-1])
 
 
-def product_in_parts(x_TD: jax.Array, weights_ND: Weights) -> jax.Array:
+def product_in_parts(x_TD: jax.Array, weights_ND: Weights, dtype: DTypeLike | None = None) -> jax.Array:
     """`x [T, D]` times `weights [N, D]`, for a reader that adds up parts itself: `[P, T, N]` float32, or `[T, N]`.
+
+    What is in one part is in `dtype` (default: x's).
 
     On a GPU a product with few results keeps its multiprocessors busy only if several of them share each sum. XLA cuts
     such a product too, but adds the parts up in a kernel of its own, which the reader here saves. Elsewhere, and where
@@ -116,12 +118,12 @@ def product_in_parts(x_TD: jax.Array, weights_ND: Weights) -> jax.Array:
     """
     device = target_device()
     if isinstance(weights_ND, Matrix):
-        return quantized_product(x_TD, weights_ND, x_TD.dtype, in_parts=True)
+        return quantized_product(x_TD, weights_ND, x_TD.dtype if dtype is None else dtype, in_parts=True)
     if device.platform != "gpu" or weights_ND.dtype.itemsize > 2:
-        return product(x_TD, weights_ND)
+        return product(x_TD, weights_ND, dtype)
     num_parts = num_parts_of(len(x_TD), weights_ND.shape[0], weights_ND.shape[1], device.num_cores)
     if num_parts == 1:
-        return product(x_TD, weights_ND)
+        return product(x_TD, weights_ND, dtype)
     rows, matrix = (each.reshape(len(each), num_parts, -1) for each in (x_TD.astype(weights_ND.dtype), weights_ND))
     return jnp.einsum("tpd,npd->ptn", rows, matrix, preferred_element_type=jnp.float32)
 

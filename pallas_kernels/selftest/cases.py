@@ -17,16 +17,21 @@ import numpy as np
 
 from pallas_kernels.api import (
     add_and_norm,
+    choose_experts,
+    gated_product,
+    group_by_expert,
     grouped_product,
     paged_decode_attention,
     paged_extend_attention,
     rotate_and_store,
     store_kv,
 )
-from pallas_kernels.experts import group_by_expert
+from pallas_kernels.choice import AUTO, XLA
+from pallas_kernels.experts import Groups, sort_by_expert
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv, numbers_dtype, to_numbers
 from pallas_kernels.qkv import FusedQkv
+from pallas_kernels.routing import Router
 from pallas_kernels.selftest.batches import Array, normal, pages_of, scattered_pages, slots_of, used_places
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
 
@@ -194,17 +199,43 @@ def _added(x: jax.Array, update: jax.Array, scales: jax.Array, backend: str, int
 
 
 def product_cases(shapes: KernelShapes) -> Iterator[Case]:
-    """Tokens that choose experts at random, and some that choose none."""
+    """Tokens that choose experts at random, and some that choose none; how they choose; and the gated unit."""
+    if shapes.experts:
+        yield _routing(shapes.experts[0])
     for expert in shapes.experts:
         yield _product(shapes, expert)
+        if expert.of_tokens and jnp.dtype(expert.dtype).itemsize > 1:
+            yield _product(shapes, expert, gated=True)
 
 
-def _product(shapes: KernelShapes, expert: ExpertShape) -> Case:
+def _routing(expert: ExpertShape) -> Case:
+    """Chosen experts, their shares and their groups, which are XLA's whatever the kernel."""
+    router = Router(expert.top_k, "softmax", renormalize=True)
+    logits = jax.random.normal(jax.random.key(5), (EXPERT_TOKENS, expert.num_experts))
+
+    def call(backend: str, interpret: bool) -> list[jax.Array]:
+        options: dict[str, Any] = {"backend": _of_others(backend), "interpret": interpret}
+        chosen, shares = choose_experts(router, logits, **options)
+        groups = group_by_expert(chosen, expert.num_experts, jnp.arange(EXPERT_TOKENS) % 16 != 15, **options)
+        return [chosen, shares, groups.place_of, groups.sizes[:, None]]
+
+    return Case("routing", TOLERANCE["float32"], call, functools.partial(call, XLA, False))
+
+
+def _of_others(backend: str) -> str:
+    """Where experts are chosen, grouped and gated if their products run on `backend`; not all backends do that."""
+    return backend if backend in (XLA, "triton") else AUTO
+
+
+def _chosen(expert: ExpertShape, num_experts: int, key: jax.Array) -> Groups:
+    _, chosen = jax.lax.top_k(jax.random.normal(key, (EXPERT_TOKENS, num_experts)), min(expert.top_k, num_experts))
+    return sort_by_expert(jnp.where(jnp.arange(EXPERT_TOKENS)[:, None] % 16 == 15, num_experts, chosen), num_experts)
+
+
+def _product(shapes: KernelShapes, expert: ExpertShape, *, gated: bool = False) -> Case:
     num_experts = min(expert.num_experts, MOST_EXPERTS)
-    top_k = min(expert.top_k, num_experts)
     keys = jax.random.split(jax.random.key(4), 3)
-    _, chosen = jax.lax.top_k(jax.random.normal(keys[0], (EXPERT_TOKENS, num_experts)), top_k)
-    groups = group_by_expert(jnp.where(jnp.arange(EXPERT_TOKENS)[:, None] % 16 == 15, num_experts, chosen), num_experts)
+    groups = _chosen(expert, num_experts, keys[0])
     num_rows = groups.num_tokens if expert.of_tokens else groups.num_places
     x = normal(keys[1], 1.0, shape=(num_rows, expert.inputs), dtype=jnp.dtype(shapes.dtype))
     dtype = jnp.dtype(expert.dtype)
@@ -213,10 +244,13 @@ def _product(shapes: KernelShapes, expert: ExpertShape) -> Case:
     weights = (jnp.clip(jnp.round(drawn), -127, 127) if dtype == jnp.int8 else drawn).astype(dtype)
 
     def call(x: jax.Array, weights: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
-        return [_product_jit(x, groups, weights, of_tokens=expert.of_tokens, backend=backend, interpret=interpret)]
+        options: dict[str, Any] = {"of_tokens": expert.of_tokens, "backend": backend, "interpret": interpret}
+        if gated:
+            return [_gated_jit(x, groups, weights, "silu", **options | {"backend": _of_others(backend)})]
+        return [_product_jit(x, groups, weights, **options)]
 
     return Case(
-        f"{expert.outputs} x {expert.inputs}",
+        f"{expert.outputs} x {expert.inputs}{', gated' if gated else ''}",
         TOLERANCE[shapes.dtype],
         functools.partial(call, x, weights),
         functools.partial(call, x.astype(jnp.float32), weights.astype(jnp.float32), "xla", False),
@@ -238,6 +272,7 @@ _rotate_jit = jax.jit(rotate_and_store, static_argnames=("backend", "interpret")
 _store_jit = jax.jit(store_kv, static_argnames=("backend", "interpret"))
 _norm_jit = jax.jit(functools.partial(add_and_norm, row=ROW, eps=EPS), static_argnames=("backend", "interpret"))
 _product_jit = jax.jit(grouped_product, static_argnames=("of_tokens", "backend", "interpret"))
+_gated_jit = jax.jit(gated_product, static_argnames=("activation", "of_tokens", "backend", "interpret"))
 
 
 def _past(options: AttentionOptions) -> int:

@@ -2,10 +2,17 @@
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.triton.add_and_norm import add_and_norm, refuse_add_and_norm
+from pallas_kernels.triton.choose_experts import choose_experts, refuse_choose_experts
 from pallas_kernels.triton.common import refuse_attention
 from pallas_kernels.triton.decode import decode_attention
 from pallas_kernels.triton.extend import extend_attention
-from pallas_kernels.triton.grouped_product import grouped_product, refuse_grouped_product
+from pallas_kernels.triton.group_by_expert import group_by_expert
+from pallas_kernels.triton.grouped_product import (
+    gated_product,
+    grouped_product,
+    refuse_gated_product,
+    refuse_grouped_product,
+)
 from pallas_kernels.triton.quantized_product import quantized_product, refuse_quantized_product
 from pallas_kernels.triton.rotate_and_store import refuse_rotate_and_store, rotate_and_store
 from pallas_kernels.triton.store import refuse_store, store_kv
@@ -19,12 +26,17 @@ BACKEND = Backend(
     add_and_norm,
     grouped_product,
     quantized_product,
+    gated_product,
+    choose_experts,
+    group_by_expert,
     refuse_decode=refuse_attention,
     refuse_extend=refuse_attention,
     refuse_store=refuse_store,
     refuse_rotate_and_store=refuse_rotate_and_store,
     refuse_add_and_norm=refuse_add_and_norm,
     refuse_grouped_product=refuse_grouped_product,
+    refuse_gated_product=refuse_gated_product,
+    refuse_choose_experts=refuse_choose_experts,
     refuse_quantized_product=refuse_quantized_product,
     platform="gpu",
     has_interpreter=True,

@@ -12,13 +12,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.norm import Update
 from pallas_kernels.triton.tiles import index_of
 
 # A program holds a row in registers, 32 numbers of it in a thread of 16 warps.
 _MAX_SIZE = 1 << 14
 
 
-def refuse_add_and_norm(x: jax.Array, update: jax.Array) -> str | None:
+def refuse_add_and_norm(x: jax.Array, update: Update) -> str | None:
     """Why this backend can't take the call, or None when it can."""
     if x.shape[-1] > _MAX_SIZE:
         return f"rows have {x.shape[-1]} numbers; it takes at most {_MAX_SIZE}"
@@ -26,7 +27,7 @@ def refuse_add_and_norm(x: jax.Array, update: jax.Array) -> str | None:
 
 
 def add_and_norm(
-    x: jax.Array, update: jax.Array, scales: jax.Array, row: int, eps: float, interpret: bool
+    x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See `backend.AddAndNorm`."""
     return _of_any_row(x, update, scales, index_of(row), eps, interpret)
@@ -34,7 +35,7 @@ def add_and_norm(
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def _of_any_row(
-    x: jax.Array, update: jax.Array, scales: jax.Array, row: jax.Array, eps: float, interpret: bool
+    x: jax.Array, update: Update, scales: jax.Array, row: jax.Array, eps: float, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The same with the scales of row `[1]`."""
     width = pl.next_power_of_2(x.shape[1])
@@ -46,14 +47,12 @@ def _of_any_row(
         compiler_params=plgpu.CompilerParams(num_warps=min(max(width // 256, 1), 16)),  # 8 numbers a thread
         interpret=interpret,
         name="add_and_norm",
-    )(row, x, update, scales)
+    )(row, x, *jax.tree.leaves(update), scales)
     return total, normed
 
 
-def _kernel(
-    row_ref: Any, x_ref: Any, update_ref: Any, scales_ref: Any, total_ref: Any, normed_ref: Any,
-    *, eps: float, width: int,
-) -> None:  # fmt: skip
+def _kernel(row_ref: Any, x_ref: Any, *refs: Any, eps: float, width: int) -> None:
+    *update_refs, scales_ref, total_ref, normed_ref = refs
     row = row_ref[0]  # first: the scales wait for it while the sum is computed
     token = pl.program_id(0)
     size = x_ref.shape[1]
@@ -63,10 +62,16 @@ def _kernel(
     def load(ref: Any, *index: Any) -> jax.Array:
         return plgpu.load(ref.at[(*index, column)], mask=is_real, other=0).astype(jnp.float32)
 
-    if len(update_ref.shape) == 2:
-        update = load(update_ref, token)
+    update_ref, *of_choices = update_refs
+    if of_choices:
+        place_of_ref, shares_ref = of_choices
+        choices = range(place_of_ref.shape[1])
+        terms = [shares_ref[token, each] * load(update_ref, place_of_ref[token, each]) for each in choices]
+    elif len(update_ref.shape) == 2:
+        terms = [load(update_ref, token)]
     else:
-        update = functools.reduce(jnp.add, [load(update_ref, part, token) for part in range(update_ref.shape[0])])
+        terms = [load(update_ref, part, token) for part in range(update_ref.shape[0])]
+    update = functools.reduce(jnp.add, terms)
     # Rounded before it is added, and the sum before it is normalized, as if each were an array of its own.
     dtype = x_ref.dtype
     total = (load(x_ref, token) + update.astype(dtype).astype(jnp.float32)).astype(dtype)

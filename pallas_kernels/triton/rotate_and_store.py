@@ -6,6 +6,8 @@ the cache is aliased from input to output. Everything between load and store is 
 
 Triton can't cut an array in two, so a head comes as pairs of arrays, the two sides of its rotation: one pair of halves,
 or, for a cache of float8 words, four pairs of every fourth number, so that four numbers of a word meet in one place.
+Arrays are powers of two long: of a half of 48 numbers 64 are read, the last 16 as zeros. The second half is written
+with its zeros, which belong to a cache of 128, and so are zeros up to its end.
 """
 
 import dataclasses
@@ -33,10 +35,12 @@ Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 def refuse_rotate_and_store(qkv: FusedQkv, kv: PagedKv) -> str | None:
     """Why this backend can't take the call, or None when it can."""
-    head_dim = qkv.head_dim
-    smallest = _MIN_HEAD_DIM * float8.PLANES if kv.dtype == FLOAT8 else _MIN_HEAD_DIM
-    if head_dim < smallest or head_dim & (head_dim - 1):
-        return f"head size is {head_dim}; with a {kv.dtype} cache it takes powers of two from {smallest}"
+    width, planes = kv.head_dim, float8.PLANES if kv.dtype == FLOAT8 else 1
+    smallest = _MIN_HEAD_DIM * planes
+    if width < smallest or width & (width - 1):
+        return f"head size is {width}; with a {kv.dtype} cache it takes powers of two from {smallest}"
+    if qkv.head_dim % (2 * planes):
+        return f"heads of {qkv.head_dim} have halves that don't fill words of a {kv.dtype} cache"
     if kv.dtype in (BITS, FLOAT8_BITS):
         return "the cache holds bits of numbers as integers, as it does on a CPU"
     return None
@@ -53,7 +57,7 @@ def _of_any_layer(
 ) -> tuple[jax.Array, PagedKv]:
     """The same of layer `[1]`."""
     num_tokens, num_kv_heads = qkv.num_tokens, qkv.num_kv_heads
-    q: Any = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * qkv.num_groups, qkv.head_dim), qkv.product.dtype)
+    q: Any = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * qkv.num_groups, kv.head_dim), qkv.product.dtype)
     blocks = tuning.blocks("rotate_and_store", "triton", tuning.shape_class(q, kv, num_tokens))
     optional = {
         "bias": qkv.bias,
@@ -98,8 +102,9 @@ class _Head:
     def columns(self, planes: int) -> list[tuple[Columns, Columns]]:
         """Where both sides of each pair lie in a row."""
         half = self.product.shape[3] // 2
-        width = half // planes
-        return [((plane, width, planes), (half + plane, width, planes)) for plane in range(planes)]
+        there = half // planes
+        width = _power_of_two(there)
+        return [((plane, width, planes, there), (half + plane, width, planes, there)) for plane in range(planes)]
 
     def vector(self, name: str, index: tuple[Any, ...], columns: Columns) -> jax.Array:
         """`[1, width]` of the layer's row."""
@@ -140,11 +145,21 @@ class _Head:
         self.store(pages, where, [(left, right)])
 
     def store(self, ref: Any, index: tuple[Any, ...], pairs: list[Pair]) -> None:
-        """Write pairs that lie one behind the other: one pair of halves."""
+        """Write pairs that lie one after the other: one pair of halves, then zeros to the end of the ref's row."""
         ((left, right),) = pairs
-        half = ref.shape[-1] // 2
-        store_rows(ref, index, self.is_real, left, (0, half))
-        store_rows(ref, index, self.is_real, right, (half, half))
+        half = self.product.shape[3] // 2 // (float8.PLANES if holds_words(ref) else 1)
+        width = left.shape[1]
+        store_rows(ref, index, self.is_real, left, (0, width, 1, half))
+        store_rows(ref, index, self.is_real, right, (half, width))
+        begin = half + width
+        if missing := ref.shape[-1] - begin:
+            zeros = jnp.zeros((left.shape[0], _power_of_two(missing)), ref.dtype)
+            store_rows(ref, index, self.is_real, zeros, (begin, zeros.shape[1], 1, missing))
+
+
+def _power_of_two(number: int) -> int:
+    """The least one that isn't smaller."""
+    return 1 << (number - 1).bit_length()
 
 
 def _kernel(

@@ -16,9 +16,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.triton.float8 import unpack
 
-# First column (a number, or one that the kernel computes) and number of columns, and the step from one to the next
-# where it is not 1.
-Columns: TypeAlias = tuple[Any, int] | tuple[Any, int, int]
+# First column (a number, or one that the kernel computes) and number of columns, a power of two; the step from one to
+# the next where it is not 1; and how many there are, where that is fewer: the rest is read as zeros and not written.
+Columns: TypeAlias = tuple[Any, int] | tuple[Any, int, int] | tuple[Any, int, int, int]
 
 
 def index_of(layer: int) -> jax.Array:
@@ -37,9 +37,8 @@ def load_rows(ref: Any, index: tuple[Any, ...], is_real: jax.Array | None, colum
     Row r is at `index` (each `[R]` or a scalar, at least one `[R]`), and zeros unless is_real (None: all are).
     """
     where = _address(ref, index, columns)
-    if is_real is None:
-        return plgpu.load(ref.at[where])
-    return plgpu.load(ref.at[where], mask=jnp.broadcast_to(is_real[:, None], where[0].shape), other=0)
+    mask = _mask(where, is_real, columns)
+    return plgpu.load(ref.at[where]) if mask is None else plgpu.load(ref.at[where], mask=mask, other=0)
 
 
 def store_rows(
@@ -47,7 +46,17 @@ def store_rows(
 ) -> None:
     """The opposite of `load_rows`; rows that aren't real are not written."""
     where = _address(ref, index, columns)
-    plgpu.store(ref.at[where], rows.astype(ref.dtype), mask=jnp.broadcast_to(is_real[:, None], where[0].shape))
+    plgpu.store(ref.at[where], rows.astype(ref.dtype), mask=_mask(where, is_real, columns))
+
+
+def _mask(where: tuple[jax.Array, ...], is_real: jax.Array | None, columns: Columns | None) -> jax.Array | None:
+    """Which places `[R, columns]` there are; None: all."""
+    shape = where[0].shape
+    mask = None if is_real is None else jnp.broadcast_to(is_real[:, None], shape)
+    if columns is None or len(columns) < 4 or columns[3] == columns[1]:
+        return mask
+    is_there = jnp.broadcast_to(jnp.arange(columns[1], dtype=jnp.int32)[None, :] < columns[3], shape)
+    return is_there if mask is None else mask & is_there
 
 
 def _address(ref: Any, index: tuple[Any, ...], columns: Columns | None) -> tuple[jax.Array, ...]:

@@ -16,7 +16,7 @@ _TILE_ROWS = 16  # the same for all numbers of rows, so that a row's sums are ma
 
 def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
     """See `backend.GroupedProduct`. Reads the weights once per tile, those of experts without rows never."""
-    tiles = row_tiles(groups, _TILE_ROWS)
+    tiles, num_tiles = row_tiles(groups, _TILE_ROWS)
     num_places = groups.num_places
     rows, dtype = x.astype(product_dtype(x, weights)), result_dtype(x, weights)
 
@@ -29,4 +29,4 @@ def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens:
         out = jnp.einsum("ri,oi->ro", tile, matrix, preferred_element_type=jnp.float32).astype(dtype)
         return y.at[jnp.where(is_mine, places, num_places)].set(out, mode="drop")
 
-    return lax.fori_loop(0, tiles.num_tiles, multiply, jnp.zeros((num_places, weights.shape[1]), dtype))
+    return lax.fori_loop(0, num_tiles, multiply, jnp.zeros((num_places, weights.shape[1]), dtype))

@@ -60,9 +60,20 @@ def _qwen3_moe(hidden: int, layers: int, heads: int, ffn: int, expert_ffn: int) 
 
 
 # Only compiled: the benchmarks count FLOPs and bytes as those of dense models.
-MOE_SHAPES = {
+COMPILED_SHAPES = {
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 6144, 768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 12_288, 1536),
+    "phi3-mini": _qwen3(3072, 32, 32, 8192, head_dim=96, vocab=32_064, tied=False)  # heads that pages keep as 128
+    | {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "num_key_value_heads": 32,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "sliding_window": 2047,
+        "pad_token_id": 0,
+    },
 }
 
 
@@ -95,8 +106,9 @@ def _qwen3_vl(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-MOE_SHAPES |= {
-    name.replace("qwen3-", "qwen3-vl-"): _qwen3_vl(MOE_SHAPES[name]) for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")
+COMPILED_SHAPES |= {
+    name.replace("qwen3-", "qwen3-vl-"): _qwen3_vl(COMPILED_SHAPES[name])
+    for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")
 }
 # For dry runs: what an engine has, as small as it can be with FP8's blocks.
 TINY_SHAPES = {
@@ -109,7 +121,7 @@ QUANTIZED = {
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
 }
-NAMES = tuple(f"{name}{weights}" for name in SHAPES | MOE_SHAPES | TINY_SHAPES for weights in ("", "-fp8", "-awq"))
+NAMES = tuple(f"{name}{weights}" for name in SHAPES | COMPILED_SHAPES | TINY_SHAPES for weights in ("", "-fp8", "-awq"))
 
 
 def write_config(shape: str, folder: Path) -> Path:
@@ -117,7 +129,9 @@ def write_config(shape: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     plain, _, weights = shape.rpartition("-")
     quantized = {"quantization_config": QUANTIZED[weights]} if weights in QUANTIZED else {}
-    write_json(folder / "config.json", (SHAPES | MOE_SHAPES | TINY_SHAPES)[plain if quantized else shape] | quantized)
+    write_json(
+        folder / "config.json", (SHAPES | COMPILED_SHAPES | TINY_SHAPES)[plain if quantized else shape] | quantized
+    )
     return folder
 
 

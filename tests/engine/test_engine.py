@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxsgl.batch.engine_api import Gather
 from jaxsgl.batch.outputs import NO_OUTPUTS
+from jaxsgl.engine import sizing
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.engine.step import Pages
@@ -30,6 +32,19 @@ def test_tokens_equal_the_plain_models_whatever_is_batched_chunked_and_launched_
     assert Driver(engine).generate(PROMPTS, 8) == expected
     assert Driver(engine).generate(PROMPTS, 8, chunk=5) == expected
     assert Driver(engine).generate({1: PROMPTS[1]}, 8) == {1: expected[1]}
+
+
+def test_heads_that_pages_keep_with_zeros_after_them_yield_the_same_tokens(
+    tiny_config: ConfigMaker, engine: Engine, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sizing.KEPT_HEAD_DIM, "cpu", lambda head_dim: head_dim + 12)
+    wider = Engine(tiny_config(), progress=False, moves_pages=True)
+    assert Driver(wider).generate(PROMPTS, 8) == {row: plain.generate(prompt, 8) for row, prompt in PROMPTS.items()}
+    wider.apply(Gather((1, 2)), 0)
+    ((_, pages),) = wider.poll(wait=True)
+    assert pages.shape[-1] == 28 and pages[..., :16].any(axis=-1).all() and not pages[..., 16:].any()
+    assert wider.page_layout != engine.page_layout and wider.page_layout.name != engine.page_layout.name
+    wider.close()
 
 
 def test_several_sequences_extend_in_one_step(engine: Engine, plain: Plain) -> None:

@@ -1,23 +1,27 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxsgl
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.layer_state import LayerStates, attention_state
+from jaxsgl.engine.layer_state import LayerStates, attention_state, layer_states
 from jaxsgl.engine.memory import HEADROOM, free_host_bytes, free_memory
-from jaxsgl.engine.sizing import choose_num_pages, choose_page_size
+from jaxsgl.engine.sizing import choose_num_pages, choose_page_size, choose_states
 from jaxsgl.engine.state import allocate_kv
 from jaxsgl.errors import ConfigError
+from jaxsgl.models import ModelArch
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from pallas_kernels.tpu.common import refuse_pages
 from tests.plain_model import mesh_of
 
 GIB = 2**30
+BFLOAT16 = jnp.dtype("bfloat16")
 PAGE = LayerStates((attention_state(8, 16, 128, jnp.dtype("bfloat16")),) * 4, page_size=16)
 
 
@@ -53,6 +57,21 @@ def test_pages_on_tpus_are_as_long_as_the_kernels_need_for_heads_of_64() -> None
     pages = {head: (9, 8, choose_page_size(EngineConfig(), head, "tpu"), head) for head in (64, 128, 256)}
     reasons = {head: refuse_pages(jnp.empty(shape, jnp.bfloat16)) for head, shape in pages.items()}
     assert reasons == {64: None, 128: None, 256: None}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "on_gpu", "on_tpu"),
+    [(64, 64, 64), (80, 128, 128), (96, 128, 128), (128, 128, 128), (160, 256, 256), (192, 256, 256), (256, 256, 256)],
+)
+def test_pages_keep_heads_as_wide_as_kernels_take_them(head_dim: int, on_gpu: int, on_tpu: int) -> None:
+    arch = replace(ModelArch.from_folder(Path(jaxsgl.__file__).parent / "bundled_model"), head_dim=head_dim)
+    of_platform = {name: choose_states(EngineConfig(), arch, name, BFLOAT16) for name in ("cpu", "gpu", "tpu")}
+    assert {name: states.page_layout.page_shape[-1] for name, states in of_platform.items()} == {
+        "cpu": head_dim, "gpu": on_gpu, "tpu": on_tpu
+    }  # fmt: skip
+    padded, own = of_platform["gpu"], layer_states(arch, of_platform["gpu"].page_size, BFLOAT16)
+    assert padded.page_bytes * head_dim == own.page_bytes * on_gpu
+    assert (padded.page_layout.name == own.page_layout.name) == (head_dim == on_gpu)
 
 
 def test_an_accelerators_pool_takes_the_static_fraction_less_the_weights() -> None:

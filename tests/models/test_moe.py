@@ -17,13 +17,13 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.weight_store import as_kept
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model, moe
-from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp, Router
-from jaxsgl.models.moe import MoE, choose_experts, clamped_unit
+from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp
+from jaxsgl.models.moe import MoE, clamped_unit
 from jaxsgl.models.quantization import Storage, WeightFormat, weight_format
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.weights import load_params
-from pallas_kernels import group_by_expert
+from pallas_kernels import Router, choose_experts, group_by_expert
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import serve
 from tests.grids import NIGHTLY
@@ -106,8 +106,8 @@ def test_padding_reaches_no_expert_and_changes_no_token(tmp_path: Path) -> None:
 def test_the_engine_sends_a_buckets_padding_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def noting(experts: jax.Array, num_experts: int) -> Any:
-        groups = group_by_expert(experts, num_experts)
+    def noting(experts: jax.Array, num_experts: int, is_token: jax.Array | None) -> Any:
+        groups = group_by_expert(experts, num_experts, is_token)
         jax.debug.callback(lambda counts: sizes.append(int(counts.sum())), groups.sizes)
         return groups
 

@@ -71,8 +71,13 @@ def cases(draw, spec: ArgSpec, *, decode: bool = False) -> Case:
 def build_case(spec: ArgSpec, lengths: list[int], num_queries: list[int], shared_pages: int, seed: int) -> Case:
     """Sequences 0 and 1 have their first `shared_pages` pages in common, as far as both own that many."""
     rng = np.random.default_rng(seed)
-    shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.width)
     k_pages, v_pages = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+
+    def heads(*dims: int) -> np.ndarray:
+        numbers = rng.normal(size=(*dims, spec.head_dim))
+        return np.pad(numbers, ((0, 0), (0, 0), (0, spec.width - spec.head_dim)))
+
     free = list(1 + rng.permutation(spec.num_pages - 1))
     page_table = rng.integers(0, spec.num_pages, (spec.num_seqs, spec.pages_per_seq))
     for s, length in enumerate(lengths):
@@ -82,9 +87,9 @@ def build_case(spec: ArgSpec, lengths: list[int], num_queries: list[int], shared
             page_table[s, j] = page
             used = min(spec.page_size, length - j * spec.page_size)
             if not is_shared:
-                k_pages[page, :, :used] = rng.normal(size=(spec.num_kv_heads, used, spec.head_dim))
-                v_pages[page, :, :used] = rng.normal(size=(spec.num_kv_heads, used, spec.head_dim))
-    q = rng.normal(size=(max(spec.num_tokens, spec.num_seqs), spec.num_kv_heads * spec.num_groups, spec.head_dim))
+                k_pages[page, :, :used] = heads(spec.num_kv_heads, used)
+                v_pages[page, :, :used] = heads(spec.num_kv_heads, used)
+    q = heads(max(spec.num_tokens, spec.num_seqs), spec.num_kv_heads * spec.num_groups)
     offsets = np.concatenate([[0], np.cumsum(num_queries)])
     return Case(spec, q, k_pages, v_pages, page_table, np.array(lengths), offsets)
 

@@ -1,5 +1,6 @@
 """Every backend gives what the reference gives, and the reference what a dense float64 softmax gives."""
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -53,6 +54,22 @@ def test_decode_equals_the_reference(name: str, backend: str, num_examples: int)
 @each_backend
 def test_extend_equals_the_reference(name: str, backend: str, num_examples: int) -> None:
     run_examples(lambda case: check(paged_extend_attention, case, backend), cases(BY_NAME[name]), num_examples)
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+@pytest.mark.parametrize("name", ["heads_of_80", "heads_of_96"])
+def test_heads_in_a_wider_cache_attend_as_in_one_of_their_own_size(name: str, backend: str) -> None:
+    spec = BY_NAME[name]
+    case = build_case(spec, [70, 0, 33], [1, 0, 15], 0, seed=9)
+    q, offsets, kv = case.extend_args()
+    h = spec.head_dim
+    narrow = dataclasses.replace(kv, k=kv.k[..., :h], v=kv.v[..., :h])
+    expected = paged_extend_attention(q[..., :h], offsets, narrow, backend="reference")
+    actual = compiled(paged_extend_attention, spec, backend)(q, offsets, kv)
+    assert_close(actual[..., :h], expected, spec.dtype)
+    assert (actual[..., h:] == 0).all()
+    expected = paged_decode_attention(q[: spec.num_seqs, :, :h], narrow, backend="reference")
+    assert_close(compiled(paged_decode_attention, spec, backend)(*case.decode_args())[..., :h], expected, spec.dtype)
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -68,13 +68,29 @@ def test_attention_on_hopper_runs_on_the_hopper_kernel_where_it_can(op: Any, pag
         assert "mosaic_gpu" not in elsewhere
 
 
-def test_auto_falls_back_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_accelerator_left_with_xla_warns_once_why_and_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
     refusing: dict[str, Any] = {**EVERYTHING, "triton": lambda: "head size is 80 in this test"}
     with on_an_h100(), caplog.at_level(logging.INFO, logger="pallas_kernels"):
         for _ in range(3):
             assert choose_backend("paged_decode_attention", "auto", refusing).name == "xla"
-    expected = "paged_decode_attention: not using triton: head size is 80 in this test"
-    assert [r.message for r in caplog.records] == [expected]
+    expected = (
+        "paged_decode_attention: not using triton: head size is 80 in this test. "
+        "XLA computes it: a loop in each layer that the host steps, many times as slow"
+    )
+    assert [(r.levelname, r.message) for r in caplog.records] == [("WARNING", expected)]
+
+
+def test_a_fall_to_another_kernel_or_on_a_cpu_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def chosen(refused: str) -> str:
+        refusals: dict[str, Any] = dict.fromkeys(("xla", "native", "mosaic_gpu", "triton"), refuse_nothing)
+        return choose_backend("paged_decode_attention", "auto", refusals | {refused: lambda: "of this test"}).name
+
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        with on_an_h100():
+            assert chosen("mosaic_gpu") == "triton"
+        assert chosen("native") == "xla"
+    assert [r.levelname for r in caplog.records] == ["INFO", "INFO"]
+    assert "not using mosaic_gpu: of this test" in caplog.records[0].message
 
 
 @dataclasses.dataclass(frozen=True)

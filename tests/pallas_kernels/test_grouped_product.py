@@ -116,7 +116,7 @@ def test_tiles_hold_every_place_once_and_one_expert_each() -> None:
     for experts in CHOICES.values():
         groups = group_by_expert(jnp.asarray(experts, jnp.int32), NUM_EXPERTS)
         for num_rows in (1, 4, 16):
-            tiles = row_tiles(groups, num_rows)
+            tiles, num_tiles = row_tiles(groups, num_rows)
             held = [
                 (place, int(expert))
                 for expert, begin, end in zip(*map(np.asarray, tiles[:3]), strict=True)
@@ -124,8 +124,8 @@ def test_tiles_hold_every_place_once_and_one_expert_each() -> None:
             ]
             assert held == list(enumerate(np.asarray(groups.experts).tolist()))
             assert max(np.asarray(tiles.ends - tiles.begins)) <= num_rows
-            assert (np.asarray(tiles.experts)[: int(tiles.num_tiles)] < NUM_EXPERTS).all()
-            assert (np.asarray(tiles.experts)[int(tiles.num_tiles) :] == NUM_EXPERTS).all()
+            assert (np.asarray(tiles.experts)[: int(num_tiles)] < NUM_EXPERTS).all()
+            assert (np.asarray(tiles.experts)[int(num_tiles) :] == NUM_EXPERTS).all()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every backend makes the same queries, keys and values of a fused product, and stores them in place."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.pallas_kernels.test_dispatch import on_an_h100
 
 BY_NAME = {spec.name: spec for spec in SMALL_SPECS}
 OTHERS = ("plain", "page_size_1", "groups_16", "head_dim_64", "float16")
-NAMES = ("groups_3_odd_page_size", "bfloat16", *(OTHERS if NIGHTLY else ()))
+NAMES = ("groups_3_odd_page_size", "bfloat16", "heads_of_80", "heads_of_96", *(OTHERS if NIGHTLY else ()))
 CASES = pairwise(("triton", "xla"), NAMES, (True, False), (False, True))
 
 
@@ -39,12 +40,28 @@ def test_every_backend_does_what_the_reference_does(backend: str, name: str, nor
     run = jax.jit(functools.partial(rotate_and_store, backend=backend, interpret=backend == "triton"))
     q, stored = run(qkv, kv, slots)
     expected_q, expected = rotate_and_store(qkv, kv, slots, backend="reference")
-    assert q.dtype == spec.dtype and q.shape == (spec.num_tokens, spec.num_kv_heads * spec.num_groups, spec.head_dim)
+    assert q.dtype == spec.dtype and q.shape == (spec.num_tokens, spec.num_kv_heads * spec.num_groups, spec.width)
     assert_close(q, expected_q, spec.dtype)
     for pages, right, old in ((stored.k, expected.k, kv.k), (stored.v, expected.v, kv.v)):
         assert_close(pages[1:], right[1:], spec.dtype)
         untouched = np.asarray(right == old)
         assert (np.asarray(pages)[1:][untouched[1:]] == np.asarray(old)[1:][untouched[1:]]).all()
+
+
+@pytest.mark.parametrize("backend", ["triton", "xla", "reference"])
+@pytest.mark.parametrize("name", ["heads_of_80", "heads_of_96"])
+def test_a_cache_wider_than_the_heads_gets_them_with_zeros_after_them(name: str, backend: str) -> None:
+    spec = BY_NAME[name]
+    qkv, kv, slots = batch(spec, 5)
+    narrow = dataclasses.replace(kv, k=kv.k[..., : spec.head_dim], v=kv.v[..., : spec.head_dim])
+    q, stored = rotate_and_store(qkv, kv, slots, backend=backend, interpret=backend == "triton")
+    expected_q, expected = rotate_and_store(qkv, narrow, slots, backend="xla")
+    assert_close(q[..., : spec.head_dim], expected_q, spec.dtype)
+    assert (q[..., spec.head_dim :] == 0).all()
+    where = slots[:-3] // spec.page_size, slice(None), slots[:-3] % spec.page_size
+    for pages, right in ((stored.k, expected.k), (stored.v, expected.v)):
+        assert_close(pages[where][..., : spec.head_dim], right[where], spec.dtype)
+        assert (pages[where][..., spec.head_dim :] == 0).all()
 
 
 def test_the_reference_agrees_with_complex_numbers() -> None:
@@ -69,7 +86,12 @@ def test_the_reference_agrees_with_complex_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "name"), [*daily([("triton", "float8_bfloat16"), ("triton", "float8")], every=2), ("xla", "float8")]
+    ("backend", "name"),
+    [
+        *daily([("triton", "float8_bfloat16"), ("triton", "float8")], every=2),
+        ("triton", "heads_of_80_float8"),
+        ("xla", "float8"),
+    ],
 )
 def test_a_float8_cache_gets_what_store_kv_makes_of_the_same_rows(backend: str, name: str) -> None:
     """Values to the bit. Keys but where an earlier rounding decided: nearly all, the rest a code off."""
@@ -81,11 +103,12 @@ def test_a_float8_cache_gets_what_store_kv_makes_of_the_same_rows(backend: str, 
     q, stored = rotate_and_store(qkv, kv, slots, backend=backend, interpret=backend == "triton")
     expected_q, k, v = qkv.split()
     expected = store_kv(kv, k, v, slots)
-    assert_close(q, expected_q, spec.dtype)
+    assert_close(q[..., : spec.head_dim], expected_q, spec.dtype)
     assert (numbers(stored.v) == numbers(expected.v)).all()
     keys, right = numbers(stored.k), numbers(expected.k)
     assert (keys == right).mean() > 0.98
-    np.testing.assert_allclose(keys, right, rtol=0.13, atol=2**-8)
+    # What nearly cancels in a rotation has errors of the format's rounding of 1, over the scale.
+    np.testing.assert_allclose(keys, right, rtol=0.13, atol=2**-8 / float(spec.scales["k_scale"]))
 
 
 def numbers(pages: jax.Array) -> np.ndarray:

@@ -25,7 +25,7 @@ def test_any_two_values_of_two_axes_meet_in_some_spec() -> None:
         return tuple(getattr(spec, axis) for axis in AXES)
 
     wanted = set().union(*map(pairs, itertools.product(*AXES.values())))
-    assert wanted == set().union(*(pairs(values_of(spec)) for spec in GRID_SPECS))
+    assert wanted <= set().union(*(pairs(values_of(spec)) for spec in GRID_SPECS))
 
 
 def test_names_are_unique() -> None:

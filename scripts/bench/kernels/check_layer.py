@@ -85,7 +85,7 @@ def _rotated(qkv: FusedQkv, kv: PagedKv, slots: Array) -> list[Array]:
         numbers = (halves[0] + 1j * halves[1]) * (cos + 1j * sin)[:, :, None]
         return np.concatenate([numbers.real, numbers.imag], axis=-1)
 
-    queries = turned(rows[:, :, :-2], q_norm).reshape(len(rows), -1, rows.shape[-1])
+    queries = _widened(turned(rows[:, :, :-2], q_norm).reshape(len(rows), -1, rows.shape[-1]), kv)
     pages = []
     for old, new, scale in (
         (kv.k, turned(rows[:, :, -2:-1], k_norm)[:, :, 0], kv.k_scale),
@@ -94,9 +94,14 @@ def _rotated(qkv: FusedQkv, kv: PagedKv, slots: Array) -> list[Array]:
         stored = np.asarray(old.astype(jnp.float32), np.float64)
         factor = np.broadcast_to(1.0 if scale is None else np.asarray(scale, np.float64), kv.num_kv_heads)[:, None]
         largest = 448 if kv.dtype == FLOAT8 else np.inf
-        stored[slots // kv.page_size, :, slots % kv.page_size] = np.clip(new / factor, -largest, largest)
+        stored[slots // kv.page_size, :, slots % kv.page_size] = np.clip(_widened(new, kv) / factor, -largest, largest)
         pages.append(stored)
     return [queries, *pages]
+
+
+def _widened(heads: Array, kv: PagedKv) -> Array:
+    """Heads with zeros up to the width of the cache's."""
+    return np.pad(heads, ((0, 0), (0, 0), (0, kv.head_dim - heads.shape[-1])))
 
 
 def _check_add(spec: ArgSpec, backend: str, runs: int, interpret: bool) -> Check:

@@ -105,18 +105,27 @@ def start(spec: Spec) -> Verdict:
 
 
 def experts(spec: Spec) -> Verdict:
-    """`grouped_product` of random rows, each sent to some experts."""
-    from pallas_kernels import group_by_expert, grouped_product
+    """Choice and groups of experts, to be those of XLA, and `grouped_product` of random rows, each sent to some."""
+    from pallas_kernels import Router, choose_experts, group_by_expert, grouped_product
 
     tokens, num, top = spec["tokens"], spec["experts"], spec["top"]
     keys = jax.random.split(jax.random.key(1), 3)
-    chosen = jax.lax.top_k(jax.random.normal(keys[0], (tokens, num)), top)[1]
+    router, logits = Router(top, renormalize=True), jax.random.normal(keys[0], (tokens, num))
+    chosen, shares = choose_experts(router, logits, backend="xla")
     x = jax.random.normal(keys[1], (tokens, spec["inputs"]), jnp.bfloat16)
     weights = _numbers(keys[2], (num, spec["outputs"], spec["inputs"]), spec["dtype"])
-    groups = group_by_expert(chosen, num)
-    options: dict[str, Any] = {"of_tokens": True, "backend": "triton", "interpret": not _on_gpu()}
+    groups = group_by_expert(chosen, num, backend="xla")
+    options: dict[str, Any] = {"backend": "triton", "interpret": not _on_gpu()}
+    found, found_shares = choose_experts(router, logits, **options)
+    grouped = group_by_expert(chosen, num, **options)
+    pairs = [(getattr(grouped, name), getattr(groups, name)) for name in ("tokens", "experts", "sizes", "place_of")]
+    is_right = np.allclose(found_shares, shares, rtol=1e-4) and all(
+        (a == b).all() for a, b in [(found, chosen), *pairs]
+    )
+    if not is_right:
+        return {"verdict": "failed", "note": "choose_experts or group_by_expert differ from XLA's"}
     try:
-        out = np.asarray(grouped_product(x, groups, weights, **options), np.float64)
+        out = np.asarray(grouped_product(x, grouped, weights, of_tokens=True, **options), np.float64)
     except ValueError as error:
         return {"verdict": "refused", "note": str(error)}
     places = np.random.default_rng(1).permutation(len(out))[:64]

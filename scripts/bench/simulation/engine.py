@@ -24,9 +24,8 @@ from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, PageTable
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.memory import GPU_SHARE, free_memory
-from jaxsgl.engine.sizing import choose_page_size, plan_capacity
+from jaxsgl.engine.sizing import choose_states, plan_capacity
 from jaxsgl.models import ModelArch
 
 _NOTHING = np.empty(0, dtype=np.int32)
@@ -56,8 +55,7 @@ class SimulatedDevice:
 def capacity_on(hardware: Hardware, arch: ModelArch, config: EngineConfig) -> Capacity:
     """The capacity that the real engine would plan on this hardware. Raises `ConfigError` as it does."""
     device: Any = SimulatedDevice(hardware, arch)
-    page_size = choose_page_size(config, arch.head_dim, device.platform)
-    states = layer_states(arch, page_size, jnp.dtype(jnp.bfloat16))
+    states = choose_states(config, arch, device.platform, jnp.dtype(jnp.bfloat16))
     return plan_capacity(config, arch, states, free_memory(device, config.mem_fraction_static, GPU_SHARE))
 
 

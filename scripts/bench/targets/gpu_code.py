@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Names of our pallas_calls begin so.
-OUR_NAMES = ("store_kv", "rotate_and_store", "add_and_norm", "grouped_product", "quantized_product", "paged_")
+OUR_NAMES = (
+    "store_kv",
+    "rotate_and_store",
+    "add_and_norm",
+    "grouped_product",
+    "gated_product",
+    "quantized_product",
+    "choose_experts",
+    "group_by_expert",
+    "merge_splits",
+    "paged_",
+)
 
 # Numbers of ptxas's advisories about wgmma and setmaxnreg: that products are serialized, or registers not moved.
 ADVISORY = r"C75\d\d"

@@ -29,7 +29,7 @@ STARTS = {"copy-start": (1, 0), "slice-start": (0, 1), "dynamic-slice-start": (0
 # Our kernels by their sources.
 KERNELS = {
     "attention": r"\bpaged_\w*attention/",
-    "experts": r"\bgrouped_product\b",
+    "experts": r"\b(grouped|gated)_product\b",
     "quantized": r"\bquantized_product\b",
 }
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?!\{[^}]*S\(1\))")  # S(1) is a TPU's own memory

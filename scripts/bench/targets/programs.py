@@ -18,8 +18,7 @@ from bench.targets.collectives import Wanted
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.layer_state import layer_states
-from jaxsgl.engine.sizing import choose_page_size
+from jaxsgl.engine.sizing import choose_states
 from jaxsgl.engine.state import DeviceState, abstract_kv
 from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.tables import neutral_tables
@@ -136,9 +135,9 @@ def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
     )
     graphdef, params = abstract_model(arch, jnp.dtype(jnp.bfloat16))
     leaves = nnx.from_flat_state([(path, placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
-    page_size = choose_page_size(EngineConfig(model=str(BUNDLED_MODEL)), arch.head_dim, platform)
-    states = layer_states(arch, page_size, jnp.dtype(jnp.bfloat16), mesh.size)
-    kv = abstract_kv(states, pages_for(POOL_TOKENS, page_size), mesh)
+    config = EngineConfig(model=str(BUNDLED_MODEL))
+    states = choose_states(config, arch, platform, jnp.dtype(jnp.bfloat16), mesh.size)
+    kv = abstract_kv(states, pages_for(POOL_TOKENS, states.page_size), mesh)
     pages_of_a_layer: Any = kv.k[0]  # a description in the place of an array
     tables = jax.tree.map(
         lambda array: _shape(array, mesh),

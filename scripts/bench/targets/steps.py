@@ -25,11 +25,11 @@ from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.adapters import abstract_pool
-from jaxsgl.engine.layer_state import LayerStates, layer_states
+from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.programs import Program as EngineProgram
 from jaxsgl.engine.programs import ProgramKey
-from jaxsgl.engine.sizing import choose_page_size, plan_capacity
+from jaxsgl.engine.sizing import choose_states, plan_capacity
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.weight_store import read_arch
@@ -44,6 +44,7 @@ MODELS = (
     "qwen3-8b-fp8",
     "qwen3-8b-awq",
     "qwen3-30b-a3b",
+    "phi3-mini",
 )  # of `bench.models`; a model more is a line more
 SHARED_MODELS = (
     *(f"{name}{weights}" for name in ("qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b") for weights in ("", "-fp8")),
@@ -109,7 +110,7 @@ class Served:
             "num_layers": arch.num_layers,
             "num_heads": arch.num_heads // parts,
             "num_kv_heads": arch.num_kv_heads // parts,
-            "head_dim": arch.head_dim,
+            "head_dim": self.states.page_layout.page_shape[-1],  # which kernels read and multiply
             "hidden_size": arch.hidden_size,
             "vocab_size": arch.vocab_size // parts,
             "weights_read": weights_on_one_device(_of_decoder(self.params)) - (0 if arch.tie_embeddings else head),
@@ -150,7 +151,7 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
     dtype, _, kv_dtype = resolve_precision(
         config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=lambda: False
     )
-    states = layer_states(arch, choose_page_size(config, arch.head_dim, platform), kv_dtype, mesh.size)
+    states = choose_states(config, arch, platform, kv_dtype, mesh.size)
     params = placed_params(arch, dtype, mesh)
     weights = bytes_on_one_device(params)
     static = int(target.memory_bytes * MEM_FRACTION) - weights

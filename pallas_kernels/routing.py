@@ -1,0 +1,75 @@
+"""How tokens choose experts: the rules of routers as data, and the definition of the choice in XLA.
+
+Owns the arithmetic from a router's logits to experts and shares. Never knows weights, or what experts compute. Called
+by `api` and by backends; models describe their routers with `Router`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+
+TINY = 1e-20  # keeps a sum of sigmoids from being 0
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a token's experts are chosen, and the shares with which their results are added up.
+
+    Attributes:
+      top_k: how many are chosen: those of the highest scores.
+      score: what makes scores of logits. "softmax_of_chosen": the logits rank the experts, and the softmax is that of
+        the chosen ones.
+      renormalize: the scores of the chosen experts are divided by their sum.
+      scale: factor on the shares.
+      num_groups, top_groups: experts stand in so many groups, of which so many may be chosen from: those whose two best
+        experts have the highest sums.
+      choice_bias: a bias of each expert counts for the choice, and not for the share.
+      bias: logits have a bias.
+    """
+
+    top_k: int
+    score: Score = "softmax"
+    renormalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    choice_bias: bool = False
+    bias: bool = False
+
+
+def choose_by_xla(
+    router: Router, logits: jax.Array, choice_bias: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """What `choose_experts` returns; it has several kernels on a GPU."""
+    if logits.ndim == 3:
+        logits = jnp.sum(logits, axis=0)
+    if router.score == "softmax":
+        scores = jax.nn.softmax(logits, axis=-1)
+    elif router.score == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+    else:
+        scores = logits
+    ranks = scores if choice_bias is None else scores + choice_bias
+    if router.top_groups < router.num_groups:
+        ranks = jnp.where(_in_best_groups(router, ranks), ranks, -jnp.inf)
+    _, experts = jax.lax.top_k(ranks, router.top_k)
+    shares = jnp.take_along_axis(scores, experts, axis=-1)
+    if router.score == "softmax_of_chosen":
+        shares = jax.nn.softmax(shares, axis=-1)
+    if router.renormalize:
+        shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + TINY)
+    return experts, shares * router.scale
+
+
+def _in_best_groups(router: Router, ranks: jax.Array) -> jax.Array:
+    """Whether each expert `[T, E]` is in one of the groups whose two best experts have the highest sums."""
+    num_tokens, num_experts = ranks.shape
+    by_group = ranks.reshape(num_tokens, router.num_groups, -1)
+    two_best = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
+    _, best = jax.lax.top_k(two_best, router.top_groups)
+    is_best = jnp.any(best[:, :, None] == jnp.arange(router.num_groups), axis=1)
+    return jnp.repeat(is_best, num_experts // router.num_groups, axis=1)

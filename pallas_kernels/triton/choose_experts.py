@@ -1,0 +1,101 @@
+"""`choose_experts` as a Pallas kernel for the Triton backend. Called through `triton.BACKEND`.
+
+A program takes a few tokens, each a row of scores that one warp holds, and takes the best expert of a row, then the
+best of the rest, and so on. XLA makes a softmax, a sort, a gather and a normalization of it, each a kernel.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.routing import TINY, Router
+from pallas_kernels.triton.tiles import load_rows, store_rows
+
+_TILE_TOKENS = 4  # one for each warp
+_MOST_EXPERTS = 1024  # 32 numbers of each array in a thread
+
+
+def refuse_choose_experts(router: Router, logits: jax.Array) -> str | None:
+    """Why this backend can't take the call, or None when it can."""
+    if router.top_groups < router.num_groups:
+        return f"experts are chosen from {router.top_groups} of {router.num_groups} groups; it takes all"
+    if logits.shape[-1] > _MOST_EXPERTS:
+        return f"there are {logits.shape[-1]} experts; it takes at most {_MOST_EXPERTS}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("router", "interpret"))
+def choose_experts(
+    router: Router, logits: jax.Array, choice_bias: jax.Array | None, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See `backend.ChooseExperts`."""
+    num_tokens = logits.shape[-2]
+    shape = num_tokens, router.top_k
+    experts, shares = pl.pallas_call(
+        functools.partial(_kernel, router=router),
+        out_shape=(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
+        grid=(pl.cdiv(num_tokens, _TILE_TOKENS),),
+        compiler_params=plgpu.CompilerParams(num_warps=_TILE_TOKENS),
+        interpret=interpret,
+        name="choose_experts",
+    )(logits, *([] if choice_bias is None else [choice_bias]))
+    return experts, shares
+
+
+def _kernel(logits_ref: Any, *refs: Any, router: Router) -> None:
+    *bias_refs, experts_ref, shares_ref = refs
+    *parts, num_tokens, num_experts = logits_ref.shape
+    token = pl.program_id(0) * _TILE_TOKENS + jnp.arange(_TILE_TOKENS, dtype=jnp.int32)
+    is_real = token < num_tokens
+    width = pl.next_power_of_2(num_experts)
+    columns = 0, width, 1, num_experts
+    expert = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], (_TILE_TOKENS, width))
+    is_out = expert >= num_experts  # of the choice: it is no expert, or has been chosen
+
+    where = [(part, token) for part in range(parts[0])] if parts else [(token,)]
+    logits = functools.reduce(jnp.add, [load_rows(logits_ref, index, is_real, columns) for index in where])
+    scores = _scores(router, logits, is_out)
+    ranks = scores
+    for bias_ref in bias_refs:
+        ranks = ranks + load_rows(bias_ref.reshape(1, num_experts), (jnp.zeros(1, jnp.int32),), None, columns)
+
+    num_choices = pl.next_power_of_2(router.top_k)
+    choice = jnp.broadcast_to(jnp.arange(num_choices, dtype=jnp.int32)[None, :], (_TILE_TOKENS, num_choices))
+    chosen, shares = jnp.zeros(choice.shape, jnp.int32), jnp.zeros(choice.shape, jnp.float32)
+    for number in range(router.top_k):
+        best = jnp.max(jnp.where(is_out, -jnp.inf, ranks), axis=1)[:, None]
+        first = jnp.min(jnp.where(~is_out & (ranks == best), expert, width), axis=1)[:, None]
+        is_first = expert == first
+        share = jnp.sum(jnp.where(is_first, scores, 0.0), axis=1)[:, None]
+        chosen, shares = jnp.where(choice == number, first, chosen), jnp.where(choice == number, share, shares)
+        is_out = is_out | is_first
+
+    columns = 0, num_choices, 1, router.top_k
+    store_rows(experts_ref, (token,), is_real, chosen, columns)
+    store_rows(shares_ref, (token,), is_real, _shares(router, shares, choice < router.top_k), columns)
+
+
+def _scores(router: Router, logits: jax.Array, is_out: jax.Array) -> jax.Array:
+    if router.score == "softmax":
+        return _softmax(logits, ~is_out)
+    return jax.nn.sigmoid(logits) if router.score == "sigmoid" else logits
+
+
+def _shares(router: Router, shares: jax.Array, is_choice: jax.Array) -> jax.Array:
+    """Shares of scores `[tokens, choices]`, which are zeros where there is no choice."""
+    if router.score == "softmax_of_chosen":
+        shares = _softmax(shares, is_choice)
+    if router.renormalize:
+        shares = shares / (jnp.sum(shares, axis=1)[:, None] + TINY)
+    return shares * router.scale
+
+
+def _softmax(x: jax.Array, is_there: jax.Array) -> jax.Array:
+    """Of each row; zeros where nothing is."""
+    top = jnp.max(jnp.where(is_there, x, -jnp.inf), axis=1)[:, None]
+    powers = jnp.where(is_there, jnp.exp(x - top), 0.0)
+    return powers / jnp.sum(powers, axis=1)[:, None]
