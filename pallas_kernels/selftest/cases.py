@@ -200,12 +200,12 @@ def _added(x: jax.Array, update: jax.Array, scales: jax.Array, backend: str, int
 
 def product_cases(shapes: KernelShapes) -> Iterator[Case]:
     """Tokens that choose experts at random, and some that choose none; how they choose; and the gated unit."""
-    if shapes.experts:
-        yield _routing(shapes.experts[0])
     for expert in shapes.experts:
         yield _product(shapes, expert)
         if expert.of_tokens and jnp.dtype(expert.dtype).itemsize > 1:
             yield _product(shapes, expert, gated=True)
+    if shapes.experts:
+        yield _routing(shapes.experts[0])
 
 
 def _routing(expert: ExpertShape) -> Case:

@@ -70,6 +70,24 @@ def test_the_kernel_that_adds_and_normalizes_passes() -> None:
     assert all(case.error("triton", interpret=True) <= case.tolerance for case in CASES_OF["add_and_norm"](SHAPES))
 
 
+def test_the_kernels_around_experts_pass_and_wrong_choices_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = {case.name: case for case in CASES_OF["grouped_product"](SHAPES)}
+    (gated,) = (case for name, case in cases.items() if name.endswith("gated"))
+    assert all(case.error("triton", interpret=True) <= case.tolerance for case in (gated, cases["routing"]))
+    right = BACKEND_OF_NAME["triton"].choose_experts
+    assert right is not None
+
+    def wrong(*arguments: Any) -> Any:
+        experts, shares = right(*arguments)
+        return experts[:, ::-1], shares
+
+    changes: dict[str, Any] = {"choose_experts": wrong}
+    replaced = dataclasses.replace(BACKEND_OF_NAME["triton"], **changes)
+    monkeypatch.setitem(BACKEND_OF_NAME, "triton", replaced)
+    jax.clear_caches()
+    assert not cases["routing"].error("triton", interpret=True) <= cases["routing"].tolerance
+
+
 @pytest.mark.skipif(library.load() is not None, reason="this machine has no C++ kernels")
 def test_a_process_names_each_kernel_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "preferred_backends", lambda op: ["mosaic_gpu", "native"] if "extend" in op else [])
