@@ -23,7 +23,8 @@ TARGETS = {
 }
 # Function, arguments as shapes, and keyword arguments.
 Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-CUSTOM_CALLS = ("triton_kernel_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "tpu_custom_call")
+# Mosaic's first: its decode is merged by a kernel of Triton.
+CUSTOM_CALLS = ("mosaic_gpu", "triton_kernel_call", "__gpu$xla.gpu.triton", "tpu_custom_call")
 
 
 def on_a_device(platform: str, kind: str, num_cores: int):
