@@ -341,7 +341,7 @@ def gated_product(
         x, groups, of_tokens: as for `grouped_product`.
         weights: `[E, 2 F, in]`, the gate's rows first; not of a byte.
         activation: one of `ACTIVATIONS`.
-        backend: a backend that has the op, or "auto", which leaves the unit to XLA where there is none; "xla" does so
+        backend: a backend that has the op, "xla", or "auto": where no kernel takes the call, XLA computes the unit
             after the device's best `grouped_product`.
         interpret: run a Pallas backend in its interpreter, on any platform.
 
@@ -367,7 +367,8 @@ def gated_product(
     chosen = choose_backend("gated_product", backend, refusals, interpret=interpret).name
     if chosen in ops:
         return ops[chosen](x, groups, weights, activation, of_tokens, interpret)
-    gate, up = jnp.split(grouped_product(x, groups, weights, of_tokens=of_tokens), 2, axis=1)
+    both = grouped_product(x, groups, weights, of_tokens=of_tokens, backend="xla" if backend == "xla" else "auto")
+    gate, up = jnp.split(both, 2, axis=1)
     return ACTIVATIONS[activation](gate) * up
 
 

@@ -45,7 +45,7 @@ def fits(buckets: BucketSet, capacity: Capacity) -> bool:
 def difference(run: Run, buckets: BucketSet, capacity: Capacity) -> tuple[float, int, int]:
     """How far the last logits of both ways are apart, over their norm; and the likeliest token by each.
 
-    Writes pages and rows of the state, which nobody reads before they are written again.
+    Leaves KV in pages that are free again, and tokens in rows of the state, which the caller clears.
     """
     table = PageTable(capacity.num_rows, capacity.max_pages_per_seq)
     first = 1
