@@ -1,0 +1,1 @@
+"""Speculative decoding as the scheduler sees it: drafts are proposed, verified by a step, and judged."""
