@@ -9,6 +9,7 @@ which `CheckedScheduler` asks for); when all have ended, nothing is held.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import random
 from collections import Counter
@@ -270,33 +271,31 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize("part", range(count(1, 8)))
 def test_what_was_taken_of_any_resource_is_given_back_in_every_end(part: int) -> None:
     """By night 12,000 histories, in parts that are drawn anew."""
-    check_histories(lambda choices: History(choices).play(), count(100, 1_500), NUM_BYTES)
+    check_histories(lambda choices: History(choices).play(), count(40, 1_500), NUM_BYTES)
 
 
-@pytest.mark.parametrize("kind", [AdapterDraft, HostDraft, ImageDraft])
-def test_a_question_to_a_draft_changes_nothing_of_it(
-    kind: type[ResourceDraft], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_asked: Counter[str] = Counter()
+def test_a_question_to_a_draft_changes_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_asked: Counter[tuple[type[ResourceDraft], str]] = Counter()
 
-    def watched(name: str) -> Any:
+    def watched(kind: type[ResourceDraft], name: str) -> Any:
         ask = getattr(kind, name)
 
         def asked_of(draft: ResourceDraft, *args: Any) -> Any:
             before = {field: copy.copy(value) for field, value in vars(draft).items() if field in MUTABLE}
             answer = ask(draft, *args)
             assert {field: value for field, value in vars(draft).items() if field in MUTABLE} == before
-            num_asked[name] += 1
+            num_asked[kind, name] += 1
             return answer
 
         return asked_of
 
-    for name in ("may_admit", "defers", "longest"):
-        monkeypatch.setattr(kind, name, watched(name))
+    questions = tuple(itertools.product((AdapterDraft, HostDraft, ImageDraft), ("may_admit", "defers", "longest")))
+    for kind, name in questions:
+        monkeypatch.setattr(kind, name, watched(kind, name))
     rng = random.Random(1)
     for _ in range(12):
         History(Choices(rng.randbytes(NUM_BYTES))).play()
-    assert min(num_asked[name] for name in ("may_admit", "defers", "longest")) > 50
+    assert min(num_asked[question] for question in questions) > 50
 
 
 class Forgetful(Resource):
