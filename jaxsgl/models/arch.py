@@ -59,6 +59,8 @@ class ModelArch:
       norm_offset: added to the scales of all norms when they are loaded. Unless it is 0, they are float32 parameters.
       activation: of the MLPs' gates.
       embedding_scale: factor on embeddings; None: 1.
+      residual_scale: factor on what a block adds to the residual stream; None: 1.
+      logits_divisor: what logits are divided by; None: 1.
       attention_scale: factor on q . k before the softmax; None: 1 / sqrt(H).
       attention_cap, logits_cap: soft caps of scores and of logits: x becomes cap * tanh(x / cap).
       sinks: query heads have attention sinks.
@@ -97,6 +99,8 @@ class ModelArch:
     norm_offset: int = 0
     activation: Activation = "silu"
     embedding_scale: float | None = None
+    residual_scale: float | None = None
+    logits_divisor: float | None = None
     attention_scale: float | None = None
     attention_cap: float | None = None
     logits_cap: float | None = None
@@ -210,6 +214,11 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     def bias(of_family: bool | None, key: str) -> bool:
         return bool(config.get(key, False)) if of_family is None else of_family
 
+    def factor(key: str) -> float | None:
+        """None: it is 1."""
+        value = config.number(key, 1.0) if family.multipliers else 1.0
+        return None if value == 1.0 else value
+
     return ModelArch(
         name=name,
         vocab_size=config.count("vocab_size"),
@@ -222,8 +231,8 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         tie_embeddings=bool(whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         attention_bias=bias(family.qkv_bias, family.qkv_bias_key),
-        attention_out_bias=bias(family.attention_out_bias, "attention_bias"),
-        mlp_bias=bias(family.mlp_bias, "mlp_bias"),
+        attention_out_bias=bias(family.attention_out_bias, family.attention_out_bias_key),
+        mlp_bias=bias(family.mlp_bias, family.mlp_bias_key),
         qk_norm=family.qk_norm if family.qk_norm_key is None or config.get(family.qk_norm_key, False) else None,
         max_context=layers.max_context,
         dtype=_read_dtype(whole, config),
@@ -231,8 +240,10 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         norms=family.norms,
         norm_offset=family.norm_offset,
         activation=_read_activation(config, family),
-        embedding_scale=math.sqrt(hidden_size) if family.scales_embedding else None,
-        attention_scale=config.number("query_pre_attn_scalar") ** -0.5 if family.caps else None,
+        embedding_scale=math.sqrt(hidden_size) if family.scales_embedding else factor("embedding_multiplier"),
+        attention_scale=_read_attention_scale(config, family),
+        residual_scale=factor("residual_multiplier"),
+        logits_divisor=factor("logits_scaling"),
         attention_cap=_read_cap(config, family, "attn_logit_softcapping"),
         logits_cap=_read_cap(config, family, "final_logit_softcapping"),
         sinks=family.sinks,
@@ -256,6 +267,12 @@ def _read_activation(config: ConfigFile, family: Family) -> Activation:
             f"{config.path}: {family.activation_key} is {word}, but supported are {', '.join(ACTIVATIONS)}"
         )
     return ACTIVATIONS[word]
+
+
+def _read_attention_scale(config: ConfigFile, family: Family) -> float | None:
+    if family.multipliers:
+        return config.number("attention_multiplier", 1.0)
+    return config.number("query_pre_attn_scalar") ** -0.5 if family.caps else None
 
 
 def _read_cap(config: ConfigFile, family: Family, key: str) -> float | None:

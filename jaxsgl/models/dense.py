@@ -157,11 +157,13 @@ class Decoder(Matrices):
     def _add(
         self, x_TD: jax.Array, update: Update, out_norm: Row | None, next_norm: Row | None, kernels: KernelChoice
     ) -> tuple[jax.Array, jax.Array]:
-        """The residual stream with an update, normalized by `out_norm` if there is one, and what is read.
+        """The residual stream with an update, scaled and normalized by `out_norm` if there are such, and what is read.
 
         That is the stream by `next_norm`, or as it is. `update` is `[T, D]` or in parts, as `add_and_norm` takes it.
         """
-        eps = self.arch.rms_norm_eps
+        eps, scale = self.arch.rms_norm_eps, self.arch.residual_scale
+        if scale is not None:
+            update = sum_parts(update, x_TD) * scale
         if out_norm is not None:
             update = rms_norm(sum_parts(update, x_TD), scale_of(*out_norm, x_TD.dtype), eps)
         if next_norm is None:
@@ -196,7 +198,9 @@ class Decoder(Matrices):
         return self.matrix("embedding" if self.arch.tie_embeddings else "lm_head")
 
     def _capped(self, logits: jax.Array) -> jax.Array:
-        cap = self.arch.logits_cap
+        cap, divisor = self.arch.logits_cap, self.arch.logits_divisor
+        if divisor is not None:
+            logits = logits / divisor
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 

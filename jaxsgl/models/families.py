@@ -32,8 +32,10 @@ class MoeFamily:
       shared_ffn_key: the key of F of the shared experts, taken together.
       shared_gate: see `MoeMlp`.
       clamped: `swiglu_limit` and `swiglu_alpha` hold.
+      top_k_key: the key of the number of chosen experts.
       dense_layers: which layers have a plain MLP. "steps": all but every `decoder_sparse_step`th, and
-        `mlp_only_layers`. "first": the first `first_k_dense_replace`.
+        `mlp_only_layers`. "first": the first `first_k_dense_replace`. "outside": all but every `moe_layer_interval`th
+        from `moe_layer_start_index` to `moe_layer_end_index`.
     """
 
     count_keys: tuple[str, ...]
@@ -48,7 +50,8 @@ class MoeFamily:
     shared_ffn_key: str | None = None
     shared_gate: bool = False
     clamped: bool = False
-    dense_layers: Literal["none", "steps", "first"] = "none"
+    top_k_key: str = "num_experts_per_tok"
+    dense_layers: Literal["none", "steps", "first", "outside"] = "none"
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,12 @@ class Family:
       qk_norm_key: the key that says whether `qk_norm` holds; None: it does.
       qkv_bias: whether q, k and v have biases; None: as config.json says.
       qkv_bias_key: the key that says it.
-      attention_out_bias: whether the output projection has one; None: as `attention_bias` of config.json says.
-      mlp_bias: whether the MLP has biases; None: as `mlp_bias` of config.json says.
+      attention_out_bias: whether the output projection has one; None: as config.json says.
+      attention_out_bias_key: the key that says it.
+      mlp_bias: whether the MLP has biases; None: as config.json says.
+      mlp_bias_key: the key that says it.
       scales_embedding: embeddings are multiplied by the square root of the hidden size.
+      multipliers: `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` hold.
       activation_key: the key of the MLP's activation.
       windows: "none": attention is full. "always": `sliding_window` holds. "flag": it holds if `use_sliding_window`.
       full_every: without `layer_types`, every layer of so many has no window; None: the family has another rule.
@@ -72,7 +78,8 @@ class Family:
       interleaved_rope: a checkpoint turns dimensions 2 i and 2 i + 1 together; else i and i + R / 2 of R turned ones.
       sliding_theta_key: layers with windows have a rope of their own, and this is the key of its theta, without
         `rope_parameters` by kind of layer; None: one rope for all.
-      no_rope_layers: some layers are not turned, as `no_rope_layers` says.
+      turned_layers: which layers have a rope. "told": as `no_rope_layers` says. "windows": those with windows; all, if
+        none has one.
       caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
       sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
       section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
@@ -89,15 +96,18 @@ class Family:
     qkv_bias: bool | None = None
     qkv_bias_key: str = "attention_bias"
     attention_out_bias: bool | None = None
+    attention_out_bias_key: str = "attention_bias"
     mlp_bias: bool | None = False
+    mlp_bias_key: str = "mlp_bias"
     scales_embedding: bool = False
+    multipliers: bool = False
     activation_key: str = "hidden_act"
     windows: Literal["none", "always", "flag"] = "none"
     full_every: int | None = None
     partial_rope: bool = False
     interleaved_rope: bool = False
     sliding_theta_key: str | None = None
-    no_rope_layers: bool = False
+    turned_layers: Literal["all", "told", "windows"] = "all"
     caps: bool = False
     section: str | None = None
     sinks: bool = False
@@ -112,6 +122,23 @@ _MISTRAL = Family(
     attention_out_bias=False,
     windows="always",
     defaults={"sliding_window": 4096, "num_key_value_heads": 8, "eos_token_id": 2},
+)
+
+# What ERNIE 4.5, dense and with experts, has in common.
+_ERNIE = Family(
+    qkv_bias_key="use_bias",
+    attention_out_bias_key="use_bias",
+    mlp_bias=None,
+    mlp_bias_key="use_bias",
+    interleaved_rope=True,
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "rope_theta": 500_000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    },
 )
 
 # What GLM-4's older and newer form have in common.
@@ -178,6 +205,14 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=None, defaults={"eos_token_id": 2}),
     "Qwen2ForCausalLM": Family(qkv_bias=True, attention_out_bias=False, windows="flag"),
     "Qwen3ForCausalLM": Family(qk_norm="head", windows="flag", defaults={"head_dim": 128}),
+    "SeedOssForCausalLM": Family(
+        mlp_bias=None,
+        attention_out_bias_key="attention_out_bias",
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "eos_token_id": 2},
+        ignored=frozenset({"residual_dropout"}),
+    ),
+    "Ernie4_5ForCausalLM": _ERNIE,
+    "GraniteForCausalLM": Family(mlp_bias=None, multipliers=True, defaults={"eos_token_id": 2}),
     "MistralForCausalLM": _MISTRAL,
     # Its text only.
     "Mistral3ForConditionalGeneration": replace(
@@ -208,13 +243,40 @@ FAMILIES: dict[str, Family] = {
     "SmolLM3ForCausalLM": Family(
         mlp_bias=None,
         windows="flag",
-        no_rope_layers=True,
+        turned_layers="told",
         defaults={
             "num_key_value_heads": 4,
             "rope_theta": 2_000_000.0,
             "tie_word_embeddings": True,
             "eos_token_id": 128001,
         },
+    ),
+    "Exaone4ForCausalLM": Family(
+        norms="post",
+        qk_norm="head",
+        qkv_bias=False,
+        attention_out_bias=False,
+        windows="always",
+        full_every=4,
+        turned_layers="windows",
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
+    ),
+    "GemmaForCausalLM": Family(
+        norm_offset=1,
+        scales_embedding=True,
+        defaults={
+            "head_dim": 256,
+            "num_key_value_heads": 16,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "eos_token_id": 1,
+        },
+        ignored=frozenset({"hidden_activation"}),
     ),
     "Gemma2ForCausalLM": replace(
         _GEMMA,
@@ -258,6 +320,88 @@ FAMILIES: dict[str, Family] = {
         moe=MoeFamily(("num_experts", "num_local_experts"), renormalize=True, dense_layers="steps"),
         defaults={**_QWEN3_VL.defaults, "num_key_value_heads": 16, "num_experts_per_tok": 4},
         ignored=_QWEN3_VL.ignored | {"norm_topk_prob"},
+    ),
+    "OlmoeForCausalLM": Family(
+        qk_norm="all",
+        moe=MoeFamily(("num_experts", "num_local_experts"), ffn_key="intermediate_size"),
+        defaults={"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+    ),
+    "Ernie4_5_MoeForCausalLM": replace(
+        _ERNIE,
+        qkv_bias=False,
+        attention_out_bias=False,
+        mlp_bias=False,
+        moe=MoeFamily(
+            ("moe_num_experts", "num_experts", "num_local_experts"),
+            choice_bias=True,
+            renormalize=True,
+            shared_key="moe_num_shared_experts",
+            top_k_key="moe_k",
+            dense_layers="outside",
+        ),
+        defaults={
+            **_ERNIE.defaults,
+            "num_key_value_heads": 4,
+            "head_dim": None,
+            "moe_k": 6,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 1536,
+            "moe_layer_start_index": 1,
+        },
+        ignored=frozenset(
+            {
+                "moe_norm_min",
+                "moe_capacity",
+                "moe_gate",
+                "moe_use_aux_free",
+                "num_nextn_predict_layers",
+                "use_rmsnorm",
+            }
+        ),
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        qk_norm="all",
+        qkv_bias=False,
+        attention_out_bias=False,
+        partial_rope=True,
+        moe=MoeFamily(
+            ("num_local_experts", "num_experts"),
+            ffn_key="intermediate_size",
+            score="sigmoid",
+            choice_bias=True,
+            renormalize=True,
+        ),
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 256,
+            "rope_theta": 5_000_000.0,
+            "eos_token_id": 200020,
+        },
+        ignored=frozenset(
+            {
+                "attn_type_list",
+                "layernorm_full_attention_alpha",
+                "layernorm_full_attention_beta",
+                "layernorm_linear_attention_alpha",
+                "layernorm_linear_attention_beta",
+                "layernorm_mlp_alpha",
+                "layernorm_mlp_beta",
+                "mlp_intermediate_size",
+                "mtp_transformer_layers",
+                "num_mtp_modules",
+                "qk_norm_type",
+                "router_jitter_noise",
+                "scoring_func",
+                "shared_moe_mode",
+                "sliding_window",
+                "use_mtp",
+                "use_qk_norm",
+                "use_routing_bias",
+            }
+        ),
     ),
     "MixtralForCausalLM": Family(
         qkv_bias=False,

@@ -39,6 +39,8 @@ def read_layers(config: ConfigFile, family: Family, head_dim: int) -> Layers:
     num_layers = config.count("num_hidden_layers")
     is_turned = _read_turned(config, family, num_layers)
     types = _read_types(config, family, is_turned)
+    if family.turned_layers == "windows" and config.get("sliding_window") is not None:
+        is_turned = [each == SLIDING for each in types]
     rope_of_type = _read_ropes(config, family, head_dim)
     ropes = tuple(dict.fromkeys(rope_of_type.values()))
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
@@ -54,7 +56,7 @@ def read_layers(config: ConfigFile, family: Family, head_dim: int) -> Layers:
 
 def _read_turned(config: ConfigFile, family: Family, num_layers: int) -> list[bool]:
     """Whether each layer has a rope."""
-    if not family.no_rope_layers:
+    if family.turned_layers != "told":
         return [True] * num_layers
     every = config.count("no_rope_layer_interval", 4)
     told = config.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(num_layers)]
@@ -69,11 +71,13 @@ def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> li
     pattern = family.full_every
     if pattern is not None:
         pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", pattern))
-    if family.no_rope_layers:
+    if family.turned_layers == "told":
         slides = [not turned for turned in is_turned]
     elif family.windows == "flag":
         first = config.get("max_window_layers", 28)
         slides = [i >= first for i in range(num_layers)]
+    elif isinstance(pattern, str) and pattern:  # L: local, G: global
+        slides = [pattern[i % len(pattern)] == "L" for i in range(num_layers)]
     else:
         slides = [pattern is None or (i + 1) % pattern != 0 for i in range(num_layers)]
     told = config.get("layer_types") or [SLIDING if each else FULL for each in slides]
@@ -107,7 +111,8 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
     """The rope of each type of layer, from `rope_parameters` of transformers 5, or the keys of older folders."""
     max_context = config.count("max_position_embeddings")
     original = config.get("original_max_position_embeddings")
-    share = config.number("partial_rotary_factor", 1.0) if family.partial_rope else 1.0
+    told = config.get("rotary_dim", head_dim) / head_dim if family.partial_rope else 1.0
+    share = config.number("partial_rotary_factor", told) if family.partial_rope else 1.0
     theta = config.number("rope_theta", 10000.0)
 
     def rope(section: ConfigFile | None, theta: float) -> RopeParams:
@@ -155,6 +160,11 @@ def _read_dense_layers(config: ConfigFile, family: MoeFamily, num_layers: int) -
     if family.dense_layers == "first":
         first = config.get("first_k_dense_replace", 0)
         return [layer < first for layer in range(num_layers)]
+    if family.dense_layers == "outside":
+        first, last = config.get("moe_layer_start_index", 0), config.get("moe_layer_end_index", -1)
+        every = config.count("moe_layer_interval", 1)
+        mixed = range(first, num_layers if last == -1 else min(last + 1, num_layers))
+        return [layer not in mixed or (layer + 1) % every != 0 for layer in range(num_layers)]
     if family.dense_layers == "steps":
         step, dense = config.count("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
         return [layer in dense or (layer + 1) % step != 0 for layer in range(num_layers)]
@@ -166,7 +176,7 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
     key = next((key for key, value in counts.items() if value is not None), family.count_keys[0])
     num_experts, ffn_size = config.count(key), config.count(family.ffn_key)
     router = Router(
-        top_k=config.count("num_experts_per_tok"),
+        top_k=config.count(family.top_k_key),
         score=family.score,
         renormalize=bool(config.get("norm_topk_prob", False)) if family.renormalize is None else family.renormalize,
         scale=config.number("routed_scaling_factor", 1.0) if family.grouped else 1.0,

@@ -32,10 +32,9 @@ class MoE(Matrices):
         self.spec = spec
         self.activation = arch.activation
         float32 = jnp.dtype(jnp.float32)
-        # Sigmoids of experts lie close together: models with them compute their logits in float32.
-        self.declare(
-            "router", (e, d), (None, None), float32 if spec.router.score == "sigmoid" else dtype, None, fan_in=d
-        )
+        # Scores that a bias or a sigmoid brings close together: such models compute their logits in float32.
+        is_exact = spec.router.score == "sigmoid" or spec.router.choice_bias
+        self.declare("router", (e, d), (None, None), float32 if is_exact else dtype, None, fan_in=d)
         self.router_bias = vector((e,), (None,), dtype, mean=0.0) if spec.router.bias else None
         self.choice_bias = vector((e,), (None,), float32, mean=0.0) if spec.router.choice_bias else None
         # Of devices that share the model, each has some of the experts or a part of each one.

@@ -9,7 +9,7 @@ make views only. `quantized.py` asks here first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -30,6 +30,7 @@ class ExpertNames:
     Attributes:
       block: how all names begin; `{}` stands for the layer.
       router: the router's weights, which may have a `.bias` beside them.
+      choice_bias: the bias that counts for the choice alone, and its axes.
       gate, up, down: of one expert, for which `{}` stands.
       stacked_gate_up, stacked_down: of all experts. Biases are called so with `_bias`.
       shared: how names of shared experts begin.
@@ -39,6 +40,7 @@ class ExpertNames:
 
     block: str = "model.layers.{}.mlp."
     router: str = "gate.weight"
+    choice_bias: tuple[str, tuple[str, ...]] = ("gate.e_score_correction_bias", ("E",))
     gate: str = "experts.{}.gate_proj.weight"
     up: str = "experts.{}.up_proj.weight"
     down: str = "experts.{}.down_proj.weight"
@@ -49,13 +51,17 @@ class ExpertNames:
     transposed: bool | None = None
 
 
+_MIXTRAL = ExpertNames(
+    block="model.layers.{}.block_sparse_moe.",
+    gate="experts.{}.w1.weight",
+    up="experts.{}.w3.weight",
+    down="experts.{}.w2.weight",
+)
+
 NAMES: dict[str, ExpertNames] = {
-    "MixtralForCausalLM": ExpertNames(
-        block="model.layers.{}.block_sparse_moe.",
-        gate="experts.{}.w1.weight",
-        up="experts.{}.w3.weight",
-        down="experts.{}.w2.weight",
-    ),
+    "MixtralForCausalLM": _MIXTRAL,
+    "MiniMaxM2ForCausalLM": replace(_MIXTRAL, choice_bias=("e_score_correction_bias", ("E",))),
+    "Ernie4_5_MoeForCausalLM": ExpertNames(choice_bias=("moe_statics.e_score_correction_bias", ("1", "E"))),
     "Qwen2MoeForCausalLM": ExpertNames(shared="shared_expert."),
     "GptOssForCausalLM": ExpertNames(router="router.weight", interleaved=True, transposed=True),
 }
@@ -92,13 +98,13 @@ class _OfLayer:
         small = {
             "router": (names.router, ("E", "D")),
             "router_bias": (names.router.replace(".weight", ".bias"), ("E",)),
-            "choice_bias": (names.router.replace(".weight", ".e_score_correction_bias"), ("E",)),
+            "choice_bias": names.choice_bias,
             "shared_gate": ("shared_expert_gate.weight", ("1", "D")),
             "down_bias": (names.stacked_down + "_bias", ("E", "D")),
         }
         if name in small:
             tensor, axes = small[name]
-            return Recipe((Source(block + tensor, axes),), _whole)
+            return Recipe((Source(block + tensor, axes),), _flat if name == "choice_bias" else _whole)
         if name == "gate_up_bias":
             return Recipe((Source(block + names.stacked_gate_up + "_bias", ("E", "2EF")),), self._gate_up)
         if self.shape_of(block + names.stacked_gate_up + "_blocks") is not None:
@@ -178,6 +184,10 @@ class _OfLayer:
 
 def _whole(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     yield Piece((), tensors[0])
+
+
+def _flat(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    yield Piece((), tensors[0].reshape(-1))
 
 
 def _rows(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:

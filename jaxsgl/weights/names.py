@@ -278,8 +278,8 @@ def _layer_norms(**names: str) -> dict[Path, Recipe]:
 _FUSED_GATE_UP: dict[Path, Recipe] = {
     ("mlp", "gate_up"): Recipe((Source(_MLP + "gate_up_proj.weight", ("2F", "D")),), _split_gate_up)
 }
-_OLMO: dict[Path, Recipe] = {
-    **_layer_norms(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
+_AFTER = _layer_norms(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
+_NORMS_OF_ALL_HEADS: dict[Path, Recipe] = {
     ("vectors", "q_norm"): Recipe((Source(_ATTENTION + "q_norm.weight", ("NH",)),), _all_heads_norm),
     ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "k_norm.weight", ("KH",)),), _all_keys_norm),
 }
@@ -295,8 +295,11 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
         ("attention", "qkv"): Recipe((Source(_ATTENTION + "qkv_proj.weight", ("QKV", "D")),), _fuse_split_heads),
         **_FUSED_GATE_UP,
     },
-    "Olmo2ForCausalLM": _OLMO,
-    "Olmo3ForCausalLM": _OLMO,
+    "Olmo2ForCausalLM": {**_AFTER, **_NORMS_OF_ALL_HEADS},
+    "Olmo3ForCausalLM": {**_AFTER, **_NORMS_OF_ALL_HEADS},
+    "OlmoeForCausalLM": _NORMS_OF_ALL_HEADS,
+    "MiniMaxM2ForCausalLM": _NORMS_OF_ALL_HEADS,
+    "Exaone4ForCausalLM": _AFTER,
     "GlmForCausalLM": _FUSED_GATE_UP,
     "Glm4ForCausalLM": {
         **_layer_norms(attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"),

@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, RopeParams
+from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.rope import inverse_frequencies, split_half_order
 from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, configuration
 from tests.models.test_arch import read
@@ -24,7 +25,7 @@ UNTRIED = {
     "glm": ("rope_parameters",),
     "glm4": ("rope_parameters",),
     "glm4_moe": ("rope_parameters",),
-    **dict.fromkeys(("olmo3", "gemma2", "gemma3", "gpt_oss"), ("num_hidden_layers",)),
+    **dict.fromkeys(("olmo3", "gemma2", "gemma3", "gpt_oss", "exaone4"), ("num_hidden_layers",)),
 }
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
@@ -167,6 +168,58 @@ def test_gpt_oss_as_it_is_published_is_understood(tmp_path: Path) -> None:
     frequencies, amplitude = ROPE_INIT_FUNCTIONS["yarn"](GptOssConfig(head_dim=64, rope_parameters=yarn))
     np.testing.assert_allclose(inverse_frequencies(rope, 64), frequencies.numpy(), rtol=1e-5)
     assert rope.amplitude == pytest.approx(amplitude)
+
+
+# As MiniMaxAI/MiniMax-M2 is published, with fewer layers.
+MINIMAX_M2: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "attention_dropout": 0.0, "attn_type_list": [1, 1], "head_dim": 128,
+    "attn_window_size": None, "eos_token_id": None, "hidden_act": "silu", "hidden_size": 3072,
+    "initializer_range": 0.02, "intermediate_size": 1536, "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0, "max_position_embeddings": 196608,
+    "mlp_intermediate_size": 8192, "model_type": "minimax", "mtp_transformer_layers": 1, "num_attention_heads": 48,
+    "num_experts_per_tok": 8, "num_hidden_layers": 2, "num_key_value_heads": 8, "num_local_experts": 256,
+    "num_mtp_modules": 3, "output_router_logits": False, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000, "rotary_dim": 64, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+    "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "sliding_window": None,
+    "tie_word_embeddings": False, "use_cache": True, "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True,
+    "vocab_size": 200064,
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+    },
+}  # fmt: skip
+
+
+def test_minimax_m2_as_it_is_published_is_understood(tmp_path: Path) -> None:
+    arch = read(tmp_path, generation={"eos_token_id": 200020}, **MINIMAX_M2)
+    (rope,) = arch.ropes
+    assert (rope.rotary_dim, rope.theta, arch.qk_norm, arch.eos_token_ids) == (64, 5e6, "all", (200020,))
+    mixture = arch.mixture
+    assert mixture is not None and (mixture.num_experts, mixture.ffn_size, mixture.shared_ffn_size) == (256, 1536, 0)
+    assert mixture.router.choice_bias and mixture.router.renormalize and mixture.router.score == "sigmoid"
+    assert arch.weight_format is not None and arch.weight_format.block == (128, 128)
+
+
+def test_exaones_layers_without_a_window_are_not_turned(tmp_path: Path) -> None:
+    exaone: dict[str, Any] = {"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 5, "num_key_value_heads": 4}
+    for pattern in ("LLLG", 4):
+        arch = read(tmp_path, **exaone, sliding_window=8, sliding_window_pattern=pattern)
+        assert windows(arch) == [8, 8, 8, None, 8]
+        assert [layer.rope for layer in arch.layers] == [0, 0, 0, None, 0]
+    whole = read(tmp_path, **exaone, sliding_window=None, sliding_window_pattern=None)
+    assert windows(whole) == [None] * 5 and all(layer.rope == 0 for layer in whole.layers)
+
+
+def test_ernies_experts_begin_and_end_at_a_layer(tmp_path: Path) -> None:
+    ernie: dict[str, Any] = {
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "num_hidden_layers": 6, "num_key_value_heads": 2,
+        "moe_layer_start_index": 1,
+    }  # fmt: skip
+    for changes, expected in (({}, [1, 2, 3, 4, 5]), ({"moe_layer_end_index": 4, "moe_layer_interval": 2}, [1, 3])):
+        arch = read(tmp_path, **ernie, **changes)
+        assert [i for i, layer in enumerate(arch.layers) if isinstance(layer.mlp, MoeMlp)] == expected
+    with pytest.raises(CheckpointError, match="use_bias is true"):
+        read(tmp_path, **ernie, use_bias=True)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
