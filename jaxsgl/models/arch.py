@@ -24,7 +24,7 @@ from jaxsgl.models.layer_config import read_layers
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec, MoeMlp
 from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
-from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format
+from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format, read_unquantized
 from jaxsgl.models.rope import RopeParams
 from jaxsgl.models.vision.arch import VisionArch, read_vision
 from jaxsgl.requests.outputs import LAST_TOKEN, PoolingSpec
@@ -136,6 +136,10 @@ class ModelArch:
         """Softmax scale, window and soft cap of a layer's attention."""
         return AttentionOptions(self.attention_scale, self.layers[layer_index].window, self.attention_cap)
 
+    def format_of(self, layer: LayerSpec, matrix: str) -> WeightFormat | None:
+        """The format of a matrix of `layer`, by its name in `LayerSpec.unquantized`."""
+        return None if matrix in layer.unquantized else self.weight_format
+
     @property
     def has_axes(self) -> bool:
         """Whether tokens have three positions: time, row and column."""
@@ -185,9 +189,14 @@ class ModelArch:
         spec = read_pooling(folder, config, arch.hidden_size, labels)
         spec = replace_struct(spec, made_for_it=spec.made_for_it or arch.head != "vocabulary")
         arch = replace(arch, folder_pooling=spec)
-        kv_cache_dtype, weight_format = _read_quantization(config, folder / MODELOPT_FILE, arch.mixture is not None)
-        expert_format = weight_format if arch.mixture is not None else None
-        arch = replace(arch, kv_cache_dtype=kv_cache_dtype, weight_format=weight_format, expert_format=expert_format)
+        kv_cache_dtype, weight_format, unquantized = _read_quantization(config, folder / MODELOPT_FILE, arch)
+        arch = replace(
+            arch,
+            kv_cache_dtype=kv_cache_dtype,
+            weight_format=weight_format,
+            expert_format=weight_format if arch.mixture is not None else None,
+            layers=tuple(map(lambda spec, kept: replace(spec, unquantized=kept), arch.layers, unquantized)),
+        )
         config.refuse_unread(arch.name, FAMILIES[arch.name].ignored)
         return arch.for_context(arch.max_context)
 
@@ -280,9 +289,11 @@ def _read_cap(config: ConfigFile, family: Family, key: str) -> float | None:
 
 
 def _read_quantization(
-    config: ConfigFile, modelopt_path: Path, has_experts: bool
-) -> tuple[str | None, WeightFormat | None]:
-    """The KV cache that the checkpoint was calibrated for, and how its weights stay quantized."""
+    config: ConfigFile, modelopt_path: Path, arch: ModelArch
+) -> tuple[str | None, WeightFormat | None, list[frozenset[str]]]:
+    """The KV cache that the checkpoint was calibrated for, how its weights stay quantized, and which of each layer
+    don't.
+    """
     sources = [(config.path, config.get("quantization_config"))]
     if modelopt_path.is_file():
         sources.append((modelopt_path, ConfigFile(modelopt_path).values))
@@ -292,8 +303,10 @@ def _read_quantization(
             raise CheckpointError(f"{path}: quantization_config holds {values}, but must be an object")
     kv_cache = next(filter(None, (quantization.kv_cache_dtype(values) for _, values in told)), None)
     quantized = [each for each in told if quantization.weights_are_quantized(each[1])]
-    formats = [read_format(*each) for each in quantized if not (has_experts and experts_are_decoded(each[1]))]
-    return kv_cache, formats[0] if formats else None
+    for each in quantized:
+        if not (arch.mixture is not None and experts_are_decoded(each[1])):
+            return kv_cache, read_format(*each), read_unquantized(*each, arch.num_layers)
+    return kv_cache, None, [frozenset()] * arch.num_layers
 
 
 def _read_dtype(*configs: ConfigFile) -> str:

@@ -7,6 +7,7 @@ lies between them in `activations`; RMSNorm statistics, rope and logits are floa
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -55,9 +56,13 @@ class DecoderLayer(nnx.Module):
     """The matrices of one layer."""
 
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
-        self.attention = Attention(arch, dtype)
-        mlp = spec.mlp
-        self.mlp = MLP(arch, mlp, dtype) if isinstance(mlp, DenseMlp) else MoE(arch, mlp, dtype)
+        self.attention = Attention(arch, spec, dtype)
+        mlp, format_of = spec.mlp, functools.partial(arch.format_of, spec)
+        self.mlp = (
+            MLP(arch, mlp, dtype, format_of("gate_up"), format_of("down"))
+            if isinstance(mlp, DenseMlp)
+            else MoE(arch, mlp, dtype, format_of("experts"), format_of("shared"))
+        )
 
 
 class Decoder(Matrices):

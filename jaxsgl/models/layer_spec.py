@@ -70,9 +70,12 @@ class LayerSpec:
       window: a token attends to so many tokens, itself included; None: to all before it.
       rope: which of the model's ropes turns queries and keys; None: they are not turned.
       mixer: what mixes tokens.
+      unquantized: which of its matrices keep the model's dtype where others are quantized: "qkv", "o", "gate_up",
+        "down"; of mixtures "experts", "shared".
     """
 
     mlp: DenseMlp | MoeMlp
     window: int | None = None
     rope: int | None = 0
     mixer: Mixer = "attention"
+    unquantized: frozenset[str] = frozenset()

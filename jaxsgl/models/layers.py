@@ -17,10 +17,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layer_spec import DenseMlp
+from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
 from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Weights
 from jaxsgl.models.precision import product, product_in_parts
+from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv
 from pallas_kernels.experts import ACTIVATIONS
@@ -148,11 +149,12 @@ def qkv_heads(arch: ModelArch) -> tuple[int, int, int]:
 class Attention(Matrices):
     """The projections around `Attend`."""
 
-    def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
-        d, n, h, fmt = arch.hidden_size, arch.num_heads, arch.head_dim, arch.weight_format
+    def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
+        d, n, h = arch.hidden_size, arch.num_heads, arch.head_dim
         self.eps = arch.rms_norm_eps
-        self.declare("qkv", (*qkv_heads(arch), d), ("kv_heads", None, None, None), dtype, fmt, fan_in=d)
-        self.declare("o", (d, n * h), (None, "kv_heads"), dtype, fmt, fan_in=n * h)
+        axes = ("kv_heads", None, None, None)
+        self.declare("qkv", (*qkv_heads(arch), d), axes, dtype, arch.format_of(spec, "qkv"), fan_in=d)
+        self.declare("o", (d, n * h), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=n * h)
         self.o_bias = vector((d,), (None,), dtype, mean=0.0) if arch.attention_out_bias else None
 
     def __call__(
@@ -218,12 +220,19 @@ def mean_square(heads: jax.Array) -> jax.Array:
 class MLP(Matrices):
     """A gated MLP (arXiv 2002.05202): down(act(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, arch: ModelArch, spec: DenseMlp, dtype: jnp.dtype) -> None:
-        d, f, fmt = arch.hidden_size, spec.ffn_size, arch.weight_format
+    def __init__(
+        self,
+        arch: ModelArch,
+        spec: DenseMlp,
+        dtype: jnp.dtype,
+        gate_up_format: WeightFormat | None,
+        down_format: WeightFormat | None,
+    ) -> None:
+        d, f = arch.hidden_size, spec.ffn_size
         self.activation = arch.activation
-        self.declare("gate_up", (2, f, d), (None, "ffn", None), dtype, fmt, fan_in=d)
+        self.declare("gate_up", (2, f, d), (None, "ffn", None), dtype, gate_up_format, fan_in=d)
         self.gate_up_bias = vector((2, f), (None, "ffn"), dtype, mean=0.0) if arch.mlp_bias else None
-        self.declare("down", (d, f), (None, "ffn"), dtype, fmt, fan_in=f)
+        self.declare("down", (d, f), (None, "ffn"), dtype, down_format, fan_in=f)
         self.down_bias = vector((d,), (None,), dtype, mean=0.0) if arch.mlp_bias else None
 
     def __call__(self, x_TD: jax.Array, *, summed: bool = True, adapters: LayerAdapters | None = None) -> jax.Array:

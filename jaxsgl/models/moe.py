@@ -15,6 +15,7 @@ from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp
 from jaxsgl.models.layers import MLP, vector
 from jaxsgl.models.matrix import Matrices, Matrix, Weights
 from jaxsgl.models.precision import product, product_in_parts
+from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
 from pallas_kernels import Choices, Groups, choose_experts, gated_product, group_by_expert, grouped_product
 from pallas_kernels.choice import AUTO, XLA
@@ -26,9 +27,16 @@ from pallas_kernels.target import target_device
 class MoE(Matrices):
     """The experts of one layer and their router."""
 
-    def __init__(self, arch: ModelArch, spec: MoeMlp, dtype: jnp.dtype) -> None:
+    def __init__(
+        self,
+        arch: ModelArch,
+        spec: MoeMlp,
+        dtype: jnp.dtype,
+        expert_format: WeightFormat | None,
+        shared_format: WeightFormat | None,
+    ) -> None:
         d, e, f = arch.hidden_size, spec.num_experts, spec.ffn_size
-        fmt = None if arch.weight_format is None else arch.weight_format.of_experts
+        fmt = None if expert_format is None else expert_format.of_experts
         self.spec = spec
         self.activation = arch.activation
         float32 = jnp.dtype(jnp.float32)
@@ -43,7 +51,8 @@ class MoE(Matrices):
         self.gate_up_bias = vector((e, 2, f), (experts, None, ffn), dtype, mean=0.0) if spec.bias else None
         self.declare("down", (e, d, f), (experts, None, ffn), dtype, fmt, fan_in=f)
         self.down_bias = vector((e, d), (experts, None), dtype, mean=0.0) if spec.bias else None
-        self.shared = MLP(arch, DenseMlp(spec.shared_ffn_size), dtype) if spec.shared_ffn_size else None
+        shared = DenseMlp(spec.shared_ffn_size)
+        self.shared = MLP(arch, shared, dtype, shared_format, shared_format) if spec.shared_ffn_size else None
         if spec.shared_gate:
             self.declare("shared_gate", (1, d), (None, None), dtype, None, fan_in=d)
 

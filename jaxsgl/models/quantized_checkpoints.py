@@ -18,10 +18,24 @@ SUPPORTED = (
     "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4), awq and gptq (4 and 8 bits), "
     "mxfp4 (experts)"
 )
-# Modules whose weights are matrices of ours that stay unquantized in every format.
-_UNQUANTIZED = re.compile(
-    r"(model\.)?(embed_tokens|norm|lm_head)|lm_head|.*(norm|layernorm|\.gate|router|rotary_emb|shared_expert_gate)"
-)
+# Matrices of a layer, by the names of `LayerSpec.unquantized`, and the modules that make each, in every spelling.
+_MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.qkv_proj",)),
+    "o": (("self_attn.o_proj",),),
+    "gate_up": (("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",)),
+    "down": (("mlp.down_proj",),),
+    "experts": (
+        ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj"),
+        ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        ("block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.0.w2", "block_sparse_moe.experts.0.w3"),
+    ),
+    "shared": tuple(
+        (f"mlp.{word}.gate_proj", f"mlp.{word}.up_proj", f"mlp.{word}.down_proj")
+        for word in ("shared_experts", "shared_expert")
+    ),
+}
+# How names of the decoder's modules begin, in the different kinds of folders.
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 
 
 def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
@@ -34,22 +48,42 @@ def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
     if method not in readers:
         raise CheckpointError(f"{path}: weights quantized by {method} are not supported; supported are {SUPPORTED}")
     reader = _Reader(path, config)
-    fmt = readers[method](reader)
-    kept = [*(config.get("ignore") or ()), *(config.get("modules_to_not_convert") or ())]
-    refused = [module for module in kept if not _stays_anyway(str(module))]
-    if refused:
-        raise CheckpointError(
-            f"{path}: quantization_config leaves {refused[0]} unquantized; supported are exceptions for embeddings, "
-            "norms, routers and the output head only"
+    return readers[method](reader)
+
+
+def read_unquantized(path: Path, config: Mapping[str, Any], num_layers: int) -> list[frozenset[str]]:
+    """The matrices of each layer that `quantization_config` excepts, by the names of `LayerSpec.unquantized`.
+
+    An exception is a part of a module's name, cut at its dots ("mlp.gate", "model.layers.3", "visual"), or after "re:"
+    an expression for how it begins. One that means no matrix of ours, as a norm, changes nothing.
+
+    Raises `CheckpointError` if it excepts a part of what is multiplied at once.
+    """
+    told = [str(each) for key in ("ignore", "modules_to_not_convert") for each in config.get(key) or ()]
+    expressions = [re.compile(each.removeprefix("re:")) for each in told if each.startswith("re:")]
+    parts = [f".{each}." for each in told if not each.startswith("re:")]
+
+    def is_excepted(module: str) -> bool:
+        names = [prefix + module for prefix in _PREFIXES]
+        return any(part in f".{name}." for part in parts for name in names) or any(
+            expression.match(name) for expression in expressions for name in names
         )
-    return fmt
 
+    def is_whole(layer: int, modules: tuple[str, ...]) -> bool:
+        excepted = [is_excepted(f"layers.{layer}.{module}") for module in modules]
+        if any(excepted) and not all(excepted):
+            raise CheckpointError(
+                f"{path}: quantization_config leaves {modules[excepted.index(True)]} of layer {layer} unquantized and "
+                f"{modules[excepted.index(False)]} not, but they are multiplied at once: except both or none"
+            )
+        return all(excepted)
 
-def _stays_anyway(module: str) -> bool:
-    """Whether a name or pattern of `ignore` means modules only that are not quantized in any case."""
-    if module.startswith("re:"):
-        return re.search(r"lm_head|embed|norm|gate\$|router", module) is not None
-    return _UNQUANTIZED.fullmatch(module) is not None
+    if not told:
+        return [frozenset()] * num_layers
+    return [
+        frozenset(name for name, spellings in _MODULES.items() if any(is_whole(layer, each) for each in spellings))
+        for layer in range(num_layers)
+    ]
 
 
 def experts_are_decoded(config: Mapping[str, Any]) -> bool:

@@ -61,6 +61,9 @@ def _of_experts(path: Path, recipe: Recipe, arch: ModelArch) -> Recipe:
     fmt = arch.expert_format
     if fmt is None or path[3:] not in (("gate_up",), ("down",)):
         return recipe
+    assert isinstance(path[1], int)
+    if "experts" in arch.layers[path[1]].unquantized:
+        return recipe
     return _of_stored(recipe, fmt, WEIGHTS)
 
 

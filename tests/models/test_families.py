@@ -197,7 +197,8 @@ def test_minimax_m2_as_it_is_published_is_understood(tmp_path: Path) -> None:
     mixture = arch.mixture
     assert mixture is not None and (mixture.num_experts, mixture.ffn_size, mixture.shared_ffn_size) == (256, 1536, 0)
     assert mixture.router.choice_bias and mixture.router.renormalize and mixture.router.score == "sigmoid"
-    assert arch.weight_format is not None and arch.weight_format.block == (128, 128)
+    assert arch.weight_format is not None and arch.weight_format.group == 128
+    assert not any(layer.unquantized for layer in arch.layers)
 
 
 def test_exaones_layers_without_a_window_are_not_turned(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_ernies_experts_begin_and_end_at_a_layer(tmp_path: Path) -> None:
         "moe_layer_start_index": 1,
     }  # fmt: skip
     for changes, expected in (({}, [1, 2, 3, 4, 5]), ({"moe_layer_end_index": 4, "moe_layer_interval": 2}, [1, 3])):
-        arch = read(tmp_path, **ernie, **changes)
+        arch = read(tmp_path, None, **ernie, **changes)
         assert [i for i, layer in enumerate(arch.layers) if isinstance(layer.mlp, MoeMlp)] == expected
     with pytest.raises(CheckpointError, match="use_bias is true"):
         read(tmp_path, **ernie, use_bias=True)

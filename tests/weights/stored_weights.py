@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +196,22 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
 }  # fmt: skip
 
 
-def quantize_folder(plain: Path, folder: Path, name: str, seed: int = 0) -> Path:
-    """Writes the checkpoint of `plain` in the format `name` to `folder`, and what its numbers mean to `folder/meant`."""
+def quantize_folder(
+    plain: Path, folder: Path, name: str, seed: int = 0, *, excepted: str = "", exceptions: Sequence[str] = ()
+) -> Path:
+    """Writes the checkpoint of `plain` in the format `name` to `folder`, and what its numbers mean to `folder/meant`.
+
+    Tensors that the expression `excepted` is found in stay as they are, as `exceptions` of the configuration say.
+    """
     config, quantize = FORMATS[name]
+    if exceptions:
+        key = "ignore" if "ignore" in config else "modules_to_not_convert"
+        config = {**config, key: [*config.get(key, ()), *exceptions]}
     rng = np.random.default_rng(seed)
     stored: Tensors = {}
     meant: Tensors = {}
     for key, tensor in load_file(plain / "model.safetensors").items():
-        if not key.endswith("_proj.weight"):
+        if not key.endswith("_proj.weight") or (excepted and re.search(excepted, key)):
             stored[key] = meant[key] = tensor
             continue
         parts, values = quantize(tensor.float().numpy(), rng)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from jaxsgl.weights import load_params, random_params
 from tests.checkpoints import make_checkpoint
 from tests.grids import daily
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
+from tests.vision_models import make_model
 from tests.weights.stored_weights import FORMATS, quantize_folder
 
 TOKENS = list(range(3, 60))
@@ -132,6 +134,48 @@ def test_logits_of_a_quantized_checkpoint_are_those_of_its_dequantized_weights(
     logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
     expected = checkpoint_logits(folder / "meant", TOKENS)
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+
+
+# Kind, format, exceptions, and an expression for the tensors that they mean.
+EXCEPTED: list[tuple[str, str, list[str], str]] = [
+    ("qwen3", "fp8 in blocks", ["model.layers.1.self_attn", "mlp.down_proj"], r"layers\.1\.self_attn|down_proj"),
+    ("qwen3", "gptq desc_act", ["model.layers.0"], r"layers\.0\."),
+    ("glm4_moe", "compressed-tensors int8", ["re:.*layers.1.mlp.experts", "shared_experts"], r"1\.mlp\.exp|shared"),
+    ("glm4_moe", "fp8 in blocks", ["model.layers.1.mlp.experts"], r"1\.mlp\.experts"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "exceptions", "excepted"), EXCEPTED)
+def test_matrices_that_a_checkpoint_excepts_keep_their_numbers(
+    kind: str, name: str, exceptions: list[str], excepted: str, tmp_path: Path
+) -> None:
+    plain = make_checkpoint(kind, tmp_path / "plain")
+    folder = quantize_folder(plain, tmp_path / "stored", name, exceptions=exceptions, excepted=excepted)
+    arch = ModelArch.from_folder(folder)
+    logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
+    expected, unquantized = (checkpoint_logits(each, TOKENS) for each in (folder / "meant", plain))
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+    assert np.linalg.norm(logits - unquantized) > 3e-3 * np.linalg.norm(expected)
+
+
+def test_a_quantized_model_that_sees_images_keeps_its_tower(tmp_path: Path) -> None:
+    """As Qwen's own are published: the decoder in blocks of FP8, each module of the tower an exception."""
+    make_model(tmp_path / "plain")
+    exceptions = ["model.visual.blocks.0.attn.qkv", "model.visual.merger.linear_fc1", "visual", "lm_head"]
+    folder = quantize_folder(
+        tmp_path / "plain", tmp_path / "stored", "fp8 in blocks", exceptions=exceptions, excepted="visual"
+    )
+    found, meant = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant")
+    assert found.vision == meant.vision and found.weight_format is not None
+    assert not any(layer.unquantized for layer in found.layers)
+    dtype = jnp.dtype("float32")
+    loaded: Any = load_params(folder, found, dtype, mesh_of())
+    expected: Any = load_params(folder / "meant", meant, dtype, mesh_of())
+    for one, other in zip(matrices(found, loaded), matrices(meant, expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
+    jax.tree.map(
+        np.testing.assert_array_equal, nnx.to_pure_dict(loaded["visual"]), nnx.to_pure_dict(expected["visual"])
+    )
 
 
 def test_matrices_that_are_multiplied_at_once_need_one_order_of_inputs(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.quantization import WeightFormat
-from jaxsgl.models.quantized_checkpoints import read_format
+from jaxsgl.models.quantized_checkpoints import read_format, read_unquantized
 from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
 from tests.weights.stored_weights import FORMATS, Tensors
 
@@ -102,8 +102,6 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
         ({**FORMATS["awq"][0], "bits": 3}, "bits is 3; supported are 4"),
         ({**FORMATS["gptq"][0], "bits": 2}, "bits is 2; supported are 4, 8"),
         ({**FORMATS["gptq"][0], "lm_head": True}, "lm_head is True"),
-        ({**FORMATS["awq"][0], "modules_to_not_convert": ["mlp.down_proj"]}, "leaves mlp.down_proj unquantized"),
-        ({**COMPRESSED, "ignore": ["lm_head", "model.layers.0.mlp.up_proj"]}, "leaves model.layers.0.mlp.up_proj"),
         ({**COMPRESSED, "format": "marlin-24"}, "format is marlin-24"),
         ({**COMPRESSED, "config_groups": {"a": {"weights": {**WEIGHTS, "type": "float", "num_bits": 4}}}}, "4 bits of"),
     ],
@@ -114,6 +112,32 @@ def test_formats_and_options_that_are_not_supported_are_refused_by_name(config: 
     assert words in str(caught.value)
 
 
-def test_exceptions_for_what_is_never_quantized_are_accepted() -> None:
-    kept = ["lm_head", "model.embed_tokens", "model.norm", "model.layers.3.post_attention_layernorm", "re:.*lm_head"]
-    assert read_format(PATH, {**COMPRESSED, "ignore": kept}).storage is not None
+NOTHING = frozenset[str]()
+EXCEPTIONS: list[tuple[list[str], list[frozenset[str]]]] = [
+    (
+        ["lm_head", "model.embed_tokens", "model.norm", "model.layers.1.post_attention_layernorm", "re:.*lm_head",
+         "gate", "mlp.gate", "model.layers.0.mlp.gate", "re:.*mlp\\.gate$", "e_score_correction_bias", "visual",
+         "model.visual.blocks.0.attn.qkv", "shared_expert_gate"],
+        [NOTHING] * 3,
+    ),
+    (["self_attn"], [frozenset({"qkv", "o"})] * 3),
+    (["model.layers.2"], [NOTHING, NOTHING, frozenset({"qkv", "o", "gate_up", "down", "experts", "shared"})]),
+    (["mlp.down_proj", "re:.*layers\\.1\\.mlp\\.experts\\."], [frozenset({"down"}), frozenset({"down", "experts"}),
+                                                                frozenset({"down"})]),
+    (["model.language_model.layers.1.self_attn.qkv_proj"], [NOTHING, frozenset({"qkv"}), NOTHING]),
+    (["shared_experts"], [frozenset({"shared"})] * 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("told", "expected"), EXCEPTIONS)
+def test_exceptions_name_matrices_of_layers_by_parts_of_names_or_expressions(
+    told: list[str], expected: list[frozenset[str]]
+) -> None:
+    assert read_unquantized(PATH, {**COMPRESSED, "ignore": told}, 3) == expected
+    assert read_unquantized(PATH, {**FORMATS["awq"][0], "modules_to_not_convert": told}, 3) == expected
+
+
+def test_an_exception_for_a_part_of_what_is_multiplied_at_once_is_refused() -> None:
+    config = {**COMPRESSED, "ignore": ["model.layers.1.mlp.up_proj"]}
+    with pytest.raises(CheckpointError, match=r"leaves mlp.up_proj of layer 1 unquantized and mlp.gate_proj not"):
+        read_unquantized(PATH, config, 3)
