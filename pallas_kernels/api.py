@@ -20,6 +20,7 @@ from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head
 from pallas_kernels.qkv import FusedQkv, check_qkv
 from pallas_kernels.routing import Router, choose_by_xla
 from pallas_kernels.scaled import ScaledMatrix
+from pallas_kernels.xla.store import store_pages
 
 _DEFAULTS = AttentionOptions()
 
@@ -58,6 +59,30 @@ def store_kv(
     chosen = choose_backend("store_kv", backend, refusals, interpret=interpret)
     stored = stores[chosen.name](kv.unscaled(), k, v, slots, interpret)
     return dataclasses.replace(kv, k=stored.k, v=stored.v)
+
+
+def store_entries(pages: jax.Array, entries: jax.Array, slots: jax.Array) -> jax.Array:
+    """Write what T tokens keep into pages without a partner; returns the pages, updated. XLA does it.
+
+    Attention over such pages is that of `PagedKv(pages, pages, ..)`, of whose output the caller takes what is a value.
+
+    Args:
+        pages: `[num_pages, K, page_size, H]`, as of `PagedKv`; donate them to the surrounding jit.
+        entries: `[T, K, H]`, cast to the pages' format; of smaller ones the rest is written as zeros.
+        slots: `[T]` int32, as for `store_kv`.
+
+    Raises:
+        ValueError: shapes that don't fit each other.
+    """
+    kv = PagedKv(pages, pages, slots[None], slots)
+    check_pages(kv)
+    fits = entries.ndim == 3 and entries.shape[:2] == (len(slots), kv.num_kv_heads) and entries.shape[2] <= kv.head_dim
+    if not fits or slots.ndim != 1 or slots.dtype != jnp.int32:
+        raise ValueError(
+            f"entries {entries.shape} must be [T, K, H] and slots {slots.shape} {slots.dtype} [T] int32, with the K of "
+            f"pages {pages.shape} and at most their H"
+        )
+    return store_pages(pages, to_format(widened(entries, kv.head_dim), pages.dtype), slots)
 
 
 def rotate_and_store(

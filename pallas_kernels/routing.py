@@ -25,8 +25,9 @@ class Router:
         the chosen ones.
       renormalize: the scores of the chosen experts are divided by their sum.
       scale: factor on the shares.
-      num_groups, top_groups: experts stand in so many groups, of which so many may be chosen from: those whose two best
+      num_groups, top_groups: experts stand in so many groups, of which so many may be chosen from: those whose best
         experts have the highest sums.
+      group_best: of how many.
       choice_bias: a bias of each expert counts for the choice, and not for the share.
       bias: logits have a bias.
     """
@@ -37,6 +38,7 @@ class Router:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
     choice_bias: bool = False
     bias: bool = False
 
@@ -66,10 +68,10 @@ def choose_by_xla(
 
 
 def _in_best_groups(router: Router, ranks: jax.Array) -> jax.Array:
-    """Whether each expert `[T, E]` is in one of the groups whose two best experts have the highest sums."""
+    """Whether each expert `[T, E]` is in one of the groups whose best experts have the highest sums."""
     num_tokens, num_experts = ranks.shape
     by_group = ranks.reshape(num_tokens, router.num_groups, -1)
-    two_best = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
-    _, best = jax.lax.top_k(two_best, router.top_groups)
+    sums = jnp.sum(jax.lax.top_k(by_group, router.group_best)[0], axis=-1)
+    _, best = jax.lax.top_k(sums, router.top_groups)
     is_best = jnp.any(best[:, :, None] == jnp.arange(router.num_groups), axis=1)
     return jnp.repeat(is_best, num_experts // router.num_groups, axis=1)

@@ -9,6 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
@@ -25,6 +29,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GptOssConfig,
@@ -132,6 +138,20 @@ OF_FAMILIES: dict[str, Any] = {  # all sizes differ, and no two axes of a tensor
 }
 _MIXED_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 _GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 30, "layer_types": _MIXED_TYPES}
+
+_LATENT = {
+    "head_dim": 6,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 36,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 14,
+    "v_head_dim": 22,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 3,
+    "moe_intermediate_size": 48,
+}
 
 # The same, as differences from OF_FAMILIES.
 _FAMILIES: dict[str, Kind] = {
@@ -286,6 +306,44 @@ _FAMILIES: dict[str, Kind] = {
             "moe_intermediate_size": 48,
             "routed_scaling_factor": 1.5,
         },
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {
+            **_LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "rms_norm_eps": 1e-3,  # those of the latents keep their own
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.8,
+            },
+        },
+    ),
+    "deepseek_v2": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "glm4_moe_lite": (
+        Glm4MoeLiteConfig,
+        Glm4MoeLiteForCausalLM,
+        {**_LATENT, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "dense"]},
     ),
     "gpt_oss": (
         GptOssConfig,

@@ -10,14 +10,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxsgl.models import Attend, ModelArch, abstract_model
+from jaxsgl.models import Attend, ModelArch, Qkv, abstract_model
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
-from pallas_kernels import AttentionOptions, FusedQkv
+from pallas_kernels import AttentionOptions
 
 
 def causal_attend(arch: ModelArch) -> Attend:
-    def attend(layer: int, qkv: FusedQkv, sinks: jax.Array | None) -> jax.Array:
+    def attend(layer: int, qkv: Qkv, sinks: jax.Array | None) -> jax.Array:
         q_TNH, k_TKH, v_TKH = qkv.split()
         return causal_attention(q_TNH, k_TKH, v_TKH, arch.attention_options(layer), sinks)
 

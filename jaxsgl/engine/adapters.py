@@ -88,6 +88,8 @@ def plan_adapters(config: LoraConfig, arch: ModelArch) -> AdapterPlan | None:
     """
     if not config.is_on:
         return None
+    if arch.latent is not None:
+        raise ConfigError(f"{arch.name} attends over a latent, for which adapters are not served: leave LoRA flags out")
     folders = [AdapterFolder(resolve_model_folder(folder), arch) for folder in config.adapters.values()]
     possible = adaptable_modules(arch)
     asked = config.lora_target_modules

@@ -128,6 +128,11 @@ def attention_state(num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp
     return LayerState((StateArray("k", shape, dtype, axes), StateArray("v", shape, dtype, axes)))
 
 
+def latent_state(num_copies: int, page_size: int, entry_dim: int, dtype: jnp.dtype) -> LayerState:
+    """What a layer with a latent keeps: a key of it for each token, on each device its own copy."""
+    return LayerState(attention_state(num_copies, page_size, entry_dim, dtype).by_page[:1])
+
+
 def layer_states(
     arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1, kept_head_dim: int | None = None
 ) -> LayerStates:
@@ -136,5 +141,6 @@ def layer_states(
     `kept_head_dim` are the numbers that pages have of each head, of which those after the model's are zeros; None: as
     many as the model's heads.
     """
-    of_mixer = {"attention": attention_state(arch.num_kv_heads, page_size, kept_head_dim or arch.head_dim, dtype)}
-    return LayerStates(tuple(of_mixer[layer.mixer] for layer in arch.layers), page_size, num_devices, arch.kv_copies)
+    state_of = latent_state if arch.latent is not None else attention_state
+    state = state_of(arch.num_kv_heads, page_size, kept_head_dim or arch.head_dim, dtype)
+    return LayerStates((state,) * arch.num_layers, page_size, num_devices, arch.kv_copies)

@@ -29,19 +29,20 @@ from jaxsgl.engine import outputs, sampler, vocabulary
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
+from jaxsgl.models.layers import LatentQkv, Qkv
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.models.tensor_parallel import num_parts, of_this_part
 from jaxsgl.weights import KvScales
 from pallas_kernels import (
     AttentionOptions,
-    FusedQkv,
     KernelChoice,
     PagedKv,
     paged_decode_attention,
     paged_extend_attention,
     rotate_and_store,
+    store_entries,
 )
-from pallas_kernels.paged_kv import Scale
+from pallas_kernels.paged_kv import Scale, widened
 
 SAMPLING_ROWS = 3 + len(COLUMNS)  # of `pack_sampling`
 
@@ -329,15 +330,16 @@ class Pages:
         kernels: KernelChoice,
         scales: KvScales | None = None,
     ) -> None:
-        self._k, self._v = list(kv.k), list(kv.v)
+        self._k, self._v = list(kv.k), list(kv.v)  # no values where layers keep latents
         self._page_table = page_table_SP
         self._arrays, self._kind, self._options, self._kernels = arrays, kind, options, kernels
         self._scales = scales or KvScales.of_one(len(kv.k))
 
-    def attend(self, layer_index: int, qkv: FusedQkv, sinks: jax.Array | None = None) -> jax.Array:
+    def attend(self, layer_index: int, qkv: Qkv, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
+        if isinstance(qkv, LatentQkv):
+            return self._attend_latent(layer_index, qkv)
         a, kernels, head_dim = self._arrays, self._kernels, qkv.head_dim
-        options = self._options[layer_index].for_heads(head_dim)
         old = self._k[layer_index], self._v[layer_index]
         scales = _of_heads(self._scales.k[layer_index]), _of_heads(self._scales.v[layer_index])
         paged = PagedKv(*old, self._page_table, a.lengths, *scales)
@@ -345,12 +347,26 @@ class Pages:
             qkv, paged, a.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv
         )
         self._k[layer_index], self._v[layer_index] = kv.k, kv.v
+        return self._attention(layer_index, q_TNH, kv, sinks, head_dim)[..., :head_dim]  # pages may be wider than heads
+
+    def _attend_latent(self, layer_index: int, qkv: LatentQkv) -> jax.Array:
+        """The same over entries, whose values are a part of themselves; `[T, N, C]`."""
+        a = self._arrays
+        pages = store_entries(self._k[layer_index], qkv.entries, a.slots)
+        self._k[layer_index] = pages
+        kv = PagedKv(pages, pages, self._page_table, a.lengths)
+        q_TNH = widened(qkv.queries, kv.head_dim)
+        return self._attention(layer_index, q_TNH, kv, None, qkv.head_dim)[..., : qkv.value_dim]
+
+    def _attention(
+        self, layer_index: int, q_TNH: jax.Array, kv: PagedKv, sinks: jax.Array | None, head_dim: int
+    ) -> jax.Array:
+        """Attention of queries over the pages, `[T, N, H]` of these, for a model whose heads have `head_dim`."""
+        options = self._options[layer_index].for_heads(head_dim)
         if self._kind == "decode":
-            out_TNH = paged_decode_attention(q_TNH, kv, options, sinks, backend=kernels.paged_decode_attention)
-        else:
-            backend = kernels.paged_extend_attention
-            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
-        return out_TNH[..., :head_dim]  # pages may be wider than the model's heads
+            return paged_decode_attention(q_TNH, kv, options, sinks, backend=self._kernels.paged_decode_attention)
+        backend = self._kernels.paged_extend_attention
+        return paged_extend_attention(q_TNH, self._arrays.query_offsets, kv, options, sinks, backend=backend)
 
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""

@@ -7,7 +7,7 @@ The engine uses three things: `ModelArch.from_folder` (the model's shape), `reso
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.dense import Decoder, ImageTokens, Params, abstract_model
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec, MoeMlp
-from jaxsgl.models.layers import Attend
+from jaxsgl.models.layers import Attend, Qkv
 from jaxsgl.models.precision import Precision, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
 from jaxsgl.models.rope import RopeParams
 
@@ -21,6 +21,7 @@ __all__ = [
     "MoeMlp",
     "Params",
     "Precision",
+    "Qkv",
     "RopeParams",
     "abstract_model",
     "cpu_multiplies_bfloat16",

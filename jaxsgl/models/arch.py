@@ -20,8 +20,9 @@ from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import FAMILIES, Family, NormPlaces, QkNorm
+from jaxsgl.models.latent_config import read_latent, read_latent_amplitude
 from jaxsgl.models.layer_config import read_layers
-from jaxsgl.models.layer_spec import DenseMlp, LayerSpec, MoeMlp
+from jaxsgl.models.layer_spec import DenseMlp, Latent, LayerSpec, MoeMlp
 from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format, read_unquantized
@@ -45,7 +46,7 @@ class ModelArch:
 
     Attributes:
       name: architecture as config.json calls it, a key of `FAMILIES`.
-      vocab_size, hidden_size, num_heads, num_kv_heads, head_dim: V, D, N, K, H.
+      vocab_size, hidden_size, num_heads, num_kv_heads, head_dim: V, D, N, K, H, the last two of what the cache holds.
       layers: what each layer is made of.
       ropes: rotary position embeddings, which layers name by index.
       rms_norm_eps: added to the mean square in every RMSNorm.
@@ -66,8 +67,8 @@ class ModelArch:
       sinks: query heads have attention sinks.
       kv_cache_dtype: "fp8_e4m3" if the checkpoint was calibrated for a KV cache of it; None: as the weights.
       weight_format: how matrices are quantized; None: not at all.
-      expert_format: how the checkpoint has quantized its experts. They are dequantized as they are loaded, unless
-        `weight_format.of_experts` says otherwise.
+      stored_format: how the checkpoint has quantized its experts and what makes keys and values of a latent. They are
+        dequantized as they are loaded, experts unless `weight_format.of_experts` says otherwise.
       kv_copies: each kv head of the checkpoint stands for so many consecutive ones of `num_kv_heads`, which are equal.
       by_experts: devices that share the model have whole experts, instead of a part of each one.
       vocab_padding: rows of embedding and head behind the vocabulary, so that devices have equally many.
@@ -107,7 +108,7 @@ class ModelArch:
     sinks: bool = False
     kv_cache_dtype: str | None = None
     weight_format: WeightFormat | None = None
-    expert_format: WeightFormat | None = None
+    stored_format: WeightFormat | None = None
     kv_copies: int = 1
     by_experts: bool = False
     vocab_padding: int = 0
@@ -128,6 +129,17 @@ class ModelArch:
         return next((layer.mlp.ffn_size for layer in self.layers if isinstance(layer.mlp, DenseMlp)), 0)
 
     @property
+    def latent(self) -> Latent | None:
+        """What its layers attend over, if it is a latent; all have the same."""
+        mixer = self.layers[0].mixer
+        return mixer if isinstance(mixer, Latent) else None
+
+    @property
+    def rope_dim(self) -> int:
+        """The numbers of a head that ropes are for: all, or those of a latent that turn."""
+        return self.head_dim if self.latent is None else self.latent.rotated
+
+    @property
     def mixture(self) -> MoeMlp | None:
         """The mixture of experts; layers that have one have the same."""
         return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)), None)
@@ -137,7 +149,7 @@ class ModelArch:
         return AttentionOptions(self.attention_scale, self.layers[layer_index].window, self.attention_cap)
 
     def format_of(self, layer: LayerSpec, matrix: str) -> WeightFormat | None:
-        """The format of a matrix of `layer`, by its name in `LayerSpec.unquantized`."""
+        """The format of a matrix of `layer`, by its name in `LayerSpec.matrices`."""
         return None if matrix in layer.unquantized else self.weight_format
 
     @property
@@ -194,7 +206,7 @@ class ModelArch:
             arch,
             kv_cache_dtype=kv_cache_dtype,
             weight_format=weight_format,
-            expert_format=weight_format if arch.mixture is not None else None,
+            stored_format=weight_format if arch.mixture is not None or arch.latent is not None else None,
             layers=tuple(map(lambda spec, kept: replace(spec, unquantized=kept), arch.layers, unquantized)),
         )
         config.refuse_unread(arch.name, FAMILIES[arch.name].ignored)
@@ -214,11 +226,15 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         raise CheckpointError(f"{whole.path}: {name} needs an object {family.section}")
     config.defaults = family.defaults
     hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
-    num_kv_heads = config.count("num_key_value_heads", num_heads)
+    latent = read_latent(config) if family.latent else None
+    if latent is not None:
+        num_kv_heads, head_dim = 1, latent.kv_rank + latent.rotated
+    else:
+        num_kv_heads = config.count("num_key_value_heads", num_heads)
+        head_dim = config.count("head_dim", hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{config.path}: {num_heads} heads can't share {num_kv_heads} kv heads evenly")
-    head_dim = config.count("head_dim", hidden_size // num_heads)
-    layers = read_layers(config, family, head_dim)
+    layers = read_layers(config, family, head_dim, latent)
 
     def bias(of_family: bool | None, key: str) -> bool:
         return bool(config.get(key, False)) if of_family is None else of_family
@@ -250,7 +266,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         norm_offset=family.norm_offset,
         activation=_read_activation(config, family),
         embedding_scale=math.sqrt(hidden_size) if family.scales_embedding else factor("embedding_multiplier"),
-        attention_scale=_read_attention_scale(config, family),
+        attention_scale=_read_attention_scale(config, family, latent),
         residual_scale=factor("residual_multiplier"),
         logits_divisor=factor("logits_scaling"),
         attention_cap=_read_cap(config, family, "attn_logit_softcapping"),
@@ -278,7 +294,9 @@ def _read_activation(config: ConfigFile, family: Family) -> Activation:
     return ACTIVATIONS[word]
 
 
-def _read_attention_scale(config: ConfigFile, family: Family) -> float | None:
+def _read_attention_scale(config: ConfigFile, family: Family, latent: Latent | None) -> float | None:
+    if latent is not None:
+        return (latent.unrotated + latent.rotated) ** -0.5 * read_latent_amplitude(config) ** 2
     if family.multipliers:
         return config.number("attention_multiplier", 1.0)
     return config.number("query_pre_attn_scalar") ** -0.5 if family.caps else None
@@ -305,7 +323,7 @@ def _read_quantization(
     quantized = [each for each in told if quantization.weights_are_quantized(each[1])]
     for each in quantized:
         if not (arch.mixture is not None and experts_are_decoded(each[1])):
-            return kv_cache, read_format(*each), read_unquantized(*each, arch.num_layers)
+            return kv_cache, read_format(*each), read_unquantized(*each, arch.layers)
     return kv_cache, None, [frozenset()] * arch.num_layers
 
 

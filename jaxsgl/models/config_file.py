@@ -96,7 +96,7 @@ class ConfigFile:
 def _is_neutral(key: str, value: Any) -> bool:
     if key == "layer_types":
         return isinstance(value, list) and set(value) <= {"full_attention"}
-    if key in ("partial_rotary_factor", "factor", "is_causal"):
+    if key in ("partial_rotary_factor", "factor", "is_causal", "moe_layer_freq"):
         return bool(value == 1)
     return not value
 

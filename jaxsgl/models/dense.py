@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
+from jaxsgl.models.latent import LatentAttention
+from jaxsgl.models.layer_spec import DenseMlp, Latent, LayerSpec
 from jaxsgl.models.layers import MLP, Attend, Attention, LayerRows, LayerVectors, Row, norm_dtype, vector
 from jaxsgl.models.lora import ActiveAdapters
 from jaxsgl.models.matrix import Matrices, Matrix, Weights, dequantized
@@ -56,7 +57,8 @@ class DecoderLayer(nnx.Module):
     """The matrices of one layer."""
 
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
-        self.attention = Attention(arch, spec, dtype)
+        of_mixer = LatentAttention if isinstance(spec.mixer, Latent) else Attention
+        self.attention = of_mixer(arch, spec, dtype)
         mlp, format_of = spec.mlp, functools.partial(arch.format_of, spec)
         self.mlp = (
             MLP(arch, mlp, dtype, format_of("gate_up"), format_of("down"))
@@ -107,7 +109,7 @@ class Decoder(Matrices):
         x_TD = self._embed(token_ids)
         if images is not None:
             x_TD = jnp.where(images.is_image[:, None], images.part(0).astype(x_TD.dtype), x_TD)
-        tables = {rope: rope_tables(positions, rope, arch.head_dim) for rope in self._ropes()}
+        tables = {rope: rope_tables(positions, rope, arch.rope_dim) for rope in self._ropes()}
         rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
         first = rows.of(vectors.attention_norm, 0)

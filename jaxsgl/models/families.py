@@ -84,6 +84,7 @@ class Family:
       sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
       section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
       moe: of families with mixtures of experts.
+      latent: layers attend over a latent, whose sizes config.json has.
       vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`).
       defaults: values of keys that config.json may leave out.
       ignored: keys that the family's reference code ignores, too.
@@ -112,6 +113,7 @@ class Family:
     section: str | None = None
     sinks: bool = False
     moe: MoeFamily | None = None
+    latent: bool = False
     vision: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
@@ -154,6 +156,51 @@ _GLM = Family(
         "rms_norm_eps": 1.5625e-07,
         "eos_token_id": [151329, 151336, 151338],
     },
+)
+
+# What DeepSeek's models with a latent and others of this form have in common.
+_DEEPSEEK_MOE = MoeFamily(
+    ("n_routed_experts", "num_local_experts"),
+    score="sigmoid",
+    choice_bias=True,
+    grouped=True,
+    shared_key="n_shared_experts",
+    dense_layers="first",
+)
+_DEEPSEEK = Family(
+    qkv_bias=False,
+    attention_out_bias=False,
+    latent=True,
+    interleaved_rope=True,
+    moe=_DEEPSEEK_MOE,
+    defaults={
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "eos_token_id": 1,
+    },
+    ignored=frozenset(
+        {
+            "head_dim",
+            "qk_head_dim",
+            "num_nextn_predict_layers",
+            "num_mtp_layers",
+            "scoring_func",
+            "aux_loss_alpha",
+            "seq_aux",
+            "ep_size",
+            "num_key_value_heads",
+        }
+    ),
 )
 
 # Keys of models that see images, beside the object that describes the decoder.
@@ -441,6 +488,38 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
         },
         ignored=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
+    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "DeepseekV2ForCausalLM": replace(
+        _DEEPSEEK,
+        moe=replace(_DEEPSEEK_MOE, score="softmax", choice_bias=False, renormalize=False),
+        defaults={
+            **_DEEPSEEK.defaults,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.0,
+            "n_group": None,
+            "topk_group": None,
+            "topk_method": "greedy",
+            "first_k_dense_replace": 0,
+            "moe_intermediate_size": 1407,
+            "eos_token_id": 2,
+        },
+        ignored=_DEEPSEEK.ignored | {"norm_topk_prob"},
+    ),
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK,
+        defaults={
+            **_DEEPSEEK.defaults,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "GptOssForCausalLM": Family(
         sinks=True,

@@ -11,7 +11,7 @@ from typing import Any
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import Family, MoeFamily
-from jaxsgl.models.layer_spec import Clamp, DenseMlp, LayerSpec, MoeMlp
+from jaxsgl.models.layer_spec import Clamp, DenseMlp, Latent, LayerSpec, MoeMlp
 from jaxsgl.models.rope import RopeParams
 from jaxsgl.models.rope_config import read_rope
 from pallas_kernels import Router
@@ -34,21 +34,26 @@ class Layers:
     max_context: int
 
 
-def read_layers(config: ConfigFile, family: Family, head_dim: int) -> Layers:
+def read_layers(config: ConfigFile, family: Family, head_dim: int, latent: Latent | None) -> Layers:
     """All layers. Raises `CheckpointError` for what isn't supported."""
     num_layers = config.count("num_hidden_layers")
     is_turned = _read_turned(config, family, num_layers)
     types = _read_types(config, family, is_turned)
     if family.turned_layers == "windows" and config.get("sliding_window") is not None:
         is_turned = [each == SLIDING for each in types]
-    rope_of_type = _read_ropes(config, family, head_dim)
+    rope_of_type = _read_ropes(config, family, head_dim if latent is None else latent.rotated)
     ropes = tuple(dict.fromkeys(rope_of_type.values()))
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
     max_context = max(config.count("max_position_embeddings"), *stretched, 0)
     window = _read_window(config, family, max_context)
     mlps = read_mlps(config, family.moe, num_layers)
     specs = tuple(
-        LayerSpec(mlp, window if each == SLIDING else None, ropes.index(rope_of_type[each]) if turned else None)
+        LayerSpec(
+            mlp,
+            window if each == SLIDING else None,
+            ropes.index(rope_of_type[each]) if turned else None,
+            latent or "attention",
+        )
         for mlp, each, turned in zip(mlps, types, is_turned, strict=True)
     )
     return Layers(specs, ropes, max_context)
@@ -114,13 +119,14 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
     told = config.get("rotary_dim", head_dim) / head_dim if family.partial_rope else 1.0
     share = config.number("partial_rotary_factor", told) if family.partial_rope else 1.0
     theta = config.number("rope_theta", 10000.0)
+    is_interleaved = family.interleaved_rope and bool(config.get("rope_interleave", True))
 
     def rope(section: ConfigFile | None, theta: float) -> RopeParams:
         section = section or ConfigFile(config.path, {})
         own_share = section.number("partial_rotary_factor", share) if family.partial_rope else 1.0
         rotary_dim = None if own_share == 1 else int(head_dim * own_share)
         sections = _read_sections(section, head_dim) if family.vision else ()
-        plain = RopeParams(theta, rotary_dim=rotary_dim, interleaved=family.interleaved_rope, sections=sections)
+        plain = RopeParams(theta, rotary_dim=rotary_dim, interleaved=is_interleaved, sections=sections)
         return read_rope(section, plain, original, max_context)
 
     both = config.section("rope_parameters") or config.section("rope_scaling")
@@ -158,6 +164,9 @@ def read_mlps(config: ConfigFile, family: MoeFamily | None, num_layers: int) -> 
 
 def _read_dense_layers(config: ConfigFile, family: MoeFamily, num_layers: int) -> list[bool]:
     if family.dense_layers == "first":
+        types = config.get("mlp_layer_types")
+        if types is not None:
+            return [each == "dense" for each in _of_each_layer(config, "mlp_layer_types", types, num_layers)]
         first = config.get("first_k_dense_replace", 0)
         return [layer < first for layer in range(num_layers)]
     if family.dense_layers == "outside":
@@ -175,13 +184,15 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
     counts = {key: config.get(key) for key in family.count_keys}
     key = next((key for key, value in counts.items() if value is not None), family.count_keys[0])
     num_experts, ffn_size = config.count(key), config.count(family.ffn_key)
+    by_groups = family.grouped and config.get("topk_method") != "greedy"
     router = Router(
         top_k=config.count(family.top_k_key),
         score=family.score,
         renormalize=bool(config.get("norm_topk_prob", False)) if family.renormalize is None else family.renormalize,
         scale=config.number("routed_scaling_factor", 1.0) if family.grouped else 1.0,
-        num_groups=config.count("n_group", 1) if family.grouped else 1,
-        top_groups=config.count("topk_group", 1) if family.grouped else 1,
+        num_groups=config.count("n_group", 1) if by_groups else 1,
+        top_groups=config.count("topk_group", 1) if by_groups else 1,
+        group_best=1 if by_groups and family.score == "softmax" else 2,
         choice_bias=family.choice_bias,
         bias=family.router_bias,
     )
@@ -191,7 +202,8 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
             f"{config.path}: {router.top_k} of {num_experts} experts in {router.top_groups} of {router.num_groups} "
             "groups can't be chosen"
         )
-    if router.top_groups < router.num_groups and (group_size < 2 or router.top_k > router.top_groups * group_size):
+    too_few = group_size < router.group_best or router.top_k > router.top_groups * group_size
+    if router.top_groups < router.num_groups and too_few:
         raise CheckpointError(
             f"{config.path}: {router.top_k} experts can't be chosen from {router.top_groups} groups of {group_size}"
         )

@@ -11,7 +11,27 @@ from typing import Literal, TypeAlias
 
 from pallas_kernels import Router
 
-Mixer: TypeAlias = Literal["attention"]
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention over a latent (`models/latent.py`).
+
+    Attributes:
+      q_rank: numbers that queries are made of; None: they are made of x.
+      kv_rank: C, numbers that keys and values are made of.
+      rotated: R, numbers of a key that turn with its position, the same for all heads.
+      unrotated: numbers of a head's key that don't turn.
+      value: numbers of a head's value.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    rotated: int
+    unrotated: int
+    value: int
+
+
+Mixer: TypeAlias = Literal["attention"] | Latent
 
 
 @dataclass(frozen=True)
@@ -70,8 +90,7 @@ class LayerSpec:
       window: a token attends to so many tokens, itself included; None: to all before it.
       rope: which of the model's ropes turns queries and keys; None: they are not turned.
       mixer: what mixes tokens.
-      unquantized: which of its matrices keep the model's dtype where others are quantized: "qkv", "o", "gate_up",
-        "down"; of mixtures "experts", "shared".
+      unquantized: which of its `matrices` keep the model's dtype where others are quantized.
     """
 
     mlp: DenseMlp | MoeMlp
@@ -79,3 +98,13 @@ class LayerSpec:
     rope: int | None = 0
     mixer: Mixer = "attention"
     unquantized: frozenset[str] = frozenset()
+
+    @property
+    def matrices(self) -> frozenset[str]:
+        """The names of its matrices that a checkpoint may have quantized."""
+        if not isinstance(self.mixer, Latent):
+            of_mixer = {"qkv", "o"}
+        else:
+            of_mixer = {"kv_a", "kv_b", "o"} | ({"q"} if self.mixer.q_rank is None else {"q_a", "q_b"})
+        of_mlp = {"gate_up", "down"} if isinstance(self.mlp, DenseMlp) else {"experts", "shared"}
+        return frozenset(of_mixer | of_mlp)

@@ -9,6 +9,7 @@ accelerators multiply both forms equally fast. They may be quantized (`matrix.py
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import jax
@@ -73,11 +74,38 @@ def _indices_in_memory(num_layers: int, positions_T: jax.Array) -> tuple[jax.Arr
     return indices
 
 
+@dataclass(frozen=True)
+class LatentQkv:
+    """What a layer with a latent attends with.
+
+    Attributes:
+      queries: `[T, N, C + R]`.
+      entries: `[T, 1, C + R]`, the tokens' own keys, as the cache holds them.
+      value_dim: C, how many numbers of a key are its value.
+    """
+
+    queries: jax.Array
+    entries: jax.Array
+    value_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """C + R."""
+        return int(self.entries.shape[-1])
+
+    def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values `[T, 1, C]`."""
+        return self.queries, self.entries, self.entries[..., : self.value_dim]
+
+
+Qkv: TypeAlias = FusedQkv | LatentQkv
+
+
 class Attend(Protocol):
     """Stores this step's keys and values, and attends to all of each sequence; the caller of the model provides it."""
 
-    def __call__(self, layer_index: int, qkv: FusedQkv, sinks: jax.Array | None, /) -> jax.Array:
-        """Returns the attention output `[T, N, H]`; `qkv.split()` says what is attended.
+    def __call__(self, layer_index: int, qkv: Qkv, sinks: jax.Array | None, /) -> jax.Array:
+        """Returns the attention output `[T, N, H]`; `qkv.split()` says what is attended, and H is that of its values.
 
         The softmax scale, the window and the soft cap are those of `ModelArch.attention_options(layer_index)`. `sinks`
         `[N]` float32 join the denominators of the softmaxes; None: there are none.
@@ -185,7 +213,7 @@ class Attention(Matrices):
         out_TNH = attend(layer_index, qkv, None if sinks is None else sinks[row])
         out = out_TNH.reshape(len(x_TD), -1)
         added = None if adapters is None else adapters.of_output("o_proj", out)
-        return _last_product(out, self.matrix("o"), self.o_bias, added)
+        return last_product(out, self.matrix("o"), self.o_bias, added)
 
 
 def _normalize_all_heads(
@@ -250,10 +278,10 @@ class MLP(Matrices):
         if not summed:
             return _part_of_product(gated, down, self.down_bias)
         added = None if adapters is None else adapters.of_output("down_proj", gated)
-        return _last_product(gated, down, self.down_bias, added)
+        return last_product(gated, down, self.down_bias, added)
 
 
-def _last_product(
+def last_product(
     x: jax.Array, matrix: Weights, bias: nnx.Param[jax.Array] | None, added: jax.Array | None = None
 ) -> jax.Array:
     """The product that goes back to the residual stream, in parts unless there is a bias or more `[T, D]` to add.

@@ -59,6 +59,10 @@ def resolve_precision(
         flag = arch.dtype if keeps else "float32"
     weights = jnp.dtype(flag)
     kv = _kv_numbers(kv_flag, arch, weights)
+    if kv == FLOAT8 and arch.latent is not None:
+        raise ConfigError(
+            f"--kv-cache-dtype {FP8_E4M3} does not go with {arch.name}, whose cache holds latents: leave it out"
+        )
     if platform != "cpu":
         if kv not in (weights, FLOAT8):
             raise ConfigError(

@@ -7,20 +7,26 @@ that would change results. Never knows tensors: `weights/stored_matrix.py` reads
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxsgl.errors import CheckpointError
+from jaxsgl.models.layer_spec import LayerSpec
 from jaxsgl.models.quantization import Storage, WeightFormat
 
 SUPPORTED = (
     "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4), awq and gptq (4 and 8 bits), "
     "mxfp4 (experts)"
 )
-# Matrices of a layer, by the names of `LayerSpec.unquantized`, and the modules that make each, in every spelling.
+# Matrices of a layer, by the names of `LayerSpec.matrices`, and the modules that make each, in every spelling.
 _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.qkv_proj",)),
+    "q": (("self_attn.q_proj",),),
+    "q_a": (("self_attn.q_a_proj",),),
+    "q_b": (("self_attn.q_b_proj",),),
+    "kv_a": (("self_attn.kv_a_proj_with_mqa",),),
+    "kv_b": (("self_attn.kv_b_proj",),),
     "o": (("self_attn.o_proj",),),
     "gate_up": (("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",)),
     "down": (("mlp.down_proj",),),
@@ -51,8 +57,8 @@ def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
     return readers[method](reader)
 
 
-def read_unquantized(path: Path, config: Mapping[str, Any], num_layers: int) -> list[frozenset[str]]:
-    """The matrices of each layer that `quantization_config` excepts, by the names of `LayerSpec.unquantized`.
+def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> list[frozenset[str]]:
+    """The matrices of each layer that `quantization_config` excepts, by their names in `LayerSpec.matrices`.
 
     An exception is a part of a module's name, cut at its dots ("mlp.gate", "model.layers.3", "visual"), or after "re:"
     an expression for how it begins. One that means no matrix of ours, as a norm, changes nothing.
@@ -79,10 +85,10 @@ def read_unquantized(path: Path, config: Mapping[str, Any], num_layers: int) -> 
         return all(excepted)
 
     if not told:
-        return [frozenset()] * num_layers
+        return [frozenset()] * len(layers)
     return [
-        frozenset(name for name, spellings in _MODULES.items() if any(is_whole(layer, each) for each in spellings))
-        for layer in range(num_layers)
+        frozenset(name for name in spec.matrices if any(is_whole(layer, each) for each in _MODULES[name]))
+        for layer, spec in enumerate(layers)
     ]
 
 

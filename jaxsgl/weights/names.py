@@ -90,9 +90,11 @@ def sizes(arch: ModelArch) -> dict[str, int]:
     """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones; C
     are the classes of a classification head.
 
-    Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, pixels.
+    Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, pixels. Those
+    with L are of a latent: what queries are made of, C, C + R; of all heads their queries, what makes keys and values,
+    and values.
     """
-    mixture, vision = arch.mixture, arch.vision
+    mixture, vision, latent = arch.mixture, arch.vision, arch.latent
     of_vision = {}
     if vision is not None:
         of_vision = {
@@ -105,8 +107,19 @@ def sizes(arch: ModelArch) -> dict[str, int]:
             "VT": vision.temporal_patch_size,
             "VP": vision.patch_size,
         }
+    of_latent = {}
+    if latent is not None:
+        of_latent = {
+            "LQ": latent.q_rank or 0,
+            "LC": latent.kv_rank,
+            "LE": latent.kv_rank + latent.rotated,
+            "NLQ": arch.num_heads * (latent.unrotated + latent.rotated),
+            "NLB": arch.num_heads * (latent.unrotated + latent.value),
+            "NLV": arch.num_heads * latent.value,
+        }
     return {
         **of_vision,
+        **of_latent,
         "V": arch.vocab_size,
         "D": arch.hidden_size,
         "F": arch.ffn_size,
@@ -218,6 +231,35 @@ def _fuse_gate_up(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piec
         yield Piece((row,), tensor)
 
 
+def _latent_queries(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Queries of all heads `[N * (D_n + R), in]` to `[N, D_n + R, in]`, what turns in the order of `rope_tables`."""
+    heads = tensors[0].reshape(arch.num_heads, -1, *tensors[0].shape[1:])
+    yield from _latent_rows(arch, (slice(None),), heads)
+
+
+def _latent_entries(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """`[C + R, D]`, what turns in the order of `rope_tables`."""
+    yield from _latent_rows(arch, (), tensors[0])
+
+
+def _latent_rows(arch: ModelArch, place: Place, rows: Tensor) -> Iterator[Piece]:
+    """Rows on the axis after those of `place`, of which the last R turn."""
+    assert arch.latent is not None
+    turned, size = arch.latent.rotated, rows.shape[len(place)]
+    still = size - turned
+    runs = [(slice(0, still), slice(0, still)), (slice(still, size), slice(still, size))]
+    if split_half_order(arch.ropes[0], turned) is not None:
+        middle = still + turned // 2
+        runs[1:] = [(slice(still, middle), slice(still, size, 2)), (slice(middle, size), slice(still + 1, size, 2))]
+    for ours, theirs in runs:
+        yield Piece((*place, ours), rows[(*place, theirs)])
+
+
+def _latent_matrices(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """What makes keys and values of all heads `[N * (D_n + D_v), C]`, to `[N, D_n + D_v, C]`."""
+    yield Piece((), tensors[0].reshape(arch.num_heads, -1, tensors[0].shape[1]))
+
+
 _ATTENTION = "model.layers.{}.self_attn."
 _MLP = "model.layers.{}.mlp."
 
@@ -289,6 +331,17 @@ _GEMMA = _layer_norms(
     mlp_out_norm="post_feedforward_layernorm",
 )
 
+_LATENT: dict[Path, Recipe] = {
+    ("attention", "q"): Recipe((Source(_ATTENTION + "q_proj.weight", ("NLQ", "D")),), _latent_queries),
+    ("attention", "q_a"): Recipe((Source(_ATTENTION + "q_a_proj.weight", ("LQ", "D")),), _as_is),
+    ("attention", "q_a_norm"): Recipe((Source(_ATTENTION + "q_a_layernorm.weight", ("LQ",)),), _as_is),
+    ("attention", "q_b"): Recipe((Source(_ATTENTION + "q_b_proj.weight", ("NLQ", "LQ")),), _latent_queries),
+    ("attention", "kv_a"): Recipe((Source(_ATTENTION + "kv_a_proj_with_mqa.weight", ("LE", "D")),), _latent_entries),
+    ("attention", "kv_a_norm"): Recipe((Source(_ATTENTION + "kv_a_layernorm.weight", ("LC",)),), _as_is),
+    ("attention", "kv_b"): Recipe((Source(_ATTENTION + "kv_b_proj.weight", ("NLB", "LC")),), _latent_matrices),
+    ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NLV")),), _as_is),
+}
+
 # Recipes that differ from those above, or are missing there, by architecture.
 OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Phi3ForCausalLM": {
@@ -305,6 +358,9 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
         **_layer_norms(attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"),
         **_FUSED_GATE_UP,
     },
+    "DeepseekV2ForCausalLM": _LATENT,
+    "DeepseekV3ForCausalLM": _LATENT,
+    "Glm4MoeLiteForCausalLM": _LATENT,
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": _GEMMA,

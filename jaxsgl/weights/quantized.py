@@ -40,7 +40,10 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
         if of_tower is not None:
             return of_tower
         of_experts = recipe_of_experts(path, arch, shape_of)
-        return names.recipe_of(path, arch) if of_experts is None else _of_experts(path, of_experts, arch)
+        if of_experts is not None:
+            return _of_experts(path, of_experts, arch)
+        recipe = names.recipe_of(path, arch)
+        return _dequantized(path, recipe, "kv_b", arch) if path[2:] == ("attention", "kv_b") else recipe
     fmt: WeightFormat = param.get_metadata("format")
     whole = (*path[:-1], str(path[-1]).removesuffix(part_name("", part)))
     recipe = recipe_of_experts(whole, arch, shape_of) or names.recipe_of(whole, arch)
@@ -58,13 +61,15 @@ def _of_stored(recipe: Recipe, fmt: WeightFormat, part: str) -> Recipe:
 
 def _of_experts(path: Path, recipe: Recipe, arch: ModelArch) -> Recipe:
     """What `recipe` makes of experts' tensors for a parameter that isn't quantized: dequantized if these are."""
-    fmt = arch.expert_format
-    if fmt is None or path[3:] not in (("gate_up",), ("down",)):
-        return recipe
+    is_expert = path[3:] in (("gate_up",), ("down",))
+    return _dequantized(path, recipe, "experts", arch) if is_expert else recipe
+
+
+def _dequantized(path: Path, recipe: Recipe, matrix: str, arch: ModelArch) -> Recipe:
+    """What `recipe` makes of the tensors of a layer's matrix, dequantized if the checkpoint has quantized them."""
+    fmt = arch.stored_format
     assert isinstance(path[1], int)
-    if "experts" in arch.layers[path[1]].unquantized:
-        return recipe
-    return _of_stored(recipe, fmt, WEIGHTS)
+    return recipe if fmt is None or matrix in arch.layers[path[1]].unquantized else _of_stored(recipe, fmt, WEIGHTS)
 
 
 @dataclass(frozen=True)

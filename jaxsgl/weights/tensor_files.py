@@ -243,7 +243,7 @@ _UNUSED_SCALES = ("q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scal
 _OF_ATTENTION = re.compile(r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d+)\.self_attn\.(.+)")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Architectures whose checkpoints have layers behind the last one, which predict further tokens.
-_PREDICT_MORE = ("Glm4MoeForCausalLM",)
+_PREDICT_MORE = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 
 
 def kv_scale_of(name: str) -> tuple[int, str] | None:

@@ -16,11 +16,10 @@ import torch
 from flax import nnx
 
 from jaxsgl.engine.engine import Engine
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, Qkv, abstract_model
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.weights import load_params
-from pallas_kernels import FusedQkv
 from pallas_kernels.paged_kv import FLOAT8, to_format
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import outputs, serve, small_pool
@@ -61,7 +60,7 @@ def plain_tokens(folder: Path, prompt: Sequence[int], num_tokens: int, *, rounds
     graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
     model = nnx.merge(graphdef, load_params(folder, arch, jnp.dtype("float32"), mesh_of()))
 
-    def attend(layer: int, qkv: FusedQkv, sinks: jax.Array | None) -> jax.Array:
+    def attend(layer: int, qkv: Qkv, sinks: jax.Array | None) -> jax.Array:
         q, k, v = qkv.split()
         if rounds:
             k, v = (to_format(x / s, FLOAT8).astype(x.dtype) * s for x, s in ((k, K_SCALE), (v, V_SCALE)))

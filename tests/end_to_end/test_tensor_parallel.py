@@ -40,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {**SIZES, "vocab_size": 201, "num_hidden_layers": 3},
     "gemma3": {},
     "olmo2": {},
+    "deepseek_v3": {},
     **EXPERTS,
 }
 

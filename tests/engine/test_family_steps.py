@@ -42,6 +42,10 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Phi3ForCausalLM", {"head_dim": 96}),
     ("Qwen3ForCausalLM", {"head_dim": 80}),
     ("Qwen3MoeForCausalLM", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}),
+    (
+        "DeepseekV3ForCausalLM",
+        {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "first_k_dense_replace": 1},
+    ),
     ("GptOssForCausalLM", {"head_dim": 64, "num_attention_heads": 32, "num_local_experts": 8, **MIXED}),
 ]
 BUCKETS = (Bucket("decode", 64, 64, False), Bucket("extend", 128, 8, False))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxsgl.engine.layer_state import LayerState, LayerStates, StateArray, attention_state
+from jaxsgl.engine.layer_state import LayerState, LayerStates, StateArray, attention_state, layer_states
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
+from tests.models.test_arch import DEEPSEEK, read
 from tests.plain_model import mesh_of
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -24,6 +27,15 @@ def test_devices_hold_parts_of_what_is_split_and_all_of_the_rest() -> None:
         assert LayerStates((RECURRENT, attention), 16, num_devices).row_bytes * num_devices == 32 * 128 * 128 * 4
     assert attention.by_page[0].sharding(mesh_of()).spec == PartitionSpec(None, TENSOR_AXIS, None, None)
     assert LATENT.by_page[0].sharding(mesh_of()).spec == PartitionSpec(*(None,) * 4)
+
+
+def test_a_latent_of_deepseek_v3_takes_1152_bytes_a_token_and_layer_on_each_device(tmp_path: Path) -> None:
+    arch = read(tmp_path, **DEEPSEEK, max_position_embeddings=4096)
+    for num_devices in (1, 2, 4):
+        shared = arch.on_devices(num_devices, by_experts=False)
+        states = layer_states(shared, 16, BFLOAT16, num_devices)
+        assert states.page_bytes == arch.num_layers * 16 * 1152
+        assert states.by_page("v") == () and states.page_layout.page_shape == (arch.num_layers, 1, 1, 16, 576)
 
 
 def test_the_host_form_has_the_layers_that_keep_pages() -> None:

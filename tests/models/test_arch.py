@@ -23,6 +23,11 @@ LLAMA = {
 }
 
 
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 16, "moe_intermediate_size": 32,
+}  # fmt: skip
+
+
 def read(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> ModelArch:
     (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     if generation is not None:

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxsgl.errors import CheckpointError
+from jaxsgl.config.features import LoraConfig
+from jaxsgl.engine.adapters import plan_adapters
+from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.lora import ActiveAdapters, adaptable_modules, pool_arrays
 from jaxsgl.weights import load_params
@@ -107,3 +109,10 @@ def test_alphas_by_regular_expression_and_those_that_are_no_numbers_are_refused(
     (folder / "adapter_config.json").write_text(json.dumps(config | changes))
     with pytest.raises(CheckpointError, match=words):
         AdapterFolder(folder, ModelArch.from_folder(model))
+
+
+def test_models_with_a_latent_take_no_adapters(tmp_path: Path) -> None:
+    arch = ModelArch.from_folder(make_checkpoint("deepseek_v3", tmp_path))
+    assert plan_adapters(LoraConfig(), arch) is None
+    with pytest.raises(ConfigError, match="attends over a latent, for which adapters are not served"):
+        plan_adapters(LoraConfig(enable_lora=True), arch)

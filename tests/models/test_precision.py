@@ -14,7 +14,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import Precision, cpu_multiplies_bfloat16, resolve_precision
 from jaxsgl.models.precision import FEW_ROWS, num_parts_of, product, product_in_parts
 from pallas_kernels.native import library
-from tests.models.test_arch import read
+from tests.models.test_arch import DEEPSEEK, read
 from tests.pallas_kernels.lower_everything import on_a_device
 
 F32, F16, BF16, BITS = (jnp.dtype(name) for name in ("float32", "float16", "bfloat16", "uint16"))
@@ -115,6 +115,11 @@ def test_a_product_is_the_sum_over_the_last_axis(num_rows: int, dtype: str, head
     expected = np.einsum("td,chd->tch", rounded, np.asarray(weights, np.float64))
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=1e-4)
+
+
+def test_latents_are_not_kept_in_float8(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fp8_e4m3 does not go with DeepseekV3ForCausalLM, whose cache holds latents"):
+        formats(tmp_path, "auto", "gpu", kv="fp8_e4m3", **DEEPSEEK)
 
 
 @pytest.mark.parametrize(

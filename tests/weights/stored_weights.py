@@ -211,7 +211,7 @@ def quantize_folder(
     stored: Tensors = {}
     meant: Tensors = {}
     for key, tensor in load_file(plain / "model.safetensors").items():
-        if not key.endswith("_proj.weight") or (excepted and re.search(excepted, key)):
+        if not key.endswith(("_proj.weight", "_proj_with_mqa.weight")) or (excepted and re.search(excepted, key)):
             stored[key] = meant[key] = tensor
             continue
         parts, values = quantize(tensor.float().numpy(), rng)

@@ -142,6 +142,8 @@ EXCEPTED: list[tuple[str, str, list[str], str]] = [
     ("qwen3", "gptq desc_act", ["model.layers.0"], r"layers\.0\."),
     ("glm4_moe", "compressed-tensors int8", ["re:.*layers.1.mlp.experts", "shared_experts"], r"1\.mlp\.exp|shared"),
     ("glm4_moe", "fp8 in blocks", ["model.layers.1.mlp.experts"], r"1\.mlp\.experts"),
+    ("deepseek_v3", "fp8 in blocks", ["lm_head"], ""),  # what makes keys and values is dequantized
+    ("deepseek_v3", "compressed-tensors int8", ["re:.*kv_b_proj", "re:.*mlp"], r"kv_b_proj|mlp"),
 ]
 
 

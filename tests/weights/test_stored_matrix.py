@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from jaxsgl.errors import CheckpointError
+from jaxsgl.models.layer_spec import DenseMlp, Latent, LayerSpec, MoeMlp
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import read_format, read_unquantized
 from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
+from pallas_kernels import Router
 from tests.weights.stored_weights import FORMATS, Tensors
 
 SHAPE = (72, 128)
@@ -113,6 +115,10 @@ def test_formats_and_options_that_are_not_supported_are_refused_by_name(config: 
 
 
 NOTHING = frozenset[str]()
+MIXTURE = MoeMlp(4, 8, Router(2))
+# One with a plain MLP, one with experts, one with a latent and experts.
+LAYERS = (LayerSpec(DenseMlp(8)), LayerSpec(MIXTURE), LayerSpec(MIXTURE, mixer=Latent(8, 8, 2, 6, 6)))
+OF_LATENT = frozenset({"q_a", "q_b", "kv_a", "kv_b", "o"})
 EXCEPTIONS: list[tuple[list[str], list[frozenset[str]]]] = [
     (
         ["lm_head", "model.embed_tokens", "model.norm", "model.layers.1.post_attention_layernorm", "re:.*lm_head",
@@ -120,12 +126,12 @@ EXCEPTIONS: list[tuple[list[str], list[frozenset[str]]]] = [
          "model.visual.blocks.0.attn.qkv", "shared_expert_gate"],
         [NOTHING] * 3,
     ),
-    (["self_attn"], [frozenset({"qkv", "o"})] * 3),
-    (["model.layers.2"], [NOTHING, NOTHING, frozenset({"qkv", "o", "gate_up", "down", "experts", "shared"})]),
-    (["mlp.down_proj", "re:.*layers\\.1\\.mlp\\.experts\\."], [frozenset({"down"}), frozenset({"down", "experts"}),
-                                                                frozenset({"down"})]),
+    (["self_attn"], [frozenset({"qkv", "o"}), frozenset({"qkv", "o"}), OF_LATENT]),
+    (["self_attn.kv_b_proj", "q_a_proj"], [NOTHING, NOTHING, frozenset({"q_a", "kv_b"})]),
+    (["model.layers.2"], [NOTHING, NOTHING, OF_LATENT | {"experts", "shared"}]),
+    (["mlp.down_proj", "re:.*layers\\.1\\.mlp\\.experts\\."], [frozenset({"down"}), frozenset({"experts"}), NOTHING]),
     (["model.language_model.layers.1.self_attn.qkv_proj"], [NOTHING, frozenset({"qkv"}), NOTHING]),
-    (["shared_experts"], [frozenset({"shared"})] * 3),
+    (["shared_experts"], [NOTHING, frozenset({"shared"}), frozenset({"shared"})]),
 ]  # fmt: skip
 
 
@@ -133,11 +139,11 @@ EXCEPTIONS: list[tuple[list[str], list[frozenset[str]]]] = [
 def test_exceptions_name_matrices_of_layers_by_parts_of_names_or_expressions(
     told: list[str], expected: list[frozenset[str]]
 ) -> None:
-    assert read_unquantized(PATH, {**COMPRESSED, "ignore": told}, 3) == expected
-    assert read_unquantized(PATH, {**FORMATS["awq"][0], "modules_to_not_convert": told}, 3) == expected
+    assert read_unquantized(PATH, {**COMPRESSED, "ignore": told}, LAYERS) == expected
+    assert read_unquantized(PATH, {**FORMATS["awq"][0], "modules_to_not_convert": told}, LAYERS) == expected
 
 
 def test_an_exception_for_a_part_of_what_is_multiplied_at_once_is_refused() -> None:
-    config = {**COMPRESSED, "ignore": ["model.layers.1.mlp.up_proj"]}
-    with pytest.raises(CheckpointError, match=r"leaves mlp.up_proj of layer 1 unquantized and mlp.gate_proj not"):
-        read_unquantized(PATH, config, 3)
+    config = {**COMPRESSED, "ignore": ["model.layers.0.mlp.up_proj"]}
+    with pytest.raises(CheckpointError, match=r"leaves mlp.up_proj of layer 0 unquantized and mlp.gate_proj not"):
+        read_unquantized(PATH, config, LAYERS)
