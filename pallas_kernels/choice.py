@@ -23,6 +23,8 @@ class KernelChoice:
     paged_extend_attention: str = AUTO
     add_and_norm: str = AUTO
     grouped_product: str = AUTO
+    quantized_product: str = AUTO
+    """Of weights in groups."""
 
     @classmethod
     def of_attention(cls, backend: str) -> KernelChoice:

@@ -18,6 +18,7 @@ OP_OF_NAME = {
     "rotate": "rotate_and_store",
     "norm": "add_and_norm",
     "experts": "grouped_product",
+    "quantized": "quantized_product",
 }
 BACKENDS_OF_NAME = {
     "decode": ATTENTION_BACKENDS,
@@ -26,6 +27,7 @@ BACKENDS_OF_NAME = {
     "rotate": ("auto", "xla", "triton", "reference"),
     "norm": ("auto", "xla", "triton"),
     "experts": ("auto", "xla", "native", "triton", "mosaic_tpu", "reference"),
+    "quantized": ("auto", "xla", "triton", "reference"),
 }
 
 

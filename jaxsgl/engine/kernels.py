@@ -13,8 +13,13 @@ from pallas_kernels import KernelChoice
 
 
 def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
-    """The choice that flags make. Raises `ConfigError` for kernels of experts of a model without any."""
+    """The choice that flags make. Raises `ConfigError` for kernels of what the model doesn't have."""
     chosen = read_kernels(config.kernels)
+    fmt = arch.weight_format
+    if chosen.get(OP_OF_NAME["quantized"], "auto") != "auto" and (fmt is None or not fmt.is_in_groups):
+        raise ConfigError(
+            f"--kernels names quantized, but {arch.name} has no weights whose scales are those of groups: leave it out"
+        )
     if chosen.get(OP_OF_NAME["experts"], "auto") != "auto" and arch.mixture is None:
         raise ConfigError(f"--kernels names experts, but {arch.name} has none: leave them out")
     return KernelChoice.of_attention(config.attention_backend).with_backends(chosen)

@@ -96,7 +96,7 @@ class Decoder(Matrices):
         false where a bucket is padded, which costs no expert's weights; None: all are tokens. `adapters` are those of
         the tokens; None: there are none. `images` take the places of some of the embeddings.
         The chosen experts of each layer are appended to `experts`: `[T, k]` int32, `[T, 0]` of a layer without.
-        `kernels` says what norms and experts run on.
+        `kernels` says what norms, experts and products with quantized weights run on.
         """
         arch, vectors = self.arch, self.vectors
         x_TD = self._embed(token_ids)
@@ -110,14 +110,14 @@ class Decoder(Matrices):
         for index, layer in enumerate(self.layers):
             table = tables[self._rope_of(arch.layers[index])]
             mine = None if adapters is None else adapters.of_layer(index)
-            update_TD: Update = layer.attention(read_TD, vectors, rows, table, index, attend, mine)
+            update_TD: Update = layer.attention(read_TD, vectors, rows, table, index, attend, mine, kernels)
             x_TD, read_TD = self._add(
                 x_TD, update_TD, rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index), kernels
             )
             if isinstance(layer.mlp, MoE):
-                update_TD = layer.mlp(read_TD, is_token, experts, kernels.grouped_product)
+                update_TD = layer.mlp(read_TD, is_token, experts, kernels)
             else:
-                update_TD = layer.mlp(read_TD, adapters=mine)
+                update_TD = layer.mlp(read_TD, adapters=mine, kernels=kernels)
                 if experts is not None:
                     experts.append(jnp.zeros((len(read_TD), 0), jnp.int32))
             if images is not None and index + 1 < images.num_parts:

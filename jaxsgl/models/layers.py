@@ -22,7 +22,8 @@ from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Weights
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
-from pallas_kernels import FusedQkv
+from pallas_kernels import FusedQkv, KernelChoice
+from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.norm import rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.target import target_device
@@ -164,6 +165,7 @@ class Attention(Matrices):
         layer_index: int,
         attend: Attend,
         adapters: LayerAdapters | None = None,
+        kernels: KernelChoice = AUTO_CHOICE,
     ) -> jax.Array:
         """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them; `tables` are the tokens' rope tables."""
         cos, sin = tables
@@ -172,7 +174,7 @@ class Attention(Matrices):
             for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm, vectors.sinks)
         )
         row = rows.row(layer_index)
-        fused = product(x_TD, self.matrix("qkv"))
+        fused = product(x_TD, self.matrix("qkv", kernels))
         if adapters is not None:
             fused = adapters.add_to_qkv(fused, x_TD)
         if q_norm is not None and q_norm.ndim > 2:
@@ -183,7 +185,7 @@ class Attention(Matrices):
         out_TNH = attend(layer_index, qkv, None if sinks is None else sinks[row])
         out = out_TNH.reshape(len(x_TD), -1)
         added = None if adapters is None else adapters.of_output("o_proj", out)
-        return _last_product(out, self.matrix("o"), self.o_bias, added)
+        return _last_product(out, self.matrix("o", kernels), self.o_bias, added)
 
 
 def _normalize_all_heads(
@@ -226,18 +228,25 @@ class MLP(Matrices):
         self.declare("down", (d, f), (None, "ffn"), dtype, fmt, fan_in=f)
         self.down_bias = vector((d,), (None,), dtype, mean=0.0) if arch.mlp_bias else None
 
-    def __call__(self, x_TD: jax.Array, *, summed: bool = True, adapters: LayerAdapters | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x_TD: jax.Array,
+        *,
+        summed: bool = True,
+        adapters: LayerAdapters | None = None,
+        kernels: KernelChoice = AUTO_CHOICE,
+    ) -> jax.Array:
         """`[T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them.
 
         Not `summed`, it is what this device adds to the result, for a sum that the caller makes.
         """
-        gate_up = product(x_TD, self.matrix("gate_up"))
+        gate_up = product(x_TD, self.matrix("gate_up", kernels))
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[...]
         if adapters is not None:
             gate_up = adapters.add_to_gate_up(gate_up, x_TD)
         gated = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
-        down = self.matrix("down")
+        down = self.matrix("down", kernels)
         if not summed:
             return _part_of_product(gated, down, self.down_bias)
         added = None if adapters is None else adapters.of_output("down_proj", gated)

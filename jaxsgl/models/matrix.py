@@ -12,7 +12,7 @@ of each parameter says which part of a matrix it is, and `weights/quantized.py` 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -22,8 +22,9 @@ from jax.typing import DTypeLike
 
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import all_parts, num_parts, part_index
-from pallas_kernels import ScaledMatrix
+from pallas_kernels import KernelChoice, ScaledMatrix
 from pallas_kernels import quantized_product as product_of_groups
+from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
 from pallas_kernels.native import product as native_product
 from pallas_kernels.scaled import per_input, widened
 from pallas_kernels.target import target_device
@@ -48,6 +49,7 @@ class Matrix:
       order: `[in]` int32, the input that each column multiplies, or None for columns in their order.
       group: how many inputs share a scale; the last group may be cut.
       is_cut: these are one device's part of the columns, and `order` names inputs of all devices.
+      kernels: what its products run on.
     """
 
     numbers: jax.Array
@@ -56,6 +58,7 @@ class Matrix:
     order: jax.Array | None
     group: int
     is_cut: bool = False
+    kernels: KernelChoice = AUTO_CHOICE
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,7 +72,7 @@ class Matrix:
             return array.at[ids].get(mode="clip")
 
         zero = None if self.zero is None else take(self.zero)
-        return Matrix(take(self.numbers), take(self.scale), zero, self.order, self.group)
+        return replace(self, numbers=take(self.numbers), scale=take(self.scale), zero=zero)
 
 
 Weights: TypeAlias = jax.Array | Matrix
@@ -105,8 +108,8 @@ class Matrices(nnx.Module):
             param = nnx.Param(zeros, axes=part_axes, mean=mean, std=deviation, part=part, format=fmt)
             setattr(self, part_name(name, part), param)
 
-    def matrix(self, name: str) -> Weights:
-        """The matrix of that name: an array, or a `Matrix` if it is quantized."""
+    def matrix(self, name: str, kernels: KernelChoice = AUTO_CHOICE) -> Weights:
+        """The matrix of that name: an array, or a `Matrix` if it is quantized, whose products run on `kernels`."""
         numbers: Any = getattr(self, name)
         if getattr(self, part_name(name, "scale"), None) is None:
             array: jax.Array = numbers[...]
@@ -114,7 +117,7 @@ class Matrices(nnx.Module):
         scale, zero, order = (self._part(name, part) for part in PARTS[1:])
         assert scale is not None
         fmt: WeightFormat = numbers.get_metadata("format")
-        whole = Matrix(numbers[...], scale, zero, order, fmt.group_of(numbers.shape[-1]))
+        whole = Matrix(numbers[...], scale, zero, order, fmt.group_of(numbers.shape[-1]), kernels=kernels)
         is_cut = num_parts() > 1 and numbers.get_metadata("axes")[-1] is not None
         return _with_scales_of_part(whole) if is_cut else whole
 
@@ -133,7 +136,7 @@ def _with_scales_of_part(matrix: Matrix) -> Matrix:
     if order is not None:
         order = jax.lax.dynamic_slice_in_dim(order, part_index() * num_in, num_in)
     if scale.shape[-1] == 1:
-        return Matrix(matrix.numbers, scale, zero, order, num_in, is_cut=True)
+        return replace(matrix, order=order, group=num_in, is_cut=True)
     group = math.gcd(num_in, matrix.group)
     first = part_index() * num_in
     groups = (first + group * jnp.arange(num_in // group, dtype=jnp.int32)) // matrix.group
@@ -141,7 +144,8 @@ def _with_scales_of_part(matrix: Matrix) -> Matrix:
     def of_part(array: jax.Array) -> jax.Array:
         return array.at[..., groups].get(mode="promise_in_bounds")
 
-    return Matrix(matrix.numbers, of_part(scale), None if zero is None else of_part(zero), order, group, is_cut=True)
+    zero = None if zero is None else of_part(zero)
+    return replace(matrix, scale=of_part(scale), zero=zero, order=order, group=group, is_cut=True)
 
 
 def part_name(name: str, part: str) -> str:
@@ -196,7 +200,8 @@ def _grouped_product(rows_TD: jax.Array, weights: Matrix, dtype: DTypeLike, in_p
 
     zero = None if weights.zero is None else flat(weights.zero)
     matrix = ScaledMatrix(flat(weights.numbers), flat(weights.scale), zero, weights.group)
-    backend = "auto" if len(rows_TD) <= MOST_ROWS_OF_KERNEL else "xla"
+    chosen = weights.kernels.quantized_product
+    backend = XLA if chosen == AUTO and len(rows_TD) > MOST_ROWS_OF_KERNEL else chosen
     return product_of_groups(rows_TD, matrix, dtype, in_parts=in_parts, backend=backend)
 
 

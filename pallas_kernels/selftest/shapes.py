@@ -26,6 +26,23 @@ class ExpertShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class MatrixShape:
+    """Quantized weights `[outputs, inputs]`, of which `group` inputs share a scale."""
+
+    outputs: int
+    inputs: int
+    numbers: str
+    """dtype of the numbers."""
+    group: int
+    has_zeros: bool = False
+
+    @property
+    def is_in_groups(self) -> bool:
+        """Whether it takes a `quantized_product`: one scale per output is multiplied into the sums of any product."""
+        return self.group < self.inputs or self.has_zeros
+
+
+@dataclasses.dataclass(frozen=True)
 class KernelShapes:
     """The kernels' arguments but for their numbers of sequences and tokens. Letters as in the ops' docstrings."""
 
@@ -52,15 +69,18 @@ class KernelShapes:
     has_head_norms: bool = False
     """Whether queries and keys are normalized head by head."""
     experts: tuple[ExpertShape, ...] = ()
+    matrices: tuple[MatrixShape, ...] = ()
+    """Those that are quantized, but for experts'."""
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes."""
         values = dataclasses.asdict(self)
-        return {**values, "attention": list(values["attention"]), "experts": list(values["experts"])}
+        return {**values, **{name: list(values[name]) for name in ("attention", "experts", "matrices")}}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> KernelShapes:
         """The shapes that `as_json` wrote."""
         attention = tuple(AttentionOptions(**each) for each in values["attention"])
         experts = tuple(ExpertShape(**each) for each in values["experts"])
-        return cls(**{**values, "attention": attention, "experts": experts})
+        matrices = tuple(MatrixShape(**each) for each in values["matrices"])
+        return cls(**{**values, "attention": attention, "experts": experts, "matrices": matrices})

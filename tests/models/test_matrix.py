@@ -11,6 +11,7 @@ from flax import nnx
 from jaxsgl.models.matrix import MOST_ROWS_OF_KERNEL, Matrices, Matrix, dequantized, quantized_product
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
+from pallas_kernels import KernelChoice
 from tests.pallas_kernels.lower_everything import on_a_device
 
 FORMATS = {
@@ -93,6 +94,16 @@ def test_gpus_widen_weights_with_scales_of_groups_for_many_rows_only(num_rows: i
         with on_a_device("cuda", "NVIDIA H200", 132):
             text = str(jax.make_jaxpr(lambda x, matrix=matrix: product(x, matrix))(x))
         assert ("pallas_call[" in text) == (has_kernel and fmt.group == 32)  # 40 inputs are no whole tiles of a step
+
+
+@pytest.mark.parametrize("backend", ["auto", "xla"])
+def test_a_matrix_multiplies_on_the_kernels_of_the_layer(backend: str) -> None:
+    layer = _Layer(WeightFormat("awq", "int4", group=16, has_zeros=True))
+    x = jax.ShapeDtypeStruct((20, 80), jnp.bfloat16)
+    matrix = layer.matrix("down", KernelChoice(quantized_product=backend))
+    with on_a_device("cuda", "NVIDIA H200", 132):
+        text = str(jax.make_jaxpr(lambda x: product(x, matrix))(x))
+    assert ("pallas_call[" in text) == (backend == "auto")
 
 
 def test_a_product_for_a_reader_that_adds_up_comes_in_parts_where_gpus_have_the_kernel() -> None:
