@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backend import refuse_nothing
-from pallas_kernels.dispatch import BACKEND_OF_NAME, choose_backend
+from pallas_kernels.dispatch import BACKEND_OF_NAME, Refusal, choose_backend, has_kernel
 from pallas_kernels.experts import ACTIVATIONS, Choices, Groups, sort_by_expert
 from pallas_kernels.norm import Update, add_then_norm
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format, widened
 from pallas_kernels.qkv import FusedQkv, check_qkv
 from pallas_kernels.routing import Router, choose_by_xla
-from pallas_kernels.scaled import ScaledMatrix
+from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows
 
 _DEFAULTS = AttentionOptions()
 
@@ -409,6 +409,83 @@ def quantized_product(
     refusals = {name: functools.partial(BACKEND_OF_NAME[name].refuse_quantized_product, x, weights) for name in ops}
     chosen = choose_backend("quantized_product", backend, refusals, interpret=interpret)
     return ops[chosen.name](x, weights, jnp.dtype(x.dtype if dtype is None else dtype), in_parts, interpret)
+
+
+def multiplies_float8(dtype: DTypeLike, weights: ScaledMatrix, *, backend: str = "auto") -> bool:
+    """Whether a kernel multiplies rows in float8 with the weights on the target device; with "xla" none does.
+
+    Args:
+        dtype: of the rows before they are rounded.
+        weights: of O outputs and I inputs.
+        backend: as for `float8_product`.
+
+    Raises:
+        ValueError: a named backend that can't run here.
+    """
+    return has_kernel("float8_product", backend, _float8_refusals(dtype, weights))
+
+
+def float8_rows(
+    x: jax.Array, activation: str | None = None, *, backend: str = "auto", interpret: bool = False
+) -> ScaledRows:
+    """Rows rounded to float8, each group of `ROW_GROUP` numbers with a scale that brings the largest to 448.
+
+    Args:
+        x: `[T, I]` of whole groups; with an activation `[T, 2, I]`, gates and what they multiply, of which
+            activation(gate) * up is rounded.
+        activation: one of `ACTIVATIONS`, or None.
+        backend: a backend that has `float8_product`, "xla", or "auto".
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit, or a backend that can't run here.
+    """
+    shape = (len(x), x.shape[-1]) if activation is None else (len(x), 2, x.shape[-1])
+    if x.shape != shape or x.shape[-1] % ROW_GROUP or activation not in (None, *ACTIVATIONS):
+        raise ValueError(
+            f"x is {x.shape} and the activation {activation}; they must be [T, I] and None, or [T, 2, I] and one of "
+            f"{', '.join(ACTIVATIONS)}, with an I that is a multiple of {ROW_GROUP}"
+        )
+    ops = {name: each.float8_rows for name, each in BACKEND_OF_NAME.items() if each.float8_rows is not None}
+    refusals = dict.fromkeys(ops, refuse_nothing)
+    chosen = choose_backend("float8_product", backend, refusals, interpret=interpret)
+    return ops[chosen.name](x, activation, interpret)
+
+
+def float8_product(
+    rows: ScaledRows,
+    weights: ScaledMatrix,
+    dtype: DTypeLike | None = None,
+    *,
+    in_parts: bool = False,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """Rows in float8 times a matrix of float8, both with scales; `[T, O]` in `dtype` (default: which the rows had).
+
+    Args:
+        rows: of `float8_rows`.
+        weights: float8_e4m3fn without zero points, of O outputs and I inputs.
+        dtype: of the result.
+        in_parts: as for `quantized_product`.
+        backend: a backend that has the op, "xla", or "auto".
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    if rows.numbers.shape[1:] != (weights.num_inputs,):
+        shapes = f"rows are {rows.numbers.shape} and numbers are {weights.numbers.shape}"
+        raise ValueError(f"{shapes}; they must be [T, I] and [O, I]")
+    ops = {name: each.float8_product for name, each in BACKEND_OF_NAME.items() if each.float8_product is not None}
+    refusals = _float8_refusals(rows.dtype, weights)
+    chosen = choose_backend("float8_product", backend, refusals, interpret=interpret)
+    return ops[chosen.name](rows, weights, jnp.dtype(dtype or rows.dtype), in_parts, interpret)
+
+
+def _float8_refusals(dtype: DTypeLike, weights: ScaledMatrix) -> dict[str, Refusal]:
+    having = {name: each for name, each in BACKEND_OF_NAME.items() if each.float8_product is not None}
+    return {name: functools.partial(each.refuse_float8_product, dtype, weights) for name, each in having.items()}
 
 
 def _check_update(update: Update, x: jax.Array) -> None:

@@ -25,6 +25,8 @@ class KernelChoice:
     grouped_product: str = AUTO
     quantized_product: str = AUTO
     """Of weights in groups."""
+    float8_product: str = AUTO
+    """Of rows that are rounded to float8; with "xla" none are."""
 
     @classmethod
     def of_attention(cls, backend: str) -> KernelChoice:

@@ -19,6 +19,7 @@ OP_OF_NAME = {
     "norm": "add_and_norm",
     "experts": "grouped_product",
     "quantized": "quantized_product",
+    "float8": "float8_product",
 }
 BACKENDS_OF_NAME = {
     "decode": ATTENTION_BACKENDS,
@@ -28,6 +29,7 @@ BACKENDS_OF_NAME = {
     "norm": ("auto", "xla", "triton"),
     "experts": ("auto", "xla", "native", "triton", "mosaic_tpu", "reference"),
     "quantized": ("auto", "xla", "triton", "reference"),
+    "float8": ("auto", "xla", "triton", "reference"),
 }
 
 

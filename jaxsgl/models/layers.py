@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.models.lora import LayerAdapters
-from jaxsgl.models.matrix import Axes, Matrices, Weights
+from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv, KernelChoice
@@ -245,16 +245,16 @@ class MLP(Matrices):
             gate_up = gate_up + self.gate_up_bias[...]
         if adapters is not None:
             gate_up = adapters.add_to_gate_up(gate_up, x_TD)
-        gated = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
         down = self.matrix("down", kernels)
-        if not summed:
-            return _part_of_product(gated, down, self.down_bias)
-        added = None if adapters is None else adapters.of_output("down_proj", gated)
-        return _last_product(gated, down, self.down_bias, added)
+        if adapters is not None and summed:
+            gated = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
+            return _last_product(gated, down, self.down_bias, adapters.of_output("down_proj", gated))
+        rows = gated_rows(gate_up, self.activation, down)
+        return _last_product(rows, down, self.down_bias) if summed else _part_of_product(rows, down, self.down_bias)
 
 
 def _last_product(
-    x: jax.Array, matrix: Weights, bias: nnx.Param[jax.Array] | None, added: jax.Array | None = None
+    x: Rows, matrix: Weights, bias: nnx.Param[jax.Array] | None, added: jax.Array | None = None
 ) -> jax.Array:
     """The product that goes back to the residual stream, in parts unless there is a bias or more `[T, D]` to add.
 
@@ -264,9 +264,12 @@ def _last_product(
         out = _part_of_product(x, matrix, bias)
         return sum_of_parts(out if added is None else out + added)
     out = product_in_parts(x, matrix) if bias is None else product(x, matrix) + bias[...]
-    return out if added is None else sum_parts(out, x) + added
+    if added is None:
+        return out
+    assert isinstance(x, jax.Array), "adapters read rows as they are"
+    return sum_parts(out, x) + added
 
 
-def _part_of_product(x: jax.Array, matrix: Weights, bias: nnx.Param[jax.Array] | None) -> jax.Array:
+def _part_of_product(x: Rows, matrix: Weights, bias: nnx.Param[jax.Array] | None) -> jax.Array:
     out = product(x, matrix)
     return out if bias is None else out + on_first_part(bias[...]).astype(out.dtype)

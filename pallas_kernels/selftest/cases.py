@@ -18,6 +18,8 @@ import numpy as np
 from pallas_kernels.api import (
     add_and_norm,
     choose_experts,
+    float8_product,
+    float8_rows,
     gated_product,
     group_by_expert,
     grouped_product,
@@ -33,7 +35,7 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv, numbers_dtype, to_numbers
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.routing import Router
-from pallas_kernels.scaled import ScaledMatrix
+from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 from pallas_kernels.selftest.batches import Array, normal, pages_of, scattered_pages, slots_of, used_places
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape
 
@@ -284,6 +286,45 @@ def _quantized(shapes: KernelShapes, matrix: MatrixShape, num_rows: int, *, in_p
     )
 
 
+def float8_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """Rows that are rounded, by the kernel or by XLA, and multiplied; and gated units that are rounded."""
+    matrices = [each for each in shapes.matrices if each.may_be_in_float8]
+    for number, matrix in enumerate(matrices):
+        num_rows = MATRIX_ROWS[0][1] if number % 2 == 0 else MATRIX_ROWS[1][1]
+        yield _in_float8(shapes, matrix, num_rows, in_parts=number % 2 == 1)
+        yield _gated_rows(shapes, matrix, num_rows)
+
+
+def _in_float8(shapes: KernelShapes, matrix: MatrixShape, num_rows: int, *, in_parts: bool) -> Case:
+    weights = _weights(matrix)
+    x = normal(jax.random.key(8), 1.0, shape=(num_rows, matrix.inputs), dtype=jnp.dtype(shapes.dtype))
+
+    def call(x: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+        out = _float8_jit(_rows_jit(x, backend=backend, interpret=interpret), weights, in_parts, backend, interpret)
+        return [out.sum(axis=0) if out.ndim == 3 else out]
+
+    return Case(
+        f"{num_rows} rows in float8, {matrix.outputs} x {matrix.inputs}",
+        TOLERANCE["bfloat16"],
+        functools.partial(call, x),
+        functools.partial(call, x, XLA, False),
+    )
+
+
+def _gated_rows(shapes: KernelShapes, matrix: MatrixShape, num_rows: int) -> Case:
+    x = normal(jax.random.key(8), 1.0, shape=(num_rows, 2, matrix.inputs), dtype=jnp.dtype(shapes.dtype))
+
+    def call(x: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+        return [_rows_jit(x, activation="silu", backend=backend, interpret=interpret).values(jnp.float32)]
+
+    return Case(
+        f"{num_rows} gated rows of {matrix.inputs} in float8",
+        FLOAT8_TOLERANCE,  # a number that lies between two others may become either
+        functools.partial(call, x),
+        functools.partial(call, x.astype(jnp.float32), XLA, False),
+    )
+
+
 def _weights(matrix: MatrixShape) -> ScaledMatrix:
     """Random numbers that use the range of their format, as many outputs as show a kernel's tiles."""
     keys = jax.random.split(jax.random.key(9), 3)
@@ -307,6 +348,7 @@ CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
     "add_and_norm": norm_cases,
     "grouped_product": product_cases,
     "quantized_product": quantized_cases,
+    "float8_product": float8_cases,
 }
 
 _decode_jit = jax.jit(paged_decode_attention, static_argnames=("options", "backend", "interpret"))
@@ -318,6 +360,14 @@ _product_jit = jax.jit(grouped_product, static_argnames=("of_tokens", "backend",
 _quantized_jit = jax.jit(
     functools.partial(quantized_product, dtype=jnp.float32), static_argnames=("in_parts", "backend", "interpret")
 )
+_rows_jit = jax.jit(float8_rows, static_argnames=("activation", "backend", "interpret"))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _float8_jit(rows: ScaledRows, weights: ScaledMatrix, in_parts: bool, backend: str, interpret: bool) -> jax.Array:
+    return float8_product(rows, weights, jnp.float32, in_parts=in_parts, backend=backend, interpret=interpret)
+
+
 _gated_jit = jax.jit(gated_product, static_argnames=("activation", "of_tokens", "backend", "interpret"))
 
 

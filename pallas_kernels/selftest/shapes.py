@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_kv import FLOAT8
+from pallas_kernels.scaled import ROW_GROUP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,11 @@ class MatrixShape:
     def is_in_groups(self) -> bool:
         """Whether it takes a `quantized_product`: one scale per output is multiplied into the sums of any product."""
         return self.group < self.inputs or self.has_zeros
+
+    @property
+    def may_be_in_float8(self) -> bool:
+        """Whether it takes a `float8_product` where its rows are many."""
+        return self.numbers == FLOAT8.dtype.name and not (self.inputs % ROW_GROUP or self.group % ROW_GROUP)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.foreign
 
 CALL_OF = {"triton": ("triton_kernel_call", "__gpu$xla.gpu.triton"), "mosaic_gpu": ("mosaic_gpu",),
            "mosaic_tpu": ("tpu_custom_call",)}  # fmt: skip
-OPS = {"triton": 5, "mosaic_gpu": 2, "mosaic_tpu": 3}
+OPS = {"triton": 7, "mosaic_gpu": 2, "mosaic_tpu": 3}
 
 
 @pytest.mark.timeout(900)

@@ -22,7 +22,8 @@ SHAPES = KernelShapes(
     num_kv_heads=1, num_groups=2, head_dim=32, page_size=8, hidden_size=64, dtype="float32", kv_dtype="float32",
     norm_dtype="float32", attention=(AttentionOptions(sliding_window=40),), has_sinks=True, has_bias=True,
     has_head_norms=True, experts=(ExpertShape(3, 32, 16, "float32", 2, True),),
-    matrices=(MatrixShape(48, 64, "int4", 32, has_zeros=True), MatrixShape(48, 128, "int8", 64)),
+    matrices=(MatrixShape(48, 64, "int4", 32, has_zeros=True), MatrixShape(48, 128, "int8", 64),
+              MatrixShape(48, 256, "float8_e4m3fn", 256)),
 )  # fmt: skip
 BACKEND = "triton"  # whose kernels are replaced by functions of XLA
 FIELDS = {"paged_decode_attention": "decode", "paged_extend_attention": "extend", "store_kv": "store"}
@@ -69,6 +70,13 @@ def test_a_kernel_with_wrong_rows_fails(op: str, value: float, monkeypatch: pyte
 
 def test_the_kernel_that_adds_and_normalizes_passes() -> None:
     assert all(case.error("triton", interpret=True) <= case.tolerance for case in CASES_OF["add_and_norm"](SHAPES))
+
+
+def test_the_kernels_that_round_rows_and_multiply_float8_pass() -> None:
+    shapes = dataclasses.replace(SHAPES, dtype="bfloat16", matrices=(MatrixShape(48, 256, "float8_e4m3fn", 128),) * 2)
+    cases = list(CASES_OF["float8_product"](shapes))
+    assert len(cases) == 4
+    assert all(case.error("triton", interpret=True) <= case.tolerance for case in cases)
 
 
 @pytest.mark.parametrize("numbers", ["int4", "int8", "float8_e4m3fn"])
