@@ -10,6 +10,7 @@ There is one package per platform, each with all the kernels for it: `xla`, `nat
 
 from pallas_kernels.api import (
     add_and_norm,
+    add_and_norm_in_float8,
     choose_experts,
     float8_product,
     float8_rows,
@@ -45,6 +46,7 @@ __all__ = [
     "ScaledMatrix",
     "ScaledRows",
     "add_and_norm",
+    "add_and_norm_in_float8",
     "add_choices",
     "choose_experts",
     "float8_product",

@@ -19,7 +19,7 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format, widened
 from pallas_kernels.qkv import FusedQkv, check_qkv
 from pallas_kernels.routing import Router, choose_by_xla
-from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows
+from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows, rounded_rows
 
 _DEFAULTS = AttentionOptions()
 
@@ -202,6 +202,43 @@ def add_and_norm(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
+    total, normed = _add_and_norm(x, update, scales, row, eps, False, backend, interpret)
+    assert isinstance(normed, jax.Array)
+    return total, normed
+
+
+def add_and_norm_in_float8(
+    x: jax.Array,
+    update: Update,
+    scales: jax.Array,
+    row: int,
+    eps: float,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, ScaledRows]:
+    """`add_and_norm` for a `float8_product`: the norm is rounded as `float8_rows` would, in the same kernel.
+
+    Raises:
+        ValueError: as `add_and_norm`, or D is no multiple of `ROW_GROUP`.
+    """
+    if x.shape[-1] % ROW_GROUP:
+        raise ValueError(f"x is {x.shape}; it must be [T, D] with a D that is a multiple of {ROW_GROUP}")
+    total, normed = _add_and_norm(x, update, scales, row, eps, True, backend, interpret)
+    return total, normed if isinstance(normed, ScaledRows) else rounded_rows(normed)
+
+
+def _add_and_norm(
+    x: jax.Array,
+    update: Update,
+    scales: jax.Array,
+    row: int,
+    eps: float,
+    in_float8: bool,
+    backend: str,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array | ScaledRows]:
+    """With `in_float8` the norm is rounded by a kernel, or as it is."""
     _check_update(update, x)
     if x.ndim != 2 or scales.ndim != 2 or scales.shape[1] != x.shape[1] or not 0 <= row < scales.shape[0]:
         raise ValueError(f"x {x.shape} must be [T, D] and scales {scales.shape} [L, D] with a row {row}")
@@ -209,7 +246,7 @@ def add_and_norm(
     refusals = {name: functools.partial(BACKEND_OF_NAME[name].refuse_add_and_norm, x, update) for name in (*ops, "xla")}
     chosen = choose_backend("add_and_norm", backend, refusals, interpret=interpret).name
     if chosen in ops:
-        return ops[chosen](x, update, scales, row, eps, interpret)
+        return ops[chosen](x, update, scales, row, eps, in_float8, interpret)
     return add_then_norm(x, update, scales, row, eps)
 
 

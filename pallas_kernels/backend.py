@@ -66,9 +66,19 @@ class AddAndNorm(Protocol):
     """`add_and_norm` on one backend."""
 
     def __call__(
-        self, x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float, interpret: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """x `[T, D]` plus the update `[T, D]`, or the sum of its parts or choices; the sum and its norm, `[T, D]`."""
+        self,
+        x: jax.Array,
+        update: Update,
+        scales: jax.Array,
+        row: int,
+        eps: float,
+        in_float8: bool,
+        interpret: bool,
+    ) -> tuple[jax.Array, jax.Array | ScaledRows]:
+        """x `[T, D]` plus the update `[T, D]`, or the sum of its parts or choices; the sum and its norm, `[T, D]`.
+
+        With `in_float8` the norm is rounded.
+        """
         ...
 
 

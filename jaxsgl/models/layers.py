@@ -158,7 +158,7 @@ class Attention(Matrices):
 
     def __call__(
         self,
-        x_TD: jax.Array,
+        x_TD: Rows,
         vectors: LayerVectors,
         rows: LayerRows,
         tables: tuple[jax.Array, jax.Array],
@@ -176,6 +176,7 @@ class Attention(Matrices):
         row = rows.row(layer_index)
         fused = product(x_TD, self.matrix("qkv", kernels))
         if adapters is not None:
+            assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
             fused = adapters.add_to_qkv(fused, x_TD)
         if q_norm is not None and q_norm.ndim > 2:
             assert k_norm is not None
@@ -230,7 +231,7 @@ class MLP(Matrices):
 
     def __call__(
         self,
-        x_TD: jax.Array,
+        x_TD: Rows,
         *,
         summed: bool = True,
         adapters: LayerAdapters | None = None,
@@ -244,6 +245,7 @@ class MLP(Matrices):
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[...]
         if adapters is not None:
+            assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
             gate_up = adapters.add_to_gate_up(gate_up, x_TD)
         down = self.matrix("down", kernels)
         if adapters is not None and summed:

@@ -17,6 +17,7 @@ import numpy as np
 
 from pallas_kernels.api import (
     add_and_norm,
+    add_and_norm_in_float8,
     choose_experts,
     float8_product,
     float8_rows,
@@ -181,7 +182,8 @@ def _stored(
 
 
 def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
-    """A whole update, and one in parts."""
+    """A whole update, and one in parts, whose norm is rounded to float8 if products read that."""
+    rounds = any(each.may_be_in_float8 and each.inputs == shapes.hidden_size for each in shapes.matrices)
     for num_tokens, parts in ((300, ()), (37, (NUM_PARTS,))):
         keys = jax.random.split(jax.random.key(3), 3)
         dtype = jnp.dtype(shapes.dtype)
@@ -197,10 +199,24 @@ def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
             functools.partial(_added, x, update, scales),
             functools.partial(_added, *wide, "xla", False),
         )
+        if rounds:
+            yield Case(
+                f"{num_tokens} tokens in float8",
+                FLOAT8_TOLERANCE,
+                functools.partial(_added_in_float8, x, update, scales),
+                functools.partial(_added_in_float8, *wide, "xla", False),
+            )
 
 
 def _added(x: jax.Array, update: jax.Array, scales: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
     return list(_norm_jit(x, update, scales, backend=backend, interpret=interpret))
+
+
+def _added_in_float8(
+    x: jax.Array, update: jax.Array, scales: jax.Array, backend: str, interpret: bool
+) -> list[jax.Array]:
+    total, normed = _rounded_norm_jit(x, update, scales, backend=backend, interpret=interpret)
+    return [total, normed.values(jnp.float32)]
 
 
 def product_cases(shapes: KernelShapes) -> Iterator[Case]:
@@ -356,6 +372,9 @@ _extend_jit = jax.jit(paged_extend_attention, static_argnames=("options", "backe
 _rotate_jit = jax.jit(rotate_and_store, static_argnames=("backend", "interpret"))
 _store_jit = jax.jit(store_kv, static_argnames=("backend", "interpret"))
 _norm_jit = jax.jit(functools.partial(add_and_norm, row=ROW, eps=EPS), static_argnames=("backend", "interpret"))
+_rounded_norm_jit = jax.jit(
+    functools.partial(add_and_norm_in_float8, row=ROW, eps=EPS), static_argnames=("backend", "interpret")
+)
 _product_jit = jax.jit(grouped_product, static_argnames=("of_tokens", "backend", "interpret"))
 _quantized_jit = jax.jit(
     functools.partial(quantized_product, dtype=jnp.float32), static_argnames=("in_parts", "backend", "interpret")
