@@ -165,7 +165,9 @@ class Engine:
         self._launcher: Launcher | None = None
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
         if tester.platform is not None:
-            self._check_tokens(memory.account, min(dtype.itemsize, activations.itemsize))
+            itemsize = min(dtype.itemsize, activations.itemsize)
+            most = token_check.most_difference(itemsize, self.arch.weight_format, kernels)
+            self._check_tokens(memory.account, most)
         if mesh.size > 1:
             self._launcher = Launcher()
         run_masks(self.programs, memory.account)
@@ -237,7 +239,7 @@ class Engine:
         self._state = out.state
         return out
 
-    def _check_tokens(self, account: str, itemsize: int) -> None:
+    def _check_tokens(self, account: str, most: float) -> None:
         """Warns if extend and decode steps don't agree on real tokens. The state is as before, but for free pages."""
         if not token_check.fits(self.buckets, self.capacity):
             return
@@ -251,7 +253,7 @@ class Engine:
         table, last = self._state.page_table, self._state.last_tokens
         zeros = (jax.device_put(np.zeros(each.shape, each.dtype), each.sharding) for each in (table, last))
         self._state = self._state._replace(**dict(zip(("page_table", "last_tokens"), zeros, strict=True)))
-        if not apart <= token_check.MOST_DIFFERENCE[itemsize]:
+        if not apart <= most:
             logger.warning(
                 "%d tokens by an extend step, and all but %d by an extend step and these by decode steps, give logits "
                 "that differ by %.0f%% of their norm (likeliest tokens %d and %d): attention of extend or decode steps "

@@ -191,7 +191,7 @@ def _step(
     kinds = program["launches"]["layer_kinds"]
     return Predicted(
         step,
-        floor_us=floor_us(batch, facts, sampled, assumed),
+        floor_us=floor_us(batch, facts, sampled, assumed, multiplies_float8(program)),
         forecast_us=max(sum(_parts(step, program, sampling, batch, sober).values()), update_us),
         **{f"{name}_us": us for name, us in parts.items()},
         small_per_layer=sum(kinds.get(kind, 0) for kind in ("pallas", "small")),
@@ -221,9 +221,16 @@ def _parts(
     return {**times, "sampling": sampling_us, "launch": sum(_launch_us(each["launches"], assumed) for each in programs)}
 
 
-def floor_us(batch: Batch, facts: dict[str, int], sampling: str, assumed: Assumed = ASSUMED) -> float:
+def multiplies_float8(program: dict[str, Any]) -> bool:
+    """Whether the layers' products are of float8 with float8, which the chip's ceiling is higher for."""
+    return "float8" in program["launches"]["layer_kinds"]
+
+
+def floor_us(
+    batch: Batch, facts: dict[str, int], sampling: str, assumed: Assumed = ASSUMED, in_float8: bool = False
+) -> float:
     """The least time of a step: each layer's KV, all weights, and the logits written once and read."""
-    return sum(floor_parts(batch, facts, sampling, assumed).values())
+    return sum(floor_parts(batch, facts, sampling, assumed, in_float8=in_float8).values())
 
 
 def floor_parts(
@@ -233,8 +240,12 @@ def floor_parts(
     assumed: Assumed = ASSUMED,
     *,
     attention_share: tuple[float, float] = (1.0, 1.0),
+    in_float8: bool = False,
 ) -> dict[str, float]:
-    """The floor's microseconds by part; attention at these shares of the bytes and of the FLOPs per second."""
+    """The floor's microseconds by part; attention at these shares of the bytes and of the FLOPs per second.
+
+    `in_float8` are the layers' products, not the head's.
+    """
     tokens = batch.num_seqs * batch.new
     head = facts["vocab_size"] * facts["hidden_size"]
     experts = facts.get("expert_weights", 0)  # kept results of dense models don't have it
@@ -242,7 +253,8 @@ def floor_parts(
     size = facts["weight_itemsize"]
     layer_bytes = facts.get("layer_bytes", layers * size)  # quantized weights have fewer
     bytes_per_s, flops_per_s = assumed.bytes_per_s, assumed.flops_per_s * assumed.product_share
-    products_s = max(layer_bytes / bytes_per_s, 2 * layers * tokens / flops_per_s)
+    of_layers = assumed.flops_per_s * assumed.float8_share if in_float8 else flops_per_s
+    products_s = max(layer_bytes / bytes_per_s, 2 * layers * tokens / of_layers)
     products_s += max(head * size / bytes_per_s, 2 * head * batch.num_seqs / flops_per_s)
     if experts:
         chosen = facts["experts_per_token"] / facts["num_experts"]
