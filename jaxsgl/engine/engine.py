@@ -165,9 +165,7 @@ class Engine:
         self._launcher: Launcher | None = None
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
         if tester.platform is not None:
-            itemsize = min(dtype.itemsize, activations.itemsize)
-            most = token_check.most_difference(itemsize, self.arch.weight_format, kernels)
-            self._check_tokens(memory.account, most)
+            self._check_tokens(memory.account, min(dtype.itemsize, activations.itemsize))
         if mesh.size > 1:
             self._launcher = Launcher()
         run_masks(self.programs, memory.account)
@@ -239,7 +237,7 @@ class Engine:
         self._state = out.state
         return out
 
-    def _check_tokens(self, account: str, most: float) -> None:
+    def _check_tokens(self, account: str, itemsize: int) -> None:
         """Warns if extend and decode steps don't agree on real tokens. The state is as before, but for free pages."""
         if not token_check.fits(self.buckets, self.capacity):
             return
@@ -253,7 +251,7 @@ class Engine:
         table, last = self._state.page_table, self._state.last_tokens
         zeros = (jax.device_put(np.zeros(each.shape, each.dtype), each.sharding) for each in (table, last))
         self._state = self._state._replace(**dict(zip(("page_table", "last_tokens"), zeros, strict=True)))
-        if not apart <= most:
+        if not apart <= token_check.MOST_DIFFERENCE[itemsize]:
             logger.warning(
                 "%d tokens by an extend step, and all but %d by an extend step and these by decode steps, give logits "
                 "that differ by %.0f%% of their norm (likeliest tokens %d and %d): attention of extend or decode steps "

@@ -18,13 +18,10 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import token_check
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.kernel_test import KernelTester
-from jaxsgl.models.quantization import WeightFormat
-from pallas_kernels import KernelChoice
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.native import library
 from tests.engine.conftest import MODEL, ConfigMaker
 from tests.engine.driving import Driver
-from tests.pallas_kernels.lower_everything import on_a_device
 
 NATIVE = BACKEND_OF_NAME["native"]
 ACCELERATOR = KernelTester("cpu")
@@ -49,23 +46,6 @@ def started(config: EngineConfig, tester: KernelTester) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
-
-
-@pytest.mark.parametrize(
-    ("kind", "numbers", "backend", "most"),
-    [
-        ("NVIDIA H200", "float8_e4m3fn", "auto", token_check.MOST_DIFFERENCE_IN_FLOAT8),
-        ("NVIDIA H200", "float8_e4m3fn", "xla", token_check.MOST_DIFFERENCE[2]),
-        ("NVIDIA H200", "int8", "auto", token_check.MOST_DIFFERENCE[2]),
-        ("NVIDIA A100-SXM4-80GB", "float8_e4m3fn", "auto", token_check.MOST_DIFFERENCE[2]),
-    ],
-)
-def test_extend_steps_may_differ_more_where_they_alone_round_rows(
-    kind: str, numbers: str, backend: str, most: float
-) -> None:
-    with on_a_device("cuda", kind, 132):
-        found = token_check.most_difference(2, WeightFormat("fp8", numbers), KernelChoice(float8_product=backend))
-    assert found == most
 
 
 def test_right_kernels_agree_and_the_state_stays_as_it_was(
