@@ -10,10 +10,14 @@ There is one package per platform, each with all the kernels for it: `xla`, `nat
 
 from pallas_kernels.api import (
     add_and_norm,
+    add_and_norm_in_float8,
     choose_experts,
+    float8_product,
+    float8_rows,
     gated_product,
     group_by_expert,
     grouped_product,
+    multiplies_float8,
     paged_decode_attention,
     paged_extend_attention,
     quantized_product,
@@ -28,7 +32,7 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.routing import Router
-from pallas_kernels.scaled import ScaledMatrix
+from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 
 __all__ = [
     "BACKENDS",
@@ -41,12 +45,17 @@ __all__ = [
     "PagedKv",
     "Router",
     "ScaledMatrix",
+    "ScaledRows",
     "add_and_norm",
+    "add_and_norm_in_float8",
     "add_choices",
     "choose_experts",
+    "float8_product",
+    "float8_rows",
     "gated_product",
     "group_by_expert",
     "grouped_product",
+    "multiplies_float8",
     "paged_decode_attention",
     "paged_extend_attention",
     "quantized_product",

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backend import refuse_nothing
-from pallas_kernels.dispatch import BACKEND_OF_NAME, choose_backend
+from pallas_kernels.dispatch import BACKEND_OF_NAME, Refusal, choose_backend, has_kernel
 from pallas_kernels.experts import ACTIVATIONS, Choices, Groups, sort_by_expert
 from pallas_kernels.norm import Update, add_then_norm
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format, widened
 from pallas_kernels.qkv import FusedQkv, check_qkv
 from pallas_kernels.routing import Router, choose_by_xla
-from pallas_kernels.scaled import ScaledMatrix
+from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows, rounded_rows
 from pallas_kernels.xla.store import store_pages
 
 _DEFAULTS = AttentionOptions()
@@ -227,6 +227,43 @@ def add_and_norm(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
+    total, normed = _add_and_norm(x, update, scales, row, eps, False, backend, interpret)
+    assert isinstance(normed, jax.Array)
+    return total, normed
+
+
+def add_and_norm_in_float8(
+    x: jax.Array,
+    update: Update,
+    scales: jax.Array,
+    row: int,
+    eps: float,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, ScaledRows]:
+    """`add_and_norm` for a `float8_product`: the norm is rounded as `float8_rows` would, in the same kernel.
+
+    Raises:
+        ValueError: as `add_and_norm`, or D is no multiple of `ROW_GROUP`.
+    """
+    if x.shape[-1] % ROW_GROUP:
+        raise ValueError(f"x is {x.shape}; it must be [T, D] with a D that is a multiple of {ROW_GROUP}")
+    total, normed = _add_and_norm(x, update, scales, row, eps, True, backend, interpret)
+    return total, normed if isinstance(normed, ScaledRows) else rounded_rows(normed)
+
+
+def _add_and_norm(
+    x: jax.Array,
+    update: Update,
+    scales: jax.Array,
+    row: int,
+    eps: float,
+    in_float8: bool,
+    backend: str,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array | ScaledRows]:
+    """With `in_float8` the norm is rounded by a kernel, or as it is."""
     _check_update(update, x)
     if x.ndim != 2 or scales.ndim != 2 or scales.shape[1] != x.shape[1] or not 0 <= row < scales.shape[0]:
         raise ValueError(f"x {x.shape} must be [T, D] and scales {scales.shape} [L, D] with a row {row}")
@@ -234,7 +271,7 @@ def add_and_norm(
     refusals = {name: functools.partial(BACKEND_OF_NAME[name].refuse_add_and_norm, x, update) for name in (*ops, "xla")}
     chosen = choose_backend("add_and_norm", backend, refusals, interpret=interpret).name
     if chosen in ops:
-        return ops[chosen](x, update, scales, row, eps, interpret)
+        return ops[chosen](x, update, scales, row, eps, in_float8, interpret)
     return add_then_norm(x, update, scales, row, eps)
 
 
@@ -434,6 +471,83 @@ def quantized_product(
     refusals = {name: functools.partial(BACKEND_OF_NAME[name].refuse_quantized_product, x, weights) for name in ops}
     chosen = choose_backend("quantized_product", backend, refusals, interpret=interpret)
     return ops[chosen.name](x, weights, jnp.dtype(x.dtype if dtype is None else dtype), in_parts, interpret)
+
+
+def multiplies_float8(dtype: DTypeLike, weights: ScaledMatrix, *, backend: str = "auto") -> bool:
+    """Whether a kernel multiplies rows in float8 with the weights on the target device; with "xla" none does.
+
+    Args:
+        dtype: of the rows before they are rounded.
+        weights: of O outputs and I inputs.
+        backend: as for `float8_product`.
+
+    Raises:
+        ValueError: a named backend that can't run here.
+    """
+    return has_kernel("float8_product", backend, _float8_refusals(dtype, weights))
+
+
+def float8_rows(
+    x: jax.Array, activation: str | None = None, *, backend: str = "auto", interpret: bool = False
+) -> ScaledRows:
+    """Rows rounded to float8, each group of `ROW_GROUP` numbers with a scale that brings the largest to 448.
+
+    Args:
+        x: `[T, I]` of whole groups; with an activation `[T, 2, I]`, gates and what they multiply, of which
+            activation(gate) * up is rounded.
+        activation: one of `ACTIVATIONS`, or None.
+        backend: a backend that has `float8_product`, "xla", or "auto".
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit, or a backend that can't run here.
+    """
+    shape = (len(x), x.shape[-1]) if activation is None else (len(x), 2, x.shape[-1])
+    if x.shape != shape or x.shape[-1] % ROW_GROUP or activation not in (None, *ACTIVATIONS):
+        raise ValueError(
+            f"x is {x.shape} and the activation {activation}; they must be [T, I] and None, or [T, 2, I] and one of "
+            f"{', '.join(ACTIVATIONS)}, with an I that is a multiple of {ROW_GROUP}"
+        )
+    ops = {name: each.float8_rows for name, each in BACKEND_OF_NAME.items() if each.float8_rows is not None}
+    refusals = dict.fromkeys(ops, refuse_nothing)
+    chosen = choose_backend("float8_product", backend, refusals, interpret=interpret)
+    return ops[chosen.name](x, activation, interpret)
+
+
+def float8_product(
+    rows: ScaledRows,
+    weights: ScaledMatrix,
+    dtype: DTypeLike | None = None,
+    *,
+    in_parts: bool = False,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """Rows in float8 times a matrix of float8, both with scales; `[T, O]` in `dtype` (default: which the rows had).
+
+    Args:
+        rows: of `float8_rows`.
+        weights: float8_e4m3fn without zero points, of O outputs and I inputs.
+        dtype: of the result.
+        in_parts: as for `quantized_product`.
+        backend: a backend that has the op, "xla", or "auto".
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    if rows.numbers.shape[1:] != (weights.num_inputs,):
+        shapes = f"rows are {rows.numbers.shape} and numbers are {weights.numbers.shape}"
+        raise ValueError(f"{shapes}; they must be [T, I] and [O, I]")
+    ops = {name: each.float8_product for name, each in BACKEND_OF_NAME.items() if each.float8_product is not None}
+    refusals = _float8_refusals(rows.dtype, weights)
+    chosen = choose_backend("float8_product", backend, refusals, interpret=interpret)
+    return ops[chosen.name](rows, weights, jnp.dtype(dtype or rows.dtype), in_parts, interpret)
+
+
+def _float8_refusals(dtype: DTypeLike, weights: ScaledMatrix) -> dict[str, Refusal]:
+    having = {name: each for name, each in BACKEND_OF_NAME.items() if each.float8_product is not None}
+    return {name: functools.partial(each.refuse_float8_product, dtype, weights) for name, each in having.items()}
 
 
 def _check_update(update: Update, x: jax.Array) -> None:

@@ -17,7 +17,7 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.routing import Router
-from pallas_kernels.scaled import ScaledMatrix
+from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 
 
 class Store(Protocol):
@@ -66,9 +66,19 @@ class AddAndNorm(Protocol):
     """`add_and_norm` on one backend."""
 
     def __call__(
-        self, x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float, interpret: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """x `[T, D]` plus the update `[T, D]`, or the sum of its parts or choices; the sum and its norm, `[T, D]`."""
+        self,
+        x: jax.Array,
+        update: Update,
+        scales: jax.Array,
+        row: int,
+        eps: float,
+        in_float8: bool,
+        interpret: bool,
+    ) -> tuple[jax.Array, jax.Array | ScaledRows]:
+        """x `[T, D]` plus the update `[T, D]`, or the sum of its parts or choices; the sum and its norm, `[T, D]`.
+
+        With `in_float8` the norm is rounded.
+        """
         ...
 
 
@@ -115,6 +125,24 @@ class QuantizedProduct(Protocol):
         self, x: jax.Array, weights: ScaledMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
     ) -> jax.Array:
         """x `[T, I]` times the weights: `[T, O]` in `dtype`; with `in_parts` it may be `[P, T, O]` float32, parts."""
+        ...
+
+
+class Float8Rows(Protocol):
+    """`float8_rows` on one backend."""
+
+    def __call__(self, x: jax.Array, activation: str | None, interpret: bool) -> ScaledRows:
+        """x `[T, I]`, or with an activation `[T, 2, I]`: gates, and what they multiply."""
+        ...
+
+
+class Float8Product(Protocol):
+    """`float8_product` on one backend."""
+
+    def __call__(
+        self, rows: ScaledRows, weights: ScaledMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
+    ) -> jax.Array:
+        """`[T, I]` times the weights: `[T, O]` in `dtype`; with `in_parts` it may be `[P, T, O]` float32, parts."""
         ...
 
 
@@ -166,6 +194,14 @@ class RefuseQuantizedProduct(Protocol):
         ...
 
 
+class RefuseFloat8Product(Protocol):
+    """Says why a backend can't multiply rows in float8."""
+
+    def __call__(self, dtype: DTypeLike, weights: ScaledMatrix, /) -> str | None:
+        """The reason in words, or None when it can; `dtype` is that of the rows before."""
+        ...
+
+
 class RefuseAttention(Protocol):
     """Says why a backend can't attend."""
 
@@ -203,6 +239,9 @@ class Backend:
     """None where XLA scores, ranks and normalizes."""
     group_by_expert: GroupByExpert | None = None
     """None where XLA sorts."""
+    float8_rows: Float8Rows | None = None
+    float8_product: Float8Product | None = None
+    """None, both, where activations keep their format."""
     refuse_decode: RefuseAttention = refuse_nothing
     refuse_extend: RefuseAttention = refuse_nothing
     refuse_store: RefuseStore = refuse_nothing
@@ -212,6 +251,7 @@ class Backend:
     refuse_quantized_product: RefuseQuantizedProduct = refuse_nothing
     refuse_gated_product: RefuseGroupedProduct = refuse_nothing
     refuse_choose_experts: RefuseChooseExperts = refuse_nothing
+    refuse_float8_product: RefuseFloat8Product = refuse_nothing
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

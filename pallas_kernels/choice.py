@@ -23,6 +23,10 @@ class KernelChoice:
     paged_extend_attention: str = AUTO
     add_and_norm: str = AUTO
     grouped_product: str = AUTO
+    quantized_product: str = AUTO
+    """Of weights in groups."""
+    float8_product: str = AUTO
+    """Of rows that are rounded to float8; with "xla" none are."""
 
     @classmethod
     def of_attention(cls, backend: str) -> KernelChoice:

@@ -65,6 +65,17 @@ def choose_backend(op: str, backend: str, refusals: Mapping[str, Refusal], *, in
     return BACKEND_OF_NAME[backend]
 
 
+def has_kernel(op: str, backend: str, refusals: Mapping[str, Refusal]) -> bool:
+    """Whether "auto" or a named backend is one of `refusals`, for an op that XLA is not to compute.
+
+    Raises as `choose_backend` does for other names.
+    """
+    if backend == "auto":
+        wanted = [name for name in tuning.preferred_backends(op) if name in refusals]
+        return any(_refusal(name, refusals, interpret=False) is None for name in wanted)
+    return backend != xla.BACKEND.name and bool(choose_backend(op, backend, refusals))
+
+
 def _choose_automatically(op: str, refusals: Mapping[str, Refusal]) -> Backend:
     reasons = []
     for wanted in tuning.preferred_backends(op):

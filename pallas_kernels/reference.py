@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Backend
-from pallas_kernels.experts import Groups, product_dtype, result_dtype
+from pallas_kernels.experts import ACTIVATIONS, Groups, product_dtype, result_dtype
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers, widened
 from pallas_kernels.qkv import FusedQkv
-from pallas_kernels.scaled import ScaledMatrix
+from pallas_kernels.scaled import ScaledMatrix, ScaledRows, rounded_rows
 from pallas_kernels.scaled import widened as widened_matrix
 
 
@@ -129,6 +129,21 @@ def quantized_product(
     return jnp.einsum("td,nd->tn", x.astype(jnp.float32), values, precision="highest").astype(dtype)
 
 
+def float8_rows(x: jax.Array, activation: str | None, interpret: bool) -> ScaledRows:
+    """The gated unit in float32, rounded once before it is rounded to float8."""
+    if activation is not None:
+        wide = x.astype(jnp.float32)
+        x = (ACTIVATIONS[activation](wide[:, 0]) * wide[:, 1]).astype(x.dtype)
+    return rounded_rows(x)
+
+
+def float8_product(
+    rows: ScaledRows, weights: ScaledMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
+) -> jax.Array:
+    """All in float32; rounded once, to `dtype`."""
+    return quantized_product(rows.values(jnp.float32), weights, dtype, in_parts, interpret)
+
+
 BACKEND = Backend(
     "reference",
     decode_attention,
@@ -137,5 +152,7 @@ BACKEND = Backend(
     rotate_and_store,
     grouped_product=grouped_product,
     quantized_product=quantized_product,
+    float8_rows=float8_rows,
+    float8_product=float8_product,
     refuse_rotate_and_store=lambda qkv, kv: refuse_conversion(kv),
 )

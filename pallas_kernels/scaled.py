@@ -1,7 +1,7 @@
-"""Matrices of small numbers whose inputs share scales in groups, as `quantized_product` takes them.
+"""Matrices of small numbers whose inputs share scales in groups, and rows that are rounded to float8 in groups.
 
-Owns what a weight is: `(number - zero) * scale`. Never knows checkpoints, nor where a model keeps the parts. Called by
-models, by `api` and by backends.
+Owns what a weight is: `(number - zero) * scale`; and how rows are rounded. Never knows checkpoints, nor where a model
+keeps the parts. Called by models, by `api` and by backends.
 """
 
 import dataclasses
@@ -9,6 +9,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from pallas_kernels.paged_kv import FLOAT8
+
+ROW_GROUP = 128  # numbers of a row that share a scale
+LARGEST_FLOAT8 = 448.0
+SMALLEST_TOP = 2.0**-80  # taken for the largest number of a group where it is less, so that scales are finite
 
 
 @jax.tree_util.register_dataclass
@@ -49,3 +55,32 @@ def per_input(of_groups: jax.Array, group: int, num_inputs: int) -> jax.Array:
     if of_groups.shape[-1] == 1:
         return of_groups
     return jnp.repeat(of_groups, group, axis=-1)[..., :num_inputs]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScaledRows:
+    """T rows of I numbers, rounded to float8 in groups of `ROW_GROUP`: a number times its group's scale is a value."""
+
+    numbers: jax.Array
+    """`[T, I]` float8_e4m3fn."""
+    scale: jax.Array
+    """`[T, I / ROW_GROUP]` float32: the largest of a group over `LARGEST_FLOAT8`."""
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    """Which the rows had before."""
+
+    def __len__(self) -> int:
+        """T."""
+        return self.numbers.shape[0]
+
+    def values(self, dtype: DTypeLike) -> jax.Array:
+        """The rows `[T, I]` that are meant."""
+        return widened(self.numbers, self.scale, None, ROW_GROUP, dtype)
+
+
+def rounded_rows(x: jax.Array) -> ScaledRows:
+    """Rows `[T, I]` of whole groups, rounded."""
+    groups = x.astype(jnp.float32).reshape(len(x), -1, ROW_GROUP)
+    top = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), SMALLEST_TOP)
+    numbers = (groups * (LARGEST_FLOAT8 / top)[..., None]).astype(FLOAT8)
+    return ScaledRows(numbers.reshape(x.shape), top / LARGEST_FLOAT8, x.dtype)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.api import (
+    float8_product,
+    float8_rows,
     paged_decode_attention,
     paged_extend_attention,
     quantized_product,
@@ -152,7 +154,7 @@ def store_rotated(kv: PagedKv, qkv: FusedQkv, slots: jax.Array, **choice: Any) -
 
 @dataclasses.dataclass(frozen=True)
 class ProductSpec:
-    """The static side of a `quantized_product`. Letters as in its docstring."""
+    """The static side of a `quantized_product`, or a `float8_product`. Letters as in its docstring."""
 
     num_rows: int
     """T."""
@@ -167,6 +169,8 @@ class ProductSpec:
     has_zeros: bool = False
     in_parts: bool = False
     dtype: Any = jnp.bfloat16
+    in_float8: bool = False
+    """Whether rows are rounded."""
 
     @property
     def name(self) -> str:
@@ -187,7 +191,12 @@ class ProductSpec:
 
     def call(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Function, arguments as shapes, and keyword arguments."""
-        return quantized_product, self.args(), {"in_parts": self.in_parts}
+        return round_and_multiply if self.in_float8 else quantized_product, self.args(), {"in_parts": self.in_parts}
+
+
+def round_and_multiply(x: jax.Array, weights: ScaledMatrix, *, in_parts: bool = False, **choice: Any) -> jax.Array:
+    """`float8_product` of rows that are rounded first."""
+    return float8_product(float8_rows(x, **choice), weights, in_parts=in_parts, **choice)
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -299,4 +308,8 @@ PRODUCT_SPECS = (
     ProductSpec(256, 24_576, 4096, "int4", 32, has_zeros=True),
     ProductSpec(256, 6144, 4096, "int8", 128, has_zeros=True),
     ProductSpec(300, 1000, 1536, "float8_e4m3fn", 64, dtype=jnp.float16),
+    ProductSpec(64, 6144, 4096, "float8_e4m3fn", 128, in_float8=True),
+    ProductSpec(128, 4096, 12_288, "float8_e4m3fn", 128, in_parts=True, in_float8=True),
+    ProductSpec(256, 24_576, 4096, "float8_e4m3fn", 128, in_float8=True),
+    ProductSpec(300, 1000, 1536, "float8_e4m3fn", 1536, dtype=jnp.float16, in_float8=True),
 )

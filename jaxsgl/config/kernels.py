@@ -18,6 +18,8 @@ OP_OF_NAME = {
     "rotate": "rotate_and_store",
     "norm": "add_and_norm",
     "experts": "grouped_product",
+    "quantized": "quantized_product",
+    "float8": "float8_product",
 }
 BACKENDS_OF_NAME = {
     "decode": ATTENTION_BACKENDS,
@@ -26,6 +28,8 @@ BACKENDS_OF_NAME = {
     "rotate": ("auto", "xla", "triton", "reference"),
     "norm": ("auto", "xla", "triton"),
     "experts": ("auto", "xla", "native", "triton", "mosaic_tpu", "reference"),
+    "quantized": ("auto", "xla", "triton", "reference"),
+    "float8": ("auto", "xla", "triton", "reference"),
 }
 
 

@@ -5,10 +5,13 @@ Called by `kernel_test`.
 
 from __future__ import annotations
 
+import math
+
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layers import norm_dtype
+from jaxsgl.models.layer_spec import DenseMlp
+from jaxsgl.models.layers import norm_dtype, qkv_heads
 from jaxsgl.models.precision import Precision
-from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
+from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape
 
 
 def kernel_shapes(
@@ -31,6 +34,7 @@ def kernel_shapes(
         has_bias=arch.attention_bias and by_heads,
         has_head_norms=arch.qk_norm == "head",
         experts=_expert_shapes(arch, precision, num_devices),
+        matrices=_matrix_shapes(arch, num_devices),
     )
 
 
@@ -47,3 +51,25 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
         ExpertShape(num_experts, 2 * ffn, arch.hidden_size, dtype, top_k, of_tokens=True),
         ExpertShape(num_experts, arch.hidden_size, ffn, dtype, top_k, of_tokens=False),
     )
+
+
+def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]:
+    """Of the layers' quantized matrices that are no experts', each device's part; in the order of a layer."""
+    fmt = arch.weight_format
+    if fmt is None:
+        return ()
+    mlps = [layer.mlp for layer in arch.layers]
+    ffns = dict.fromkeys(mlp.ffn_size if isinstance(mlp, DenseMlp) else mlp.shared_ffn_size for mlp in mlps)
+    hidden, heads = arch.hidden_size, arch.num_heads * arch.head_dim
+    whole = [(math.prod(qkv_heads(arch)), hidden, False), (hidden, heads, True)]
+    whole += [each for ffn in ffns if ffn for each in ((2 * ffn, hidden, False), (hidden, ffn, True))]
+
+    def part(outputs: int, inputs: int, is_cut: bool) -> MatrixShape:
+        group = fmt.group_of(inputs)
+        if not is_cut:
+            return MatrixShape(outputs // num_devices, inputs, fmt.numbers, group, fmt.has_zeros)
+        mine = inputs // num_devices  # which may begin inside a group: see `models/matrix.py`
+        group = mine if group >= inputs else math.gcd(mine, group) if num_devices > 1 else group
+        return MatrixShape(outputs, mine, fmt.numbers, group, fmt.has_zeros)
+
+    return tuple(dict.fromkeys(part(*each) for each in whole))

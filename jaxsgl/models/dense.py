@@ -20,13 +20,13 @@ from jaxsgl.models.latent import LatentAttention
 from jaxsgl.models.layer_spec import DenseMlp, Latent, LayerSpec
 from jaxsgl.models.layers import MLP, Attend, Attention, LayerRows, LayerVectors, Row, norm_dtype, vector
 from jaxsgl.models.lora import ActiveAdapters
-from jaxsgl.models.matrix import Matrices, Matrix, Weights, dequantized
+from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, dequantized, rounds_rows
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import RopeParams, rope_tables
 from jaxsgl.models.tensor_parallel import num_parts, part_index, sum_of_parts
 from jaxsgl.models.vision.tower import Tower
-from pallas_kernels import KernelChoice, add_and_norm
+from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.norm import Update, rms_norm, scale_of, sum_parts
 
@@ -103,7 +103,7 @@ class Decoder(Matrices):
         false where a bucket is padded, which costs no expert's weights; None: all are tokens. `adapters` are those of
         the tokens; None: there are none. `images` take the places of some of the embeddings.
         The chosen experts of each layer are appended to `experts`: `[T, k]` int32, `[T, 0]` of a layer without.
-        `kernels` says what norms and experts run on.
+        `kernels` says what norms, experts and products with quantized weights run on.
         """
         arch, vectors = self.arch, self.vectors
         x_TD = self._embed(token_ids)
@@ -113,25 +113,30 @@ class Decoder(Matrices):
         rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
         first = rows.of(vectors.attention_norm, 0)
-        read_TD = x_TD if first is None else rms_norm(x_TD, scale_of(*first, x_TD.dtype), arch.rms_norm_eps)
+        read_TD: Rows = x_TD if first is None else rms_norm(x_TD, scale_of(*first, x_TD.dtype), arch.rms_norm_eps)
         for index, layer in enumerate(self.layers):
             table = tables[self._rope_of(arch.layers[index])]
             mine = None if adapters is None else adapters.of_layer(index)
-            update_TD: Update = layer.attention(read_TD, vectors, rows, table, index, attend, mine)
-            x_TD, read_TD = self._add(
-                x_TD, update_TD, rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index), kernels
-            )
+            update_TD: Update = layer.attention(read_TD, vectors, rows, table, index, attend, mine, kernels)
+            out_norm, next_norm = rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index)
+            reader = None if isinstance(layer.mlp, MoE) or mine is not None else layer.mlp.matrix("gate_up", kernels)
+            x_TD, read_TD = self._add(x_TD, update_TD, out_norm, next_norm, kernels, reader)
             if isinstance(layer.mlp, MoE):
-                update_TD = layer.mlp(read_TD, is_token, experts, kernels.grouped_product)
+                assert isinstance(read_TD, jax.Array), "routers read rows as they are"
+                update_TD = layer.mlp(read_TD, is_token, experts, kernels)
             else:
-                update_TD = layer.mlp(read_TD, adapters=mine)
+                update_TD = layer.mlp(read_TD, adapters=mine, kernels=kernels)
                 if experts is not None:
                     experts.append(jnp.zeros((len(read_TD), 0), jnp.int32))
             if images is not None and index + 1 < images.num_parts:
                 update_TD = sum_parts(update_TD, x_TD) + images.part(index + 1).astype(x_TD.dtype)
             is_last = index == arch.num_layers - 1
             next_norm = (self.final_norm[...][None], 0) if is_last else rows.of(vectors.attention_norm, index + 1)
-            x_TD, read_TD = self._add(x_TD, update_TD, rows.of(vectors.mlp_out_norm, index), next_norm, kernels)
+            reader = None
+            if not is_last and adapters is None:
+                reader = self.layers[index + 1].attention.reader(kernels)
+            x_TD, read_TD = self._add(x_TD, update_TD, rows.of(vectors.mlp_out_norm, index), next_norm, kernels, reader)
+        assert isinstance(read_TD, jax.Array), "heads read rows as they are"
         return read_TD
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
@@ -162,11 +167,18 @@ class Decoder(Matrices):
         return dict.fromkeys(self._rope_of(spec) for spec in self.arch.layers)
 
     def _add(
-        self, x_TD: jax.Array, update: Update, out_norm: Row | None, next_norm: Row | None, kernels: KernelChoice
-    ) -> tuple[jax.Array, jax.Array]:
+        self,
+        x_TD: jax.Array,
+        update: Update,
+        out_norm: Row | None,
+        next_norm: Row | None,
+        kernels: KernelChoice,
+        reader: Weights | None,
+    ) -> tuple[jax.Array, Rows]:
         """The residual stream with an update, scaled and normalized by `out_norm` if there are such, and what is read.
 
-        That is the stream by `next_norm`, or as it is. `update` is `[T, D]` or in parts, as `add_and_norm` takes it.
+        That is the stream by `next_norm`, or as it is; rounded if the only `reader`, a matrix, takes it so. `update` is
+        `[T, D]` or in parts, as `add_and_norm` takes it.
         """
         eps, scale = self.arch.rms_norm_eps, self.arch.residual_scale
         if scale is not None:
@@ -176,6 +188,8 @@ class Decoder(Matrices):
         if next_norm is None:
             x_TD = x_TD + sum_parts(update, x_TD)
             return x_TD, x_TD
+        if reader is not None and rounds_rows(len(x_TD), x_TD.dtype, reader):
+            return add_and_norm_in_float8(x_TD, update, *next_norm, eps, backend=kernels.add_and_norm)
         return add_and_norm(x_TD, update, *next_norm, eps, backend=kernels.add_and_norm)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -17,8 +17,10 @@ from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import Latent, LayerSpec
 from jaxsgl.models.layers import Attend, LatentQkv, LayerRows, LayerVectors, last_product, vector
 from jaxsgl.models.lora import LayerAdapters
-from jaxsgl.models.matrix import Matrices
+from jaxsgl.models.matrix import Matrices, Rows, Weights
 from jaxsgl.models.precision import product
+from pallas_kernels import KernelChoice
+from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.norm import Update, rms_norm
 
 NORM_EPS = 1e-6  # of the norms of latents, whatever the model's others have
@@ -51,21 +53,27 @@ class LatentAttention(Matrices):
         out = n * mixer.value
         self.declare("o", (d, out), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=out)
 
+    def reader(self, kernels: KernelChoice) -> Weights | None:
+        """Several matrices multiply x."""
+        return None
+
     def __call__(
         self,
-        x_TD: jax.Array,
+        x_TD: Rows,
         vectors: LayerVectors,
         rows: LayerRows,
         tables: tuple[jax.Array, jax.Array],
         layer_index: int,
         attend: Attend,
         adapters: LayerAdapters | None = None,
+        kernels: KernelChoice = AUTO_CHOICE,
     ) -> Update:
         """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them; `tables` are those of R numbers."""
         assert adapters is None, "adapters are refused for models with a latent"
+        assert isinstance(x_TD, jax.Array), "several matrices read rows as they are"
         mixer, dtype = self.mixer, x_TD.dtype
-        q_TNH = self._queries(x_TD)
-        latent_TH = product(x_TD, self.matrix("kv_a"))
+        q_TNH = self._queries(x_TD, kernels)
+        latent_TH = product(x_TD, self.matrix("kv_a", kernels))
         own = rms_norm(latent_TH[:, : mixer.kv_rank], self.kv_a_norm[...], NORM_EPS)
         turned = _turned(latent_TH[:, None, mixer.kv_rank :], tables)
         kv_b = self.matrix("kv_b")
@@ -76,14 +84,14 @@ class LatentAttention(Matrices):
         entries = jnp.concatenate([own[:, None], turned], axis=-1)
         out_TNC = attend(layer_index, LatentQkv(queries.astype(dtype), entries.astype(dtype), mixer.kv_rank), None)
         out = _by_head("tnc,nvc->tnv", out_TNC, values).astype(dtype)
-        return last_product(out.reshape(len(x_TD), -1), self.matrix("o"), None)
+        return last_product(out.reshape(len(x_TD), -1), self.matrix("o", kernels), None)
 
-    def _queries(self, x_TD: jax.Array) -> jax.Array:
+    def _queries(self, x_TD: jax.Array, kernels: KernelChoice) -> jax.Array:
         """`[T, N, D_n + R]`."""
         if self.mixer.q_rank is None:
-            return product(x_TD, self.matrix("q"))
-        low = rms_norm(product(x_TD, self.matrix("q_a")), self.q_a_norm[...], NORM_EPS)
-        return product(low, self.matrix("q_b"))
+            return product(x_TD, self.matrix("q", kernels))
+        low = rms_norm(product(x_TD, self.matrix("q_a", kernels)), self.q_a_norm[...], NORM_EPS)
+        return product(low, self.matrix("q_b", kernels))
 
 
 def _by_head(axes: str, x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -20,11 +20,12 @@ from jax.typing import DTypeLike
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
 from jaxsgl.models.lora import LayerAdapters
-from jaxsgl.models.matrix import Axes, Matrices, Weights
+from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
-from pallas_kernels import FusedQkv
+from pallas_kernels import FusedQkv, KernelChoice
+from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.norm import rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.target import target_device
@@ -185,15 +186,20 @@ class Attention(Matrices):
         self.declare("o", (d, n * h), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=n * h)
         self.o_bias = vector((d,), (None,), dtype, mean=0.0) if arch.attention_out_bias else None
 
+    def reader(self, kernels: KernelChoice) -> Weights | None:
+        """The only matrix that multiplies x; None: there are several."""
+        return self.matrix("qkv", kernels)
+
     def __call__(
         self,
-        x_TD: jax.Array,
+        x_TD: Rows,
         vectors: LayerVectors,
         rows: LayerRows,
         tables: tuple[jax.Array, jax.Array],
         layer_index: int,
         attend: Attend,
         adapters: LayerAdapters | None = None,
+        kernels: KernelChoice = AUTO_CHOICE,
     ) -> jax.Array:
         """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them; `tables` are the tokens' rope tables."""
         cos, sin = tables
@@ -202,8 +208,9 @@ class Attention(Matrices):
             for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm, vectors.sinks)
         )
         row = rows.row(layer_index)
-        fused = product(x_TD, self.matrix("qkv"))
+        fused = product(x_TD, self.matrix("qkv", kernels))
         if adapters is not None:
+            assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
             fused = adapters.add_to_qkv(fused, x_TD)
         if q_norm is not None and q_norm.ndim > 2:
             assert k_norm is not None
@@ -213,7 +220,7 @@ class Attention(Matrices):
         out_TNH = attend(layer_index, qkv, None if sinks is None else sinks[row])
         out = out_TNH.reshape(len(x_TD), -1)
         added = None if adapters is None else adapters.of_output("o_proj", out)
-        return last_product(out, self.matrix("o"), self.o_bias, added)
+        return last_product(out, self.matrix("o", kernels), self.o_bias, added)
 
 
 def _normalize_all_heads(
@@ -263,26 +270,34 @@ class MLP(Matrices):
         self.declare("down", (d, f), (None, "ffn"), dtype, down_format, fan_in=f)
         self.down_bias = vector((d,), (None,), dtype, mean=0.0) if arch.mlp_bias else None
 
-    def __call__(self, x_TD: jax.Array, *, summed: bool = True, adapters: LayerAdapters | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x_TD: Rows,
+        *,
+        summed: bool = True,
+        adapters: LayerAdapters | None = None,
+        kernels: KernelChoice = AUTO_CHOICE,
+    ) -> jax.Array:
         """`[T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them.
 
         Not `summed`, it is what this device adds to the result, for a sum that the caller makes.
         """
-        gate_up = product(x_TD, self.matrix("gate_up"))
+        gate_up = product(x_TD, self.matrix("gate_up", kernels))
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[...]
         if adapters is not None:
+            assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
             gate_up = adapters.add_to_gate_up(gate_up, x_TD)
-        gated = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
-        down = self.matrix("down")
-        if not summed:
-            return _part_of_product(gated, down, self.down_bias)
-        added = None if adapters is None else adapters.of_output("down_proj", gated)
-        return last_product(gated, down, self.down_bias, added)
+        down = self.matrix("down", kernels)
+        if adapters is not None and summed:
+            gated = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
+            return last_product(gated, down, self.down_bias, adapters.of_output("down_proj", gated))
+        rows = gated_rows(gate_up, self.activation, down)
+        return last_product(rows, down, self.down_bias) if summed else _part_of_product(rows, down, self.down_bias)
 
 
 def last_product(
-    x: jax.Array, matrix: Weights, bias: nnx.Param[jax.Array] | None, added: jax.Array | None = None
+    x: Rows, matrix: Weights, bias: nnx.Param[jax.Array] | None, added: jax.Array | None = None
 ) -> jax.Array:
     """The product that goes back to the residual stream, in parts unless there is a bias or more `[T, D]` to add.
 
@@ -292,9 +307,12 @@ def last_product(
         out = _part_of_product(x, matrix, bias)
         return sum_of_parts(out if added is None else out + added)
     out = product_in_parts(x, matrix) if bias is None else product(x, matrix) + bias[...]
-    return out if added is None else sum_parts(out, x) + added
+    if added is None:
+        return out
+    assert isinstance(x, jax.Array), "adapters read rows as they are"
+    return sum_parts(out, x) + added
 
 
-def _part_of_product(x: jax.Array, matrix: Weights, bias: nnx.Param[jax.Array] | None) -> jax.Array:
+def _part_of_product(x: Rows, matrix: Weights, bias: nnx.Param[jax.Array] | None) -> jax.Array:
     out = product(x, matrix)
     return out if bias is None else out + on_first_part(bias[...]).astype(out.dtype)

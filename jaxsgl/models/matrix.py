@@ -12,7 +12,7 @@ of each parameter says which part of a matrix it is, and `weights/quantized.py` 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -22,9 +22,12 @@ from jax.typing import DTypeLike
 
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import all_parts, num_parts, part_index
-from pallas_kernels import ScaledMatrix
+from pallas_kernels import KernelChoice, ScaledMatrix, ScaledRows, float8_product, float8_rows, multiplies_float8
 from pallas_kernels import quantized_product as product_of_groups
+from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
+from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.native import product as native_product
+from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.scaled import per_input, widened
 from pallas_kernels.target import target_device
 
@@ -35,6 +38,11 @@ _SPREAD = {"int8": 73.0, "int4": 4.0, "float8_e4m3fn": 1.0, "bfloat16": 1.0}
 # With more rows XLA's copy of the scaled weights, 4 bytes a weight on a GPU, costs less time than the kernel would lose
 # to products without conversions: from 810 rows on by the forecasts of predict_gpu.py. Not measured.
 MOST_ROWS_OF_KERNEL = 512
+# Up to as many rows a product waits for its weights, and rounding the rows costs more time than it saves, by the
+# forecasts of predict_gpu.py. Not measured.
+MOST_ROWS_AS_THEY_ARE = 64
+
+Rows: TypeAlias = jax.Array | ScaledRows  # `[T, D]`
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Matrix:
       order: `[in]` int32, the input that each column multiplies, or None for columns in their order.
       group: how many inputs share a scale; the last group may be cut.
       is_cut: these are one device's part of the columns, and `order` names inputs of all devices.
+      kernels: what its products run on.
     """
 
     numbers: jax.Array
@@ -56,6 +65,7 @@ class Matrix:
     order: jax.Array | None
     group: int
     is_cut: bool = False
+    kernels: KernelChoice = AUTO_CHOICE
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,7 +79,7 @@ class Matrix:
             return array.at[ids].get(mode="clip")
 
         zero = None if self.zero is None else take(self.zero)
-        return Matrix(take(self.numbers), take(self.scale), zero, self.order, self.group)
+        return replace(self, numbers=take(self.numbers), scale=take(self.scale), zero=zero)
 
 
 Weights: TypeAlias = jax.Array | Matrix
@@ -105,8 +115,8 @@ class Matrices(nnx.Module):
             param = nnx.Param(zeros, axes=part_axes, mean=mean, std=deviation, part=part, format=fmt)
             setattr(self, part_name(name, part), param)
 
-    def matrix(self, name: str) -> Weights:
-        """The matrix of that name: an array, or a `Matrix` if it is quantized."""
+    def matrix(self, name: str, kernels: KernelChoice = AUTO_CHOICE) -> Weights:
+        """The matrix of that name: an array, or a `Matrix` if it is quantized, whose products run on `kernels`."""
         numbers: Any = getattr(self, name)
         if getattr(self, part_name(name, "scale"), None) is None:
             array: jax.Array = numbers[...]
@@ -114,7 +124,7 @@ class Matrices(nnx.Module):
         scale, zero, order = (self._part(name, part) for part in PARTS[1:])
         assert scale is not None
         fmt: WeightFormat = numbers.get_metadata("format")
-        whole = Matrix(numbers[...], scale, zero, order, fmt.group_of(numbers.shape[-1]))
+        whole = Matrix(numbers[...], scale, zero, order, fmt.group_of(numbers.shape[-1]), kernels=kernels)
         is_cut = num_parts() > 1 and numbers.get_metadata("axes")[-1] is not None
         return _with_scales_of_part(whole) if is_cut else whole
 
@@ -133,7 +143,7 @@ def _with_scales_of_part(matrix: Matrix) -> Matrix:
     if order is not None:
         order = jax.lax.dynamic_slice_in_dim(order, part_index() * num_in, num_in)
     if scale.shape[-1] == 1:
-        return Matrix(matrix.numbers, scale, zero, order, num_in, is_cut=True)
+        return replace(matrix, order=order, group=num_in, is_cut=True)
     group = math.gcd(num_in, matrix.group)
     first = part_index() * num_in
     groups = (first + group * jnp.arange(num_in // group, dtype=jnp.int32)) // matrix.group
@@ -141,7 +151,8 @@ def _with_scales_of_part(matrix: Matrix) -> Matrix:
     def of_part(array: jax.Array) -> jax.Array:
         return array.at[..., groups].get(mode="promise_in_bounds")
 
-    return Matrix(matrix.numbers, of_part(scale), None if zero is None else of_part(zero), order, group, is_cut=True)
+    zero = None if zero is None else of_part(zero)
+    return replace(matrix, scale=of_part(scale), zero=zero, order=order, group=group, is_cut=True)
 
 
 def part_name(name: str, part: str) -> str:
@@ -164,15 +175,39 @@ def without_zeros(numbers: jax.Array, zero: jax.Array, group: int) -> jax.Array:
     return numbers - per_input(zero, group, numbers.shape[-1]).astype(numbers.dtype)
 
 
-def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike, *, in_parts: bool = False) -> jax.Array:
+def rounds_rows(num_rows: int, dtype: DTypeLike, weights: Weights) -> bool:
+    """Whether products of so many rows in `dtype` with the weights round the rows to float8.
+
+    They do where a kernel multiplies float8 with float8, which no conversion slows down.
+    """
+    if num_rows <= MOST_ROWS_AS_THEY_ARE or not isinstance(weights, Matrix) or weights.numbers.dtype != FLOAT8:
+        return False
+    return weights.order is None and multiplies_float8(dtype, _flat(weights), backend=weights.kernels.float8_product)
+
+
+def gated_rows(gate_up: jax.Array, activation: str, weights: Weights) -> Rows:
+    """activation(gate) * up of `[T, 2, F]`, for a product with the weights; if it rounds, in one kernel."""
+    if rounds_rows(len(gate_up), gate_up.dtype, weights):
+        assert isinstance(weights, Matrix)
+        return float8_rows(gate_up, activation, backend=weights.kernels.float8_product)
+    return ACTIVATIONS[activation](gate_up[:, 0]) * gate_up[:, 1]
+
+
+def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts: bool = False) -> jax.Array:
     """`x [T, D]` times `weights [..., D]`, as `precision.product` returns it: `[T, ...]` in `dtype`.
 
     With `in_parts` it may be parts, `[P, T, ...]` float32, as `precision.product_in_parts` returns them.
 
     On a CPU, int8 without zeros and bfloat16 have kernels. Otherwise this multiplies in the format of x, with sums in
     float32. One scale per output is multiplied into the sums, and XLA converts the numbers as it multiplies; those of
-    groups are `pallas_kernels.quantized_product`'s.
+    groups are `pallas_kernels.quantized_product`'s. Many rows are rounded to float8 where `rounds_rows` says so.
     """
+    if isinstance(x_TD, jax.Array) and rounds_rows(len(x_TD), x_TD.dtype, weights):
+        x_TD = float8_rows(x_TD, backend=weights.kernels.float8_product)
+    if isinstance(x_TD, ScaledRows):
+        of_float8 = weights.kernels.float8_product
+        sums = float8_product(x_TD, _flat(weights), dtype, in_parts=in_parts, backend=of_float8)
+        return sums.reshape(*sums.shape[:-1], *weights.shape[:-1])
     rows = x_TD.astype(jnp.float32) if target_device().platform == "cpu" else x_TD  # XLA has no 16 bit dot for all CPUs
     if weights.order is not None:
         rows = (all_parts(rows, axis=1) if weights.is_cut else rows)[:, weights.order]
@@ -190,14 +225,19 @@ def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike, *, in_
 
 def _grouped_product(rows_TD: jax.Array, weights: Matrix, dtype: DTypeLike, in_parts: bool) -> jax.Array:
     """`[T, N]` in `dtype`, or parts of it `[P, T, N]` float32, where groups of inputs have scales or zeros."""
+    chosen = weights.kernels.quantized_product
+    backend = XLA if chosen == AUTO and len(rows_TD) > MOST_ROWS_OF_KERNEL else chosen
+    return product_of_groups(rows_TD, _flat(weights), dtype, in_parts=in_parts, backend=backend)
+
+
+def _flat(weights: Matrix) -> ScaledMatrix:
+    """The matrix with one axis of outputs."""
 
     def flat(part: jax.Array) -> jax.Array:
         return part.reshape(-1, part.shape[-1])
 
     zero = None if weights.zero is None else flat(weights.zero)
-    matrix = ScaledMatrix(flat(weights.numbers), flat(weights.scale), zero, weights.group)
-    backend = "auto" if len(rows_TD) <= MOST_ROWS_OF_KERNEL else "xla"
-    return product_of_groups(rows_TD, matrix, dtype, in_parts=in_parts, backend=backend)
+    return ScaledMatrix(flat(weights.numbers), flat(weights.scale), zero, weights.group)
 
 
 def _native_product(rows_TD: jax.Array, weights: Matrix) -> jax.Array | None:

@@ -17,8 +17,16 @@ from jaxsgl.models.matrix import Matrices, Matrix, Weights
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
-from pallas_kernels import Choices, Groups, choose_experts, gated_product, group_by_expert, grouped_product
-from pallas_kernels.choice import AUTO, XLA
+from pallas_kernels import (
+    Choices,
+    Groups,
+    KernelChoice,
+    choose_experts,
+    gated_product,
+    group_by_expert,
+    grouped_product,
+)
+from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
 from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.norm import Update, sum_parts
 from pallas_kernels.target import target_device
@@ -61,15 +69,16 @@ class MoE(Matrices):
         x_TD: jax.Array,
         is_token: jax.Array | None = None,
         told: list[jax.Array] | None = None,
-        backend: str = AUTO,
+        kernels: KernelChoice = AUTO_CHOICE,
     ) -> Update:
         """`[T, D]` to `[T, D]`. Tokens where `is_token [T]` is false go to no expert.
 
         On a GPU the results of experts may be left to the reader to add up, which saves a kernel.
 
-        The experts of all tokens, `[T, k]` int32, are appended to `told`. `backend` is that of `grouped_product`; with
-        "xla" all that experts need is XLA's.
+        The experts of all tokens, `[T, k]` int32, are appended to `told`. With "xla" for `grouped_product` all that
+        experts need is XLA's.
         """
+        backend = kernels.grouped_product
         bias_E = None if self.choice_bias is None else self.choice_bias[...]
         others = XLA if backend == XLA else AUTO
         experts_Tk, shares_Tk = choose_experts(self.spec.router, self._logits(x_TD), bias_E, backend=others)
@@ -89,7 +98,7 @@ class MoE(Matrices):
         if self.shared is None and num_parts() == 1 and target_device().platform == "gpu":
             return choices
         out_TD = choices.total()
-        return sum_of_parts(out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD))
+        return sum_of_parts(out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD, kernels))
 
     def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights, backend: str) -> jax.Array:
         """What lies between the two products, `[M, F]`."""
@@ -111,8 +120,8 @@ class MoE(Matrices):
             return product_in_parts(x_TD, router, jnp.float32)
         return product(x_TD, router, jnp.float32) + self.router_bias[...].astype(jnp.float32)
 
-    def _shared(self, shared: MLP, x_TD: jax.Array) -> jax.Array:
-        out_TD = sum_parts(shared(x_TD, summed=num_parts() == 1), x_TD)
+    def _shared(self, shared: MLP, x_TD: jax.Array, kernels: KernelChoice) -> jax.Array:
+        out_TD = sum_parts(shared(x_TD, summed=num_parts() == 1, kernels=kernels), x_TD)
         return out_TD * jax.nn.sigmoid(product(x_TD, self.matrix("shared_gate"))) if self.spec.shared_gate else out_TD
 
 

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jaxsgl.errors import ConfigError
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.matrix import Matrix, Weights, quantized_product
+from jaxsgl.models.matrix import Matrix, Rows, Weights, quantized_product
 from jaxsgl.models.quantization import FP8_E4M3
 from pallas_kernels.native import library as native_library
 from pallas_kernels.native import product as native_product
@@ -92,7 +92,7 @@ def cpu_multiplies_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
     return not BFLOAT16_FLAGS.isdisjoint(processor_flags(cpuinfo)) or native_library.load() is None
 
 
-def product(x_TD: jax.Array, weights: Weights, dtype: DTypeLike | None = None) -> jax.Array:
+def product(x_TD: Rows, weights: Weights, dtype: DTypeLike | None = None) -> jax.Array:
     """`x [T, D]` times `weights [..., D]`, as checkpoints store them: `[T, ...]` in `dtype` (default: x's).
 
     Multiplies in the weights' format and adds up in `dtype`; quantized weights as `quantized_product` says.
@@ -100,6 +100,7 @@ def product(x_TD: jax.Array, weights: Weights, dtype: DTypeLike | None = None) -
     dtype = dtype or x_TD.dtype
     if isinstance(weights, Matrix):
         return quantized_product(x_TD, weights, dtype)
+    assert isinstance(x_TD, jax.Array), "rows are rounded for quantized weights"
     matrix = weights.reshape(-1, weights.shape[-1])
     rows = x_TD.astype(weights.dtype)
     if dtype == jnp.float32 and native_product.refuse(x_TD, matrix) is None:
@@ -111,7 +112,7 @@ def product(x_TD: jax.Array, weights: Weights, dtype: DTypeLike | None = None) -
     return out.reshape(len(rows), *weights.shape[:-1])
 
 
-def product_in_parts(x_TD: jax.Array, weights_ND: Weights, dtype: DTypeLike | None = None) -> jax.Array:
+def product_in_parts(x_TD: Rows, weights_ND: Weights, dtype: DTypeLike | None = None) -> jax.Array:
     """`x [T, D]` times `weights [N, D]`, for a reader that adds up parts itself: `[P, T, N]` float32, or `[T, N]`.
 
     What is in one part is in `dtype` (default: x's).
@@ -123,6 +124,7 @@ def product_in_parts(x_TD: jax.Array, weights_ND: Weights, dtype: DTypeLike | No
     device = target_device()
     if isinstance(weights_ND, Matrix):
         return quantized_product(x_TD, weights_ND, x_TD.dtype if dtype is None else dtype, in_parts=True)
+    assert isinstance(x_TD, jax.Array), "rows are rounded for quantized weights"
     if device.platform != "gpu" or weights_ND.dtype.itemsize > 2:
         return product(x_TD, weights_ND, dtype)
     num_parts = num_parts_of(len(x_TD), weights_ND.shape[0], weights_ND.shape[1], device.num_cores)

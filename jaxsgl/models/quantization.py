@@ -72,6 +72,11 @@ class WeightFormat:
         return num_inputs if self.group is None else self.group
 
     @property
+    def is_in_groups(self) -> bool:
+        """Whether sums can't be scaled after the product: scales of groups, or zero points."""
+        return self.group is not None or self.has_zeros
+
+    @property
     def of_experts(self) -> WeightFormat | None:
         """The format of experts' matrices: this one, if it has a scale per output; None: they are dequantized.
 

@@ -86,9 +86,13 @@ def test(request: Request, say: Callable[[News], None], cases_of: Cases) -> None
 
 
 def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
-    """A kernel that rotates stores too, and only mixtures have experts."""
+    """A kernel that rotates stores too, only mixtures have experts, and few models weights in groups or of float8."""
     if op == "grouped_product":
         return bool(request.shapes["experts"])
+    if op == "quantized_product":
+        return any(each.is_in_groups for each in KernelShapes.from_json(request.shapes).matrices)
+    if op == "float8_product":
+        return any(each.may_be_in_float8 for each in KernelShapes.from_json(request.shapes).matrices)
     on_xla = any(each.op == "rotate_and_store" and each.backend == XLA for each in known)
     return op != "store_kv" or on_xla
 

@@ -17,12 +17,16 @@ import numpy as np
 
 from pallas_kernels.api import (
     add_and_norm,
+    add_and_norm_in_float8,
     choose_experts,
+    float8_product,
+    float8_rows,
     gated_product,
     group_by_expert,
     grouped_product,
     paged_decode_attention,
     paged_extend_attention,
+    quantized_product,
     rotate_and_store,
     store_kv,
 )
@@ -32,8 +36,9 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv, numbers_dtype, to_numbers
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.routing import Router
+from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 from pallas_kernels.selftest.batches import Array, normal, pages_of, scattered_pages, slots_of, used_places
-from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
+from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape
 
 RUNS = 3  # with the same inputs: a race shows in some of them
 # Error of a token's row over its norm. Numbers of 16 bits have 0.2 to 0.5%, float8 that is stored up to 6%; a row
@@ -42,6 +47,7 @@ TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 2e-2}
 FLOAT8_TOLERANCE = 8e-2
 ROW, EPS, NUM_PARTS = 1, 1e-6, 4  # of norms: the layer's row, what is added to squares, and parts of an update
 MANY_ROWS, MOST_EXPERTS, EXPERT_TOKENS, LONGEST_WINDOW = 256, 16, 67, 8192
+MATRIX_ROWS, MOST_OUTPUTS = ((5, 300), (33, 100)), 2000  # rows of matrices by turns, for each of a kernel's tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +182,8 @@ def _stored(
 
 
 def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
-    """A whole update, and one in parts."""
+    """A whole update, and one in parts, whose norm is rounded to float8 if products read that."""
+    rounds = any(each.may_be_in_float8 and each.inputs == shapes.hidden_size for each in shapes.matrices)
     for num_tokens, parts in ((300, ()), (37, (NUM_PARTS,))):
         keys = jax.random.split(jax.random.key(3), 3)
         dtype = jnp.dtype(shapes.dtype)
@@ -192,10 +199,24 @@ def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
             functools.partial(_added, x, update, scales),
             functools.partial(_added, *wide, "xla", False),
         )
+        if rounds:
+            yield Case(
+                f"{num_tokens} tokens in float8",
+                FLOAT8_TOLERANCE,
+                functools.partial(_added_in_float8, x, update, scales),
+                functools.partial(_added_in_float8, *wide, "xla", False),
+            )
 
 
 def _added(x: jax.Array, update: jax.Array, scales: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
     return list(_norm_jit(x, update, scales, backend=backend, interpret=interpret))
+
+
+def _added_in_float8(
+    x: jax.Array, update: jax.Array, scales: jax.Array, backend: str, interpret: bool
+) -> list[jax.Array]:
+    total, normed = _rounded_norm_jit(x, update, scales, backend=backend, interpret=interpret)
+    return [total, normed.values(jnp.float32)]
 
 
 def product_cases(shapes: KernelShapes) -> Iterator[Case]:
@@ -257,6 +278,84 @@ def _product(shapes: KernelShapes, expert: ExpertShape, *, gated: bool = False) 
     )
 
 
+def quantized_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """Few rows and many times each matrix in groups, whole and as parts that are added up."""
+    matrices = [each for each in shapes.matrices if each.is_in_groups]
+    for number, matrix in enumerate(matrices):
+        for num_rows in MATRIX_ROWS[number % len(MATRIX_ROWS)]:
+            yield _quantized(shapes, matrix, num_rows, in_parts=number % 2 == 1)
+
+
+def _quantized(shapes: KernelShapes, matrix: MatrixShape, num_rows: int, *, in_parts: bool) -> Case:
+    weights = _weights(matrix)
+    x = normal(jax.random.key(8), 1.0, shape=(num_rows, matrix.inputs), dtype=jnp.dtype(shapes.dtype))
+
+    def call(x: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+        out = _quantized_jit(x, weights, in_parts=in_parts, backend=backend, interpret=interpret)
+        return [out.sum(axis=0) if out.ndim == 3 else out]
+
+    return Case(
+        f"{num_rows} rows, {matrix.outputs} x {matrix.inputs} {matrix.numbers}",
+        TOLERANCE[shapes.dtype],
+        functools.partial(call, x),
+        functools.partial(call, x.astype(jnp.float32), XLA, False),
+    )
+
+
+def float8_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """Rows that are rounded, by the kernel or by XLA, and multiplied; and gated units that are rounded."""
+    matrices = [each for each in shapes.matrices if each.may_be_in_float8]
+    for number, matrix in enumerate(matrices):
+        num_rows = MATRIX_ROWS[0][1] if number % 2 == 0 else MATRIX_ROWS[1][1]
+        yield _in_float8(shapes, matrix, num_rows, in_parts=number % 2 == 1)
+        yield _gated_rows(shapes, matrix, num_rows)
+
+
+def _in_float8(shapes: KernelShapes, matrix: MatrixShape, num_rows: int, *, in_parts: bool) -> Case:
+    weights = _weights(matrix)
+    x = normal(jax.random.key(8), 1.0, shape=(num_rows, matrix.inputs), dtype=jnp.dtype(shapes.dtype))
+
+    def call(x: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+        out = _float8_jit(_rows_jit(x, backend=backend, interpret=interpret), weights, in_parts, backend, interpret)
+        return [out.sum(axis=0) if out.ndim == 3 else out]
+
+    return Case(
+        f"{num_rows} rows in float8, {matrix.outputs} x {matrix.inputs}",
+        TOLERANCE["bfloat16"],
+        functools.partial(call, x),
+        functools.partial(call, x, XLA, False),
+    )
+
+
+def _gated_rows(shapes: KernelShapes, matrix: MatrixShape, num_rows: int) -> Case:
+    x = normal(jax.random.key(8), 1.0, shape=(num_rows, 2, matrix.inputs), dtype=jnp.dtype(shapes.dtype))
+
+    def call(x: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+        return [_rows_jit(x, activation="silu", backend=backend, interpret=interpret).values(jnp.float32)]
+
+    return Case(
+        f"{num_rows} gated rows of {matrix.inputs} in float8",
+        FLOAT8_TOLERANCE,  # a number that lies between two others may become either
+        functools.partial(call, x),
+        functools.partial(call, x.astype(jnp.float32), XLA, False),
+    )
+
+
+def _weights(matrix: MatrixShape) -> ScaledMatrix:
+    """Random numbers that use the range of their format, as many outputs as show a kernel's tiles."""
+    keys = jax.random.split(jax.random.key(9), 3)
+    shape = min(matrix.outputs, MOST_OUTPUTS), matrix.inputs
+    groups = shape[0], -(-matrix.inputs // matrix.group)
+    if jnp.issubdtype(jnp.dtype(matrix.numbers), jnp.integer):
+        most = jnp.iinfo(jnp.dtype(matrix.numbers)).max
+        numbers = jax.random.randint(keys[0], shape, -most, most + 1).astype(matrix.numbers)
+    else:
+        numbers = normal(keys[0], 1.0, shape=shape, dtype=jnp.dtype(matrix.numbers))
+    scale = jax.random.uniform(keys[1], groups, jnp.float32, 0.5, 1.5)
+    zero = jax.random.randint(keys[2], groups, -8, 8).astype(jnp.int8) if matrix.has_zeros else None
+    return ScaledMatrix(numbers, scale, zero, matrix.group)
+
+
 CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
     "rotate_and_store": rotate_cases,
     "store_kv": store_cases,  # after the one that may do without it
@@ -264,6 +363,8 @@ CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
     "paged_extend_attention": extend_cases,
     "add_and_norm": norm_cases,
     "grouped_product": product_cases,
+    "quantized_product": quantized_cases,
+    "float8_product": float8_cases,
 }
 
 _decode_jit = jax.jit(paged_decode_attention, static_argnames=("options", "backend", "interpret"))
@@ -271,7 +372,21 @@ _extend_jit = jax.jit(paged_extend_attention, static_argnames=("options", "backe
 _rotate_jit = jax.jit(rotate_and_store, static_argnames=("backend", "interpret"))
 _store_jit = jax.jit(store_kv, static_argnames=("backend", "interpret"))
 _norm_jit = jax.jit(functools.partial(add_and_norm, row=ROW, eps=EPS), static_argnames=("backend", "interpret"))
+_rounded_norm_jit = jax.jit(
+    functools.partial(add_and_norm_in_float8, row=ROW, eps=EPS), static_argnames=("backend", "interpret")
+)
 _product_jit = jax.jit(grouped_product, static_argnames=("of_tokens", "backend", "interpret"))
+_quantized_jit = jax.jit(
+    functools.partial(quantized_product, dtype=jnp.float32), static_argnames=("in_parts", "backend", "interpret")
+)
+_rows_jit = jax.jit(float8_rows, static_argnames=("activation", "backend", "interpret"))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _float8_jit(rows: ScaledRows, weights: ScaledMatrix, in_parts: bool, backend: str, interpret: bool) -> jax.Array:
+    return float8_product(rows, weights, jnp.float32, in_parts=in_parts, backend=backend, interpret=interpret)
+
+
 _gated_jit = jax.jit(gated_product, static_argnames=("activation", "of_tokens", "backend", "interpret"))
 
 

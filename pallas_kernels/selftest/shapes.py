@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_kv import FLOAT8
+from pallas_kernels.scaled import ROW_GROUP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,28 @@ class ExpertShape:
     top_k: int
     of_tokens: bool
     """Whether its rows are tokens' or places'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixShape:
+    """Quantized weights `[outputs, inputs]`, of which `group` inputs share a scale."""
+
+    outputs: int
+    inputs: int
+    numbers: str
+    """dtype of the numbers."""
+    group: int
+    has_zeros: bool = False
+
+    @property
+    def is_in_groups(self) -> bool:
+        """Whether it takes a `quantized_product`: one scale per output is multiplied into the sums of any product."""
+        return self.group < self.inputs or self.has_zeros
+
+    @property
+    def may_be_in_float8(self) -> bool:
+        """Whether it takes a `float8_product` where its rows are many."""
+        return self.numbers == FLOAT8.dtype.name and not (self.inputs % ROW_GROUP or self.group % ROW_GROUP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +76,18 @@ class KernelShapes:
     has_head_norms: bool = False
     """Whether queries and keys are normalized head by head."""
     experts: tuple[ExpertShape, ...] = ()
+    matrices: tuple[MatrixShape, ...] = ()
+    """Those that are quantized, but for experts'."""
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes."""
         values = dataclasses.asdict(self)
-        return {**values, "attention": list(values["attention"]), "experts": list(values["experts"])}
+        return {**values, **{name: list(values[name]) for name in ("attention", "experts", "matrices")}}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> KernelShapes:
         """The shapes that `as_json` wrote."""
         attention = tuple(AttentionOptions(**each) for each in values["attention"])
         experts = tuple(ExpertShape(**each) for each in values["experts"])
-        return cls(**{**values, "attention": attention, "experts": experts})
+        matrices = tuple(MatrixShape(**each) for each in values["matrices"])
+        return cls(**{**values, "attention": attention, "experts": experts, "matrices": matrices})

@@ -6,6 +6,8 @@ from pallas_kernels.triton.choose_experts import choose_experts, refuse_choose_e
 from pallas_kernels.triton.common import refuse_attention
 from pallas_kernels.triton.decode import decode_attention
 from pallas_kernels.triton.extend import extend_attention
+from pallas_kernels.triton.float8_product import float8_product, refuse_float8_product
+from pallas_kernels.triton.float8_rows import float8_rows
 from pallas_kernels.triton.group_by_expert import group_by_expert
 from pallas_kernels.triton.grouped_product import (
     gated_product,
@@ -29,6 +31,8 @@ BACKEND = Backend(
     gated_product,
     choose_experts,
     group_by_expert,
+    float8_rows,
+    float8_product,
     refuse_decode=refuse_attention,
     refuse_extend=refuse_attention,
     refuse_store=refuse_store,
@@ -38,6 +42,7 @@ BACKEND = Backend(
     refuse_gated_product=refuse_gated_product,
     refuse_choose_experts=refuse_choose_experts,
     refuse_quantized_product=refuse_quantized_product,
+    refuse_float8_product=refuse_float8_product,
     platform="gpu",
     has_interpreter=True,
 )

@@ -13,6 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.norm import Update
+from pallas_kernels.paged_kv import FLOAT8
+from pallas_kernels.scaled import ROW_GROUP, ScaledRows
+from pallas_kernels.triton.float8_rows import rounded_groups
 from pallas_kernels.triton.tiles import index_of
 
 # A program holds a row in registers, 32 numbers of it in a thread of 16 warps.
@@ -27,32 +30,35 @@ def refuse_add_and_norm(x: jax.Array, update: Update) -> str | None:
 
 
 def add_and_norm(
-    x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
+    x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float, in_float8: bool, interpret: bool
+) -> tuple[jax.Array, jax.Array | ScaledRows]:
     """See `backend.AddAndNorm`."""
-    return _of_any_row(x, update, scales, index_of(row), eps, interpret)
+    return _of_any_row(x, update, scales, index_of(row), eps, in_float8, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "in_float8", "interpret"))
 def _of_any_row(
-    x: jax.Array, update: Update, scales: jax.Array, row: jax.Array, eps: float, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
+    x: jax.Array, update: Update, scales: jax.Array, row: jax.Array, eps: float, in_float8: bool, interpret: bool
+) -> tuple[jax.Array, jax.Array | ScaledRows]:
     """The same with the scales of row `[1]`."""
     width = pl.next_power_of_2(x.shape[1])
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    total, normed = pl.pallas_call(
-        functools.partial(_kernel, eps=eps, width=width),
-        out_shape=(out, out),
+    groups = (x.shape[0], x.shape[1] // ROW_GROUP)
+    rounded = jax.ShapeDtypeStruct(x.shape, FLOAT8), jax.ShapeDtypeStruct(groups, jnp.float32)
+    total, *normed = pl.pallas_call(
+        functools.partial(_kernel, eps=eps, width=width, in_float8=in_float8),
+        out_shape=(out, *(rounded if in_float8 else (out,))),
         grid=(x.shape[0],),
         compiler_params=plgpu.CompilerParams(num_warps=min(max(width // 256, 1), 16)),  # 8 numbers a thread
         interpret=interpret,
         name="add_and_norm",
     )(row, x, *jax.tree.leaves(update), scales)
-    return total, normed
+    return total, ScaledRows(normed[0], normed[1], x.dtype) if in_float8 else normed[0]
 
 
-def _kernel(row_ref: Any, x_ref: Any, *refs: Any, eps: float, width: int) -> None:
-    *update_refs, scales_ref, total_ref, normed_ref = refs
+def _kernel(row_ref: Any, x_ref: Any, *refs: Any, eps: float, width: int, in_float8: bool) -> None:
+    num_results = 3 if in_float8 else 2
+    (*update_refs, scales_ref), (total_ref, *normed_refs) = refs[:-num_results], refs[-num_results:]
     row = row_ref[0]  # first: the scales wait for it while the sum is computed
     token = pl.program_id(0)
     size = x_ref.shape[1]
@@ -79,4 +85,11 @@ def _kernel(row_ref: Any, x_ref: Any, *refs: Any, eps: float, width: int) -> Non
     inverse_rms = lax.rsqrt(jnp.sum(total32 * total32) / size + eps)
     normed = total32 * inverse_rms * load(scales_ref, row)
     plgpu.store(total_ref.at[token, column], total, mask=is_real)
-    plgpu.store(normed_ref.at[token, column], normed.astype(dtype), mask=is_real)
+    if not in_float8:
+        plgpu.store(normed_refs[0].at[token, column], normed.astype(dtype), mask=is_real)
+        return
+    numbers_ref, scale_ref = normed_refs
+    numbers, scale = rounded_groups(normed.astype(dtype).astype(jnp.float32))
+    group = jnp.arange(len(scale), dtype=jnp.int32)
+    plgpu.store(numbers_ref.at[token, column], numbers, mask=is_real)
+    plgpu.store(scale_ref.at[token, group], scale, mask=group < scale_ref.shape[1])

@@ -23,7 +23,7 @@ from pallas_kernels.triton.common import MIN_DOT, tile_rows_for
 from pallas_kernels.triton.tiles import load_rows
 
 _NUMBERS = (jnp.int4, jnp.int8, FLOAT8)
-_MOST_BYTES = 2**31  # of weights: see `tiles` for offsets
+MOST_BYTES = 2**31  # of weights: see `tiles` for offsets
 _MOST_PARTS, _PROGRAMS_PER_CORE = 8, 1.5
 # Scales nearer to 0 count as this one: a ratio of scales has to be finite, and weights of 1e-22 add nothing.
 _SMALLEST_SCALE = 2.0**-80
@@ -38,8 +38,8 @@ def refuse_quantized_product(x: jax.Array, weights: ScaledMatrix) -> str | None:
         return f"the weights are {numbers.dtype}; it takes int4, int8 and {FLOAT8.dtype}"
     if group % MIN_DOT or weights.num_inputs % group:
         return f"{weights.num_inputs} inputs are in groups of {group}; it takes whole groups of multiples of {MIN_DOT}"
-    if numbers.size > _MOST_BYTES:
-        return f"the weights are {numbers.size} {numbers.dtype}; it takes {_MOST_BYTES}"
+    if numbers.size > MOST_BYTES:
+        return f"the weights are {numbers.size} {numbers.dtype}; it takes {MOST_BYTES}"
     if numbers.dtype == FLOAT8 and not (target_device().converts_float8 or target_device().platform == "cpu"):
         return f"{target_device().kind} has no instructions for float8"
     return None
@@ -55,7 +55,7 @@ def quantized_product(
     tile_outputs = tile_rows_for(sizes["tile_outputs"])
     depth = min(sizes["tile_inputs"], weights.group & -weights.group)
     tiles = pl.cdiv(num_rows, sizes["tile_rows"]), pl.cdiv(num_outputs, tile_outputs)
-    num_parts = _num_parts(tiles[0] * tiles[1], weights.scale.shape[1]) if in_parts else 1
+    num_parts = num_parts_of(tiles[0] * tiles[1], weights.scale.shape[1]) if in_parts else 1
     numbers = weights.numbers
     if numbers.dtype == jnp.int4:  # two to a byte, the first one in the lower bits: moves no data
         numbers = lax.bitcast_convert_type(numbers.reshape(num_outputs, -1, 2), jnp.uint8)
@@ -75,12 +75,12 @@ def quantized_product(
     return y if num_parts > 1 else y.reshape(num_rows, num_outputs)
 
 
-def _num_parts(num_tiles: int, num_groups: int) -> int:
-    """Parts of each sum: a power of two that divides the groups, for one and a half programs a multiprocessor."""
+def num_parts_of(num_tiles: int, num_groups: int, programs_per_core: float = _PROGRAMS_PER_CORE) -> int:
+    """Parts of each sum: a power of two that divides the groups, for that many programs a multiprocessor."""
     parts = 1
     while (
         2 * parts <= _MOST_PARTS
-        and parts * num_tiles < _PROGRAMS_PER_CORE * target_device().num_cores
+        and parts * num_tiles < programs_per_core * target_device().num_cores
         and num_groups % (2 * parts) == 0
     ):
         parts *= 2

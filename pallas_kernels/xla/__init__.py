@@ -3,6 +3,7 @@
 from pallas_kernels.backend import Backend
 from pallas_kernels.xla.decode import decode_attention
 from pallas_kernels.xla.extend import extend_attention
+from pallas_kernels.xla.float8_product import float8_product, float8_rows
 from pallas_kernels.xla.grouped_product import grouped_product
 from pallas_kernels.xla.quantized_product import quantized_product
 from pallas_kernels.xla.store import store_kv
@@ -14,4 +15,6 @@ BACKEND = Backend(
     store_kv,
     grouped_product=grouped_product,
     quantized_product=quantized_product,
+    float8_rows=float8_rows,
+    float8_product=float8_product,
 )

@@ -1,7 +1,7 @@
-"""The process that tests kernels, with an extend in C++ that fails on purpose: `python -m ... HOW COUNTER`.
+"""The process that tests kernels, one of which fails on purpose: `python -m ... HOW COUNTER [OP]`.
 
-HOW is "wrong", "raises", "crashes", "hangs" or "right". Appends a line to the file COUNTER, so that a test can count
-the processes.
+OP is an extend in C++ unless it is "quantized_product", on Triton. HOW is "wrong", "raises", "crashes", "hangs" or
+"right". Appends a line to the file COUNTER, so that a test can count the processes.
 """
 
 from __future__ import annotations
@@ -17,36 +17,62 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels import tuning
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.selftest import __main__ as child
 from pallas_kernels.selftest import cases
 from pallas_kernels.selftest.shapes import KernelShapes
 
-HOW, COUNTER = sys.argv[1], Path(sys.argv[2])
-NATIVE = BACKEND_OF_NAME["native"]
+HOW, COUNTER, OP = sys.argv[1], Path(sys.argv[2]), (*sys.argv[3:], "paged_extend_attention")[0]
+NATIVE, TRITON, REFERENCE = (BACKEND_OF_NAME[name] for name in ("native", "triton", "reference"))
 
 
-def extend(q: Any, offsets: Any, *rest: Any) -> Any:
-    """As Hopper's was: queries are zeros where a sequence's first token stands at no multiple of 8."""
+def fail() -> None:
+    """Doesn't return, unless the kernel is to be right or wrong."""
     if HOW == "raises":
         raise RuntimeError("no such instruction")
     if HOW == "crashes":
         ctypes.string_at(0)
     while HOW == "hangs":
         time.sleep(1)
+
+
+def extend(q: Any, offsets: Any, *rest: Any) -> Any:
+    """As Hopper's was: queries are zeros where a sequence's first token stands at no multiple of 8."""
+    fail()
     owners = jnp.searchsorted(offsets, jnp.arange(len(q)), side="right") - 1
     clipped = (offsets[owners] % 8 != 0) & (HOW == "wrong")
     return NATIVE.extend(jnp.where(clipped[:, None, None], 0, q), offsets, *rest)
 
 
-def one_extend(shapes: KernelShapes) -> Iterator[cases.Case]:
-    return itertools.islice(cases.extend_cases(shapes), 1)
+def product(x: Any, weights: Any, *rest: Any) -> Any:
+    """Takes the first scale of an output for those of all groups."""
+    fail()
+    assert REFERENCE.quantized_product is not None
+    scale = weights.scale
+    spoiled = dataclasses.replace(weights, scale=jnp.broadcast_to(scale[:, :1], scale.shape))
+    return REFERENCE.quantized_product(x, spoiled if HOW == "wrong" else weights, *rest)
+
+
+def plant() -> None:
+    """Replaces the kernel, and leaves the first case of the operation."""
+    if OP == "quantized_product":
+        changes: dict[str, Any] = {OP: product, f"refuse_{OP}": lambda *_: None, "platform": None}
+        BACKEND_OF_NAME["triton"] = dataclasses.replace(TRITON, **changes)  # type: ignore[index]
+        tuning.preferred_backends = lambda op: ["triton"]
+    else:
+        changes = {"extend": extend}
+        BACKEND_OF_NAME["native"] = dataclasses.replace(NATIVE, **changes)  # type: ignore[index]
+    make = cases.CASES_OF[OP]
+
+    def first(shapes: KernelShapes) -> Iterator[cases.Case]:
+        return itertools.islice(make(shapes), 1)
+
+    cases.CASES_OF = {OP: first}
 
 
 if __name__ == "__main__":
     with COUNTER.open("a") as file:
         file.write(HOW + "\n")
-    changes: dict[str, Any] = {"extend": extend}
-    BACKEND_OF_NAME["native"] = dataclasses.replace(NATIVE, **changes)  # type: ignore[index]
-    cases.CASES_OF = {"paged_extend_attention": one_extend}
+    plant()
     child.main()

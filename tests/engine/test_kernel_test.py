@@ -25,7 +25,7 @@ from pallas_kernels.selftest.report import Begun, Verdict, parse_news
 from tests.engine.conftest import MODEL, ConfigMaker
 from tests.engine.driving import Driver
 
-EXTEND = "paged_extend_attention"
+EXTEND, QUANTIZED = "paged_extend_attention", "quantized_product"
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,10 @@ def counter(tmp_path: Path) -> Path:
     return tmp_path / "processes"
 
 
-def make_tester(how: str, counter: Path, limit_s: float = 60.0) -> KernelTester:
-    """As on an accelerator, in a process whose extend in C++ fails like this."""
-    command = (sys.executable, "-P", "-m", "tests.engine.failing_kernels", how, str(counter))
-    return KernelTester("cpu", command, limit_s)
+def make_tester(how: str, counter: Path, op: str = EXTEND) -> KernelTester:
+    """As on an accelerator, in a process whose kernel of `op` (by default an extend in C++) fails like this."""
+    command = (sys.executable, "-P", "-m", "tests.engine.failing_kernels", how, str(counter), op)
+    return KernelTester("cpu", command, limit_s=60)
 
 
 def outcome_of(tester: KernelTester, config: EngineConfig) -> tuple[KernelChoice, tuple[Verdict, ...]]:
@@ -80,12 +80,39 @@ def test_a_kernel_that_fails_is_named_and_xla_takes_its_place(
     assert re.search(note, warning)
 
 
+@pytest.fixture
+def in_groups(tiny_config: ConfigMaker, tmp_path: Path) -> EngineConfig:
+    """A model with FP8 weights in blocks."""
+    blocks = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"head_dim": 32, "quantization_config": blocks}))
+    return tiny_config(model=str(tmp_path), dtype="bfloat16", compilation_cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("how", ["wrong", "raises", "hangs"])
+def test_a_product_of_weights_in_groups_that_fails_is_named_and_xla_takes_its_place(
+    how: str, in_groups: EngineConfig, counter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    verdict = {"raises": "raised", "hangs": "hung"}.get(how, how)
+    tester = make_tester(how, counter, op=QUANTIZED)
+    if how == "hangs":
+        tester = KernelTester("cpu", (sys.executable, "-c", HANGS, QUANTIZED, "triton"), limit_s=3)
+    choice, verdicts = outcome_of(tester, in_groups)
+    assert choice == KernelChoice(quantized_product="xla")
+    assert [(each.op, each.backend, each.verdict) for each in verdicts] == [
+        (QUANTIZED, "triton", verdict),
+        (QUANTIZED, "xla", "untested"),
+    ]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert f"the kernel of {QUANTIZED} on triton failed its test ({verdict}: " in warning
+    assert "xla takes its place" in warning
+
+
 # Imports nothing, so that it is silent for no other reason.
 HANGS = """
 import json, sys, time
-op = "paged_extend_attention"
+op, backend = sys.argv[1:]
 if not json.loads(sys.stdin.readline())["known"]:
-    print(json.dumps({"kind": "Begun", "op": op, "backend": "native"}), flush=True)
+    print(json.dumps({"kind": "Begun", "op": op, "backend": backend}), flush=True)
     time.sleep(600)
 print(json.dumps({"kind": "Verdict", "op": op, "backend": "xla", "verdict": "untested"}), flush=True)
 print(json.dumps({"kind": "Ended"}), flush=True)
@@ -96,7 +123,7 @@ def test_an_engine_whose_kernel_hangs_is_ready_and_its_tokens_are_right(
     config: EngineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = {0: [3, 5, 7], 1: [11, 13, 17, 19, 23]}
-    hangs = KernelTester("cpu", (sys.executable, "-c", HANGS), limit_s=3)
+    hangs = KernelTester("cpu", (sys.executable, "-c", HANGS, EXTEND, "native"), limit_s=3)
     found = {}
     for backend, tester in (("xla", hangs), ("auto", KernelTester(None))):
         engine = Engine(config, progress=False, kernel_tester=tester)

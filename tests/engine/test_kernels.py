@@ -49,6 +49,16 @@ def test_experts_of_a_model_without_any_are_refused(tiny_config: ConfigMaker) ->
         Engine(tiny_config(kernels=("experts=xla",)), progress=False)
 
 
+def test_products_of_weights_in_groups_of_a_model_without_any_are_refused(tiny_config: ConfigMaker) -> None:
+    with pytest.raises(ConfigError, match="names quantized, but Qwen3ForCausalLM has no weights whose scales are"):
+        Engine(tiny_config(kernels=("quantized=xla",)), progress=False)
+
+
+def test_products_in_float8_of_a_model_without_such_weights_are_refused(tiny_config: ConfigMaker) -> None:
+    with pytest.raises(ConfigError, match="names float8, but Qwen3ForCausalLM has no weights in float8"):
+        Engine(tiny_config(kernels=("float8=xla",)), progress=False)
+
+
 @pytest.mark.parametrize("word", ["extend=mosaic_tpu", "decode=triton", "rotate=triton", "norm=triton"])
 def test_an_operations_kernel_that_cannot_run_here_is_refused(tiny_config: ConfigMaker, word: str) -> None:
     op, backend = word.split("=")

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jaxsgl.models.matrix import MOST_ROWS_OF_KERNEL, Matrices, Matrix, dequantized, quantized_product
+from jaxsgl.models.matrix import (
+    MOST_ROWS_AS_THEY_ARE,
+    MOST_ROWS_OF_KERNEL,
+    Matrices,
+    Matrix,
+    dequantized,
+    gated_rows,
+    quantized_product,
+)
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
+from pallas_kernels import KernelChoice, ScaledRows
+from pallas_kernels.choice import AUTO_CHOICE
 from tests.pallas_kernels.lower_everything import on_a_device
 
 FORMATS = {
@@ -93,6 +105,57 @@ def test_gpus_widen_weights_with_scales_of_groups_for_many_rows_only(num_rows: i
         with on_a_device("cuda", "NVIDIA H200", 132):
             text = str(jax.make_jaxpr(lambda x, matrix=matrix: product(x, matrix))(x))
         assert ("pallas_call[" in text) == (has_kernel and fmt.group == 32)  # 40 inputs are no whole tiles of a step
+
+
+@pytest.mark.parametrize("backend", ["auto", "xla"])
+def test_a_matrix_multiplies_on_the_kernels_of_the_layer(backend: str) -> None:
+    layer = _Layer(WeightFormat("awq", "int4", group=16, has_zeros=True))
+    x = jax.ShapeDtypeStruct((20, 80), jnp.bfloat16)
+    matrix = layer.matrix("down", KernelChoice(quantized_product=backend))
+    with on_a_device("cuda", "NVIDIA H200", 132):
+        text = str(jax.make_jaxpr(lambda x: product(x, matrix))(x))
+    assert ("pallas_call[" in text) == (backend == "auto")
+
+
+def float8_matrix(group: int, kernels: KernelChoice = AUTO_CHOICE) -> Matrix:
+    numbers = jnp.asarray(np.random.default_rng(0).standard_normal((24, 256)), "float8_e4m3fn")
+    return Matrix(numbers, jnp.full((24, 256 // group), 0.5, jnp.float32), None, None, group, kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "kernels", "ops"),
+    [
+        ("NVIDIA H200", MOST_ROWS_AS_THEY_ARE, AUTO_CHOICE, ["quantized_product"]),
+        ("NVIDIA H200", MOST_ROWS_AS_THEY_ARE + 1, AUTO_CHOICE, ["float8_rows", "float8_product"]),
+        ("NVIDIA H200", 4096, AUTO_CHOICE, ["float8_rows", "float8_product"]),
+        ("NVIDIA H200", 256, KernelChoice(float8_product="xla"), ["quantized_product"]),
+        ("NVIDIA A100-SXM4-80GB", 256, AUTO_CHOICE, []),
+    ],
+)
+def test_many_rows_are_rounded_where_a_kernel_multiplies_float8(
+    kind: str, num_rows: int, kernels: KernelChoice, ops: list[str]
+) -> None:
+    x = jax.ShapeDtypeStruct((num_rows, 256), jnp.bfloat16)
+    with on_a_device("cuda", kind, 132):
+        text = str(jax.make_jaxpr(lambda x: product(x, float8_matrix(128, kernels)))(x))
+    called = re.findall(r"\bname=(float8_\w+|quantized_product)\b", text)
+    assert list(dict.fromkeys(called)) == ops
+
+
+def test_a_gated_unit_is_rounded_by_the_kernel_that_makes_it() -> None:
+    gate_up = jax.ShapeDtypeStruct((256, 2, 256), jnp.bfloat16)
+    for kernels, kind in ((AUTO_CHOICE, ScaledRows), (KernelChoice(float8_product="xla"), jax.ShapeDtypeStruct)):
+        with on_a_device("cuda", "NVIDIA H200", 132):
+            made = jax.eval_shape(lambda x, k=kernels: gated_rows(x, "silu", float8_matrix(256, k)), gate_up)
+        assert isinstance(made, kind)
+
+
+def test_rounded_rows_are_multiplied_by_the_matrix() -> None:
+    matrix = float8_matrix(128, KernelChoice(float8_product="reference"))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((80, 256)), jnp.float32)
+    found = np.asarray(product(x, matrix), np.float64)
+    right = np.asarray(x, np.float64) @ np.asarray(dequantized(matrix, jnp.float32), np.float64).T
+    assert 0.02 < np.linalg.norm(found - right) / np.linalg.norm(right) < 0.03  # the rounding of rows
 
 
 def test_a_product_for_a_reader_that_adds_up_comes_in_parts_where_gpus_have_the_kernel() -> None:

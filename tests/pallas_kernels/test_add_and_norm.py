@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import add_and_norm
+from pallas_kernels import add_and_norm, add_and_norm_in_float8, float8_rows
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.test_dispatch import on_an_h100
 
@@ -48,9 +48,25 @@ def test_a_gpu_runs_one_kernel_that_adds_the_parts_up_and_finds_its_row(num_part
     assert "slice" not in text.split("pallas_call")[0]
 
 
+@pytest.mark.parametrize("backend", ["triton", "xla"])
+@pytest.mark.parametrize(("size", "num_parts"), [(128, 0), (384, 4)])
+def test_the_norm_may_be_rounded_as_rows_of_a_product_in_float8(size: int, num_parts: int, backend: str) -> None:
+    x, update, scales = arrays(size, num_parts, jnp.bfloat16)
+    options: dict[str, Any] = {"backend": backend, "interpret": backend == "triton"}
+    total, rounded = add_and_norm_in_float8(x, update, scales, 1, EPS, **options)
+    right_total, normed = add_and_norm(x, update, scales, 1, EPS, **options)
+    right = float8_rows(normed, backend="reference")
+    np.testing.assert_array_equal(total, right_total)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_allclose(rounded.scale, right.scale, rtol=1e-6)
+    np.testing.assert_array_equal(rounded.values(jnp.float32), right.values(jnp.float32))
+
+
 def test_wrong_arguments_are_named() -> None:
     x, update, scales = arrays(64, 0, jnp.bfloat16)
     with pytest.raises(ValueError, match=r"update is \(4, 64\) bfloat16; it must be \(5, 64\) bfloat16 as x"):
         add_and_norm(x, update[1:], scales, 0, EPS)
+    with pytest.raises(ValueError, match=r"x is \(5, 64\); it must be \[T, D\] with a D that is a multiple of 128"):
+        add_and_norm_in_float8(x, update, scales, 0, EPS)
     with pytest.raises(ValueError, match=r"scales \(3, 64\) \[L, D\] with a row 3"):
         add_and_norm(x, update, scales, 3, EPS)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.foreign
 
 CALL_OF = {"triton": ("triton_kernel_call", "__gpu$xla.gpu.triton"), "mosaic_gpu": ("mosaic_gpu",),
            "mosaic_tpu": ("tpu_custom_call",)}  # fmt: skip
-OPS = {"triton": 5, "mosaic_gpu": 2, "mosaic_tpu": 3}
+OPS = {"triton": 6, "mosaic_gpu": 2, "mosaic_tpu": 3}
 
 
 @pytest.mark.timeout(900)
@@ -24,4 +24,6 @@ def test_every_kernel_lowers_for_cuda_and_tpu(version: str) -> None:
         mine = [line for line in lines if line["backend"] == backend]
         lowered = [line for line in mine if "refused" not in line]
         assert {line["custom_call"] for line in lowered} <= set(calls), lowered
-        assert len({line["op"] for line in lowered}) == OPS[backend], mine
+        # JAX 0.10.0 takes every GPU that isn't there for one that can't round to float8.
+        unknown = {"round_and_multiply"} if version == "oldest" and backend == "triton" else set()
+        assert len({line["op"] for line in lowered} | unknown) == OPS[backend], mine

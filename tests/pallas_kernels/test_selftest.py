@@ -13,15 +13,18 @@ import pytest
 from pallas_kernels import AttentionOptions, tuning
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.native import library
+from pallas_kernels.selftest import cases
 from pallas_kernels.selftest.__main__ import test as run_tests
 from pallas_kernels.selftest.cases import CASES_OF, Case
 from pallas_kernels.selftest.report import Begun, Ended, News, Request, Verdict, news_line, parse_news
-from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
+from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape
 
 SHAPES = KernelShapes(
     num_kv_heads=1, num_groups=2, head_dim=32, page_size=8, hidden_size=64, dtype="float32", kv_dtype="float32",
     norm_dtype="float32", attention=(AttentionOptions(sliding_window=40),), has_sinks=True, has_bias=True,
     has_head_norms=True, experts=(ExpertShape(3, 32, 16, "float32", 2, True),),
+    matrices=(MatrixShape(48, 64, "int4", 32, has_zeros=True), MatrixShape(48, 128, "int8", 64),
+              MatrixShape(48, 256, "float8_e4m3fn", 256)),
 )  # fmt: skip
 BACKEND = "triton"  # whose kernels are replaced by functions of XLA
 FIELDS = {"paged_decode_attention": "decode", "paged_extend_attention": "extend", "store_kv": "store"}
@@ -70,6 +73,31 @@ def test_the_kernel_that_adds_and_normalizes_passes() -> None:
     assert all(case.error("triton", interpret=True) <= case.tolerance for case in CASES_OF["add_and_norm"](SHAPES))
 
 
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as an interpreter multiplies in a moment."""
+    monkeypatch.setattr(cases, "MATRIX_ROWS", ((2, 20), (3, 5)))
+    monkeypatch.setattr(cases, "RUNS", 1)
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_the_kernels_that_round_rows_and_multiply_float8_pass() -> None:
+    shapes = dataclasses.replace(SHAPES, dtype="bfloat16", matrices=(MatrixShape(48, 256, "float8_e4m3fn", 128),) * 2)
+    found = list(CASES_OF["float8_product"](shapes))
+    assert len(found) == 4
+    assert all(case.error("triton", interpret=True) <= case.tolerance for case in found)
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("numbers", ["int4", "int8", "float8_e4m3fn"])
+def test_the_kernel_for_weights_in_groups_passes(numbers: str) -> None:
+    matrices = tuple(MatrixShape(48, 256, numbers, group, numbers != "float8_e4m3fn") for group in (32, 64))
+    shapes = dataclasses.replace(SHAPES, dtype="bfloat16", matrices=matrices)
+    found = list(CASES_OF["quantized_product"](shapes))
+    assert len(found) == 4
+    assert all(case.error("triton", interpret=True) <= case.tolerance for case in found)
+
+
 def test_the_kernels_around_experts_pass_and_wrong_choices_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = {case.name: case for case in CASES_OF["grouped_product"](SHAPES)}
     (gated,) = (case for name, case in cases.items() if name.endswith("gated"))
@@ -91,7 +119,7 @@ def test_the_kernels_around_experts_pass_and_wrong_choices_fail(monkeypatch: pyt
 @pytest.mark.skipif(library.load() is not None, reason="this machine has no C++ kernels")
 def test_a_process_names_each_kernel_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "preferred_backends", lambda op: ["mosaic_gpu", "native"] if "extend" in op else [])
-    shapes = dataclasses.replace(SHAPES, kv_dtype="uint16", experts=())
+    shapes = dataclasses.replace(SHAPES, kv_dtype="uint16", experts=(), matrices=(MatrixShape(8, 8, "int8", 8),))
     said: list[News] = []
     few = {op: lambda shapes, make=make: itertools.islice(make(shapes), 1) for op, make in CASES_OF.items()}
     run_tests(Request("cpu", shapes.as_json(), AUTO), said.append, few)

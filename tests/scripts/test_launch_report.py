@@ -121,6 +121,27 @@ metadata={op_name="jit(forward)/jit(quantized_product)/quantized_product/pallas_
     assert (found.bytes_read, found.bytes_written) == (2 * 8 * 256 + 64 * 128 + 4 * 64 * 2, 4 * 2 * 8 * 64)
 
 
+def test_products_of_float8_have_flops_and_rows_that_are_rounded_have_none() -> None:
+    text = """HloModule jit_forward
+
+ENTRY %main (x: bf16[8,256], w: f8e4m3fn[64,256], s: f32[64,2]) -> bf16[8,64] {
+  %x = bf16[8,256]{1,0} parameter(0)
+  %w = f8e4m3fn[64,256]{1,0} parameter(1)
+  %s = f32[64,2]{1,0} parameter(2)
+  %rows = (f8e4m3fn[8,256]{1,0}, f32[8,2]{1,0}) custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(forward)/jit(float8_rows)/float8_rows/pallas_call"}
+  %numbers = f8e4m3fn[8,256]{1,0} get-tuple-element(%rows), index=0
+  %scale = f32[8,2]{1,0} get-tuple-element(%rows), index=1
+  ROOT %y = bf16[8,64]{1,0} custom-call(%numbers, %w, %scale, %s), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(forward)/jit(float8_product)/float8_product/pallas_call"}
+}
+"""
+    rounded, product = launches(text)
+    assert (rounded.kind, rounded.flops, rounded.bytes_written) == ("pallas", 0, 8 * 256 + 4 * 8 * 2)
+    assert (product.kind, product.flops) == ("float8", 2 * 8 * 256 * 64)
+    assert product.bytes_read == 8 * 256 + 64 * 256 + 4 * (8 * 2 + 64 * 2)
+
+
 # As XLA writes it for a TPU: weights pass a fusion of a bitcast, copies run beside kernels; S(1) is its own memory.
 TPU_HLO = """HloModule jit_forward, is_scheduled=true
 

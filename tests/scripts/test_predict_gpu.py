@@ -176,7 +176,7 @@ def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
         assert line["step"] in done.stdout
         assert line["forecast_us"] > line["step_us"] > line["floor_us"]
         if "decode 256" in line["step"] or "extend" in line["step"]:  # small batches add up parts, of products too
-            widens = "extend" in line["step"] and any(name in line["step"] for name in ("-fp8", "-awq"))  # 4 a layer
+            widens = "extend" in line["step"] and "-awq" in line["step"]  # 4 a layer
             assert line["small_per_layer"] <= (8 if "30b-a3b" in line["step"] else 9 if widens else 5)
     assert {line["chip"] for line in told["steps"]} == set(CHIPS)
     assert all(line["forecast_us"] > line["floor_us"] for line in told["steps"])
@@ -206,7 +206,7 @@ def test_the_forecast_stands_near_the_best_measured_engine() -> None:
 
 
 def test_weights_with_scales_of_groups_are_predicted_next_to_bfloat16() -> None:
-    """Few rows read half of the bytes. At 256 products in bfloat16 are the limit, with conversions next to them."""
+    """Few rows read half of the bytes. At 256 conversions slow int4 down, and products of float8 with float8 gain."""
     results = json.loads(KEPT.read_text())["results"]
     found = {each.step: each for each in predict(results, 1024)}
 
@@ -218,11 +218,13 @@ def test_weights_with_scales_of_groups_are_predicted_next_to_bfloat16() -> None:
 
     for weights, most in (("-fp8", 0.75), ("-awq", 0.62)):
         assert ratio(weights, 1, "forecast_us") < most and ratio(weights, 32, "forecast_us") < most
-        assert ratio(weights, 256, "step_us") < 1 < ratio(weights, 256, "forecast_us") < 1.15
+    assert ratio("-awq", 256, "step_us") < 1 < ratio("-awq", 256, "forecast_us") < 1.15
+    assert ratio("-fp8", 256, "step_us") < 0.9 and ratio("-fp8", 256, "forecast_us") < 0.98
     for result in results:
         if result["program"].startswith(("qwen3-8b-fp8 decode", "qwen3-8b-awq decode")):
             report = result["launches"]
-            assert report["layer_kinds"]["quantized"] == 4 and report["command_buffers"] == 1
+            kind = "float8" if "fp8 decode 256" in result["program"] else "quantized"
+            assert report["layer_kinds"][kind] == 4 and report["command_buffers"] == 1
             matrix = 24_576 * 4096
             assert all(each["bytes_written"] < matrix for each in report["listed"])  # nothing is widened in memory
 

@@ -100,7 +100,7 @@ def _extends(backend: str, dry: bool) -> list[Rung]:
 
 
 def _start(dry: bool) -> Rung:
-    """What an engine's start tests, at the shapes of Qwen3-30B-A3B."""
+    """What an engine's start tests, at the shapes of Qwen3-30B-A3B and with quantized matrices as of Qwen3-8B's."""
     heads = {"num_kv_heads": 1, "num_groups": 2, "head_dim": 32} if dry else {"num_kv_heads": 4, "num_groups": 8}
     hidden, ffn, experts = (64, 48, 4) if dry else (2048, 768, 128)
     formats = {"dtype": "float32", "kv_dtype": "uint16"} if dry else {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
@@ -110,9 +110,14 @@ def _start(dry: bool) -> Rung:
          "of_tokens": outputs != hidden}
         for outputs, inputs in ((2 * ffn, hidden), (hidden, ffn))
     ]  # fmt: skip
+    matrices = [
+        {"outputs": 64 if dry else 6144, "inputs": hidden, "numbers": numbers, "group": 32 if dry else 128,
+         "has_zeros": zeros}
+        for numbers, zeros in (("float8_e4m3fn", False), ("int4", True))
+    ]  # fmt: skip
     shapes: dict[str, Any] = {
         "head_dim": 128, "page_size": 16 if dry else 64, "hidden_size": hidden, "norm_dtype": dtype,
-        "has_head_norms": True, "attention": [{}], "experts": products, **heads, **formats,
+        "has_head_norms": True, "attention": [{}], "experts": products, "matrices": matrices, **heads, **formats,
     }  # fmt: skip
     return Rung("kernels as a start tests them", "start", shapes, 120)
 
@@ -146,6 +151,14 @@ def _products(dry: bool) -> list[Rung]:
             ("int4 in groups", "int4", 128),
         )
     ]
+    blocks = {"dtype": "float8_e4m3fn", "group": 128, **shape}
+    alone = {"rows": 4 if dry else 256, "kernels": {"float8_product": "xla"}, **blocks}
+    matrices.append(Rung("product, FP8 in blocks, activations as they are", "matrix", alone, needs=("flax",)))
+    if not dry:  # each part of a matrix's tiles, rows of no whole tile, and all of a prompt
+        matrices += [
+            Rung(f"product, FP8 in blocks, {rows} rows", "matrix", {"rows": rows, **blocks}, needs=("flax",))
+            for rows in (100, 300, 4096)
+        ]
     return experts + matrices
 
 

@@ -22,7 +22,14 @@ import numpy as np
 from bench.kernels.measure import first_line
 from bench.kernels.runners import JaxRunner, Prepared, time_all
 from bench.output import write_json
-from pallas_kernels import group_by_expert, grouped_product
+from pallas_kernels import (
+    KernelChoice,
+    ScaledMatrix,
+    float8_product,
+    float8_rows,
+    group_by_expert,
+    grouped_product,
+)
 from pallas_kernels.target import target_device
 
 DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
@@ -33,6 +40,9 @@ FORMATS = {
     "FP8 in blocks": ("float8_e4m3fn", 128),
     "int4 in groups": ("int4", 128),
 }
+# Next to those that round rows from some number on: what they gain by it, and from which number on.
+AS_THEY_ARE = ", activations as they are"
+ROUNDED_ROWS = (64, 96, 128, 256)
 LAYERS = 2  # larger together than any cache
 # A product of rows `[T, in]` of one layer: the function of its own arrays, these, bytes and FLOPs.
 Made = tuple[Callable[..., jax.Array], Sequence[tuple[jax.Array, ...]], float, float]
@@ -63,6 +73,11 @@ def cases(tiny: bool) -> Iterator[tuple[str, Callable[[], Made]]]:
         for name, (dtype, group) in FORMATS.items():
             shape = (256, 64) if tiny else (4096, 24_576)
             yield f"product, {rows} rows, {name}", functools.partial(_product, rows, dtype, group, *shape)
+    for rows in () if tiny else ROUNDED_ROWS:
+        dtype, group = FORMATS["FP8 in blocks"]
+        for name, backend in (("", "triton"), (AS_THEY_ARE, "xla")):
+            make = functools.partial(_product, rows, dtype, group, *shape, float8=backend)
+            yield f"product, {rows} rows, FP8 in blocks{name or ', rounded'}", make
 
 
 def _measured(make: Callable[[], Made]) -> dict[str, Any]:
@@ -94,7 +109,7 @@ def _experts(tokens: int, dtype: str, num: int, top: int, inputs: int, outputs: 
     return call, own, read + 2 * places * (inputs + outputs), 2 * places * inputs * outputs
 
 
-def _product(rows: int, dtype: str, group: int, inputs: int, outputs: int) -> Made:
+def _product(rows: int, dtype: str, group: int, inputs: int, outputs: int, float8: str = "auto") -> Made:
     from jaxsgl.models.matrix import Matrix, quantized_product  # needs flax, and grouped products don't
 
     keys = jax.random.split(jax.random.key(0), 1 + LAYERS)
@@ -107,7 +122,10 @@ def _product(rows: int, dtype: str, group: int, inputs: int, outputs: int) -> Ma
     scale = jnp.ones((outputs, inputs // (group or inputs)), jnp.float32)
 
     def call(x: jax.Array, numbers: jax.Array, scale: jax.Array) -> jax.Array:
-        return quantized_product(x, Matrix(numbers, scale, None, None, group or inputs), jnp.bfloat16)
+        if float8 == "triton":  # however few the rows are
+            return float8_product(float8_rows(x), ScaledMatrix(numbers, scale, None, group))
+        chosen = KernelChoice(float8_product=float8)
+        return quantized_product(x, Matrix(numbers, scale, None, None, group or inputs, kernels=chosen), jnp.bfloat16)
 
     return call, [(x, each, scale) for each in matrices], moved + 4 * scale.size, flops
 

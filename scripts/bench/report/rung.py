@@ -135,18 +135,21 @@ def experts(spec: Spec) -> Verdict:
 
 
 def matrix(spec: Spec) -> Verdict:
-    """A product with quantized weights, as a layer computes it."""
-    from jaxsgl.models.matrix import Matrix, dequantized, quantized_product
+    """A product with quantized weights, as a layer computes it, against float64; its rows may be rounded first."""
+    from jaxsgl.models.matrix import Matrix, dequantized, quantized_product, rounds_rows
+    from pallas_kernels import KernelChoice, float8_rows
 
     keys = jax.random.split(jax.random.key(1), 3)
     x = jax.random.normal(keys[0], (spec["rows"], spec["inputs"]), jnp.bfloat16)
     numbers = _numbers(keys[1], (spec["outputs"], spec["inputs"]), spec["dtype"])
     group = spec["group"] or spec["inputs"]
     scale = jax.random.uniform(keys[2], (spec["outputs"], spec["inputs"] // group), jnp.float32, 0.5, 1.5)
-    weights = Matrix(numbers, scale, None, None, group)
+    weights = Matrix(numbers, scale, None, None, group, kernels=KernelChoice(**spec.get("kernels", {})))
     out = jax.jit(lambda rows: quantized_product(rows, weights, jnp.float32))(x)
-    right = np.asarray(x, np.float64) @ np.asarray(dequantized(weights, jnp.float32), np.float64).T
-    return _judged(np.asarray(out, np.float64), right)
+    rounded = rounds_rows(len(x), x.dtype, weights)
+    rows = float8_rows(x, backend="reference").values(jnp.float32) if rounded else x
+    right = np.asarray(rows, np.float64) @ np.asarray(dequantized(weights, jnp.float32), np.float64).T
+    return {**_judged(np.asarray(out, np.float64), right), "rows_in_float8": rounded}
 
 
 def step(spec: Spec) -> Verdict:

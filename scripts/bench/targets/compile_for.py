@@ -162,6 +162,11 @@ def _part_problems(held: int, part: int) -> list[str]:
 def _code_problems(program: Program, kernels: list[KernelCode]) -> list[str]:
     problems = [f"{k.name} spills {k.spill_bytes} bytes" for k in kernels if k.spill_bytes]
     problems += [f"{k.name}: ptxas: {advisory}" for k in kernels for advisory in k.advisories]
+    problems += [
+        f"{k.name} doesn't multiply float8"
+        for k in kernels
+        if k.name.startswith("float8_product") and "float8" not in k.instructions
+    ]
     if not kernels and program.has_kernels:
         problems.append("no kernel's code was found")
     if program.on_matrix_units:

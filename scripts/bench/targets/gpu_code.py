@@ -19,6 +19,8 @@ OUR_NAMES = (
     "grouped_product",
     "gated_product",
     "quantized_product",
+    "float8_product",
+    "float8_rows",
     "choose_experts",
     "group_by_expert",
     "merge_splits",
@@ -32,6 +34,7 @@ ADVISORY = r"C75\d\d"
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "mma": r"\bmma\.sync",
+    "float8": r"\bw?gmma\S*\.e4m3\.e4m3\b|\bmma\.sync\S*\.e4m3\.e4m3\b",
     "bulk": r"\bcp\.async\.bulk",
     "cp.async": r"\bcp\.async\.c[ag]",
     "vector load": r"\bld\.global[.\w:]*\.v4",

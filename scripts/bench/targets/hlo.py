@@ -31,6 +31,7 @@ KERNELS = {
     "attention": r"\bpaged_\w*attention/",
     "experts": r"\b(grouped|gated)_product\b",
     "quantized": r"\bquantized_product\b",
+    "float8": r"\bfloat8_product\b",
 }
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?!\{[^}]*S\(1\))")  # S(1) is a TPU's own memory
 _ANY_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
@@ -48,8 +49,9 @@ class Launch:
     Attributes:
       name: of the HLO instruction.
       kind: "attention", "experts" (products with experts, all of them counted), "quantized" (products with weights that
-        our kernel converts), "pallas" (our other kernels), "product" (of matrices), "prefetch" (a TPU copies beside its
-        kernels), a collective's own name such as "all-reduce", or "small" (all else).
+        our kernel converts), "float8" (of rows in float8 with such weights), "pallas" (our other kernels), "product"
+        (of matrices), "prefetch" (a TPU copies beside its kernels), a collective's own name such as "all-reduce", or
+        "small" (all else).
       source: the JAX operation that it was made for.
       bytes_read, bytes_written, flops: of one run; see the module.
       matrix_bytes: what of bytes_read is of inputs that recur, as the matrices of layers do.
@@ -135,7 +137,7 @@ class _Module:
             if any(part in call.attribute(r'custom_call_target="([^"]*)"') for part in PALLAS_TARGETS):
                 kind = next((kind for kind, pattern in KERNELS.items() if re.search(pattern, _source(call))), "pallas")
                 read = sum(self._counted(_type_of(operand, scope)) for operand in call.operands)
-                flops = _quantized_flops(call, scope) if kind == "quantized" else 0
+                flops = _quantized_flops(call, scope) if kind in ("quantized", "float8") else 0
                 return Launch(each.name, kind, _source(call), read, self._counted(call.type), flops, times)
         flops = sum(self._flops(i, scope) for i, scope in inside)
         reads = [self._read_of(each, number, num_bytes(type_)) for number, type_ in enumerate(types)]

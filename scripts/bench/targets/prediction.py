@@ -36,6 +36,7 @@ class Assumed:
     extend_share: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"mosaic_gpu": 0.62, "triton": 0.4})
     product_share: float = 1.0
     quantized_share: float = 1.0
+    float8_share: float = 2.0
     expert_bytes_share: float = 1.0
     expert_flops_share: float = 1.0
     node_update_us: float = 0.0
@@ -60,6 +61,7 @@ SOURCES = {
     "extend_share": "of flops_per_s that attention over prompts reaches; from the instructions of a tile; estimated",
     "product_share": "of flops_per_s, in all products but experts' and those that convert weights: the model takes all",
     "quantized_share": "of flops_per_s, in products whose kernel converts their weights: the model takes all of it",
+    "float8_share": "of flops_per_s, in products of float8 with float8: the data sheet has twice the rate of bfloat16",
     "expert_bytes_share": "of bytes_per_s that products of experts reach: the model takes all of it",
     "expert_flops_share": "of flops_per_s that products of experts reach: the model takes all of it",
     "node_update_us": "of the host, to change the addresses of a kernel in a CUDA graph: not in the model",
@@ -70,6 +72,7 @@ FORECAST: dict[str, Any] = {
     "decode_share": {"mosaic_gpu": 0.80, "triton": 0.75},
     "product_share": 0.75,
     "quantized_share": 0.56,
+    "float8_share": 0.80,
     "expert_bytes_share": 0.75,
     "expert_flops_share": 0.45,
     "node_update_us": 1.25,
@@ -81,6 +84,9 @@ FORECAST_SOURCES = {
     "product_share": "0.7 to 0.8: tiles of 128 x 256 leave 1.45 waves for the gate and up of Qwen3-8B at 256 rows",
     "quantized_share": "Triton's own kernels: bfloat16 times float8 of 4096 x 8192 x 8192 in 1,246 us on an H100, 441 "
     "TFLOP/s (triton-lang/triton, pull request 11785); 0.78 of the speed of bfloat16 elsewhere (11742)",
+    "float8_share": "SGLang's kernel in Triton for FP8 blocks, which scales each group's sums as ours does: 256 and "
+    "4,096 x 24576 x 7168 in 143 and 2,200 us, 631 and 656 TFLOP/s (sgl-project/sglang, pull request 5820); "
+    "166 and 2,254 us in another report (5207), which is 0.69 and 0.81. DeepGEMM's, not in Triton: 87 and 1,127 us",
     "expert_bytes_share": "tokamax's kept tunings for an H100: 2.4 of 3.35 TB/s for 8 rows of 8 experts",
     "expert_flops_share": "tokamax's kept tunings for an H100: 428 to 452 TFLOP/s at the shapes of Qwen3-30B and 235B, "
     "0.43 to 0.46 of 989; its tiles are tuned, and ours are not",
@@ -88,7 +94,7 @@ FORECAST_SOURCES = {
 }
 
 # The share of flops_per_s that each kind of product reaches; those of experts are counted otherwise.
-PRODUCT_SHARES = {"product": "product_share", "quantized": "quantized_share"}
+PRODUCT_SHARES = {"product": "product_share", "quantized": "quantized_share", "float8": "float8_share"}
 
 
 def expected(assumed: Assumed) -> Assumed:
@@ -185,7 +191,7 @@ def _step(
     kinds = program["launches"]["layer_kinds"]
     return Predicted(
         step,
-        floor_us=floor_us(batch, facts, sampled, assumed),
+        floor_us=floor_us(batch, facts, sampled, assumed, multiplies_float8(program)),
         forecast_us=max(sum(_parts(step, program, sampling, batch, sober).values()), update_us),
         **{f"{name}_us": us for name, us in parts.items()},
         small_per_layer=sum(kinds.get(kind, 0) for kind in ("pallas", "small")),
@@ -215,9 +221,16 @@ def _parts(
     return {**times, "sampling": sampling_us, "launch": sum(_launch_us(each["launches"], assumed) for each in programs)}
 
 
-def floor_us(batch: Batch, facts: dict[str, int], sampling: str, assumed: Assumed = ASSUMED) -> float:
+def multiplies_float8(program: dict[str, Any]) -> bool:
+    """Whether the layers' products are of float8 with float8, which the chip's ceiling is higher for."""
+    return "float8" in program["launches"]["layer_kinds"]
+
+
+def floor_us(
+    batch: Batch, facts: dict[str, int], sampling: str, assumed: Assumed = ASSUMED, in_float8: bool = False
+) -> float:
     """The least time of a step: each layer's KV, all weights, and the logits written once and read."""
-    return sum(floor_parts(batch, facts, sampling, assumed).values())
+    return sum(floor_parts(batch, facts, sampling, assumed, in_float8=in_float8).values())
 
 
 def floor_parts(
@@ -227,8 +240,12 @@ def floor_parts(
     assumed: Assumed = ASSUMED,
     *,
     attention_share: tuple[float, float] = (1.0, 1.0),
+    in_float8: bool = False,
 ) -> dict[str, float]:
-    """The floor's microseconds by part; attention at these shares of the bytes and of the FLOPs per second."""
+    """The floor's microseconds by part; attention at these shares of the bytes and of the FLOPs per second.
+
+    `in_float8` are the layers' products, not the head's.
+    """
     tokens = batch.num_seqs * batch.new
     head = facts["vocab_size"] * facts["hidden_size"]
     experts = facts.get("expert_weights", 0)  # kept results of dense models don't have it
@@ -236,7 +253,8 @@ def floor_parts(
     size = facts["weight_itemsize"]
     layer_bytes = facts.get("layer_bytes", layers * size)  # quantized weights have fewer
     bytes_per_s, flops_per_s = assumed.bytes_per_s, assumed.flops_per_s * assumed.product_share
-    products_s = max(layer_bytes / bytes_per_s, 2 * layers * tokens / flops_per_s)
+    of_layers = assumed.flops_per_s * assumed.float8_share if in_float8 else flops_per_s
+    products_s = max(layer_bytes / bytes_per_s, 2 * layers * tokens / of_layers)
     products_s += max(head * size / bytes_per_s, 2 * head * batch.num_seqs / flops_per_s)
     if experts:
         chosen = facts["experts_per_token"] / facts["num_experts"]

@@ -1,0 +1,106 @@
+"""`float8_product` as a Pallas kernel for the Triton backend. Called through `triton.BACKEND`.
+
+A program makes a tile of outputs x rows. A step multiplies a group of inputs, float8 with float8, and adds the result
+to the sums in float32, times the scales of the group: those of the rows and those of the outputs. Nothing is converted.
+The weights are the left operand, whose side of `wgmma` has 64 rows at least.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels import tuning
+from pallas_kernels.paged_kv import FLOAT8
+from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows
+from pallas_kernels.target import target_device
+from pallas_kernels.triton.common import MOST_ROWS_WITHOUT_WGMMA, tile_rows_for
+from pallas_kernels.triton.float8_dot import float8_dot, is_possible
+from pallas_kernels.triton.quantized_product import MOST_BYTES, num_parts_of
+from pallas_kernels.triton.tiles import load_rows
+
+# A multiprocessor holds one program of 8 warps, or two of 4; each part more costs a write and a read of the sums.
+_PROGRAMS_PER_CORE = 0.75
+
+
+def refuse_float8_product(dtype: DTypeLike, weights: ScaledMatrix) -> str | None:
+    """Why this backend can't multiply rows that were `dtype` with the weights, or None when it can."""
+    device, numbers = target_device(), weights.numbers
+    if jnp.dtype(dtype).itemsize != 2:
+        return f"the rows are {jnp.dtype(dtype)}; it takes bfloat16 and float16"
+    if numbers.dtype != FLOAT8 or weights.zero is not None:
+        zeros = "" if weights.zero is None else " with zero points"
+        return f"the weights are {numbers.dtype}{zeros}; it takes {FLOAT8.dtype}"
+    if weights.num_inputs % ROW_GROUP or weights.group % ROW_GROUP:
+        return f"{weights.num_inputs} inputs are in groups of {weights.group}; it takes multiples of {ROW_GROUP}"
+    if numbers.size > MOST_BYTES:
+        return f"the weights are {numbers.size} {numbers.dtype}; it takes {MOST_BYTES}"
+    if not (device.converts_float8 or device.platform == "cpu"):
+        return f"{device.kind} doesn't multiply float8"
+    if tile_rows_for(2 * MOST_ROWS_WITHOUT_WGMMA) <= MOST_ROWS_WITHOUT_WGMMA:
+        return "ptxas may compile its wgmma to wrong code"
+    return None if is_possible() else f"JAX {jax.__version__} doesn't say which products may have sums of few bits"
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "in_parts", "interpret"))
+def float8_product(
+    rows: ScaledRows, weights: ScaledMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
+) -> jax.Array:
+    """See `backend.Float8Product`."""
+    num_rows, num_outputs, num_groups = len(rows), weights.num_outputs, weights.num_inputs // ROW_GROUP
+    sizes = tuning.blocks("float8_product", "triton", tuning.product_class(num_rows, weights.group))
+    tiles = pl.cdiv(num_rows, sizes["tile_rows"]), pl.cdiv(num_outputs, sizes["tile_outputs"])
+    num_parts = num_parts_of(tiles[0] * tiles[1], num_groups, _PROGRAMS_PER_CORE) if in_parts else 1
+    y: jax.Array = pl.pallas_call(
+        functools.partial(
+            _kernel, tile_rows=sizes["tile_rows"], tile_outputs=sizes["tile_outputs"], group=weights.group
+        ),
+        out_shape=jax.ShapeDtypeStruct(
+            (num_parts, num_rows, num_outputs), jnp.dtype(jnp.float32 if num_parts > 1 else dtype)
+        ),
+        # Programs that share weights follow each other, so that all but the first find them in the second-level cache.
+        grid=(*tiles, num_parts),
+        compiler_params=plgpu.CompilerParams(num_warps=sizes["num_warps"], num_stages=sizes["num_stages"]),
+        interpret=interpret,
+        name="float8_product",
+    )(rows.numbers, weights.numbers, rows.scale, weights.scale)
+    return y if num_parts > 1 else y.reshape(num_rows, num_outputs)
+
+
+def _kernel(
+    x_ref: Any,
+    w_ref: Any,
+    x_scale_ref: Any,
+    w_scale_ref: Any,
+    y_ref: Any,
+    *,
+    tile_rows: int,
+    tile_outputs: int,
+    group: int,
+) -> None:
+    num_parts, num_rows, num_outputs = y_ref.shape
+    row = pl.program_id(0) * tile_rows + jnp.arange(tile_rows, dtype=jnp.int32)
+    output = pl.program_id(1) * tile_outputs + jnp.arange(tile_outputs, dtype=jnp.int32)
+    part = pl.program_id(2)
+    steps = x_scale_ref.shape[1] // num_parts
+    # The last ones are read in the place of those that don't exist, which needs no mask.
+    real_row, real_output = jnp.minimum(row, num_rows - 1), jnp.minimum(output, num_outputs - 1)
+
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        of_rows = part * steps + step
+        of_weights = lax.div(of_rows * ROW_GROUP, jnp.int32(group))
+        columns = of_rows * ROW_GROUP, ROW_GROUP
+        left, right = load_rows(w_ref, (real_output,), None, columns), load_rows(x_ref, (real_row,), None, columns)
+        x_scale = plgpu.load(x_scale_ref.at[real_row, of_rows])
+        w_scale = plgpu.load(w_scale_ref.at[real_output, of_weights])
+        return total + float8_dot(left, right) * w_scale[:, None] * x_scale[None, :]
+
+    total = lax.fori_loop(jnp.int32(0), jnp.int32(steps), add, jnp.zeros((tile_outputs, tile_rows), jnp.float32))
+    tile = total.T.astype(y_ref.dtype)
+    where = tuple(jnp.broadcast_to(index, tile.shape) for index in (part, row[:, None], output[None, :]))
+    plgpu.store(y_ref.at[where], tile, mask=(row < num_rows)[:, None] & (output < num_outputs)[None, :])
