@@ -12,8 +12,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.experts import Groups, product_dtype, result_dtype
+from pallas_kernels.kept_heads import widened
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers, widened
+from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.scaled import ScaledMatrix
 from pallas_kernels.scaled import widened as widened_matrix
@@ -48,8 +49,10 @@ def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bo
     groups = qkv.num_groups
     q = attended(rows[:, :, :groups], qkv.q_norm).reshape(qkv.num_tokens, -1, qkv.head_dim)
     k, v = attended(rows[:, :, groups : groups + 1], qkv.k_norm)[:, :, 0], rows[:, :, groups + 1]
-    q, k, v = (widened(heads, kv.head_dim) for heads in (q, k, v))
-    return q.astype(qkv.product.dtype), store_kv(kv, k.astype(kv.dtype), v.astype(kv.dtype), slots, interpret)
+    heads = kv.kept(qkv.num_kv_heads)
+    k, v = (heads.joined(widened(each, heads.share)) for each in (k, v))
+    k, v = k.astype(kv.dtype), v.astype(kv.dtype)
+    return heads.queries(q).astype(qkv.product.dtype), store_kv(kv, k, v, slots, interpret)
 
 
 def decode_attention(

@@ -8,19 +8,20 @@ from __future__ import annotations
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layers import norm_dtype
 from jaxsgl.models.precision import Precision
+from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
 
 
 def kernel_shapes(
-    arch: ModelArch, precision: Precision, page_size: int, head_dim: int, num_devices: int
+    arch: ModelArch, precision: Precision, page_size: int, heads: KeptHeads, num_devices: int
 ) -> KernelShapes:
-    """Those of `arch`, kept in `precision` on `num_devices` that share it; pages keep heads as wide as `head_dim`."""
+    """Those of `arch`, kept in `precision` on `num_devices` that share it; pages keep a device's heads as `heads`."""
     by_heads = arch.qk_norm in (None, "head")  # else XLA adds biases and normalizes
     options = (arch.attention_options(layer) for layer in range(arch.num_layers))
     return KernelShapes(
-        num_kv_heads=arch.num_kv_heads // num_devices,
-        num_groups=arch.num_heads // arch.num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=heads.kept_heads,
+        num_groups=arch.num_heads // arch.num_kv_heads * heads.together,
+        head_dim=heads.width,
         page_size=page_size,
         hidden_size=arch.hidden_size,
         dtype=precision.activations.name,

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxsgl.batch.engine_api import PageLayout
 from jaxsgl.models import ModelArch, kv_cache_flag
 from jaxsgl.weights.sharding import MESH_AXIS_OF, replicated
+from pallas_kernels.kept_heads import KeptHeads
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,12 @@ def attention_state(num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp
 
 
 def layer_states(
-    arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1, kept_head_dim: int | None = None
+    arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1, heads: KeptHeads | None = None
 ) -> LayerStates:
     """What the layers of `arch` keep on `num_devices` that share it, with KV as `dtype`.
 
-    `kept_head_dim` are the numbers that pages have of each head, of which those after the model's are zeros; None: as
-    many as the model's heads.
+    `heads` says how each device keeps its kv heads; None: as they are.
     """
-    of_mixer = {"attention": attention_state(arch.num_kv_heads, page_size, kept_head_dim or arch.head_dim, dtype)}
+    num_heads, width = (heads.kept_heads * num_devices, heads.width) if heads else (arch.num_kv_heads, arch.head_dim)
+    of_mixer = {"attention": attention_state(num_heads, page_size, width, dtype)}
     return LayerStates(tuple(of_mixer[layer.mixer] for layer in arch.layers), page_size, num_devices, arch.kv_copies)

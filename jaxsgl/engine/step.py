@@ -350,7 +350,7 @@ class Pages:
         else:
             backend = kernels.paged_extend_attention
             out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
-        return out_TNH[..., :head_dim]  # pages may be wider than the model's heads
+        return kv.kept(qkv.num_kv_heads).own_numbers(out_TNH, head_dim)
 
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""
