@@ -18,6 +18,7 @@ from pallas_kernels.api import (
     paged_extend_attention,
     quantized_product,
     rotate_and_store,
+    store_and_decode,
     store_kv,
 )
 from pallas_kernels.choice import KernelChoice
@@ -50,5 +51,6 @@ __all__ = [
     "paged_extend_attention",
     "quantized_product",
     "rotate_and_store",
+    "store_and_decode",
     "store_kv",
 ]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backend import refuse_nothing
+from pallas_kernels.choice import AUTO, AUTO_CHOICE, KernelChoice
 from pallas_kernels.dispatch import BACKEND_OF_NAME, choose_backend
 from pallas_kernels.experts import ACTIVATIONS, Choices, Groups, sort_by_expert
 from pallas_kernels.kept_heads import widened
@@ -84,15 +85,7 @@ def rotate_and_store(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    check_pages(kv)
-    check_qkv(qkv)
-    if not kv.kept(qkv.num_kv_heads).takes(qkv.head_dim) or slots.shape != (qkv.num_tokens,):
-        raise ValueError(
-            f"qkv.product {qkv.product.shape} must be [T, K, G + 2, H] and slots {slots.shape} [T], "
-            f"with the K of kv.k {kv.k.shape} and at most its H, or with heads that lie side by side in that"
-        )
-    if slots.dtype != jnp.int32:
-        raise ValueError(f"slots has dtype {slots.dtype}; it must be int32")
+    _check_qkv(qkv, kv, slots)
     ops = {name: each.rotate_and_store for name, each in BACKEND_OF_NAME.items() if each.rotate_and_store is not None}
     refusals = {
         name: functools.partial(each.refuse_rotate_and_store, qkv, kv)
@@ -105,6 +98,53 @@ def rotate_and_store(
     q, k, v = qkv.split()
     stored = store_kv(kv, k, v, slots, backend=backend if store_backend is None else store_backend)
     return kv.kept(qkv.num_kv_heads).queries(q), stored
+
+
+def store_and_decode(
+    qkv: FusedQkv,
+    kv: PagedKv,
+    slots: jax.Array,
+    options: AttentionOptions = _DEFAULTS,
+    sinks: jax.Array | None = None,
+    *,
+    backend: str = AUTO,
+    parts: KernelChoice = AUTO_CHOICE,
+    interpret: bool = False,
+) -> tuple[jax.Array, PagedKv]:
+    """`rotate_and_store` of the newest token of each sequence, then `paged_decode_attention`: output and cache.
+
+    A kernel that reads a sequence's pages anyway puts the token into the last one. So no other sequence may have that
+    page: sequences share only pages that are full.
+
+    Args:
+        qkv: the product for S tokens, as for `rotate_and_store`.
+        kv: the cache; lengths count the new tokens.
+        slots: `[S]` int32, of position lengths[s] - 1 of each sequence; those of padding rows are in page 0.
+        options, sinks: as for `paged_decode_attention`.
+        backend: a backend that has the op in one kernel; "xla" for none; or "auto": the device's best one, unless
+            `parts` names another backend for the store or for the attention.
+        parts: backends of `rotate_and_store`, `store_kv` and `paged_decode_attention` where no kernel does all.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    _check_qkv(qkv, kv, slots)
+    ops = {name: each.store_and_decode for name, each in BACKEND_OF_NAME.items() if each.store_and_decode is not None}
+    refusals = {
+        name: functools.partial(BACKEND_OF_NAME[name].refuse_store_and_decode, qkv, kv) for name in (*ops, "xla")
+    }
+    chosen = choose_backend("store_and_decode", backend, refusals, interpret=interpret).name
+    named = {parts.store_kv, parts.paged_decode_attention} - {AUTO, chosen}
+    if chosen not in ops or (backend == AUTO and named):
+        q, kv = rotate_and_store(qkv, kv, slots, backend=parts.rotate_and_store, store_backend=parts.store_kv)
+        return paged_decode_attention(q, kv, options, sinks, backend=parts.paged_decode_attention), kv
+    q, k, v = qkv.split()
+    q = kv.kept(qkv.num_kv_heads).queries(q)
+    _check_decode(q, kv, sinks)
+    new = _as_kept(k, v, kv)
+    out, stored = ops[chosen](_scale_queries(q, kv), *new, kv.unscaled(), slots, sinks, options, interpret)
+    return _scale_output(out, kv), dataclasses.replace(kv, k=stored.k, v=stored.v)
 
 
 def paged_decode_attention(
@@ -131,9 +171,7 @@ def paged_decode_attention(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    _check_attention(q, kv, sinks)
-    if q.shape[0] != kv.num_seqs:
-        raise ValueError(f"q {q.shape} must hold one token for each of the {kv.num_seqs} sequences in lengths")
+    _check_decode(q, kv, sinks)
     refusals = {name: functools.partial(each.refuse_decode, q, kv) for name, each in BACKEND_OF_NAME.items()}
     chosen = choose_backend("paged_decode_attention", backend, refusals, interpret=interpret)
     return _scale_output(chosen.decode(_scale_queries(q, kv), kv.unscaled(), sinks, options, interpret), kv)
@@ -426,6 +464,25 @@ def _check_update(update: Update, x: jax.Array) -> None:
         raise ValueError(
             f"update is {update.shape} {update.dtype}; it must be {x.shape} {x.dtype} as x, or float32 parts of that"
         )
+
+
+def _check_qkv(qkv: FusedQkv, kv: PagedKv, slots: jax.Array) -> None:
+    """Check a product and the slots of its tokens against the cache."""
+    check_pages(kv)
+    check_qkv(qkv)
+    if not kv.kept(qkv.num_kv_heads).takes(qkv.head_dim) or slots.shape != (qkv.num_tokens,):
+        raise ValueError(
+            f"qkv.product {qkv.product.shape} must be [T, K, G + 2, H] and slots {slots.shape} [T], "
+            f"with the K of kv.k {kv.k.shape} and at most its H, or with heads that lie side by side in that"
+        )
+    if slots.dtype != jnp.int32:
+        raise ValueError(f"slots has dtype {slots.dtype}; it must be int32")
+
+
+def _check_decode(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None:
+    _check_attention(q, kv, sinks)
+    if q.shape[0] != kv.num_seqs:
+        raise ValueError(f"q {q.shape} must hold one token for each of the {kv.num_seqs} sequences in lengths")
 
 
 def _check_attention(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None:

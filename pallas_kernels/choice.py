@@ -23,6 +23,8 @@ class KernelChoice:
     paged_extend_attention: str = AUTO
     add_and_norm: str = AUTO
     grouped_product: str = AUTO
+    store_and_decode: str = AUTO
+    """Of a decode whose kernel stores too; "xla": of the parts above, each on its own backend."""
 
     @classmethod
     def of_attention(cls, backend: str) -> KernelChoice:

@@ -63,6 +63,21 @@ def decode_attention(
     return extend_attention(q, offsets, kv, sinks, options, interpret)
 
 
+def store_and_decode(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv: PagedKv,
+    slots: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    interpret: bool,
+) -> tuple[jax.Array, PagedKv]:
+    """One after the other."""
+    stored = store_kv(kv, k, v, slots, interpret)
+    return decode_attention(q, stored, sinks, options, interpret), stored
+
+
 def extend_attention(
     q: jax.Array,
     query_offsets: jax.Array,
@@ -140,5 +155,6 @@ BACKEND = Backend(
     rotate_and_store,
     grouped_product=grouped_product,
     quantized_product=quantized_product,
+    store_and_decode=store_and_decode,
     refuse_rotate_and_store=lambda qkv, kv: refuse_conversion(kv),
 )

@@ -194,8 +194,9 @@ class EngineConfig:
     kernels: tuple[str, ...] = flag(
         (),
         "kernels of single operations, whatever --attention-backend says, as decode=triton,norm=xla; operations are "
-        "decode and extend (attention), store (of keys and values), rotate (rotation and store in one), norm (add and "
-        "normalize) and experts (docs/kernels.md); auto: the best that runs here and passes its test",
+        "decode and extend (attention), store (of keys and values), rotate (rotation and store in one), store_decode "
+        "(store and decode in one, on TPUs; xla: one after the other), norm (add and normalize) and experts "
+        "(docs/kernels.md); auto: the best that runs here and passes its test",
     )
     skip_kernel_test: bool = flag(
         False,

@@ -16,6 +16,7 @@ OP_OF_NAME = {
     "extend": "paged_extend_attention",
     "store": "store_kv",
     "rotate": "rotate_and_store",
+    "store_decode": "store_and_decode",
     "norm": "add_and_norm",
     "experts": "grouped_product",
 }
@@ -24,6 +25,7 @@ BACKENDS_OF_NAME = {
     "extend": ATTENTION_BACKENDS,
     "store": ("auto", "xla", "triton", "mosaic_tpu", "reference"),
     "rotate": ("auto", "xla", "triton", "reference"),
+    "store_decode": ("auto", "xla", "mosaic_tpu", "reference"),
     "norm": ("auto", "xla", "triton"),
     "experts": ("auto", "xla", "native", "triton", "mosaic_tpu", "reference"),
 }

@@ -37,9 +37,9 @@ from pallas_kernels import (
     FusedQkv,
     KernelChoice,
     PagedKv,
-    paged_decode_attention,
     paged_extend_attention,
     rotate_and_store,
+    store_and_decode,
 )
 from pallas_kernels.paged_kv import Scale
 
@@ -341,15 +341,17 @@ class Pages:
         old = self._k[layer_index], self._v[layer_index]
         scales = _of_heads(self._scales.k[layer_index]), _of_heads(self._scales.v[layer_index])
         paged = PagedKv(*old, self._page_table, a.lengths, *scales)
-        q_TNH, kv = rotate_and_store(
-            qkv, paged, a.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv
-        )
-        self._k[layer_index], self._v[layer_index] = kv.k, kv.v
         if self._kind == "decode":
-            out_TNH = paged_decode_attention(q_TNH, kv, options, sinks, backend=kernels.paged_decode_attention)
+            out_TNH, kv = store_and_decode(
+                qkv, paged, a.slots, options, sinks, backend=kernels.store_and_decode, parts=kernels
+            )
         else:
+            q_TNH, kv = rotate_and_store(
+                qkv, paged, a.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv
+            )
             backend = kernels.paged_extend_attention
             out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
+        self._k[layer_index], self._v[layer_index] = kv.k, kv.v
         return kv.kept(qkv.num_kv_heads).own_numbers(out_TNH, head_dim)
 
     def buffers(self) -> KvBuffers:

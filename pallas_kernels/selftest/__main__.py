@@ -86,9 +86,12 @@ def test(request: Request, say: Callable[[News], None], cases_of: Cases) -> None
 
 
 def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
-    """A kernel that rotates stores too, and only mixtures have experts."""
+    """A kernel that rotates stores too, only some devices store in a decode, and only mixtures have experts."""
     if op == "grouped_product":
         return bool(request.shapes["experts"])
+    if op == "store_and_decode":  # else a store and a decode follow each other, which have tests of their own
+        parts = {request.choice["store_kv"], request.choice["paged_decode_attention"]}
+        return request.choice[op] not in (AUTO, XLA) or (bool(tuning.preferred_backends(op)) and parts == {AUTO})
     on_xla = any(each.op == "rotate_and_store" and each.backend == XLA for each in known)
     return op != "store_kv" or on_xla
 

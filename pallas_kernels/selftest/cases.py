@@ -24,9 +24,10 @@ from pallas_kernels.api import (
     paged_decode_attention,
     paged_extend_attention,
     rotate_and_store,
+    store_and_decode,
     store_kv,
 )
-from pallas_kernels.choice import AUTO, XLA
+from pallas_kernels.choice import AUTO, XLA, KernelChoice
 from pallas_kernels.experts import Groups, sort_by_expert
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv, numbers_dtype, to_numbers
@@ -175,6 +176,39 @@ def _stored(
     return _rows_of(_store_jit(kv, k, v, slots, backend=backend, interpret=interpret))
 
 
+def store_and_decode_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """The decodes, with NaN where the newest tokens go."""
+    page = shapes.page_size
+    few = [0, 1, page - 1, page, page + 1, 2 * page + 1, 63, 64, 65, 193, 1000, 0, 3001]
+    for options in shapes.attention:
+        lengths = few if options.sliding_window is None else [*few, _past(options) + page + 3]
+        yield _store_and_decode(shapes, "ragged", np.array(lengths), options)
+    yield _store_and_decode(shapes, "many rows", 37 * np.arange(MANY_ROWS) % 300, shapes.attention[0])
+
+
+def _store_and_decode(shapes: KernelShapes, name: str, lengths: Array, options: AttentionOptions) -> Case:
+    before, exact = _caches(shapes, np.maximum(lengths - 1, 0), room=1)
+    before, exact = (dataclasses.replace(each, lengths=jnp.asarray(lengths, jnp.int32)) for each in (before, exact))
+    table, last = np.asarray(before.page_table), np.maximum(lengths - 1, 0)
+    slots = table[np.arange(len(lengths)), last // shapes.page_size] * shapes.page_size + last % shapes.page_size
+    slots = jnp.asarray(np.where(lengths > 0, slots, 0), jnp.int32)
+    qkv, sinks = _qkv(shapes, len(lengths)), _sinks(shapes)
+
+    def call(qkv: FusedQkv, kv: PagedKv, backend: str, interpret: bool) -> list[jax.Array]:
+        parts = KernelChoice.of_attention(XLA) if backend == XLA else KernelChoice()
+        choice = {"backend": backend, "parts": parts, "interpret": interpret}
+        out, kv = _store_and_decode_jit(qkv, kv, slots, options, sinks, **choice)
+        return [out, *_rows_of(kv)]
+
+    wide = jax.tree.map(lambda each: each.astype(jnp.float32), qkv)
+    return Case(
+        _named(name, options),
+        max(_attention_tolerance(shapes), _store_tolerance(shapes)),
+        functools.partial(call, qkv, before),
+        functools.partial(call, wide, exact, XLA, False),
+    )
+
+
 def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
     """A whole update, and one in parts."""
     for num_tokens, parts in ((300, ()), (37, (NUM_PARTS,))):
@@ -260,6 +294,7 @@ def _product(shapes: KernelShapes, expert: ExpertShape, *, gated: bool = False) 
 CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
     "rotate_and_store": rotate_cases,
     "store_kv": store_cases,  # after the one that may do without it
+    "store_and_decode": store_and_decode_cases,
     "paged_decode_attention": decode_cases,
     "paged_extend_attention": extend_cases,
     "add_and_norm": norm_cases,
@@ -269,6 +304,7 @@ CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
 _decode_jit = jax.jit(paged_decode_attention, static_argnames=("options", "backend", "interpret"))
 _extend_jit = jax.jit(paged_extend_attention, static_argnames=("options", "backend", "interpret"))
 _rotate_jit = jax.jit(rotate_and_store, static_argnames=("backend", "interpret"))
+_store_and_decode_jit = jax.jit(store_and_decode, static_argnames=("options", "backend", "parts", "interpret"))
 _store_jit = jax.jit(store_kv, static_argnames=("backend", "interpret"))
 _norm_jit = jax.jit(functools.partial(add_and_norm, row=ROW, eps=EPS), static_argnames=("backend", "interpret"))
 _product_jit = jax.jit(grouped_product, static_argnames=("of_tokens", "backend", "interpret"))
@@ -307,13 +343,13 @@ def _scales(shapes: KernelShapes) -> dict[str, Any]:
     return {"k_scale": 0.02, "v_scale": 0.02 * (1 + jnp.arange(shapes.num_kv_heads) % 4).astype(jnp.float32)}
 
 
-def _caches(shapes: KernelShapes, lengths: Array) -> tuple[PagedKv, PagedKv]:
-    """A full cache for these sequences, and the same numbers in float32."""
+def _caches(shapes: KernelShapes, lengths: Array, room: int = 0) -> tuple[PagedKv, PagedKv]:
+    """A full cache for these sequences, and the same numbers in float32; pages have room for so many tokens more."""
     rng = np.random.default_rng(0)
-    page, width = shapes.page_size, max(1, -(-int(lengths.max()) // shapes.page_size))
-    num_pages = 2 + int(np.sum(-(-lengths // page)))
-    table = rng.integers(0, num_pages, (len(lengths), width)).astype(np.int32)
-    scattered_pages(lengths, page, table, num_pages, rng)
+    page, owned = shapes.page_size, lengths + room
+    num_pages = 2 + int(np.sum(-(-owned // page)))
+    table = rng.integers(0, num_pages, (len(lengths), max(1, -(-int(owned.max()) // page)))).astype(np.int32)
+    scattered_pages(owned, page, table, num_pages, rng)
     used = used_places(lengths, page, table, num_pages)
     shape, dtype = (num_pages, shapes.num_kv_heads, page, shapes.head_dim), jnp.dtype(shapes.kv_dtype)
     scales = _scales(shapes)
