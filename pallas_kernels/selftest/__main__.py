@@ -135,7 +135,8 @@ def _outcome(calls: Iterable[Case], backend: str, interpret: bool) -> tuple[str,
                 continue
             ran = True
             if not error <= case.tolerance:
-                return WRONG, f"{name}: error {error:.1e} of a row's norm, allowed {case.tolerance:.0e}"
+                found = f"{name}: error {error:.1e} of a row's norm, allowed {case.tolerance:.0e}"
+                return WRONG, found + case.second_opinion()
     except Exception as problem:  # compilers and drivers raise errors of any class
         verdict = UNTESTED if OUT_OF_MEMORY in str(problem) else RAISED
         return verdict, f"{name}: {_short(problem)}"

@@ -34,6 +34,7 @@ from pallas_kernels.paged_kv import FLOAT8, PagedKv, numbers_dtype, to_numbers
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.routing import Router
 from pallas_kernels.selftest.batches import Array, normal, pages_of, scattered_pages, slots_of, used_places
+from pallas_kernels.selftest.second_opinion import second_opinion, second_opinion_of_decode
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
 
 RUNS = 3  # with the same inputs: a race shows in some of them
@@ -54,16 +55,32 @@ class Case:
         tolerance: of `error`.
         call: its results on a backend, interpreted or not: arrays `[rows, ..]`.
         right: what they should be, in float32. Where that is NaN, so must the results be.
+        others: what a kernel of others computes, to be asked after a wrong result; None where there is none.
     """
 
     name: str
     tolerance: float
     call: Callable[[str, bool], list[jax.Array]]
     right: Callable[[], list[jax.Array]]
+    others: Callable[[], list[jax.Array]] | None = None
 
     def error(self, backend: str, interpret: bool = False) -> float:
         """The largest error of a row in any of `RUNS` runs, over the row's norm; infinite for NaN that shouldn't be."""
-        found = [self.call(backend, interpret) for _ in range(RUNS)]
+        return self._error([self.call(backend, interpret) for _ in range(RUNS)])
+
+    def second_opinion(self) -> str:
+        """Whether a kernel of others is right where ours is wrong, in words; empty where there is none."""
+        if self.others is None:
+            return ""
+        try:
+            error = self._error([self.others()])
+        except Exception as problem:  # compilers and drivers raise errors of any class
+            return f"; JAX's own kernel raised {type(problem).__name__}"
+        if error <= self.tolerance:
+            return "; JAX's own kernel is right"
+        return f"; JAX's own kernel is wrong too, by {error:.1e}: suspect the device and its software"
+
+    def _error(self, found: list[list[jax.Array]]) -> float:
         with jax.default_matmul_precision("highest"):
             right = self.right()
         return max(float(row_error(a, b)) for results in found for a, b in zip(results, right, strict=True))
@@ -102,6 +119,7 @@ def _decode(shapes: KernelShapes, name: str, lengths: Array, options: AttentionO
         _attention_tolerance(shapes),
         functools.partial(attend, q, kv),
         functools.partial(attend, q.astype(jnp.float32), exact, "xla", False),
+        second_opinion_of_decode(q, kv, options, sinks),
     )
 
 
@@ -129,6 +147,7 @@ def _extend(shapes: KernelShapes, pairs: list[tuple[int, int]], options: Attenti
         _attention_tolerance(shapes),
         functools.partial(attend, q, kv),
         functools.partial(attend, q.astype(jnp.float32), exact, "xla", False),
+        second_opinion(q, offsets, kv, options, sinks),
     )
 
 

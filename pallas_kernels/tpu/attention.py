@@ -83,7 +83,7 @@ def store_and_decode(
     form = page_form(kv.k)
     out, k_view, v_view = _attend_query_tiles(
         q, kv, sinks, _single_queries(kv), _plan(_DECODE, q, kv), options,
-        new=(slots, k, v), interpret=interpret, name="store_and_decode",
+        new=(slots, k, v), interpret=interpret, name="paged_store_and_decode_attention",
     )  # fmt: skip
     return out, dataclasses.replace(kv, k=unview_pages(k_view, form), v=unview_pages(v_view, form))
 

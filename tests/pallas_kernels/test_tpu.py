@@ -187,8 +187,8 @@ def test_a_tokens_slot_in_the_dummy_page_is_not_written() -> None:
 @pytest.mark.parametrize(
     ("parts", "kernels"),
     [
-        (KernelChoice(), ["store_and_decode"]),
-        (KernelChoice.of_attention("mosaic_tpu"), ["store_and_decode"]),
+        (KernelChoice(), ["paged_store_and_decode_attention"]),
+        (KernelChoice.of_attention("mosaic_tpu"), ["paged_store_and_decode_attention"]),
         (KernelChoice(paged_decode_attention="xla"), ["store_kv"]),
         (KernelChoice(store_kv="xla"), ["paged_decode_attention"]),
         (KernelChoice(store_and_decode="xla"), ["store_kv", "paged_decode_attention"]),
