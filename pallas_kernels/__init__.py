@@ -22,6 +22,7 @@ from pallas_kernels.api import (
     paged_extend_attention,
     quantized_product,
     rotate_and_store,
+    store_and_decode,
     store_entries,
     store_kv,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "paged_extend_attention",
     "quantized_product",
     "rotate_and_store",
+    "store_and_decode",
     "store_entries",
     "store_kv",
 ]

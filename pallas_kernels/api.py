@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.backend import refuse_nothing
+from pallas_kernels.choice import AUTO, AUTO_CHOICE, KernelChoice
 from pallas_kernels.dispatch import BACKEND_OF_NAME, Refusal, choose_backend, has_kernel
 from pallas_kernels.experts import ACTIVATIONS, Choices, Groups, sort_by_expert
+from pallas_kernels.kept_heads import widened
 from pallas_kernels.norm import Update, add_then_norm
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format, widened
+from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, Scale, check_pages, per_head_scale, to_format
 from pallas_kernels.qkv import FusedQkv, check_qkv
 from pallas_kernels.routing import Router, choose_by_xla
 from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows, rounded_rows
@@ -34,7 +36,7 @@ def store_kv(
         kv: the cache. Donate its pages to the surrounding jit and they are updated in place. Page table and lengths are
             passed through unread.
         k, v: `[T, K, H]`, divided by the cache's scales and cast to its dtype; what float8 can't hold becomes its
-            largest number. Of heads smaller than the cache's the rest is written as zeros.
+            largest number. K and H may be those of a model whose heads the cache keeps otherwise (`kept_heads`).
         slots: `[T]` int32, page * page_size + offset, each within the cache. Padding tokens use slots of page 0; only
             there may a slot occur twice.
         backend: one of `STORE_BACKENDS`, or "auto".
@@ -44,16 +46,13 @@ def store_kv(
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
     check_pages(kv)
-    expected = (slots.shape[0] if slots.ndim == 1 else -1, kv.num_kv_heads)
-    fits = k.shape == v.shape and k.ndim == 3 and k.shape[:2] == expected and k.shape[2] <= kv.head_dim
-    if not fits or slots.dtype != jnp.int32:
+    is_rows = k.shape == v.shape and k.ndim == 3 and k.shape[:1] == slots.shape
+    if not is_rows or not kv.kept(k.shape[1]).takes(k.shape[2]) or slots.dtype != jnp.int32:
         raise ValueError(
             f"k {k.shape} and v {v.shape} must be [T, K, H] and slots {slots.shape} {slots.dtype} [T] int32, "
-            f"with the K of kv.k {kv.k.shape} and at most its H"
+            f"with the K of kv.k {kv.k.shape} and at most its H, or with heads that lie side by side in that"
         )
-    k, v = widened(k, kv.head_dim), widened(v, kv.head_dim)
-    k = _to_cache_dtype(k, per_head_scale("k_scale", kv.k_scale, kv.num_kv_heads), kv.dtype)
-    v = _to_cache_dtype(v, per_head_scale("v_scale", kv.v_scale, kv.num_kv_heads), kv.dtype)
+    k, v = _as_kept(k, v, kv)
     stores = {name: each.store for name, each in BACKEND_OF_NAME.items() if each.store is not None}
     refusals = {name: functools.partial(BACKEND_OF_NAME[name].refuse_store, kv) for name in stores}
     chosen = choose_backend("store_kv", backend, refusals, interpret=interpret)
@@ -96,8 +95,8 @@ def rotate_and_store(
 ) -> tuple[jax.Array, PagedKv]:
     """Take the product of a layer's fused weights apart: bias, norm per head, rotation, and a store of keys and values.
 
-    Returns the queries `[T, N, H]` in the product's dtype, and the cache with the updated pages. H is the cache's: of
-    heads smaller than that the rest is zeros, so that attention needs `options.for_heads` and its output a cut.
+    Returns the queries `[T, N, H]` in the product's dtype, and the cache with the updated pages. H is the cache's:
+    where it isn't the model's (`kept_heads`), attention needs `options.for_heads`, and its output `own_numbers`.
 
     Args:
         qkv: the product and what turns it into queries, keys and values.
@@ -111,16 +110,7 @@ def rotate_and_store(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    check_pages(kv)
-    check_qkv(qkv)
-    fits = qkv.num_kv_heads == kv.num_kv_heads and qkv.head_dim <= kv.head_dim
-    if not fits or slots.shape != (qkv.num_tokens,):
-        raise ValueError(
-            f"qkv.product {qkv.product.shape} must be [T, K, G + 2, H] and slots {slots.shape} [T], "
-            f"with the K of kv.k {kv.k.shape} and at most its H"
-        )
-    if slots.dtype != jnp.int32:
-        raise ValueError(f"slots has dtype {slots.dtype}; it must be int32")
+    _check_qkv(qkv, kv, slots)
     ops = {name: each.rotate_and_store for name, each in BACKEND_OF_NAME.items() if each.rotate_and_store is not None}
     refusals = {
         name: functools.partial(each.refuse_rotate_and_store, qkv, kv)
@@ -132,7 +122,54 @@ def rotate_and_store(
         return ops[chosen](qkv, kv, slots, interpret)
     q, k, v = qkv.split()
     stored = store_kv(kv, k, v, slots, backend=backend if store_backend is None else store_backend)
-    return widened(q, kv.head_dim), stored
+    return kv.kept(qkv.num_kv_heads).queries(q), stored
+
+
+def store_and_decode(
+    qkv: FusedQkv,
+    kv: PagedKv,
+    slots: jax.Array,
+    options: AttentionOptions = _DEFAULTS,
+    sinks: jax.Array | None = None,
+    *,
+    backend: str = AUTO,
+    parts: KernelChoice = AUTO_CHOICE,
+    interpret: bool = False,
+) -> tuple[jax.Array, PagedKv]:
+    """`rotate_and_store` of the newest token of each sequence, then `paged_decode_attention`: output and cache.
+
+    A kernel that reads a sequence's pages anyway puts the token into the last one. So no other sequence may have that
+    page: sequences share only pages that are full.
+
+    Args:
+        qkv: the product for S tokens, as for `rotate_and_store`.
+        kv: the cache; lengths count the new tokens.
+        slots: `[S]` int32, of position lengths[s] - 1 of each sequence; those of padding rows are in page 0.
+        options, sinks: as for `paged_decode_attention`.
+        backend: a backend that has the op in one kernel; "xla" for none; or "auto": the device's best one, unless
+            `parts` names another backend for the store or for the attention.
+        parts: backends of `rotate_and_store`, `store_kv` and `paged_decode_attention` where no kernel does all.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    _check_qkv(qkv, kv, slots)
+    ops = {name: each.store_and_decode for name, each in BACKEND_OF_NAME.items() if each.store_and_decode is not None}
+    refusals = {
+        name: functools.partial(BACKEND_OF_NAME[name].refuse_store_and_decode, qkv, kv) for name in (*ops, "xla")
+    }
+    chosen = choose_backend("store_and_decode", backend, refusals, interpret=interpret).name
+    named = {parts.store_kv, parts.paged_decode_attention} - {AUTO, chosen}
+    if chosen not in ops or (backend == AUTO and named):
+        q, kv = rotate_and_store(qkv, kv, slots, backend=parts.rotate_and_store, store_backend=parts.store_kv)
+        return paged_decode_attention(q, kv, options, sinks, backend=parts.paged_decode_attention), kv
+    q, k, v = qkv.split()
+    q = kv.kept(qkv.num_kv_heads).queries(q)
+    _check_decode(q, kv, sinks)
+    new = _as_kept(k, v, kv)
+    out, stored = ops[chosen](_scale_queries(q, kv), *new, kv.unscaled(), slots, sinks, options, interpret)
+    return _scale_output(out, kv), dataclasses.replace(kv, k=stored.k, v=stored.v)
 
 
 def paged_decode_attention(
@@ -159,9 +196,7 @@ def paged_decode_attention(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    _check_attention(q, kv, sinks)
-    if q.shape[0] != kv.num_seqs:
-        raise ValueError(f"q {q.shape} must hold one token for each of the {kv.num_seqs} sequences in lengths")
+    _check_decode(q, kv, sinks)
     refusals = {name: functools.partial(each.refuse_decode, q, kv) for name, each in BACKEND_OF_NAME.items()}
     chosen = choose_backend("paged_decode_attention", backend, refusals, interpret=interpret)
     return _scale_output(chosen.decode(_scale_queries(q, kv), kv.unscaled(), sinks, options, interpret), kv)
@@ -570,6 +605,25 @@ def _check_update(update: Update, x: jax.Array) -> None:
         )
 
 
+def _check_qkv(qkv: FusedQkv, kv: PagedKv, slots: jax.Array) -> None:
+    """Check a product and the slots of its tokens against the cache."""
+    check_pages(kv)
+    check_qkv(qkv)
+    if not kv.kept(qkv.num_kv_heads).takes(qkv.head_dim) or slots.shape != (qkv.num_tokens,):
+        raise ValueError(
+            f"qkv.product {qkv.product.shape} must be [T, K, G + 2, H] and slots {slots.shape} [T], "
+            f"with the K of kv.k {kv.k.shape} and at most its H, or with heads that lie side by side in that"
+        )
+    if slots.dtype != jnp.int32:
+        raise ValueError(f"slots has dtype {slots.dtype}; it must be int32")
+
+
+def _check_decode(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None:
+    _check_attention(q, kv, sinks)
+    if q.shape[0] != kv.num_seqs:
+        raise ValueError(f"q {q.shape} must hold one token for each of the {kv.num_seqs} sequences in lengths")
+
+
 def _check_attention(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None:
     """Check q `[T, N, H]`, page table `[S, P]`, lengths `[S]` and sinks `[N]` against the cache."""
     check_pages(kv)
@@ -589,11 +643,18 @@ def _check_attention(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None
 
 
 def _scale_queries(q: jax.Array, kv: PagedKv) -> jax.Array:
-    return _multiply_heads(q, per_head_scale("k_scale", kv.k_scale, kv.num_kv_heads))
+    return _multiply_heads(q, _scale_of_heads("k_scale", kv.k_scale, kv))
 
 
 def _scale_output(out: jax.Array, kv: PagedKv) -> jax.Array:
-    return _multiply_heads(out, per_head_scale("v_scale", kv.v_scale, kv.num_kv_heads))
+    return _multiply_heads(out, _scale_of_heads("v_scale", kv.v_scale, kv))
+
+
+def _scale_of_heads(name: str, scale: Scale, kv: PagedKv) -> jax.Array | None:
+    """One for each kv head of the cache, or of the model's of which several lie in one of the cache's."""
+    num_scales = 0 if scale is None or jnp.ndim(scale) == 0 else jnp.shape(scale)[0]
+    is_of_more = num_scales > kv.num_kv_heads and num_scales % kv.num_kv_heads == 0
+    return per_head_scale(name, scale, num_scales if is_of_more else kv.num_kv_heads)
 
 
 def _multiply_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -602,6 +663,15 @@ def _multiply_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
         return x
     per_query_head = jnp.repeat(scale, x.shape[1] // scale.shape[0])
     return (x.astype(jnp.float32) * per_query_head[:, None]).astype(x.dtype)
+
+
+def _as_kept(k: jax.Array, v: jax.Array, kv: PagedKv) -> tuple[jax.Array, jax.Array]:
+    """A model's k and v `[T, K, H]` as the cache holds them: in its heads, over its scales, in its format."""
+    heads = kv.kept(k.shape[1])
+    k, v = widened(k, heads.share), widened(v, heads.share)
+    k = _to_cache_dtype(k, per_head_scale("k_scale", kv.k_scale, heads.num_kv_heads), kv.dtype)
+    v = _to_cache_dtype(v, per_head_scale("v_scale", kv.v_scale, heads.num_kv_heads), kv.dtype)
+    return heads.joined(k), heads.joined(v)
 
 
 def _to_cache_dtype(new: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:

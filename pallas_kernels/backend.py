@@ -62,6 +62,25 @@ class Extend(Protocol):
         ...
 
 
+class StoreAndDecode(Protocol):
+    """`store_and_decode` on one backend."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        kv: PagedKv,
+        slots: jax.Array,
+        sinks: jax.Array | None,
+        options: AttentionOptions,
+        interpret: bool,
+    ) -> tuple[jax.Array, PagedKv]:
+        """Queries `[S, N, H]` of newest tokens; their k and v `[S, K, H]` of the cache's dtype, for slots `[S]`; sinks
+        `[N]`. Returns `[S, N, H]` in q's dtype and the changed cache."""
+        ...
+
+
 class AddAndNorm(Protocol):
     """`add_and_norm` on one backend."""
 
@@ -242,9 +261,12 @@ class Backend:
     float8_rows: Float8Rows | None = None
     float8_product: Float8Product | None = None
     """None, both, where activations keep their format."""
+    store_and_decode: StoreAndDecode | None = None
+    """None where a store comes first."""
     refuse_decode: RefuseAttention = refuse_nothing
     refuse_extend: RefuseAttention = refuse_nothing
     refuse_store: RefuseStore = refuse_nothing
+    refuse_store_and_decode: RefuseRotateAndStore = refuse_nothing
     refuse_rotate_and_store: RefuseRotateAndStore = refuse_nothing
     refuse_add_and_norm: RefuseAddAndNorm = refuse_nothing
     refuse_grouped_product: RefuseGroupedProduct = refuse_nothing

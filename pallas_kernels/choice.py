@@ -27,6 +27,8 @@ class KernelChoice:
     """Of weights in groups."""
     float8_product: str = AUTO
     """Of rows that are rounded to float8; with "xla" none are."""
+    store_and_decode: str = AUTO
+    """Of a decode whose kernel stores too; "xla": of the parts above, each on its own backend."""
 
     @classmethod
     def of_attention(cls, backend: str) -> KernelChoice:

@@ -21,6 +21,7 @@ BACKEND_OF_NAME: Mapping[str, Backend] = {
 BACKENDS = ("auto", *BACKEND_OF_NAME)
 STORE_BACKENDS = tuple(name for name, each in BACKEND_OF_NAME.items() if each.store is not None)
 ROTATE_AND_STORE_BACKENDS = tuple(name for name, each in BACKEND_OF_NAME.items() if each.rotate_and_store is not None)
+STORE_AND_DECODE_BACKENDS = tuple(name for name, each in BACKEND_OF_NAME.items() if each.store_and_decode is not None)
 
 # Says why a backend can't run a call, or None when it can.
 Refusal = Callable[[], str | None]

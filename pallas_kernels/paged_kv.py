@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.kept_heads import KeptHeads
+
 MAX_PAGE_SIZE = 256
 FLOAT8 = jnp.float8_e4m3fn
 # Caches of bfloat16 and of float8 that a CPU can move: their numbers are kept as their bits. XLA has no moves of these
@@ -39,8 +41,8 @@ class PagedKv:
     k: jax.Array
     """`[num_pages, K, page_size, H]`, so that the tile of one page and one kv head is contiguous; float32, bfloat16,
     float16, float8_e4m3fn, or uint16 and uint8 for the bits of bfloat16 and of float8_e4m3fn (`BITS`, `FLOAT8_BITS`).
-    Unused places may hold anything, even NaN. H may be more than a model's heads have, for kernels that take only some
-    sizes: the stores then write zeros after each head's own numbers."""
+    Unused places may hold anything, even NaN. For kernels that take only some sizes, H may be more than a model's heads
+    have, and K a fraction of theirs: `kept_heads` says how they lie then."""
     v: jax.Array
     """Like k."""
     page_table: jax.Array
@@ -49,7 +51,8 @@ class PagedKv:
     """`[S]` int32: KV tokens of each sequence, the new ones included, at most P * page_size. A padding sequence has
     length 0. A store doesn't read it."""
     k_scale: Scale = None
-    """A number of the cache stands for itself times its scale: one scale for all, or `[K]` scales."""
+    """A number of the cache stands for itself times its scale: one scale for all, or one for each of the model's kv
+    heads."""
     v_scale: Scale = None
 
     @property
@@ -81,6 +84,10 @@ class PagedKv:
     def max_len(self) -> int:
         """The most tokens that a sequence can have: P * page_size."""
         return int(self.page_table.shape[1]) * self.page_size
+
+    def kept(self, num_kv_heads: int) -> KeptHeads:
+        """How the cache keeps so many kv heads of a model."""
+        return KeptHeads(num_kv_heads, self.num_kv_heads, self.head_dim)
 
     def unscaled(self) -> "PagedKv":
         """The same cache without its scales."""
@@ -114,12 +121,6 @@ def to_format(numbers: jax.Array, dtype: jnp.dtype) -> jax.Array:
         largest = float(jnp.finfo(FLOAT8).max)
         numbers = jnp.clip(numbers, -largest, largest)
     return numbers.astype(dtype)
-
-
-def widened(heads: jax.Array, width: int) -> jax.Array:
-    """Heads `[.., H]` with zeros after their own numbers, `[.., width]`, as a cache of that width holds them."""
-    missing = width - heads.shape[-1]
-    return jnp.pad(heads, [(0, 0)] * (heads.ndim - 1) + [(0, missing)]) if missing else heads
 
 
 def check_pages(kv: PagedKv) -> None:

@@ -12,8 +12,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.experts import ACTIVATIONS, Groups, product_dtype, result_dtype
+from pallas_kernels.kept_heads import widened
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers, widened
+from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows, rounded_rows
 from pallas_kernels.scaled import widened as widened_matrix
@@ -48,8 +49,10 @@ def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bo
     groups = qkv.num_groups
     q = attended(rows[:, :, :groups], qkv.q_norm).reshape(qkv.num_tokens, -1, qkv.head_dim)
     k, v = attended(rows[:, :, groups : groups + 1], qkv.k_norm)[:, :, 0], rows[:, :, groups + 1]
-    q, k, v = (widened(heads, kv.head_dim) for heads in (q, k, v))
-    return q.astype(qkv.product.dtype), store_kv(kv, k.astype(kv.dtype), v.astype(kv.dtype), slots, interpret)
+    heads = kv.kept(qkv.num_kv_heads)
+    k, v = (heads.joined(widened(each, heads.share)) for each in (k, v))
+    k, v = k.astype(kv.dtype), v.astype(kv.dtype)
+    return heads.queries(q).astype(qkv.product.dtype), store_kv(kv, k, v, slots, interpret)
 
 
 def decode_attention(
@@ -58,6 +61,21 @@ def decode_attention(
     """An extend by one token for each sequence. A padding row, of length 0, sees nothing and yields zeros."""
     offsets = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
     return extend_attention(q, offsets, kv, sinks, options, interpret)
+
+
+def store_and_decode(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv: PagedKv,
+    slots: jax.Array,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    interpret: bool,
+) -> tuple[jax.Array, PagedKv]:
+    """One after the other."""
+    stored = store_kv(kv, k, v, slots, interpret)
+    return decode_attention(q, stored, sinks, options, interpret), stored
 
 
 def extend_attention(
@@ -154,5 +172,6 @@ BACKEND = Backend(
     quantized_product=quantized_product,
     float8_rows=float8_rows,
     float8_product=float8_product,
+    store_and_decode=store_and_decode,
     refuse_rotate_and_store=lambda qkv, kv: refuse_conversion(kv),
 )

@@ -18,6 +18,7 @@ from pallas_kernels.api import (
     paged_extend_attention,
     quantized_product,
     rotate_and_store,
+    store_and_decode,
     store_kv,
 )
 from pallas_kernels.options import AttentionOptions
@@ -128,6 +129,10 @@ class ArgSpec:
         )  # fmt: skip
         return self.paged_kv(), qkv, _int32(self.num_tokens)
 
+    def store_and_decode_args(self) -> tuple[Any, ...]:
+        """kv, qkv and slots of `store_and_decode`, as shapes; the cache first, as for a store."""
+        return dataclasses.replace(self, num_tokens=self.num_seqs).rotate_and_store_args()
+
     def decode_args(self) -> tuple[Any, ...]:
         """q and kv of `paged_decode_attention`, as shapes."""
         return self._queries(self.num_seqs), self.paged_kv()
@@ -150,6 +155,12 @@ def store_rotated(kv: PagedKv, qkv: FusedQkv, slots: jax.Array, **choice: Any) -
     """`rotate_and_store` with the cache first and returned first, as for `store_kv`."""
     q, kv = rotate_and_store(qkv, kv, slots, **choice)
     return kv, q
+
+
+def store_decoded(kv: PagedKv, qkv: FusedQkv, slots: jax.Array, **choice: Any) -> tuple[PagedKv, jax.Array]:
+    """`store_and_decode` with the cache first and returned first, as for `store_kv`."""
+    out, kv = store_and_decode(qkv, kv, slots, **choice)
+    return kv, out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,19 +11,20 @@ from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.models.layers import norm_dtype, qkv_heads
 from jaxsgl.models.precision import Precision
+from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape
 
 
 def kernel_shapes(
-    arch: ModelArch, precision: Precision, page_size: int, head_dim: int, num_devices: int
+    arch: ModelArch, precision: Precision, page_size: int, heads: KeptHeads, num_devices: int
 ) -> KernelShapes:
-    """Those of `arch`, kept in `precision` on `num_devices` that share it; pages keep heads as wide as `head_dim`."""
+    """Those of `arch`, kept in `precision` on `num_devices` that share it; pages keep a device's heads as `heads`."""
     by_heads = arch.qk_norm in (None, "head")  # else XLA adds biases and normalizes
     options = (arch.attention_options(layer) for layer in range(arch.num_layers))
     return KernelShapes(
-        num_kv_heads=arch.num_kv_heads // num_devices,
-        num_groups=arch.num_heads // arch.num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=heads.kept_heads,
+        num_groups=arch.num_heads // arch.num_kv_heads * heads.together,
+        head_dim=heads.width,
         page_size=page_size,
         hidden_size=arch.hidden_size,
         dtype=precision.activations.name,
@@ -60,16 +61,29 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
         return ()
     mlps = [layer.mlp for layer in arch.layers]
     ffns = dict.fromkeys(mlp.ffn_size if isinstance(mlp, DenseMlp) else mlp.shared_ffn_size for mlp in mlps)
-    hidden, heads = arch.hidden_size, arch.num_heads * arch.head_dim
-    whole = [(math.prod(qkv_heads(arch)), hidden, False), (hidden, heads, True)]
-    whole += [each for ffn in ffns if ffn for each in ((2 * ffn, hidden, False), (hidden, ffn, True))]
+    hidden = arch.hidden_size
+    whole = _mixer_matrices(arch)
+    whole += [each for ffn in ffns if ffn for each in ((2 * ffn, hidden, "outputs"), (hidden, ffn, "inputs"))]
 
-    def part(outputs: int, inputs: int, is_cut: bool) -> MatrixShape:
+    def part(outputs: int, inputs: int, shared: str) -> MatrixShape:
         group = fmt.group_of(inputs)
-        if not is_cut:
-            return MatrixShape(outputs // num_devices, inputs, fmt.numbers, group, fmt.has_zeros)
+        if shared != "inputs":
+            outputs = outputs // num_devices if shared == "outputs" else outputs
+            return MatrixShape(outputs, inputs, fmt.numbers, group, fmt.has_zeros)
         mine = inputs // num_devices  # which may begin inside a group: see `models/matrix.py`
         group = mine if group >= inputs else math.gcd(mine, group) if num_devices > 1 else group
         return MatrixShape(outputs, mine, fmt.numbers, group, fmt.has_zeros)
 
     return tuple(dict.fromkeys(part(*each) for each in whole))
+
+
+def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
+    """Outputs and inputs of each matrix around attention, and which of them devices share: "" for none."""
+    hidden, n, latent = arch.hidden_size, arch.num_heads, arch.latent
+    if latent is None:
+        return [(math.prod(qkv_heads(arch)), hidden, "outputs"), (hidden, n * arch.head_dim, "inputs")]
+    query = n * (latent.unrotated + latent.rotated)
+    queries = [(query, hidden, "outputs")]
+    if latent.q_rank is not None:
+        queries = [(latent.q_rank, hidden, ""), (query, latent.q_rank, "outputs")]
+    return [*queries, (latent.kv_rank + latent.rotated, hidden, ""), (hidden, n * latent.value, "inputs")]

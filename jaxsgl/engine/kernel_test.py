@@ -27,7 +27,7 @@ from jaxsgl.engine.kernel_shapes import kernel_shapes
 from jaxsgl.engine.kernel_watch import watch
 from jaxsgl.engine.kernels import kernel_flags
 from jaxsgl.engine.memory import is_running
-from jaxsgl.engine.sizing import KEPT_HEAD_DIM, choose_page_size
+from jaxsgl.engine.sizing import choose_pages
 from jaxsgl.engine.warmup import cache_folder
 from jaxsgl.engine.weight_store import as_kept
 from jaxsgl.errors import ConfigError
@@ -101,9 +101,8 @@ class KernelTester:
             cpu_multiplies_bfloat16=cpu_multiplies_bfloat16,
         )
         kept = as_kept(arch, precision.weights, self.platform)
-        page_size = choose_page_size(config, arch.head_dim, self.platform)
-        head_dim = KEPT_HEAD_DIM.get(self.platform, int)(arch.head_dim)
-        shapes = kernel_shapes(kept, precision, page_size, head_dim, config.tp)
+        page_size, heads = choose_pages(config, arch, self.platform, config.tp)
+        shapes = kernel_shapes(kept, precision, page_size, heads, config.tp)
         return Request(self.platform, shapes.as_json(), dataclasses.asdict(asked))
 
     def _run(self, config: EngineConfig, request: Request) -> tuple[tuple[Verdict, ...], str]:

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxsgl.batch.engine_api import PageLayout
 from jaxsgl.models import ModelArch, kv_cache_flag
 from jaxsgl.weights.sharding import MESH_AXIS_OF, replicated
+from pallas_kernels.kept_heads import KeptHeads
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,13 @@ def latent_state(num_copies: int, page_size: int, entry_dim: int, dtype: jnp.dty
 
 
 def layer_states(
-    arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1, kept_head_dim: int | None = None
+    arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1, heads: KeptHeads | None = None
 ) -> LayerStates:
     """What the layers of `arch` keep on `num_devices` that share it, with KV as `dtype`.
 
-    `kept_head_dim` are the numbers that pages have of each head, of which those after the model's are zeros; None: as
-    many as the model's heads.
+    `heads` says how each device keeps its kv heads; None: as they are.
     """
+    num_heads, width = (heads.kept_heads * num_devices, heads.width) if heads else (arch.num_kv_heads, arch.head_dim)
     state_of = latent_state if arch.latent is not None else attention_state
-    state = state_of(arch.num_kv_heads, page_size, kept_head_dim or arch.head_dim, dtype)
+    state = state_of(num_heads, page_size, width, dtype)
     return LayerStates((state,) * arch.num_layers, page_size, num_devices, arch.kv_copies)

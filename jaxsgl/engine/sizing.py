@@ -23,13 +23,15 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.outputs import StatesSpec
+from pallas_kernels.kept_heads import KeptHeads
 
 ROWS = {"cpu": 32}
 OTHER_ROWS = 256
 PAGE_SIZE = {"cpu": 16}
 OTHER_PAGE_SIZE = 64  # docs/kernels.md says why
-TPU_PAGE_SIZE = {64: 128}  # by head size: the kernels take heads of 64 in pages of 128 and 256 only
 WIDEST_HEADS = 256  # that kernels for GPUs take
+LANES = 128  # of a TPU's memory: numbers in a row
+LEAST_HEADS = 4  # of a TPU's page of one token, so that they fill a tile in formats of 8 bits too
 CHUNK_TOKENS = {"cpu": 512}
 OTHER_CHUNK_TOKENS = 2048
 UNLIMITED = -1
@@ -65,33 +67,56 @@ def states_spec(config: EngineConfig, arch: ModelArch) -> StatesSpec | None:
     return StatesSpec(hidden, experts, arch.hidden_size, arch.num_layers, top_k)
 
 
-def choose_page_size(config: EngineConfig, head_dim: int, platform: str) -> int:
+def choose_page_size(config: EngineConfig, platform: str, num_kv_heads: int, head_dim: int) -> int:
     """Tokens per page: what --page-size says, or the best for kernels on the platform ("cpu", "gpu", "tpu")."""
     if isinstance(config.page_size, int):
         return config.page_size
-    chosen = PAGE_SIZE.get(platform, OTHER_PAGE_SIZE)
-    return TPU_PAGE_SIZE.get(head_dim, chosen) if platform == "tpu" else chosen
+    if platform == "tpu" and _on_tpu(num_kv_heads, head_dim, LANES).width < LANES:
+        return LANES
+    return PAGE_SIZE.get(platform, OTHER_PAGE_SIZE)
 
 
-def _power_of_two(head_dim: int) -> int:
-    """What GPUs' kernels take: 128 for heads of 80 and 96; 16 at least."""
-    return max(16, 1 << (head_dim - 1).bit_length()) if head_dim <= WIDEST_HEADS else head_dim
+def _as_they_are(num_kv_heads: int, head_dim: int, page_size: int) -> KeptHeads:
+    return KeptHeads(num_kv_heads, num_kv_heads, head_dim)
 
 
-def _whole_lanes(head_dim: int) -> int:
-    """What TPUs' kernels take: multiples of 128, and 64 in long pages."""
-    return -(-head_dim // 128) * 128 if head_dim > 64 else head_dim
+def _on_gpu(num_kv_heads: int, head_dim: int, page_size: int) -> KeptHeads:
+    """Powers of two: 128 for heads of 80 and 96; 16 at least."""
+    width = max(16, 1 << (head_dim - 1).bit_length()) if head_dim <= WIDEST_HEADS else head_dim
+    return KeptHeads(num_kv_heads, num_kv_heads, width)
 
 
-KEPT_HEAD_DIM: dict[str, Callable[[int], int]] = {"gpu": _power_of_two, "tpu": _whole_lanes}  # on CPUs as they are
+def _on_tpu(num_kv_heads: int, head_dim: int, page_size: int) -> KeptHeads:
+    """Whole lanes, filled by two heads of 64 where there are two; what would leave lanes empty lies in long pages."""
+    together, least = 1, LEAST_HEADS if page_size == 1 else 1
+    while (
+        num_kv_heads % (2 * together) == 0
+        and 2 * together * head_dim <= LANES
+        and num_kv_heads // (2 * together) >= least
+    ):
+        together *= 2
+    if head_dim % 8 == 0 and head_dim <= LANES // 2 and together * head_dim < LANES and page_size % LANES == 0:
+        return _as_they_are(num_kv_heads, head_dim, page_size)
+    return KeptHeads(num_kv_heads, num_kv_heads // together, -(-together * head_dim // LANES) * LANES)
+
+
+# How a device keeps so many heads of that size, in pages of so many tokens; on CPUs as they are.
+KEPT_HEADS: dict[str, Callable[[int, int, int], KeptHeads]] = {"gpu": _on_gpu, "tpu": _on_tpu}
+
+
+def choose_pages(config: EngineConfig, arch: ModelArch, platform: str, num_devices: int) -> tuple[int, KeptHeads]:
+    """Tokens per page, and how each device keeps its kv heads in them: as kernels on the platform like it best."""
+    num_kv_heads = arch.num_kv_heads // num_devices
+    page_size = choose_page_size(config, platform, num_kv_heads, arch.head_dim)
+    return page_size, KEPT_HEADS.get(platform, _as_they_are)(num_kv_heads, arch.head_dim, page_size)
 
 
 def choose_states(
     config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.dtype, num_devices: int = 1
 ) -> LayerStates:
     """What layers keep on the platform, KV as `dtype`: in pages as long, and of heads as wide, as kernels like best."""
-    page_size = choose_page_size(config, arch.head_dim, platform)
-    return layer_states(arch, page_size, dtype, num_devices, KEPT_HEAD_DIM.get(platform, int)(arch.head_dim))
+    page_size, heads = choose_pages(config, arch, platform, num_devices)
+    return layer_states(arch, page_size, dtype, num_devices, heads)
 
 
 def plan_capacity(

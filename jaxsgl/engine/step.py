@@ -40,9 +40,11 @@ from pallas_kernels import (
     paged_decode_attention,
     paged_extend_attention,
     rotate_and_store,
+    store_and_decode,
     store_entries,
 )
-from pallas_kernels.paged_kv import Scale, widened
+from pallas_kernels.kept_heads import widened
+from pallas_kernels.paged_kv import Scale
 
 SAMPLING_ROWS = 3 + len(COLUMNS)  # of `pack_sampling`
 
@@ -340,33 +342,37 @@ class Pages:
         if isinstance(qkv, LatentQkv):
             return self._attend_latent(layer_index, qkv)
         a, kernels, head_dim = self._arrays, self._kernels, qkv.head_dim
+        options = self._options[layer_index].for_heads(head_dim)
         old = self._k[layer_index], self._v[layer_index]
         scales = _of_heads(self._scales.k[layer_index]), _of_heads(self._scales.v[layer_index])
         paged = PagedKv(*old, self._page_table, a.lengths, *scales)
-        q_TNH, kv = rotate_and_store(
-            qkv, paged, a.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv
-        )
+        if self._kind == "decode":
+            out_TNH, kv = store_and_decode(
+                qkv, paged, a.slots, options, sinks, backend=kernels.store_and_decode, parts=kernels
+            )
+        else:
+            q_TNH, kv = rotate_and_store(
+                qkv, paged, a.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv
+            )
+            backend = kernels.paged_extend_attention
+            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
         self._k[layer_index], self._v[layer_index] = kv.k, kv.v
-        return self._attention(layer_index, q_TNH, kv, sinks, head_dim)[..., :head_dim]  # pages may be wider than heads
+        return kv.kept(qkv.num_kv_heads).own_numbers(out_TNH, head_dim)
 
     def _attend_latent(self, layer_index: int, qkv: LatentQkv) -> jax.Array:
         """The same over entries, whose values are a part of themselves; `[T, N, C]`."""
-        a = self._arrays
+        a, kernels = self._arrays, self._kernels
+        options = self._options[layer_index].for_heads(qkv.head_dim)
         pages = store_entries(self._k[layer_index], qkv.entries, a.slots)
         self._k[layer_index] = pages
         kv = PagedKv(pages, pages, self._page_table, a.lengths)
         q_TNH = widened(qkv.queries, kv.head_dim)
-        return self._attention(layer_index, q_TNH, kv, None, qkv.head_dim)[..., : qkv.value_dim]
-
-    def _attention(
-        self, layer_index: int, q_TNH: jax.Array, kv: PagedKv, sinks: jax.Array | None, head_dim: int
-    ) -> jax.Array:
-        """Attention of queries over the pages, `[T, N, H]` of these, for a model whose heads have `head_dim`."""
-        options = self._options[layer_index].for_heads(head_dim)
         if self._kind == "decode":
-            return paged_decode_attention(q_TNH, kv, options, sinks, backend=self._kernels.paged_decode_attention)
-        backend = self._kernels.paged_extend_attention
-        return paged_extend_attention(q_TNH, self._arrays.query_offsets, kv, options, sinks, backend=backend)
+            out_TNH = paged_decode_attention(q_TNH, kv, options, backend=kernels.paged_decode_attention)
+        else:
+            backend = kernels.paged_extend_attention
+            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, backend=backend)
+        return out_TNH[..., : qkv.value_dim]
 
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""

@@ -86,13 +86,20 @@ def test(request: Request, say: Callable[[News], None], cases_of: Cases) -> None
 
 
 def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
-    """A kernel that rotates stores too, only mixtures have experts, and few models weights in groups or of float8."""
+    """Whether the model uses it.
+
+    A kernel that rotates stores too, only some devices store in a decode, only mixtures have experts, and few models
+    weights in groups or of float8.
+    """
     if op == "grouped_product":
         return bool(request.shapes["experts"])
     if op == "quantized_product":
         return any(each.is_in_groups for each in KernelShapes.from_json(request.shapes).matrices)
     if op == "float8_product":
         return any(each.may_be_in_float8 for each in KernelShapes.from_json(request.shapes).matrices)
+    if op == "store_and_decode":  # else a store and a decode follow each other, which have tests of their own
+        parts = {request.choice["store_kv"], request.choice["paged_decode_attention"]}
+        return request.choice[op] not in (AUTO, XLA) or (bool(tuning.preferred_backends(op)) and parts == {AUTO})
     on_xla = any(each.op == "rotate_and_store" and each.backend == XLA for each in known)
     return op != "store_kv" or on_xla
 
@@ -136,7 +143,8 @@ def _outcome(calls: Iterable[Case], backend: str, interpret: bool) -> tuple[str,
                 continue
             ran = True
             if not error <= case.tolerance:
-                return WRONG, f"{name}: error {error:.1e} of a row's norm, allowed {case.tolerance:.0e}"
+                found = f"{name}: error {error:.1e} of a row's norm, allowed {case.tolerance:.0e}"
+                return WRONG, found + case.second_opinion()
     except Exception as problem:  # compilers and drivers raise errors of any class
         verdict = UNTESTED if OUT_OF_MEMORY in str(problem) else RAISED
         return verdict, f"{name}: {_short(problem)}"

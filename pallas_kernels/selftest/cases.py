@@ -28,9 +28,10 @@ from pallas_kernels.api import (
     paged_extend_attention,
     quantized_product,
     rotate_and_store,
+    store_and_decode,
     store_kv,
 )
-from pallas_kernels.choice import AUTO, XLA
+from pallas_kernels.choice import AUTO, XLA, KernelChoice
 from pallas_kernels.experts import Groups, sort_by_expert
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv, numbers_dtype, to_numbers
@@ -38,6 +39,7 @@ from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.routing import Router
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 from pallas_kernels.selftest.batches import Array, normal, pages_of, scattered_pages, slots_of, used_places
+from pallas_kernels.selftest.second_opinion import second_opinion, second_opinion_of_decode
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape
 
 RUNS = 3  # with the same inputs: a race shows in some of them
@@ -59,16 +61,32 @@ class Case:
         tolerance: of `error`.
         call: its results on a backend, interpreted or not: arrays `[rows, ..]`.
         right: what they should be, in float32. Where that is NaN, so must the results be.
+        others: what a kernel of others computes, to be asked after a wrong result; None where there is none.
     """
 
     name: str
     tolerance: float
     call: Callable[[str, bool], list[jax.Array]]
     right: Callable[[], list[jax.Array]]
+    others: Callable[[], list[jax.Array]] | None = None
 
     def error(self, backend: str, interpret: bool = False) -> float:
         """The largest error of a row in any of `RUNS` runs, over the row's norm; infinite for NaN that shouldn't be."""
-        found = [self.call(backend, interpret) for _ in range(RUNS)]
+        return self._error([self.call(backend, interpret) for _ in range(RUNS)])
+
+    def second_opinion(self) -> str:
+        """Whether a kernel of others is right where ours is wrong, in words; empty where there is none."""
+        if self.others is None:
+            return ""
+        try:
+            error = self._error([self.others()])
+        except Exception as problem:  # compilers and drivers raise errors of any class
+            return f"; JAX's own kernel raised {type(problem).__name__}"
+        if error <= self.tolerance:
+            return "; JAX's own kernel is right"
+        return f"; JAX's own kernel is wrong too, by {error:.1e}: suspect the device and its software"
+
+    def _error(self, found: list[list[jax.Array]]) -> float:
         with jax.default_matmul_precision("highest"):
             right = self.right()
         return max(float(row_error(a, b)) for results in found for a, b in zip(results, right, strict=True))
@@ -107,6 +125,7 @@ def _decode(shapes: KernelShapes, name: str, lengths: Array, options: AttentionO
         _attention_tolerance(shapes),
         functools.partial(attend, q, kv),
         functools.partial(attend, q.astype(jnp.float32), exact, "xla", False),
+        second_opinion_of_decode(q, kv, options, sinks),
     )
 
 
@@ -134,6 +153,7 @@ def _extend(shapes: KernelShapes, pairs: list[tuple[int, int]], options: Attenti
         _attention_tolerance(shapes),
         functools.partial(attend, q, kv),
         functools.partial(attend, q.astype(jnp.float32), exact, "xla", False),
+        second_opinion(q, offsets, kv, options, sinks),
     )
 
 
@@ -179,6 +199,39 @@ def _stored(
     kv: PagedKv, slots: jax.Array, k: jax.Array, v: jax.Array, backend: str, interpret: bool
 ) -> list[jax.Array]:
     return _rows_of(_store_jit(kv, k, v, slots, backend=backend, interpret=interpret))
+
+
+def store_and_decode_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """The decodes, with NaN where the newest tokens go."""
+    page = shapes.page_size
+    few = [0, 1, page - 1, page, page + 1, 2 * page + 1, 63, 64, 65, 193, 1000, 0, 3001]
+    for options in shapes.attention:
+        lengths = few if options.sliding_window is None else [*few, _past(options) + page + 3]
+        yield _store_and_decode(shapes, "ragged", np.array(lengths), options)
+    yield _store_and_decode(shapes, "many rows", 37 * np.arange(MANY_ROWS) % 300, shapes.attention[0])
+
+
+def _store_and_decode(shapes: KernelShapes, name: str, lengths: Array, options: AttentionOptions) -> Case:
+    before, exact = _caches(shapes, np.maximum(lengths - 1, 0), room=1)
+    before, exact = (dataclasses.replace(each, lengths=jnp.asarray(lengths, jnp.int32)) for each in (before, exact))
+    table, last = np.asarray(before.page_table), np.maximum(lengths - 1, 0)
+    slots = table[np.arange(len(lengths)), last // shapes.page_size] * shapes.page_size + last % shapes.page_size
+    slots = jnp.asarray(np.where(lengths > 0, slots, 0), jnp.int32)
+    qkv, sinks = _qkv(shapes, len(lengths)), _sinks(shapes)
+
+    def call(qkv: FusedQkv, kv: PagedKv, backend: str, interpret: bool) -> list[jax.Array]:
+        parts = KernelChoice.of_attention(XLA) if backend == XLA else KernelChoice()
+        choice = {"backend": backend, "parts": parts, "interpret": interpret}
+        out, kv = _store_and_decode_jit(qkv, kv, slots, options, sinks, **choice)
+        return [out, *_rows_of(kv)]
+
+    wide = jax.tree.map(lambda each: each.astype(jnp.float32), qkv)
+    return Case(
+        _named(name, options),
+        max(_attention_tolerance(shapes), _store_tolerance(shapes)),
+        functools.partial(call, qkv, before),
+        functools.partial(call, wide, exact, XLA, False),
+    )
 
 
 def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
@@ -359,6 +412,7 @@ def _weights(matrix: MatrixShape) -> ScaledMatrix:
 CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
     "rotate_and_store": rotate_cases,
     "store_kv": store_cases,  # after the one that may do without it
+    "store_and_decode": store_and_decode_cases,
     "paged_decode_attention": decode_cases,
     "paged_extend_attention": extend_cases,
     "add_and_norm": norm_cases,
@@ -370,6 +424,7 @@ CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
 _decode_jit = jax.jit(paged_decode_attention, static_argnames=("options", "backend", "interpret"))
 _extend_jit = jax.jit(paged_extend_attention, static_argnames=("options", "backend", "interpret"))
 _rotate_jit = jax.jit(rotate_and_store, static_argnames=("backend", "interpret"))
+_store_and_decode_jit = jax.jit(store_and_decode, static_argnames=("options", "backend", "parts", "interpret"))
 _store_jit = jax.jit(store_kv, static_argnames=("backend", "interpret"))
 _norm_jit = jax.jit(functools.partial(add_and_norm, row=ROW, eps=EPS), static_argnames=("backend", "interpret"))
 _rounded_norm_jit = jax.jit(
@@ -422,13 +477,13 @@ def _scales(shapes: KernelShapes) -> dict[str, Any]:
     return {"k_scale": 0.02, "v_scale": 0.02 * (1 + jnp.arange(shapes.num_kv_heads) % 4).astype(jnp.float32)}
 
 
-def _caches(shapes: KernelShapes, lengths: Array) -> tuple[PagedKv, PagedKv]:
-    """A full cache for these sequences, and the same numbers in float32."""
+def _caches(shapes: KernelShapes, lengths: Array, room: int = 0) -> tuple[PagedKv, PagedKv]:
+    """A full cache for these sequences, and the same numbers in float32; pages have room for so many tokens more."""
     rng = np.random.default_rng(0)
-    page, width = shapes.page_size, max(1, -(-int(lengths.max()) // shapes.page_size))
-    num_pages = 2 + int(np.sum(-(-lengths // page)))
-    table = rng.integers(0, num_pages, (len(lengths), width)).astype(np.int32)
-    scattered_pages(lengths, page, table, num_pages, rng)
+    page, owned = shapes.page_size, lengths + room
+    num_pages = 2 + int(np.sum(-(-owned // page)))
+    table = rng.integers(0, num_pages, (len(lengths), max(1, -(-int(owned.max()) // page)))).astype(np.int32)
+    scattered_pages(owned, page, table, num_pages, rng)
     used = used_places(lengths, page, table, num_pages)
     shape, dtype = (num_pages, shapes.num_kv_heads, page, shapes.head_dim), jnp.dtype(shapes.kv_dtype)
     scales = _scales(shapes)

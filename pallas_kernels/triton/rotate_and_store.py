@@ -35,6 +35,8 @@ Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 def refuse_rotate_and_store(qkv: FusedQkv, kv: PagedKv) -> str | None:
     """Why this backend can't take the call, or None when it can."""
+    if qkv.num_kv_heads != kv.num_kv_heads:
+        return f"the cache keeps {qkv.num_kv_heads} kv heads as {kv.num_kv_heads}; it takes as many as the model has"
     width, planes = kv.head_dim, float8.PLANES if kv.dtype == FLOAT8 else 1
     smallest = _MIN_HEAD_DIM * planes
     if width < smallest or width & (width - 1):

@@ -18,6 +18,7 @@ from jaxsgl.engine.step import Pages
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.requests.sampling import SamplingParams
 from pallas_kernels import AttentionOptions, FusedQkv, KernelChoice
+from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.native import library
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, Plain
@@ -37,7 +38,7 @@ def test_tokens_equal_the_plain_models_whatever_is_batched_chunked_and_launched_
 def test_heads_that_pages_keep_with_zeros_after_them_yield_the_same_tokens(
     tiny_config: ConfigMaker, engine: Engine, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sizing.KEPT_HEAD_DIM, "cpu", lambda head_dim: head_dim + 12)
+    monkeypatch.setitem(sizing.KEPT_HEADS, "cpu", lambda *_: KeptHeads(2, 2, 28))
     wider = Engine(tiny_config(), progress=False, moves_pages=True)
     assert Driver(wider).generate(PROMPTS, 8) == {row: plain.generate(prompt, 8) for row, prompt in PROMPTS.items()}
     wider.apply(Gather((1, 2)), 0)
@@ -45,6 +46,17 @@ def test_heads_that_pages_keep_with_zeros_after_them_yield_the_same_tokens(
     assert pages.shape[-1] == 28 and pages[..., :16].any(axis=-1).all() and not pages[..., 16:].any()
     assert wider.page_layout != engine.page_layout and wider.page_layout.name != engine.page_layout.name
     wider.close()
+
+
+def test_heads_that_pages_keep_side_by_side_yield_the_same_tokens(
+    tiny_config: ConfigMaker, engine: Engine, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sizing.KEPT_HEADS, "cpu", lambda *_: KeptHeads(2, 1, 32))
+    paired = Engine(tiny_config(), progress=False)
+    assert Driver(paired).generate(PROMPTS, 8) == {row: plain.generate(prompt, 8) for row, prompt in PROMPTS.items()}
+    assert paired.page_layout.page_shape[2::2] == (1, 32)
+    assert paired.page_layout.page_bytes == engine.page_layout.page_bytes
+    paired.close()
 
 
 def test_several_sequences_extend_in_one_step(engine: Engine, plain: Plain) -> None:

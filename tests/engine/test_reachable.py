@@ -30,7 +30,7 @@ CONTEXT, ROWS = 200, 11  # more rows than the fewest sequences of an extend prog
 def capacity_of(config: EngineConfig, folder: Path) -> Capacity:
     (folder / "config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": CONTEXT}))
     arch = ModelArch.from_folder(folder)
-    states = layer_states(arch, choose_page_size(config, arch.head_dim, "cpu"), jnp.dtype("float32"))
+    states = layer_states(arch, choose_page_size(config, "cpu", arch.num_kv_heads, arch.head_dim), jnp.dtype("float32"))
     return plan_capacity(config, arch, states, Memory("cpu", 1 << 40, 1 << 40))
 
 

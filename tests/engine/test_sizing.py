@@ -12,7 +12,7 @@ import jaxsgl
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.layer_state import LayerStates, attention_state, layer_states
 from jaxsgl.engine.memory import HEADROOM, free_host_bytes, free_memory
-from jaxsgl.engine.sizing import choose_num_pages, choose_page_size, choose_states
+from jaxsgl.engine.sizing import choose_num_pages, choose_page_size, choose_pages, choose_states
 from jaxsgl.engine.state import allocate_kv
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
@@ -22,6 +22,7 @@ from tests.plain_model import mesh_of
 
 GIB = 2**30
 BFLOAT16 = jnp.dtype("bfloat16")
+BUNDLED = ModelArch.from_folder(Path(jaxsgl.__file__).parent / "bundled_model")
 PAGE = LayerStates((attention_state(8, 16, 128, jnp.dtype("bfloat16")),) * 4, page_size=16)
 
 
@@ -49,22 +50,42 @@ def num_pages(device: Any, page: LayerStates = PAGE, **options: Any) -> int:
 def test_pages_are_longer_on_accelerators_unless_the_flag_says_otherwise(
     platform: str, head_dim: int, tokens: int
 ) -> None:
-    assert choose_page_size(EngineConfig(), head_dim, platform) == tokens
-    assert choose_page_size(EngineConfig(page_size=32), head_dim, platform) == 32
+    assert choose_page_size(EngineConfig(), platform, 8, head_dim) == tokens
+    assert choose_page_size(EngineConfig(page_size=32), platform, 8, head_dim) == 32
 
 
-def test_pages_on_tpus_are_as_long_as_the_kernels_need_for_heads_of_64() -> None:
-    pages = {head: (9, 8, choose_page_size(EngineConfig(), head, "tpu"), head) for head in (64, 128, 256)}
-    reasons = {head: refuse_pages(jnp.empty(shape, jnp.bfloat16)) for head, shape in pages.items()}
-    assert reasons == {64: None, 128: None, 256: None}
+@pytest.mark.parametrize("page_size", ["auto", 1, 8, 16, 64, 128, 256])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim"), [(8, 64), (2, 64), (1, 64), (8, 32), (8, 80), (3, 96), (8, 128), (1, 256)]
+)
+def test_pages_on_tpus_have_a_form_that_kernels_take_and_waste_little(
+    num_kv_heads: int, head_dim: int, page_size: int
+) -> None:
+    arch = replace(BUNDLED, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    tokens, heads = choose_pages(EngineConfig(page_size=page_size), arch, "tpu", 1)
+    assert heads.takes(head_dim)
+    fills_a_tile = tokens > 1 or heads.kept_heads in (2, 4, 8)  # of bfloat16
+    pages: Any = jax.ShapeDtypeStruct((9, heads.kept_heads, tokens, heads.width), BFLOAT16)
+    assert (refuse_pages(pages) is None) == fills_a_tile
+    wasted = heads.num_numbers / (num_kv_heads * head_dim)
+    if head_dim in (32, 64) and (num_kv_heads == 8 or tokens % 128 == 0) and tokens > 1:
+        assert wasted == 1
+    assert wasted < 2 or (head_dim <= 64 and (num_kv_heads == 1 or tokens == 1))
+
+
+def test_devices_that_share_heads_of_64_keep_pairs_of_their_own() -> None:
+    arch = replace(BUNDLED, num_kv_heads=8, head_dim=64)
+    states = {tp: choose_states(EngineConfig(), arch, "tpu", BFLOAT16, tp) for tp in (1, 4, 8)}
+    shapes = {tp: each.page_layout.page_shape[2:] for tp, each in states.items()}
+    assert shapes == {1: (4, 64, 128), 4: (4, 64, 128), 8: (8, 128, 64)}  # of one head each device keeps long pages
 
 
 @pytest.mark.parametrize(
     ("head_dim", "on_gpu", "on_tpu"),
-    [(64, 64, 64), (80, 128, 128), (96, 128, 128), (128, 128, 128), (160, 256, 256), (192, 256, 256), (256, 256, 256)],
+    [(64, 64, 128), (80, 128, 128), (96, 128, 128), (128, 128, 128), (160, 256, 256), (192, 256, 256), (256, 256, 256)],
 )
 def test_pages_keep_heads_as_wide_as_kernels_take_them(head_dim: int, on_gpu: int, on_tpu: int) -> None:
-    arch = replace(ModelArch.from_folder(Path(jaxsgl.__file__).parent / "bundled_model"), head_dim=head_dim)
+    arch = replace(BUNDLED, head_dim=head_dim)
     of_platform = {name: choose_states(EngineConfig(), arch, name, BFLOAT16) for name in ("cpu", "gpu", "tpu")}
     assert {name: states.page_layout.page_shape[-1] for name, states in of_platform.items()} == {
         "cpu": head_dim, "gpu": on_gpu, "tpu": on_tpu

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels.specs import GRID_SPECS, PRODUCT_SPECS, ArgSpec
+from pallas_kernels.specs import GRID_SPECS, PRODUCT_SPECS, ArgSpec, store_decoded
 from tests.grids import daily
 
 TARGETS = {
@@ -62,6 +62,7 @@ def calls(begin: int) -> Iterator[tuple[str, Call]]:
     """The calls that one run lowers, with the names of their specs."""
     for spec in specs_of(begin):
         yield from ((spec.name, call) for call in spec.calls())
+        yield spec.name, (store_decoded, spec.store_and_decode_args(), spec.attention)
     yield from ((product.name, product.call()) for product in PRODUCT_SPECS)
 
 

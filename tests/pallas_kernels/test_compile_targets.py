@@ -49,7 +49,10 @@ def test_everything_compiles_in_place_without_spills(target: Target, tmp_path: P
     stepping = target.backends if NIGHTLY else ()
     for backend in target.backends:
         names = " ".join(result["program"] for result in compiled if result["backend"] == backend)
-        others = {"triton": ("store_kv", "store_rotated", "quantized_product"), "mosaic_tpu": ("store_kv",)}
+        others = {
+            "triton": ("store_kv", "store_rotated", "quantized_product"),
+            "mosaic_tpu": ("store_kv", "store_decoded"),
+        }
         steps = ("step_decode", "step_extend") if backend in stepping else ()
         for op in (*others.get(backend, ()), "paged_decode_attention", "paged_extend_attention", *steps):
             assert op in names, f"{backend} compiled no {op}"

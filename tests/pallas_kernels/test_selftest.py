@@ -8,16 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_op
 
 from pallas_kernels import AttentionOptions, tuning
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.native import library
-from pallas_kernels.selftest import cases
+from pallas_kernels.selftest import cases, second_opinion
 from pallas_kernels.selftest.__main__ import test as run_tests
 from pallas_kernels.selftest.cases import CASES_OF, Case
 from pallas_kernels.selftest.report import Begun, Ended, News, Request, Verdict, news_line, parse_news
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape
+from pallas_kernels.target import TargetDevice
 
 SHAPES = KernelShapes(
     num_kv_heads=1, num_groups=2, head_dim=32, page_size=8, hidden_size=64, dtype="float32", kv_dtype="float32",
@@ -67,6 +70,24 @@ def test_a_kernel_with_wrong_rows_fails(op: str, value: float, monkeypatch: pyte
     with_kernel(monkeypatch, op, lambda out: out.at[1:4].set(value))
     case = first_case(op)
     assert not case.error(BACKEND, interpret=True) <= case.tolerance
+
+
+WIDE = dataclasses.replace(SHAPES, head_dim=128, has_sinks=False)
+
+
+@pytest.mark.parametrize("op", ["paged_decode_attention", "paged_extend_attention"])
+def test_jaxs_own_kernel_says_whether_a_tpus_wrong_rows_are_ours(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the reference that comes with it: no interpreter runs the kernel."""
+    monkeypatch.setattr(jax_op, "ragged_paged_attention", jax_op.ref_ragged_paged_attention)
+    assert next(iter(CASES_OF[op](WIDE))).second_opinion() == ""
+    monkeypatch.setattr(second_opinion, "target_device", lambda: TargetDevice("tpu", "TPU v6 lite", 1))
+    assert next(iter(CASES_OF[op](dataclasses.replace(WIDE, has_sinks=True)))).others is None
+    case = next(iter(CASES_OF[op](WIDE)))
+    assert case.second_opinion() == "; JAX's own kernel is right"
+    monkeypatch.setattr(jax_op, "ragged_paged_attention", lambda q, *_, **options: jnp.ones_like(q))
+    assert case.second_opinion().startswith("; JAX's own kernel is wrong too, by ")
+    monkeypatch.delattr(jax_op, "ragged_paged_attention")
+    assert case.second_opinion() == "; JAX's own kernel raised AttributeError"
 
 
 def test_the_kernel_that_adds_and_normalizes_passes() -> None:

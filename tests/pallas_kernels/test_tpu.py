@@ -1,6 +1,9 @@
 """The TPU kernels in their interpreter: it starts copies late, fills unwritten memory with NaN and can detect races."""
 
+import dataclasses
 import functools
+import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +12,23 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the detector's verdict has no public name
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv, tuning
+from pallas_kernels import (
+    KernelChoice,
+    PagedKv,
+    paged_decode_attention,
+    paged_extend_attention,
+    store_and_decode,
+    store_kv,
+    tuning,
+)
+from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.specs import ArgSpec
 from pallas_kernels.tpu import store as tpu_store
-from pallas_kernels.tpu.attention import refuse_attention
+from pallas_kernels.tpu.attention import refuse_attention, refuse_store_and_decode
 from pallas_kernels.tpu.store_runs import token_runs
 from tests import grids
 from tests.pallas_kernels.cases import Case, assert_close, build_case, cases, random_store
+from tests.pallas_kernels.lower_everything import TARGETS, on_a_device
 from tests.pallas_kernels.test_attention import compiled, run_examples
 
 # One per form of a page, and between them every option and dtype.
@@ -25,9 +38,11 @@ SPECS = {
         ArgSpec("rows", 4, 24, 5, 16, 2, 2, 128),
         ArgSpec("rows_float8_groups_3_window", 3, 20, 5, 16, 1, 3, 128, jnp.bfloat16, 33, None, True),
         ArgSpec("single_tokens_cap", 3, 20, 40, 1, 2, 2, 128, jnp.bfloat16, None, 3.0),
+        ArgSpec("rows_sinks_and_cap", 4, 24, 5, 16, 2, 4, 128, jnp.bfloat16, None, 3.0, has_sinks=True),
         ArgSpec("columns_window_and_cap", 3, 20, 2, 128, 1, 2, 64, jnp.float32, 90, 2.0, sm_scale=0.2, has_sinks=True),
     )
 }
+FUSED = ("rows", "rows_float8_groups_3_window", "single_tokens_cap", "rows_sinks_and_cap")
 DECODE, EXTEND = "paged_decode_attention", "paged_extend_attention"
 
 
@@ -100,6 +115,93 @@ def test_padding_yields_exact_zeros() -> None:
     nothing = build_case(spec, [0] * 4, [0] * 4, 0, seed=1)
     assert (np.asarray(decode(*nothing.decode_args())) == 0).all()
     assert (np.asarray(extend(*nothing.extend_args())) == 0).all()
+
+
+def with_new_tokens(case: Case) -> tuple[jax.Array, jax.Array, jax.Array, PagedKv, jax.Array]:
+    """Queries, keys and values of newest tokens, the cache before these are stored, and their slots.
+
+    Sequences 0 and 1 share no newest token's page: the shorter one gets a copy of it.
+    """
+    size, num_seqs = case.spec.page_size, case.spec.num_seqs
+    rng = np.random.default_rng(len(case.lengths))
+    k_pages, v_pages, table = case.k_pages.copy(), case.v_pages.copy(), case.page_table.copy()
+    last = np.maximum(case.lengths - 1, 0)
+    pages_of = [set(table[s, : -(-n // size)].tolist()) for s, n in enumerate(case.lengths)]
+    shorter = int(case.lengths[1] <= case.lengths[0])
+    shared = table[shorter, last[shorter] // size]
+    if shared in pages_of[1 - shorter]:
+        table[shorter, last[shorter] // size] = copy = min(set(range(1, case.spec.num_pages)) - set().union(*pages_of))
+        k_pages[copy], v_pages[copy] = k_pages[shared], v_pages[shared]
+    newest = table[np.arange(num_seqs), last // size]
+    real = case.lengths > 0
+    for pages in (k_pages, v_pages):
+        pages[newest[real], :, last[real] % size] = np.nan
+    slots = np.where(real, newest * size + last % size, rng.integers(0, size, num_seqs))
+    kv = dataclasses.replace(case, k_pages=k_pages, v_pages=v_pages, page_table=table).paged_kv().unscaled()
+    q = case.decode_args()[0] * (case.spec.scales["k_scale"] if case.spec.float8_cache else 1)
+    k, v = (jnp.asarray(rng.normal(size=(num_seqs, *kv.k.shape[1::2])), kv.dtype) for _ in range(2))
+    return q.astype(case.spec.dtype), k, v, kv, jnp.asarray(slots, jnp.int32)
+
+
+def storing(name: str, spec: ArgSpec) -> Callable[..., tuple[jax.Array, PagedKv]]:
+    """`store_and_decode` of a backend."""
+    op = BACKEND_OF_NAME[name].store_and_decode
+    assert op is not None
+    return functools.partial(op, **spec.attention, interpret=name == "mosaic_tpu")
+
+
+def check_store_and_decode(case: Case) -> None:
+    args = with_new_tokens(case)
+    out, stored = jax.block_until_ready(storing("mosaic_tpu", case.spec)(*args))
+    expected, right = jax.block_until_ready(storing("reference", case.spec)(*args))
+    assert out.dtype == case.spec.dtype
+    assert_close(out, expected, case.spec.dtype)
+    assert (np.asarray(out)[case.lengths == 0] == 0).all()
+    for pages, others in ((stored.k, right.k), (stored.v, right.v)):
+        np.testing.assert_array_equal(np.asarray(pages, np.float32)[1:], np.asarray(others, np.float32)[1:])
+
+
+@pytest.mark.parametrize("name", grids.daily(FUSED, every=2))
+def test_a_decode_that_stores_equals_a_store_and_a_decode(name: str) -> None:
+    run_examples(check_store_and_decode, cases(SPECS[name], decode=True), grids.count(2, 4))
+
+
+@pytest.mark.parametrize("page_size", grids.daily([16, 1], every=2))
+def test_decodes_that_store_in_rings_that_go_round_have_no_races(page_size: int) -> None:
+    """Lengths around tiles of 128 tokens and around pages, and pages that two sequences share."""
+    lengths = [384, 384, 0, 227, 1, 128, 129, 0]
+    spec = ArgSpec("many_tiles", len(lengths), len(lengths), 384 // page_size, page_size, 2, 1, 128)
+    with small_tiles(DECODE), detecting_races():
+        check_store_and_decode(build_case(spec, lengths, [min(n, 1) for n in lengths], 200, seed=7))
+    assert not found_races()
+
+
+def test_a_tokens_slot_in_the_dummy_page_is_not_written() -> None:
+    spec = SPECS["rows"]
+    *new, kv, slots = with_new_tokens(build_case(spec, [20, 30, 0, 7], [1, 1, 0, 1], 0, seed=1))
+    _, stored = jax.block_until_ready(storing("mosaic_tpu", spec)(*new, kv, slots.at[1].set(3)))
+    page, place = kv.page_table[1, 1], int(slots[1]) % 16
+    assert jnp.isnan(stored.k[page, :, place]).all() and not jnp.isnan(stored.k[page, :, :place]).any()
+
+
+@pytest.mark.parametrize(
+    ("parts", "kernels"),
+    [
+        (KernelChoice(), ["paged_store_and_decode_attention"]),
+        (KernelChoice.of_attention("mosaic_tpu"), ["paged_store_and_decode_attention"]),
+        (KernelChoice(paged_decode_attention="xla"), ["store_kv"]),
+        (KernelChoice(store_kv="xla"), ["paged_decode_attention"]),
+        (KernelChoice(store_and_decode="xla"), ["store_kv", "paged_decode_attention"]),
+    ],
+)
+def test_a_tpu_stores_in_the_decode_unless_a_part_is_asked_of_another_backend(
+    parts: KernelChoice, kernels: list[str]
+) -> None:
+    kv, qkv, slots = SPECS["rows"].store_and_decode_args()
+    with on_a_device("tpu", *TARGETS["tpu"][:2]):
+        step = functools.partial(store_and_decode, backend=parts.store_and_decode, parts=parts)
+        text = jax.jit(step).trace(qkv, kv, slots).lower(lowering_platforms=("tpu",)).as_text()
+    assert re.findall(r'kernel_name = "(\w+)"', text) == kernels
 
 
 STORES = (
@@ -194,3 +296,10 @@ def check_runs(num_tokens: int, chunk_tokens: int, tile_slots: int, seed: int) -
 def test_shapes_that_would_copy_the_cache_are_refused(spec: ArgSpec, reason: str) -> None:
     q, kv = spec.decode_args()
     assert reason in str(refuse_attention(q, kv))
+    kv, qkv, _ = spec.store_and_decode_args()
+    assert reason in str(refuse_store_and_decode(qkv, kv))
+
+
+def test_a_decode_does_not_store_where_a_page_is_written_as_a_whole() -> None:
+    kv, qkv, _ = SPECS["columns_window_and_cap"].store_and_decode_args()
+    assert "a page is written as a whole" in str(refuse_store_and_decode(qkv, kv))

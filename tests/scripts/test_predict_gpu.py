@@ -194,6 +194,17 @@ def test_chips_have_their_own_backends_and_only_steps_that_fit_their_memory() ->
         assert {name for name, each in steps.items() if any(step.startswith(f"{model} ") for step in each)} == chips
 
 
+def test_a_tpus_forecast_has_the_tiles_that_its_decodes_write_and_not_a_store_of_their_own() -> None:
+    results = json.loads(KEPT.read_text())["results"]
+    steps = {each["step"]: each for each in steps_on(CHIPS["v7x"], results, 1024)}
+    decode, extend = (steps[f"qwen3-0.6b mosaic_tpu {each} greedy"] for each in ("decode 256", "extend 4096"))
+    tiles_us = 28 * 256 * 2 * 8 * 8 * 128 * 2 / CHIPS["v7x"].assumed.bytes_per_s * 1e6
+    assert decode["store_us"] == pytest.approx(tiles_us) and extend["store_us"] == pytest.approx(2 * tiles_us)
+    assert 30 < decode["store_alone_us"] / 28 < 50  # of a layer
+    assert extend["store_alone_us"] == extend["store_us"]
+    assert decode["forecast_us"] > decode["floor_us"] + decode["store_us"]
+
+
 def test_the_forecast_stands_near_the_best_measured_engine() -> None:
     """vLLM on an H100, Qwen3-8B: 29.7 ms a step at 396 rows of 640 tokens on average, as much KV as 256 of 1,024."""
     results = json.loads(KEPT.read_text())["results"]

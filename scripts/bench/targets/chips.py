@@ -1,7 +1,8 @@
 """Floors and forecasts of the same steps on other chips than the H200 that they were compiled for, and others' figures.
 
 GPUs take the kernels of the H200's programs, A100s those on Triton's attention. TPUs have no kept programs: their
-forecast is the floor at shares that others reach, without the starts of kernels and small ones. Nothing is measured.
+forecast is the floor at shares that others reach, and what stores write, without the starts of kernels and small ones.
+Nothing is measured.
 Called by `predict_gpu.py`. Imports no JAX.
 """
 
@@ -11,11 +12,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from bench.targets.prediction import ASSUMED, Assumed, batch_of, expected, floor_parts, floor_us, predict
+from bench.targets.prediction import ASSUMED, Assumed, Batch, batch_of, expected, floor_parts, floor_us, predict
 
 # Shares of the data sheet that others' copies and products reach on an H200; taken for chips without such figures.
 _COPY, _PRODUCT = 4.3 / 4.8, 788 / 989
 _IN_GROUPS = ("fp8", "awq")  # endings of models' names whose weights have scales of groups
+# Of a store that isn't part of a decode: tiles of K and V that are read while as many are written, and a round's time,
+# the latency of a copy in and one out; estimated.
+_TILES_AT_ONCE, _ROUND_US = 8, 1.5
 _SCALED = "times the shares of the data sheet that were reported for an H200 (0.90 of bytes, 0.80 of FLOPs)"
 
 
@@ -51,7 +55,8 @@ def _gpu(name: str, bytes_per_s: float, flops_per_s: float, cores: int, gb: floa
 
 def _tpu(name: str, bytes_per_s: float, flops_per_s: float, gb: float, source: str) -> Chip:
     assumed = dataclasses.replace(ASSUMED, bytes_per_s=_COPY * bytes_per_s, flops_per_s=_PRODUCT * flops_per_s)
-    # Ragged Paged Attention reaches 86% and 73% on a TPU7x (arXiv 2604.15464), with tiles that are 2 to 16 times ours.
+    # Ragged Paged Attention reaches 86% and 73% on a TPU7x (arXiv 2604.15464), with KV tiles of decodes that are up to
+    # 4 times ours.
     return Chip(name, assumed, gb * 2**30, ("mosaic_gpu",), f"{source}, {_SCALED}", (0.5, 0.5))
 
 
@@ -83,7 +88,10 @@ PUBLIC = (
 
 
 def steps_on(chip: Chip, results: list[dict[str, Any]], context: int) -> Iterator[dict[str, Any]]:
-    """Yields each step that fits the chip: step, floor_us and forecast_us; GPUs have the model's step_us and parts."""
+    """Yields each step that fits the chip: step, floor_us and forecast_us; GPUs have the model's step_us and parts.
+
+    TPUs have store_us, which is part of the forecast, and store_alone_us, what kernels that only store would take.
+    """
     facts = {step: each["facts"] for each in results if _has_layers(each) for step in each["steps"]}
     for each in predict(results, context, chip.assumed):
         model, backend, kind, size, sampling = each.step.split(" ")
@@ -98,9 +106,34 @@ def steps_on(chip: Chip, results: list[dict[str, Any]], context: int) -> Iterato
         batch, of_step = batch_of(kind, int(size), context), facts[each.step]
         share = chip.attention_share
         parts = floor_parts(batch, of_step, sampling, expected(chip.assumed), attention_share=share)
+        parts["store"] = _store_us(batch, of_step, chip.assumed)
         floor = floor_us(batch, of_step, sampling, chip.assumed)
         step = f"{model} mosaic_tpu {kind} {size} {sampling}"
-        yield told | {"step": step, "floor_us": floor, "forecast_us": sum(parts.values())}
+        own = _store_alone_us(batch, of_step, chip.assumed)
+        yield told | {
+            "step": step, "floor_us": floor, "forecast_us": sum(parts.values()), "store_us": parts["store"],
+            "store_alone_us": own,
+        }  # fmt: skip
+
+
+def _store_us(batch: Batch, facts: dict[str, int], assumed: Assumed) -> float:
+    """What is written of new keys and values: of a decode, whose kernel has read them, whole tiles of the memory."""
+    return facts["num_layers"] * _tile_bytes(batch, facts) / assumed.bytes_per_s * 1e6
+
+
+def _store_alone_us(batch: Batch, facts: dict[str, int], assumed: Assumed) -> float:
+    """The same by a kernel that only stores: in a decode it reads the tiles first, a few at a time."""
+    if batch.kind != "decode":
+        return _store_us(batch, facts, assumed)
+    rounds_us = -(-batch.num_seqs // _TILES_AT_ONCE) * _ROUND_US
+    return max(2 * _store_us(batch, facts, assumed), facts["num_layers"] * rounds_us)
+
+
+def _tile_bytes(batch: Batch, facts: dict[str, int]) -> int:
+    """Bytes that a layer's new tokens take, or the tiles around the one of each sequence."""
+    rows = 32 if facts["kv_itemsize"] == 1 else 8
+    tokens = batch.num_seqs * (rows if batch.kind == "decode" else batch.new)
+    return 2 * tokens * facts["num_kv_heads"] * facts["head_dim"] * facts["kv_itemsize"]
 
 
 def _has_layers(result: dict[str, Any]) -> bool:

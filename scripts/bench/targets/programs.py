@@ -26,8 +26,8 @@ from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.weights.sharding import param_sharding, replicated
 from pallas_kernels import STORE_BACKENDS, KernelChoice, store_kv
-from pallas_kernels.dispatch import ROTATE_AND_STORE_BACKENDS
-from pallas_kernels.specs import ArgSpec, ProductSpec, store_rotated
+from pallas_kernels.dispatch import ROTATE_AND_STORE_BACKENDS, STORE_AND_DECODE_BACKENDS
+from pallas_kernels.specs import ArgSpec, ProductSpec, store_decoded, store_rotated
 
 BUNDLED_MODEL = ROOT / "jaxsgl/bundled_model"
 NUM_LAYERS = 4  # of the small model
@@ -84,11 +84,18 @@ class Program:
         return int(self.cache.size * jnp.dtype(self.cache.dtype).itemsize)
 
 
+_BACKENDS_OF_STORE: dict[Any, tuple[str, ...]] = {
+    store_kv: STORE_BACKENDS,
+    store_rotated: ROTATE_AND_STORE_BACKENDS,
+    store_decoded: STORE_AND_DECODE_BACKENDS,
+}
+
+
 def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program]:
     """Yields the ops on one spec, as far as the backend has them."""
-    for op, args, options in spec.calls():
-        stores = op in (store_kv, store_rotated)
-        if stores and backend not in (STORE_BACKENDS if op is store_kv else ROTATE_AND_STORE_BACKENDS):
+    for op, args, options in (*spec.calls(), (store_decoded, spec.store_and_decode_args(), spec.attention)):
+        stores = op in _BACKENDS_OF_STORE
+        if stores and backend not in _BACKENDS_OF_STORE[op]:
             continue
         name = f"{op.__name__}_{spec.name}_{backend}"
 
@@ -102,7 +109,7 @@ def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program
             shapes = jax.tree.map(functools.partial(_shape, mesh=mesh), args)
             return jax.jit(program, donate_argnums=(0,) if stores else ()).trace(*shapes)
 
-        on_matrix_units = not stores and spec.dtype != jnp.float32
+        on_matrix_units = op not in (store_kv, store_rotated) and spec.dtype != jnp.float32
         cache: Any = spec.paged_kv().k
         yield Program(name, backend, trace, cache, 2 if stores else 0, on_matrix_units)
 
