@@ -1,9 +1,13 @@
-// Sums of rows, or of their squares, each in an order that depends on the row's length alone.
+// Sums of rows, or of their squares, each in an order that depends on the row's length alone; and their largest numbers.
 //
-// XLA's own reductions add in another order for few rows than for many. A row is summed in kSums registers, which are
-// added up at its end. Compiled and called by library.py and sums.py.
+// XLA's own reductions add in another order for few rows than for many, and what it fuses with a maximum it may compute
+// with other instructions. A row is summed in kSums registers, which are added up at its end. Compiled and called by
+// library.py and sums.py.
 
 #include <algorithm>
+#include <limits>
+#include <string>
+#include <string_view>
 
 #include "blocks.h"
 
@@ -32,15 +36,30 @@ float RowSum(const float* x, int64_t n) {
   return Sum(Add(Add(sum[0], sum[1]), Add(sum[2], sum[3]))) + rest;
 }
 
-// y [..]: of x [.., n].
-ffi::Error RowSums(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, bool squares, ffi::ResultBuffer<ffi::F32> y) {
+// A row's largest number that is one; of none, minus infinity.
+float RowTop(const float* x, int64_t n) {
+  Floats tops[kSums];
+  for (int s = 0; s < kSums; ++s) tops[s] = All(-std::numeric_limits<float>::infinity());
+  int64_t i = 0;
+  for (; i + kSums * kLanes <= n; i += kSums * kLanes)
+    for (int s = 0; s < kSums; ++s) tops[s] = Max(Load(x + i + s * kLanes), tops[s]);
+  float top = Largest(Max(Max(tops[0], tops[1]), Max(tops[2], tops[3])));
+  for (; i < n; ++i) top = x[i] > top ? x[i] : top;
+  return top;
+}
+
+// y [..]: of x [.., n], in `what` way.
+ffi::Error RowSums(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, std::string_view what,
+                   ffi::ResultBuffer<ffi::F32> y) {
+  const auto of_row = what == "sum" ? RowSum<false> : what == "squares" ? RowSum<true> : what == "top" ? RowTop : nullptr;
+  if (!of_row) return {ffi::ErrorCode::kInvalidArgument, "rows have no " + std::string(what)};
   const float* const from = x.typed_data();
   float* const to = y->typed_data();
   const int64_t rows = y->element_count(), n = x.dimensions().back();
   const int64_t share = std::max<int64_t>(1, kMostAlone / std::max<int64_t>(1, n));  // rows
   const auto work = [=](int i) {
     for (int64_t row = i * share; row < std::min((i + 1) * share, rows); ++row)
-      to[row] = squares ? RowSum<true>(from + row * n, n) : RowSum<false>(from + row * n, n);
+      to[row] = of_row(from + row * n, n);
   };
   if (rows <= share) {
     if (rows > 0) work(0);
@@ -57,5 +76,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(row_sums, jaxsgl::RowSums,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Attr<bool>("squares")
+                                  .Attr<std::string_view>("what")
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.native import library
 from pallas_kernels.target import target_device
+
+What: TypeAlias = Literal["sum", "squares", "top"]
 
 
 def refuse(x: jax.Array) -> str | None:
@@ -18,8 +22,8 @@ def refuse(x: jax.Array) -> str | None:
     return library.load()
 
 
-def row_sums(x: jax.Array, *, squares: bool) -> jax.Array:
-    """The sums over the last axis of x `[.., n]` float32, or those of its squares: `[..]`."""
+def of_rows(x: jax.Array, what: What) -> jax.Array:
+    """The sums over the last axis of x `[.., n]` float32, those of its squares, or the largest numbers: `[..]`."""
     call = jax.ffi.ffi_call(library.ROW_SUMS, jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32))
-    out: jax.Array = call(x, squares=squares)
+    out: jax.Array = call(x, what=what)
     return out
