@@ -8,8 +8,9 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 
-from pallas_kernels import hopper, native, reference, tpu, triton, tuning, xla
+from pallas_kernels import hopper, reference, tpu, triton, tuning, xla
 from pallas_kernels.backend import Backend
+from pallas_kernels.native import backend as native
 from pallas_kernels.target import target_device
 
 logger = logging.getLogger(__name__)

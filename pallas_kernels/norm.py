@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.experts import Choices
+from pallas_kernels.sums import mean_squares
 
 # What is added to the residual stream `[T, D]`: that, float32 parts of it `[P, T, D]`, or the results of experts.
 Update: TypeAlias = jax.Array | Choices
@@ -22,7 +23,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, mean_square: jax.Array 
     """
     x32 = x.astype(jnp.float32)
     if mean_square is None:
-        mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+        mean_square = mean_squares(x32)
     inverse_rms = jax.lax.rsqrt(mean_square + eps)
     return ((x32 * inverse_rms).astype(jnp.promote_types(x.dtype, scale.dtype)) * scale).astype(x.dtype)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.norm import rms_norm, row_of, scale_of
 from pallas_kernels.paged_kv import QUERY_DTYPES
+from pallas_kernels.sums import mean_squares_of_all
 
 
 @jax.tree_util.register_dataclass
@@ -68,8 +69,11 @@ class FusedQkv:
         q = product[:, :, :groups].reshape(self.num_tokens, self.num_kv_heads * groups, self.head_dim)
         k, v = product[:, :, groups], product[:, :, groups + 1]
         if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, scale_of(self.q_norm, self.layer, q.dtype), self.eps)
-            k = rms_norm(k, scale_of(self.k_norm, self.layer, k.dtype), self.eps)
+            squares = mean_squares_of_all(product)
+            of_q = None if squares is None else squares[:, :, :groups].reshape(*q.shape[:2], 1)
+            of_k = None if squares is None else squares[:, :, groups]
+            q = rms_norm(q, scale_of(self.q_norm, self.layer, q.dtype), self.eps, of_q)
+            k = rms_norm(k, scale_of(self.k_norm, self.layer, k.dtype), self.eps, of_k)
         return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v
 
 

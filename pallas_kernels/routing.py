@@ -10,6 +10,8 @@ from typing import Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.sums import row_sums, softmax
+
 Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 TINY = 1e-20  # keeps a sum of sigmoids from being 0
@@ -50,7 +52,7 @@ def choose_by_xla(
     if logits.ndim == 3:
         logits = jnp.sum(logits, axis=0)
     if router.score == "softmax":
-        scores = jax.nn.softmax(logits, axis=-1)
+        scores = softmax(logits)
     elif router.score == "sigmoid":
         scores = jax.nn.sigmoid(logits)
     else:
@@ -61,9 +63,9 @@ def choose_by_xla(
     _, experts = jax.lax.top_k(ranks, router.top_k)
     shares = jnp.take_along_axis(scores, experts, axis=-1)
     if router.score == "softmax_of_chosen":
-        shares = jax.nn.softmax(shares, axis=-1)
+        shares = softmax(shares)
     if router.renormalize:
-        shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + TINY)
+        shares = shares / (row_sums(shares, keepdims=True) + TINY)
     return experts, shares * router.scale
 
 

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsgl.batch.sampling import SamplingArrays
+from pallas_kernels.sums import row_sums
 
 INFINITY_BITS = 0x7F800000
 BITS, DIGIT = 31, 4  # of a distance; how many of them a pass finds
@@ -165,7 +166,7 @@ class _Range(NamedTuple):
     def after(self, middle: jax.Array, sums: jax.Array, goal: jax.Array) -> _Range:
         """What is left when the chunks weigh `sums [S, C]` within `middle`. A row that is decided stays as it is."""
         is_open = jnp.any(self.open_chunks, axis=-1)
-        enough = jnp.sum(sums, axis=-1) >= goal
+        enough = row_sums(sums) >= goal
         lower, higher = is_open & ~enough, is_open & enough
         return _Range(
             low=jnp.where(lower, middle + 1, self.low),
@@ -183,12 +184,11 @@ def by_narrowing(tokens: Tokens, weigh: Weigh, high: jax.Array, target: OfTotal,
 
     def sums_within(tokens: Tokens, limit: jax.Array) -> jax.Array:
         kept = _bits(tokens.distances()) <= limit[:, None, None]
-        # Behind the barrier chunks stay chunks: XLA may merge this sum with that of a row, which adds in another order
-        # and isn't vectorized.
-        return jax.lax.optimization_barrier(jnp.sum(jnp.where(kept, weigh(tokens), 0), axis=-1))
+        # After the barrier chunks stay chunks: XLA may merge this sum with that of a row, which isn't vectorized.
+        return jax.lax.optimization_barrier(row_sums(jnp.where(kept, weigh(tokens), 0)))
 
     above = sums_within(tokens, _bits(high))
-    total = jnp.sum(above, axis=-1)
+    total = row_sums(above)
     goal, first = target(total), _bits(jnp.maximum(guess(total), 0.0))
     low = jnp.zeros(goal.shape, jnp.int32)
     # A row whose goal is 0 has no filter: nothing is looked for.

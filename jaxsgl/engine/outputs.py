@@ -21,6 +21,7 @@ from jaxsgl.batch.outputs import StepOutputs
 from jaxsgl.engine import vocabulary
 from jaxsgl.engine.sampler import score
 from jaxsgl.models import Decoder
+from pallas_kernels.sums import log_sum_exp
 
 
 def of_tokens(hidden_TD: jax.Array, experts: Sequence[jax.Array]) -> StepOutputs[jax.Array]:
@@ -80,7 +81,7 @@ def of_choice(logits_SV: jax.Array, tokens_S: jax.Array) -> StepOutputs[jax.Arra
 
 
 def _log_total(logits_SV: jax.Array) -> jax.Array:
-    return jax.nn.logsumexp(logits_SV, axis=-1)
+    return log_sum_exp(logits_SV)
 
 
 def _sums(hidden_TD: jax.Array, query_offsets: jax.Array) -> jax.Array:

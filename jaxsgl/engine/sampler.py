@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxsgl.batch.sampling import SamplingArrays
 from jaxsgl.engine.filters import Tokens, keep_limit
 from jaxsgl.requests.sampling import MAX_TOP_LOGPROBS
+from pallas_kernels.sums import log_sum_exp, row_sums
 from pallas_kernels.target import target_device
 
 MIN_TEMPERATURE = 1e-5  # below this a row is greedy: float32 has no room for the quotient
@@ -74,7 +75,7 @@ def draw(tokens: Tokens, limit: jax.Array | None, where: jax.Array, *, otherwise
     Cumulates sums of chunks, then inside one chunk, so that the logits are read once. Where rounding leaves no token
     (about once in 10^7 draws), takes `otherwise [S]`.
     """
-    chunk_ends = jnp.cumsum(jnp.sum(_kept_weights(tokens, limit), axis=-1), axis=-1)
+    chunk_ends = jnp.cumsum(row_sums(_kept_weights(tokens, limit)), axis=-1)
     num_rows, num_chunks, chunk_size = tokens.chunks.shape
     goal = where * chunk_ends[:, -1]
     chunk = jnp.minimum(jnp.sum(chunk_ends <= goal[:, None], axis=-1), num_chunks - 1)
@@ -113,7 +114,7 @@ class Logprobs(NamedTuple):
 
 def score(logits: jax.Array, tokens: jax.Array) -> Logprobs:
     """Log-probabilities of `tokens [n]` and of the K most likely tokens, by `logits [n, V]` float32."""
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    total = log_sum_exp(logits, keepdims=True)
     top_logits, top_ids = top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
     return Logprobs((chosen - total)[:, 0], top_ids, top_logits - total)

@@ -28,6 +28,7 @@ from pallas_kernels import FusedQkv, KernelChoice
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.norm import rms_norm, row_of, scale_of, sum_parts
+from pallas_kernels.sums import mean_squares
 from pallas_kernels.target import target_device
 
 Row: TypeAlias = tuple[jax.Array, int]  # a stack of vectors `[L, ...]`, and which of them
@@ -248,8 +249,7 @@ def _normalize_all_heads(
 
 def mean_square(heads: jax.Array) -> jax.Array:
     """`[T, 1]` float32 of heads `[T, ..]`."""
-    rows = heads.reshape(len(heads), -1).astype(jnp.float32)
-    return jnp.mean(rows * rows, axis=-1, keepdims=True)
+    return mean_squares(heads.reshape(len(heads), -1).astype(jnp.float32))
 
 
 class MLP(Matrices):

@@ -218,7 +218,10 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
             return out.reshape(len(out), len(x_TD), *weights.shape[:-1])
     if out is None:
         numbers = weights.numbers.reshape(-1, weights.shape[-1]).astype(rows.dtype)
-        out = jnp.einsum("td,nd->tn", rows, numbers, preferred_element_type=jnp.float32)
+        if native_product.refuse_float(rows, numbers) is None:
+            out = native_product.float_product(rows, numbers)
+        else:
+            out = jnp.einsum("td,nd->tn", rows, numbers, preferred_element_type=jnp.float32)
         out = out * weights.scale.reshape(-1)
     return out.astype(dtype).reshape(len(x_TD), *weights.shape[:-1])
 

@@ -33,6 +33,7 @@ BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # in Linux' list of a processor's 
 TILE_ROWS, TILE_COLUMNS, MIN_PART = 64, 128, 256
 MAX_PARTS = 8
 FEW_ROWS = 128  # up to as many rows, packing the weights costs more than the multiplications save
+FEW_OUTPUTS = 1024  # weights that cost little to pad, and those of float32 that C++ multiplies: XLA is faster with many
 
 
 class Precision(NamedTuple):
@@ -103,13 +104,34 @@ def product(x_TD: Rows, weights: Weights, dtype: DTypeLike | None = None) -> jax
     assert isinstance(x_TD, jax.Array), "rows are rounded for quantized weights"
     matrix = weights.reshape(-1, weights.shape[-1])
     rows = x_TD.astype(weights.dtype)
-    if dtype == jnp.float32 and native_product.refuse(x_TD, matrix) is None:
-        out = native_product.rows_product(x_TD, matrix)
+    native = _native_product(x_TD, matrix) if dtype == jnp.float32 and target_device().platform == "cpu" else None
+    if native is not None:
+        out = native
     elif target_device().platform == "cpu" and len(rows) <= FEW_ROWS:
         out = weights_first(rows, matrix, dtype)
     else:
         out = jnp.einsum("td,nd->tn", rows, matrix, preferred_element_type=dtype)
     return out.reshape(len(rows), *weights.shape[:-1])
+
+
+def _native_product(x_TD: jax.Array, weights_ND: jax.Array) -> jax.Array | None:
+    """`[T, N]` float32 by C++ on a CPU, where a row's bits don't depend on other rows; None where XLA must do it.
+
+    Few outputs, as those of routers, may be any number.
+    """
+    num_outputs = len(weights_ND)
+    padding = -num_outputs % native_product.OUT_STEP if num_outputs <= FEW_OUTPUTS else 0
+    padded = jax.ShapeDtypeStruct((num_outputs + padding, weights_ND.shape[1]), weights_ND.dtype)
+    multiply: Callable[[jax.Array, jax.Array], jax.Array]
+    if native_product.refuse(x_TD, padded) is None:
+        multiply = native_product.rows_product
+    elif num_outputs <= FEW_OUTPUTS and native_product.refuse_float(x_TD, padded) is None:
+        multiply = native_product.float_product
+    else:
+        return None
+    if padding == 0:
+        return multiply(x_TD, weights_ND)
+    return multiply(x_TD, jnp.pad(weights_ND, ((0, padding), (0, 0))))[:, :num_outputs]
 
 
 def product_in_parts(x_TD: Rows, weights_ND: Weights, dtype: DTypeLike | None = None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Decode and extend attention in C++ (`attention.cc`) for x86 processors. Called through `native.BACKEND`.
+"""Decode and extend attention in C++ (`attention.cc`) for x86 processors. Called through `native.backend`.
 
 XLA has no loop that reads pages and multiplies them at once: its gathers and the packing of small products take most
 of the time (docs/kernels/native.md).

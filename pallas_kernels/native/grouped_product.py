@@ -1,5 +1,5 @@
 """Rows times the weights of their experts in C++ (`grouped_product.h`), for x86 processors. Called through
-`native.BACKEND`.
+`native.backend`.
 
 It reads the weights of the experts that have rows, where they lie. XLA's own ways multiply with all experts, or copy
 the weights that they choose.

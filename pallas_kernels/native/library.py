@@ -1,7 +1,7 @@
 """Compiles the C++ sources of this folder for this machine's processor, keeps the library, and registers it with XLA.
 
-Owns the compiler's command line and the folder of compiled libraries. Never knows shapes. Called by `attention` and
-`product`.
+Owns the compiler's command line and the folder of compiled libraries. Never knows shapes. Called by the
+modules of its functions.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from pallas_kernels.target import processor_flags, processor_maker
 PAGED_ATTENTION, ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_rows_product"
 GROUPED_PRODUCT = "jaxsgl_grouped_product"
 INT8_PRODUCT, GROUPED_INT8_PRODUCT = "jaxsgl_int8_product", "jaxsgl_grouped_int8_product"
+ROW_SUMS = "jaxsgl_row_sums"
 AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps products from using AMX
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("attention.cc", "product.cc", "product_int8.cc"))
+_SOURCES = tuple(_FOLDER / name for name in ("attention.cc", "product.cc", "product_int8.cc", "sums.cc"))
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
 _BFLOAT16 = "avx512_bf16"  # as Linux lists it among the processor's flags
@@ -125,7 +126,7 @@ def tile_refusal(kernels: ctypes.CDLL) -> str | None:
 
 def _register(library: ctypes.CDLL, suffix: str = "") -> None:
     """Give XLA the library's functions, under their names and a suffix."""
-    for target in (PAGED_ATTENTION, ROWS_PRODUCT, GROUPED_PRODUCT, INT8_PRODUCT, GROUPED_INT8_PRODUCT):
+    for target in (PAGED_ATTENTION, ROWS_PRODUCT, GROUPED_PRODUCT, INT8_PRODUCT, GROUPED_INT8_PRODUCT, ROW_SUMS):
         function = jax.ffi.pycapsule(getattr(library, target.removeprefix("jaxsgl_")))
         jax.ffi.register_ffi_target(f"{target}{suffix}", function, platform="cpu")
 

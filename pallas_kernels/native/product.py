@@ -1,6 +1,7 @@
-"""Rows times bfloat16 or int8 weights in C++ (`product.cc`, `product_int8.cc`), for x86 processors. Called by models.
+"""Rows times bfloat16, float32 or int8 weights in C++ (`product.cc`, `product_int8.cc`), for x86 processors.
 
-Most of a step's time on a CPU goes to such products; XLA's library packs the weights at each call.
+Most of a step's time on a CPU goes to such products; XLA's library packs the weights at each call. A row's result
+depends neither on the other rows nor on their number. Called by models.
 """
 
 from __future__ import annotations
@@ -12,13 +13,27 @@ import numpy as np
 from pallas_kernels.native import library
 from pallas_kernels.target import target_device
 
-_IN_STEP, _OUT_STEP = 32, 16
+OUT_STEP = 16  # weights' outputs come in multiples of it
+_IN_STEP, _FLOAT_IN_STEP = 32, 16
 _MOST_IN_GROUP = 512
 
 
-def refuse(x: jax.Array, weights: jax.Array) -> str | None:
+def refuse(x: jax.Array, weights: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Why x `[T, in]` times weights `[out, in]` can't run here, because of the arrays or of this machine; or None."""
     return _refuse_arrays(x, weights, "bfloat16", "weights") or library.load()
+
+
+def refuse_float(x: jax.Array, weights: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why `float_product` can't run here, because of the arrays or of this machine; or None."""
+    return _refuse_arrays(x, weights, "float32", "weights", _FLOAT_IN_STEP) or library.load()
+
+
+def float_product(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """x `[T, in]` times weights `[out, in]`, both float32: float32 `[T, out]`. A grouped product with one expert."""
+    call = jax.ffi.ffi_call(library.GROUPED_PRODUCT, jax.ShapeDtypeStruct((x.shape[0], weights.shape[0]), jnp.float32))
+    no_tokens, size = jnp.zeros(1, jnp.int32), jnp.full(1, x.shape[0], jnp.int32)
+    out: jax.Array = call(x, no_tokens, size, weights[None], of_tokens=False, way="widened")
+    return out
 
 
 def rows_product(x: jax.Array, weights: jax.Array, way: str | None = None) -> jax.Array:
@@ -54,13 +69,15 @@ def int8_product(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int)
     return out
 
 
-def _refuse_arrays(x: jax.Array, weights: jax.Array, dtype: str, what: str) -> str | None:
+def _refuse_arrays(
+    x: jax.Array, weights: jax.Array | jax.ShapeDtypeStruct, dtype: str, what: str, in_step: int = _IN_STEP
+) -> str | None:
     """Why the kernels for weights of `dtype`, which errors call `what`, can't take these arrays on this platform."""
     if target_device().platform != "cpu":
         return f"it needs a cpu, this is a {target_device().platform}"
     if x.dtype != jnp.float32 or weights.dtype != jnp.dtype(dtype):
         return f"it takes float32 rows and {dtype} {what}, not {x.dtype} and {weights.dtype}"
     num_out, num_in = weights.shape
-    if num_in % _IN_STEP or num_out % _OUT_STEP:
-        return f"the weights are {weights.shape}; it takes multiples of {(_OUT_STEP, _IN_STEP)}"
+    if num_in % in_step or num_out % OUT_STEP:
+        return f"the weights are {weights.shape}; it takes multiples of {(OUT_STEP, in_step)}"
     return None

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.native import product as native
 from pallas_kernels.scaled import ScaledMatrix, widened
 from pallas_kernels.target import target_device
 
@@ -11,7 +12,7 @@ from pallas_kernels.target import target_device
 def quantized_product(
     x: jax.Array, weights: ScaledMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
 ) -> jax.Array:
-    """See `backend.QuantizedProduct`.
+    """See `backend.QuantizedProduct`. C++ multiplies on a CPU that has it, so that a row's bits depend on no other row.
 
     XLA writes the scaled weights to memory before it multiplies, at two to five times the traffic of the product. Up to
     a quarter of a group's size of rows, sums of the groups, which are scaled afterwards, are less than that.
@@ -22,6 +23,8 @@ def quantized_product(
     if target_device().platform != "cpu" and 4 * len(x) <= weights.group and has_whole_groups:
         return _from_sums_of_groups(x, weights).astype(dtype)
     values = widened(weights.numbers, weights.scale, weights.zero, weights.group, x.dtype)
+    if native.refuse_float(x, values) is None:
+        return native.float_product(x, values).astype(dtype)
     return jnp.einsum("td,nd->tn", x, values, preferred_element_type=jnp.float32).astype(dtype)
 
 
