@@ -256,6 +256,42 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True):
     prefill_s: float
 
 
+class Speculated(msgspec.Struct, frozen=True, array_like=True):
+    """What became of the drafts of one sample. Steps in which it had none are not counted.
+
+    Attributes:
+      histogram: steps by how many of their drafts it kept; the last is not 0.
+      draft_tokens: that those steps verified.
+      accepted_prediction_tokens, rejected_prediction_tokens: of those, the ones that a `prediction` of the client's
+        proposed, kept or not.
+    """
+
+    histogram: tuple[int, ...]
+    draft_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that verified drafts."""
+        return sum(self.histogram)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafts that were kept."""
+        return sum(kept * steps for kept, steps in enumerate(self.histogram))
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens that such a step yielded, on average: the drafts that it kept and one more."""
+        return 1 + self.accepted_tokens / self.num_steps
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of the drafts that was kept."""
+        return self.accepted_tokens / self.draft_tokens
+
+
 class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """News about one sample of a request: its new tokens, and its end if it ended.
 
@@ -272,6 +308,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
       times: with a sample's first token, or with `pooled`.
       pooled: the whole answer to a request for pooling, with its end.
       states: of the tokens since the reply before, up to the one before its last new one, if asked for.
+      speculated: of the whole sample, with its end, if drafts were verified for it.
     """
 
     request_id: str
@@ -285,6 +322,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
     times: StageTimes | None = None
     pooled: Pooled | None = None
     states: TokenStates | None = None
+    speculated: Speculated | None = None
 
 
 class Replies(msgspec.Struct, frozen=True, tag="replies"):

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxsgl.messages.replies import Speculated
+
 
 class Drafter:
     """Proposes nothing. Others propose."""
@@ -24,6 +26,11 @@ class Drafter:
 
     def judge(self, drafted: int, kept: int) -> None:
         """Takes how many drafts a step verified, and how many of them the request kept."""
+
+    @property
+    def speculated(self) -> Speculated | None:
+        """What has become of all its drafts; None if none was verified."""
+        return None
 
 
 NO_DRAFTS = Drafter()
