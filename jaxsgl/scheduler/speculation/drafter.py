@@ -4,14 +4,19 @@
     propose(most)         up to `most` drafts to verify in the next step; a question, which changes nothing
     judge(drafted, kept)  so many drafts were verified, and so many of them are the request's tokens now
 
+The scheduler calls `extend` with the prompt once its last chunk is launched, then with the tokens of each step, and
+then, if the step verified drafts, `judge`. `propose` may be asked several times for a step, or never. A request that is
+retracted keeps its drafter, since its tokens stay. `Scheduler(drafter_of=...)` makes the drafter of each sample.
+
 A request holds one from its arrival to its end; `NO_DRAFTS` where it doesn't speculate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
-from jaxsgl.messages.replies import Speculated
+from jaxsgl.requests.request import Request
 
 
 class Drafter:
@@ -28,9 +33,16 @@ class Drafter:
         """Takes how many drafts a step verified, and how many of them the request kept."""
 
     @property
-    def speculated(self) -> Speculated | None:
-        """What has become of all its drafts; None if none was verified."""
-        return None
+    def of_prediction(self) -> bool:
+        """Whether the drafts that were proposed last are those of the request's prediction."""
+        return False
 
 
 NO_DRAFTS = Drafter()
+
+DrafterOf: TypeAlias = Callable[[Request], Drafter]  # of each sample of the request
+
+
+def drafts_nothing(request: Request) -> Drafter:
+    """The drafter of a server that doesn't speculate."""
+    return NO_DRAFTS

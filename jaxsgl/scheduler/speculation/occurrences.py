@@ -53,7 +53,10 @@ class Occurrences:
         """Appends tokens to the text."""
         known = self.tokens
         for_dict = max(len(known), self._shortest)
-        known.extend(tokens)
+        if len(tokens) > FEW:
+            known.frombytes(np.asarray(tokens, dtype=np.int32).tobytes())
+        else:
+            known.extend(tokens)
         if len(known) - self._num_sorted > max(MIN_RECENT, self._num_sorted // RECENT_PART):
             self._sort()
             return

@@ -1,4 +1,4 @@
-"""`Proposing`: the `Drafter` of one request, which asks its sources in turn, and counts what became of their drafts.
+"""`Proposing`: the `Drafter` of one request, which asks its sources in turn, each at its pace.
 
 `Drafters` makes them, as flags and the request say. A request that refuses speculation, or can't have it, has
 `NO_DRAFTS`. wiring.py hands `Drafters` to the scheduler.
@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Sequence
 
 from jaxsgl.config.features import SpeculationConfig
-from jaxsgl.messages.replies import Speculated
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter
@@ -40,9 +39,6 @@ class Proposing(Drafter):
         self._prediction = prediction
         self._never = never
         self._asked = 0  # which source the last proposal was of: a proposal is judged before there is another one
-        self._histogram = [0] * (most + 1)
-        self._draft_tokens = 0
-        self._of_prediction = [0, 0]  # kept, and not
 
     def extend(self, tokens: Sequence[int]) -> None:
         """See `Drafter`."""
@@ -64,23 +60,12 @@ class Proposing(Drafter):
 
     def judge(self, drafted: int, kept: int) -> None:
         """See `Drafter`."""
-        source, pace = self._sources[self._asked]
-        pace.judge(drafted, kept)
-        self._histogram[kept] += 1
-        self._draft_tokens += drafted
-        if source is self._prediction:
-            self._of_prediction[0] += kept
-            self._of_prediction[1] += drafted - kept
+        self._sources[self._asked][1].judge(drafted, kept)
 
     @property
-    def speculated(self) -> Speculated | None:
+    def of_prediction(self) -> bool:
         """See `Drafter`."""
-        used = len(self._histogram)
-        while used and not self._histogram[used - 1]:
-            used -= 1
-        if not used:
-            return None
-        return Speculated(tuple(self._histogram[:used]), self._draft_tokens, *self._of_prediction)
+        return self._sources[self._asked][0] is self._prediction
 
 
 class Drafters:
