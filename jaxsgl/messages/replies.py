@@ -280,10 +280,15 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Drafts of a sample that a step has verified, and how many of them, from the first, are among its new tokens."""
+    """Drafts of a sample that a step has verified, and how many of them, from the first, are among its new tokens.
+
+    Attributes:
+      of_prediction: whether they are those of the request's `prediction_ids`.
+    """
 
     drafted: int
     kept: int
+    of_prediction: bool = False
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):

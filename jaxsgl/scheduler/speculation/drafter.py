@@ -32,6 +32,11 @@ class Drafter:
     def judge(self, drafted: int, kept: int) -> None:
         """Takes how many drafts a step verified, and how many of them the request kept."""
 
+    @property
+    def of_prediction(self) -> bool:
+        """Whether the drafts that were proposed last are those of the request's prediction."""
+        return False
+
 
 NO_DRAFTS = Drafter()
 
