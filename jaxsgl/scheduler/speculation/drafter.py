@@ -4,7 +4,7 @@
     propose(most)         up to `most` drafts to verify in the next step; a question, which changes nothing
     judge(drafted, kept)  so many drafts were verified, and so many of them are the request's tokens now
 
-The scheduler calls `extend` with the prompt once its last chunk is launched, then with the tokens of each step, and
+The scheduler calls `extend` with the prompt when the first token has come, then with the tokens of each step, and
 then, if the step verified drafts, `judge`. `propose` may be asked several times for a step, or never. A request that is
 retracted keeps its drafter, since its tokens stay. `Scheduler(drafter_of=...)` makes the drafter of each sample.
 
