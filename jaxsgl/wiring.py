@@ -37,6 +37,7 @@ from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.resources.host_tier import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler, Serving
+from jaxsgl.scheduler.speculation.proposing import Drafters
 from jaxsgl.scheduler.state import RetractAlso
 from pallas_kernels.own_folder import own_folder
 
@@ -96,6 +97,7 @@ def build_scheduler(
         max_loaded_loras=config.lora.max_loaded_loras,
         grammars=_grammars(config, scheduling, engine, eagerly=limited),
         mark=mark,
+        drafter_of=Drafters(config.speculation, engine.capacity.media),
     )
     _load_adapters(config, engine, scheduler, former)
     _take_prefixes(config, engine, scheduler)

@@ -361,18 +361,18 @@ def doubling(first: int, last: int) -> tuple[int, ...]:
 
 def buckets_of(config: EngineConfig, capacity: Capacity) -> BucketSet:
     """The shapes that `config` asks for. Raises `ConfigError` if they can't be read or don't reach the capacity."""
-    scheduling, steps = config.scheduling, config.decode_steps
+    scheduling, steps, drafts = config.scheduling, config.decode_steps, config.speculation.num_draft_tokens
     alone = capacity.whole_prompts and not scheduling.enable_mixed_chunk  # a prompt beyond --max-prefill-tokens
     shared_tokens = scheduling.max_prefill_tokens if alone else None
     if config.auto_buckets is None:
-        return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, steps, shared_tokens)
+        return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, steps, shared_tokens, drafts)
     path = Path(config.auto_buckets)
     suggested = _suggested(path)
     decode = _sizes(path, suggested, "decode_buckets", capacity.num_rows, "requests at once", "--max-running-requests")
     extend = _sizes(
         path, suggested, "extend_buckets", capacity.max_extend_tokens, "tokens in a step", "--chunked-prefill-size"
     )
-    return BucketSet.derive(capacity, decode, extend, steps, shared_tokens)
+    return BucketSet.derive(capacity, decode, extend, steps, shared_tokens, drafts)
 
 
 def _suggested(path: Path) -> dict[str, Any]:

@@ -211,8 +211,9 @@ class Applier:
                 num_tokens += len(token_ids)
                 req.launch_decode(len(token_ids) - (1 + num_drafts))  # what was computed behind them is not theirs
                 self._requests.moved(req)
-                of_drafts = Run(num_drafts, min(len(token_ids), len(run) - 1)) if num_drafts else None
-                if of_drafts is not None:
+                of_drafts = None
+                if num_drafts:
+                    of_drafts = Run(num_drafts, min(len(token_ids), len(run) - 1), req.drafter.of_prediction)
                     runs.append((req, len(run) - 1, of_drafts))
                 parts = self._replies_of_run(req, token_ids, step, place, outputs)
                 parts[-1] = msgspec.structs.replace(parts[-1], finish_reason=reason, run=of_drafts)

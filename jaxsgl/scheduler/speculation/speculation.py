@@ -21,11 +21,11 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.messages.replies import Load, Run, SpeculationTotals
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.budget import fair_shares
 from jaxsgl.scheduler.in_flight import InFlightStep
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter, DrafterOf
+from jaxsgl.scheduler.speculation.pace import shares
 
 PATIENCE = 8  # decode steps without drafts
 ROWS_A_DRAFT = 8  # at most: all rows wait for the host where any has drafts, and only those with drafts gain
@@ -131,7 +131,9 @@ class Speculating(Speculation):
         tokens: list[tuple[int, ...]] = []
         taken = 0
         if self._is_worth(sum(wanted), len(decodes)):
-            for req, drafts, share in zip(decodes, proposed, fair_shares(wanted, room), strict=True):
+            for req, drafts, share in zip(
+                decodes, proposed, shares(wanted, len(decodes), self._most_tokens), strict=True
+            ):
                 count, pages = self._fitting(req, share, num_pages - taken)
                 tokens.append(drafts[:count])
                 taken += pages
