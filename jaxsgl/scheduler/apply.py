@@ -317,6 +317,7 @@ class Applier:
         for resource in self._resources:
             resource.left(req, ends=True)
         lease = req.finish()
+        req.drafter.end()
         if not req.output_ids:
             self._stopwatch.ended(req.key)
         self._requests.moved(req)

@@ -32,6 +32,9 @@ class Drafter:
     def judge(self, drafted: int, kept: int) -> None:
         """Takes how many drafts a step verified, and how many of them the request kept."""
 
+    def end(self) -> None:
+        """Nothing more is asked: the request has ended."""
+
     @property
     def of_prediction(self) -> bool:
         """Whether the drafts that were proposed last are those of the request's prediction."""

@@ -31,12 +31,20 @@ _NOWHERE = array("i")
 
 
 class Occurrences:
-    """Args:
-    shortest, longest: tokens of a context that must agree, and that are compared.
+    """One text, by what stood before each of its tokens.
+
+    Args:
+      shortest, longest: tokens of a context that must agree, and that are compared.
+      newest: of the places after an equal shortest context so many are known, and nothing is sorted: for texts of which
+        new ones come without end. None: all are.
+
+    Attributes:
+      tokens: the text.
     """
 
-    def __init__(self, shortest: int, longest: int) -> None:
+    def __init__(self, shortest: int, longest: int, newest: int | None = None) -> None:
         assert 1 <= shortest <= longest
+        self._newest = newest
         self._shortest, self._longest = shortest, longest
         self.tokens = array("i")
         self._num_sorted = 0
@@ -57,24 +65,29 @@ class Occurrences:
             known.frombytes(np.asarray(tokens, dtype=np.int32).tobytes())
         else:
             known.extend(tokens)
-        if len(known) - self._num_sorted > max(MIN_RECENT, self._num_sorted // RECENT_PART):
+        if self._newest is None and len(known) - self._num_sorted > max(MIN_RECENT, self._num_sorted // RECENT_PART):
             self._sort()
             return
-        recent, shortest = self._recent, self._shortest
+        recent, shortest, newest = self._recent, self._shortest, self._newest
         for place in range(for_dict, len(known)):
-            recent.setdefault(tuple(known[place - shortest : place]), []).append(place)
+            places = recent.setdefault(tuple(known[place - shortest : place]), [])
+            places.append(place)
+            if newest is not None and len(places) > newest:
+                del places[0]
 
-    def find(self, context: Sequence[int]) -> tuple[int, Sequence[int]]:
+    def find(self, context: Sequence[int], most: int | None = None) -> tuple[int, Sequence[int]]:
         """The longest end of `context` that stood in the text with a token after it.
 
-        Returns its length and the places after it, in no order; (0, ()) if none is long enough. What is longer than
-        `longest` is not compared.
+        Returns its length and the places after it, in no order and `most` at most; (0, ()) if none is long enough. What
+        is longer than `longest` is not compared.
         """
         length, places = self._find_sorted(context)
         recent_length, recent = self._find_recent(context)
+        if most is not None:
+            places, recent = places[-most:], recent[-most:]
         if recent_length != length:
             return (length, places) if length > recent_length else (recent_length, recent)
-        return length, [*places, *recent] if places else recent
+        return length, [*places, *recent][-most if most else None :] if places else recent
 
     def last(self, context: Sequence[int]) -> tuple[int, int]:
         """As `find`, of the places the last one; (0, 0) if there is none."""

@@ -15,6 +15,7 @@ from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter
 from jaxsgl.scheduler.speculation.pace import Pace
 from jaxsgl.scheduler.speculation.sources import Prediction, PromptLookup, Source
+from jaxsgl.scheduler.speculation.suffix import PastAnswers, SuffixLookup
 
 
 class Proposing(Drafter):
@@ -62,6 +63,11 @@ class Proposing(Drafter):
         """See `Drafter`."""
         self._sources[self._asked][1].judge(drafted, kept)
 
+    def end(self) -> None:
+        """See `Drafter`."""
+        for source, _ in self._sources:
+            source.end()
+
     @property
     def of_prediction(self) -> bool:
         """See `Drafter`."""
@@ -78,6 +84,7 @@ class Drafters:
 
     def __init__(self, config: SpeculationConfig, media: MediaLimits | None = None) -> None:
         self._config = config
+        self._answers = PastAnswers(config.speculative_suffix_cache_mib << 20)
         self._placeholders = frozenset(() if media is None else (media.image_token_id, media.video_token_id))
 
     def __call__(self, request: Request) -> Drafter:
@@ -90,5 +97,13 @@ class Drafters:
         if request.prediction_ids:
             prediction = Prediction(request.prediction_ids, len(request.prompt_ids))
             sources.append(prediction)
-        sources.append(PromptLookup(*config.match_window))
+        sources.append(self._lookup(request))
         return Proposing(sources, config.num_draft_tokens, prediction, self._placeholders)
+
+    def _lookup(self, request: Request) -> Source:
+        config = self._config
+        if config.speculative_algorithm == "NGRAM":
+            return PromptLookup(*config.match_window)
+        return SuffixLookup(
+            config.num_draft_tokens, len(request.prompt_ids), self._answers, (request.cache_salt, request.adapter)
+        )

@@ -25,6 +25,10 @@ class Source(Protocol):
         """Up to `most` tokens that may come next; () where it knows none."""
         ...
 
+    def end(self) -> None:
+        """The request has ended."""
+        ...
+
 
 class PromptLookup:
     """Proposes what followed the last occurrence of the longest match of the text's end, in prompt and output.
@@ -53,6 +57,9 @@ class PromptLookup:
         if most <= period:
             return tuple(tokens[place : place + most])
         return tuple(tokens[place + i % period] for i in range(most))
+
+    def end(self) -> None:
+        """See `Source`."""
 
 
 class Prediction:
@@ -84,6 +91,9 @@ class Prediction:
     def propose(self, most: int) -> tuple[int, ...]:
         """See `Source`."""
         return tuple(self._ids.tokens[self._next : self._next + most]) if self._follows else ()
+
+    def end(self) -> None:
+        """See `Source`."""
 
     def _take(self, token_id: int) -> None:
         ids = self._ids.tokens
