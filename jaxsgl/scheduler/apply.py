@@ -317,7 +317,7 @@ class Applier:
         for resource in self._resources:
             resource.left(req, ends=True)
         lease = req.finish()
-        req.drafter.end()
+        self._state.speculation.ended(req)
         if not req.output_ids:
             self._stopwatch.ended(req.key)
         self._requests.moved(req)

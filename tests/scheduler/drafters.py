@@ -23,8 +23,10 @@ class Knowing(Drafter):
         self._prompt, self._truth, self._kind, self._vocab_size = list(prompt), list(truth), kind, vocab_size
         self.known: list[int] = []
         self.verdicts: list[tuple[int, int]] = []
+        self.ended = False
 
     def extend(self, tokens: Sequence[int]) -> None:
+        assert not self.ended, "a drafter gets its last tokens before its end"
         self.known += tokens
         whole = [*self._prompt, *self._truth]
         assert self.known == whole[: len(self.known)], "a drafter is told what its request has"
@@ -38,8 +40,12 @@ class Knowing(Drafter):
         return tuple([token if i < right else (token + 1) % self._vocab_size for i, token in enumerate(drafts)])
 
     def judge(self, drafted: int, kept: int) -> None:
-        assert 0 <= kept <= drafted
+        assert 0 <= kept <= drafted and not self.ended
         self.verdicts.append((drafted, kept))
+
+    def end(self) -> None:
+        assert not self.ended
+        self.ended = True
 
     def _dice(self, place: int) -> int:
         return zlib.crc32(f"{self._prompt} {place}".encode())

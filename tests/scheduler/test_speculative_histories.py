@@ -158,6 +158,7 @@ class SpeculativeHistory:
             assert turns < 5_000, "a request waits forever"
         self.answers.check(self.capacity.limits)
         assert self.scheduler.cache.num_available == self.capacity.num_pages - 1, "a page is lost"
+        assert all(drafter.ended for drafter in self.drafters)
         load = self.scheduler.load(0)
         totals = load.speculation
         assert sum(totals.accepted_at) == totals.accepted_tokens <= totals.draft_tokens

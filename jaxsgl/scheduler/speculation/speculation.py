@@ -90,6 +90,9 @@ class Speculation:
     def collected(self, step: InFlightStep, runs: Sequence[tuple[Req, int, Run]]) -> None:
         """The oldest step in flight is read; `runs`: (request, drafts accepted, run) of those that it verified."""
 
+    def ended(self, req: Req) -> None:
+        """`req` has ended, perhaps by tokens of a step that is being collected."""
+
     def add_to(self, load: Load) -> Load:
         """`load` with counts of drafts."""
         return load
@@ -114,6 +117,7 @@ class Speculating(Speculation):
         self._cache = cache
         self._quiet = 0  # decode steps since the last one with drafts
         self._totals = SpeculationTotals()
+        self._ending: list[Req] = []  # requests whose last tokens their drafters don't have
 
     def drafter_of(self, request: Request) -> Drafter:
         """The drafter of a sample of `request`."""
@@ -167,8 +171,18 @@ class Speculating(Speculation):
         for req, accepted, run in runs:
             self._count(accepted, run)
             req.drafter.judge(run.drafted, run.kept)
+        for req in self._ending:
+            req.drafter.end()
+        self._ending = []
         if not self.reads_first and self._is_proposing(step.reqs):
             self.reads_first, self._quiet = True, 0
+
+    def ended(self, req: Req) -> None:
+        """Ends its drafter, once that has all its tokens."""
+        if req.num_told < len(req.output_ids):
+            self._ending.append(req)
+        else:
+            req.drafter.end()
 
     def add_to(self, load: Load) -> Load:
         """`load` with counts of drafts."""
