@@ -62,5 +62,24 @@ def test_a_size_that_was_not_measured_costs_what_the_nearest_does() -> None:
     assert known.seconds(64, True) == pytest.approx(0.030 * 3.25 / 1.75)
 
 
+def test_a_step_lasts_from_the_end_of_the_step_before_and_steps_of_prompts_are_left_out() -> None:
+    now_s = 5.0
+    known = MeasuredCosts((1, *SIZES[:-1]), SIZES, 16, lambda: now_s)
+    for passed_s, num_tokens, verifies in [(9.0, 1, False), (0.5, 0, False), (0.01, 1, False), (0.03, 4, True)]:
+        now_s += passed_s
+        known.collected(num_tokens, verifies)
+    assert [known.seconds(1, False), known.seconds(4, True)] == pytest.approx([0.01, 0.03])
+
+
+def test_more_requests_than_could_gain_are_not_asked_for_drafts() -> None:
+    known = costs()
+    assert known.may_pay(1) and known.may_pay(8) and not known.may_pay(64)
+    for _ in range(9):
+        known.measured(16, False, 0.010)
+        known.measured(32, True, 0.025)
+        known.measured(64, True, 0.050)
+    assert not known.may_pay(16)
+
+
 def test_without_measuring_all_drafts_pay() -> None:
     assert StepCosts().affordable(32, [(3, 0.1), (7, 0.0)]) == 10

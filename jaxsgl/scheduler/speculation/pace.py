@@ -8,9 +8,10 @@ mixture reads more experts for it. So steps are measured. Knows no requests.
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 MEMORY = 0.8  # how much a step before counts of the next one
 AT_FIRST = (1.6, 2.0)  # drafts kept and tried, as if so many had been: a request may begin with long drafts
@@ -18,7 +19,7 @@ LEAST = 0.15  # the probability that the last draft of a step must have of being
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # tokens
 WINDOW = 9  # steps of a size that are remembered
 SLOPE = 0.75
-GAIN = 1.05  # times as many tokens a second that drafts must promise: the host's part of a step isn't measured
+GAIN = 1.05  # times as many tokens a second that drafts must promise
 
 
 class Pace:
@@ -92,11 +93,15 @@ def shares(wanted: Sequence[int], num_rows: int, free_tokens: int) -> list[int]:
 class StepCosts:
     """Any number of drafts pays. Others measure."""
 
-    def measured(self, num_tokens: int, verifies: bool, seconds: float) -> None:
-        """Takes how long a step took that decoded one token of each request, or that verified drafts.
+    def collected(self, num_tokens: int, verifies: bool) -> None:
+        """A step is read that decoded one token of each request, or verified drafts; of another, `num_tokens` is 0.
 
-        `num_tokens` are those that it was about, without padding.
+        They are the tokens that it was about, without padding.
         """
+
+    def may_pay(self, num_rows: int) -> bool:
+        """Whether drafts of `num_rows` requests pay if all are kept."""
+        return True
 
     def affordable(self, num_rows: int, chances: Sequence[tuple[int, float]]) -> int:
         """How many of all drafts a step of `num_rows` requests had better verify.
@@ -109,21 +114,43 @@ class StepCosts:
 class MeasuredCosts(StepCosts):
     """Chooses the size of step that promises the most tokens a second, by the median time of recent steps of its size.
 
+    A step's time is that since the step before was read: with the host's part, if that isn't hidden.
+
     A size that was not measured is taken to cost what another does, as long as both have `free_tokens` at most, and
     `SLOPE` of it more for each `free_tokens` beyond: rather little, since what is tried is measured then.
 
     Args:
       decode_sizes, verify_sizes: padded tokens of steps, ascending.
       free_tokens: that the device multiplies while it reads the weights.
+      clock: gives seconds.
     """
 
-    def __init__(self, decode_sizes: Sequence[int], verify_sizes: Sequence[int], free_tokens: int) -> None:
+    def __init__(
+        self,
+        decode_sizes: Sequence[int],
+        verify_sizes: Sequence[int],
+        free_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._last_s: float | None = None
         self._sizes = {False: decode_sizes, True: verify_sizes}
         self._free_tokens = free_tokens
         self._seconds: dict[tuple[bool, int], deque[float]] = {}
 
-    def measured(self, num_tokens: int, verifies: bool, seconds: float) -> None:
+    def collected(self, num_tokens: int, verifies: bool) -> None:
         """See `StepCosts`."""
+        last_s, self._last_s = self._last_s, self._clock()
+        if num_tokens and last_s is not None:
+            self.measured(num_tokens, verifies, self._last_s - last_s)
+
+    def may_pay(self, num_rows: int) -> bool:
+        """See `StepCosts`."""
+        least_rate = GAIN * num_rows / self.seconds(num_rows, False)
+        return any(size / self.seconds(size, True) > least_rate for size in self._sizes[True] if size > num_rows)
+
+    def measured(self, num_tokens: int, verifies: bool, seconds: float) -> None:
+        """Notes how long a step took."""
         key = verifies, self._padded(num_tokens, verifies)
         self._seconds.setdefault(key, deque(maxlen=WINDOW)).append(seconds)
 
