@@ -56,6 +56,7 @@ from jaxsgl.scheduler.resources.host_tier import HostCopies, LoadRule
 from jaxsgl.scheduler.resources.images import Images, KeptImages
 from jaxsgl.scheduler.resources.resource import Resource
 from jaxsgl.scheduler.speculation.drafter import DrafterOf, drafts_nothing
+from jaxsgl.scheduler.speculation.pace import StepCosts
 from jaxsgl.scheduler.speculation.speculation import speculation_of
 from jaxsgl.scheduler.state import RetractAlso, SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
@@ -138,6 +139,7 @@ class Scheduler:
       grammars: compiles the grammars of requests, or refuses them.
       mark: notes whose mask is being made.
       drafter_of: makes the drafter of each sample, if `buckets` have programs that verify drafts.
+      step_costs: says how many drafts pay.
 
     Attributes:
       queue_limits: what the queue takes.
@@ -170,6 +172,7 @@ class Scheduler:
         grammars: GrammarQueue | NoGrammars = NoGrammars(),
         mark: Mark = NoMark(),
         drafter_of: DrafterOf = drafts_nothing,
+        step_costs: StepCosts = StepCosts(),
     ) -> None:
         self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
         eos_token_ids = frozenset(eos_token_ids)
@@ -202,7 +205,7 @@ class Scheduler:
             timing=timing,
             totals=totals,
             adapters=adapters,
-            speculation=speculation_of(buckets, drafter_of, cache),
+            speculation=speculation_of(buckets, drafter_of, cache, step_costs),
         )
         self.kept_images: KeptImages | None = None
         resources: list[Resource] = []

@@ -36,6 +36,11 @@ class Drafter:
         """Nothing more is asked: the request has ended."""
 
     @property
+    def probability(self) -> float:
+        """That a draft which was proposed last is kept, if all before it are."""
+        return 1.0
+
+    @property
     def of_prediction(self) -> bool:
         """Whether the drafts that were proposed last are those of the request's prediction."""
         return False

@@ -69,6 +69,11 @@ class Proposing(Drafter):
             source.end()
 
     @property
+    def probability(self) -> float:
+        """See `Drafter`."""
+        return self._sources[self._asked][1].probability
+
+    @property
     def of_prediction(self) -> bool:
         """See `Drafter`."""
         return self._sources[self._asked][0] is self._prediction

@@ -25,7 +25,7 @@ from jaxsgl.scheduler.in_flight import InFlightStep
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter, DrafterOf
-from jaxsgl.scheduler.speculation.pace import shares
+from jaxsgl.scheduler.speculation.pace import StepCosts, shares
 
 PATIENCE = 8  # decode steps without drafts
 ROWS_A_DRAFT = 8  # at most: all rows wait for the host where any has drafts, and only those with drafts gain
@@ -106,11 +106,20 @@ class Speculating(Speculation):
       max_drafts: of a request in a step.
       most_tokens: of a step that verifies.
       cache: the pool.
+      costs: what steps cost, by which drafts are cut.
     """
 
     in_lockstep = False
 
-    def __init__(self, drafter_of: DrafterOf, max_drafts: int, most_tokens: int, cache: CacheManager) -> None:
+    def __init__(
+        self,
+        drafter_of: DrafterOf,
+        max_drafts: int,
+        most_tokens: int,
+        cache: CacheManager,
+        costs: StepCosts = StepCosts(),
+    ) -> None:
+        self._costs = costs
         self._drafter_of = drafter_of
         self._max_drafts = max_drafts
         self._most_tokens = most_tokens
@@ -125,27 +134,21 @@ class Speculating(Speculation):
 
     def drafts(self, decodes: Sequence[Req], steps_in_flight: int, num_pages: int) -> Drafts:
         """See `Speculation`. Reads only. Drafts share the room of the step equally, then take pages in order."""
-        room = self._room(len(decodes))
+        num_rows = len(decodes)
+        room = self._room(num_rows)
         if steps_in_flight or not room:
             return NOTHING
         proposed = [self._proposed(req, room) for req in decodes]
         wanted = [len(tokens) for tokens in proposed]
         if not any(wanted):
             return NOTHING
+        affordable = min(self._affordable(num_rows, decodes, wanted), room)
         tokens: list[tuple[int, ...]] = []
         taken = 0
-        if self._is_worth(sum(wanted), len(decodes)):
-            for req, drafts, share in zip(
-                decodes, proposed, shares(wanted, len(decodes), self._most_tokens), strict=True
-            ):
-                count, pages = self._fitting(req, share, num_pages - taken)
-                tokens.append(drafts[:count])
-                taken += pages
-        else:
-            tokens = [()] * len(decodes)
-        dropped = frozenset(
-            [req for req, drafts, kept in zip(decodes, proposed, tokens, strict=True) if drafts and not kept]
-        )
+        for req, drafts, share in zip(decodes, proposed, shares(wanted, num_rows, num_rows + affordable), strict=True):
+            count, pages = self._fitting(req, share, num_pages - taken)
+            tokens.append(drafts[:count])
+            taken += pages
         of_reqs = zip(decodes, proposed, tokens, strict=True)
         dropped = frozenset([req for req, drafts, kept in of_reqs if drafts and not kept])
         return Drafts(tuple(tokens) if any(tokens) else (), taken, dropped)
@@ -160,6 +163,7 @@ class Speculating(Speculation):
 
     def collected(self, step: InFlightStep, runs: Sequence[tuple[Req, int, Run]]) -> None:
         """Gives drafters what has come, and their verdicts; counts; begins to read first if enough is proposed."""
+        self._costs.collected(0 if step.num_chunks or step.num_steps > 1 else step.offsets[-1], bool(step.drafts))
         verified = {req for req, _, _ in runs}
         for place, req in enumerate(step.reqs):
             if req.drafter is NO_DRAFTS:
@@ -193,11 +197,13 @@ class Speculating(Speculation):
     def _room(self, num_rows: int) -> int:
         """Drafts that a step of so many rows may verify: none unless each row may have one."""
         room = self._most_tokens - num_rows
-        return room if room >= num_rows else 0
+        return room if room >= num_rows and self._costs.may_pay(num_rows) else 0
 
-    @staticmethod
-    def _is_worth(num_drafts: int, num_rows: int) -> bool:
-        return num_drafts * ROWS_A_DRAFT >= num_rows
+    def _affordable(self, num_rows: int, reqs: Sequence[Req], wanted: Sequence[int]) -> int:
+        """Drafts in all that a step had better verify of those that `reqs` want; 0 if they are too few for so many."""
+        chances = [(count, req.drafter.probability) for req, count in zip(reqs, wanted, strict=True) if count]
+        count = self._costs.affordable(num_rows, chances)
+        return count if count * ROWS_A_DRAFT >= num_rows else 0
 
     def _proposed(self, req: Req, most: int) -> tuple[int, ...]:
         """At most `most` drafts of `req`, cut where its output would end or its grammar forbids one."""
@@ -221,13 +227,11 @@ class Speculating(Speculation):
     def _is_proposing(self, reqs: Sequence[Req]) -> bool:
         """Whether enough is proposed of `reqs`, as far as their tokens are known, for steps to be read first."""
         room = self._room(len(reqs))
-        count = 0
-        for req in reqs if room else ():
-            if req.can_launch:
-                count += len(self._proposed(req, room))
-                if count and self._is_worth(count, len(reqs)):
-                    return True
-        return False
+        if not room:
+            return False
+        reqs = [req for req in reqs if req.can_launch]
+        wanted = [len(self._proposed(req, room)) for req in reqs]
+        return any(wanted) and self._affordable(len(reqs), reqs, wanted) > 0
 
     def _why_plain(self, step: InFlightStep, req: Req) -> WhyPlain:
         if step.num_chunks:
@@ -264,8 +268,10 @@ def _extend(req: Req) -> int:
     return len(new)
 
 
-def speculation_of(buckets: BucketSet, drafter_of: DrafterOf, cache: CacheManager) -> Speculation:
+def speculation_of(
+    buckets: BucketSet, drafter_of: DrafterOf, cache: CacheManager, costs: StepCosts = StepCosts()
+) -> Speculation:
     """That of a server which has the programs of `buckets`."""
     if not buckets.verify_sizes:
         return Speculation()
-    return Speculating(drafter_of, buckets.max_drafts, buckets.verify_sizes[-1], cache)
+    return Speculating(drafter_of, buckets.max_drafts, buckets.verify_sizes[-1], cache, costs)

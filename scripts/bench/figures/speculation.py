@@ -38,7 +38,6 @@ from jaxsgl.text.speculated import Speculated
 from jaxsgl.text.tokenizer import ChatMessage
 
 TEXTS = ("repeated", "echo", "story", "counting", "wrong")
-TOKENS = 160
 HEAD = f"{'text':>10}{'rows':>5}{'tok/s':>8}{'with':>8}{'clock':>7}{'cpu':>6}{'a step':>8}{'kept':>6}  same"
 
 
@@ -87,6 +86,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ffn", type=int, default=8192, help="columns of each MLP (default 8192)")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS, help="what is answered (default: all)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="requests at once (default 1 8 32)")
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer at most (default 128)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each (default 3)")
     options, flags = parser.parse_known_args(arguments)
     if "--speculative-algorithm" not in flags:
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
             flags += ["--model", str(write_inflated(Path(folder), options.layers, options.ffn))]
         llm = llm_of(flags, max(options.rows))
     print(HEAD)
-    rows = [figure(llm, text, num, options.rounds) for text in options.texts for num in options.rows]
+    rows = [figure(llm, text, num, options.tokens, options.rounds) for text in options.texts for num in options.rows]
     write_figures(options.json, rows=rows)
     return 0
 
@@ -110,10 +110,10 @@ def llm_of(flags: list[str], rows: int) -> LLM:
     return LLM(**{name: getattr(config, name) for name in EngineConfig.__dataclass_fields__})
 
 
-def figure(llm: LLM, text: str, num: int, rounds: int) -> dict[str, Any]:
+def figure(llm: LLM, text: str, num: int, num_tokens: int, rounds: int) -> dict[str, Any]:
     """Answers `num` prompts with drafts and without, in turns; prints and returns what came of it."""
     prompts = prompts_of(llm, text, num)
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=text == "repeated")
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=text == "repeated")
     known = answered(llm, prompts, params, False)
     answers = dict(zip(map(tuple, prompts), known.ids, strict=True))
     with_drafters(llm, answers if text == "wrong" else None)
