@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.patches import token_positions
 from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.messages.orders import Abort, ToEngine
+from jaxsgl.messages.orders import Abort, LoadAdapter, ToEngine
 from jaxsgl.messages.replies import Run, SpeculationTotals
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import FinishReason, Request
@@ -23,6 +26,7 @@ from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox, gen
 from jaxsgl.testing.grammars import compile_fake
 from jaxsgl.testing.outputs import logprob
 from tests.checked import CheckedScheduler
+from tests.scheduler import image_requests
 from tests.scheduler.drafters import KINDS, knowing
 from tests.scheduler.grammars import constrained_output
 from tests.scheduler.serving import VOCAB, capacity, expected, request
@@ -372,6 +376,46 @@ def test_an_abort_while_a_run_is_in_flight_leaves_its_known_tokens_in_the_cache_
     assert scheduler.load(0).speculation.runs > 0
     assert max(reply.cached_tokens for reply in mailbox.replies if reply.request_id == "b") <= known
     assert mailbox.output_ids("b") == expected(again.prompt_ids, 3)
+
+
+def test_a_run_has_the_adapter_of_its_request() -> None:
+    sizes = replace(capacity(), max_adapters=2, adapter_columns=8)
+    asked = [msgspec.structs.replace(request(f"r{i}", PROMPT, 20), adapter="ab"[i]) for i in range(2)]
+    answers = {f"r{i}": generate(PROMPT, 20, frozenset(), VOCAB, weights=1000 * (1 + i)) for i in range(2)}
+    scheduler = CheckedScheduler(
+        sizes,
+        BucketSet.derive(sizes, max_drafts=DRAFTS),
+        (),
+        drafter_of=knowing(lambda one: answers.get(one.request_id, expected(PROMPT, 20)), "half", VOCAB),
+    )
+    engine = FakeEngine(sizes)
+    loads = [LoadAdapter(i, "ab"[i], f"{1 + i}r4", False, False) for i in range(2)]
+    mailbox = ScriptedMailbox([loads, *[[] for _ in range(200)], [*asked, request("plain", PROMPT, 20)]])
+    run_loop(scheduler, engine, mailbox, True, pages=engine, adapters=engine.adapters)
+    assert {name: mailbox.output_ids(name) for name in answers} == answers
+    assert totals_of(scheduler).accepted_tokens > 0
+
+
+def test_tokens_of_a_run_behind_an_image_stand_where_single_ones_would() -> None:
+    """Their positions are not their indices: the image's columns count, not its tokens."""
+    sizes, one = image_requests.capacity(), image_requests.asked("a", [3, (1, 9), 4], max_tokens=20)
+    square = [msgspec.structs.replace(item, grid=(1, 6, 6)) for item in one.media]
+    one = msgspec.structs.replace(one, media=tuple(square))
+    _, delta = token_positions(len(one.prompt_ids), one.media)
+    assert delta
+    output = image_requests.expected(one)
+    scheduler = CheckedScheduler(
+        sizes, BucketSet.derive(sizes, max_drafts=DRAFTS), (), drafter_of=knowing(lambda _: output, "half", VOCAB)
+    )
+    engine, mailbox = FakeEngine(sizes), ScriptedMailbox([[one]])
+    run_loop(scheduler, engine, mailbox, True, pages=engine)
+    assert mailbox.output_ids("a") == output
+    verified = [inputs for inputs in scheduler.launched if inputs.bucket.kind == "verify"]
+    for inputs in verified:
+        arrays, count = inputs.arrays, inputs.num_tokens
+        assert arrays.rope_positions is not None
+        assert arrays.rope_positions[:count].tolist() == (arrays.positions[:count] + delta).tolist()
+    assert verified
 
 
 def test_a_token_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
