@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from functools import partial
 
 from jaxsgl.config.engine import Limits
 from jaxsgl.errors import InvalidRequest
@@ -148,11 +147,12 @@ class Arrivals:
         max_new = max_new_tokens(request, capacity.limits)
         adapter = self._state.adapters.named(request.adapter) if request.adapter else None
         outputs = [collectors_of(request, index, capacity.pooling) for index in range(sampling.n)]
-        speculation = self._state.speculation
-        of_all = partial(Req, request, max_new, self._eos_token_ids, seed, adapter=adapter)
-        leader = of_all(outputs=outputs[0], drafter=speculation.drafter_of(request))
+        drafters = [self._state.speculation.drafter_of(request) for _ in range(sampling.n)]
+        leader = Req(
+            request, max_new, self._eos_token_ids, seed, outputs=outputs[0], adapter=adapter, drafter=drafters[0]
+        )
         others = [
-            of_all(index=index, leader=leader, outputs=outputs[index], drafter=speculation.drafter_of(request))
+            Req(request, max_new, self._eos_token_ids, seed, index, leader, outputs[index], adapter, drafters[index])
             for index in range(1, sampling.n)
         ]
         return [leader, *others]
