@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
+from bench.models import tensor_shapes
 from bench.output import write_json
 from jaxsgl.config.engine import BUNDLED_MODEL
 
@@ -39,35 +40,19 @@ def write_inflated(folder: Path, layers: int, ffn: int) -> Path:
             tensors[f"model.layers.{layer}.{name}"] = values.astype(like.dtype)
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        if file.suffix == ".json" or file.suffix == ".jinja":
+        if file.suffix in (".json", ".jinja"):
             shutil.copy(file, folder)
     write_json(folder / "config.json", config | larger)
-    padded = {name: _padded(name, values, config, config | larger) for name, values in tensors.items()}
+    shapes = tensor_shapes(config | larger)
+    padded = {name: _padded(name, values, shapes[name]) for name, values in tensors.items()}
     save_file(padded, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _padded(name: str, values: npt.NDArray[Any], config: dict[str, Any], larger: dict[str, Any]) -> npt.NDArray[Any]:
-    """A tensor with zeros where the larger model has more of what its dimensions count."""
-    head = config["head_dim"]
-    sizes = {
-        config[size]: larger[size] for size in ("intermediate_size", "hidden_size")
-    }  # of the tensors' dimensions that aren't heads
+def _padded(name: str, values: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """A tensor with zeros where the larger model has more."""
     if any(name.endswith(norm) for norm in NORMS):
         values = (values.astype(np.float32) / WIDER**0.5).astype(values.dtype)
-    by_name = {
-        "q_proj": (0, larger["num_attention_heads"] * head),
-        "k_proj": (0, larger["num_key_value_heads"] * head),
-        "v_proj": (0, larger["num_key_value_heads"] * head),
-        "o_proj": (1, larger["num_attention_heads"] * head),
-    }
-    heads = next((place for key, place in by_name.items() if key in name), None)
-    shape = []
-    for axis, size in enumerate(values.shape):
-        if heads is not None and heads[0] == axis:
-            shape.append(heads[1])
-        else:
-            shape.append(sizes.get(size, size))
     out = np.zeros(shape, values.dtype)
     out[tuple(slice(size) for size in values.shape)] = values
     return out

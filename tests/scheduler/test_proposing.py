@@ -186,6 +186,17 @@ def test_tokens_of_a_prediction_are_counted_apart() -> None:
     assert told.accepted_prediction_tokens + told.rejected_prediction_tokens == told.draft_tokens
 
 
+def test_a_drafter_rests_while_all_its_sources_wait() -> None:
+    drafter = Drafters(NGRAM)(request([5] * 20))
+    drafter.extend([5] * 20)
+    assert not drafter.rests and NO_DRAFTS.rests
+    while not drafter.rests:
+        drafter.judge(len(drafter.propose(7)), 0)
+    assert drafter.propose(7) == ()
+    drafter.extend([5] * 16)
+    assert not drafter.rests and drafter.propose(7) == (5,)
+
+
 def test_no_more_drafts_are_proposed_than_flags_and_the_step_allow() -> None:
     drafter = Drafters(SpeculationConfig("NGRAM", 3))(request([5] * 20))
     drafter.extend([5] * 20)

@@ -36,6 +36,11 @@ class Drafter:
         """Nothing more is asked: the request has ended."""
 
     @property
+    def rests(self) -> bool:
+        """Whether it proposes nothing for some tokens to come, whatever they are."""
+        return False
+
+    @property
     def probability(self) -> float:
         """That a draft which was proposed last is kept, if all before it are."""
         return 1.0
@@ -46,7 +51,16 @@ class Drafter:
         return False
 
 
-NO_DRAFTS = Drafter()
+class NoDrafts(Drafter):
+    """Of a request that doesn't speculate."""
+
+    @property
+    def rests(self) -> bool:
+        """Always."""
+        return True
+
+
+NO_DRAFTS = NoDrafts()
 
 DrafterOf: TypeAlias = Callable[[Request], Drafter]  # of each sample of the request
 

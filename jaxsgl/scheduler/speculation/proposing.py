@@ -69,6 +69,11 @@ class Proposing(Drafter):
             source.end()
 
     @property
+    def rests(self) -> bool:
+        """See `Drafter`."""
+        return not any(pace.length for _, pace in self._sources)
+
+    @property
     def probability(self) -> float:
         """See `Drafter`."""
         return self._sources[self._asked][1].probability

@@ -5,8 +5,8 @@
 
 Drafts need the newest token, so that a step is read first: lengths are exact then, and nothing is allocated for tokens
 that may not come. That costs the host's time in each step, and to begin and end it costs a little more, so `PATIENCE`
-steps without drafts pass before steps overlap again. apply.py reports steps and tokens, planner.py asks for drafts,
-loop.py whether to read first. Proposals are those of each request's `Drafter`.
+steps without drafts pass before steps overlap again, unless all drafters rest. apply.py reports steps and tokens,
+planner.py asks for drafts, loop.py whether to read first. Proposals are those of each request's `Drafter`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class Speculating(Speculation):
             self._quiet = 0
         elif plan.decodes:
             self._quiet += 1
-            self.reads_first = self.reads_first and self._quiet < PATIENCE
+            if self._quiet >= PATIENCE or all(req.drafter.rests for req, _ in plan.decodes):
+                self.reads_first = False
 
     def collected(self, step: InFlightStep, runs: Sequence[tuple[Req, int, Run]]) -> None:
         """Gives drafters what has come, and their verdicts; counts; begins to read first if enough is proposed."""
