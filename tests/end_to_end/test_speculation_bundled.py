@@ -11,6 +11,8 @@ import jaxsgl
 from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.offline.llm import LLM
 from jaxsgl.requests.grammar import Grammar
+from jaxsgl.scheduler.speculation.pace import StepCosts
+from jaxsgl.scheduler.speculation.speculation import Speculating
 
 pytestmark = pytest.mark.device
 
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.device
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     """The bundled model in float32, whose XLA kernels round alike for one token and several as far as answers show."""
-    yield LLM(
+    llm = LLM(
         dtype="float32",
         max_running_requests=8,
         decode_buckets=(8,),
@@ -26,6 +28,11 @@ def llm() -> Iterator[LLM]:
         chunked_prefill_size=128,
         speculation=SpeculationConfig("NGRAM", 7),
     )
+    speculation = llm._scheduler.state.speculation
+    assert isinstance(speculation, Speculating)
+    speculation._costs = StepCosts()  # any number of drafts pays, however busy the machine is
+    yield llm
+    llm.close()
 
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
