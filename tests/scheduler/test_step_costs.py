@@ -55,17 +55,19 @@ def test_one_slow_step_changes_nothing() -> None:
 
 def test_a_size_that_was_not_measured_costs_what_the_nearest_does() -> None:
     known = costs()
-    known.measured(2, False, 0.010)
+    for _ in range(3):
+        known.measured(2, False, 0.010)
     assert known.seconds(8, True) == 0.010
     assert known.seconds(64, True) == pytest.approx(0.0325)
-    known.measured(30, True, 0.030)
+    for _ in range(3):
+        known.measured(30, True, 0.030)
     assert known.seconds(64, True) == pytest.approx(0.030 * 3.25 / 1.75)
 
 
 def test_a_step_lasts_from_the_end_of_the_step_before_and_steps_of_prompts_are_left_out() -> None:
     now_s = 5.0
     known = MeasuredCosts((1, *SIZES[:-1]), SIZES, 16, lambda: now_s)
-    for passed_s, num_tokens, verifies in [(9.0, 1, False), (0.5, 0, False), (0.01, 1, False), (0.03, 4, True)]:
+    for passed_s, num_tokens, verifies in [(9.0, 1, False), (0.5, 0, False), *[(0.01, 1, False), (0.03, 4, True)] * 3]:
         now_s += passed_s
         known.collected(num_tokens, verifies)
     assert [known.seconds(1, False), known.seconds(4, True)] == pytest.approx([0.01, 0.03])
@@ -79,6 +81,26 @@ def test_more_requests_than_could_gain_are_not_asked_for_drafts() -> None:
         known.measured(32, True, 0.025)
         known.measured(64, True, 0.050)
     assert not known.may_pay(16)
+
+
+def test_drafts_that_did_not_pay_are_tried_again_after_a_while_and_one_slow_step_does_not_end_them() -> None:
+    now_s = 0.0
+    known = MeasuredCosts((1, *SIZES[:-1]), SIZES, 16, lambda: now_s)
+
+    def step(seconds: float, num_tokens: int, verifies: bool) -> int:
+        nonlocal now_s
+        now_s += seconds
+        known.collected(num_tokens, verifies)
+        return known.affordable(1, [(7, 0.8)])
+
+    for _ in range(10):
+        step(0.01, 1, False)
+    assert step(0.9, 8, True) == 7
+    assert [step(0.9, 8, True) for _ in range(3)][-1] < 7
+    found = [step(0.9, size, True) for _ in range(4) for size in (2, 4)][-1]
+    assert found == 0
+    assert [step(0.01, 1, False) for _ in range(250)][-1] == 0
+    assert [step(0.01, 1, False) for _ in range(6)][-1] == 7
 
 
 def test_without_measuring_all_drafts_pay() -> None:

@@ -18,6 +18,8 @@ AT_FIRST = (1.6, 2.0)  # drafts kept and tried, as if so many had been: a reques
 LEAST = 0.15  # the probability that the last draft of a step must have of being kept
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # tokens
 WINDOW = 9  # steps of a size that are remembered
+FEWEST = 3  # of a size that tell its time: one may be slow by chance
+FORGET_AFTER = 256  # steps without drafts, after which those with drafts are tried anew
 SLOPE = 0.75
 GAIN = 1.05  # times as many tokens a second that drafts must promise
 
@@ -134,6 +136,7 @@ class MeasuredCosts(StepCosts):
     ) -> None:
         self._clock = clock
         self._last_s: float | None = None
+        self._num_plain = 0  # steps since one with drafts
         self._sizes = {False: decode_sizes, True: verify_sizes}
         self._free_tokens = free_tokens
         self._seconds: dict[tuple[bool, int], deque[float]] = {}
@@ -143,6 +146,10 @@ class MeasuredCosts(StepCosts):
         last_s, self._last_s = self._last_s, self._clock()
         if num_tokens and last_s is not None:
             self.measured(num_tokens, verifies, self._last_s - last_s)
+        self._num_plain = 0 if verifies else self._num_plain + 1
+        if self._num_plain >= FORGET_AFTER:
+            self._num_plain = 0
+            self._seconds = {key: seconds for key, seconds in self._seconds.items() if not key[0]}
 
     def may_pay(self, num_rows: int) -> bool:
         """See `StepCosts`."""
@@ -174,12 +181,13 @@ class MeasuredCosts(StepCosts):
     def seconds(self, num_tokens: int, verifies: bool) -> float:
         """How long a step of so many tokens takes, or what it takes compared with others where none was measured."""
         size = self._padded(num_tokens, verifies)
-        known = self._seconds.get((verifies, size))
-        if known:
+        known = self._seconds.get((verifies, size), ())
+        if len(known) >= FEWEST:
             return sorted(known)[len(known) // 2]
-        if not self._seconds:
+        trusted = [item for item in self._seconds.items() if len(item[1]) >= FEWEST]
+        if not trusted:
             return self._model(size)
-        other, like = min(self._seconds.items(), key=lambda item: (abs(item[0][1] - size), item[0][0] != verifies))
+        other, like = min(trusted, key=lambda item: (abs(item[0][1] - size), item[0][0] != verifies))
         return sorted(like)[len(like) // 2] * self._model(size) / self._model(other[1])
 
     def _model(self, num_tokens: int) -> float:
