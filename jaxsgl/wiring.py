@@ -37,6 +37,8 @@ from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.resources.host_tier import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler, Serving
+from jaxsgl.scheduler.speculation.pace import MeasuredCosts, StepCosts
+from jaxsgl.scheduler.speculation.proposing import Drafters
 from jaxsgl.scheduler.state import RetractAlso
 from pallas_kernels.own_folder import own_folder
 
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# That a device multiplies while it reads the weights once: a first guess, until steps are measured.
+FREE_TOKENS, FREE_TOKENS_CPU = 128, 16
 RETRACT_VARIABLE = "JAXSGL_TEST_RETRACT"  # for tests
 
 
@@ -96,6 +100,8 @@ def build_scheduler(
         max_loaded_loras=config.lora.max_loaded_loras,
         grammars=_grammars(config, scheduling, engine, eagerly=limited),
         mark=mark,
+        drafter_of=Drafters(config.speculation, engine.capacity.media),
+        step_costs=_step_costs(engine),
     )
     _load_adapters(config, engine, scheduler, former)
     _take_prefixes(config, engine, scheduler)
@@ -207,6 +213,15 @@ def _grammars(
     if eagerly:
         prepare()
     return GrammarQueue(compile, scheduling.grammar_timeout, prepare)
+
+
+def _step_costs(engine: Engine) -> StepCosts:
+    """What says how many drafts pay on the device of `engine`."""
+    buckets = engine.buckets
+    if not buckets.verify_sizes:
+        return StepCosts()
+    free_tokens = FREE_TOKENS_CPU if engine.info.platform == "cpu" else FREE_TOKENS
+    return MeasuredCosts(buckets.decode_sizes, buckets.verify_sizes, free_tokens)
 
 
 def _host_tier(config: EngineConfig, engine: Engine) -> tuple[HostTier | None, LoadRule | None]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,10 @@ class AnyText:
 
     def advance(self, token_id: int) -> None:
         """Any token may come."""
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """All of them."""
+        return len(token_ids)
 
     def mask_into(self, words: Words) -> None:
         """Allows all tokens."""

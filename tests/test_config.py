@@ -52,6 +52,27 @@ def test_the_page_size_is_a_word_or_a_number(capsys: pytest.CaptureFixture[str])
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size is 0"),
         (["--grpc-port", "70000"], "--grpc-port is 70000"),
         (["--disaggregation-mode", "decode", "--disable-radix-cache"], "which --disable-radix-cache switches off"),
+        (["--speculative-algorithm", "EAGLE3"], "not built yet: give NGRAM or SUFFIX"),
+        (["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "32"], "is 32, but must be 1 to 31"),
+        (["--speculative-num-draft-tokens", "3"], "goes with --speculative-algorithm NGRAM or SUFFIX"),
+        (
+            ["--speculative-algorithm", "SUFFIX", "--speculative-ngram-max-match-window-size", "5"],
+            "goes with --speculative-algorithm NGRAM: give that, or leave it out",
+        ),
+        (
+            [
+                "--speculative-algorithm",
+                "NGRAM",
+                "--speculative-ngram-min-match-window-size",
+                "6",
+                "--speculative-ngram-max-match-window-size",
+                "5",
+            ],
+            "is 6, but must be 5 at most",
+        ),
+        (["--speculative-algorithm", "NGRAM", "--decode-steps", "4"], "--decode-steps 4 decodes several"),
+        (["--speculative-algorithm", "NGRAM", "--disaggregation-mode", "prefill"], "give it to the decode servers"),
+        (["--speculative-algorithm", "NGRAM", "--is-embedding"], "--is-embedding generates none"),
     ],
 )
 def test_flags_out_of_range_name_the_value_and_the_limit(argv: list[str], message: str) -> None:

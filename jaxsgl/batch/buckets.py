@@ -101,6 +101,7 @@ VARIANTS = (GREEDY, Variant(True), Variant(True, filtered=True), Variant(True, f
 MIN_DECODE_STEP = 32  # rows; smaller sizes double, since every program costs seconds to compile
 SCORE_STRIDE = 2  # of the sizes of extend programs, every second one has a program that scores prompts
 MIN_COLUMNS, COLUMN_FACTOR = 16, 4  # sizes of the adapters' pool: each is so many times the next smaller one
+MIN_VERIFY_TOKENS = 64  # of the largest verify step, even if fewer rows run: each may have several drafts
 FEW_SEQS = 8  # most extend steps hold few sequences; per-sequence work in the step is padded to this at least
 
 
@@ -123,6 +124,8 @@ class BucketSet:
       images: whether steps may have images.
       encode: shapes of calls of the vision tower, ascending; (): there is none.
       encode_in_parts: those that may be run in parts, too.
+      verify_sizes: T of the programs that verify drafts, ascending; (): nothing speculates.
+      max_drafts: the most drafts of a sequence in a step.
     """
 
     decode_sizes: tuple[int, ...]
@@ -139,6 +142,8 @@ class BucketSet:
     images: bool = False
     encode: tuple[EncodeBucket, ...] = ()
     encode_in_parts: tuple[EncodeBucket, ...] = ()
+    verify_sizes: tuple[int, ...] = ()
+    max_drafts: int = 0
 
     @classmethod
     def derive(
@@ -148,6 +153,7 @@ class BucketSet:
         extend_sizes: tuple[int, ...] = (),
         decode_steps: int = 1,
         shared_tokens: int | None = None,
+        max_drafts: int = 0,
     ) -> BucketSet:
         """The default shapes for `capacity`. Sizes that are given replace the default ones, as far as batches reach.
 
@@ -183,6 +189,8 @@ class BucketSet:
             images=capacity.tower is not None,
             encode=() if capacity.tower is None else capacity.tower.buckets,
             encode_in_parts=() if capacity.tower is None else capacity.tower.buckets_in_parts,
+            verify_sizes=_verify_sizes(decode_sizes, rows, max_drafts) if capacity.generates else (),
+            max_drafts=max_drafts,
         )
 
     def decode(self, num_seqs: int, variant: Variant = GREEDY, num_steps: int = 1, columns: int = 0) -> Bucket:
@@ -193,6 +201,12 @@ class BucketSet:
         size = self.decode_sizes[bisect_left(self.decode_sizes, num_seqs)]
         forms = _forms(variant, num_steps)
         return self._turned(Bucket("decode", size, size, *forms, adapter_columns=self._columns(columns)))
+
+    def verify(self, num_tokens: int, variant: Variant = GREEDY, columns: int = 0) -> Bucket:
+        """The smallest verify bucket that holds `num_tokens` tokens, of as many sequences as there may be."""
+        tokens = self.verify_sizes[bisect_left(self.verify_sizes, num_tokens)]
+        seqs = min(tokens, self.decode_sizes[-1])
+        return self._turned(Bucket("verify", tokens, seqs, *_forms(variant), adapter_columns=self._columns(columns)))
 
     def extend(self, num_tokens: int, num_seqs: int, variant: Variant = GREEDY, columns: int = 0) -> Bucket:
         """The smallest extend bucket that holds `num_tokens` tokens of `num_seqs` sequences."""
@@ -247,6 +261,7 @@ class BucketSet:
         ]
         buckets += [self.score(self.score_sizes[-1], variant) for variant in VARIANTS]
         buckets += [self.decode(size, variant) for variant in VARIANTS]
+        buckets += [self.verify(size, variant) for size in self.verify_sizes[-1:] for variant in VARIANTS]
         if self.pools:
             buckets += [self.pool(self.score_sizes[-1], 1, variant) for variant in VARIANTS]
         if self.decode_steps > 1:
@@ -270,6 +285,7 @@ class BucketSet:
             buckets |= {self.decode(size, variant) for size in self.decode_sizes}
             buckets |= {self.extend(*shape, variant) for shape in self._extend_shapes()}
             buckets |= {self.score(size, variant) for size in self.score_sizes}
+            buckets |= {self.verify(size, variant) for size in self.verify_sizes}
         if self.decode_steps > 1 and self.generates:
             buckets |= {
                 self.decode(size, variant, self.decode_steps) for size in self.decode_sizes for variant in VARIANTS[:2]
@@ -295,8 +311,8 @@ class BucketSet:
 
 
 def with_images(bucket: Bucket) -> Bucket:
-    """The bucket for the same batch if it has images, which decode batches have not."""
-    return bucket if bucket.kind == "decode" else replace(bucket, rope_axes=3)
+    """The bucket for the same batch if it has images, which batches that only decode have not."""
+    return bucket if bucket.kind in ("decode", "verify") else replace(bucket, rope_axes=3)
 
 
 def _forms(variant: Variant, num_steps: int = 1) -> tuple[bool, bool, int, bool]:
@@ -315,6 +331,15 @@ def _default_decode_sizes(rows: int) -> tuple[int, ...]:
     while 8 * step < rows:
         step *= 2
     return (*doubling(1, min(step, rows)), *range(2 * step, rows, step), *((rows,) if rows > step else ()))
+
+
+def _verify_sizes(decode_sizes: tuple[int, ...], rows: int, max_drafts: int) -> tuple[int, ...]:
+    """The sizes of decode steps, which sampling programs have anyway, and larger ones where few requests may run."""
+    if not max_drafts:
+        return ()
+    most = max(min(MIN_VERIFY_TOKENS, rows * (1 + max_drafts)), decode_sizes[-1])
+    sizes = [size for size in decode_sizes if size > 1]
+    return tuple(sizes) if decode_sizes[-1] == most else (*sizes, *doubling(2 * decode_sizes[-1], most))
 
 
 def _column_sizes(most: int) -> tuple[int, ...]:
@@ -336,18 +361,18 @@ def doubling(first: int, last: int) -> tuple[int, ...]:
 
 def buckets_of(config: EngineConfig, capacity: Capacity) -> BucketSet:
     """The shapes that `config` asks for. Raises `ConfigError` if they can't be read or don't reach the capacity."""
-    scheduling, steps = config.scheduling, config.decode_steps
+    scheduling, steps, drafts = config.scheduling, config.decode_steps, config.speculation.num_draft_tokens
     alone = capacity.whole_prompts and not scheduling.enable_mixed_chunk  # a prompt beyond --max-prefill-tokens
     shared_tokens = scheduling.max_prefill_tokens if alone else None
     if config.auto_buckets is None:
-        return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, steps, shared_tokens)
+        return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, steps, shared_tokens, drafts)
     path = Path(config.auto_buckets)
     suggested = _suggested(path)
     decode = _sizes(path, suggested, "decode_buckets", capacity.num_rows, "requests at once", "--max-running-requests")
     extend = _sizes(
         path, suggested, "extend_buckets", capacity.max_extend_tokens, "tokens in a step", "--chunked-prefill-size"
     )
-    return BucketSet.derive(capacity, decode, extend, steps, shared_tokens)
+    return BucketSet.derive(capacity, decode, extend, steps, shared_tokens, drafts)
 
 
 def _suggested(path: Path) -> dict[str, Any]:

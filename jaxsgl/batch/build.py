@@ -58,14 +58,20 @@ class Work:
     states: bool = False
 
 
+def _rows_and_counts(works: Sequence[Work]) -> tuple[IntArray, list[int]]:
+    """The row of each of `works`, and its tokens."""
+    return np.array([work.row for work in works], dtype=np.int32), [len(work.token_ids) for work in works]
+
+
 def empty_step(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
     """A step of padding only, which runs the programs of `bucket` and writes the dummy page and the dummy row only."""
-    packed, arrays = _padding(bucket, num_rows)
+    packed, _ = _padding(bucket, num_rows)
     packed.flags.writeable = False
     features = None
     if bucket.featured:
         neutral = row_setup(num_rows, neutral_edits(), np.zeros(vocab_size, np.int32))
-        features = StepFeatures(arrays.sample_rows, row_setups=(neutral,), logprobs=True)
+        edit_rows = np.full(bucket.num_choices, num_rows, np.int32)
+        features = StepFeatures(edit_rows, row_setups=(neutral,), logprobs=True)
     changes = _table_changes(np.array([[num_rows], [0], [DUMMY_PAGE]], dtype=np.int32), num_rows)
     return StepInputs(bucket, packed, num_seqs=0, num_tokens=0, features=features, table_changes=changes)
 
@@ -158,10 +164,17 @@ class BatchBuilder:
             arrays.slots[:, :n] = np.where(takes_part, slots, 0)
         return self._finish(bucket, packed, arrays, rows, n if steps is None else int(steps.sum()), works=())
 
+    def verify(self, works: Sequence[Work]) -> StepInputs:
+        """Extends the sequences of `works` by their last known token and drafts, and chooses a token after each."""
+        rows, counts = _rows_and_counts(works)
+        bucket = self._buckets.verify(sum(counts), self._sampling.variant(rows), columns=self._columns(rows))
+        if self._buckets.states and self._sampling.any_states(rows):
+            bucket = replace(bucket, states=True)
+        return self._filled(bucket, works, rows, counts, np.repeat(rows, counts))
+
     def extend(self, works: Sequence[Work]) -> StepInputs:
         """Extends the sequences of `works` by their tokens, in the order of `works`."""
-        rows = np.array([work.row for work in works], dtype=np.int32)
-        counts = [len(work.token_ids) for work in works]
+        rows, counts = _rows_and_counts(works)
         num_tokens = sum(counts)
         sampling_rows = rows[[work.sample for work in works]]
         variant = self._sampling.variant(sampling_rows)
@@ -176,6 +189,13 @@ class BatchBuilder:
             bucket = with_images(bucket)
         if self._buckets.states and (any(work.states for work in works) or self._sampling.any_states(sampling_rows)):
             bucket = replace(bucket, states=True)
+        return self._filled(bucket, works, rows, counts, rows)
+
+    def _filled(
+        self, bucket: Bucket, works: Sequence[Work], rows: IntArray, counts: Sequence[int], choosers: IntArray
+    ) -> StepInputs:
+        """The batch of `works`, in `bucket`; `choosers` are the rows of the tokens to choose."""
+        num_tokens = sum(counts)
         packed, arrays = _padding(bucket, self._dummy_row)
         assert arrays.token_rows is not None
         arrays.rows[: len(works)] = rows
@@ -199,7 +219,7 @@ class BatchBuilder:
                 arrays.label_ids[s, : len(work.pooling.label_ids)] = work.pooling.label_ids
             offset = end
         arrays.query_offsets[len(works) :] = offset
-        return self._finish(bucket, packed, arrays, rows, num_tokens, works)
+        return self._finish(bucket, packed, arrays, rows, num_tokens, works, choosers)
 
     def _columns(self, rows: IntArray) -> int:
         """The columns of the adapters' pool that the sequences of `rows` need, from the first."""
@@ -216,15 +236,21 @@ class BatchBuilder:
         rows: IntArray,
         num_tokens: int,
         works: Sequence[Work],
+        choosers: IntArray | None = None,
     ) -> StepInputs:
         if bucket.sampled:
-            field_bits(packed, bucket, "sampling")[:, : len(rows)] = self._sampling.bits(rows)
+            choosers = rows if choosers is None else choosers
+            field_bits(packed, bucket, "sampling")[:, : len(choosers)] = self._sampling.bits(choosers)
         if bucket.adapter_columns:
             assert self._adapters is not None and arrays.adapters is not None and arrays.column_owners is not None
             token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
             arrays.adapters[:] = self._adapters.number_of_row[token_rows]
             arrays.column_owners[:] = self._adapters.column_owners[: bucket.adapter_columns]
-        features = self._features(arrays.sample_rows, works) if bucket.featured else None
+        chosen_for = arrays.sample_rows
+        if bucket.kind == "verify":
+            assert arrays.token_rows is not None
+            chosen_for = arrays.token_rows
+        features = self._features(chosen_for, works) if bucket.featured else None
         packed.flags.writeable = False
         changes = _table_changes(self._table.unsent(rows), self._dummy_row)
         masked = bucket.sampled and self._sampling.any_masked(arrays.sample_rows)

@@ -113,7 +113,9 @@ class StepHandle(Protocol):
     def tokens(self) -> npt.NDArray[np.int32]:
         """Waits for the step; sampled token ids `[num_seqs]`, in the order of the batch.
 
-        A program of several steps yields `[num_steps, num_seqs]`; tokens after a sequence's own steps are undefined.
+        A program of several steps yields `[num_steps, num_seqs]`; tokens after a sequence's own steps are undefined. A
+        verify step yields `[num_tokens]`, a token after each of the batch, and -1 in the place of those that follow a
+        draft which was not chosen.
         """
         ...
 
@@ -128,8 +130,8 @@ class MaskedHandle(StepHandle, Protocol):
     def choose(self, masks: npt.NDArray[np.uint32]) -> None:
         """Launches what chooses the tokens of a `masked` step, and returns at once. Called before the next `submit`.
 
-        `masks [S, ceil(V / 32)]`, with the padded S: bit i % 32 of word i // 32 says whether token i may be chosen. The
-        caller doesn't change them any more.
+        `masks [C, ceil(V / 32)]`, with the padded `Bucket.num_choices`: bit i % 32 of word i // 32 says whether token i
+        may be chosen. The caller doesn't change them any more.
         """
         ...
 

@@ -19,7 +19,7 @@ from jaxsgl.batch.sampling import COLUMNS, Bitcast, SamplingArrays
 from jaxsgl.requests.outputs import MAX_LABELS
 
 ArrayT = TypeVar("ArrayT", bound=Any)
-StepKind: TypeAlias = Literal["decode", "extend", "score"]
+StepKind: TypeAlias = Literal["decode", "extend", "score", "verify"]
 
 TABLE_CHANGES = 512  # entries of the page table in one array of changes
 
@@ -29,8 +29,9 @@ class Bucket:
     """The padded static shape of a compiled step.
 
     Attributes:
-      kind: "decode" (one token per sequence, T = S), "extend", or "score": an extend that also yields the
-        log-probabilities of prompt tokens.
+      kind: "decode" (one token per sequence, T = S), "extend", "score": an extend that also yields the
+        log-probabilities of prompt tokens, or "verify": an extend by the last token and drafts of what follows it,
+        which chooses a token after each of its tokens.
       num_tokens: T, padded tokens of a step.
       num_seqs: S, padded sequences.
       sampled: whether a sampling program follows the forward program; a greedy batch needs none.
@@ -64,6 +65,11 @@ class Bucket:
         return self.num_tokens * self.num_steps
 
     @property
+    def num_choices(self) -> int:
+        """C, the padded number of tokens that are chosen: one after each sequence, or after each token to verify."""
+        return self.num_tokens if self.kind == "verify" else self.num_seqs
+
+    @property
     def sampling(self) -> str:
         """How its tokens are chosen, in a word."""
         if self.featured:
@@ -94,7 +100,7 @@ class StepArrays(Generic[ArrayT]):
       rows: `[S]` row of the page table of each sequence; the dummy row for padding.
       sample_rows: `[S]` row of the last-token table that gets the sampled token; the dummy row for padding, and for a
         chunk that isn't the prompt's last, whose token is dropped.
-      sampling: `[S]` each; neutral in greedy buckets.
+      sampling: `[C]` each, C being `Bucket.num_choices`; neutral in greedy buckets.
       token_rows: `[T]` the row of each token's sequence, the dummy row for padding; not in decode buckets, where it is
         `rows`.
       targets: `[T]` the prompt token that follows each token, where its log-probability is wanted; in "score" buckets
@@ -140,7 +146,7 @@ def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
         "query_offsets": (s + 1,),
         "rows": (s,),
         "sample_rows": (s,),
-        "sampling": (len(COLUMNS), s),
+        "sampling": (len(COLUMNS), bucket.num_choices),
     }
     if bucket.kind != "decode":
         shapes["token_rows"] = (t,)
@@ -193,7 +199,7 @@ class StepFeatures:
     """What the engine needs for a featured batch besides `StepInputs.packed`.
 
     Attributes:
-      edit_rows: `[S]` row of the edit tables of each sequence; the dummy row where logits stay as they are.
+      edit_rows: `[C]` row of the edit tables of each token to choose; the dummy row where logits stay as they are.
       row_setups: arrays of `sampling.row_setup`, to be written to the tables before the batch runs.
       logprobs: whether the log-probabilities of the batch's tokens are wanted.
     """
@@ -229,6 +235,11 @@ class StepInputs:
     table_changes: tuple[npt.NDArray[np.int32], ...] = ()
     masked: bool = False
     encodes: tuple[EncodeInputs | EncodePart, ...] = ()
+
+    @property
+    def num_choices(self) -> int:
+        """Real ones of the bucket's `num_choices`."""
+        return self.num_tokens if self.bucket.kind == "verify" else self.num_seqs
 
     @property
     def arrays(self) -> StepArrays[npt.NDArray[Any]]:

@@ -24,7 +24,7 @@ class StepOutputs(NamedTuple, Generic[ArrayT]):
     """Arrays by token and by sequence: JAX arrays that programs return, then NumPy arrays without padding.
 
     None where the bucket, or the model, has no such array. K is `request.MAX_TOP_LOGPROBS`, or the vocabulary's size if
-    that is less. Log-probabilities are natural ones by the model's own logits.
+    that is less. C is `Bucket.num_choices`. Log-probabilities are natural ones by the model's own logits.
 
     Attributes:
       prompt_logprobs: `[T]` float32, of the `targets` of a "score" step.
@@ -35,7 +35,7 @@ class StepOutputs(NamedTuple, Generic[ArrayT]):
       log_total: `[S]` float32, see `Pooled`; None if the server doesn't generate.
       hidden: `[T, D]` float32, the hidden state of each token after the last norm.
       experts: `[T, layers, k]` int32, -1 in layers without experts; None if the model has none.
-      logprobs, top_ids, top_logprobs: `[S]`, `[S, K]` and `[S, K]`, as those of the prompt, of the chosen tokens.
+      logprobs, top_ids, top_logprobs: `[C]`, `[C, K]` and `[C, K]`, as those of the prompt, of the chosen tokens.
     """
 
     prompt_logprobs: ArrayT | None = None
@@ -60,7 +60,7 @@ class Output:
     """A row of the table: an array that steps may yield.
 
     Attributes:
-      shape: its axes; the first one is "T", padded tokens, or "S", padded sequences.
+      shape: its axes; the first one is "T", padded tokens, "S", padded sequences, or "C", padded tokens to choose.
       dtype: its numbers.
       when: whether steps of a bucket yield it.
       made_by: the program that returns it: "forward", or "choice", which chooses the tokens of a featured bucket.
@@ -99,9 +99,9 @@ OUTPUTS: dict[str, Output] = {
     "log_total": Output(("S",), np.float32, _pools, depends_on_model=True),
     "hidden": Output(("T", "D"), np.float32, _states),
     "experts": Output(("T", "layers", "k"), np.int32, _states, depends_on_model=True),
-    "logprobs": Output(("S",), np.float32, _featured, "choice"),
-    "top_ids": Output(("S", "K"), np.int32, _featured, "choice"),
-    "top_logprobs": Output(("S", "K"), np.float32, _featured, "choice"),
+    "logprobs": Output(("C",), np.float32, _featured, "choice"),
+    "top_ids": Output(("C", "K"), np.int32, _featured, "choice"),
+    "top_logprobs": Output(("C", "K"), np.float32, _featured, "choice"),
 }
 
 
@@ -121,9 +121,9 @@ def wanted(inputs: StepInputs) -> list[str]:
     ]
 
 
-def on_host(parts: Iterable[StepOutputs[Any]], num_tokens: int, num_seqs: int) -> HostOutputs:
-    """NumPy arrays of all `parts`, of `num_tokens` tokens and `num_seqs` sequences; waits for the device."""
-    counts = {"T": num_tokens, "S": num_seqs}
+def on_host(parts: Iterable[StepOutputs[Any]], inputs: StepInputs) -> HostOutputs:
+    """NumPy arrays of all `parts` of a step of `inputs`, without padding; waits for the device."""
+    counts = {"T": inputs.num_tokens, "S": inputs.num_seqs, "C": inputs.num_choices}
     return StepOutputs(
         **{
             name: np.asarray(array)[: counts[OUTPUTS[name].shape[0]]]
@@ -136,7 +136,8 @@ def on_host(parts: Iterable[StepOutputs[Any]], num_tokens: int, num_seqs: int) -
 
 def check_outputs(outputs: HostOutputs, inputs: StepInputs) -> None:
     """Raises AssertionError unless `outputs`, without padding, are those that the table gives to `inputs`."""
-    names, sizes = wanted(inputs), {"T": inputs.num_tokens, "S": inputs.num_seqs}
+    names = wanted(inputs)
+    sizes = {"T": inputs.num_tokens, "S": inputs.num_seqs, "C": inputs.num_choices}
     for (name, output), array in zip(OUTPUTS.items(), outputs, strict=True):
         if array is None:
             assert name not in names or output.depends_on_model, f"a step of [{inputs.bucket}] yields no {name}"

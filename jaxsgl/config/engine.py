@@ -12,7 +12,13 @@ from typing import Literal
 
 import msgspec
 
-from jaxsgl.config.features import DisaggregationConfig, HostKvConfig, LoraConfig, VisionConfig
+from jaxsgl.config.features import (
+    DisaggregationConfig,
+    HostKvConfig,
+    LoraConfig,
+    SpeculationConfig,
+    VisionConfig,
+)
 from jaxsgl.config.flags import check_choices, flag, flag_name, require
 from jaxsgl.config.kernels import ATTENTION_BACKENDS, read_kernels
 from jaxsgl.errors import ConfigError
@@ -180,6 +186,7 @@ class EngineConfig:
     disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
     host_kv: HostKvConfig = field(default_factory=HostKvConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     grammar_backend: str = flag(
         "llguidance",
         "what holds output to grammars (response_format, regex, ...); none: requests with grammars are refused",
@@ -257,6 +264,8 @@ class EngineConfig:
             )
         if self.host_kv.is_on and self.disable_radix_cache:
             raise ConfigError("--host-kv-gib keeps prefixes, which --disable-radix-cache does not share: give one")
+        if self.speculation.is_on:
+            self._check_speculation()
         for name in ("decode_buckets", "extend_buckets"):
             sizes = getattr(self, name)
             require(all(size >= 1 for size in sizes), flag_name(name), sizes, "sizes of 1 and more")
@@ -264,6 +273,21 @@ class EngineConfig:
                 raise ConfigError(f"{flag_name(name)} and --auto-buckets both say which sizes to compile: give one")
         check_choices(self)
         read_kernels(self.kernels)
+
+    def _check_speculation(self) -> None:
+        """Raises `ConfigError` for flags that leave no token to guess, or guess it in another way."""
+        if self.decode_steps > 1:
+            raise ConfigError(
+                f"--decode-steps {self.decode_steps} decodes several tokens before one is read, and "
+                "--speculative-algorithm reads each step's: give one of them"
+            )
+        if self.disaggregation.disaggregation_mode == "prefill":
+            raise ConfigError(
+                "--speculative-algorithm guesses tokens of answers, of which a prefill server generates none: give it "
+                "to the decode servers"
+            )
+        if self.is_embedding:
+            raise ConfigError("--speculative-algorithm guesses tokens, but --is-embedding generates none: give one")
 
 
 class Limits(msgspec.Struct, frozen=True):

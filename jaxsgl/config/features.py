@@ -1,4 +1,4 @@
-"""Flags of optional features, one frozen dataclass each: images, media, the host tier, adapters, disaggregation.
+"""Flags of optional features, one frozen dataclass each: images, media, host tier, adapters, drafts, disaggregation.
 
 `EngineConfig` (engine.py) composes all of them but `MediaConfig`, which is part of `ServerConfig` (server.py). Every
 part may import this module.
@@ -28,6 +28,13 @@ KEEP_KV_S = 600.0
 ALL_MODULES = "all"
 MAX_ADAPTER_NAME_CHARS = 256
 MAX_ADAPTERS = 1024
+
+DRAFTING = ("NGRAM", "SUFFIX")
+DRAFTING_LATER = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")  # SGLang's, which need weights
+NUM_DRAFT_TOKENS = 7
+MAX_DRAFT_TOKENS = 31
+MATCH_WINDOW = (2, 4)
+MAX_MATCH_WINDOW = 32
 
 ALL_IN_ONE = "null"  # SGLang's word for a worker that computes both prefill and decode
 DISAGGREGATION_MODES = (ALL_IN_ONE, "prefill", "decode")
@@ -206,6 +213,79 @@ class LoraConfig:
         loaded = self.max_loaded_loras
         if loaded is not None and loaded < max(len(names), 1):
             raise ConfigError(f"--max-loaded-loras is {loaded}, but --lora-paths has {len(names)}: raise it")
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Drafts of tokens that one step verifies together (docs/speculation.md). Names are SGLang's, SUFFIX is vLLM's."""
+
+    speculative_algorithm: str | None = flag(
+        None,
+        "how the next tokens are guessed, which one step then verifies together; answers stay the same. NGRAM: what "
+        "followed the same tokens earlier in prompt and output; SUFFIX: likewise, by how often it did, and in earlier "
+        "answers with --speculative-suffix-cache-mib (default: not at all; docs/speculation.md)",
+        choices=(*DRAFTING, *DRAFTING_LATER),
+    )
+    speculative_num_draft_tokens: int | None = flag(
+        None, f"tokens of a request that one step verifies at most (default: {NUM_DRAFT_TOKENS})"
+    )
+    speculative_ngram_min_match_window_size: int | None = flag(
+        None, f"NGRAM: tokens that must have stood earlier, at least (default: {MATCH_WINDOW[0]})"
+    )
+    speculative_ngram_max_match_window_size: int | None = flag(
+        None, f"NGRAM: tokens that are compared; the longest match wins (default: {MATCH_WINDOW[1]})"
+    )
+    speculative_suffix_cache_mib: int = flag(
+        0,
+        "SUFFIX: MiB of host memory for past answers, in which tokens are looked up too; only among requests of an "
+        "equal cache_salt and adapter. 0: none is kept",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests may have drafts."""
+        return self.speculative_algorithm is not None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens of a request that one step verifies at most; 0 if none is."""
+        return (self.speculative_num_draft_tokens or NUM_DRAFT_TOKENS) if self.is_on else 0
+
+    @property
+    def match_window(self) -> tuple[int, int]:
+        """Tokens of a match of NGRAM, at least and at most."""
+        least = self.speculative_ngram_min_match_window_size or MATCH_WINDOW[0]
+        return least, self.speculative_ngram_max_match_window_size or max(MATCH_WINDOW[1], least)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        algorithm = self.speculative_algorithm
+        if algorithm in DRAFTING_LATER:
+            raise ConfigError(
+                f"--speculative-algorithm {algorithm} needs a model that drafts, which is not built yet: give "
+                f"{' or '.join(DRAFTING)}, which guess from texts alone"
+            )
+        for name, algorithms in (
+            ("speculative_num_draft_tokens", DRAFTING),
+            ("speculative_ngram_min_match_window_size", ("NGRAM",)),
+            ("speculative_ngram_max_match_window_size", ("NGRAM",)),
+            ("speculative_suffix_cache_mib", ("SUFFIX",)),
+        ):
+            if getattr(self, name) and algorithm not in algorithms:
+                raise ConfigError(
+                    f"{flag_name(name)} goes with --speculative-algorithm {' or '.join(algorithms)}: give that, or "
+                    "leave it out"
+                )
+        drafts = self.speculative_num_draft_tokens
+        name = "--speculative-num-draft-tokens"
+        require(drafts is None or 1 <= drafts <= MAX_DRAFT_TOKENS, name, drafts, f"1 to {MAX_DRAFT_TOKENS}")
+        for name in ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size"):
+            size = getattr(self, name)
+            require(size is None or 1 <= size <= MAX_MATCH_WINDOW, flag_name(name), size, f"1 to {MAX_MATCH_WINDOW}")
+        least, most = self.match_window
+        require(least <= most, flag_name("speculative_ngram_min_match_window_size"), least, f"{most} at most, the max")
+        mib = self.speculative_suffix_cache_mib
+        require(0 <= mib <= 1 << 20, "--speculative-suffix-cache-mib", mib, f"0 to {1 << 20}")
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,10 @@ class LlMatcher:
             self._check()
         raise RequestFailed(f"the grammar refuses token {token_id}: {_short(self._matcher.get_error())}")
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of `token_ids`, from the first, may come next, one after the other; a question."""
+        return self._matcher.validate_tokens(list(token_ids))
+
     @property
     def accepts(self) -> bool:
         """Whether the output may end here."""

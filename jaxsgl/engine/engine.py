@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -215,13 +215,21 @@ class Engine:
         if inputs.bucket.num_steps > 1:
             return DeviceHandle(inputs, Chosen(out.tokens))
         if inputs.masked:
-            choose = partial(self._choose_masked, after[0], out, inputs)
+            choose = partial(self._choose_masked, after, out, inputs)
             return DeviceHandle(inputs, None, out.outputs, choose)
         if inputs.features is not None:
             chosen = self._choose_featured(after[0], out, inputs.features)
         else:
             chosen = self._choose(after[0], out) if after else Chosen(out.tokens)
-        return DeviceHandle(inputs, chosen, out.outputs)
+        return DeviceHandle(inputs, self._accepted(after[1:], out, chosen), out.outputs)
+
+    def _accepted(self, programs: Sequence[jax.stages.Compiled], forwarded: Forwarded, chosen: Chosen) -> Chosen:
+        """`chosen`, of which `programs` keep what stands: one if the step verifies drafts, else none."""
+        for accept in programs:
+            last_tokens, tokens = accept(chosen.tokens, forwarded.runs, self._state.last_tokens)
+            self._state = self._state._replace(last_tokens=last_tokens)
+            chosen = chosen._replace(tokens=tokens)
+        return chosen
 
     def _forward(self, program: jax.stages.Compiled, inputs: StepInputs) -> Any:
         """Launches a forward program; returns what it yields, a `Forwarded` or, of several steps, a `Decoded`."""
@@ -298,18 +306,23 @@ class Engine:
         return Chosen(tokens)
 
     def _choose_masked(
-        self, program: jax.stages.Compiled, forwarded: Forwarded, inputs: StepInputs, masks: npt.NDArray[np.uint32]
+        self,
+        programs: Sequence[jax.stages.Compiled],
+        forwarded: Forwarded,
+        inputs: StepInputs,
+        masks: npt.NDArray[np.uint32],
     ) -> Chosen:
-        features = inputs.features
+        program, features = programs[0], inputs.features
         scored = features is not None and features.logprobs
-        copy, mask, score = self.programs.masking(inputs.bucket.num_seqs)
+        copy, mask, score = self.programs.masking(inputs.bucket.num_choices)
         own = copy(forwarded.logits) if scored else None
         logits, sampling = mask(forwarded.logits, forwarded.sampling, masks)
         masked = forwarded._replace(logits=logits, sampling=sampling)
         if features is None:
-            return self._choose(program, masked)
+            return self._accepted(programs[1:], forwarded, self._choose(program, masked))
         chosen = self._choose_featured(program, masked, features)
-        return chosen if own is None else chosen._replace(outputs=score(own, chosen.tokens))
+        chosen = chosen if own is None else chosen._replace(outputs=score(own, chosen.tokens))
+        return self._accepted(programs[1:], forwarded, chosen)
 
     def _choose_featured(self, program: jax.stages.Compiled, forwarded: Forwarded, features: StepFeatures) -> Chosen:
         state = self._state

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Chosen(NamedTuple):
-    """The tokens of a step, `[S]` or `[num_steps, S]`, and what the program that chose them yields if it is wanted."""
+    """The tokens of a step, `[C]` or `[num_steps, S]`, and what the program that chose them yields if it is wanted."""
 
     tokens: jax.Array
     outputs: StepOutputs[jax.Array] = NO_OUTPUTS
@@ -66,12 +66,12 @@ class DeviceHandle:
             array.copy_to_host_async()
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Waits for the step; sampled ids `[num_seqs]`, of several steps `[num_steps, num_seqs]`.
+        """Waits for the step; sampled ids `[num_choices]`, of several steps `[num_steps, num_seqs]`.
 
         Raises what the device raised, if the step failed.
         """
         assert self._chosen is not None, "the step waits for masks"
-        return np.asarray(self._chosen.tokens)[..., : self._inputs.num_seqs]
+        return np.asarray(self._chosen.tokens)[..., : self._inputs.num_choices]
 
     def outputs(self) -> HostOutputs:
         """Waits for the step; what the batch asked for besides tokens."""
@@ -79,7 +79,7 @@ class DeviceHandle:
         parts = self._outputs, self._chosen.outputs
         if not jax.tree.leaves(parts):
             return NO_OUTPUTS
-        return on_host(parts, self._inputs.num_tokens, self._inputs.num_seqs)
+        return on_host(parts, self._inputs)
 
 
 class Launcher:

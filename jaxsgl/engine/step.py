@@ -28,6 +28,7 @@ from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
 from jaxsgl.engine import outputs, sampler, vocabulary
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
+from jaxsgl.engine.verify import accept, pack_runs
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
 from jaxsgl.models.layers import LatentQkv, Qkv
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
@@ -54,9 +55,9 @@ class Stepped(NamedTuple):
 
     Attributes:
       state: with this step's keys and values in its pages, these pages in its page table, and `tokens` at their rows
-        of `last_tokens`.
-      tokens: `[S]` int32, the most likely ones; 0 if the model doesn't generate.
-      logits: `[S, V]` float32, with V = 0 if it doesn't.
+        of `last_tokens`, unless the step verifies drafts.
+      tokens: `[C]` int32, the most likely ones; 0 if the model doesn't generate. C is `Bucket.num_choices`.
+      logits: `[C, V]` float32, with V = 0 if it doesn't.
       outputs: those of its bucket that the forward program makes.
     """
 
@@ -70,8 +71,10 @@ class Forwarded(NamedTuple):
     """What a forward program returns.
 
     Attributes:
-      state, tokens, logits, outputs: see `Stepped`.
-      sampling: `[SAMPLING_ROWS, S]` int32, what a sampling program needs of the inputs; see `pack_sampling`.
+      state, logits, outputs: see `Stepped`.
+      tokens: likewise; in a verify step -1 after the last one that a sequence keeps of the most likely ones.
+      sampling: `[SAMPLING_ROWS, C]` int32, what a sampling program needs of the inputs; see `pack_sampling`.
+      runs: what the program that accepts drafts needs of them, see `pack_runs`; None: there are none.
     """
 
     state: DeviceState
@@ -79,6 +82,7 @@ class Forwarded(NamedTuple):
     logits: jax.Array
     sampling: jax.Array
     outputs: StepOutputs[jax.Array]
+    runs: jax.Array | None = None
 
 
 class Decoded(NamedTuple):
@@ -152,11 +156,13 @@ def make_step(
         experts: list[jax.Array] | None = [] if states else None
         hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels)
         found: StepOutputs[jax.Array] = NO_OUTPUTS if experts is None else outputs.of_tokens(hidden, experts)
-        last = hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets)
+        last = hidden if kind in ("decode", "verify") else _last_of_each(hidden, arrays.query_offsets)
         if model.arch.generates:
             logits = model.logits(last)
             tokens = vocabulary.greedy(logits)
-            last_tokens = state.last_tokens.at[arrays.sample_rows].set(tokens)
+            last_tokens = state.last_tokens
+            if kind != "verify":
+                last_tokens = last_tokens.at[arrays.sample_rows].set(tokens)
         else:
             logits, tokens = jnp.zeros((len(last), 0), jnp.float32), jnp.zeros(len(last), jnp.int32)
             last_tokens = state.last_tokens
@@ -189,9 +195,21 @@ def make_forward(
         arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
         adapters = jax.tree.unflatten(pool_treedef, adapter_leaves) if bucket.adapter_columns else None
         out = step(jax.tree.unflatten(treedef, params), state, arrays, adapters)
+        if bucket.kind == "verify":
+            return _verified(out, arrays)
         return Forwarded(out.state, out.tokens, out.logits, pack_sampling(arrays, out.tokens), out.outputs)
 
     return forward
+
+
+def _verified(out: Stepped, arrays: StepArrays[jax.Array]) -> Forwarded:
+    """What the forward program of a verify step returns: drafts stand by the most likely tokens."""
+    runs = pack_runs(arrays)
+    last_tokens, tokens = accept(out.tokens, runs, out.state.last_tokens)
+    dummy_rows = jnp.full_like(arrays.positions, len(last_tokens) - 1)
+    of_choices = replace(arrays, lengths=arrays.positions + 1, sample_rows=dummy_rows)
+    sampling = pack_sampling(of_choices, out.tokens)
+    return Forwarded(out.state._replace(last_tokens=last_tokens), tokens, out.logits, sampling, out.outputs, runs)
 
 
 def make_decode_steps(
@@ -300,7 +318,7 @@ def _vocab_size(state: DeviceState) -> int:
 
 
 def pack_sampling(arrays: StepArrays[jax.Array], best: jax.Array) -> jax.Array:
-    """`[SAMPLING_ROWS, S]` int32 for a sampling program: lengths, sample rows, `best`, the sampling arrays as bits.
+    """`[SAMPLING_ROWS, C]` int32 for a sampling program: lengths, sample rows, `best`, the sampling arrays as bits.
 
     A length is the position of the drawn token: it follows all tokens that have KV. `best [S]` are the most likely
     tokens, which the sampling program then need not look for.

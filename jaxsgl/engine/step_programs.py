@@ -1,6 +1,7 @@
 """The programs of steps and of the vision tower: which a bucket runs, their arguments' shapes, and what a step takes.
 
-    forward -> [masks] -> sampled, filtered or featured -> [scores before masks]      a step of a bucket, in order
+    forward -> [masks] -> sampled, filtered or featured -> [scores before masks] -> [accepted]
+                                                                                      a step of a bucket, in order
     encode, or begin .. layer .. tap .. end                                           a call of the vision tower
     set_row, set_pages                                                                what the host writes between steps
 
@@ -54,6 +55,7 @@ from jaxsgl.engine.step import (
     sample_step,
 )
 from jaxsgl.engine.tables import set_pages, set_row
+from jaxsgl.engine.verify import ACCEPTED_DONATES, RUN_ROWS, accept
 from jaxsgl.errors import JaxsglError
 from jaxsgl.models import Decoder, Params
 from jaxsgl.weights import KvScales
@@ -110,7 +112,9 @@ class ProgramSpec:
         assert isinstance(forward.shape, Bucket)
         programs = [self.forward(forward.shape)]
         if after:
-            programs.append(self.sampling(bucket.sampling, bucket.num_seqs))
+            programs.append(self.sampling(bucket.sampling, bucket.num_choices))
+        if after[1:]:
+            programs.append(self.accepting(bucket.num_choices))
         return programs
 
     def forward(self, bucket: Bucket) -> Program:
@@ -127,14 +131,24 @@ class ProgramSpec:
         else:
             program = make_forward(self.graphdef, treedef, bucket, self.kernels, self.kv_scales, pool_treedef)
             logits: Any = logits_sharding(self.mesh)
-            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, of_forward(bucket, everywhere))
+            found, runs = of_forward(bucket, everywhere), everywhere if bucket.kind == "verify" else None
+            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, found, runs)
         arguments: tuple[Any, ...] = (leaves, self.state, self._int32(packed_len(bucket)))
         if bucket.adapter_columns:
             arguments += (pool,)
         return Program(ProgramKey("forward", bucket), program, arguments, shardings, FORWARD_DONATES, self.mesh)
 
+    def accepting(self, num_tokens: int) -> Program:
+        """The program that keeps what stands of `num_tokens` tokens of a verify step, which were not greedy ones."""
+        arguments = self._int32(num_tokens), self._int32(RUN_ROWS, num_tokens), self.state.last_tokens
+        everywhere = replicated(self.mesh)
+        return Program(_accepted(num_tokens), accept, arguments, everywhere, ACCEPTED_DONATES, self.mesh)
+
     def sampling(self, kind: str, num_seqs: int) -> Program:
-        """The program of `kind`, "sampled", "filtered" or "featured", for `num_seqs` padded sequences."""
+        """The program of `kind`, "sampled", "filtered" or "featured", for `num_seqs` padded sequences.
+
+        Here and for masks, that is the number of tokens to choose: `Bucket.num_choices`.
+        """
         key, everywhere = ProgramKey(kind, num_seqs), replicated(self.mesh)
         arguments: tuple[Any, ...] = (
             self._logits(num_seqs), self._int32(SAMPLING_ROWS, num_seqs), self.state.last_tokens
@@ -226,8 +240,14 @@ def keys_of(bucket: Bucket) -> list[ProgramKey]:
         return [ProgramKey("forward", bucket)]
     keys = [ProgramKey("forward", replace(bucket, sampled=False, featured=False, filtered=False))]
     if bucket.sampled:
-        keys.append(ProgramKey(bucket.sampling, bucket.num_seqs))
+        keys.append(ProgramKey(bucket.sampling, bucket.num_choices))
+    if bucket.sampled and bucket.kind == "verify":
+        keys.append(_accepted(bucket.num_choices))
     return keys
+
+
+def _accepted(num_tokens: int) -> ProgramKey:
+    return ProgramKey("accepted", num_tokens)
 
 
 def mask_keys(num_seqs: int) -> tuple[ProgramKey, ProgramKey, ProgramKey]:
@@ -256,12 +276,12 @@ def largest_programs(spec: ProgramSpec, buckets: BucketSet) -> Iterator[Program]
     for bucket in buckets.largest():
         yield from spec.step(bucket)
         if spec.masks and len(keys_of(bucket)) > 1:
-            yield from spec.masking(bucket.num_seqs)
+            yield from spec.masking(bucket.num_choices)
 
 
 def mask_sizes(buckets: BucketSet) -> list[int]:
-    """The numbers of sequences that steps with masks may have: those of steps that sample in a program of their own."""
-    return sorted({bucket.num_seqs for bucket in buckets.all() if len(keys_of(bucket)) > 1})
+    """The numbers of choices that steps with masks may have: those of steps that sample in a program of their own."""
+    return sorted({bucket.num_choices for bucket in buckets.all() if len(keys_of(bucket)) > 1})
 
 
 def all_keys(buckets: BucketSet) -> list[ProgramKey]:
@@ -283,8 +303,8 @@ def step_bytes(programs: ProgramSet, spec: ProgramSpec, buckets: Iterable[Bucket
         forward, *after = (programs.bytes_of(key) for key in keys_of(bucket))
         if not spec.masks or not after:
             return [forward, *after]
-        copied, masked, scored = (programs.bytes_of(key) for key in mask_keys(bucket.num_seqs))
-        words = StageBytes(4 * spec.mask_words * bucket.num_seqs, 0)
+        copied, masked, scored = (programs.bytes_of(key) for key in mask_keys(bucket.num_choices))
+        words = StageBytes(4 * spec.mask_words * bucket.num_choices, 0)
         return [forward, words, copied, masked, *after, scored]
 
     kinds = {kind: [key for key in programs.compilations if key.kind == kind] for kind in ("encode", PART_KINDS[0])}
@@ -324,7 +344,7 @@ class StepPrograms:
         return step_bytes(self._programs, self.spec, self._of_bucket)
 
     def of(self, bucket: Bucket) -> tuple[jax.stages.Compiled, ...]:
-        """The forward program of `bucket`, and its sampling or featured program if it is sampled."""
+        """The forward program of `bucket`, and those that choose its tokens if it is sampled, in order."""
         try:
             return self._of_bucket[bucket]
         except KeyError:

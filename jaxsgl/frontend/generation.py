@@ -36,7 +36,7 @@ from jaxsgl.requests.request import Rendezvous, Request, check_num_scores, check
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.detokenizer import Detokenizer, NoText
 from jaxsgl.text.dialects import Dialect
-from jaxsgl.text.prompts import IdsPrompt, Prompt, num_bad_chars, tokenize_all, with_bad_word_ids
+from jaxsgl.text.prompts import IdsPrompt, Prompt, encode_prediction, num_bad_chars, tokenize_all, with_bad_word_ids
 from jaxsgl.text.sample import End, Piece, Sample, detokenizer_of, join
 from jaxsgl.text.stop_regex import check_patterns
 from jaxsgl.text.tokenizer import Tokenizer
@@ -92,6 +92,8 @@ class RequestOptions:
       adapter: the name of a LoRA adapter; "" for none.
       room: where the prefill and the decode leg meet, or None if there is one leg.
       pooling: what to pool instead of generating tokens, or None.
+      speculative: as in `Request`.
+      prediction: a text that is expected as the output; "": none is.
     """
 
     priority: int = 0
@@ -99,6 +101,8 @@ class RequestOptions:
     adapter: str = ""
     room: Rendezvous | None = None
     pooling: Pooling | None = None
+    speculative: bool = True
+    prediction: str = ""
 
 
 @dataclass(frozen=True)
@@ -214,6 +218,7 @@ class Generator:
 
     Long prompts are tokenized in `threads`; `metrics` counts each request; a request that takes longer than `timeout_s`
     seconds is ended; `mode` says which leg of requests this server computes, `prefill_hosts` where prefill may be.
+    Unless it `speculates`, predictions are of no use, and are not read.
     """
 
     def __init__(
@@ -224,9 +229,11 @@ class Generator:
         timeout_s: float,
         mode: str = ALL_IN_ONE,
         prefill_hosts: Sequence[str] = (),
+        speculates: bool = False,
     ) -> None:
         self._engine = engine
         self._mode = mode
+        self._speculates = speculates
         self._prefill_hosts = PrefillHosts(prefill_hosts)
         self._threads = threads
         self._metrics = metrics
@@ -267,9 +274,12 @@ class Generator:
             read = await self._read_all(
                 [prompted.prompt for prompted in prompteds], 1 if prompteds[0].options.pooling is None else 0
             )
+            predictions = [await self._read_prediction(prompted.options.prediction) for prompted in prompteds]
             limits, requests, pause = model.info.limits, list[Request](), Pause()
-            for prompted, sampling, (ids, media) in zip(prompteds, samplings, read, strict=True):
-                requests.append(self._request(prompted, sampling, ids, media))
+            for prompted, sampling, (ids, media), prediction in zip(
+                prompteds, samplings, read, predictions, strict=True
+            ):
+                requests.append(self._request(prompted, sampling, ids, media, prediction))
                 check_request(requests[-1], limits)
                 await pause.after(1 + len(ids) // TOKENS_LIKE_A_REQUEST)
             check_num_scores(requests, limits)
@@ -283,8 +293,21 @@ class Generator:
         work = partial(with_bad_word_ids, samplings, self.model.tokenizer)
         return await self.off_loop(num_bad_chars(samplings), work)
 
+    async def _read_prediction(self, text: str) -> list[int]:
+        """Returns the ids of what is expected as the output."""
+        if not text or not self._speculates:
+            return []
+        model = self.model
+        work = partial(encode_prediction, text, model.tokenizer, model.info.limits.context_length)
+        return await self.off_loop(len(text), work)
+
     def _request(
-        self, prompted: Prompted, sampling: SamplingParams, ids: list[int], media: tuple[MediaItem, ...]
+        self,
+        prompted: Prompted,
+        sampling: SamplingParams,
+        ids: list[int],
+        media: tuple[MediaItem, ...],
+        prediction_ids: list[int],
     ) -> Request:
         """With a room, the request has the parameters of this server's leg. Raises `InvalidRequest`."""
         options = prompted.options
@@ -302,6 +325,8 @@ class Generator:
             media,
             pooling=options.pooling,
             adapter=options.adapter,
+            speculative=options.speculative,
+            prediction_ids=prediction_ids,
         )
 
     async def tokenize_all(self, prompts: Sequence[Prompt], least_output: int = 1) -> list[list[int]]:

@@ -180,6 +180,43 @@ ROWS = (
         lambda front_end, engine: engine.load.totals.output_tokens,
     ),
     Row(
+        ("vllm:spec_decode_num_drafts_total",),
+        "Runs of drafts that steps verified: of each step one for each sample that had drafts.",
+        lambda front_end, engine: engine.load.speculation.runs,
+    ),
+    Row(
+        ("vllm:spec_decode_num_draft_tokens_total",),
+        "Drafts that steps verified.",
+        lambda front_end, engine: engine.load.speculation.draft_tokens,
+    ),
+    Row(
+        ("vllm:spec_decode_num_accepted_tokens_total",),
+        "Of those, the ones that were accepted.",
+        lambda front_end, engine: engine.load.speculation.accepted_tokens,
+    ),
+    Row(
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total",),
+        "Drafts that were accepted, by their place in the run, from 0 on.",
+        lambda front_end, engine: {str(place): n for place, n in enumerate(engine.load.speculation.accepted_at)},
+        labels=("position",),
+    ),
+    Row(
+        ("sglang:spec_accept_length",),
+        "Tokens that a sample got of a step that verified drafts for it, over the last 10 s in which any did.",
+        lambda front_end, engine: engine.rates.accept_length,
+    ),
+    Row(
+        ("sglang:spec_accept_rate",),
+        "Share of the drafts that were accepted, over the last 10 s in which any were verified.",
+        lambda front_end, engine: engine.rates.accept_rate,
+    ),
+    Row(
+        ("jaxsgl:spec_plain_decodes_total",),
+        "Tokens that were decoded without drafts for samples that may have some, by the reason.",
+        lambda front_end, engine: engine.load.speculation.plain_decodes,
+        labels=("reason",),
+    ),
+    Row(
         ("sglang:num_retracted_requests_total", "vllm:num_preemptions_total"),
         "Running samples that were taken back to the queue.",
         lambda front_end, engine: engine.load.totals.retractions,

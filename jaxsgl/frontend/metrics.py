@@ -250,6 +250,9 @@ class Rates:
       output_tokens_per_s: tokens read from the device.
       prompt_tokens_per_s: prompt tokens of admitted samples, cached or not.
       cache_hit_rate: share of prompt tokens that the prefix cache had; if no prompt came, the last known share.
+      accept_length: tokens that a sample got of a step that verified drafts for it; if none did, the last known number,
+        0 before the first.
+      accept_rate: share of such drafts that was accepted, likewise.
       busy_tokens_per_s: output tokens per second over the last intervals in which the engine had work, however long
         ago. Gateways estimate waiting times from it, so it must not fall while the engine is idle. 0: not known yet.
     """
@@ -257,6 +260,8 @@ class Rates:
     output_tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
     cache_hit_rate: float = 0.0
+    accept_length: float = 0.0
+    accept_rate: float = 0.0
     busy_tokens_per_s: float = 0.0
 
 
@@ -271,7 +276,7 @@ class Throughput:
         self._clock = clock
         self._loads = deque([(clock(), load())])
         self._busy: deque[tuple[float, int]] = deque(maxlen=BUSY_SAMPLES)  # seconds and output tokens between samples
-        self._cache_hit_rate = 0.0
+        self._cache_hit_rate = self._accept_length = self._accept_rate = 0.0
 
     def sample(self) -> None:
         """Remembers the latest load. Must be called several times in `WINDOW_S`."""
@@ -292,10 +297,17 @@ class Throughput:
         if prompt_tokens:
             cached_tokens = new.totals.cached_prompt_tokens - old.totals.cached_prompt_tokens
             self._cache_hit_rate = cached_tokens / prompt_tokens
+        before, after = old.speculation, new.speculation
+        if after.runs > before.runs:
+            accepted = after.accepted_tokens - before.accepted_tokens
+            self._accept_length = 1 + accepted / (after.runs - before.runs)
+            self._accept_rate = accepted / (after.draft_tokens - before.draft_tokens)
         return Rates(
             output_tokens_per_s=(new.totals.output_tokens - old.totals.output_tokens) / seconds,
             prompt_tokens_per_s=prompt_tokens / seconds,
             cache_hit_rate=self._cache_hit_rate,
+            accept_length=self._accept_length,
+            accept_rate=self._accept_rate,
             busy_tokens_per_s=sum(tokens for _, tokens in self._busy) / (sum(s for s, _ in self._busy) or 1.0),
         )
 

@@ -8,9 +8,11 @@ engine_link.py talks to one engine, router.py chooses. With one replica, request
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +22,15 @@ from jaxsgl.frontend.engine_link import EngineLink, ReplyStream
 from jaxsgl.frontend.metrics import Replica
 from jaxsgl.frontend.router import ReplicaLoad, Router
 from jaxsgl.messages.orders import Answer, Command, Ping
-from jaxsgl.messages.replies import EngineInfo, HostLoad, Load, Totals, TransferLoad, merged_times
+from jaxsgl.messages.replies import (
+    EngineInfo,
+    HostLoad,
+    Load,
+    SpeculationTotals,
+    Totals,
+    TransferLoad,
+    merged_times,
+)
 from jaxsgl.requests.request import Request
 
 STATES = ("ready", "paused", "stuck", "draining", "loading", "dead")  # the state of all is that of the first of these
@@ -285,7 +295,21 @@ def total(links: Sequence[EngineLink]) -> Load:
         weight_version=alive[0].weight_version,
         adapters=tuple(name for name in alive[0].adapters if all(name in load.adapters for load in alive)),
         host=HostLoad(**{name: sum(getattr(load.host, name) for load in loads) for name in HostLoad.__struct_fields__}),
+        speculation=_all_drafts([load.speculation for load in loads]),
         transfer=_all_on_the_way([load.transfer for load in loads if load.transfer is not None]),
+    )
+
+
+def _all_drafts(each: Sequence[SpeculationTotals]) -> SpeculationTotals:
+    plain: Counter[str] = Counter()
+    for one in each:
+        plain.update(one.plain_decodes)
+    return SpeculationTotals(
+        sum(one.runs for one in each),
+        sum(one.draft_tokens for one in each),
+        sum(one.accepted_tokens for one in each),
+        tuple(map(sum, zip_longest(*(one.accepted_at for one in each), fillvalue=0))),
+        dict(plain),
     )
 
 

@@ -151,6 +151,7 @@ class Server:
             config.request_timeout_s,
             legs.disaggregation_mode,
             legs.disaggregation_prefill_hosts,
+            config.engine.speculation.is_on,
         )
         self._status = StatusLine(self.metrics)
         peers = None if share is None else share.peers

@@ -58,6 +58,27 @@ class Totals(msgspec.Struct, array_like=True):
     restored_images: int = 0
 
 
+class SpeculationTotals(msgspec.Struct, array_like=True):
+    """What became of drafts, counted since the start of the engine; zeros if nothing speculates.
+
+    A run is what one step verifies of one sample: its drafts, one after the other. It yields the accepted ones and one
+    token more.
+
+    Attributes:
+      runs: verified so far.
+      draft_tokens, accepted_tokens: of all runs, also of those that a stop has cut.
+      accepted_at: for each place in a run, from the first on, how many runs had their draft there accepted.
+      plain_decodes: tokens of samples that speculate, which a step decoded without drafts, by the reason: a value of
+        `WhyPlain` (scheduler/speculation/speculation.py).
+    """
+
+    runs: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_at: tuple[int, ...] = ()
+    plain_decodes: dict[str, int] = {}
+
+
 class HostLoad(msgspec.Struct, array_like=True):
     """How full the host tier is, and counters since the start of the engine; zeros without such a tier.
 
@@ -115,6 +136,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       transfer: of a prefill or decode worker. Its requests on the way count as waiting too.
       host: the host tier.
       adapters: the names of the LoRA adapters that requests may name.
+      speculation: what became of drafts.
     """
 
     num_running: int = 0
@@ -130,6 +152,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     transfer: TransferLoad | None = None
     host: HostLoad = msgspec.field(default_factory=HostLoad)
     adapters: tuple[str, ...] = ()
+    speculation: SpeculationTotals = msgspec.field(default_factory=SpeculationTotals)
 
 
 # Upper bounds of the times by which steps are counted, in seconds.
@@ -140,7 +163,7 @@ class BucketTimes(msgspec.Struct, array_like=True):
     """How long the steps of one bucket took.
 
     Attributes:
-      kind: decode, extend or score.
+      kind: decode, extend, score or verify.
       bucket: the padded shape, in short.
       counts: steps up to each of `STEP_BOUNDS_S`, and above the last.
       seconds: of all of them.
@@ -256,6 +279,18 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True):
     prefill_s: float
 
 
+class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Drafts of a sample that a step has verified, and how many of them, from the first, are among its new tokens.
+
+    Attributes:
+      of_prediction: whether they are those of the request's `prediction_ids`.
+    """
+
+    drafted: int
+    kept: int
+    of_prediction: bool = False
+
+
 class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """News about one sample of a request: its new tokens, and its end if it ended.
 
@@ -272,6 +307,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
       times: with a sample's first token, or with `pooled`.
       pooled: the whole answer to a request for pooling, with its end.
       states: of the tokens since the reply before, up to the one before its last new one, if asked for.
+      run: of the step that yielded the tokens, if it verified drafts. Of several replies for one step the last has it.
     """
 
     request_id: str
@@ -285,6 +321,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
     times: StageTimes | None = None
     pooled: Pooled | None = None
     states: TokenStates | None = None
+    run: Run | None = None
 
 
 class Replies(msgspec.Struct, frozen=True, tag="replies"):

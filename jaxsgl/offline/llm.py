@@ -8,7 +8,7 @@ for completion in llm.generate(["3 + 4 =", "3 6 9 12"], jaxsgl.SamplingParams(te
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -35,8 +35,9 @@ from jaxsgl.offline.run import Encoded, Prompt, as_list, per_prompt
 from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
-from jaxsgl.text.prompts import with_bad_word_ids
+from jaxsgl.text.prompts import encode_prediction, with_bad_word_ids
 from jaxsgl.text.sample import Piece, join
+from jaxsgl.text.speculated import Speculated
 from jaxsgl.text.tokenizer import ChatMessage
 from jaxsgl.wiring import keep_prefixes
 
@@ -59,6 +60,7 @@ class Completion:
       logprobs: of each of `token_ids`, if asked for.
       prompt_logprobs: of the prompt's tokens except the first, if asked for; with sample 0.
       weight_version: of the weights that computed it.
+      speculated: what became of its drafts, if the engine speculates.
       hidden_states, routed_experts: of all its tokens but the last, the prompt's first, if asked for:
         `[tokens, hidden_size]` and `[tokens, layers, k]`.
     """
@@ -73,6 +75,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     weight_version: str = DEFAULT_WEIGHT_VERSION
+    speculated: Speculated = field(default_factory=Speculated)
     hidden_states: npt.NDArray[np.float32] | None = None
     routed_experts: npt.NDArray[np.int32] | None = None
 
@@ -95,6 +98,8 @@ class LLM(PoolingLLM):
         priority: int | Sequence[int] = 0,
         cache_salt: str | Sequence[str] = "",
         adapter: str | Sequence[str] = "",
+        speculative: bool | Sequence[bool] = True,
+        prediction: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[Completion]:
         """Completes all prompts (texts or lists of token ids) together; answers in their order, n for each.
@@ -106,6 +111,9 @@ class LLM(PoolingLLM):
           priority: of all prompts, or one for each; counts with `enable_priority_scheduling`.
           cache_salt: of all prompts, or one for each: cached prefixes are shared among prompts of an equal salt alone.
           adapter: the name of a LoRA adapter for all prompts, or one for each; "" is none (docs/lora.md).
+          speculative: of all prompts, or one for each: false guesses no tokens, if the engine does; the answers are the
+            same (docs/speculation.md).
+          prediction: of all prompts, or one for each: a text that the answer is expected to be; "" is none.
           progress: show a progress bar on standard error.
 
         Raises:
@@ -113,7 +121,8 @@ class LLM(PoolingLLM):
           RequestFailed: our own bug in the work for one prompt; the answers of the others are lost.
         """
         encoded = [self._encode(prompt) for prompt in as_list(prompts)]
-        return self._run(encoded, sampling_params, priority, cache_salt, adapter, progress)
+        given = Given(priority, cache_salt, adapter, speculative, prediction)
+        return self._run(encoded, sampling_params, given, progress)
 
     def chat(
         self,
@@ -123,6 +132,8 @@ class LLM(PoolingLLM):
         priority: int | Sequence[int] = 0,
         cache_salt: str | Sequence[str] = "",
         adapter: str | Sequence[str] = "",
+        speculative: bool | Sequence[bool] = True,
+        prediction: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[Completion]:
         """Like `generate`, for one or many conversations, each a list of `{"role": ..., "content": ...}`.
@@ -132,7 +143,8 @@ class LLM(PoolingLLM):
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         many = cast(Sequence[Conversation], [conversations] if one else conversations)
         encoded = [self._encode_chat(turns) for turns in many]
-        return self._run(encoded, sampling_params, priority, cache_salt, adapter, progress)
+        given = Given(priority, cache_salt, adapter, speculative, prediction)
+        return self._run(encoded, sampling_params, given, progress)
 
     def load_lora_adapter(self, name: str, folder: str | Path, *, pinned: bool = False, replace: bool = False) -> None:
         """Lets prompts name the adapter in `folder`, in the layout of PEFT; needs a `LoraConfig` (docs/lora.md).
@@ -211,25 +223,41 @@ class LLM(PoolingLLM):
             return self._media.prepare(read_chat(turns, self.tokenizer), add_special_tokens=False)
         return self.tokenizer.encode_chat([_message(turn) for turn in turns]), ()
 
+    def _encode_prediction(self, text: str) -> list[int]:
+        if not text or not self.config.speculation.is_on:
+            return []
+        return encode_prediction(text, self.tokenizer, self.engine.capacity.limits.context_length)
+
     def _run(
         self,
         prompts: list[Encoded],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int],
-        cache_salt: str | Sequence[str],
-        adapter: str | Sequence[str],
+        given: Given,
         progress: bool,
     ) -> list[Completion]:
         params = sampling_params if sampling_params is not None else SamplingParams()
-        given: list[tuple[str, Any, Any]] = [
-            ("sampling_params", params, SamplingParams), ("priorities", priority, int), ("salts", cache_salt, str)
+        of_prompts: list[tuple[str, Any, Any]] = [
+            ("sampling_params", params, SamplingParams), ("priorities", given.priority, int),
+            ("salts", given.cache_salt, str), ("values of speculative", given.speculative, bool),
+            ("predictions", given.prediction, str),
         ]  # fmt: skip
-        columns: list[Sequence[Any]] = [per_prompt(what, value, kind, len(prompts)) for what, value, kind in given]
+        columns: list[Sequence[Any]] = [per_prompt(what, value, kind, len(prompts)) for what, value, kind in of_prompts]
         columns[0] = with_bad_word_ids(columns[0], self.tokenizer)
-        adapters = self._adapters(adapter, len(prompts))
+        columns[4] = [self._encode_prediction(text) for text in columns[4]]
+        adapters = self._adapters(given.adapter, len(prompts))
         requests = [
-            Request(str(i), ids, sampling, order, salt, media=media, adapter=name)
-            for i, ((ids, media), sampling, order, salt, name) in enumerate(
+            Request(
+                str(i),
+                ids,
+                sampling,
+                order,
+                salt,
+                media=media,
+                adapter=name,
+                speculative=speculative,
+                prediction_ids=expected,
+            )
+            for i, ((ids, media), sampling, order, salt, speculative, expected, name) in enumerate(
                 zip(prompts, *columns, adapters, strict=True)
             )
         ]
@@ -238,6 +266,17 @@ class LLM(PoolingLLM):
         samplings = (request.sampling for request in requests for _ in range(request.sampling.n))
         answers = zip(pieces, samplings, strict=True)
         return [_completion(join(of_sample), version, sampling, spec) for of_sample, sampling in answers]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a call says of all its prompts, or of each."""
+
+    priority: int | Sequence[int]
+    cache_salt: str | Sequence[str]
+    adapter: str | Sequence[str]
+    speculative: bool | Sequence[bool]
+    prediction: str | Sequence[str]
 
 
 def _completion(answer: Piece, weight_version: str, sampling: SamplingParams, spec: StatesSpec | None) -> Completion:
@@ -257,6 +296,7 @@ def _completion(answer: Piece, weight_version: str, sampling: SamplingParams, sp
         logprobs=answer.logprobs,
         prompt_logprobs=answer.prompt_logprobs,
         weight_version=weight_version,
+        speculated=answer.end.speculated,
         hidden_states=hidden,
         routed_experts=experts,
     )

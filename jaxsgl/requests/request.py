@@ -58,7 +58,8 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     the order of their placeholder tokens. With `pooling` it ends with its prompt and yields no token. `adapter` is the
     name of the LoRA adapter to run with, empty for none. `kv_source` is the server that computes the prompt's KV, if it
     has not proved itself: requests with KV from elsewhere don't share it. Empty if it has, or if it is this server; the
-    scheduler of a decode server sets it.
+    scheduler of a decode server sets it. Neither `speculative`, whether drafts of its tokens may be verified, nor
+    `prediction_ids`, what its client expects as its output, changes a token of it.
     """
 
     request_id: str
@@ -71,6 +72,8 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     pooling: Pooling | None = None
     adapter: str = ""
     kv_source: str = ""
+    speculative: bool = True
+    prediction_ids: list[int] = []
 
     @property
     def least_output(self) -> int:
@@ -105,6 +108,8 @@ def check_request(request: Request, limits: Limits) -> None:
         )
     if request.media or not may_follow(request, limits.media):
         check_media(request.media, request.prompt_ids, limits.media)
+    if request.prediction_ids:
+        _check_prediction(request, limits)
     check_token_ids("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", tuple(request.sampling.logit_bias), limits.vocab_size)
     check_token_ids("allowed_token_ids", request.sampling.allowed_token_ids, limits.vocab_size)
@@ -167,6 +172,18 @@ def _check_cache_salt(salt: object) -> None:
     if not isinstance(salt, str):
         raise InvalidRequest(f"cache_salt is {salt!r}, but must be a text")
     check(len(salt) <= MAX_CACHE_SALT_CHARS, "the length of cache_salt", len(salt), f"0 to {MAX_CACHE_SALT_CHARS}")
+
+
+def _check_prediction(request: Request, limits: Limits) -> None:
+    """Checks what the client expects. It may be longer than what is generated."""
+    if not request.speculative:
+        raise InvalidRequest("prediction speeds up speculation, but speculative is false: leave one of them out")
+    num_tokens = len(request.prediction_ids)
+    if num_tokens > limits.context_length:
+        raise InvalidRequest(
+            f"the prediction has {num_tokens} tokens, but the context holds {limits.context_length}: shorten it"
+        )
+    check_token_ids("prediction", request.prediction_ids, limits.vocab_size)
 
 
 def check_prompt_len(prompt_len: int, context_length: int, least_output: int = 1) -> None:

@@ -211,8 +211,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def edits_logits(self) -> bool:
         """Whether logits change before a token is chosen: penalties, bias, or stop tokens held back by min_tokens."""
-        penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
-        return penalties != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.bans_stop_tokens
+        return self.penalizes or bool(self.logit_bias) or self.bans_stop_tokens
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits change with each token of prompt and output."""
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def bans_stop_tokens(self) -> bool:

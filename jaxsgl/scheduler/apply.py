@@ -2,7 +2,7 @@
 
     apply(plan) -> StepInputs     retract, preempt, admit, allocate pages, move lengths, build the batch
     share_prefixes(plan)          gives the pages that the step computes to the prefix cache
-    masks(num_seqs, mark)         which token each constrained row of the newest step may get
+    masks(num_choices, mark)      which token each constrained row of the newest step may get
     collect(tokens) -> replies    what the oldest step in flight yields
 
 scheduler.py calls it. `outputs.py` says what requests make of what a step yields besides tokens.
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -27,61 +26,16 @@ from jaxsgl.batch.outputs import HostOutputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
-from jaxsgl.messages.replies import Reply
+from jaxsgl.messages.replies import Reply, Run
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
-from jaxsgl.scheduler.grammars.constraint import ALL, Words
-from jaxsgl.scheduler.outputs import StepPart, with_outputs
+from jaxsgl.scheduler.grammars.constraint import ALL, Bound, Words
+from jaxsgl.scheduler.in_flight import InFlightStep
+from jaxsgl.scheduler.outputs import with_outputs
 from jaxsgl.scheduler.plan import Admission, Part, StepPlan, WhyNot
 from jaxsgl.scheduler.req import Req, State
 from jaxsgl.scheduler.state import SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightStep:
-    """A step that is launched and not collected, and which requests get what it yields.
-
-    A request that ended or was retracted since the launch gets nothing: its lease has another number then.
-
-    Attributes:
-      reqs: the requests of the batch, in its order.
-      lease_numbers: their lease numbers at the launch.
-      starts: the position of the first token that the step computes of each.
-      offsets: tokens offsets[i] .. offsets[i + 1] - 1 of the step are those of request i.
-      silent: requests whose chunk isn't their last, so that its token means nothing.
-      num_chunks: how many of `reqs`, from the first, are extended; the others decode.
-    """
-
-    reqs: Sequence[Req]
-    lease_numbers: Sequence[int]
-    starts: Sequence[int]
-    offsets: Sequence[int]
-    silent: frozenset[Req] = frozenset()
-    num_chunks: int = 0
-
-    @property
-    def extend_tokens(self) -> int:
-        """By which requests are extended."""
-        return self.offsets[self.num_chunks]
-
-    def yielded(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, Req, tuple[int, ...]]]:
-        """(place in the batch, request, its tokens) of each request that still has the lease of the launch.
-
-        A request that has ended or was retracted since the launch is left out, even if it ended while earlier items of
-        this iterator were handled. `tokens` are `[..., num_seqs]`; those after the one that ends a request are
-        included.
-        """
-        by_request = zip(*tokens.reshape(-1, len(self.reqs)).tolist(), strict=True)
-        for place, (req, number, ids) in enumerate(zip(self.reqs, self.lease_numbers, by_request, strict=True)):
-            if req.lease_number == number:
-                yield place, req, ids
-
-    def part(self, place: int) -> StepPart:
-        """What it computes of the request at `place`."""
-        first = self.offsets[place]
-        is_last = self.reqs[place] not in self.silent
-        return StepPart(place, first, self.offsets[place + 1] - first, self.starts[place], is_last)
 
 
 class Builder(Protocol):
@@ -93,6 +47,10 @@ class Builder(Protocol):
 
     def extend(self, works: Sequence[Work]) -> StepInputs:
         """Several tokens for each of `works`."""
+        ...
+
+    def verify(self, works: Sequence[Work]) -> StepInputs:
+        """The last token and drafts for each of `works`, to choose a token after each."""
         ...
 
 
@@ -157,6 +115,8 @@ class Applier:
             resource.carry_out(plan.actions)
         if plan.chunks:
             return self._extend(plan)
+        if plan.drafts:
+            return self._verify(plan)
         return self._decode(plan) if plan.decodes else None
 
     def share_prefixes(self, plan: StepPlan) -> None:
@@ -184,6 +144,28 @@ class Applier:
             resource.collected(step.extend_tokens, step_s)
         replies: list[Reply] = []
         ends: list[Reply] = []
+        runs: list[tuple[Req, int, Run]] = []
+        if step.drafts:
+            num_tokens = self._collect_runs(step, tokens, outputs, replies, ends, runs)
+        else:
+            num_tokens = self._collect_tokens(step, tokens, outputs, replies, ends)
+        state.speculation.collected(step, runs)
+        state.totals.output_tokens += num_tokens
+        for place, reply in enumerate(replies[: step.num_chunks]):
+            if reply.token_ids and (times := self._stopwatch.first_token((reply.request_id, reply.index))):
+                replies[place] = msgspec.structs.replace(reply, times=times)
+        replies += ends
+        return replies
+
+    def _collect_tokens(
+        self,
+        step: InFlightStep,
+        tokens: npt.NDArray[np.int32],
+        outputs: HostOutputs,
+        replies: list[Reply],
+        ends: list[Reply],
+    ) -> int:
+        """`collect` for steps that yield as many tokens for each request; returns how many were taken."""
         num_tokens, silent = 0, step.silent
         for place, req, sampled in step.yielded(tokens):
             try:
@@ -209,29 +191,82 @@ class Applier:
                 replies.append(reply)
             except Exception as error:
                 replies.append(self.fail(req.request_id, error))
-        state.totals.output_tokens += num_tokens
-        for place, reply in enumerate(replies[: step.num_chunks]):
-            if reply.token_ids and (times := self._stopwatch.first_token((reply.request_id, reply.index))):
-                replies[place] = msgspec.structs.replace(reply, times=times)
-        replies += ends
+        return num_tokens
+
+    def _collect_runs(
+        self,
+        step: InFlightStep,
+        tokens: npt.NDArray[np.int32],
+        outputs: HostOutputs,
+        replies: list[Reply],
+        ends: list[Reply],
+        runs: list[tuple[Req, int, Run]],
+    ) -> int:
+        """`collect` for steps that verify drafts; adds to `runs` what became of them. Returns how many were taken."""
+        num_tokens = 0
+        for place, req, run in step.runs(tokens):
+            try:
+                bound, num_drafts = step.bound(place), len(step.drafts[place])
+                token_ids, reason = req.take(run[: bound.num_tokens])
+                num_tokens += len(token_ids)
+                req.launch_decode(len(token_ids) - (1 + num_drafts))  # what was computed behind them is not theirs
+                self._requests.moved(req)
+                of_drafts = None
+                if num_drafts:
+                    of_drafts = Run(num_drafts, min(len(token_ids), len(run) - 1), req.drafter.of_prediction)
+                    runs.append((req, len(run) - 1, of_drafts))
+                parts = self._replies_of_run(req, token_ids, step, place, outputs)
+                parts[-1] = msgspec.structs.replace(parts[-1], finish_reason=reason, run=of_drafts)
+                if reason is not None:
+                    parts[-1] = self._end_with(parts[-1], req, ends)
+                replies += parts
+                if reason is None and len(run) > bound.num_tokens:
+                    replies.append(self._end_at_bound(req, bound))
+            except Exception as error:
+                replies.append(self.fail(req.request_id, error))
+        return num_tokens
+
+    def _replies_of_run(
+        self, req: Req, token_ids: tuple[int, ...], step: InFlightStep, place: int, outputs: HostOutputs
+    ) -> list[Reply]:
+        """One reply with all tokens of a run; or one for each of them, if the client gets something besides."""
+        if not req.outputs:
+            return [Reply(req.request_id, token_ids, None, req.cached_tokens, None, req.index)]
+        replies = []
+        for count, token_id in enumerate(token_ids):
+            part = step.part_of_run(place, count)
+            for collector in req.outputs:
+                collector.take(outputs, part)
+            reply = Reply(req.request_id, (token_id,), None, req.cached_tokens, None, req.index)
+            replies.append(with_outputs(reply, req.outputs))
         return replies
 
-    def masks(self, num_seqs: int, mark: Mark) -> tuple[Words, list[Reply]]:
-        """`[num_seqs, ceil(V / 32)]` for the step that was launched last, and replies of requests that end here.
+    def _end_at_bound(self, req: Req, bound: Bound) -> Reply:
+        """Ends a request whose run went as far as its grammar lets it."""
+        if bound.error is not None:
+            return self.fail(req.request_id, bound.error)
+        self.end(req)
+        return Reply(req.request_id, (), FinishReason.STOP, req.cached_tokens, index=req.index)
+
+    def masks(self, num_choices: int, mark: Mark) -> tuple[Words, list[Reply]]:
+        """`[num_choices, ceil(V / 32)]` for the step that was launched last, and replies of requests that end here.
 
         Called between its forward program and the program that chooses tokens, once all tokens before are collected.
         Rows without a constraint may get any token, and so may those of requests that have ended meanwhile: their
         tokens are dropped. A request ends if its output is complete and can't go on, or its grammar can't be followed.
         """
         step = self._in_flight[-1]
-        words = np.full((num_seqs, -(-self._state.capacity.vocab_size // 32)), ALL, dtype=np.uint32)
+        words = np.full((num_choices, -(-self._state.capacity.vocab_size // 32)), ALL, dtype=np.uint32)
         replies: list[Reply] = []
         for place, (req, number) in enumerate(zip(step.reqs, step.lease_numbers, strict=True)):
             if req.constraint is None or req.lease_number != number or req in step.silent:
                 continue
             mark.begin(req.request_id)
             try:
-                if req.constraint.mask_into(words[place], req.output_ids):
+                of_req = words[step.choices(place)]
+                if req.constraint.mask_into(of_req[0], req.output_ids):
+                    if drafts := step.drafts_of(place):
+                        step.bounds[place] = req.constraint.masks_ahead(of_req, req.output_ids, drafts)
                     continue
                 replies.append(Reply(req.request_id, (), FinishReason.STOP, req.cached_tokens, index=req.index))
                 self.end(req)
@@ -239,7 +274,7 @@ class Applier:
                 replies.append(self.fail(req.request_id, error))
             finally:
                 mark.end()
-            words[place] = ALL
+            words[step.choices(place)] = ALL
         return words, replies
 
     def _end_with(self, reply: Reply, req: Req, ends: list[Reply]) -> Reply:
@@ -282,6 +317,7 @@ class Applier:
         for resource in self._resources:
             resource.left(req, ends=True)
         lease = req.finish()
+        self._state.speculation.ended(req)
         if not req.output_ids:
             self._stopwatch.ended(req.key)
         self._requests.moved(req)
@@ -373,10 +409,43 @@ class Applier:
         for resource in self._resources:
             inputs = resource.completed(inputs)
         numbers = [req.lease_number for req in reqs]
-        self._launched(inputs, InFlightStep(reqs, numbers, positions, range(len(reqs) + 1)), rows)
+        step = InFlightStep(
+            reqs, numbers, positions, range(len(reqs) + 1), num_steps=plan.num_steps, dropped=plan.dropped
+        )
+        self._launched(inputs, step, rows)
         self._state.timing.decodes(inputs, positions_S, steps_S)
         self._state.extended_last = False
         return inputs
+
+    def _verify(self, plan: StepPlan) -> StepInputs:
+        """Decodes with drafts. No step is in flight, so that all tokens are known."""
+        reqs = [req for req, _ in plan.decodes]
+        works = [self._run_of(req, drafts) for req, drafts in zip(reqs, plan.drafts, strict=True)]
+        try:
+            inputs = self._builder.verify(works)
+        except Exception:
+            blame((req, partial(self._builder.verify, [work])) for req, work in zip(reqs, works, strict=True))
+            raise
+        for resource in self._resources:
+            inputs = resource.completed(inputs)
+        for req, num_tokens in plan.decodes:
+            if not req.launch_decode(num_tokens):
+                self._requests.moved(req)
+        numbers, starts = [req.lease_number for req in reqs], [work.start for work in works]
+        offsets = [0, *itertools.accumulate(len(work.token_ids) for work in works)]
+        step = InFlightStep(reqs, numbers, starts, offsets, drafts=plan.drafts, dropped=plan.dropped)
+        self._launched(inputs, step, [work.row for work in works])
+        self._state.timing.extends(inputs, works)
+        self._state.extended_last = False
+        return inputs
+
+    def _run_of(self, req: Req, drafts: tuple[int, ...]) -> Work:
+        """The last token of a request and drafts, whose pages are allocated."""
+        assert req.lease is not None and not self._state.steps_in_flight
+        start, stop = req.kv_len, req.kv_len + 1 + len(drafts)
+        self._cache.grow(req.lease, stop)
+        ids = np.array([req.output_ids[-1], *drafts], dtype=np.int32)
+        return Work(req.lease.row, ids, start, True, rope_positions=req.rope_positions(start, stop))
 
     def _undo_decodes(self, decodes: Sequence[Part]) -> None:
         """Moves lengths back after a step that is not launched; pages that its tokens took stay with their requests."""
@@ -422,7 +491,7 @@ class Applier:
         totals.short_of_rows += blocked is WhyNot.ROWS
         totals.short_of_chunk += blocked is WhyNot.CHUNK
         totals.short_of_adapters += blocked is WhyNot.ADAPTERS
-        if inputs.bucket.kind == "decode":
+        if inputs.bucket.kind in ("decode", "verify"):
             totals.decode_rows += inputs.num_tokens
             totals.decode_rows_padded += inputs.bucket.padded_tokens
         else:

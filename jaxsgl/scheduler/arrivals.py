@@ -147,9 +147,12 @@ class Arrivals:
         max_new = max_new_tokens(request, capacity.limits)
         adapter = self._state.adapters.named(request.adapter) if request.adapter else None
         outputs = [collectors_of(request, index, capacity.pooling) for index in range(sampling.n)]
-        leader = Req(request, max_new, self._eos_token_ids, seed, outputs=outputs[0], adapter=adapter)
+        drafters = [self._state.speculation.drafter_of(request) for _ in range(sampling.n)]
+        leader = Req(
+            request, max_new, self._eos_token_ids, seed, outputs=outputs[0], adapter=adapter, drafter=drafters[0]
+        )
         others = [
-            Req(request, max_new, self._eos_token_ids, seed, index, leader, outputs[index], adapter)
+            Req(request, max_new, self._eos_token_ids, seed, index, leader, outputs[index], adapter, drafters[index])
             for index in range(1, sampling.n)
         ]
         return [leader, *others]

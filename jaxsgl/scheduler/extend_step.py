@@ -254,7 +254,7 @@ class ExtendBuilder:
         if not (self._admitted or self._plan.admissions):
             return True
         self.pages_short = max(pages + SPARE_PAGES + self._pages_held - self._ledger.available, 0)
-        if not (self._all_go_on and claim.req.sampling.ignore_eos):
+        if not (self._all_go_on and claim.req.sampling.ignore_eos and self._plan.view.speculation.in_lockstep):
             return self.pages_short == 0
         if self.pages_short == 0 and max(self._most_output, claim.req.max_new_tokens) <= CLIP_TOKENS:
             return True  # even if no page came free before the last request ends

@@ -2,7 +2,8 @@
 
 Overlap is call order: step N + 1 is launched before the tokens of step N are read, so the host works while the device
 computes. Without overlap the same body reads every step's tokens at once. Grammars need the tokens of step N for the
-choice of those of step N + 1: the forward program of N + 1 is launched, then N is read, then the masks follow.
+choice of those of step N + 1: the forward program of N + 1 is launched, then N is read, then the masks follow. While
+requests speculate, N is read before N + 1 is launched, since drafts follow its tokens.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ def run_loop(
                 serving.receive([message])
             else:
                 control.handle(message)
+        reads_first = bool(in_flight) and scheduler.reads_first
+        if reads_first:
+            _collect(scheduler, in_flight)
         inputs = serving.launch()
         if pages is not None:
             for number, op in scheduler.ops.take():  # before the step, which may write to the pages that they free
@@ -78,12 +82,12 @@ def run_loop(
         if collects and not newest_only:
             _collect(scheduler, in_flight)
         if inputs is not None and inputs.masked:  # while its forward program runs, now that all before it are read
-            cast(MaskedHandle, in_flight[-1]).choose(scheduler.masks(inputs.bucket.num_seqs))
+            cast(MaskedHandle, in_flight[-1]).choose(scheduler.masks(inputs.bucket.num_choices))
         if collects and newest_only:
             _collect(scheduler, in_flight)
         if pages is not None and scheduler.ops.waiting:
-            scheduler.ops.finished(pages.poll(wait=not (collects or in_flight)))
-        news = control.after_turn(collects) if control.is_active else []
+            scheduler.ops.finished(pages.poll(wait=not (collects or reads_first or in_flight)))
+        news = control.after_turn(collects or reads_first) if control.is_active else []
         version = weight_store.weight_version if weight_store is not None else DEFAULT_WEIGHT_VERSION
         replies = serving.take_replies()  # first, as the load of an idle scheduler is exact
         mailbox.send(Replies(replies, serving.load(engine.recompiles, leak_check.num_leaks, version)))

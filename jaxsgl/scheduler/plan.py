@@ -48,7 +48,9 @@ class StepPlan:
       actions: what resources do before requests are admitted or after it, each in order; their owners know which.
       chunks: what is extended.
       decodes: requests that decode, in the step of the chunks if there are any.
-      num_steps: decode steps of the program; no request decodes more tokens than that.
+      num_steps: decode steps of the program; no request decodes more tokens than that, unless drafts are verified.
+      drafts: of each of `decodes`, the tokens to verify, which its tokens are besides one; () if there are none at all.
+      dropped: requests that proposed drafts for which there is no room.
       out_of_pages: whether the next tokens of the running requests lacked pages, so that some are retracted.
       admission_closed, blocked, failed_admission: see `SchedulerState`; their values after the step.
       pages: what is free and evictable once the plan is carried out, before computed pages are shared.
@@ -61,6 +63,8 @@ class StepPlan:
     chunks: tuple[Part, ...]
     decodes: tuple[Part, ...]
     num_steps: int
+    drafts: tuple[tuple[int, ...], ...]
+    dropped: frozenset[Req]
     out_of_pages: bool
     admission_closed: bool
     blocked: WhyNot | None
@@ -76,6 +80,7 @@ class StepPlan:
             ("extend", " ".join(f"{short_name(req)}+{num_tokens}" for req, num_tokens in self.chunks)),
             ("decode", f"{len(self.decodes)}" if self.decodes else ""),
             ("steps", f"{self.num_steps}" if self.num_steps > 1 else ""),
+            ("verify", f"{sum(map(len, self.drafts))} drafts" if self.drafts else ""),
             ("admit", " ".join(f"{short_name(entry.req)} ({entry.cached_tokens} cached)" for entry in self.admit)),
             *((verb, " ".join(texts)) for verb, texts in of_actions.items()),
             ("retract", " ".join(map(short_name, self.retract))),

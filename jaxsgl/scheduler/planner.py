@@ -23,6 +23,7 @@ from jaxsgl.scheduler.extend_step import ExtendBuilder, PlanBuilder, new_pages
 from jaxsgl.scheduler.failure import blame
 from jaxsgl.scheduler.plan import Admission, Part, StepPlan, WhyNot
 from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.speculation.speculation import NOTHING, Drafts
 from jaxsgl.scheduler.state import SchedulerState
 
 ONE_EACH = itertools.repeat(1)
@@ -89,13 +90,20 @@ class _Planner(PlanBuilder):
         return self._finished(pages, tuple([(claim.req, count) for claim, count in chunks]), decodes)
 
     def _decode_plan(self, prompts_wait: bool) -> StepPlan:
-        """All running requests decode; one token, if `prompts_wait` for the next step."""
+        """All running requests decode; one token, if `prompts_wait` for the next step, or with drafts to verify."""
         decodes = self._retracted_for_room()
+        drafts = NOTHING
+        if decodes and not (prompts_wait and self.view.timing.is_bounded):
+            room = self.ledger.available - self._decode_pages
+            drafts = self.view.speculation.drafts(decodes, self.view.steps_in_flight, room)
+        if drafts.tokens:
+            counts = [1 + len(tokens) for tokens in drafts.tokens]
+            return self._finished(self._decode_pages + drafts.num_pages, (), decodes, counts, drafts=drafts)
         if self.view.buckets.decode_steps > 1 and decodes and not prompts_wait:
             counts, pages = self._several_steps(decodes)
             if counts:
                 return self._finished(pages, (), decodes, counts, self.view.buckets.decode_steps)
-        return self._finished(self._decode_pages if decodes else 0, (), decodes)
+        return self._finished(self._decode_pages if decodes else 0, (), decodes, drafts=drafts)
 
     def _finished(
         self,
@@ -104,12 +112,14 @@ class _Planner(PlanBuilder):
         decodes: Sequence[Req],
         counts: Iterable[int] = ONE_EACH,
         num_steps: int = 1,
+        drafts: Drafts = NOTHING,
     ) -> StepPlan:
         self.ledger.take(num_pages)
         actions = tuple([action for draft in self.drafts for action in draft.actions(bool(decodes))])
         failed = self._failed_admission
         if failed is not None:
-            steps_left = max(failed.steps - num_steps, 0) if decodes else failed.steps
+            tokens = max(map(len, drafts.tokens), default=0) + num_steps
+            steps_left = max(failed.steps - tokens, 0) if decodes else failed.steps
             failed = dataclasses.replace(failed, steps=steps_left)
         return StepPlan(
             retract=tuple(self._retract),
@@ -119,6 +129,8 @@ class _Planner(PlanBuilder):
             chunks=chunks,
             decodes=tuple(zip(decodes, counts, strict=False)),
             num_steps=num_steps,
+            drafts=drafts.tokens,
+            dropped=drafts.dropped,
             out_of_pages=self._out_of_pages,
             admission_closed=self._admission_closed,
             blocked=self._blocked,
@@ -176,7 +188,7 @@ class _Planner(PlanBuilder):
         if max(counts) < several or sum(counts) < LEAST_USED * several * len(decodes):
             return one
         pages = sum(
-            cache.pages_for(req.kv_len + count) - req.lease.num_pages
+            max(cache.pages_for(req.kv_len + count) - req.lease.num_pages, 0)
             for req, count in zip(decodes, counts, strict=True)
             if req.lease
         )

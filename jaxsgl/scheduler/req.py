@@ -37,6 +37,7 @@ from jaxsgl.requests.sampling import MAX_SEED
 from jaxsgl.scheduler.adapter import Adapter
 from jaxsgl.scheduler.grammars.constraint import Constraint, Matcher, TokenLimits
 from jaxsgl.scheduler.outputs import OutputCollector
+from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter
 
 Key: TypeAlias = tuple[str, int]  # request id, index of the sample
 
@@ -92,14 +93,16 @@ class Req:
       load_until_s: then, when it gives them up.
       constraint: what its next token may be, once its grammar is compiled; None: any token.
       max_cached_tokens: tokens whose KV may come from the prefix cache, at most; None: all.
+      drafter: proposes what may follow its tokens.
+      num_told: output tokens that the drafter has got, after the prompt.
     """
 
     __slots__ = (
-        "_prompt_hash_ids", "_prompt_positions", "adapter", "cached_tokens", "constraint", "ends_with_prompt",
-        "extend_to", "index", "key", "kv_len", "leader", "lease", "lease_number", "load_until_s", "max_cached_tokens",
-        "max_new_tokens", "media", "namespace", "num_ahead", "num_launched", "output_ids", "outputs", "page_names",
-        "prefilled", "priority", "prompt_ids", "request_id", "rope_delta", "sampling", "seed", "single_steps", "state",
-        "stop_ids", "to_load",
+        "_prompt_hash_ids", "_prompt_positions", "adapter", "cached_tokens", "constraint", "drafter",
+        "ends_with_prompt", "extend_to", "index", "key", "kv_len", "leader", "lease", "lease_number", "load_until_s",
+        "max_cached_tokens", "max_new_tokens", "media", "namespace", "num_ahead", "num_launched", "num_told",
+        "output_ids", "outputs", "page_names", "prefilled", "priority", "prompt_ids", "request_id", "rope_delta",
+        "sampling", "seed", "single_steps", "state", "stop_ids", "to_load",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +115,7 @@ class Req:
         leader: Req | None = None,
         outputs: tuple[OutputCollector, ...] = (),
         adapter: Adapter | None = None,
+        drafter: Drafter = NO_DRAFTS,
     ) -> None:
         self.request_id = request.request_id
         self.index = index
@@ -153,6 +157,8 @@ class Req:
         self.load_until_s = 0.0
         self.constraint: Constraint | None = None
         self.max_cached_tokens: int | None = None
+        self.drafter = drafter
+        self.num_told = 0
 
     @property
     def name(self) -> str:

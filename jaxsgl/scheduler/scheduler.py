@@ -55,6 +55,9 @@ from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.resources.host_tier import HostCopies, LoadRule
 from jaxsgl.scheduler.resources.images import Images, KeptImages
 from jaxsgl.scheduler.resources.resource import Resource
+from jaxsgl.scheduler.speculation.drafter import DrafterOf, drafts_nothing
+from jaxsgl.scheduler.speculation.pace import StepCosts
+from jaxsgl.scheduler.speculation.speculation import speculation_of
 from jaxsgl.scheduler.state import RetractAlso, SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
 
@@ -135,6 +138,8 @@ class Scheduler:
       max_loaded_loras: adapters that may be loaded; None: any number.
       grammars: compiles the grammars of requests, or refuses them.
       mark: notes whose mask is being made.
+      drafter_of: makes the drafter of each sample, if `buckets` have programs that verify drafts.
+      step_costs: says how many drafts pay.
 
     Attributes:
       queue_limits: what the queue takes.
@@ -166,6 +171,8 @@ class Scheduler:
         max_loaded_loras: int | None = None,
         grammars: GrammarQueue | NoGrammars = NoGrammars(),
         mark: Mark = NoMark(),
+        drafter_of: DrafterOf = drafts_nothing,
+        step_costs: StepCosts = StepCosts(),
     ) -> None:
         self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
         eos_token_ids = frozenset(eos_token_ids)
@@ -198,6 +205,7 @@ class Scheduler:
             timing=timing,
             totals=totals,
             adapters=adapters,
+            speculation=speculation_of(buckets, drafter_of, cache, step_costs),
         )
         self.kept_images: KeptImages | None = None
         resources: list[Resource] = []
@@ -378,6 +386,7 @@ class Scheduler:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("plan: %s", plan)
         inputs = self._applier.apply(plan)
+        self.state.speculation.launched(plan)
         if plan.retract and self.state.retract_also is None:
             self._retraction_warning.retracted(len(plan.retract))
         self._applier.share_prefixes(plan)
@@ -390,15 +399,20 @@ class Scheduler:
         if self.state.totals.failed_requests != num_failed:
             self.check()
 
-    def masks(self, num_seqs: int) -> Words:
-        """`[num_seqs, ceil(V / 32)]` which tokens the step that was launched last may choose, for a `masked` step.
+    def masks(self, num_choices: int) -> Words:
+        """`[num_choices, ceil(V / 32)]` which tokens the step launched last may choose, for a `masked` step.
 
-        `num_seqs` is its padded S. All steps before it must be collected.
+        `num_choices` is that of its bucket. All steps before it must be collected.
         """
         assert self.state.steps_in_flight == 1, "the tokens of a step before are not read"
-        words, replies = self._applier.masks(num_seqs, self._mark)
+        words, replies = self._applier.masks(num_choices, self._mark)
         self._replies += replies
         return words
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether steps in flight are to be collected before `launch`, since drafts follow their tokens."""
+        return self.state.speculation.reads_first
 
     @property
     def ops(self) -> EngineOps:
@@ -432,7 +446,7 @@ class Scheduler:
         )
         for resource in self._resources:
             load = resource.add_to(load)
-        return load
+        return self.state.speculation.add_to(load)
 
     def pause(self, reason: PauseReason = PauseReason.OPERATOR) -> None:
         """Launches nothing until `resume`. Requests queue up, aborts work; steps in flight are still to collect."""

@@ -19,6 +19,7 @@ from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.resources.images import Images
 from jaxsgl.scheduler.resources.resource import Resource
+from jaxsgl.scheduler.speculation.speculation import Speculation
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class SchedulerState:
       resources: what requests hold besides pages and rows of the KV pool; () on a plain server.
       adapters: LoRA adapters by name; one of the resources, unless it takes none.
       images: one of the resources, if the model has a vision tower; None: it has none.
+      speculation: which drafts are verified.
       totals: counters since the start.
       admission_closed: a retraction closes admission until a request ends: those retracted would only come back.
       blocked: why admission stopped at the last step that tried it; None if no request had to wait.
@@ -57,6 +59,7 @@ class SchedulerState:
     timing: Timing
     totals: Totals
     adapters: AdapterTable
+    speculation: Speculation
     resources: tuple[Resource, ...] = ()
     images: Images | None = None
     admission_closed: bool = False

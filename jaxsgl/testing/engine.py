@@ -23,7 +23,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.engine_api import EngineOp, Gather, GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
-from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
+from jaxsgl.batch.sampling import EDITS_LEN, IDS, PENALTIES, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
@@ -87,7 +87,7 @@ class FakeHandle:
     def choose(self, masks: npt.NDArray[np.uint32]) -> None:
         """Keeps the masks for the time when the step runs."""
         assert self.inputs.masked and self.masks is None
-        assert len(masks) == self.inputs.bucket.num_seqs
+        assert len(masks) == self.inputs.bucket.num_choices
         self.masks = masks
 
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -261,17 +261,35 @@ class FakeEngine:
         self._pool.store(arrays.slots, ids, arrays.positions, self.adapters.weights(self._weights, arrays))
         stored = [self._rebuilt(inputs, arrays, s) for s in range(inputs.num_seqs)]
         sequences = [np.ascontiguousarray(of_seq[:, 0]) for of_seq in stored]
-        rows = self._edit_rows(inputs, sequences)
-        tokens = np.zeros(inputs.bucket.num_seqs, dtype=np.int32)
-        for s, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
-            banned, seed = self._banned(row, len(sequence)), seed_of(stored[s][:, 2])
+        chosen_after = _places(stored, arrays.query_offsets) if inputs.bucket.kind == "verify" else stored
+        rows = self._edit_rows(inputs, [np.ascontiguousarray(of_seq[:, 0]) for of_seq in chosen_after])
+        tokens = np.zeros(inputs.bucket.num_choices, dtype=np.int32)
+        for c, (row, of_seq) in enumerate(zip(rows, chosen_after, strict=True)):
+            sequence = np.ascontiguousarray(of_seq[:, 0])
+            banned, seed = self._banned(row, len(sequence)), seed_of(of_seq[:, 2])
             if masks is not None:
-                banned += masked_tokens(masks[s], self._capacity.vocab_size)
-            tokens[s] = next_allowed(sequence, banned, self._capacity.vocab_size, seed)
-            self._counts[row, tokens[s]] += 2
+                banned += masked_tokens(masks[c], self._capacity.vocab_size)
+            tokens[c] = next_allowed(sequence, banned, self._capacity.vocab_size, seed)
+            self._counts[row, tokens[c]] += 2
+        chosen = tokens[: inputs.num_choices]
+        outputs = outputs_of(FakeStep(self._capacity, inputs, arrays, sequences, chosen))
+        if inputs.bucket.kind == "verify":
+            return self._kept(inputs, ids, chosen), outputs
         self._last_tokens[arrays.sample_rows] = tokens
-        tokens = tokens[: inputs.num_seqs]
-        return tokens, outputs_of(FakeStep(self._capacity, inputs, arrays, sequences, tokens))
+        return chosen, outputs
+
+    def _kept(self, inputs: StepInputs, ids: IntArray, chosen: IntArray) -> IntArray:
+        """`chosen` tokens of a verify step, -1 for those after a draft, of `ids`, that was not chosen."""
+        kept, arrays = chosen.copy(), inputs.arrays
+        for s in range(inputs.num_seqs):
+            first, end = arrays.query_offsets[s : s + 2].tolist()
+            last = first
+            while last + 1 < end and chosen[last] == ids[last + 1]:
+                last += 1
+            kept[last + 1 : end] = -1
+            assert arrays.rows[s] == arrays.sample_rows[s] != self._capacity.num_rows
+            self._last_tokens[arrays.rows[s]] = chosen[last]
+        return kept
 
     def _several_steps(self, inputs: StepInputs, steps: IntArray) -> npt.NDArray[np.int32]:
         """Tokens of each step, one after the other; -1 where a sequence takes no part any more."""
@@ -313,18 +331,28 @@ class FakeEngine:
         return banned
 
     def _edit_rows(self, inputs: StepInputs, sequences: Sequence[IntArray]) -> list[int]:
-        """Sets the rows that the batch brings; every row that edits must then have counted its whole sequence."""
+        """Sets the rows that the batch brings; every row with penalties must then have counted its whole sequence."""
         dummy_row = self._capacity.num_rows
         if inputs.features is None:
-            return [dummy_row] * inputs.num_seqs
+            return [dummy_row] * len(sequences)
         for setup in inputs.features.row_setups:
             self._edits[setup[0]], self._counts[setup[0]] = setup[1 : 1 + EDITS_LEN], setup[1 + EDITS_LEN :]
-        rows: list[int] = inputs.features.edit_rows[: inputs.num_seqs].tolist()
+        rows: list[int] = inputs.features.edit_rows[: len(sequences)].tolist()
         for row, sequence in zip(rows, sequences, strict=True):
-            if row != dummy_row:
+            if (self._edits[row][PENALTIES] != neutral_edits()[PENALTIES]).any():  # else nothing reads its counts
                 counted = np.flatnonzero(self._counts[row])
                 assert counted.tolist() == sorted(set(sequence.tolist())), f"row {row} counts a foreign sequence"
         return rows
+
+
+def _places(stored: Sequence[IntArray], query_offsets: IntArray) -> list[IntArray]:
+    """What is `stored` of each sequence up to each of its tokens in the step, that one included."""
+    counts = np.diff(query_offsets).tolist()
+    return [
+        of_seq[: end + 1]
+        for of_seq, count in zip(stored, counts, strict=False)
+        for end in range(len(of_seq) - count, len(of_seq))
+    ]
 
 
 class RetractEvery:

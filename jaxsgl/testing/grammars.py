@@ -7,6 +7,7 @@ can't be followed beyond half of that, and any other text is no grammar.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,15 @@ class FakeMatcher:
         if token_id not in self.allowed():
             raise RequestFailed(f"{token_id} doesn't follow {self.output}")
         self.output.append(token_id)
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of `token_ids`, from the first, may come next."""
+        ahead = self.copy()
+        for count, token_id in enumerate(token_ids):
+            if token_id not in ahead.allowed():
+                return count
+            ahead.advance(token_id)
+        return len(token_ids)
 
     @property
     def accepts(self) -> bool:

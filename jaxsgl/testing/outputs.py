@@ -22,7 +22,7 @@ _RANKS = range(MAX_TOP_LOGPROBS)
 
 
 class FakeStep(NamedTuple):
-    """A step that has run: its sequences as its page table says, and the tokens chosen after them `[num_seqs]`."""
+    """A step that has run: its sequences as its page table says, and the tokens that it has chosen `[num_choices]`."""
 
     capacity: Capacity
     inputs: StepInputs
@@ -45,8 +45,9 @@ class FakeStep(NamedTuple):
 
     @property
     def chosen(self) -> Iterator[tuple[IntArray, int]]:
-        """Each sequence and the token chosen after it."""
-        return zip(self.sequences, self.tokens.tolist(), strict=True)
+        """Each sequence, in a verify step up to each of its tokens, and the token chosen after it."""
+        after = self.prefixes if self.inputs.bucket.kind == "verify" else self.sequences
+        return zip(after, self.tokens.tolist(), strict=True)
 
 
 def hidden_state(sequence: Sequence[int] | IntArray) -> float:

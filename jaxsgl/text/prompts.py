@@ -167,6 +167,12 @@ def encode_text(prompt: TextPrompt, tokenizer: Tokenizer, context_length: int) -
     return tokenizer.encode(text, prompt.add_special_tokens, prompt.truncation)
 
 
+def encode_prediction(text: str, tokenizer: Tokenizer, context_length: int) -> list[int]:
+    """Returns the ids of a text that is expected as an output. Raises `InvalidRequest` at once if it can't fit."""
+    check_bytes("prediction", num_bytes_of(text), tokenizer, context_length)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 def _encode_chat(
     turns: list[Turn], prompt: ChatPrompt, num_bytes: int, tokenizer: Tokenizer, context_length: int
 ) -> list[int]:

@@ -19,18 +19,24 @@ from jaxsgl.requests.outputs import TokenStates
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.detokenizer import Detokenizer
+from jaxsgl.text.speculated import Speculated
 from jaxsgl.text.stop_regex import StopRegex
 from jaxsgl.text.tokenizer import Tokenizer
 
 
 class End(msgspec.Struct, frozen=True):
-    """How a sample ended. `matched_stop` is the EOS token, stop token or stop string that ended it, if one did."""
+    """How a sample ended.
+
+    `matched_stop` is the EOS token, stop token or stop string that ended it, if one did. `speculated` is what became of
+    its drafts.
+    """
 
     reason: FinishReason
     matched_stop: int | str | None
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    speculated: Speculated = msgspec.field(default_factory=Speculated)
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -117,6 +123,7 @@ class Sample:
         self._stops = StopStrings(self._sampling.stop, self._sampling.include_stop_str_in_output)
         self._regex = StopRegex(self._sampling.stop_regex)
         self._ends_in_text = bool(self._sampling.stop or self._sampling.stop_regex)
+        self._speculated = Speculated()
         self.num_tokens = 0
         self.ended = False
 
@@ -128,18 +135,23 @@ class Sample:
         scored: tuple[TokenLogprob, ...] | None = None
         states: list[TokenStates] = []
         end: End | None = None
-        parts = [part for reply in replies for part in _token_by_token(reply)] if self._ends_in_text else replies
-        for reply in parts:
-            ids += reply.token_ids
-            self.num_tokens += len(reply.token_ids)
-            if reply.logprob is not None:
-                logprobs.append(reply.logprob)
-            if reply.prompt_logprobs is not None:
-                scored = reply.prompt_logprobs
-            if reply.states is not None:
-                states.append(reply.states)
-            texts.append(self._text_of(reply))
-            end = self._end_with(reply)
+        for reply in replies:
+            before = self.num_tokens
+            for part in _token_by_token(reply) if self._ends_in_text else (reply,):
+                ids += part.token_ids
+                self.num_tokens += len(part.token_ids)
+                if part.logprob is not None:
+                    logprobs.append(part.logprob)
+                if part.prompt_logprobs is not None:
+                    scored = part.prompt_logprobs
+                if part.states is not None:
+                    states.append(part.states)
+                texts.append(self._text_of(part))
+                end = self._end_with(part)
+                if end is not None:
+                    break
+            if reply.run is not None:
+                self._speculated.add(reply.run, self.num_tokens - before)
             if end is not None:
                 break
         self.ended = end is not None
@@ -168,7 +180,9 @@ class Sample:
             return None
         if matched is None and reason is FinishReason.STOP and reply.token_ids:
             matched = reply.token_ids[-1]
-        return End(reason, matched, len(self._request.prompt_ids), reply.cached_tokens, self.num_tokens)
+        return End(
+            reason, matched, len(self._request.prompt_ids), reply.cached_tokens, self.num_tokens, self._speculated
+        )
 
 
 def detokenizer_of(

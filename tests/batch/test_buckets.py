@@ -41,6 +41,29 @@ def test_programs_of_several_steps_exist_only_where_asked_for_and_never_with_fea
     assert {(b.num_steps, b.featured, b.filtered) for b in more} == {(4, False, False)}
 
 
+def test_drafts_are_verified_in_steps_of_decode_sizes_and_larger_ones_where_few_requests_run() -> None:
+    def sizes(rows: int, max_drafts: int) -> tuple[int, ...]:
+        return BucketSet.derive(replace(SIZES, num_rows=rows), max_drafts=max_drafts).verify_sizes
+
+    assert sizes(6, 0) == ()
+    assert sizes(1, 1) == (2,)
+    assert sizes(1, 7) == (2, 4, 8)
+    assert sizes(6, 3) == (2, 4, 6, 12, 24)
+    assert sizes(32, 7) == (2, 4, 8, 16, 32, 64)
+    assert sizes(100, 7) == (2, 4, 8, 16, 32, 64, 96, 100)
+
+
+def test_programs_that_verify_exist_only_where_asked_for() -> None:
+    without, buckets = BucketSet.derive(SIZES).all(), BucketSet.derive(SIZES, max_drafts=3)
+    more = set(buckets.all()) - set(without)
+    assert set(without) <= set(buckets.all()) and {bucket.kind for bucket in more} == {"verify"}
+    for variant in (Variant(False), Variant(True), Variant(True, featured=True)):
+        for tokens in range(2, 25):
+            bucket = buckets.verify(tokens, variant)
+            assert bucket in more and tokens <= bucket.num_tokens < 2 * tokens
+            assert bucket.num_seqs == min(6, bucket.num_tokens) and bucket.num_choices == bucket.num_tokens
+
+
 def test_sizes_of_large_decode_batches_grow_in_steps_of_an_eighth() -> None:
     def sizes(rows: int) -> tuple[int, ...]:
         return BucketSet.derive(replace(SIZES, num_rows=rows)).decode_sizes

@@ -15,8 +15,12 @@ import jax
 
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.offline.llm import LLM, Completion
 from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.scheduler.speculation.pace import StepCosts
+from jaxsgl.scheduler.speculation.speculation import Speculating
+from tests.scheduler.drafters import knowing
 
 NUM_DEVICES = 8
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
@@ -67,13 +71,14 @@ def answers(
 ) -> dict[str, Any]:
     """Tokens and scores of `REQUESTS`, and what the programs exchange; then tokens with the weights of `other`.
 
-    With `masked`, `MASKED` run among them; their answers come last.
+    With `masked`, `MASKED` run among them; their answers come last. Then all run again with drafts.
     """
-    llm = LLM(folder, **FLAGS, scheduling=SchedulingConfig(enable_mixed_chunk=True), **flags)
+    speculation = SpeculationConfig(*(("NGRAM", 1) if masked else ()))
+    llm = LLM(folder, **FLAGS, scheduling=SchedulingConfig(enable_mixed_chunk=True), speculation=speculation, **flags)
     requests = REQUESTS[:3] if only_greedy else [*REQUESTS, *(MASKED if masked else [])]
     prompts, params = (list(each) for each in zip(*requests, strict=True))
     found: dict[str, Any] = {
-        "completions": [_public(each) for each in llm.generate(prompts, params, progress=False)],
+        "completions": [_public(each) for each in llm.generate(prompts, params, progress=False, speculative=False)],
         "collectives": {
             key.kind + (f" {key.shape.kind}" if isinstance(key.shape, Bucket) else ""): Counter(
                 COLLECTIVE.findall(done.compiled.as_text() or "")
@@ -81,6 +86,8 @@ def answers(
             for key, done in llm.engine.compiled.compilations.items()
         },
     }
+    if masked:
+        found["speculated"] = _speculated(llm, prompts, params, [each["token_ids"] for each in found["completions"]])
     if other is not None:
         llm.release_memory_occupation()
         llm.resume_memory_occupation()
@@ -90,6 +97,21 @@ def answers(
     found["recompiles"] = llm.engine.recompiles
     llm.close()
     return found
+
+
+def _speculated(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], outputs: list[list[int]]
+) -> dict[str, Any]:
+    """Tokens of each request if half of its drafts are those that it yields, and how many drafts were accepted."""
+    known = {tuple(prompt): list(output) for prompt, output in zip(prompts, outputs, strict=True)}
+    speculation = llm._scheduler.state.speculation
+    assert isinstance(speculation, Speculating)
+    truth = lambda request: known[tuple(request.prompt_ids)]  # noqa: E731
+    speculation._drafter_of = knowing(truth, "half", llm.engine.capacity.vocab_size)
+    speculation._costs = StepCosts()  # any number of drafts pays
+    completions = llm.generate(prompts, params, progress=False)
+    accepted = sum(each.speculated.accepted_tokens for each in completions)
+    return {"token_ids": [each.token_ids for each in completions], "accepted": accepted}
 
 
 def _tokens(llm: LLM) -> list[list[int]]:

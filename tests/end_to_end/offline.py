@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +12,13 @@ from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages.orders import ToEngine
 from jaxsgl.messages.replies import Reply
+from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.scheduler.grammars.constraint import Matcher
+from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.speculation.drafter import DrafterOf, drafts_nothing
 from jaxsgl.testing.engine import RetractEvery, ScriptedMailbox
 from tests.checked import CheckedScheduler
 
@@ -46,6 +50,8 @@ def new_scheduler(
     config: SchedulingConfig = SchedulingConfig(),
     retract_every: int | None = None,
     decode_steps: int | None = None,
+    drafter_of: DrafterOf = drafts_nothing,
+    compile: Callable[[Grammar], Matcher] | None = None,
 ) -> CheckedScheduler:
     buckets = engine.buckets if decode_steps is None else replace(engine.buckets, decode_steps=decode_steps)
     return CheckedScheduler(
@@ -55,6 +61,8 @@ def new_scheduler(
         config,
         radix_cache=radix,
         retract_also=None if retract_every is None else RetractEvery(retract_every),
+        drafter_of=drafter_of,
+        grammars=NoGrammars() if compile is None else GrammarQueue(compile, 30.0),
     )
 
 
@@ -68,12 +76,14 @@ def serve(
     config: SchedulingConfig = SchedulingConfig(),
     retract_every: int | None = None,
     decode_steps: int | None = None,
+    drafter_of: DrafterOf = drafts_nothing,
+    compile: Callable[[Grammar], Matcher] | None = None,
 ) -> ScriptedMailbox:
     """Serves `script` (messages by turn of the loop) to the end with an empty cache.
 
     With `decode_steps` 1, an engine that has programs of several steps doesn't use them.
     """
-    scheduler = new_scheduler(engine, radix, eos_token_ids, config, retract_every, decode_steps)
+    scheduler = new_scheduler(engine, radix, eos_token_ids, config, retract_every, decode_steps, drafter_of, compile)
     mailbox = ScriptedMailbox(script)
     run_loop(scheduler, engine, mailbox, overlap, pages=engine)
     assert scheduler.is_idle

@@ -150,6 +150,10 @@ def check_equal(answer: dict[str, Any], expected: dict[str, Any], case: Case) ->
     atol = 3e-3 if case.flags else 1e-4
     held = [token for each in answer["completions"][len(REQUESTS) :] for token in each["token_ids"]]
     assert set(held) <= set(ALLOWED) and len(held) == (16 if case.masked else 0), case
+    if case.masked:
+        drafted = answer["speculated"]
+        assert drafted["token_ids"] == [each["token_ids"] for each in answer["completions"]], case
+        assert drafted["accepted"] > 10, case
     for mine, other in zip(answer["completions"], expected["completions"], strict=True):
         assert mine["token_ids"] == other["token_ids"], case
         np.testing.assert_allclose(mine["logprobs"], other["logprobs"], atol=atol, err_msg=str(case))

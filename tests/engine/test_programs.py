@@ -28,6 +28,7 @@ GREEDY = [
     Bucket("decode", 4, 4, False),
     Bucket("extend", 32, 4, False),
     Bucket("score", 32, 4, False),
+    Bucket("verify", 8, 4, False),
 ]
 BUCKETS = [
     *GREEDY,

@@ -15,6 +15,7 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
+from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.sizing import choose_page_size, plan_capacity
@@ -22,6 +23,7 @@ from jaxsgl.models import ModelArch
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.speculation.drafter import Drafter, DrafterOf
 from tests.engine.conftest import MODEL
 
 CONTEXT, ROWS = 200, 11  # more rows than the fewest sequences of an extend program
@@ -52,6 +54,37 @@ def scheduler_with(
 def request(name: str, length: int, *, scored: bool = False) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=CONTEXT - length, prompt_logprobs=0 if scored else None)
     return Request(name, [2] * length, params)
+
+
+class Proposing(Drafter):
+    """Proposes so many tokens at any time."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def propose(self, most: int) -> tuple[int, ...]:
+        return (3,) * min(self._count, most)
+
+
+def proposing(total: int, decodes: int) -> DrafterOf:
+    """Drafters that propose `total` tokens for all of `decodes` requests, whose names are numbers."""
+    return lambda asked: Proposing((total + int(asked.request_id)) // decodes)
+
+
+def verifying_steps(config: EngineConfig, capacity: Capacity, buckets: BucketSet) -> Iterator[Bucket]:
+    """The buckets of decode steps in which requests propose so many drafts in all."""
+    for decodes in range(1, ROWS + 1):
+        for total in range(1, decodes * buckets.max_drafts + 1):
+            drafter_of = proposing(total, decodes)
+            scheduler = Scheduler(capacity, buckets, (), config.scheduling, drafter_of=drafter_of)
+            scheduler.receive([request(f"{i}", 1) for i in range(decodes)])
+            for _ in range(2):
+                inputs = scheduler.launch()
+                assert inputs is not None
+                if inputs.bucket.kind == "verify":
+                    yield inputs.bucket
+                    break
+                scheduler.collect([1] * inputs.num_seqs)
 
 
 def lengths_of(prompts: int, tokens: int) -> list[int] | None:
@@ -108,3 +141,20 @@ def test_compiled_shapes_are_those_that_steps_can_have(tmp_path: Path, settings:
     buckets = buckets_of(config, capacity)
     compiled = {replace(bucket, sampled=False, featured=False, filtered=False) for bucket in buckets.all()}
     assert set(steps(config, capacity, buckets)) == compiled
+
+
+@pytest.mark.parametrize("sizes", [(), (4, 11, 30)])
+@pytest.mark.parametrize("num_drafts", [1, 3, 8])
+def test_compiled_shapes_for_drafts_are_those_that_steps_can_have(
+    tmp_path: Path, num_drafts: int, sizes: tuple[int, ...]
+) -> None:
+    config = EngineConfig(
+        max_running_requests=ROWS,
+        page_size=4,
+        decode_buckets=sizes,
+        speculation=SpeculationConfig("NGRAM", num_drafts),
+    )
+    capacity = capacity_of(config, tmp_path)
+    buckets = buckets_of(config, capacity)
+    compiled = {bucket for bucket in buckets.all() if bucket.kind == "verify" and not bucket.sampled}
+    assert set(verifying_steps(config, capacity, buckets)) == compiled

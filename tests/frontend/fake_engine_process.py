@@ -59,6 +59,8 @@ from jaxsgl.messages.replies import (
     RefusalKind,
     Replies,
     Reply,
+    Run,
+    SpeculationTotals,
     StageTimes,
     TokenLogprob,
     Totals,
@@ -108,11 +110,18 @@ class Running:
 
 
 class FakeEngine:
-    def __init__(self, mailbox: EngineMailbox | SharedMailbox, max_requests: int, mark: MaskMark | NoMark) -> None:
-        """Requests beyond `max_requests` at once are refused."""
+    def __init__(
+        self,
+        mailbox: EngineMailbox | SharedMailbox,
+        max_requests: int,
+        mark: MaskMark | NoMark,
+        speculates: bool = False,
+    ) -> None:
+        """Requests beyond `max_requests` at once are refused; `speculates`: tokens come of runs of drafts."""
         self.mailbox = mailbox
         self.mark = mark
         self.max_requests = max_requests
+        self.speculates = speculates
         self.running: dict[tuple[str, int], Running] = {}
         self.num_seen = 0
         self.num_aborts = 0
@@ -120,6 +129,7 @@ class FakeEngine:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_steps = 0
+        self.drafts = SpeculationTotals()
         self.paused = self.retracted = False
         self.drains: list[int] = []
         self.version = "default"
@@ -158,6 +168,7 @@ class FakeEngine:
                 output_tokens=self.num_tokens,
                 steps=self.num_steps,
             ),
+            speculation=self.drafts,
         )
         self.mailbox.send(Replies(replies, load))
 
@@ -315,6 +326,7 @@ class FakeEngine:
             reason = FinishReason.LENGTH
         if reason is not None:
             del self.running[run.request.request_id, run.index]
+        guess = self.guess(run.request) if self.speculates and len(run.sent) > 1 else None
         prompt_logprobs = None
         if sampling.prompt_logprobs is not None and run.index == 0 and len(run.sent) == 1:
             prompt_logprobs = tuple(logprob(id, sampling.prompt_logprobs) for id in run.request.prompt_ids[1:])
@@ -328,7 +340,18 @@ class FakeEngine:
             prompt_logprobs=prompt_logprobs,
             times=StageTimes(0.001, 0.002) if len(run.sent) == 1 else None,
             states=states_of(run) if sampling.wants_states else None,
+            run=guess,
         )
+
+    def guess(self, request: Request) -> Run | None:
+        """Each token but the first comes of a run: of 2 drafts, or of all that the client expects; one is kept."""
+        if not request.speculative:
+            return None
+        told, expected = self.drafts, request.prediction_ids
+        guess = Run(len(expected) or 2, 1, bool(expected))
+        told.runs, told.draft_tokens = told.runs + 1, told.draft_tokens + guess.drafted
+        told.accepted_tokens, told.accepted_at = told.accepted_tokens + 1, (told.accepted_tokens + 1, 0)
+        return guess
 
 
 def states_of(run: Running) -> TokenStates:
@@ -385,7 +408,8 @@ def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
         kernels=(("store_kv", "triton", "hung"), ("store_kv", "xla", "untested")),
     )
     mailbox.announce(info)
-    FakeEngine(mailbox, launch.config.max_queued_requests, launch.endpoints.mask_mark()).run()
+    speculates = launch.config.speculation.is_on
+    FakeEngine(mailbox, launch.config.max_queued_requests, launch.endpoints.mask_mark(), speculates).run()
     return 0
 
 

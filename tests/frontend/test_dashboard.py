@@ -15,7 +15,7 @@ from server_process import ROOT
 
 from jaxsgl.frontend.exposition import registry_of
 from jaxsgl.frontend.metrics import Metrics
-from jaxsgl.messages.replies import STEP_BOUNDS_S, BucketTimes, Load, pack_times
+from jaxsgl.messages.replies import STEP_BOUNDS_S, BucketTimes, Load, SpeculationTotals, pack_times
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs" / "grafana" / "jaxsgl.json").read_text())
 OF_PROMETHEUS = {"instance", "job"}  # labels that Prometheus adds when it scrapes
@@ -24,7 +24,8 @@ OF_PROMETHEUS = {"instance", "job"}  # labels that Prometheus adds when it scrap
 def exposed() -> dict[str, set[str]]:
     """Name of each sample -> its labels, as a server exposes them."""
     times = [BucketTimes(kind, "16", [1] * (len(STEP_BOUNDS_S) + 1), 1.0) for kind in ("decode", "extend")]
-    load = Load(step_times=pack_times(times))
+    drafts = SpeculationTotals(1, 2, 1, (1,), {"not_proposed": 1})
+    load = Load(step_times=pack_times(times), speculation=drafts)
     metrics = Metrics(lambda: load)
     metrics.failed(ValueError())
     labels: dict[str, set[str]] = defaultdict(set)

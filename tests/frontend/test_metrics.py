@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+import msgspec
 import prometheus_client
 import pytest
 from fake_engine_process import LIMITS, Script
@@ -18,7 +19,7 @@ from jaxsgl.frontend.exposition import registry_of
 from jaxsgl.frontend.metric_rows import ROWS
 from jaxsgl.frontend.metrics import Histogram, Metrics, Timing, one_two_five
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
-from jaxsgl.messages.replies import BucketTimes, Load, StageTimes, Totals, TransferLoad, pack_times
+from jaxsgl.messages.replies import BucketTimes, Load, SpeculationTotals, StageTimes, Totals, TransferLoad, pack_times
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.text.sample import End
 
@@ -154,11 +155,16 @@ def test_every_metric_is_documented() -> None:
 def test_the_engines_numbers_come_from_its_latest_load() -> None:
     values: Any = iter(range(1, 100))
     totals = Totals(*itertools.islice(values, len(Totals.__struct_fields__)))
-    names = set(Load.__struct_fields__) - {"totals", "step_times", "host", "transfer"}
+    names = set(Load.__struct_fields__) - {"totals", "step_times", "host", "transfer", "speculation"}
     steps = [BucketTimes("decode", "32", [1] * 15, 2.5), BucketTimes("extend", "512x8", [0] * 14 + [2], 30.0)]
     load = Load(**{name: next(values) for name in sorted(names)}, totals=totals, step_times=pack_times(steps))
+    load = msgspec.structs.replace(load, speculation=SpeculationTotals(5, 20, 9, (5, 3, 1), {"penalties": 4}))
     samples = samples_of(metrics_of(load))
     assert samples["sglang:num_running_reqs"] == samples["vllm:num_requests_running"] == load.num_running
+    spec = "vllm:spec_decode_num"
+    assert [samples[f"{spec}_{what}_total"] for what in ("drafts", "draft_tokens", "accepted_tokens")] == [5, 20, 9]
+    assert [samples[f"{spec}_accepted_tokens_per_pos_total.{place}"] for place in range(3)] == [5, 3, 1]
+    assert samples["jaxsgl:spec_plain_decodes_total.penalties"] == 4
     assert samples["sglang:num_queue_reqs"] == samples["vllm:num_requests_waiting"] == load.num_waiting
     assert samples["sglang:num_used_tokens"] == load.used_tokens
     assert samples["vllm:num_preemptions_total"] == load.totals.retractions

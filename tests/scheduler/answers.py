@@ -128,6 +128,11 @@ def _is_too_long(request: Request, num_new: int, limits: Limits) -> bool:
     return not request.prompt_ids or needed > min(limits.pool_tokens, limits.context_length)
 
 
+def output_of(request: Request, limits: Limits) -> list[int]:
+    """What each sample of a request that is taken yields alone; [] of one that generates nothing."""
+    return [] if request.pooling is not None else _expected(request, max_new_tokens(request, limits))[0]
+
+
 def _expected(request: Request, max_new: int) -> tuple[list[int], FinishReason | RefusalKind]:
     """What each sample yields alone, and why it ends."""
     if request.sampling.masked:

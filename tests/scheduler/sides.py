@@ -91,7 +91,7 @@ class Worker:
         if collects and not newest_only:
             self._collect()
         if inputs is not None and inputs.masked:
-            self.in_flight[-1].choose(self.scheduler.masks(inputs.bucket.num_seqs))
+            self.in_flight[-1].choose(self.scheduler.masks(inputs.bucket.num_choices))
         if collects and newest_only:
             self._collect()
         if self.scheduler.ops.waiting and not self.holds_gathers:

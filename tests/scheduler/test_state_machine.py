@@ -55,7 +55,8 @@ from jaxsgl.testing.engine import FakeEngine, FakeHandle, RetractEvery
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import WatchedScheduler
 from tests.grids import count
-from tests.scheduler.answers import EOS, VOCAB, Answers
+from tests.scheduler.answers import EOS, VOCAB, Answers, output_of
+from tests.scheduler.drafters import KINDS, knowing
 from tests.scheduler.grammars import GrammarsInTurn
 from tests.scheduler.tiered import check_names, tier_of
 
@@ -113,6 +114,8 @@ class ServingMachine(RuleBasedStateMachine):
         host=st.sampled_from([None, None, (1, 1), (6, 2), (60, 3), (400, 64)]),
         write_policy=st.sampled_from([WRITE_THROUGH, WRITE_AFTER_REUSE]),
         pooling=st.sampled_from([None, None, PoolingSpec("last", 1), PoolingSpec("mean", 1)]),
+        max_drafts=st.sampled_from([0, 0, 1, 3, 9]),
+        drafts=st.sampled_from(KINDS),
     )
     def start(
         self,
@@ -130,6 +133,8 @@ class ServingMachine(RuleBasedStateMachine):
         host: tuple[int, int] | None,
         write_policy: str,
         pooling: PoolingSpec | None,
+        max_drafts: int,
+        drafts: str,
     ) -> None:
         if by_priority and config.schedule_policy in PRIORITY_POLICIES:
             config = replace(
@@ -144,7 +149,7 @@ class ServingMachine(RuleBasedStateMachine):
         self.holds_gathers = False
         self.scheduler = WatchedScheduler(
             self.capacity,
-            BucketSet.derive(self.capacity, decode_steps=decode_steps),
+            BucketSet.derive(self.capacity, decode_steps=decode_steps, max_drafts=max_drafts),
             EOS,
             config,
             radix_cache=radix,
@@ -153,6 +158,7 @@ class ServingMachine(RuleBasedStateMachine):
             tier=self.tier,
             loads=None if self.tier is None else LoadRule(0.0, timeout_s=3.0, least_tokens=1),
             grammars=GrammarsInTurn(VOCAB, lambda: self.now_s),
+            drafter_of=knowing(lambda request: output_of(request, self.capacity.limits), drafts, VOCAB),
         )
         self.engine = FakeEngine(self.capacity)
         self.leak_check = LeakCheck(self.scheduler, clock=lambda: self.now_s)
@@ -295,6 +301,9 @@ class ServingMachine(RuleBasedStateMachine):
 
     def turn(self) -> None:
         was_paused = self.scheduler.is_paused
+        reads_first = bool(self.in_flight) and self.scheduler.reads_first
+        if reads_first:
+            self.collect()
         inputs = self.scheduler.launch()
         assert inputs is None or not was_paused
         for number, op in self.scheduler.ops.take():
@@ -307,13 +316,13 @@ class ServingMachine(RuleBasedStateMachine):
         if collects and not newest_only:
             self.collect()
         if inputs is not None and inputs.masked:
-            self.in_flight[-1].choose(self.scheduler.masks(inputs.bucket.num_seqs))
+            self.in_flight[-1].choose(self.scheduler.masks(inputs.bucket.num_choices))
         if collects and newest_only:
             self.collect()
         if self.scheduler.ops.waiting and not self.holds_gathers:
             self.scheduler.ops.finished(self.engine.poll())
         if self.control.is_active:
-            self.news += self.control.after_turn(collects)
+            self.news += self.control.after_turn(collects or reads_first)
         self.settle()
         if self.tier is not None:
             check_names(self.tier, self.scheduler.cache)

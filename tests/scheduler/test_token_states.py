@@ -18,7 +18,8 @@ from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox
 from jaxsgl.testing.outputs import hidden_state
 from tests.checked import CheckedScheduler
-from tests.scheduler.serving import Script, capacity, expected, request
+from tests.scheduler.drafters import knowing
+from tests.scheduler.serving import VOCAB, Script, capacity, expected, request
 
 SPEC = StatesSpec(hidden=True, experts=True, hidden_size=1, num_layers=1, top_k=2)
 PROMPT = list(range(50))
@@ -38,11 +39,14 @@ def asking(request_id: str, prompt: list[int], max_tokens: int = 6, n: int = 1) 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("retract", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_each_token_but_the_last_has_its_state_once(mixed: bool, retract: bool, overlap: bool) -> None:
+@pytest.mark.parametrize("max_drafts", [0, 4])
+def test_each_token_but_the_last_has_its_state_once(mixed: bool, retract: bool, overlap: bool, max_drafts: int) -> None:
     sizes = states_capacity(max_extend_tokens=16)
     config = SchedulingConfig(enable_mixed_chunk=mixed)
     also = RetractEvery(5) if retract else None
-    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes, decode_steps=4), (), config, retract_also=also)
+    buckets = BucketSet.derive(sizes, decode_steps=4, max_drafts=max_drafts)
+    drafter_of = knowing(lambda asked: expected(asked.prompt_ids, asked.sampling.max_tokens or 0), "half", VOCAB)
+    scheduler = CheckedScheduler(sizes, buckets, (), config, retract_also=also, drafter_of=drafter_of)
     script: Script = [[request("plain", PROMPT, 12)], [], [asking("a", PROMPT), asking("b", PROMPT[:9], n=2)]]
     mailbox = ScriptedMailbox(script)
     run_loop(scheduler, FakeEngine(sizes), mailbox, overlap, check_every_step=True)
@@ -57,6 +61,7 @@ def test_each_token_but_the_last_has_its_state_once(mixed: bool, retract: bool, 
     assert mailbox.output_ids("plain") == expected(PROMPT, 12)
     assert not any(reply.states for reply in mailbox.replies if reply.request_id == "plain")
     assert bool(scheduler.state.totals.retractions) == retract
+    assert bool(scheduler.load(0).speculation.accepted_tokens) == bool(max_drafts)
 
 
 def test_without_the_flag_no_program_yields_states() -> None:

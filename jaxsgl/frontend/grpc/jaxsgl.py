@@ -10,6 +10,7 @@ import functools
 import platform
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -31,6 +32,7 @@ from jaxsgl.requests.request import FinishReason
 from jaxsgl.requests.sampling import SamplingParams, check_counts
 from jaxsgl.text.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
+from jaxsgl.text.speculated import Speculated
 from jaxsgl.text.tokenizer import Turn
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Jaxsgl"].full_name
@@ -100,7 +102,11 @@ class JaxsglService(pb_grpc.JaxsglServicer):
 
 
 def _options(request: pb.GenerateRequest | pb.EmbedRequest) -> RequestOptions:
-    return RequestOptions(request.priority, request.cache_salt, request.adapter)
+    options = RequestOptions(request.priority, request.cache_salt, request.adapter)
+    if isinstance(request, pb.EmbedRequest):
+        return options
+    speculative = request.speculative if request.HasField("speculative") else True
+    return replace(options, speculative=speculative, prediction=request.prediction)
 
 
 def _prompt(request: pb.GenerateRequest | pb.EmbedRequest) -> Prompt:
@@ -156,7 +162,20 @@ def _reply(request_id: str, piece: Piece) -> pb.GenerateReply:
         reply.usage.prompt_tokens = piece.end.prompt_tokens
         reply.usage.cached_tokens = piece.end.cached_tokens
         reply.usage.completion_tokens = piece.end.completion_tokens
+        if piece.end.speculated.num_steps:
+            reply.drafts.CopyFrom(_drafts(piece.end.speculated))
     return reply
+
+
+def _drafts(told: Speculated) -> pb.Drafts:
+    return pb.Drafts(
+        steps=told.num_steps,
+        draft_tokens=told.draft_tokens,
+        accepted_tokens=told.accepted_tokens,
+        histogram=told.histogram,
+        accepted_prediction_tokens=told.accepted_prediction_tokens,
+        rejected_prediction_tokens=told.rejected_prediction_tokens,
+    )
 
 
 def _logprob(of_token: TokenLogprob) -> pb.TokenLogprob:

@@ -132,6 +132,10 @@ Priority = Annotated[int, within(PRIORITY_BOUNDS, "ignored unless the server sch
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 TextList = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
 IdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
+Speculative = Annotated[
+    bool,
+    Field(description="false: no token is guessed, (--speculative-algorithm); the answer stays the same"),
+]
 LoraPath = Annotated[str, Field(description="the name of a LoRA adapter, if model does not name one")]
 LoraPaths = Annotated[
     str | Annotated[list[str | None], Field(max_length=MAX_TEXTS, fail_fast=True)],
@@ -231,7 +235,13 @@ def options_of(body: Body, adapters: Sequence[str]) -> list[RequestOptions]:
     cache_salt, extra_key = getattr(body, "cache_salt", None), getattr(body, "extra_key", None)
     if cache_salt is not None and extra_key is not None:
         raise InvalidRequest("cache_salt and extra_key are both given, but mean the same: send one of them")
-    return [RequestOptions(priority, cache_salt or extra_key or "", adapter) for adapter in adapters]
+    given = RequestOptions(
+        priority,
+        cache_salt or extra_key or "",
+        speculative=getattr(body, "speculative", None) is not False,
+        prediction="" if (prediction := getattr(body, "prediction", None)) is None else prediction.text,
+    )
+    return [replace(given, adapter=adapter) for adapter in adapters]
 
 
 def in_rooms(options: list[RequestOptions], body: Body) -> list[RequestOptions]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,10 @@ class Matcher(Protocol):
 
     def advance(self, token_id: int) -> None:
         """Takes the next token; raises `RequestFailed` if the grammar refuses it, since the mask has allowed it."""
+        ...
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of `token_ids`, from the first, may come next, one after the other; a question."""
         ...
 
     @property
@@ -71,9 +75,28 @@ class AnyTokens:
     def advance(self, token_id: int) -> None:
         """Any token may come."""
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """All of them."""
+        return len(token_ids)
+
     def mask_into(self, words: Words) -> None:
         """Allows all tokens."""
         words[:] = ALL
+
+
+class Bound(NamedTuple):
+    """How far the run of tokens of a sample may go in a step.
+
+    Attributes:
+      num_tokens: a run that has more is cut to so many, and the sample ends with them.
+      error: why it ends then; None: its output is complete.
+    """
+
+    num_tokens: int
+    error: InvalidRequest | None
+
+
+NO_BOUND = Bound(2**31 - 1, None)
 
 
 class TokenLimits:
@@ -121,6 +144,7 @@ class Constraint:
         "_limits",
         "_matcher",
         "_min_tokens",
+        "_num_ahead",
         "_num_tokens",
         "_seconds",
         "_sets",
@@ -140,6 +164,7 @@ class Constraint:
         self._limits = limits
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self._num_ahead = 0  # masks made behind drafts
         self._seconds = 0.0
         ids = np.array(sorted({*(eos_ids if self._has_grammar else ()), *stop_ids}), dtype=np.int64)
         self._words = np.unique(ids // 32)
@@ -156,22 +181,58 @@ class Constraint:
         self._num_tokens += 1
         self._matcher.advance(token_id)
 
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """How many of `drafts`, from the first, the grammar allows next; a question. Limits may allow fewer."""
+        return self._matcher.num_allowed(drafts)
+
     def mask_into(self, words: Words, output_ids: Sequence[int] = ()) -> bool:
         """Writes to `words [ceil(V / 32)]` which tokens may follow `output_ids`; False: the output is complete instead.
 
         Raises `InvalidRequest` if no token may come though the output isn't complete, or at the grammar's limits.
         """
+        return self._mask_into(words, output_ids, self._matcher, self._num_tokens)
+
+    def masks_ahead(self, words: Words, output_ids: Sequence[int], drafts: Sequence[int]) -> Bound:
+        """Writes to `words[1:]` which tokens may follow each of `drafts`; returns how far a run may go.
+
+        `words[0]`, which `mask_into` has written, says what may come first. Where a draft may not come, no run gets
+        beyond it, and the masks after it stay as they are. The matcher stays where it is, since what is drawn decides.
+
+        Args:
+          words: `[1 + len(drafts), ceil(V / 32)]`.
+          output_ids: of the sample.
+          drafts: tokens that are supposed to follow them.
+        """
+        matcher = self._matcher.copy()
+        for count, draft in enumerate(drafts, 1):
+            if not words[count - 1, draft // 32] >> np.uint32(draft % 32) & 1:
+                break
+            try:
+                matcher.advance(draft)
+                if matcher.ended:
+                    break
+                self._num_ahead += 1
+                known = [*output_ids, *drafts[:count]]
+                if self._mask_into(words[count], known, matcher, self._num_tokens + count):
+                    continue
+                error = None
+            except InvalidRequest as failure:
+                error = failure
+            words[count] = ALL
+            return Bound(count, error)
+        return NO_BOUND
+
+    def _mask_into(self, words: Words, output_ids: Sequence[int], matcher: Matcher, num_tokens: int) -> bool:
         start_s = time.thread_time()
-        self._matcher.mask_into(words)
+        matcher.mask_into(words)
         self._seconds += time.thread_time() - start_s
-        if self._seconds > MASK_CPU_S + MASK_CPU_S_PER_TOKEN * self._num_tokens:
+        if self._seconds > MASK_CPU_S + MASK_CPU_S_PER_TOKEN * (num_tokens + self._num_ahead):
             raise InvalidRequest(
-                f"the grammar took {self._seconds:.1f} s for {self._num_tokens} tokens, for which others wait: "
-                "simplify it"
+                f"the grammar took {self._seconds:.1f} s for {num_tokens} tokens, for which others wait: simplify it"
             )
         words[self._words] &= self._keeps
-        accepts = self._matcher.accepts
-        if accepts and self._num_tokens >= self._min_tokens:
+        accepts = matcher.accepts
+        if accepts and num_tokens >= self._min_tokens:
             words[self._words] |= self._sets
         if self._limits is not None:
             self._limits.apply(words, output_ids)
@@ -179,12 +240,12 @@ class Constraint:
             return True
         if not self._has_grammar:
             raise InvalidRequest(
-                f"after {self._num_tokens} tokens allowed_token_ids and bad_words leave none, or none that may come "
+                f"after {num_tokens} tokens allowed_token_ids and bad_words leave none, or none that may come "
                 "before min_tokens: change them"
             )
         if not accepts:
             raise InvalidRequest(
-                f"after {self._num_tokens} tokens the grammar leaves no token of the vocabulary that neither ends the "
+                f"after {num_tokens} tokens the grammar leaves no token of the vocabulary that neither ends the "
                 "output nor is a stop token, not allowed or bad: change the grammar, or what else limits tokens"
             )
         return False

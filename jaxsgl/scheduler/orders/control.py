@@ -134,7 +134,7 @@ class Control:
 
     def before_step(self, inputs: StepInputs) -> None:
         """A step is about to be launched; the loop calls it only while there is something to do."""
-        stage = "decode" if inputs.bucket.kind == "decode" else "extend"
+        stage = "decode" if inputs.bucket.kind in ("decode", "verify") else "extend"
         self._profiling.before_step(stage, self._scheduler.state.steps_in_flight)
 
     def after_turn(self, collected: bool) -> list[News]:

@@ -264,7 +264,7 @@ class Images(Resource):
     def completed(self, inputs: StepInputs) -> StepInputs:
         """The batch with the calls of the tower that must come before it, and with the part of one that is ahead."""
         parts = [self._part(ahead) for ahead in self._ahead]
-        if inputs.bucket.kind == "decode":  # it reads no image
+        if inputs.bucket.kind in ("decode", "verify"):  # it reads no image
             return replace(inputs, encodes=tuple(parts)) if parts else inputs
         self._restore()
         if self.sliced is not None and self.sliced.item.digest in self._to_encode:

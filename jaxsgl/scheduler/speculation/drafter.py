@@ -4,12 +4,19 @@
     propose(most)         up to `most` drafts to verify in the next step; a question, which changes nothing
     judge(drafted, kept)  so many drafts were verified, and so many of them are the request's tokens now
 
+The scheduler calls `extend` with the prompt when the first token has come, then with the tokens of each step, and
+then, if the step verified drafts, `judge`. `propose` may be asked several times for a step, or never. A request that is
+retracted keeps its drafter, since its tokens stay. `Scheduler(drafter_of=...)` makes the drafter of each sample.
+
 A request holds one from its arrival to its end; `NO_DRAFTS` where it doesn't speculate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from jaxsgl.requests.request import Request
 
 
 class Drafter:
@@ -25,5 +32,39 @@ class Drafter:
     def judge(self, drafted: int, kept: int) -> None:
         """Takes how many drafts a step verified, and how many of them the request kept."""
 
+    def end(self) -> None:
+        """Nothing more is asked: the request has ended."""
 
-NO_DRAFTS = Drafter()
+    @property
+    def rests(self) -> bool:
+        """Whether it proposes nothing for some tokens to come, whatever they are."""
+        return False
+
+    @property
+    def probability(self) -> float:
+        """That a draft which was proposed last is kept, if all before it are."""
+        return 1.0
+
+    @property
+    def of_prediction(self) -> bool:
+        """Whether the drafts that were proposed last are those of the request's prediction."""
+        return False
+
+
+class NoDrafts(Drafter):
+    """Of a request that doesn't speculate."""
+
+    @property
+    def rests(self) -> bool:
+        """Always."""
+        return True
+
+
+NO_DRAFTS = NoDrafts()
+
+DrafterOf: TypeAlias = Callable[[Request], Drafter]  # of each sample of the request
+
+
+def drafts_nothing(request: Request) -> Drafter:
+    """The drafter of a server that doesn't speculate."""
+    return NO_DRAFTS

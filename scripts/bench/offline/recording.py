@@ -24,7 +24,7 @@ from jaxsgl.batch.engine_api import StepEngine, StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs, layout
 from jaxsgl.batch.outputs import HostOutputs
 
-StepKind: TypeAlias = Literal["decode", "extend", "mixed", "score"]
+StepKind: TypeAlias = Literal["decode", "extend", "mixed", "score", "verify"]
 SWITCH_S = 20e-6  # how long the loop's thread keeps the interpreter while the watching thread waits for it
 
 

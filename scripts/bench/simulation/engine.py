@@ -110,6 +110,10 @@ class SizesBuilder:
             kv_tokens=kv_tokens, pairs=pairs, decode_kv_tokens=decode_kv_tokens,
         )  # fmt: skip
 
+    def verify(self, works: Sequence[Work]) -> StepSizes:
+        """See `BatchBuilder`; simulated requests don't speculate."""
+        raise NotImplementedError
+
 
 @dataclass(slots=True)
 class KindCounts:

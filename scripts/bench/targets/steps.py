@@ -23,7 +23,7 @@ from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of, with_images
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.config.features import VisionConfig
+from jaxsgl.config.features import SpeculationConfig, VisionConfig
 from jaxsgl.engine.adapters import abstract_pool
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.memory import Memory
@@ -55,6 +55,8 @@ COMPILED_LAYERS = 4
 MEM_FRACTION = 0.85  # of the chip's memory for weights and pool, as the engine's own default
 DECODE_ROWS = (1, 32, 256)
 EXTEND_TOKENS, EXTEND_SEQS = 4096, 4
+NUM_DRAFTS = 3  # of a sequence, of which 16 fit into the larger verify step
+VERIFY_TOKENS = 64
 ADAPTER_COLUMNS = 128  # eight LoRA adapters of rank 16
 # Fields of the bucket by the name of the sampling.
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -142,7 +144,11 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
     """The model on those chips, `kv_cache_dtype` as the engine's flag; None where it doesn't fit."""
     home = write_config(name, folder / name)
     config = EngineConfig(
-        model=str(home), chunked_prefill_size=EXTEND_TOKENS, kv_cache_dtype=kv_cache_dtype, tp=mesh.size
+        model=str(home),
+        chunked_prefill_size=EXTEND_TOKENS,
+        kv_cache_dtype=kv_cache_dtype,
+        tp=mesh.size,
+        speculation=SpeculationConfig("NGRAM", NUM_DRAFTS),
     )
     if mesh.size > 1 and ModelArch.from_folder(home).mixture is not None:
         config = dataclasses.replace(config, ep=True, vision=VisionConfig(mm_enable_dp_encoder=True))
@@ -210,6 +216,7 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
             )
         yield program
     yield from _mask_programs(spec, model, pages, facts)
+    yield from _verify_programs(spec, model, backend, pages, facts)
     if model.name == MODELS[0]:
         pool = abstract_pool(arch, adaptable_modules(arch), ADAPTER_COLUMNS, model.dtype, mesh)
         bucket = dataclasses.replace(model.bucket("decode", DECODE_ROWS[-1], "greedy"), adapter_columns=ADAPTER_COLUMNS)
@@ -223,6 +230,20 @@ def _mask_programs(spec: ProgramSpec, model: Served, pages: Any, facts: dict[str
     for each in spec.masking(DECODE_ROWS[-1]):
         name = program_name(model, each.key, "any")
         yield Program(name, "any", each.trace, pages, num_donated=0, on_matrix_units=False, facts=facts)
+
+
+def _verify_programs(
+    spec: ProgramSpec, model: Served, backend: str, pages: Any, facts: dict[str, int]
+) -> Iterator[Program]:
+    """Yields what verifies drafts: a middling step of each model, and of the first one the smallest as well."""
+    sizes = {VERIFY_TOKENS, model.buckets.verify_sizes[0]} if model.name == MODELS[0] else {VERIFY_TOKENS}
+    for size in sorted(sizes):
+        forward = spec.forward(model.buckets.verify(size))
+        name = program_name(model, forward.key, backend)
+        yield Program(name, backend, forward.trace, pages, 2 * COMPILED_LAYERS, on_matrix_units=False, facts=facts)
+    accepting = spec.accepting(VERIFY_TOKENS)
+    name = program_name(model, accepting.key, "any")
+    yield Program(name, "any", accepting.trace, pages, num_donated=0, on_matrix_units=False, facts=facts)
 
 
 def _of_decoder(params: Params) -> Params:

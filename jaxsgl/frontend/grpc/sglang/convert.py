@@ -228,6 +228,8 @@ class Responses:
             completion_tokens=len(sample.ids),
             cached_tokens=end.cached_tokens,
             index=index,
+            spec_accepted_tokens=end.speculated.accepted_tokens,
+            spec_draft_tokens=end.speculated.draft_tokens,
         )
         if self._options.prefill_only and end.reason is not FinishReason.ABORT:
             complete.finish_reason = FinishReason.LENGTH.value

@@ -64,6 +64,12 @@ class Busy:
         counts = zip(names, (transfer.num_bootstrapping, transfer.num_moving), strict=True)
         return {"mode": transfer.mode, **dict(counts)}
 
+    def speculative(self) -> dict[str, float]:
+        """Fields of both shapes' section about drafts, of which no replica without speculation has any."""
+        if not self.load.speculation.runs:
+            return {}
+        return {"accept_length": self.rates.accept_length, "accept_rate": self.rates.accept_rate}
+
     def memory(self) -> dict[str, float | int]:
         """Fields of both shapes' memory section. Graphs take none: compiled programs own no memory between steps."""
         return {
@@ -111,6 +117,8 @@ def _load(busy: Busy, rank: int, include: Sequence[str]) -> pb.SchedulerLoad:
     everything = "all" in wanted
     if everything or "memory" in wanted:
         load.memory.CopyFrom(pb.MemoryMetrics(**busy.memory()))
+    if (everything or "spec" in wanted) and (drafts := busy.speculative()):
+        load.speculative.CopyFrom(pb.SpeculativeMetrics(**drafts))
     if everything or "disagg" in wanted:
         load.disaggregation.CopyFrom(pb.DisaggregationMetrics(**busy.disaggregation()))
     if everything or "queues" in wanted:
@@ -165,5 +173,7 @@ def load_record(busy: Busy, sample: int, silence_s: float | None, telemetry: boo
         record.max_total_num_tokens = busy.info.limits.pool_tokens
         record.memory.CopyFrom(common_pb2.EngineMemory(**busy.memory()))
         record.queues.CopyFrom(common_pb2.EngineQueues(**busy.queues()))
+        if drafts := busy.speculative():
+            record.speculative.CopyFrom(common_pb2.EngineSpeculative(**drafts))
         record.disaggregation.mode = busy.disaggregation()["mode"]
     return record

@@ -31,11 +31,11 @@ from jaxsgl.frontend.http.openai.replies import (
     DeltaCall,
     MessageCall,
     StatesCollector,
-    Usage,
     UsageCounter,
     chat_logprobs,
     json_response,
     new_head,
+    new_usage,
 )
 from jaxsgl.frontend.http.openai.schemas import (
     ChatRequest,
@@ -70,10 +70,11 @@ async def answer_chat(front_end: FrontEnd, body: ChatRequest, adapter: str = "")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = new_head("chatcmpl", kind, adapter or front_end.config.model_name)
     request, form = await prepare_chat(front_end, body, head.id, adapter)
+    predicted = body.prediction is not None
     if body.stream:
-        usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], request.sampling.n)
+        usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], request.sampling.n, predicted)
         return EventStream(_stream(front_end, request, head, usage, form))
-    return json_response(await _whole(front_end, request, head, form))
+    return json_response(await _whole(front_end, request, head, form, predicted))
 
 
 async def prepare_chat(
@@ -171,7 +172,7 @@ def _sampling(body: ChatRequest) -> SamplingParams:
     return sampling_of(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
 
 
-async def _whole(front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm) -> bytes:
+async def _whole(front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm, predicted: bool) -> bytes:
     tokenizer = front_end.generator.model.tokenizer
     async with start_all(front_end.generator, [request], visible=form.visible) as generations:
         samples = await whole(generations)
@@ -179,7 +180,7 @@ async def _whole(front_end: FrontEnd, request: Request, head: AnswerHead, form: 
     states = StatesCollector([request], front_end.generator.model.info.limits.states)
 
     def write() -> bytes:
-        usage = Usage()
+        usage = new_usage(predicted)
         choices: list[ChatChoice] = []
         for index, sample in enumerate(samples):
             assert sample.end is not None

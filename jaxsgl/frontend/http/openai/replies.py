@@ -35,13 +35,24 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int = 0
 
 
+class CompletionDetails(msgspec.Struct):
+    """Tokens of the request's `prediction` that steps verified, by whether they are in the output."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
 class Usage(msgspec.Struct):
-    """Token counts of all choices of an answer (a prompt with several samples counts once), or of a chunk's choice."""
+    """Token counts of all choices of an answer (a prompt with several samples counts once), or of a chunk's choice.
+
+    Answers to requests with a `prediction` have `completion_tokens_details`.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptDetails = msgspec.field(default_factory=PromptDetails)
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
     def add(self, end: End, sample: int) -> None:
         """Counts a sample that has ended."""
@@ -50,6 +61,14 @@ class Usage(msgspec.Struct):
             self.prompt_tokens_details.cached_tokens += end.cached_tokens
         self.completion_tokens += end.completion_tokens
         self.total_tokens = self.prompt_tokens + self.completion_tokens
+        if self.completion_tokens_details is not UNSET:
+            self.completion_tokens_details.accepted_prediction_tokens += end.speculated.accepted_prediction_tokens
+            self.completion_tokens_details.rejected_prediction_tokens += end.speculated.rejected_prediction_tokens
+
+
+def new_usage(predicted: bool = False) -> Usage:
+    """Returns one of no tokens; `predicted`: the request has a prediction."""
+    return Usage(completion_tokens_details=CompletionDetails() if predicted else UNSET)
 
 
 class Top(msgspec.Struct):
@@ -218,9 +237,14 @@ class UsageCounter:
       total: usage of the choices that have ended.
     """
 
-    def __init__(self, options: StreamOptions | None, prompt_lens: Sequence[int], n: int) -> None:
-        """Takes the number of tokens of each prompt; choice `number` is sample `number % n` of prompt `number // n`."""
-        self.total = Usage()
+    def __init__(
+        self, options: StreamOptions | None, prompt_lens: Sequence[int], n: int, predicted: bool = False
+    ) -> None:
+        """Takes the number of tokens of each prompt; choice `number` is sample `number % n` of prompt `number // n`.
+
+        `predicted`: the request has a prediction.
+        """
+        self.total = new_usage(predicted)
         self._at_end = options is not None and bool(options.include_usage)
         self._in_chunks = options is not None and bool(options.continuous_usage_stats)
         self._prompt_lens = prompt_lens

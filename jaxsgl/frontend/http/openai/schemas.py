@@ -25,6 +25,7 @@ from jaxsgl.frontend.http.bodies import (
     LogitBias,
     LoraPath,
     Priority,
+    Speculative,
     Stop,
     StopRegex,
     StopTokenIds,
@@ -46,6 +47,7 @@ MAX_MESSAGES = 8192
 MAX_PARTS = 1024
 MAX_TOOL_CALLS = 128
 MAX_TEMPLATE_CHARS = 1 << 16
+_CHAT_ALONE = frozenset({"prediction"})
 
 Prompts = Annotated[
     str | TextList | TokenIds | IdLists,
@@ -107,6 +109,7 @@ class Sampled(Constrained, Truncated):
     cache_salt: CacheSalt | None = None
     extra_key: Annotated[CacheSalt, Field(description="SGLang's word for cache_salt")] | None = None
     lora_path: LoraPath | None = None
+    speculative: Speculative | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: Annotated[bool, Field(description="SGLang's word for include_stop_str_in_output")] | None = None
     skip_special_tokens: Annotated[bool, Field(description="false: their names are in the text")] | None = None
@@ -119,7 +122,7 @@ def sampling_of(
 
     Fields are refused if ignoring them would give a wrong answer.
     """
-    refuse_others(body)
+    refuse_others(body, _CHAT_ALONE)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options are given, but stream is not true: leave them out, or set stream to true")
     return sampling_params(
@@ -216,6 +219,25 @@ class MessageBody(Body):
     tool_call_id: str | None = None
 
 
+class PredictedContent(Body):
+    """What the answer is expected to be."""
+
+    type: Literal["content"]
+    content: Content
+
+    @property
+    def text(self) -> str:
+        """All of it. Raises `InvalidRequest` for parts that are no text."""
+        if isinstance(self.content, str):
+            return self.content
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise InvalidRequest(
+                    f"prediction.content has a part of type {part.type[:100]}, but answers are text: send text"
+                )
+        return "".join(part.text or "" for part in self.content)
+
+
 ChatTemplate = Annotated[
     str, Field(max_length=MAX_TEMPLATE_CHARS, description="Jinja; of servers with --trust-request-chat-template")
 ]
@@ -275,6 +297,12 @@ class ChatRequest(Sampled, StatesAsked):
     continue_final_message: bool | None = None
     chat_template: ChatTemplate | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prediction: (
+        Annotated[
+            PredictedContent, Field(description="makes the answer faster where it is right (docs/speculation.md)")
+        ]
+        | None
+    ) = None
 
 
 class TokenizeRequest(Body):

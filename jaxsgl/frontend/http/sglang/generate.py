@@ -72,8 +72,16 @@ def router(front_end: FrontEnd) -> APIRouter:
         states = front_end.generator.model.info.limits.states
         if body.stream and requests[0].sampling.wants_states:
             raise InvalidRequest("hidden states and experts come with whole answers: leave stream out")
+        speculates = front_end.config.engine.speculation.is_on
         writers = [
-            Writer(request, UNSET if alone or not body.stream else number * n + sample, start_len, tokenizer, states)
+            Writer(
+                request,
+                UNSET if alone or not body.stream else number * n + sample,
+                start_len,
+                tokenizer,
+                states,
+                speculates,
+            )
             for number, request in enumerate(requests)
             for sample in range(n)
         ]

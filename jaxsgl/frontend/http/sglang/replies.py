@@ -18,6 +18,7 @@ from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.outputs import StatesSpec, TokenStates, hidden_states
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.sample import End, Piece
+from jaxsgl.text.speculated import Speculated
 from jaxsgl.text.tokenizer import Tokenizer
 
 Scored: TypeAlias = tuple[float | None, int, str | None]  # log-probability, token id, its text if asked for
@@ -25,7 +26,11 @@ Tops: TypeAlias = list[list[Scored] | None]
 
 
 class MetaInfo(msgspec.Struct):
-    """Facts about one choice so far. `cached_tokens` and `e2e_latency` (seconds) are known at its end."""
+    """Facts about one choice so far. `cached_tokens` and `e2e_latency` (seconds) are known at its end.
+
+    So is what became of its drafts, on servers that speculate: steps that verified some, the tokens of such a step on
+    average, the share of drafts in the output, such steps by how many of their drafts are there, and both numbers.
+    """
 
     id: str
     prompt_tokens: int
@@ -40,6 +45,12 @@ class MetaInfo(msgspec.Struct):
     output_top_logprobs: Tops | UnsetType = UNSET
     hidden_states: list[Any] | UnsetType = UNSET
     routed_experts: str | UnsetType = UNSET
+    spec_verify_ct: int | UnsetType = UNSET
+    spec_accept_length: float | UnsetType = UNSET
+    spec_accept_rate: float | UnsetType = UNSET
+    spec_accept_histogram: list[int] | UnsetType = UNSET
+    spec_accept_token_num: int | UnsetType = UNSET
+    spec_draft_token_num: int | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct):
@@ -60,6 +71,7 @@ class Writer:
       start_len: position of the first prompt token whose log-probability is wanted, or None.
       tokenizer: gives scored tokens their texts; None leaves them out.
       states: what the server returns of single tokens.
+      speculates: whether the server does.
 
     Attributes:
       num_scores: log-probabilities so far, counted by a stream.
@@ -72,6 +84,7 @@ class Writer:
         start_len: int | None,
         tokenizer: Tokenizer | None,
         states: StatesSpec | None = None,
+        speculates: bool = False,
     ) -> None:
         self.num_scores = 0
         self._start_s = time.monotonic()
@@ -80,6 +93,7 @@ class Writer:
         self._tokenizer = tokenizer
         self._sampling = sampling = request.sampling
         self._states = states
+        self._speculates = speculates
         meta = MetaInfo(request.request_id, len(request.prompt_ids))
         if sampling.logprobs is not None:
             meta.input_token_logprobs, meta.output_token_logprobs = [], []
@@ -105,6 +119,8 @@ class Writer:
             meta.cached_tokens = piece.end.cached_tokens
             meta.e2e_latency = time.monotonic() - self._start_s
             self._add_states(meta, piece.states)
+            if self._speculates:
+                _add_drafts(meta, piece.end.speculated)
         return choice
 
     def _add_states(self, meta: MetaInfo, states: Sequence[TokenStates]) -> None:
@@ -136,6 +152,15 @@ class Writer:
 
     def _text(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else name_of(self._tokenizer, token_id)
+
+
+def _add_drafts(meta: MetaInfo, told: Speculated) -> None:
+    meta.spec_verify_ct = told.num_steps
+    meta.spec_accept_length = told.accept_length
+    meta.spec_accept_rate = told.accept_rate
+    meta.spec_accept_histogram = told.histogram
+    meta.spec_accept_token_num = told.accepted_tokens
+    meta.spec_draft_token_num = told.draft_tokens
 
 
 def _finish_reason(end: End) -> dict[str, Any]:

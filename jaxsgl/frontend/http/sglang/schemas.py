@@ -19,6 +19,7 @@ from jaxsgl.frontend.http.bodies import (
     LogitBias,
     LoraPaths,
     Priority,
+    Speculative,
     Stop,
     StopRegex,
     StopTokenIds,
@@ -106,6 +107,7 @@ class GenerateBody(Body):
     extra_key: CacheSalt | None = None
     cache_salt: Annotated[CacheSalt, Field(description="vLLM's word for extra_key")] | None = None
     lora_path: LoraPaths | None = None
+    speculative: Speculative | None = None
 
 
 class AbortBody(Body):

@@ -1,0 +1,119 @@
+"""`Proposing`: the `Drafter` of one request, which asks its sources in turn, each at its pace.
+
+`Drafters` makes them, as flags and the request say. A request that refuses speculation, or can't have it, has
+`NO_DRAFTS`. wiring.py hands `Drafters` to the scheduler.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from jaxsgl.config.features import SpeculationConfig
+from jaxsgl.requests.media import MediaLimits
+from jaxsgl.requests.request import Request
+from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter
+from jaxsgl.scheduler.speculation.pace import Pace
+from jaxsgl.scheduler.speculation.sources import Prediction, PromptLookup, Source
+from jaxsgl.scheduler.speculation.suffix import PastAnswers, SuffixLookup
+
+
+class Proposing(Drafter):
+    """Proposes what the first of its sources knows that knows anything; each has a pace of its own.
+
+    Args:
+      sources: the most reliable one first.
+      most: drafts of a step.
+      prediction: which of `sources` is what the client expects; None: it expects nothing.
+      never: tokens that stand for images, and that no step may embed as drafts.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        most: int,
+        prediction: Source | None = None,
+        never: frozenset[int] = frozenset(),
+    ) -> None:
+        self._sources = [(source, Pace()) for source in sources]
+        self._most = most
+        self._prediction = prediction
+        self._never = never
+        self._asked = 0  # which source the last proposal was of: a proposal is judged before there is another one
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """See `Drafter`."""
+        for source, pace in self._sources:
+            source.extend(tokens)
+            pace.extend(len(tokens))
+
+    def propose(self, most: int) -> tuple[int, ...]:
+        """See `Drafter`."""
+        for number, (source, pace) in enumerate(self._sources):
+            length = min(most, self._most, pace.length)
+            drafts = source.propose(length) if length > 0 else ()
+            if self._never:
+                drafts = tuple(itertools.takewhile(lambda token_id: token_id not in self._never, drafts))
+            if drafts:
+                self._asked = number
+                return drafts
+        return ()
+
+    def judge(self, drafted: int, kept: int) -> None:
+        """See `Drafter`."""
+        self._sources[self._asked][1].judge(drafted, kept)
+
+    def end(self) -> None:
+        """See `Drafter`."""
+        for source, _ in self._sources:
+            source.end()
+
+    @property
+    def rests(self) -> bool:
+        """See `Drafter`."""
+        return not any(pace.length for _, pace in self._sources)
+
+    @property
+    def probability(self) -> float:
+        """See `Drafter`."""
+        return self._sources[self._asked][1].probability
+
+    @property
+    def of_prediction(self) -> bool:
+        """See `Drafter`."""
+        return self._sources[self._asked][0] is self._prediction
+
+
+class Drafters:
+    """Makes the drafter of each sample of each request.
+
+    Args:
+      config: flags.
+      media: what images look like in prompts; None: the model takes none.
+    """
+
+    def __init__(self, config: SpeculationConfig, media: MediaLimits | None = None) -> None:
+        self._config = config
+        self._answers = PastAnswers(config.speculative_suffix_cache_mib << 20)
+        self._placeholders = frozenset(() if media is None else (media.image_token_id, media.video_token_id))
+
+    def __call__(self, request: Request) -> Drafter:
+        """The drafter of one sample of `request`, which knows no tokens yet."""
+        config = self._config
+        if not config.is_on or not request.speculative or request.pooling is not None:
+            return NO_DRAFTS
+        sources: list[Source] = []
+        prediction = None
+        if request.prediction_ids:
+            prediction = Prediction(request.prediction_ids, len(request.prompt_ids))
+            sources.append(prediction)
+        sources.append(self._lookup(request))
+        return Proposing(sources, config.num_draft_tokens, prediction, self._placeholders)
+
+    def _lookup(self, request: Request) -> Source:
+        config = self._config
+        if config.speculative_algorithm == "NGRAM":
+            return PromptLookup(*config.match_window)
+        return SuffixLookup(
+            config.num_draft_tokens, len(request.prompt_ids), self._answers, (request.cache_salt, request.adapter)
+        )

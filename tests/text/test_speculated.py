@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from jaxsgl.messages.replies import Reply, Run
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.text.detokenizer import NoText
+from jaxsgl.text.sample import End, Sample
+from jaxsgl.text.speculated import Speculated
+
+
+class Letters(NoText):
+    """Writes token 0 as a, 1 as b, ..."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+
+
+def end_of(replies: list[Reply], **sampling: object) -> End:
+    request = Request("r", [1, 2], SamplingParams(**sampling))  # type: ignore[arg-type]
+    end = Sample(request, 0, Letters()).take(replies).end
+    assert end is not None
+    return end
+
+
+def test_runs_of_a_sample_add_up() -> None:
+    replies = [
+        Reply("r", (0,)),
+        Reply("r", (1, 2, 3), run=Run(3, 2)),
+        Reply("r", (4,), run=Run(4, 0, of_prediction=True)),
+        Reply("r", (5,)),
+        Reply("r", (6, 7, 8, 9), FinishReason.LENGTH, run=Run(3, 3, of_prediction=True)),
+    ]
+    told = end_of(replies).speculated
+    assert told == Speculated([1, 0, 1, 1], 10, accepted_prediction_tokens=3, rejected_prediction_tokens=4)
+    assert (told.num_steps, told.accepted_tokens) == (3, 5)
+    assert told.accept_length == pytest.approx(8 / 3) and told.accept_rate == 0.5
+    num_plain = 1  # the step of token 5; token 0 came with the prompt
+    assert told.accepted_tokens + told.num_steps + num_plain == 10 - 1
+
+
+def test_drafts_after_a_stop_string_are_no_part_of_the_output() -> None:
+    end = end_of([Reply("r", (0,)), Reply("r", (1, 2, 3, 4), run=Run(3, 3))], stop=("bc",))
+    assert end.completion_tokens == 3
+    assert end.speculated == Speculated([0, 0, 1], 3)
+
+
+def test_a_sample_without_drafts_has_counted_nothing() -> None:
+    told = end_of([Reply("r", (0, 1), FinishReason.STOP)]).speculated
+    assert told == Speculated() and (told.accept_length, told.accept_rate, told.num_steps) == (0, 0, 0)
