@@ -31,6 +31,7 @@ PAGE_SIZE = {"cpu": 16}
 OTHER_PAGE_SIZE = 64  # docs/kernels.md says why
 WIDEST_HEADS = 256  # that kernels for GPUs take
 LANES = 128  # of a TPU's memory: numbers in a row
+LONG_PAGES = (LANES, 2 * LANES)  # of which a TPU's columns are whole lanes
 LEAST_HEADS = 4  # of a TPU's page of one token, so that they fill a tile in formats of 8 bits too
 CHUNK_TOKENS = {"cpu": 512}
 OTHER_CHUNK_TOKENS = 2048
@@ -95,7 +96,7 @@ def _on_tpu(num_kv_heads: int, head_dim: int, page_size: int) -> KeptHeads:
         and num_kv_heads // (2 * together) >= least
     ):
         together *= 2
-    if head_dim % 8 == 0 and head_dim <= LANES // 2 and together * head_dim < LANES and page_size % LANES == 0:
+    if head_dim % 8 == 0 and head_dim <= LANES // 2 and together * head_dim < LANES and page_size in LONG_PAGES:
         return _as_they_are(num_kv_heads, head_dim, page_size)
     return KeptHeads(num_kv_heads, num_kv_heads // together, -(-together * head_dim // LANES) * LANES)
 
