@@ -274,6 +274,16 @@ Call Int8Product(Random& random, XLA_FFI_Handler* handler) {
           {XLA_FFI_DataType_F32, {tokens, out}, std::vector<char>(4 * tokens * out)}};
 }
 
+Call RowSums(Random& random, XLA_FFI_Handler* handler) {
+  const int64_t rows = OneOf(random, {0, 1, 2, 3, 7, 33, 64, 200});
+  const int64_t n = OneOf(random, {1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 127, 128, 192, 1000, 1024, 40000});
+  const char* const ways[] = {"sum", "squares", "top"};
+  return {handler,
+          {MakeArray(XLA_FFI_DataType_F32, {rows, n}, Floats(random, rows * n))},
+          {{"what", XLA_FFI_DataType_INVALID, 0, ways[Below(random, 3)]}},
+          {XLA_FFI_DataType_F32, {rows}, std::vector<char>(4 * rows)}};
+}
+
 // Sequences of random lengths, some empty, some on the pages of the one before; the last page ends with the buffer.
 Call Attention(Random& random, XLA_FFI_Handler* handler, const std::string& way) {
   const int num_kv_heads = 1 + Below(random, 3), group = OneOf(random, {1, 2, 3, 8, 128});
@@ -342,11 +352,12 @@ int main(int argc, char** argv) {
   {
     Pool few(2), more(5);
     for (int i = 0; i < count; ++i) {
-      for (const std::string kernel : {"rows_product", "paged_attention", "int8_product"}) {
+      for (const std::string kernel : {"rows_product", "paged_attention", "int8_product", "row_sums"}) {
         if (kernel != "rows_product" && !std::strcmp(way, "tiles")) continue;
         XLA_FFI_Handler* const handler = Load(library, kernel.c_str());
         Call call = kernel == "paged_attention" ? Attention(random, handler, way)
                     : kernel == "int8_product"  ? Int8Product(random, handler)
+                    : kernel == "row_sums"      ? RowSums(random, handler)
                                                 : Product(random, handler, way);
         const std::string which = kernel + " of case " + std::to_string(i);
         const std::vector<char> first = Run(call, few, true), second = Run(call, more, false);
