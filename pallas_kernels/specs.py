@@ -185,8 +185,12 @@ class ProductSpec:
 
     @property
     def name(self) -> str:
-        """Such as "256x4096x12288_float8_e4m3fn_g128_parts"."""
-        extras = [name for name, has in (("zeros", self.has_zeros), ("parts", self.in_parts)) if has]
+        """Such as "256x4096x12288_float8_e4m3fn_g128_parts"; "rounded" are the rows of a `float8_product`."""
+        extras = [
+            name
+            for name, has in (("zeros", self.has_zeros), ("parts", self.in_parts), ("rounded", self.in_float8))
+            if has
+        ]
         kind = [jnp.dtype(self.dtype).name] if self.dtype != jnp.bfloat16 else []
         shape = f"{self.num_rows}x{self.num_outputs}x{self.num_inputs}"
         return "_".join([shape, self.numbers, f"g{self.group}", *kind, *extras])
