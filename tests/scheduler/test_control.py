@@ -209,9 +209,9 @@ class WaitingMailbox(ScriptedMailbox):
 @both_loops
 @pytest.mark.parametrize("running", [True, False])
 def test_requests_and_commands_go_on_while_a_trace_is_written(running: bool, overlap: bool) -> None:
-    requests: list[ToEngine] = [request("a", PROMPT, 20)] if running else []
+    requests: list[ToEngine] = [request("a", PROMPT, 5)] if running else []
     meanwhile: list[ToEngine] = [Ping(3), StartProfile(4, "/other"), StopProfile(5)]
-    script: Script = [[StartProfile(1, "/traces"), *requests], [StopProfile(2)], meanwhile, *[[]] * 30]
+    script: Script = [[StartProfile(1, "/traces"), *requests], [StopProfile(2)], meanwhile, *[[]] * 8]
     sizes = capacity()
     mailbox = WaitingMailbox(script)
     mailbox.engine = SlowDisk(sizes)
@@ -220,7 +220,7 @@ def test_requests_and_commands_go_on_while_a_trace_is_written(running: bool, ove
     assert [answers(mailbox)[number].ok for number in (4, 5, 2)] == [False, False, True]
     assert "still being written to /traces" in answers(mailbox)[4].text
     assert "being written to /traces" in answers(mailbox)[5].text
-    assert mailbox.tokens_before == (20 if running else 0)
+    assert mailbox.tokens_before == (5 if running else 0)
 
 
 @both_loops

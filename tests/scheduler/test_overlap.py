@@ -25,8 +25,8 @@ def seconds_per_step(overlap: bool) -> float:
 
 def test_overlap_hides_most_of_three_milliseconds_of_host_work_behind_a_step_of_five() -> None:
     """Compared with the same work without overlap, since timers and other programs make both longer."""
-    hidden_s = max(seconds_per_step(overlap=False) - seconds_per_step(overlap=True) for _ in range(10))
-    assert hidden_s > 0.002
+    hidden_s = (seconds_per_step(overlap=False) - seconds_per_step(overlap=True) for _ in range(10))
+    assert any(each > 0.002 for each in hidden_s)
 
 
 def test_without_overlap_host_and_device_take_turns() -> None:
