@@ -1,6 +1,8 @@
 """No request keeps the event loop for more than 50 ms, so that streams of others go on.
 
-Measured as the processor time of the loop's thread between two turns, which other load on the machine doesn't change.
+Measured as the processor time of the loop's thread between two turns. Other load on the machine lengthens that, too:
+threads of a core share its units and caches. So where known work takes longer than on a quiet core, the limit grows
+with it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import grpc
 import httpx
 import pytest
 from played_link import PlayedLink, front_end_of
+from pydantic_core import from_json
 from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
 
 from jaxsgl.config.engine import Limits
@@ -32,7 +35,9 @@ from tests.edges import path_of
 from tests.grids import daily
 from tests.junk_grpc import METHODS
 
-LIMIT_S = 0.050
+QUIET_S = 0.050  # the limit on a quiet core
+KNOWN_WORK = b"[" + b"5," * 1_000_000 + b"5]"
+KNOWN_WORK_S = 0.020  # to parse it on a quiet core
 CONTEXT = 4096
 INFO = EngineInfo(
     model_path="m", architecture="Fake", dtype="float32", limits=Limits(402, CONTEXT, 1 << 20), eos_token_ids=(1,),
@@ -97,8 +102,16 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[tuple[httpx.AsyncClient
         await server.stop()
 
 
+def limit_s() -> float:
+    """Returns the longest turn allowed, in seconds of a core that is as slow as this one is now."""
+    from_json(KNOWN_WORK)  # the first time, memory comes from the kernel, which takes as long again
+    started_s = time.thread_time()
+    from_json(KNOWN_WORK)
+    return QUIET_S * max(1.0, (time.thread_time() - started_s) / KNOWN_WORK_S)
+
+
 def longest_turn(tokenizer: Tokenizer, call: Callable[[httpx.AsyncClient, grpc.aio.Channel], Any]) -> tuple[float, Any]:
-    """(longest turn, status) of a call; the best of three."""
+    """(longest turn as a part of the limit, status) of a call; the best of three."""
 
     async def scenario() -> tuple[float, Any]:
         async with running(tokenizer) as (http, channel):
@@ -111,8 +124,8 @@ def longest_turn(tokenizer: Tokenizer, call: Callable[[httpx.AsyncClient, grpc.a
                 await asyncio.sleep(0)  # so that the last turn counts, too
                 await asyncio.sleep(0)
                 beating.cancel()
-                best = min(best, heartbeat.longest_s)
-                if best < LIMIT_S:
+                best = min(best, heartbeat.longest_s / limit_s())
+                if best < 1:
                     break
             return best, status
 
@@ -166,9 +179,9 @@ def test_no_large_answer_keeps_the_event_loop(tokenizer: Tokenizer, name: str) -
     async def call(http: httpx.AsyncClient, channel: grpc.aio.Channel) -> int:
         return (await http.post(path, content=data, headers={"content-type": "application/json"})).status_code
 
-    longest_s, status = longest_turn(tokenizer, call)
+    longest, status = longest_turn(tokenizer, call)
     assert status == expected
-    assert longest_s < LIMIT_S
+    assert longest < 1
 
 
 @pytest.mark.parametrize("name", daily(list(RAW_BODIES), every=3))
@@ -179,9 +192,9 @@ def test_no_large_body_keeps_the_event_loop(tokenizer: Tokenizer, name: str) -> 
     async def call(http: httpx.AsyncClient, channel: grpc.aio.Channel) -> int:
         return (await http.post(path, content=data, headers={"content-type": "application/json"})).status_code
 
-    longest_s, status = longest_turn(tokenizer, call)
+    longest, status = longest_turn(tokenizer, call)
     assert status == 400
-    assert longest_s < LIMIT_S
+    assert longest < 1
 
 
 OWN, SGLANG = (path_of(method) for method in METHODS if method.name == "Generate")
@@ -224,6 +237,6 @@ def test_no_large_message_keeps_the_event_loop(tokenizer: Tokenizer, name: str) 
                 pass
         return caught.value.code()
 
-    longest_s, code = longest_turn(tokenizer, call)
+    longest, code = longest_turn(tokenizer, call)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert longest_s < LIMIT_S
+    assert longest < 1
