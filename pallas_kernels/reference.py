@@ -162,6 +162,12 @@ def float8_product(
     return quantized_product(rows.values(jnp.float32), weights, dtype, in_parts, interpret)
 
 
+def ordered_product(x: jax.Array, weights: jax.Array, dtype: DTypeLike, in_parts: bool, interpret: bool) -> jax.Array:
+    """All in float32; rounded once, to `dtype`."""
+    rows = x.astype(weights.dtype).astype(jnp.float32)
+    return jnp.einsum("td,nd->tn", rows, weights.astype(jnp.float32), precision="highest").astype(dtype)
+
+
 BACKEND = Backend(
     "reference",
     decode_attention,
@@ -173,5 +179,6 @@ BACKEND = Backend(
     float8_rows=float8_rows,
     float8_product=float8_product,
     store_and_decode=store_and_decode,
+    ordered_product=ordered_product,
     refuse_rotate_and_store=lambda qkv, kv: refuse_conversion(kv),
 )

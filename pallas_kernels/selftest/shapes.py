@@ -78,6 +78,8 @@ class KernelShapes:
     experts: tuple[ExpertShape, ...] = ()
     matrices: tuple[MatrixShape, ...] = ()
     """Those that are quantized, but for experts'."""
+    in_fixed_order: bool = False
+    """Whether sums have one order (`order`), those of products and norms too."""
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes."""
