@@ -2,8 +2,8 @@
 
 Owns that one question. XLA, its libraries and our splits of attention choose tiles and parts for the batch at hand,
 which is fast, and gives a row other bits in other company; a program in fixed order takes the same ones always. On a
-CPU the kernels in C++ do so in any case. Asked by `sums`, `product` and `api` while a program is traced, so whoever
-traces programs says it: a context and not an argument, since sums are far below what knows of flags.
+CPU the kernels in C++ do so in any case. `sums`, the models' products and `api` ask while a program is traced, and the
+engine, which traces it, says so: by a context and not by an argument, since sums are far below what knows flags.
 """
 
 import contextlib

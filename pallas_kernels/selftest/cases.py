@@ -64,7 +64,7 @@ class Case:
         tolerance: of `error`.
         call: its results on a backend, interpreted or not: arrays `[rows, ..]`.
         right: what they should be, in float32. Where that is NaN, so must the results be.
-        others: what a kernel of others computes, to be asked after a wrong result; None where there is none.
+        others: what JAX's own kernel computes, which is asked after a wrong result; None where JAX has no such kernel.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Case:
         return self._error([self.call(backend, interpret) for _ in range(RUNS)])
 
     def second_opinion(self) -> str:
-        """Whether a kernel of others is right where ours is wrong, in words; empty where there is none."""
+        """Whether JAX's own kernel is right where ours is wrong, in words; empty where JAX has no such kernel."""
         if self.others is None:
             return ""
         try:
