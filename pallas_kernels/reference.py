@@ -39,12 +39,18 @@ def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bo
         rows = rows + qkv.bias[qkv.layer].astype(jnp.float32)
     cos, sin = qkv.cos[:, :, None], qkv.sin[:, :, None]
 
-    def attended(rows: jax.Array, scales: jax.Array | None) -> jax.Array:
-        if scales is not None:
-            squares = jnp.sum(rows**2, axis=-1, keepdims=True)
-            rows = rows / jnp.sqrt(squares / qkv.head_dim + qkv.eps) * scales[qkv.layer].astype(jnp.float32)
+    def normalized(rows: jax.Array, scales: jax.Array | None) -> jax.Array:
+        if scales is None:
+            return rows
+        squares = jnp.sum(rows**2, axis=-1, keepdims=True)
+        return rows / jnp.sqrt(squares / qkv.head_dim + qkv.eps) * scales[qkv.layer].astype(jnp.float32)
+
+    def rotated(rows: jax.Array) -> jax.Array:
         real, imaginary = rows[..., : qkv.head_dim // 2], rows[..., qkv.head_dim // 2 :]
         return jnp.concatenate([real * cos - imaginary * sin, real * sin + imaginary * cos], axis=-1)
+
+    def attended(rows: jax.Array, scales: jax.Array | None) -> jax.Array:
+        return normalized(rotated(rows), scales) if qkv.rotates_first else rotated(normalized(rows, scales))
 
     groups = qkv.num_groups
     q = attended(rows[:, :, :groups], qkv.q_norm).reshape(qkv.num_tokens, -1, qkv.head_dim)

@@ -44,6 +44,7 @@ def kernel_shapes(
         has_sinks=arch.sinks,
         has_bias=arch.attention_bias and by_heads,
         has_head_norms=arch.qk_norm == "head",
+        rotates_first=arch.rotates_first,
         experts=_expert_shapes(arch, precision, num_devices),
         matrices=_matrix_shapes(arch, num_devices),
         in_fixed_order=in_fixed_order,

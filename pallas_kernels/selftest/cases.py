@@ -582,6 +582,7 @@ def _qkv(shapes: KernelShapes, num_tokens: int) -> FusedQkv:
         q_norm=norms[0] if shapes.has_head_norms else None,
         k_norm=norms[1] if shapes.has_head_norms else None,
         layer=ROW,
+        rotates_first=shapes.rotates_first,
     )
 
 
