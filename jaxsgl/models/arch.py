@@ -27,6 +27,7 @@ from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format, read_unquantized
 from jaxsgl.models.rope import RopeParams
+from jaxsgl.models.unserved import why_unserved
 from jaxsgl.models.vision.arch import VisionArch, read_vision
 from jaxsgl.requests.outputs import LAST_TOKEN, PoolingSpec
 from pallas_kernels.options import AttentionOptions
@@ -219,9 +220,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     told = (whole.get("architectures") or [None])[0]
     name, head = _family_of(told)
     if name not in FAMILIES:
-        raise CheckpointError(
-            f"{whole.path}: architecture {told} is not supported; supported are {', '.join(FAMILIES)}"
-        )
+        raise CheckpointError(f"{whole.path}: {why_unserved(told, whole.values, FAMILIES)}")
     family = FAMILIES[name]
     config = whole if family.section is None else whole.section(family.section)
     if config is None:
