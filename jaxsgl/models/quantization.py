@@ -27,7 +27,9 @@ class Storage:
     """How a checkpoint stores a quantized matrix `[out, in]`.
 
     Attributes:
-      kind: "plain" numbers in `weight`; or integers in words of 32 bits: "awq", "gptq", "packed" (compressed-tensors).
+      kind: "plain" numbers in `weight`; integers in words of 32 bits: "awq", "gptq", "packed" (compressed-tensors); or
+        two floats of 4 bits (e2m1) in a byte, with a scale of all scales: "fp4" (ModelOpt), "packed_fp4"
+        (compressed-tensors).
       bits: of a number.
       scale: the name of the tensor of scales, instead of `weight`.
       block_rows: how many outputs share a scale.
@@ -128,7 +130,7 @@ def weight_format(flag: str | None, stored: WeightFormat | None) -> WeightFormat
 
 def weights_are_quantized(config: Mapping[str, Any]) -> bool:
     """Whether `quantization_config` describes weights in another format than config.json's dtype."""
-    if config.get("quant_method", "modelopt") not in _MAY_KEEP_WEIGHTS or _modelopt(config).get("quant_algo"):
+    if config.get("quant_method", "modelopt") not in _MAY_KEEP_WEIGHTS or modelopt_part(config).get("quant_algo"):
         return True
     return any(part.get(word) for part in _parts(config) for word in ("weights", "weight"))
 
@@ -139,7 +141,7 @@ def kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
     A KV cache of any other format is left unquantized, with a warning: such a checkpoint is right without it, too.
     """
     scheme = config.get("kv_cache_scheme")
-    algo = _modelopt(config).get("kv_cache_quant_algo")
+    algo = modelopt_part(config).get("kv_cache_quant_algo")
     outputs = [part.get("output_tensors") or {} for part in _kv_parts(config)]
     if not (scheme or algo or outputs):
         return None
@@ -157,7 +159,7 @@ def kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _modelopt(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def modelopt_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """ModelOpt's words, which hf_quant_config.json has one level further down."""
     inner = config.get("quantization")
     return inner if isinstance(inner, dict) else config

@@ -1,11 +1,12 @@
 """How a checkpoint's matrices are quantized, by `quantization_config` of its config.json.
 
-Reads the words of FP8 releases, compressed-tensors, AWQ and GPTQ; refuses every other format by its name, and options
-that would change results. Never knows tensors: `weights/stored_matrix.py` reads them. Called by `arch`.
+Reads the words of FP8 releases, compressed-tensors, ModelOpt, AWQ and GPTQ; refuses every other format by its name, and
+options that would change results. Never knows tensors: `weights/stored_matrix.py` reads them. Called by `arch`.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.layer_spec import LayerSpec
-from jaxsgl.models.quantization import Storage, WeightFormat
+from jaxsgl.models.quantization import Storage, WeightFormat, modelopt_part
 
 SUPPORTED = (
-    "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4), awq and gptq (4 and 8 bits), "
-    "mxfp4 (experts)"
+    "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4, nvfp4), modelopt (FP8, NVFP4), awq "
+    "and gptq (4 and 8 bits), mxfp4 (experts)"
 )
+FP4_GROUP = 16  # inputs that share a scale in NVFP4
 # Matrices of a layer, by the names of `LayerSpec.matrices`, and the modules that make each, in every spelling.
 _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.qkv_proj",)),
@@ -50,7 +52,13 @@ def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
     Raises `CheckpointError` for a format that is not supported, by its name.
     """
     method = config.get("quant_method", "modelopt")
-    readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}
+    readers = {
+        "fp8": _fp8,
+        "compressed-tensors": _compressed_tensors,
+        "modelopt": _modelopt,
+        "awq": _awq,
+        "gptq": _gptq,
+    }
     if method not in readers:
         raise CheckpointError(f"{path}: weights quantized by {method} are not supported; supported are {SUPPORTED}")
     reader = _Reader(path, config)
@@ -60,13 +68,17 @@ def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
 def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> list[frozenset[str]]:
     """The matrices of each layer that `quantization_config` excepts, by their names in `LayerSpec.matrices`.
 
-    An exception is a part of a module's name, cut at its dots ("mlp.gate", "model.layers.3", "visual"), or after "re:"
-    an expression for how it begins. One that means no matrix of ours, as a norm, changes nothing.
+    An exception is a part of a module's name, cut at its dots ("mlp.gate", "model.layers.3", "visual"), a whole name
+    with "*" for any letters, or after "re:" an expression for how it begins. One that means no matrix of ours, as a
+    norm, changes nothing.
 
     Raises `CheckpointError` if it excepts a part of what is multiplied at once.
     """
-    told = [str(each) for key in ("ignore", "modules_to_not_convert") for each in config.get(key) or ()]
+    keys = ("ignore", "modules_to_not_convert", "exclude_modules")
+    told = [str(each) for key in keys for each in modelopt_part(config).get(key) or ()]
     expressions = [re.compile(each.removeprefix("re:")) for each in told if each.startswith("re:")]
+    names_with_stars = [each for each in told if "*" in each and not each.startswith("re:")]
+    expressions += [re.compile(fnmatch.translate(each)) for each in names_with_stars]
     parts = [f".{each}." for each in told if not each.startswith("re:")]
 
     def is_excepted(module: str) -> bool:
@@ -141,17 +153,24 @@ def _compressed_tensors(config: _Reader) -> WeightFormat:
         )
     if config.values.get("sparsity_config"):
         config.one_of("sparsity_config", None)
-    config.one_of("format", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+    formats = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized")
+    is_fp4 = config.one_of("format", *formats) == "nvfp4-pack-quantized"
     weights = _Reader(config.path, groups[0]["weights"])
     kind, bits = weights.one_of("type", "float", "int", default="int"), weights.one_of("num_bits", 8, 4, default=8)
-    strategy = weights.one_of("strategy", "tensor", "channel", "group", "block", default="tensor")
+    strategy = weights.one_of("strategy", "tensor", "channel", "group", "block", "tensor_group", default="tensor")
     has_zeros = not weights.one_of("symmetric", True, False, default=True)
     actorder = weights.one_of("actorder", None, False, "weight", "static", "group", "dynamic")
     group = weights.group() if strategy == "group" else None
+    if is_fp4:
+        for key, value in (("type", "float"), ("num_bits", 4), ("group_size", FP4_GROUP)):
+            weights.one_of(key, value)
+        storage = Storage("packed_fp4", 4)
+        return WeightFormat("compressed-tensors", "int8", group=FP4_GROUP, storage=storage)
     if kind == "float":
         if bits != 8 or has_zeros:
             raise CheckpointError(
-                f"{config.path}: weights of {bits} bits of type float are not supported (NVFP4, MXFP4)"
+                f"{config.path}: weights of {bits} bits of type float are not supported as "
+                f"{config.values.get('format')}: give nvfp4-pack-quantized"
             )
         rows, columns = weights.values["block_structure"] if strategy == "block" else (1, group)
         storage = Storage("plain", scale="weight_scale", block_rows=int(rows))
@@ -166,6 +185,18 @@ def _compressed_tensors(config: _Reader) -> WeightFormat:
         "compressed-tensors", f"int{bits}", group=group, has_zeros=has_zeros,
         reorders=packed and actorder in ("group", "dynamic"), storage=storage,
     )  # fmt: skip
+
+
+def _modelopt(config: _Reader) -> WeightFormat:
+    """FP8 with one scale for a tensor, or NVFP4: floats of 4 bits in groups, whose scales of float8 have one scale.
+
+    Their values are whole numbers after doubling, and are kept as int8.
+    """
+    inner = _Reader(config.path, modelopt_part(config.values))
+    if inner.one_of("quant_algo", "FP8", "NVFP4") == "FP8":
+        return WeightFormat("modelopt", "float8_e4m3fn", storage=Storage("plain", scale="weight_scale"))
+    group = inner.one_of("group_size", FP4_GROUP, default=FP4_GROUP)
+    return WeightFormat("modelopt", "int8", group=group, storage=Storage("fp4", 4))
 
 
 def _awq(config: _Reader) -> WeightFormat:

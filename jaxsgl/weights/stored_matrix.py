@@ -21,10 +21,17 @@ Rows: TypeAlias = slice | npt.NDArray[np.intp]
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight outputs in a word, from its lowest bits
 WORD_BITS = 32
+# Floats of 4 bits: the tensors of numbers, and of the scale that all scales of the matrix have.
+FP4_NAMES = {"fp4": ("weight", "weight_scale_2"), "packed_fp4": ("weight_packed", "weight_global_scale")}
+# What they stand for, doubled so that all are whole: sign, two bits of exponent, one of mantissa.
+FP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 def tensor_names(storage: Storage, reorders: bool) -> tuple[str, ...]:
     """The tensors of a matrix by what replaces "weight" in its name."""
+    if storage.kind in FP4_NAMES:
+        numbers, of_scales = FP4_NAMES[storage.kind]
+        return numbers, storage.scale, of_scales
     numbers = {"plain": "weight", "packed": "weight_packed"}.get(storage.kind, "qweight")
     in_words = storage.kind in ("awq", "gptq")
     names = [numbers, storage.scale]
@@ -44,7 +51,15 @@ def is_unused(name: str, fmt: WeightFormat) -> bool:
     if fmt.method == "gptq" and name.endswith("_proj.bias"):
         return True
     return name.endswith(
-        (".input_scale", ".input_zero_point", ".output_scale", ".weight_shape", ".g_idx", ".weight_g_idx")
+        (
+            ".input_scale",
+            ".input_global_scale",
+            ".input_zero_point",
+            ".output_scale",
+            ".weight_shape",
+            ".g_idx",
+            ".weight_g_idx",
+        )
     )
 
 
@@ -76,11 +91,15 @@ class StoredMatrix:
         self._scale = others[0]
         has_zeros = self._storage.has_zeros or self._storage.kind in ("awq", "gptq")
         self._zeros = others[1] if has_zeros else None
+        self._scale_of_scales = others[1] if self._storage.kind in FP4_NAMES else None
         self._check()
 
     def numbers(self, rows: Rows) -> Array:
         """`[R, in]` in the dtype of the format, columns in their order."""
         dtype = np.dtype(getattr(ml_dtypes, self._fmt.numbers, self._fmt.numbers))
+        if self._storage.kind in FP4_NAMES:
+            pairs = self._numbers[rows]
+            return FP4_DOUBLED[np.stack([pairs & 15, pairs >> 4], axis=-1)].reshape(len(pairs), -1).astype(dtype)
         if self._storage.kind == "plain":
             plain = self._numbers[rows]
             if self._storage.has_zeros and not self._fmt.has_zeros:
@@ -102,6 +121,10 @@ class StoredMatrix:
             scale = self._scale[np.arange(out)[rows] // self._storage.block_rows]
         else:
             scale = self._scale.reshape(out, self.num_groups)[rows]
+        if self._scale_of_scales is not None:
+            whole = np.float32(self._scale_of_scales.reshape(()))
+            # Of numbers that are doubled. compressed-tensors has the reciprocal.
+            scale = scale.astype(np.float32) * (whole if self._storage.kind == "fp4" else 1 / whole) / 2
         return np.ascontiguousarray(scale, np.float32)
 
     def zero(self, rows: Rows) -> npt.NDArray[np.int8]:
@@ -173,6 +196,7 @@ class StoredMatrix:
         words = -(-num_in // per_word)
         expected = {
             "plain": (out, num_in), "packed": (out, words), "gptq": (words, out), "awq": (num_in, out // per_word),
+            "fp4": (out, num_in // 2), "packed_fp4": (out, num_in // 2),
         }[kind]  # fmt: skip
         self._refuse_unless(self._numbers.shape == expected, "numbers", self._numbers, expected)
         rows = -(-out // self._storage.block_rows)
@@ -180,8 +204,10 @@ class StoredMatrix:
         if groups == 1 and kind in ("plain", "packed"):
             of_scale |= {(out,), (), (1,), (1, 1)}
         self._refuse_unless(self._scale.shape in of_scale, "scales", self._scale, sorted(of_scale)[-1])
-        wanted = {"plain": (np.int8, ml_dtypes.float8_e4m3fn)}.get(kind, (np.int32, np.uint32))
-        self._refuse_unless(self._numbers.dtype in wanted, "numbers", self._numbers, expected)
+        wanted = {"plain": (np.int8, ml_dtypes.float8_e4m3fn), **dict.fromkeys(FP4_NAMES, (np.uint8,))}
+        self._refuse_unless(
+            self._numbers.dtype in wanted.get(kind, (np.int32, np.uint32)), "numbers", self._numbers, expected
+        )
         if self._zeros is not None and not self._storage.has_zeros and self.zero(slice(None)).any():
             raise CheckpointError(
                 f"{self._name}: quantization_config says symmetric, but the stored zero points differ"

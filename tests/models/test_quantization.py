@@ -42,15 +42,19 @@ def test_modelopts_own_file_counts_as_the_configuration_does(tmp_path: Path) -> 
     path = tmp_path / "hf_quant_config.json"
     path.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
     assert read(tmp_path).kv_cache_dtype == "fp8_e4m3"
-    path.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}))
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: weights quantized by modelopt are not"):
+    weights = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "model.layers.0.self_attn*"]}
+    path.write_text(json.dumps({"quantization": {**weights, "kv_cache_quant_algo": "FP8"}}))
+    arch = read(tmp_path)
+    assert arch.kv_cache_dtype == "fp8_e4m3" and arch.weight_format is not None and arch.weight_format.group == 16
+    assert [layer.unquantized for layer in arch.layers] == [{"qkv", "o"}, *[frozenset()] * (len(arch.layers) - 1)]
+    path.write_text(json.dumps({"quantization": {"quant_algo": "MIXED_PRECISION"}}))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: .*quant_algo is MIXED_PRECISION; supported are"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": FLOAT8}, "weights quantized by modelopt"),
         ({**QUARK, "layer_quant_config": {"*mlp*": {"weight": {"dtype": "fp8_e4m3"}}}}, "weights quantized by quark"),
         ({"quant_method": "bitsandbytes", "kv_cache_scheme": FLOAT8}, "weights quantized by bitsandbytes"),
         (["fp8"], "must be an object"),

@@ -153,6 +153,26 @@ def packed_int4_asymmetric(weights: np.ndarray, rng: np.random.Generator) -> tup
     return tensors, meant
 
 
+def fp4(weights: np.ndarray, rng: np.random.Generator, *, is_modelopt: bool = True) -> tuple[Tensors, np.ndarray]:
+    """Groups of 16 with scales of float8, which have one scale of their own; or its reciprocal."""
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    groups = weights.reshape(len(weights), -1, 16)
+    whole = np.float32(np.abs(weights).max() / (6 * 448))
+    scale = (np.abs(groups).max(-1) / 6 / whole).clip(2**-6, 448).astype(ml_dtypes.float8_e4m3fn)
+    full = scale.astype(np.float32)[..., None] * whole
+    codes = np.abs(np.abs(groups / full)[..., None] - values).argmin(-1)
+    signs = groups < 0
+    nibbles = (codes + 8 * signs).astype(np.uint8).reshape(len(weights), -1)
+    packed = torch.from_numpy(nibbles[:, ::2] | (nibbles[:, 1::2] << 4))
+    meant = (values[codes] * np.where(signs, -1, 1) * full).reshape(weights.shape)
+    if is_modelopt:
+        tensors = {"weight": packed, "weight_scale_2": torch.tensor(whole), "input_scale": torch.tensor(0.01)}
+    else:
+        inverse = torch.tensor([1 / whole])
+        tensors = {"weight_packed": packed, "weight_global_scale": inverse, "input_global_scale": torch.tensor([9.0])}
+    return {**tensors, "weight_scale": _torch8(scale)}, meant
+
+
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     """`quantization_config` of compressed-tensors."""
     defaults = {"symmetric": True, "dynamic": False}
@@ -165,6 +185,7 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+MODELOPT_FP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
 # Name -> (quantization_config, how a matrix is quantized).
 FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "fp8 in blocks": (
@@ -178,6 +199,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "compressed-tensors fp8 per channel": (
         compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_channels,
     ),
+    "compressed-tensors nvfp4": (
+        compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        lambda weights, rng: fp4(weights, rng, is_modelopt=False),
+    ),
+    "modelopt nvfp4": (MODELOPT_FP4, fp4),
+    "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head*"]}, fp8_tensor),
     "compressed-tensors int8": (compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_channels),
     "compressed-tensors int4": (
         compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP), packed_int4,

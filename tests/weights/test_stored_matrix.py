@@ -85,6 +85,8 @@ def test_the_tensors_of_a_format_replace_weight_in_its_name() -> None:
         return tensor_names(fmt.storage, fmt.reorders)
 
     assert names("fp8 in blocks") == ("weight", "weight_scale_inv")
+    assert names("modelopt nvfp4") == ("weight", "weight_scale", "weight_scale_2")
+    assert names("compressed-tensors nvfp4") == ("weight_packed", "weight_scale", "weight_global_scale")
     assert names("awq") == ("qweight", "scales", "qzeros")
     assert names("gptq desc_act") == ("qweight", "scales", "qzeros", "g_idx")
     assert names("compressed-tensors int4 asymmetric") == ("weight_packed", "weight_scale", "weight_zero_point")
@@ -99,7 +101,8 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
     [
         ({"quant_method": "gguf"}, "weights quantized by gguf are not supported; supported are fp8"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized by bitsandbytes"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quantized by modelopt"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "quant_algo is W4A16_AWQ; supported are FP8, NVFP4"),
+        ({**FORMATS["modelopt nvfp4"][0], "group_size": 32}, "group_size is 32; supported are 16"),
         ({**FORMATS["awq"][0], "version": "gemv"}, "version is gemv; supported are gemm"),
         ({**FORMATS["awq"][0], "bits": 3}, "bits is 3; supported are 4"),
         ({**FORMATS["gptq"][0], "bits": 2}, "bits is 2; supported are 4, 8"),
