@@ -1,8 +1,8 @@
-"""Flags of one model over several hosts, and what launchers say of them in the environment. Names of flags are SGLang's.
+"""Flags of one model over several hosts, and what launchers say of them in the environment. Names are SGLang's.
 
 Every host runs the same command; launchers (LeaderWorkerSet, Slurm, a TPU slice) say in the environment which host it
-is. `fill_in` reads that where flags are left out, and only if --nnodes asks for several hosts: a server that was started
-alone in a cluster stays alone.
+is. `fill_in` reads that where flags are left out, and only if --nnodes asks for several hosts: a server that was
+started alone in a cluster stays alone.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class HostsConfig:
         "file of 32 bytes and more, the same on all hosts, by which they know each other; other users may not read it. "
         "Needed once they are on several machines",
     )
-    dist_timeout: float = flag(
-        600.0, "seconds that hosts wait for each other, at each point of their start", alias="--dist-timeout-s"
-    )
+    dist_timeout: float = flag(600.0, "seconds that hosts wait for each other, at each point of their start")
 
     @property
     def are_several(self) -> bool:
@@ -140,8 +138,8 @@ def placement(environ: Mapping[str, str]) -> Placement | None:
     """
     if "LWS_GROUP_SIZE" in environ:
         names = ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS")
-        size, rank, leader = (_of(environ, name) for name in names)
-        return Placement(_number(names[0], size), _number(names[1], rank), leader)
+        size, index, leader = (_of(environ, name) for name in names)
+        return Placement(_number(names[0], size), _number(names[1], index), leader)
     if "TPU_WORKER_HOSTNAMES" in environ:
         hosts = environ["TPU_WORKER_HOSTNAMES"].split(",")
         return Placement(len(hosts), _number("TPU_WORKER_ID", _of(environ, "TPU_WORKER_ID")), hosts[0].strip())

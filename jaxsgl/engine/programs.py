@@ -77,10 +77,12 @@ class ProgramSet:
 
     Args:
       progress: whether to draw a progress bar on stderr while compiling.
+      threads: that compile; None: one for each processor.
     """
 
-    def __init__(self, *, progress: bool = False) -> None:
+    def __init__(self, *, progress: bool = False, threads: int | None = None) -> None:
         self._progress = progress
+        self._threads = threads
         self._compilations: dict[ProgramKey, Compilation] = {}
 
     def __len__(self) -> int:
@@ -104,7 +106,7 @@ class ProgramSet:
         """Compiles those of `programs` that are not in the set."""
         missing = {program.key: program for program in programs if program.key not in self._compilations}
         lowerings = {key: lambda program=program: program.trace().lower() for key, program in missing.items()}
-        self._compilations |= compile_all(lowerings, progress=self._progress)
+        self._compilations |= compile_all(lowerings, progress=self._progress, threads=self._threads)
 
     def forget(self, keys: Iterable[ProgramKey]) -> None:
         """Drops programs, which are to be compiled for other sizes of the state."""

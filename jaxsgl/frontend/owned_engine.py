@@ -101,6 +101,11 @@ class OwnedEngine(EngineLink):
         assert self._endpoints is not None
         return self._endpoints
 
+    @property
+    def exit_status(self) -> int | None:
+        """Of the process, once it has ended."""
+        return None if self._process is None else self._process.returncode
+
     async def start(self) -> None:
         """Starts the process; returns before it is ready. Raises `StartupError` if there is no place for sockets."""
         self._endpoints = Endpoints.create(self._line_number)

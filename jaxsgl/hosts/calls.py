@@ -87,7 +87,7 @@ class Encoding:
         body = self._encoder.encode(message)
         parts: list[memoryview] = []
         for array in self._arrays:
-            parts.append(memoryview(np.ascontiguousarray(array)).cast("B") if array.size else memoryview(b""))
+            parts.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             if padding := -array.nbytes % _ALIGNMENT:
                 parts.append(memoryview(bytes(padding)))
         return body, parts
