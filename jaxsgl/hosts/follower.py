@@ -60,7 +60,7 @@ class Follower:
         self._config, self._report = config, report
         self._heard_s = time.monotonic()
         self._ending = threading.Event()
-        self._decided: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+        self._decided: queue.SimpleQueue[Verdict | StartupError] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[tuple[Call, Pulse] | None] = queue.SimpleQueue()
         self._played = Pulse()
         self._line, self.num_threads = self._join(facts)
@@ -96,6 +96,7 @@ class Follower:
 
     def end(self) -> None:
         """Hangs up."""
+        logger.info("%d calls played, checksum %08x", self._played.num_calls, self._played.checksum)
         self._ending.set()
         self._line.close()
 
@@ -105,11 +106,7 @@ class Follower:
         logger.info("connecting to host 0 at %s:%d", host, port)
         while True:
             try:
-                connection = socket.create_connection((host, port), timeout=GREETING_S)
-                greet(connection, self._config.read_secret(), connects=True)
-                line = Line(connection, LEADER)
-                line.send(Introduction(self.rank, dict(facts)))
-                answer = line.receive()
+                return self._introduced(socket.create_connection((host, port), timeout=GREETING_S), facts)
             except OSError as error:
                 if time.monotonic() > deadline_s:
                     raise StartupError(
@@ -117,13 +114,22 @@ class Follower:
                         f"{self._config.dist_timeout:g} s (--dist-timeout): {error.strerror or error}"
                     ) from None
                 time.sleep(RETRY_S)
-                continue
             except LineLost as lost:
                 raise StartupError(f"{LEADER} at {self._config.dist_init_addr} {lost}") from None
-            if isinstance(answer, Accepted):
-                return line, answer.num_threads
-            assert isinstance(answer, Failed), f"{LEADER} answered with {type(answer).__name__}"
-            raise StartupError(answer.text)
+
+    def _introduced(self, connection: socket.socket, facts: Mapping[str, str]) -> tuple[Line, int]:
+        """The line to host 0, and the number of threads that it says. Closes the connection if it fails."""
+        with contextlib.ExitStack() as closing:
+            closing.enter_context(connection)
+            greet(connection, self._config.read_secret(), connects=True)
+            line = Line(connection, LEADER)
+            line.send(Introduction(self.rank, dict(facts)))
+            answer = line.receive()
+            if isinstance(answer, Failed):
+                raise StartupError(answer.text)
+            assert isinstance(answer, Accepted), f"{LEADER} answered with {type(answer).__name__}"
+            closing.pop_all()
+            return line, answer.num_threads
 
     def _ask(self, fact: Fact) -> Verdict:
         self._say(fact)
@@ -133,6 +139,8 @@ class Follower:
             raise StartupError(
                 f"{LEADER} has not come to {fact.what} within {self._config.dist_timeout:g} s (--dist-timeout)"
             ) from None
+        if isinstance(verdict, StartupError):
+            raise verdict
         assert verdict.what == fact.what, f"{LEADER} is at {verdict.what}, but this host at {fact.what}"
         return verdict
 
@@ -175,6 +183,7 @@ class Follower:
         if not self._ending.is_set():
             self._ending.set()
             logger.error("%s: ending", text)
+            self._decided.put(StartupError(text))  # the main thread may wait there
             self._report.fail(text)
 
     def _say(self, message: Message) -> None:

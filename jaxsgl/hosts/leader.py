@@ -118,6 +118,7 @@ class Leader:
     def end(self) -> None:
         """Has all hosts end, and waits a moment for them."""
         self._ending.set()
+        logger.info("%d calls sent, checksum %08x", self._num_calls, self._checksum)
         self._tell_all(Bye())
         deadline_s = time.monotonic() + END_S
         for other in self._others.values():
@@ -159,6 +160,7 @@ class Leader:
         if text is not None:
             with contextlib.suppress(LineLost):
                 line.send(Failed(text))
+            line.close()
             self._stop_all(text)
             raise StartupError(text)
         line.send(Accepted(self.num_threads))
