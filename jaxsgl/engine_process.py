@@ -38,6 +38,7 @@ def main() -> int:
         if not launch.config.hosts.are_several:
             return serve(launch, mailbox, Alone())
         status = _serve_with_others(launch, mailbox)
+    logging.shutdown()
     os._exit(status)  # at once: JAX would wait for hosts that have ended
 
 

@@ -75,6 +75,7 @@ def follow(config: EngineConfig, mailbox: EngineMailbox | SharedMailbox, hosts: 
         report.fail(text)
         return 1
     hosts.end()
+    logging.shutdown()
     os._exit(0)  # without closing the mailbox, at which the other thread waits
 
 

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import fcntl
 import itertools
+import logging
 import os
 import shutil
 import tempfile
@@ -201,6 +202,7 @@ class HostReport:
             self._out.send(_encoder.encode(EngineFailed(text)))
             self._out.close(linger=FINAL_MESSAGE_MS)
             self._context.term()
+            logging.shutdown()
             os._exit(1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,14 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.hosts import GONE_S, Hosts, running_hosts
+from tests.end_to_end.precision import EXACT_FLAGS
 from tests.end_to_end.servers import running_server
 from tests.grids import NIGHTLY, count
 
-MODEL: dict[str, Any] = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 200,
-    "intermediate_size": 112,
-}
+MODEL: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 65536}
 FLAGS = (
-    "--page-size", "4", "--chunked-prefill-size", "16", "--context-length", "512", "--max-running-requests", "4",
-    "--max-total-tokens", "1200", "--decode-buckets", "4", "--extend-buckets", "20",
+    *EXACT_FLAGS, "--page-size", "4", "--chunked-prefill-size", "16", "--context-length", "512",
+    "--max-running-requests", "4", "--max-total-tokens", "1200", "--decode-buckets", "4", "--extend-buckets", "20",
 )  # fmt: skip
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 DEAD_S, SILENT_S = 2.0, 10.0
@@ -33,7 +30,7 @@ SLACK_S = 8.0  # of this machine, whose processors others use
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Chunks, more requests than rows, seeds, filters, edits, scores, masks."""
+    """Chunks, more requests than rows, seeds, filters, edits, scores, grammars."""
     sampled = {"temperature": 1.2, "sampling_seed": 3, "max_new_tokens": 10, "ignore_eos": True}
     asked: list[tuple[list[int], dict[str, Any], dict[str, Any]]] = [
         (list(range(3, 40)), GREEDY, {}),
@@ -42,19 +39,19 @@ def bodies() -> list[dict[str, Any]]:
         ([7, 5, 3], {**sampled, "top_k": 20, "top_p": 0.9}, {}),
         ([11, 12, 13, 14], {**sampled, "frequency_penalty": 0.7}, {"return_logprob": True}),
         ([5, 6], {**GREEDY, "logit_bias": {"17": 4.0, "60": 5.0}}, {}),
-        ([3, 4], {**GREEDY, "allowed_token_ids": list(range(20, 60))}, {}),
+        ([3, 4], {**GREEDY, "regex": "[0-9]{30}"}, {}),
     ]
     return [{"input_ids": ids, "sampling_params": params, **more} for ids, params, more in asked]
 
 
-def tokens(url: str, rounds: int) -> list[list[int]]:
+def tokens(url: str, rounds: int, asked: Sequence[dict[str, Any]] | None = None) -> list[list[int]]:
     def ask(body: dict[str, Any]) -> list[int]:
         answer = httpx.post(f"{url}/generate", json=body, timeout=300)
         return list(answer.raise_for_status().json()["output_ids"])
 
-    asked = bodies() * rounds
-    with ThreadPoolExecutor(len(bodies())) as threads:
-        return list(threads.map(ask, asked))
+    asked = bodies() if asked is None else asked
+    with ThreadPoolExecutor(len(asked)) as threads:
+        return list(threads.map(ask, list(asked) * rounds))
 
 
 def weight_mb(log: str) -> float:
@@ -65,8 +62,7 @@ def weight_mb(log: str) -> float:
 
 @pytest.mark.timeout(900)
 def test_two_hosts_give_the_tokens_of_one_and_a_host_that_is_asked_to_stop_drains_all(tmp_path: Path) -> None:
-    model = make_checkpoint("llama_untied_llama3_rope", tmp_path / "model", **MODEL)
-    flags = ["--model", str(model), *FLAGS, "--tp", "2"]
+    flags = [*FLAGS, "--tp", "2"]
     rounds = count(1, 150)
     with running_server(tmp_path, flags) as server:
         alone = tokens(f"http://{server.http_address}", rounds)
@@ -114,8 +110,7 @@ DEATHS = [
 def test_all_hosts_end_when_one_dies_or_stands_still(
     number: signal.Signals, rank: int, to_engine: bool, idle_s: float, tmp_path: Path
 ) -> None:
-    model = make_checkpoint("llama_untied_llama3_rope", tmp_path / "model", **MODEL)
-    with running_hosts(tmp_path, 2, ["--model", str(model), *FLAGS, "--tp", "2"]) as hosts:
+    with running_hosts(tmp_path, 2, [*FLAGS, "--tp", "2"]) as hosts:
         time.sleep(idle_s)
         with ThreadPoolExecutor(1) as threads:
             long = threads.submit(asked_long, hosts)
@@ -146,8 +141,7 @@ def asked_long(hosts: Hosts) -> tuple[int, str, float]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_host_that_dies_while_all_load_ends_all(number: signal.Signals, rank: int, tmp_path: Path) -> None:
-    model = make_checkpoint("llama_untied_llama3_rope", tmp_path / "model", **MODEL)
-    with running_hosts(tmp_path, 2, ["--model", str(model), *FLAGS, "--tp", "2"], until="weights: ") as hosts:
+    with running_hosts(tmp_path, 2, [*FLAGS, "--tp", "2"], until="weights: ") as hosts:
         hosts.hosts[rank].send(number, to_engine=number != signal.SIGTERM)
         statuses = hosts.statuses(GONE_S + SLACK_S)
         assert statuses[1 - rank] == 1 or number == signal.SIGTERM, statuses
@@ -155,12 +149,16 @@ def test_a_host_that_dies_while_all_load_ends_all(number: signal.Signals, rank: 
 
 @pytest.mark.skipif(not NIGHTLY, reason="four servers; by night")
 @pytest.mark.timeout(1800)
-def test_four_hosts_give_the_tokens_of_one(tmp_path: Path) -> None:
+def test_four_hosts_give_the_tokens_of_one_and_read_their_own_parts_alone(tmp_path: Path) -> None:
     model = make_checkpoint("llama_untied_llama3_rope", tmp_path / "model", **MODEL)
     flags = ["--model", str(model), *FLAGS, "--tp", "4"]
+    plain = [body for body in bodies() if "regex" not in body["sampling_params"]]  # this model has no tokenizer
     with running_server(tmp_path, flags) as server:
-        alone = tokens(f"http://{server.http_address}", 3)
+        alone = tokens(f"http://{server.http_address}", 3, plain)
+        read_alone = weight_mb(server.log.read_text())
     with running_hosts(tmp_path, 4, flags) as hosts:
-        assert tokens(hosts.url, 3) == alone
+        assert tokens(hosts.url, 3, plain) == alone
+        for host in hosts.hosts:
+            assert weight_mb(host.log) <= 1.01 * read_alone / 4, (host.log, read_alone)
         hosts.hosts[0].send(signal.SIGTERM, to_engine=False)
         assert hosts.statuses(GONE_S + SLACK_S) == [0] * 4

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config.hosts import HostsConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.hosts import line
@@ -27,7 +28,7 @@ from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.hosts.test_playing import SIZES, Recorded
-from tests.scheduler.serving import BucketSet, request
+from tests.scheduler.serving import request
 
 FACTS = {"--page-size": "16", "the version of JAX": "0.10"}
 PATIENCE_S = 20.0
@@ -130,7 +131,8 @@ def test_three_hosts_take_the_least_of_each_number_and_go_on_only_if_they_agree(
     assert isinstance(errors[0], StartupError)
     assert str(errors[0]) == "the models are m1 on host 2 (127.0.0.1), but m0 on host 0: give all the same"
     for report in world.reports[1:]:
-        assert wait_for(lambda report=report: report.failures) == [f"host 0 failed: {errors[0]}"]
+        failures = report.failures
+        assert wait_for(failures.copy) == [f"host 0 failed: {errors[0]}"]
 
 
 def test_calls_of_the_loop_reach_the_other_host_and_it_yields_the_same(
@@ -252,7 +254,7 @@ def test_large_arrays_pass_while_others_talk() -> None:
     masks = np.arange(1 << 20, dtype=np.uint32).reshape(256, -1)
     with connection() as (one, other):
         out, back = Line(one, "host 1"), Line(other, "host 0")
-        talking = threading.Thread(target=lambda: [out.send(Pulse(n)) for n in range(50)])
+        talking = threading.Thread(target=lambda: list(map(out.send, map(Pulse, range(50)))))
         talking.start()
         sending = threading.Thread(target=out.send, args=(Choose(masks),))
         sending.start()
