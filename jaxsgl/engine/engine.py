@@ -157,6 +157,7 @@ class Engine:
                 config, self.arch, states, memory, self.compiled, spec_of, beside_bytes, pool_size
             )
         self.buckets = self.programs.buckets
+        same_programs(self.compiled, self.capacity, hosts)
         with step_failure("the KV pool can't be allocated", memory.account):
             self._state = jax.block_until_ready(allocate(states, self.capacity, mesh, images))
         self._layer_states, self._mesh = states, mesh
@@ -174,7 +175,6 @@ class Engine:
         )
         self._params = self.weight_store.leaves
         self._launcher: Launcher | None = None
-        same_programs(self.compiled, self.capacity, hosts)
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
         if tester.platform is not None and hosts.size == 1:  # no host has all of the logits
             self._check_tokens(memory.account, min(dtype.itemsize, activations.itemsize))

@@ -43,6 +43,8 @@ def check_hosts(folder: Path, arch: ModelArch, kernels: KernelChoice, hosts: Hos
 def same_programs(compiled: ProgramSet, capacity: Capacity, hosts: Hosts) -> None:
     """Compares sizes and what the programs exchange, in which order; then all hosts go on at the same time.
 
+    That comes before anything is exchanged: gloo gives a host up that comes 30 s later than others.
+
     Raises:
       StartupError: they differ.
     """
