@@ -16,7 +16,7 @@ import msgspec
 
 from jaxsgl import logs, stacks
 from jaxsgl.errors import StartupError, in_one_line
-from jaxsgl.hosts.hosts import Alone, Hosts
+from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.hosts.leader import Leader
 from jaxsgl.hosts.playing import FixedWeights, LeadEngine
 from jaxsgl.ipc import EngineLaunch, EngineMailbox, HostReport, open_mailbox

@@ -18,7 +18,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.flags import public_flags
 from jaxsgl.errors import StartupError, in_one_line
 from jaxsgl.hosts.follower import Follower
-from jaxsgl.hosts.hosts import Report
+from jaxsgl.hosts.group import Report
 from jaxsgl.hosts.leader import Leader
 from jaxsgl.ipc import EngineMailbox
 from jaxsgl.messages.orders import Answer, Ping, Shutdown

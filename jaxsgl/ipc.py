@@ -179,7 +179,7 @@ class EngineMailbox:
 
 
 class HostReport:
-    """A `hosts.Report`: tells the front end of other hosts, from any thread of an engine process whose loop may hang.
+    """A `Report` (hosts/group.py): tells the front end of other hosts, from any thread, since the loop may hang.
 
     Args:
       endpoints: of the engine process, which has one front end.

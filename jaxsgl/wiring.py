@@ -28,7 +28,7 @@ from jaxsgl.constraints.trial import Trial
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.memory import free_host_bytes
 from jaxsgl.errors import ConfigError, InvalidRequest
-from jaxsgl.hosts.hosts import Alone, Hosts
+from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.orders import LoadAdapter
 from jaxsgl.models import Params

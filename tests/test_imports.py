@@ -47,7 +47,7 @@ ALLOWED = {
     "constraints": set(),
     "cache": set(),
     "batch": {"cache.pages"},
-    "engine": {"batch", "models", "weights", "messages", "cache.pages", "hosts.hosts", "pallas_kernels"},
+    "engine": {"batch", "models", "weights", "messages", "cache.pages", "hosts.group", "pallas_kernels"},
     "models": {"pallas_kernels"},
     "weights": {"models", "pallas_kernels"},
 }

@@ -55,6 +55,8 @@ def join_hosts(config: EngineConfig) -> None:
     if not hosts.are_several:
         return
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    # By default hosts share the trials of kernels, and one that finds its program in a cache leaves the others waiting.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false".strip()
     host, port = hosts.address
     address = f"[{host}]:{port + 1}" if ":" in host else f"{host}:{port + 1}"
     try:

@@ -52,7 +52,7 @@ from jaxsgl.engine.step_programs import ProgramSpec, StepPrograms, all_programs,
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.engine.weight_store import EngineWeightStore, abstract_params, as_kept, read_arch, read_params
 from jaxsgl.errors import ConfigError
-from jaxsgl.hosts.hosts import Alone, Hosts
+from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
 from jaxsgl.models.quantization import FP8_E4M3

@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.errors import ConfigError
-from jaxsgl.hosts.hosts import Hosts
+from jaxsgl.hosts.group import Hosts
 from jaxsgl.models import ModelArch
 from pallas_kernels.choice import KernelChoice
 

@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
 from jaxsgl.errors import ConfigError
-from jaxsgl.hosts.hosts import processors
+from jaxsgl.hosts.group import processors
 from pallas_kernels.own_folder import own_folder
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"

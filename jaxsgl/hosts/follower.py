@@ -18,7 +18,7 @@ from jaxsgl.batch.engine_api import StepEngine, StepHandle
 from jaxsgl.config.hosts import PULSE_S, HostsConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.hosts.calls import Call, Choose, Step
-from jaxsgl.hosts.hosts import Report
+from jaxsgl.hosts.group import Report
 from jaxsgl.hosts.line import (
     GREETING_S,
     Accepted,

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from jaxsgl.config.hosts import PULSE_S, HostsConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.hosts.calls import Call, Encoding
-from jaxsgl.hosts.hosts import Report, difference, processors
+from jaxsgl.hosts.group import Report, difference, processors
 from jaxsgl.hosts.line import (
     Accepted,
     Bye,
