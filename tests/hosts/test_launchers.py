@@ -115,8 +115,9 @@ def test_what_needs_more_of_other_hosts_is_refused_by_name(flags: dict[str, Any]
 
 @pytest.mark.parametrize("name", ["dp_size", "tokenizer_worker_num"])
 def test_front_ends_and_replicas_are_one_with_several_hosts(name: str) -> None:
+    more: dict[str, Any] = {name: 2}
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is 2, but must be 1 with --nnodes"):
-        ServerConfig(engine=EngineConfig(hosts=TWO, tp=2), **{name: 2})
+        ServerConfig(engine=EngineConfig(hosts=TWO, tp=2), **more)
 
 
 def test_a_secret_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
