@@ -55,7 +55,9 @@ class HostsConfig:
         "file of 32 bytes and more, the same on all hosts, by which they know each other; other users may not read it. "
         "Needed once they are on several machines",
     )
-    dist_timeout: float = flag(600.0, "seconds that hosts wait for each other, at each point of their start")
+    dist_timeout: float = flag(
+        600.0, "seconds that hosts wait for each other to appear; loading and compiling may take any time"
+    )
 
     @property
     def are_several(self) -> bool:

@@ -18,7 +18,7 @@ from jaxsgl.batch.engine_api import StepEngine, StepHandle
 from jaxsgl.config.hosts import PULSE_S, HostsConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.hosts.calls import Call, Choose, Step
-from jaxsgl.hosts.group import Report
+from jaxsgl.hosts.group import Report, wait_patiently
 from jaxsgl.hosts.line import (
     GREETING_S,
     Accepted,
@@ -133,12 +133,7 @@ class Follower:
 
     def _ask(self, fact: Fact) -> Verdict:
         self._say(fact)
-        try:
-            verdict = self._decided.get(timeout=self._config.dist_timeout)
-        except queue.Empty:
-            raise StartupError(
-                f"{LEADER} has not come to {fact.what} within {self._config.dist_timeout:g} s (--dist-timeout)"
-            ) from None
+        verdict = wait_patiently(self._decided, f"all hosts to come to {fact.what}")
         if isinstance(verdict, StartupError):
             raise verdict
         assert verdict.what == fact.what, f"{LEADER} is at {verdict.what}, but this host at {fact.what}"

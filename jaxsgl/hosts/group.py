@@ -8,11 +8,19 @@ leader.py and follower.py implement it over the network. Knows no sockets and no
 
 from __future__ import annotations
 
+import logging
 import os
+import queue
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from jaxsgl.messages.replies import HostsLoad
+
+REMIND_S = 60.0
+
+ItemT = TypeVar("ItemT")
+
+logger = logging.getLogger(__name__)
 
 
 class Hosts(Protocol):
@@ -83,6 +91,18 @@ class Alone:
 
     def end(self) -> None:
         """There is no other."""
+
+
+def wait_patiently(source: queue.SimpleQueue[ItemT], what: str) -> ItemT:
+    """The next item, whenever it comes; the log says now and then that `what` is waited for.
+
+    Loading and compiling may take one host much longer than another. One that dies meanwhile is noticed elsewhere.
+    """
+    while True:
+        try:
+            return source.get(timeout=REMIND_S)
+        except queue.Empty:
+            logger.info("waiting for %s", what)
 
 
 def processors() -> int:

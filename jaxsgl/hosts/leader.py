@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from jaxsgl.config.hosts import PULSE_S, HostsConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.hosts.calls import Call, Encoding
-from jaxsgl.hosts.group import Report, difference, processors
+from jaxsgl.hosts.group import Report, difference, processors, wait_patiently
 from jaxsgl.hosts.line import (
     Accepted,
     Bye,
@@ -79,7 +79,7 @@ class Leader:
     def same(self, what: str, value: str, way_out: str) -> None:
         """See `Hosts`."""
         for other in self._others.values():
-            theirs = other.fact(what, self._config.dist_timeout)
+            theirs = other.fact(what)
             if theirs != value:
                 text = f"{what} are {theirs} on {other.name}, but {value} on host 0: {way_out}"
                 self._stop_all(text)
@@ -90,7 +90,7 @@ class Leader:
         """See `Hosts`."""
         all_values = [tuple(values)]
         for other in self._others.values():
-            theirs = other.fact(what, self._config.dist_timeout)
+            theirs = other.fact(what)
             assert isinstance(theirs, tuple)
             all_values.append(theirs)
         least = tuple(map(min, zip(*all_values, strict=True)))
@@ -236,12 +236,9 @@ class _Other:
         """Begins to read what it says."""
         self.reading.start()
 
-    def fact(self, what: str, timeout_s: float) -> str | tuple[int, ...]:
-        """Waits for what it has found. Raises `StartupError`."""
-        try:
-            fact = self.facts.get(timeout=timeout_s)
-        except queue.Empty:
-            raise StartupError(f"{self.name} has not come to {what} within {timeout_s:g} s (--dist-timeout)") from None
+    def fact(self, what: str) -> str | tuple[int, ...]:
+        """Waits for what it has found, as long as it lives. Raises `StartupError`."""
+        fact = wait_patiently(self.facts, f"{self.name} to come to {what}")
         if fact.what != what:
             raise StartupError(f"{self.name} is at {fact.what}, but host 0 at {what}: run the same version on all")
         return fact.value
