@@ -18,6 +18,7 @@ from pallas_kernels.experts import ACTIVATIONS, Choices, Groups, sort_by_expert
 from pallas_kernels.kept_heads import widened
 from pallas_kernels.norm import Update, add_then_norm
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.order import is_order_fixed
 from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, Scale, check_pages, per_head_scale, to_format
 from pallas_kernels.qkv import FusedQkv, check_qkv
 from pallas_kernels.routing import Router, choose_by_xla
@@ -197,6 +198,8 @@ def paged_decode_attention(
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
     _check_decode(q, kv, sinks)
+    if is_order_fixed():
+        options = dataclasses.replace(options, in_fixed_order=True)
     refusals = {name: functools.partial(each.refuse_decode, q, kv) for name, each in BACKEND_OF_NAME.items()}
     chosen = choose_backend("paged_decode_attention", backend, refusals, interpret=interpret)
     return _scale_output(chosen.decode(_scale_queries(q, kv), kv.unscaled(), sinks, options, interpret), kv)
@@ -578,6 +581,42 @@ def float8_product(
     refusals = _float8_refusals(rows.dtype, weights)
     chosen = choose_backend("float8_product", backend, refusals, interpret=interpret)
     return ops[chosen.name](rows, weights, jnp.dtype(dtype or rows.dtype), in_parts, interpret)
+
+
+def ordered_product(
+    x: jax.Array,
+    weights: jax.Array,
+    dtype: DTypeLike | None = None,
+    *,
+    in_parts: bool = False,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """Rows times a matrix, `[T, O]` in `dtype` (default: x's), added up in float32 in one order for any number of rows.
+
+    Args:
+        x: `[T, I]`, rounded to the weights' dtype.
+        weights: `[O, I]`.
+        dtype: of the result.
+        in_parts: it may be `[P, T, O]` float32 instead, for a reader that adds the parts in their order.
+        backend: a backend that has the op, or "auto"; "xla" adds in any order.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    if x.ndim != 2 or weights.ndim != 2 or x.shape[1] != weights.shape[1]:
+        raise ValueError(f"x is {x.shape} and weights are {weights.shape}; they must be [T, I] and [O, I]")
+    result = jnp.dtype(dtype or x.dtype)
+    ops = {name: each.ordered_product for name, each in BACKEND_OF_NAME.items() if each.ordered_product is not None}
+    refusals = {
+        name: functools.partial(BACKEND_OF_NAME[name].refuse_ordered_product, x, weights) for name in (*ops, "xla")
+    }
+    chosen = choose_backend("ordered_product", backend, refusals, interpret=interpret).name
+    if chosen in ops:
+        return ops[chosen](x, weights, result, in_parts, interpret)
+    rows = x.astype(weights.dtype)
+    return jnp.einsum("td,nd->tn", rows, weights, preferred_element_type=jnp.float32).astype(result)
 
 
 def _float8_refusals(dtype: DTypeLike, weights: ScaledMatrix) -> dict[str, Refusal]:

@@ -165,6 +165,17 @@ class Float8Product(Protocol):
         ...
 
 
+class OrderedProduct(Protocol):
+    """`ordered_product` on one backend."""
+
+    def __call__(
+        self, x: jax.Array, weights: jax.Array, dtype: DTypeLike, in_parts: bool, interpret: bool
+    ) -> jax.Array:
+        """x `[T, I]`, rounded to the weights' dtype, times weights `[O, I]`: `[T, O]` in `dtype`; with `in_parts` it
+        may be `[P, T, O]` float32, parts to be added in their order."""
+        ...
+
+
 class RefuseStore(Protocol):
     """Says why a backend can't store."""
 
@@ -221,6 +232,14 @@ class RefuseFloat8Product(Protocol):
         ...
 
 
+class RefuseOrderedProduct(Protocol):
+    """Says why a backend can't multiply in one order."""
+
+    def __call__(self, x: jax.Array, weights: jax.Array, /) -> str | None:
+        """The reason in words, or None when it can."""
+        ...
+
+
 class RefuseAttention(Protocol):
     """Says why a backend can't attend."""
 
@@ -263,6 +282,8 @@ class Backend:
     """None, both, where activations keep their format."""
     store_and_decode: StoreAndDecode | None = None
     """None where a store comes first."""
+    ordered_product: OrderedProduct | None = None
+    """None where the order of sums depends on the number of rows."""
     refuse_decode: RefuseAttention = refuse_nothing
     refuse_extend: RefuseAttention = refuse_nothing
     refuse_store: RefuseStore = refuse_nothing
@@ -274,6 +295,7 @@ class Backend:
     refuse_gated_product: RefuseGroupedProduct = refuse_nothing
     refuse_choose_experts: RefuseChooseExperts = refuse_nothing
     refuse_float8_product: RefuseFloat8Product = refuse_nothing
+    refuse_ordered_product: RefuseOrderedProduct = refuse_nothing
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

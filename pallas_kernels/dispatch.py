@@ -8,10 +8,11 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 
-from pallas_kernels import hopper, reference, tpu, triton, tuning, xla
+from pallas_kernels import hopper, reference, tpu, tuning, xla
 from pallas_kernels.backend import Backend
 from pallas_kernels.native import backend as native
 from pallas_kernels.target import target_device
+from pallas_kernels.triton import backend as triton
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ _COST_OF_XLA: Mapping[str, str] = {
     "paged_decode_attention": "a loop in each layer that the host steps, many times as slow",
     "paged_extend_attention": "a loop in each layer that the host steps, many times as slow",
     "grouped_product": "a loop over experts in each layer that the host steps, many times as slow",
+    "ordered_product": "an order of sums that depends on the batch",
     "store_kv": "a scatter in each layer, slower where pages are tiled",
 }
 _COST_OF_OTHERS = "several kernels in each layer instead of one"

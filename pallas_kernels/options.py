@@ -24,6 +24,8 @@ class AttentionOptions:
     """A query at position p sees positions p - sliding_window + 1 .. p; None is no limit."""
     logit_soft_cap: float | None = None
     """Scaled scores become cap * tanh(score / cap) before masking; None leaves them."""
+    in_fixed_order: bool = False
+    """Whether a decode's sums have an order that depends on the sequence alone; set by `api` in programs that ask."""
 
     def __post_init__(self) -> None:
         if self.sm_scale is not None and not (0 < self.sm_scale < math.inf):

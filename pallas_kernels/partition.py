@@ -36,6 +36,9 @@ _MAX_SPLITS = 8
 # ... and by this many times as many programs as run at once, beyond which merging costs more than it saves.
 _MAX_WAVES = 8
 
+# Tokens of a split in fixed order: those between two multiples. Tiles of all kernels divide it.
+FIXED_SPLIT_TOKENS = 1024
+
 # A chain in fixed point: an item takes a part of it.
 _CHAIN = 1 << 16
 # The last chains need not become shorter than this part of an even share of the work.
@@ -94,6 +97,8 @@ class SplitPlan:
     """The fewest KV tiles that a split should hold."""
     tile_tokens: int
     """Tokens of a KV tile."""
+    is_fixed: bool = False
+    """Whether splits lie between multiples of `min_tiles`, whatever the batch."""
 
     @property
     def is_chained(self) -> bool:
@@ -116,6 +121,15 @@ def plan_splits(kv: PagedKv, options: AttentionOptions, blocks: Mapping[str, int
     programs_per_core, how many programs a core runs at once.
     """
     items_at_once = max(1, target_device().num_cores * blocks["programs_per_core"] // kv.num_kv_heads)
+    if options.in_fixed_order:
+        whole = -(-kv.max_len // FIXED_SPLIT_TOKENS)
+        # A window may begin and end inside of splits.
+        most = min(whole, -(-options.longest_view(kv.max_len) // FIXED_SPLIT_TOKENS) + 1)
+        tile_tokens = blocks["tile_tokens"]
+        assert FIXED_SPLIT_TOKENS % tile_tokens == 0, f"tiles have {tile_tokens} tokens: splits must hold whole ones"
+        return SplitPlan(
+            kv.num_seqs * most, most, items_at_once, FIXED_SPLIT_TOKENS // tile_tokens, tile_tokens, is_fixed=True
+        )
     possible = max(1, options.longest_view(kv.max_len) // blocks["min_split_tokens"])
     max_splits = min(possible, most_splits(kv.num_seqs, items_at_once))
     num_items = min(kv.num_seqs * max_splits, kv.num_seqs + items_at_once)
@@ -150,6 +164,9 @@ def split_sequences(plan: SplitPlan, lengths: jax.Array, options: AttentionOptio
     An item holds about as many tiles as all sequences have together over the number of items that fill the chip, so
     only sequences longer than that are cut, each into equal parts. The largest items come first: those that begin last
     are then the shortest, and so is the time in which a part of the chip has nothing to do.
+
+    In fixed order an item holds what a sequence has between two multiples of `min_tiles`, and the longest sequences
+    come first.
     """
     last = lengths - 1
     first_tile = options.first_visible(last) // plan.tile_tokens
@@ -157,6 +174,8 @@ def split_sequences(plan: SplitPlan, lengths: jax.Array, options: AttentionOptio
     num_seqs = lengths.shape[0]
     if plan.max_splits == 1:
         size, count = tiles, jnp.ones_like(tiles)
+    elif plan.is_fixed:
+        size, count = tiles, -(-(first_tile + tiles) // plan.min_tiles) - first_tile // plan.min_tiles
     else:
         even = -(-jnp.sum(tiles) // plan.items_at_once)
         parts = -(-tiles // jnp.maximum(even, plan.min_tiles))
@@ -168,8 +187,13 @@ def split_sequences(plan: SplitPlan, lengths: jax.Array, options: AttentionOptio
     first_item = jnp.sum(jnp.where(comes_before, count, 0), axis=1)
     number = jnp.arange(plan.num_items, dtype=jnp.int32)[:, None] - first_item  # [I, S] of an item in its sequence
     is_mine = (number >= 0) & (number < count)
-    begin = first_tile + number * size
-    end = jnp.minimum(begin + size, first_tile + tiles)
+    if plan.is_fixed and plan.max_splits > 1:
+        multiple = (first_tile // plan.min_tiles + number) * plan.min_tiles
+        begin = jnp.maximum(first_tile, multiple)
+        end = jnp.minimum(multiple + plan.min_tiles, first_tile + tiles)
+    else:
+        begin = first_tile + number * size
+        end = jnp.minimum(begin + size, first_tile + tiles)
     columns = [jnp.broadcast_to(column, is_mine.shape) for column in (seq, begin, end, last, number)]
     items = jnp.sum(jnp.where(is_mine[..., None], jnp.stack(columns, axis=-1), 0), axis=1)
     return Splits(items.astype(jnp.int32), count)

@@ -1,7 +1,8 @@
 """The product of a layer's fused query, key and value weights as one argument, and what attention takes of it.
 
-Owns the layout of the product, and the definition of its way to queries, keys and values: bias, norm per head, rotation
-by position. Never knows weights or pages. Used by models, which make the product, and by `rotate_and_store`.
+Owns the layout of the product, and the definition of its way to queries, keys and values: bias, then norm per head and
+rotation by position, in either order. Never knows weights or pages. Used by models, which make the product, and by
+`rotate_and_store`.
 """
 
 import dataclasses
@@ -32,13 +33,15 @@ class FusedQkv:
     bias: jax.Array | None = None
     """`[L, K, G + 2, H]`, or None."""
     q_norm: jax.Array | None = None
-    """`[L, H]`, the scales of an RMSNorm of every query head before it is rotated; None, as k_norm, for no norm."""
+    """`[L, H]`, the scales of an RMSNorm of every query head; None, as k_norm, for no norm."""
     k_norm: jax.Array | None = None
     """`[L, H]`, the same of every key."""
     layer: int = dataclasses.field(default=0, metadata={"static": True})
     """The row of bias and norms."""
     eps: float = dataclasses.field(default=1e-6, metadata={"static": True})
     """Added to the mean square in the norms."""
+    rotates_first: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether heads are rotated before they are normalized, and not after that."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,12 +71,16 @@ class FusedQkv:
         groups = self.num_groups
         q = product[:, :, :groups].reshape(self.num_tokens, self.num_kv_heads * groups, self.head_dim)
         k, v = product[:, :, groups], product[:, :, groups + 1]
+        if self.rotates_first:
+            q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
         if self.q_norm is not None and self.k_norm is not None:
-            squares = mean_squares_of_all(product)
+            squares = mean_squares_of_all(product)  # a rotation keeps them
             of_q = None if squares is None else squares[:, :, :groups].reshape(*q.shape[:2], 1)
             of_k = None if squares is None else squares[:, :, groups]
             q = rms_norm(q, scale_of(self.q_norm, self.layer, q.dtype), self.eps, of_q)
             k = rms_norm(k, scale_of(self.k_norm, self.layer, k.dtype), self.eps, of_k)
+        if self.rotates_first:
+            return q, k, v
         return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v
 
 

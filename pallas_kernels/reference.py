@@ -39,12 +39,18 @@ def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bo
         rows = rows + qkv.bias[qkv.layer].astype(jnp.float32)
     cos, sin = qkv.cos[:, :, None], qkv.sin[:, :, None]
 
-    def attended(rows: jax.Array, scales: jax.Array | None) -> jax.Array:
-        if scales is not None:
-            squares = jnp.sum(rows**2, axis=-1, keepdims=True)
-            rows = rows / jnp.sqrt(squares / qkv.head_dim + qkv.eps) * scales[qkv.layer].astype(jnp.float32)
+    def normalized(rows: jax.Array, scales: jax.Array | None) -> jax.Array:
+        if scales is None:
+            return rows
+        squares = jnp.sum(rows**2, axis=-1, keepdims=True)
+        return rows / jnp.sqrt(squares / qkv.head_dim + qkv.eps) * scales[qkv.layer].astype(jnp.float32)
+
+    def rotated(rows: jax.Array) -> jax.Array:
         real, imaginary = rows[..., : qkv.head_dim // 2], rows[..., qkv.head_dim // 2 :]
         return jnp.concatenate([real * cos - imaginary * sin, real * sin + imaginary * cos], axis=-1)
+
+    def attended(rows: jax.Array, scales: jax.Array | None) -> jax.Array:
+        return normalized(rotated(rows), scales) if qkv.rotates_first else rotated(normalized(rows, scales))
 
     groups = qkv.num_groups
     q = attended(rows[:, :, :groups], qkv.q_norm).reshape(qkv.num_tokens, -1, qkv.head_dim)
@@ -162,6 +168,12 @@ def float8_product(
     return quantized_product(rows.values(jnp.float32), weights, dtype, in_parts, interpret)
 
 
+def ordered_product(x: jax.Array, weights: jax.Array, dtype: DTypeLike, in_parts: bool, interpret: bool) -> jax.Array:
+    """All in float32; rounded once, to `dtype`."""
+    rows = x.astype(weights.dtype).astype(jnp.float32)
+    return jnp.einsum("td,nd->tn", rows, weights.astype(jnp.float32), precision="highest").astype(dtype)
+
+
 BACKEND = Backend(
     "reference",
     decode_attention,
@@ -173,5 +185,6 @@ BACKEND = Backend(
     float8_rows=float8_rows,
     float8_product=float8_product,
     store_and_decode=store_and_decode,
+    ordered_product=ordered_product,
     refuse_rotate_and_store=lambda qkv, kv: refuse_conversion(kv),
 )

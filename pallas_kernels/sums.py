@@ -1,49 +1,91 @@
 """Sums over the last axis whose bits don't depend on how many rows are summed, and what is made of such sums.
 
 XLA's CPU back end adds in another order for few rows than for many, so that a request's numbers would depend on its
-company; nor is exp(x - maximum) the same where it fuses both. The C++ kernels have one order; without them, and on
-other platforms, these are JAX's own functions and their programs those that they would be without this file. Called by
-norms, by the choice of experts, and by samplers.
+company; nor is exp(x - maximum) the same where it fuses both. The C++ kernels have one order, and so has Triton's on a
+GPU in programs in fixed order (`order`). Else these are JAX's own functions and their programs those that they would
+be without this file. Called by norms, by the choice of experts, and by samplers.
 """
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.native import sums as native
+from pallas_kernels.order import is_order_fixed
+from pallas_kernels.target import target_device
+from pallas_kernels.triton.row_sums import sums_of_rows
+
+What: TypeAlias = Literal["sum", "squares"]
+
+
+class _Adder(NamedTuple):
+    """Reduces the last axis of `[.., n]` float32 in one order.
+
+    Attributes:
+      sums: `[..]`, of the numbers or of their squares.
+      tops: `[..]`, the largest numbers.
+      is_one_call: whether a call takes about as long for many rows as for few.
+    """
+
+    sums: Callable[[jax.Array, What], jax.Array]
+    tops: Callable[[jax.Array], jax.Array]
+    is_one_call: bool
+
+
+_NATIVE = _Adder(native.of_rows, lambda x: native.of_rows(x, "top"), is_one_call=True)
+_TRITON = _Adder(
+    lambda x, what: sums_of_rows(x, what, interpret=target_device().platform != "gpu"),
+    lambda x: jnp.max(x, axis=-1),  # the same in any order
+    is_one_call=False,
+)
+
+
+def _adder(x: jax.Array) -> _Adder | None:
+    """What adds up rows of x in one order; None: XLA may as it likes."""
+    if native.refuse(x) is None:
+        return _NATIVE
+    return _TRITON if is_order_fixed() and x.dtype == jnp.float32 else None
 
 
 def row_sums(x: jax.Array, *, keepdims: bool = False) -> jax.Array:
     """`x [.., n]` summed over its last axis: `[..]`, or `[.., 1]` with `keepdims`."""
-    if native.refuse(x) is not None:
+    adder = _adder(x)
+    if adder is None:
         return jnp.sum(x, axis=-1, keepdims=keepdims)
-    sums = native.of_rows(x, "sum")
+    sums = adder.sums(x, "sum")
     return sums[..., None] if keepdims else sums
 
 
 def mean_squares(x: jax.Array) -> jax.Array:
     """The means of the squares of `x [.., n]` float32 over its last axis, `[.., 1]`."""
-    if native.refuse(x) is not None:
+    adder = _adder(x)
+    if adder is None:
         return jnp.mean(x * x, axis=-1, keepdims=True)
-    return native.of_rows(x, "squares")[..., None] / x.shape[-1]
+    return adder.sums(x, "squares")[..., None] / x.shape[-1]
 
 
 def mean_squares_of_all(x: jax.Array) -> jax.Array | None:
     """`mean_squares` of rows of which only some are wanted, where one call for all is faster; elsewhere None."""
-    return None if native.refuse(x) is not None else mean_squares(x)
+    adder = _adder(x)
+    return mean_squares(x) if adder is not None and adder.is_one_call else None
 
 
 def log_sum_exp(x: jax.Array, *, keepdims: bool = False) -> jax.Array:
     """log(sum(exp(x))) over the last axis of `x [.., n]`, in which at least one number is finite."""
-    if native.refuse(x) is not None:
+    adder = _adder(x)
+    if adder is None:
         return jax.nn.logsumexp(x, axis=-1, keepdims=keepdims)
-    top = native.of_rows(x, "top")[..., None]
+    top = adder.tops(x)[..., None]
     total = jnp.log(row_sums(jnp.exp(x - top), keepdims=True)) + top
     return total if keepdims else total[..., 0]
 
 
 def softmax(x: jax.Array) -> jax.Array:
     """The softmax over the last axis of `x [.., n]`."""
-    if native.refuse(x) is not None:
+    adder = _adder(x)
+    if adder is None:
         return jax.nn.softmax(x, axis=-1)
-    shares = jnp.exp(x - native.of_rows(x, "top")[..., None])
+    shares = jnp.exp(x - adder.tops(x)[..., None])
     return shares / row_sums(shares, keepdims=True)

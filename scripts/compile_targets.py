@@ -5,6 +5,7 @@
     python scripts/compile_targets.py h200 --grid steps     # the engine's steps on Qwen3-0.6B and Qwen3-8B
     python scripts/compile_targets.py h200 --grid steps --match '0.6b decode 256 triton' --launches
     python scripts/compile_targets.py h200 --grid steps-float8     # over a float8 KV cache
+    python scripts/compile_targets.py h200 --grid steps-ordered    # of --enable-deterministic-inference
     python scripts/compile_targets.py v6e --grid steps --json FILE --missing    # goes on where another run was ended
     python scripts/compile_targets.py h200 v6e --grid steps --tp 8 # larger models, shared by 8 devices
 
@@ -109,7 +110,7 @@ def main() -> int:
     if (options.update or options.missing) and options.json is None:
         parser.error("--update and --missing need the FILE of --json")
     if options.tp > 1 and not options.grid.startswith("steps"):
-        parser.error("--tp is for --grid steps and steps-float8: kernels are those of one device")
+        parser.error("--tp is for the grids of steps: kernels are those of one device")
     if unknown := set(options.targets) - set(TARGETS):
         parser.error(f"unknown target {', '.join(sorted(unknown))}; choose from {', '.join(TARGETS)}")
 

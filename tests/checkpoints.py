@@ -37,6 +37,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -232,6 +234,14 @@ _FAMILIES: dict[str, Kind] = {
             "attention_multiplier": 0.15,
             "residual_multiplier": 0.6,
             "logits_scaling": 0.7,
+        },
+    ),
+    "hunyuan": (
+        HunYuanDenseV1Config,
+        HunYuanDenseV1ForCausalLM,
+        {
+            "head_dim": 24,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 1.0, "alpha": 50.0},
         },
     ),
     "exaone4": (Exaone4Config, Exaone4ForCausalLM, {"sliding_window": WINDOW, "layer_types": _MIXED_TYPES}),

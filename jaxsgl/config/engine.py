@@ -208,6 +208,11 @@ class EngineConfig:
         "(products with weights in groups) and float8 (products that round activations to float8: xla for none) "
         "(docs/kernels.md); auto: the best that runs here and passes its test",
     )
+    enable_deterministic_inference: bool = flag(
+        False,
+        "a request's tokens and log-probabilities have the same bits whatever else is served: on a GPU by slower "
+        "kernels; on a CPU they have without it, and it refuses what would change that (docs/determinism.md)",
+    )
     skip_kernel_test: bool = flag(
         False,
         "on a GPU or TPU, start without testing kernels against XLA: one that is wrong or hangs then serves "

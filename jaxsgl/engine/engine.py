@@ -30,6 +30,7 @@ from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import join_hosts, mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
 from jaxsgl.engine.encoding import TowerParts
+from jaxsgl.engine.fixed_order import asks_for_fixed_order, check_kernels
 from jaxsgl.engine.joining import check_hosts, same_programs
 from jaxsgl.engine.kernel_test import KernelTester
 from jaxsgl.engine.kernels import asked_kernels, kernel_flags
@@ -127,7 +128,10 @@ class Engine:
         check_weights_fit(device, jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
         kv_scales = None
         adapter_plan = plan_adapters(config.lora, arch)
-        self.compiled = ProgramSet(progress=progress, threads=hosts.num_threads)
+        in_fixed_order = asks_for_fixed_order(config, arch, platform, dtype)
+        if in_fixed_order:
+            check_kernels(verdicts)
+        self.compiled = ProgramSet(progress=progress, in_fixed_order=in_fixed_order, threads=hosts.num_threads)
         pool_size = NO_ADAPTERS if adapter_plan is None else adapter_plan.size
         with loading_weights(device, jax_share):
             params = read_params(config, folder, self.arch, dtype, mesh)

@@ -5,6 +5,7 @@ Called by `kernel_test`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from jaxsgl.models import ModelArch
@@ -16,11 +17,20 @@ from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShap
 
 
 def kernel_shapes(
-    arch: ModelArch, precision: Precision, page_size: int, heads: KeptHeads, num_devices: int
+    arch: ModelArch,
+    precision: Precision,
+    page_size: int,
+    heads: KeptHeads,
+    num_devices: int,
+    *,
+    in_fixed_order: bool = False,
 ) -> KernelShapes:
     """Those of `arch`, kept in `precision` on `num_devices` that share it; pages keep a device's heads as `heads`."""
     by_heads = arch.qk_norm in (None, "head")  # else XLA adds biases and normalizes
-    options = (arch.attention_options(layer) for layer in range(arch.num_layers))
+    options = (
+        dataclasses.replace(arch.attention_options(layer), in_fixed_order=in_fixed_order)
+        for layer in range(arch.num_layers)
+    )
     return KernelShapes(
         num_kv_heads=heads.kept_heads,
         num_groups=arch.num_heads // arch.num_kv_heads * heads.together,
@@ -34,8 +44,10 @@ def kernel_shapes(
         has_sinks=arch.sinks,
         has_bias=arch.attention_bias and by_heads,
         has_head_norms=arch.qk_norm == "head",
+        rotates_first=arch.rotates_first,
         experts=_expert_shapes(arch, precision, num_devices),
         matrices=_matrix_shapes(arch, num_devices),
+        in_fixed_order=in_fixed_order,
     )
 
 

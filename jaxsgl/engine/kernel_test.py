@@ -33,7 +33,7 @@ from jaxsgl.engine.weight_store import as_kept
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, cpu_multiplies_bfloat16, resolve_precision
 from pallas_kernels import KernelChoice
-from pallas_kernels.choice import AUTO, XLA
+from pallas_kernels.choice import AUTO, OPS, XLA
 from pallas_kernels.gpu_compiler import mosaic_ptxas_after_choice, versions_key, xla_ptxas
 from pallas_kernels.selftest.report import UNTESTED, Request, Verdict
 
@@ -102,7 +102,9 @@ class KernelTester:
         )
         kept = as_kept(arch, precision.weights, self.platform)
         page_size, heads = choose_pages(config, arch, self.platform, config.tp)
-        shapes = kernel_shapes(kept, precision, page_size, heads, config.tp)
+        shapes = kernel_shapes(
+            kept, precision, page_size, heads, config.tp, in_fixed_order=config.enable_deterministic_inference
+        )
         return Request(self.platform, shapes.as_json(), dataclasses.asdict(asked))
 
     def _run(self, config: EngineConfig, request: Request) -> tuple[tuple[Verdict, ...], str]:
@@ -113,7 +115,7 @@ class KernelTester:
             found = watch(self.command, env, dataclasses.replace(request, known=known), self.limit_s)
             known += found.verdicts
             failed = bool(found.verdicts) and found.verdicts[-1].failed
-            if not failed or request.choice[known[-1].op] != AUTO:
+            if not failed or request.choice.get(known[-1].op, AUTO) != AUTO:
                 unknown = (each.note for each in known if each.verdict == UNTESTED and each.backend != XLA)
                 return known, found.problem or "; ".join(unknown)
 
@@ -151,19 +153,19 @@ def settled(asked: KernelChoice, verdicts: Sequence[Verdict], flags: str) -> Ker
     """
     failed = {each.op for each in verdicts if each.failed}
     for each in verdicts:
-        if each.failed and asked.of(each.op) != AUTO:
+        if each.failed and each.op in OPS and asked.of(each.op) != AUTO:
             raise ConfigError(
                 f"{flags}: {each.op} on {each.backend} failed its test at the start ({each.verdict}: {each.note}): "
                 "give another backend, or auto"
             )
     last = {each.op: each.backend for each in verdicts if not each.failed}
-    return asked.with_backends({op: last.get(op, XLA) for op in failed})
+    return asked.with_backends({op: last.get(op, XLA) for op in failed & set(OPS)})
 
 
 def _warn(verdicts: Sequence[Verdict], asked: KernelChoice, way_out: str) -> None:
     last = {each.op: each.backend for each in verdicts if not each.failed}
     for each in verdicts:
-        if each.failed and asked.of(each.op) == AUTO:
+        if each.failed and (each.op not in OPS or asked.of(each.op) == AUTO):
             logger.warning(
                 "the kernel of %s on %s failed its test (%s: %s): %s takes its place%s",
                 each.op, each.backend, each.verdict, each.note, last.get(each.op, XLA), way_out and f"; {way_out}",

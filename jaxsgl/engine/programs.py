@@ -25,6 +25,7 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.engine.warmup import Compilation, compile_all
 from jaxsgl.errors import JaxsglError
+from pallas_kernels.order import fixed_order
 
 
 class ProgramKey(NamedTuple):
@@ -57,9 +58,9 @@ class Program:
     donated: tuple[int, ...] = ()
     mesh: Mesh | None = None
 
-    def trace(self) -> jax.stages.Traced:
+    def trace(self, *, in_fixed_order: bool = False) -> jax.stages.Traced:
         """Traces it; compiles nothing."""
-        function = self.function
+        function = _ordered(self.function) if in_fixed_order else self.function
         if self.mesh is not None:
             function = each_device(function, self.mesh, self.arguments, self.shardings)
         return jax.jit(function, donate_argnums=self.donated, out_shardings=self.shardings).trace(*self.arguments)
@@ -77,11 +78,12 @@ class ProgramSet:
 
     Args:
       progress: whether to draw a progress bar on stderr while compiling.
+      in_fixed_order: whether programs add in one order, whatever the number of rows.
       threads: that compile; None: one for each processor.
     """
 
-    def __init__(self, *, progress: bool = False, threads: int | None = None) -> None:
-        self._progress = progress
+    def __init__(self, *, progress: bool = False, in_fixed_order: bool = False, threads: int | None = None) -> None:
+        self._progress, self._in_fixed_order = progress, in_fixed_order
         self._threads = threads
         self._compilations: dict[ProgramKey, Compilation] = {}
 
@@ -105,7 +107,10 @@ class ProgramSet:
     def add(self, programs: Iterable[Program]) -> None:
         """Compiles those of `programs` that are not in the set."""
         missing = {program.key: program for program in programs if program.key not in self._compilations}
-        lowerings = {key: lambda program=program: program.trace().lower() for key, program in missing.items()}
+        order = self._in_fixed_order
+        lowerings = {
+            key: lambda program=program: program.trace(in_fixed_order=order).lower() for key, program in missing.items()
+        }
         self._compilations |= compile_all(lowerings, progress=self._progress, threads=self._threads)
 
     def forget(self, keys: Iterable[ProgramKey]) -> None:
@@ -119,6 +124,16 @@ class ProgramSet:
         if memory is None:
             return StageBytes(0, 0)
         return StageBytes(memory.output_size_in_bytes - memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+
+
+def _ordered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it is traced in fixed order. Not the same one twice, as JAX keeps what it has traced by it."""
+
+    def ordered(*arguments: Any) -> Any:
+        with fixed_order():
+            return function(*arguments)
+
+    return ordered
 
 
 def each_device(program: Callable[..., Any], mesh: Mesh, arguments: tuple[Any, ...], shardings: Any) -> Any:

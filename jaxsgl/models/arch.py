@@ -27,6 +27,7 @@ from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format, read_unquantized
 from jaxsgl.models.rope import RopeParams
+from jaxsgl.models.unserved import why_unserved
 from jaxsgl.models.vision.arch import VisionArch, read_vision
 from jaxsgl.requests.outputs import LAST_TOKEN, PoolingSpec
 from pallas_kernels.options import AttentionOptions
@@ -53,6 +54,7 @@ class ModelArch:
       tie_embeddings: the embedding is also the output head.
       attention_bias: q, k and v have biases.  attention_out_bias, mlp_bias: so have the output projection, the MLP.
       qk_norm: whether q and k are normalized, per head or over all heads.
+      rotates_first: whether heads are normalized after their rotation; else before.
       max_context: the most tokens of one sequence that the model was made for.
       dtype: name of the checkpoint's dtype.
       eos_token_ids: ids that end a generation; may be empty.
@@ -96,6 +98,7 @@ class ModelArch:
     max_context: int
     dtype: str
     eos_token_ids: tuple[int, ...]
+    rotates_first: bool = False
     norms: NormPlaces = "pre"
     norm_offset: int = 0
     activation: Activation = "silu"
@@ -217,9 +220,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     told = (whole.get("architectures") or [None])[0]
     name, head = _family_of(told)
     if name not in FAMILIES:
-        raise CheckpointError(
-            f"{whole.path}: architecture {told} is not supported; supported are {', '.join(FAMILIES)}"
-        )
+        raise CheckpointError(f"{whole.path}: {why_unserved(told, whole.values, FAMILIES)}")
     family = FAMILIES[name]
     config = whole if family.section is None else whole.section(family.section)
     if config is None:
@@ -259,6 +260,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         attention_out_bias=bias(family.attention_out_bias, family.attention_out_bias_key),
         mlp_bias=bias(family.mlp_bias, family.mlp_bias_key),
         qk_norm=family.qk_norm if family.qk_norm_key is None or config.get(family.qk_norm_key, False) else None,
+        rotates_first=family.rotates_first,
         max_context=layers.max_context,
         dtype=_read_dtype(whole, config),
         eos_token_ids=_read_eos(generation, whole, config),

@@ -61,8 +61,9 @@ class Family:
     Attributes:
       norms: places of the norms.
       norm_offset: added to the norms' scales when they are loaded: 1 where a checkpoint holds w for 1 + w.
-      qk_norm: whether and over what every q and k is normalized (RMSNorm) before rope.
+      qk_norm: whether and over what every q and k is normalized (RMSNorm).
       qk_norm_key: the key that says whether `qk_norm` holds; None: it does.
+      rotates_first: that norm comes after the rope; else before it.
       qkv_bias: whether q, k and v have biases; None: as config.json says.
       qkv_bias_key: the key that says it.
       attention_out_bias: whether the output projection has one; None: as config.json says.
@@ -94,6 +95,7 @@ class Family:
     norm_offset: int = 0
     qk_norm: QkNorm | None = None
     qk_norm_key: str | None = None
+    rotates_first: bool = False
     qkv_bias: bool | None = None
     qkv_bias_key: str = "attention_bias"
     attention_out_bias: bool | None = None
@@ -257,6 +259,33 @@ FAMILIES: dict[str, Family] = {
         attention_out_bias_key="attention_out_bias",
         defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "eos_token_id": 2},
         ignored=frozenset({"residual_dropout"}),
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qk_norm="head",
+        rotates_first=True,
+        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 2},
+        ignored=frozenset(
+            {
+                "attention_head_dim",
+                "cla_share_factor",
+                "dense_list",
+                "eod_token_id",
+                "im_end_id",
+                "im_newline_id",
+                "im_start_id",
+                "mask_init_id",
+                "mlp_bias",
+                "norm_type",
+                "org_vocab_size",
+                "pad_id",
+                "pool_type",
+                "sep_token_id",
+                "text_end_id",
+                "text_start_id",
+                "use_qk_norm",
+                "use_rotary_pos_emb",
+            }
+        ),
     ),
     "Ernie4_5ForCausalLM": _ERNIE,
     "GraniteForCausalLM": Family(mlp_bias=None, multipliers=True, defaults={"eos_token_id": 2}),

@@ -181,7 +181,7 @@ class Attention(Matrices):
 
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
         d, n, h = arch.hidden_size, arch.num_heads, arch.head_dim
-        self.eps = arch.rms_norm_eps
+        self.eps, self.rotates_first = arch.rms_norm_eps, arch.rotates_first
         axes = ("kv_heads", None, None, None)
         self.declare("qkv", (*qkv_heads(arch), d), axes, dtype, arch.format_of(spec, "qkv"), fan_in=d)
         self.declare("o", (d, n * h), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=n * h)
@@ -217,7 +217,7 @@ class Attention(Matrices):
             assert k_norm is not None
             fused = _normalize_all_heads(fused, bias, q_norm, k_norm, row, self.eps)
             bias = q_norm = k_norm = None
-        qkv = FusedQkv(fused, cos, sin, bias, q_norm, k_norm, row, self.eps)
+        qkv = FusedQkv(fused, cos, sin, bias, q_norm, k_norm, row, self.eps, self.rotates_first)
         out_TNH = attend(layer_index, qkv, None if sinks is None else sinks[row])
         out = out_TNH.reshape(len(x_TD), -1)
         added = None if adapters is None else adapters.of_output("o_proj", out)

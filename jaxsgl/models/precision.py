@@ -23,8 +23,10 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.matrix import Matrix, Rows, Weights, quantized_product
 from jaxsgl.models.quantization import FP8_E4M3
+from pallas_kernels import ordered_product
 from pallas_kernels.native import library as native_library
 from pallas_kernels.native import product as native_product
+from pallas_kernels.order import is_order_fixed
 from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, numbers_dtype
 from pallas_kernels.target import CPUINFO, processor_flags, target_device
 
@@ -103,6 +105,8 @@ def product(x_TD: Rows, weights: Weights, dtype: DTypeLike | None = None) -> jax
         return quantized_product(x_TD, weights, dtype)
     assert isinstance(x_TD, jax.Array), "rows are rounded for quantized weights"
     matrix = weights.reshape(-1, weights.shape[-1])
+    if is_order_fixed():
+        return ordered_product(x_TD, matrix, dtype).reshape(len(x_TD), *weights.shape[:-1])
     rows = x_TD.astype(weights.dtype)
     native = _native_product(x_TD, matrix) if dtype == jnp.float32 and target_device().platform == "cpu" else None
     if native is not None:
@@ -147,6 +151,8 @@ def product_in_parts(x_TD: Rows, weights_ND: Weights, dtype: DTypeLike | None = 
     if isinstance(weights_ND, Matrix):
         return quantized_product(x_TD, weights_ND, x_TD.dtype if dtype is None else dtype, in_parts=True)
     assert isinstance(x_TD, jax.Array), "rows are rounded for quantized weights"
+    if is_order_fixed():
+        return ordered_product(x_TD, weights_ND, dtype, in_parts=True)
     if device.platform != "gpu" or weights_ND.dtype.itemsize > 2:
         return product(x_TD, weights_ND, dtype)
     num_parts = num_parts_of(len(x_TD), weights_ND.shape[0], weights_ND.shape[1], device.num_cores)

@@ -29,8 +29,8 @@ class RopeParams:
 
     Attributes:
       theta: base of the geometric series of wavelengths.
-      kind: "none" (plain), "linear" (all wavelengths times `factor`), "llama3" and "yarn" (only the long ones), or
-        "longrope" (each by its own factor).
+      kind: "none" (plain), "linear" (all wavelengths times `factor`), "llama3" and "yarn" (only the long ones),
+        "longrope" (each by its own factor), or "ntk" (`theta` is stretched, so that the longest is by about `factor`).
       factor: how much the context was stretched.
       low_freq_factor, high_freq_factor: llama3: wavelengths longer than `original_context / low_freq_factor` are
         stretched fully, those shorter than `original_context / high_freq_factor` not at all, between them gradually.
@@ -47,7 +47,7 @@ class RopeParams:
     """
 
     theta: float = 10000.0
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "ntk"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -77,7 +77,8 @@ class RopeParams:
 def inverse_frequencies(rope: RopeParams, head_dim: int) -> npt.NDArray[np.float32]:
     """Radians per position of each pair of dimensions, `[H / 2]`; computed in float64, then rounded."""
     turned = rope.rotary_dim or head_dim
-    plain = rope.theta ** -(np.arange(0, turned, 2, dtype=np.float64) / turned)
+    theta = rope.theta * rope.factor ** (turned / (turned - 2)) if rope.kind == "ntk" else rope.theta
+    plain = theta ** -(np.arange(0, turned, 2, dtype=np.float64) / turned)
     if rope.kind == "linear":
         plain = plain / rope.factor
     elif rope.kind == "llama3":

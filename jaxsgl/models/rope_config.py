@@ -121,6 +121,12 @@ def _longrope(told: _Stretch, plain: RopeParams) -> RopeParams:
     )
 
 
+def _dynamic(told: _Stretch, plain: RopeParams) -> RopeParams:
+    """Only with a fixed `alpha`: else the rope of a token would depend on how long its sequence has become."""
+    return replace(plain, kind="ntk", factor=told.number("alpha"))
+
+
 _KINDS: dict[str, Callable[[_Stretch, RopeParams], Any]] = {
     "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "su": _longrope,
+    "dynamic": _dynamic,
 }  # fmt: skip

@@ -8,9 +8,13 @@ device these change nothing, and leave nothing in the program. Models and the en
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import get_abstract_mesh
+
+from pallas_kernels.order import is_order_fixed
 
 DATA_AXIS, TENSOR_AXIS = "data", "tensor"
 
@@ -27,8 +31,15 @@ def part_index() -> jax.Array:
 
 
 def sum_of_parts(x: jax.Array) -> jax.Array:
-    """The sum of all devices' `x`, on each of them."""
-    return x if num_parts() == 1 else jax.lax.psum(x, TENSOR_AXIS)
+    """The sum of all devices' `x`, on each of them; in fixed order, that of the devices.
+
+    What adds up for many devices at once chooses its order by the number of bytes.
+    """
+    if num_parts() == 1:
+        return x
+    if is_order_fixed():
+        return functools.reduce(jnp.add, list(jax.lax.all_gather(x, TENSOR_AXIS)))
+    return jax.lax.psum(x, TENSOR_AXIS)
 
 
 def on_first_part(x: jax.Array) -> jax.Array:

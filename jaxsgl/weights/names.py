@@ -325,6 +325,10 @@ _NORMS_OF_ALL_HEADS: dict[Path, Recipe] = {
     ("vectors", "q_norm"): Recipe((Source(_ATTENTION + "q_norm.weight", ("NH",)),), _all_heads_norm),
     ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "k_norm.weight", ("KH",)),), _all_keys_norm),
 }
+_HUNYUAN: dict[Path, Recipe] = {
+    ("vectors", "q_norm"): Recipe((Source(_ATTENTION + "query_layernorm.weight", ("H",)),), _head_norm),
+    ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "key_layernorm.weight", ("H",)),), _head_norm),
+}
 _GEMMA = _layer_norms(
     attention_out_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -353,6 +357,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "OlmoeForCausalLM": _NORMS_OF_ALL_HEADS,
     "MiniMaxM2ForCausalLM": _NORMS_OF_ALL_HEADS,
     "Exaone4ForCausalLM": _AFTER,
+    "HunYuanDenseV1ForCausalLM": _HUNYUAN,
     "GlmForCausalLM": _FUSED_GATE_UP,
     "Glm4ForCausalLM": {
         **_layer_norms(attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"),

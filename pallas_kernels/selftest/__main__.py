@@ -97,6 +97,8 @@ def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
         return any(each.is_in_groups for each in KernelShapes.from_json(request.shapes).matrices)
     if op == "float8_product":
         return any(each.may_be_in_float8 for each in KernelShapes.from_json(request.shapes).matrices)
+    if op == "ordered_product":
+        return bool(request.shapes["in_fixed_order"])
     if op == "store_and_decode":  # else a store and a decode follow each other, which have tests of their own
         parts = {request.choice["store_kv"], request.choice["paged_decode_attention"]}
         return request.choice[op] not in (AUTO, XLA) or (bool(tuning.preferred_backends(op)) and parts == {AUTO})
@@ -116,15 +118,20 @@ def _verdict_of(
         try:
             return Verdict(op, backend, *_outcome(make(shapes), backend, request.interpret))
         except ImpossibleBackend as error:
-            if request.choice[op] != AUTO:
+            if _asked(op, request) != AUTO:
                 return Verdict(op, backend, RAISED, _short(error))
     raise AssertionError("xla comes last")
 
 
+def _asked(op: str, request: Request) -> str:
+    """The backend that a flag names, or "auto". No flag does for `ordered_product`, which has one kernel."""
+    return request.choice.get(op, AUTO)
+
+
 def _backends(op: str, request: Request) -> list[str]:
     """The backend that is asked for; or those that "auto" takes, without any that failed, and XLA."""
-    if request.choice[op] != AUTO:
-        return [request.choice[op]]
+    if _asked(op, request) != AUTO:
+        return [_asked(op, request)]
     failed = {each.backend for each in request.known if each.op == op and each.failed}
     return [each for each in tuning.preferred_backends(op) if each not in failed] + [XLA]
 

@@ -24,6 +24,7 @@ from pallas_kernels.api import (
     gated_product,
     group_by_expert,
     grouped_product,
+    ordered_product,
     paged_decode_attention,
     paged_extend_attention,
     quantized_product,
@@ -41,6 +42,7 @@ from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 from pallas_kernels.selftest.batches import Array, normal, pages_of, scattered_pages, slots_of, used_places
 from pallas_kernels.selftest.second_opinion import second_opinion, second_opinion_of_decode
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape
+from pallas_kernels.triton.row_sums import sums_of_rows
 
 RUNS = 3  # with the same inputs: a race shows in some of them
 # Error of a token's row over its norm. Numbers of 16 bits have 0.2 to 0.5%, float8 that is stored up to 6%; a row
@@ -49,6 +51,7 @@ TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 2e-2}
 FLOAT8_TOLERANCE = 8e-2
 ROW, EPS, NUM_PARTS = 1, 1e-6, 4  # of norms: the layer's row, what is added to squares, and parts of an update
 MANY_ROWS, MOST_EXPERTS, EXPERT_TOKENS, LONGEST_WINDOW = 256, 16, 67, 8192
+LONG_ROW = 50_000  # as the scores of a vocabulary
 MATRIX_ROWS, MOST_OUTPUTS = ((5, 300), (33, 100)), 2000  # rows of matrices by turns, for each of a kernel's tiles
 
 
@@ -61,7 +64,7 @@ class Case:
         tolerance: of `error`.
         call: its results on a backend, interpreted or not: arrays `[rows, ..]`.
         right: what they should be, in float32. Where that is NaN, so must the results be.
-        others: what a kernel of others computes, to be asked after a wrong result; None where there is none.
+        others: what JAX's own kernel computes, which is asked after a wrong result; None where JAX has no such kernel.
     """
 
     name: str
@@ -75,7 +78,7 @@ class Case:
         return self._error([self.call(backend, interpret) for _ in range(RUNS)])
 
     def second_opinion(self) -> str:
-        """Whether a kernel of others is right where ours is wrong, in words; empty where there is none."""
+        """Whether JAX's own kernel is right where ours is wrong, in words; empty where JAX has no such kernel."""
         if self.others is None:
             return ""
         try:
@@ -394,6 +397,40 @@ def _gated_rows(shapes: KernelShapes, matrix: MatrixShape, num_rows: int) -> Cas
     )
 
 
+def ordered_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """Products of few rows and of many, whose sums have parts or not; and sums of rows, short ones and long ones."""
+    size, dtype = shapes.hidden_size, jnp.dtype(shapes.dtype)
+    for num_rows, num_outputs in ((5, size), (300, size), (300, MOST_OUTPUTS)):
+        keys = jax.random.split(jax.random.key(10))
+        x = normal(keys[0], 1.0, shape=(num_rows, size), dtype=dtype)
+        weights = normal(keys[1], 1.0, shape=(num_outputs, size), dtype=dtype)
+        wide = x.astype(jnp.float32), weights.astype(jnp.float32)
+        yield Case(
+            f"{num_rows} rows, {num_outputs} x {size}",
+            TOLERANCE[shapes.dtype],
+            functools.partial(_ordered, x, weights),
+            functools.partial(_ordered, *wide, XLA, False),
+        )
+    for length in (64, size, LONG_ROW):
+        rows = normal(jax.random.key(11), 1.0, shape=(37, length), dtype=jnp.dtype(jnp.float32))
+        yield Case(
+            f"sums of {length} numbers",
+            TOLERANCE["float32"],
+            functools.partial(_summed, jnp.abs(rows)),
+            functools.partial(_summed, jnp.abs(rows), XLA, False),
+        )
+
+
+def _ordered(x: jax.Array, weights: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+    return [_ordered_jit(x, weights, backend=backend, interpret=interpret)]
+
+
+def _summed(rows: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+    if backend == XLA:
+        return [jnp.stack([rows.sum(-1), (rows * rows).sum(-1)], axis=-1)]
+    return [jnp.stack([sums_of_rows(rows, what, interpret) for what in ("sum", "squares")], axis=-1)]
+
+
 def _weights(matrix: MatrixShape) -> ScaledMatrix:
     """Random numbers that use the range of their format, as many outputs as show a kernel's tiles."""
     keys = jax.random.split(jax.random.key(9), 3)
@@ -419,6 +456,7 @@ CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
     "grouped_product": product_cases,
     "quantized_product": quantized_cases,
     "float8_product": float8_cases,
+    "ordered_product": ordered_cases,
 }
 
 _decode_jit = jax.jit(paged_decode_attention, static_argnames=("options", "backend", "interpret"))
@@ -434,6 +472,7 @@ _product_jit = jax.jit(grouped_product, static_argnames=("of_tokens", "backend",
 _quantized_jit = jax.jit(
     functools.partial(quantized_product, dtype=jnp.float32), static_argnames=("in_parts", "backend", "interpret")
 )
+_ordered_jit = jax.jit(functools.partial(ordered_product, dtype=jnp.float32), static_argnames=("backend", "interpret"))
 _rows_jit = jax.jit(float8_rows, static_argnames=("activation", "backend", "interpret"))
 
 
@@ -543,6 +582,7 @@ def _qkv(shapes: KernelShapes, num_tokens: int) -> FusedQkv:
         q_norm=norms[0] if shapes.has_head_norms else None,
         k_norm=norms[1] if shapes.has_head_norms else None,
         layer=ROW,
+        rotates_first=shapes.rotates_first,
     )
 
 

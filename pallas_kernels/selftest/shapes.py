@@ -75,9 +75,13 @@ class KernelShapes:
     """Whether queries, keys and values have biases that the kernel adds."""
     has_head_norms: bool = False
     """Whether queries and keys are normalized head by head."""
+    rotates_first: bool = False
+    """Whether that comes after the rotation."""
     experts: tuple[ExpertShape, ...] = ()
     matrices: tuple[MatrixShape, ...] = ()
     """Those that are quantized, but for experts'."""
+    in_fixed_order: bool = False
+    """Whether sums have one order (`order`), those of products and norms too."""
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes."""

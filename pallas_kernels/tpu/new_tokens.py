@@ -62,7 +62,7 @@ class NewTokens:
 
     tiles: QueryTiles
     slots: Any
-    """`[S]` in SMEM; those of page 0 are for nobody and aren't written."""
+    """`[S]` in SMEM. Slots in page 0 belong to padding rows, whose tokens aren't written."""
     new: tuple[Any, Any]
     """K and V `[S, K, H]` in HBM."""
     pages: tuple[Any, Any]

@@ -74,7 +74,13 @@ def _of_any_layer(
         pages = float8.as_words(kv.k), float8.as_words(kv.v)
     first_page_input = 5 + len(vectors)
     q_out, *stored = pl.pallas_call(
-        functools.partial(_kernel, names=tuple(vectors), eps=qkv.eps, tile_tokens=blocks["tile_tokens"]),
+        functools.partial(
+            _kernel,
+            names=tuple(vectors),
+            eps=qkv.eps,
+            tile_tokens=blocks["tile_tokens"],
+            rotates_first=qkv.rotates_first,
+        ),
         out_shape=(q, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in pages)),
         grid=(num_kv_heads, pl.cdiv(num_tokens, blocks["tile_tokens"])),
         input_output_aliases={first_page_input: 1, first_page_input + 1: 2},
@@ -166,7 +172,7 @@ def _power_of_two(number: int) -> int:
 
 def _kernel(
     layer_ref: Any, product_ref: Any, cos_ref: Any, sin_ref: Any, slots_ref: Any, *refs: Any,
-    names: tuple[str, ...], eps: float, tile_tokens: int,
+    names: tuple[str, ...], eps: float, tile_tokens: int, rotates_first: bool,
 ) -> None:  # fmt: skip
     _k_in, _v_in, q_out, k_out, v_out = refs[len(names) :]
     num_tokens, _, num_rows, _ = product_ref.shape
@@ -190,8 +196,11 @@ def _kernel(
             turned.append((a * cos - b * sin, b * cos + a * sin))
         return turned
 
+    def finished(pairs: list[Pair], norm: str) -> list[Pair]:
+        return head.normalized(rotated(pairs), norm) if rotates_first else rotated(head.normalized(pairs, norm))
+
     where = (lax.div(slot, jnp.int32(page_size)), head.head, lax.rem(slot, jnp.int32(page_size)))
-    head.store_pages(k_out, "k_scale", where, rotated(head.normalized(key, "k_norm")))
+    head.store_pages(k_out, "k_scale", where, finished(key, "k_norm"))
     head.store_pages(v_out, "v_scale", where, value)
     for group, query in enumerate(queries):
-        head.store(q_out, (token, head.head * num_groups + group), rotated(head.normalized(query, "q_norm")))
+        head.store(q_out, (token, head.head * num_groups + group), finished(query, "q_norm"))

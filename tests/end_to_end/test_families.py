@@ -40,7 +40,7 @@ pytestmark = pytest.mark.device
 # By day every third one. The logits of all are compared in tests/models/test_parity.py.
 KINDS = (
     "phi3", "mistral", "olmo2", "olmo3", "glm4", "smollm3", "gemma2", "gemma3", "glm4_moe", "qwen3_moe", "mixtral",
-    "gpt_oss", "qwen2_moe", "minimax_m2", "exaone4", "ernie4_5_moe", "granite", "olmoe", "gemma", "seed_oss",
+    "gpt_oss", "qwen2_moe", "minimax_m2", "exaone4", "ernie4_5_moe", "granite", "hunyuan", "olmoe", "gemma", "seed_oss",
     "deepseek_v3", "deepseek_v2", "glm4_moe_lite",
 )  # fmt: skip
 assert {*KINDS, "glm", "ernie4_5"} == set(FAMILY_KINDS)  # which have nothing that "glm4" and "ernie4_5_moe" lack

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,6 +111,10 @@ def test_what_is_decoded_is_what_was_encoded() -> None:
         assert not found.packed.flags.writeable and found.packed.flags.aligned
         for mine, theirs in zip(found.table_changes, step.table_changes, strict=True):
             np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_call_has_all_that_a_step_has_but_images_which_flags_refuse() -> None:
+    assert {*Step.__struct_fields__, "encodes"} == {field.name for field in dataclasses.fields(StepInputs)}
 
 
 def test_arrays_that_go_beyond_what_came_or_hold_objects_are_refused() -> None:

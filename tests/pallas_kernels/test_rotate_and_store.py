@@ -64,10 +64,12 @@ def test_a_cache_wider_than_the_heads_gets_them_with_zeros_after_them(name: str,
         assert (pages[where][..., spec.head_dim :] == 0).all()
 
 
-def test_the_reference_agrees_with_complex_numbers() -> None:
+@pytest.mark.parametrize("rotates_first", [False, True])
+def test_the_reference_agrees_with_complex_numbers(rotates_first: bool) -> None:
     """A token at a time in float64: a head's halves are the real and the imaginary parts of numbers that turn."""
     spec = BY_NAME["groups_3_odd_page_size"]
     qkv, kv, slots = batch(spec, 2)
+    qkv = dataclasses.replace(qkv, rotates_first=rotates_first)
     q, stored = rotate_and_store(qkv, kv, slots, backend="reference")
     product, cos, sin = (np.asarray(a, np.float64) for a in (qkv.product, qkv.cos, qkv.sin))
     bias, q_norm, k_norm = (np.asarray(a, np.float64)[qkv.layer] for a in (qkv.bias, qkv.q_norm, qkv.k_norm))
@@ -79,10 +81,22 @@ def test_the_reference_agrees_with_complex_numbers() -> None:
                 *((x, q_norm, q[token, head * spec.num_groups + i]) for i, x in enumerate(queries)),
                 (key, k_norm, stored.k[slot // spec.page_size, head, slot % spec.page_size]),
             ):
-                row = row / np.sqrt(np.mean(row**2) + qkv.eps) * scale
+                row = row / np.sqrt(np.mean(row**2) + qkv.eps) * (1 if rotates_first else scale)
                 turned = (row[:half] + 1j * row[half:]) * (cos + 1j * sin)[token, 0]
-                assert_close(actual, np.concatenate([turned.real, turned.imag]), jnp.float32)
+                right = np.concatenate([turned.real, turned.imag]) * (scale if rotates_first else 1)
+                assert_close(actual, right, jnp.float32)
             assert_close(stored.v[slot // spec.page_size, head, slot % spec.page_size], value, jnp.float32)
+
+
+def test_the_kernel_normalizes_after_the_rotation_too() -> None:
+    spec = BY_NAME["groups_3_odd_page_size"]
+    qkv, kv, slots = batch(spec, 2)
+    qkv = dataclasses.replace(qkv, rotates_first=True)
+    q, stored = rotate_and_store(qkv, kv, slots, backend="triton", interpret=True)
+    expected_q, expected = rotate_and_store(qkv, kv, slots, backend="reference")
+    assert_close(q[:-3], expected_q[:-3], spec.dtype)
+    where = slots[:-3] // spec.page_size, slice(None), slots[:-3] % spec.page_size
+    assert_close(stored.k[where], expected.k[where], spec.dtype)
 
 
 @pytest.mark.parametrize(

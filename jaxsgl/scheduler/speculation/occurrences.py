@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 PACKED = 3  # tokens of a context in one sorted number
-BITS = 21  # of each; one more than a token's id, so that 0 means that there is none
+BITS = 21  # of each token, kept as its id plus one: 0 stands where a context is shorter
 MAX_VOCAB = (1 << BITS) - 1
 MIN_RECENT = 256  # tokens that are not sorted, at least before the bulk is sorted anew
 RECENT_PART = 8  # likewise, as a part of the bulk
@@ -90,7 +90,7 @@ class Occurrences:
         return length, [*places, *recent][-most if most else None :] if places else recent
 
     def last(self, context: Sequence[int]) -> tuple[int, int]:
-        """As `find`, of the places the last one; (0, 0) if there is none."""
+        """How many tokens of the context occurred before, and where they did last; (0, 0) if they never did."""
         length, places = self._find_sorted(context)
         recent_length, recent = self._find_recent(context)
         if recent and recent_length >= length:

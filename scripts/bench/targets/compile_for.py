@@ -63,6 +63,9 @@ def _programs(target: Target, grid: str, devices: list[jax.Device], folder: Path
     if grid == "steps-float8":
         yield from steps.programs_of_models(target, mesh, folder, "fp8_e4m3")
         return
+    if grid == "steps-ordered":
+        yield from steps.ordered_programs(target, mesh, folder)
+        return
     if grid != "steps":
         for backend in target.backends:
             for spec in COMMON_SPECS if grid == "common" else GRID_SPECS:

@@ -19,6 +19,8 @@ OUR_NAMES = (
     "grouped_product",
     "gated_product",
     "quantized_product",
+    "ordered_product",
+    "sums_of_rows",
     "float8_product",
     "float8_rows",
     "choose_experts",

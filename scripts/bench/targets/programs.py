@@ -41,7 +41,7 @@ class Program:
     Attributes:
       name: an identifier, and the compiler's name for the program.
       backend: backend of its kernels.
-      trace: traces it; must be called inside `Target.traced_for`.
+      trace: traces it; must be called inside `Target.traced_for`. An engine's takes `in_fixed_order`.
       cache: shape and dtype of one of its cache arrays, on one device.
       num_donated: number of cache arrays that it updates in place.
       on_matrix_units: whether its products must run on matrix units; float32 products stay exact, on other units.
@@ -56,7 +56,7 @@ class Program:
 
     name: str
     backend: str
-    trace: Callable[[], jax.stages.Traced]
+    trace: Callable[..., jax.stages.Traced]
     cache: jax.ShapeDtypeStruct
     num_donated: int
     on_matrix_units: bool

@@ -7,7 +7,8 @@ all layers are alike, so `report` reads one layer and multiplies. Called by `com
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ MODELS = (
     "qwen3-30b-a3b",
     "phi3-mini",
 )  # of `bench.models`; a model more is a line more
+ORDERED_MODELS = ("qwen3-0.6b", "qwen3-8b", "phi3-mini")  # of 16 bits, without experts
 SHARED_MODELS = (
     *(f"{name}{weights}" for name in ("qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b") for weights in ("", "-fp8")),
     "qwen3-vl-30b-a3b",
@@ -252,10 +254,19 @@ def _of_decoder(params: Params) -> Params:
     return nnx.from_flat_state([(path, param) for path, param in flat if path[0] != "visual"])
 
 
-def programs_of_models(target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: str = "auto") -> list[Program]:
-    """Each program of the table once; those that only sample depend on the vocabulary and serve several models."""
+def programs_of_models(
+    target: Target,
+    mesh: Mesh,
+    folder: Path,
+    kv_cache_dtype: str = "auto",
+    models: Sequence[str] = (),
+) -> list[Program]:
+    """Each program of the table once; those that only sample depend on the vocabulary and serve several models.
+
+    `models` are by default those for so many devices.
+    """
     found: dict[str, Program] = {}
-    for name in MODELS if mesh.size == 1 else SHARED_MODELS:
+    for name in models or (MODELS if mesh.size == 1 else SHARED_MODELS):
         model = served(name, target, mesh, folder, kv_cache_dtype)
         if model is None:
             continue
@@ -264,6 +275,13 @@ def programs_of_models(target: Target, mesh: Mesh, folder: Path, kv_cache_dtype:
                 before = found.get(each.name)
                 found[each.name] = dataclasses.replace(each, steps=(*before.steps, *each.steps)) if before else each
     return list(found.values())
+
+
+def ordered_programs(target: Target, mesh: Mesh, folder: Path) -> Iterator[Program]:
+    """Yields the programs of the models that `--enable-deterministic-inference` takes, in fixed order."""
+    for program in programs_of_models(target, mesh, folder, models=ORDERED_MODELS):
+        trace = functools.partial(program.trace, in_fixed_order=True)
+        yield dataclasses.replace(program, name=f"{program.name} ordered", trace=trace)
 
 
 def program_name(model: Served, key: ProgramKey, backend: str) -> str:

@@ -26,7 +26,7 @@ from bench.processes import ROOT, python_path
 if TYPE_CHECKING:
     import jax
 
-GRIDS = ("common", "steps", "steps-float8", "full")
+GRIDS = ("common", "steps", "steps-float8", "steps-ordered", "full")
 JAX_VERSION = "0.11.2"  # has plug-in wheels for all targets
 
 

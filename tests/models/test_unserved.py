@@ -1,0 +1,53 @@
+"""A model that isn't served: the error names what it needs and the family that comes near."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models import ModelArch
+from jaxsgl.models.families import FAMILIES
+from jaxsgl.models.unserved import nearest
+
+pytestmark = pytest.mark.device
+
+MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
+    ("MambaForCausalLM", {"state_size": 16}, "layers with a state-space model (Mamba)", None),
+    ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"]}, "state-space model", "Granite"),
+    ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "short convolutions", None),
+    ("DeepseekV32ForCausalLM", {"index_topk": 2048}, "sparse attention", "DeepseekV3ForCausalLM"),
+    ("Llama4ForCausalLM", {"attention_chunk_size": 8192}, "attention in chunks", "LlamaForCausalLM"),
+    (
+        "Gemma4ForConditionalGeneration",
+        {"text_config": {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20}},
+        "keys and values that layers share, an embedding for each layer",
+        "Gemma3ForConditionalGeneration",
+    ),
+    ("GPT2LMHeadModel", {"n_positions": 1024, "layer_norm_epsilon": 1e-5}, "ALiBi, learned or none, LayerNorm", None),
+    ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder", None),
+    ("GraniteMoeForCausalLM", {"num_local_experts": 8}, "no family of its form has experts", "GraniteForCausalLM"),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "mechanism", "family"), MODELS, ids=lambda value: str(value)[:24])
+def test_the_error_names_the_mechanism_and_the_nearest_family(
+    name: str, config: dict[str, Any], mechanism: str, family: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], **config}))
+    with pytest.raises(CheckpointError) as caught:
+        ModelArch.from_folder(tmp_path)
+    message = str(caught.value)
+    assert f"architecture {name} is not supported" in message and mechanism in message
+    if family is None:
+        assert "nearest" not in message
+    else:
+        assert f"the nearest family is {family}" in message
+
+
+def test_a_model_that_differs_by_nothing_known_gets_the_list() -> None:
+    assert nearest("ExampleForCausalLM", FAMILIES) is None
+    assert nearest("Qwen3OmniForCausalLM", FAMILIES) == "Qwen3MoeForCausalLM"
