@@ -187,7 +187,7 @@ class Follower:
 
     def _say_alive(self) -> None:
         while not self._ending.is_set():
-            self._say(self._played)
+            self._line.say_alive(self._played)
             silent_s = time.monotonic() - self._heard_s
             self._report.hosts(HostsLoad((HostState(0, silent_s), HostState(self.rank))))
             time.sleep(PULSE_S)

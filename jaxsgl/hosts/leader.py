@@ -13,7 +13,6 @@ import queue
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 from jaxsgl.config.hosts import PULSE_S, HostsConfig
@@ -71,7 +70,7 @@ class Leader:
         self._failing = threading.Lock()
         self._frames = Encoding(Message)
         self._num_calls = self._checksum = 0
-        self._checksums: deque[tuple[int, int]] = deque(maxlen=KEPT_CHECKSUMS)
+        self._checksums = [0] * KEPT_CHECKSUMS  # of the stream up to call n at n % KEPT_CHECKSUMS
         threading.Thread(target=self._say_alive, name="hosts", daemon=True).start()
         with _listener(config) as listening:
             self._take_in(listening)
@@ -101,8 +100,9 @@ class Leader:
         """Sends a call to all other hosts. Of a host that is gone its own thread tells."""
         self._is_serving = True
         frame = Frame(self._frames, call, self._checksum)
-        self._num_calls, self._checksum = self._num_calls + 1, frame.checksum
-        self._checksums.append((self._num_calls, frame.checksum))
+        self._checksum = frame.checksum
+        self._checksums[(self._num_calls + 1) % KEPT_CHECKSUMS] = frame.checksum
+        self._num_calls += 1
         for other in self._others.values():
             try:
                 other.line.send_frame(frame)
@@ -173,11 +173,12 @@ class Leader:
 
     def _say_alive(self) -> None:
         while True:
-            self._tell_all(Pulse())
+            for other in list(self._others.values()):
+                other.line.say_alive(Pulse())
             now_s = time.monotonic()
             others = (
-                HostState(other.rank, now_s - other.heard_s, max(self._num_calls - other.num_calls, 0))
-                for other in list(self._others.values())
+                HostState(each.rank, now_s - each.heard_s, max(self._num_calls - each.num_calls, 0))
+                for each in list(self._others.values())
             )
             self._report.hosts(HostsLoad((HostState(0), *others), self._leaving))
             time.sleep(PULSE_S)
@@ -202,8 +203,8 @@ class Leader:
     def _heard(self, other: _Other, message: Message) -> None:
         match message:
             case Pulse(num_calls, checksum):
-                sent = next((of_call for number, of_call in list(self._checksums) if number == num_calls), None)
-                if sent is not None and sent != checksum:
+                sent = self._checksums[num_calls % KEPT_CHECKSUMS]
+                if sent != checksum and self._num_calls - num_calls < KEPT_CHECKSUMS // 2:
                     self._lost(other, f"has played {num_calls} calls of checksum {checksum}, but {sent} was sent")
             case Leave():
                 self._leaving = other.name

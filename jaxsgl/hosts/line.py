@@ -143,6 +143,17 @@ class Line:
             frame = Frame(self._out, message)
         self.send_frame(frame)
 
+    def say_alive(self, pulse: Pulse) -> None:
+        """Sends a sign of life, unless something else is on its way, which is one too; never raises."""
+        if self._sending.acquire(timeout=0.1):
+            try:
+                for part in Frame(self._out, pulse).parts:
+                    self._connection.sendall(part)
+            except OSError:
+                pass  # the thread that reads tells
+            finally:
+                self._sending.release()
+
     def send_frame(self, frame: Frame) -> None:
         """Raises `LineLost`, also if the other side takes nothing for `SILENCE_S` seconds."""
         try:
