@@ -78,3 +78,16 @@ def test_the_model_and_its_kernels_are_compared_and_images_are_refused(tiny_conf
     seeing: Any = SimpleNamespace(name="Seeing", vision=object())
     with pytest.raises(ConfigError, match=r"Seeing takes images, .* give --language-only"):
         check_hosts(folder, seeing, KernelChoice(), hosts)
+
+
+class Poor(Recording):
+    """Another host has hardly any memory."""
+
+    def least(self, what: str, values: Sequence[int]) -> tuple[int, ...]:
+        assert what == "the memory" and min(values) > 1000
+        return 1000, 1000
+
+
+def test_the_pool_must_fit_the_host_with_the_least_memory(tiny_config: ConfigMaker) -> None:
+    with pytest.raises(ConfigError, match="0 MiB are free for the KV pool"):
+        Engine(tiny_config(max_total_tokens=None), progress=False, hosts=Poor(1))
