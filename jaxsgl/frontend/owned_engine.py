@@ -154,6 +154,8 @@ class OwnedEngine(EngineLink):
                 self.refuse(f"the engine process {process.pid} has ended")  # other replicas may take requests
             await asyncio.sleep(FINAL_MESSAGE_S)
         reason = f"the engine process {process.pid} {how_it_ended(status)}"
+        if self._config.hosts.rank and status == 0:  # host 0 has ended it
+            self._stopping = True
         if self._death is not None and self._info is not None:  # the final message said why; this says how
             logger.error("%s", reason)
         self.died(reason)

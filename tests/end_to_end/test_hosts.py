@@ -83,6 +83,7 @@ def test_two_hosts_give_the_tokens_of_one_and_a_host_that_is_asked_to_stop_drain
         logs = [host.log for host in hosts.hosts]
     assert read[0] == read[1] <= 1.01 * read_alone / 2 + 0.1, (read, read_alone)  # MB are shown with one decimal
     assert "host 1 (127.0.0.1) was asked to stop" in logs[0]
+    assert not any("ERROR" in log for log in logs), logs
     told = [re.findall(r"(\d+) calls \w+, checksum (\w+)", log) for log in logs]
     assert told[0] == told[1] and int(told[0][0][0]) > 300
 
