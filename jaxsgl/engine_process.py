@@ -7,6 +7,7 @@ an `EngineLaunch` as one line of JSON, then stays open for as long as the parent
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from typing import BinaryIO
@@ -14,8 +15,11 @@ from typing import BinaryIO
 import msgspec
 
 from jaxsgl import logs, stacks
-from jaxsgl.errors import StartupError
-from jaxsgl.ipc import EngineLaunch, EngineMailbox, open_mailbox
+from jaxsgl.errors import StartupError, in_one_line
+from jaxsgl.hosts.group import Alone, Hosts
+from jaxsgl.hosts.leader import Leader
+from jaxsgl.hosts.playing import FixedWeights, LeadEngine
+from jaxsgl.ipc import EngineLaunch, EngineMailbox, HostReport, open_mailbox
 from jaxsgl.messages.replies import Replies
 from jaxsgl.parent import be_killed_with_parent, follow_parent
 from jaxsgl.shared_mailbox import SharedMailbox
@@ -31,23 +35,45 @@ def main() -> int:
     follow_parent(sys.stdin.fileno(), launch.endpoints.remove)
     logs.configure(launch.log_style, launch.name)
     with open_mailbox(launch.endpoints) as mailbox:
-        return _serve(launch, mailbox)
+        if not launch.config.hosts.are_several:
+            return serve(launch, mailbox, Alone())
+        status = _serve_with_others(launch, mailbox)
+    logging.shutdown()
+    os._exit(status)  # at once: JAX would wait for hosts that have ended
 
 
-def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
+def _serve_with_others(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
+    from jaxsgl import host_process  # one host needs none of it
+
+    report = HostReport(launch.endpoints)
+    try:
+        hosts = host_process.join(launch.config, report)
+    except StartupError as error:
+        mailbox.fail(str(error))
+        return 1
+    if isinstance(hosts, Leader):
+        return serve(launch, mailbox, hosts)
+    return host_process.follow(launch.config, mailbox, hosts, report)
+
+
+def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox, hosts: Hosts) -> int:
+    """Serves with the engine of this host, and as host 0 of several with those of all `hosts`; returns the status."""
     try:
         # Imported here, so that a broken JAX installation is reported like any other failure to start.
         from jaxsgl import wiring
         from jaxsgl.scheduler.loop import run_loop
 
-        engine, scheduler = wiring.build(launch.config, mark=launch.endpoints.mask_mark())
+        engine, scheduler = wiring.build(launch.config, mark=launch.endpoints.mask_mark(), hosts=hosts)
         serving = wiring.serving_of(launch.config, engine, scheduler)
     except StartupError as error:
+        hosts.fail(str(error))
         mailbox.fail(str(error))
         return 1
     except Exception as error:
         logger.exception("the engine failed to start")
-        mailbox.fail(f"the engine failed to start: {_in_one_line(error)}")
+        message = f"the engine failed to start: {in_one_line(error)}"
+        hosts.fail(message)
+        mailbox.fail(message)
         return 1
     if serving.wake_fd is not None:
         mailbox.wake_at(serving.wake_fd)
@@ -57,12 +83,19 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
     try:
         overlap = not launch.config.disable_overlap_schedule
         check = launch.config.check_every_step
-        run_loop(serving, engine, mailbox, overlap, check, engine.weight_store, engine, engine.adapters)
+        if isinstance(hosts, Leader):
+            weights = FixedWeights(launch.config.weight_version)
+            run_loop(serving, LeadEngine(engine, hosts.call), mailbox, overlap, check, weights)
+        else:
+            run_loop(serving, engine, mailbox, overlap, check, engine.weight_store, engine, engine.adapters)
         wiring.keep_prefixes(launch.config, engine, scheduler)
     except Exception as error:
         logger.exception("the engine failed")
-        mailbox.fail(f"the engine failed ({type(error).__name__}); the server's log says more")  # clients read this
+        message = f"the engine failed ({type(error).__name__}); the server's log says more"  # clients read this
+        hosts.fail(message)
+        mailbox.fail(message)
         return 1
+    hosts.end()
     return 0
 
 
@@ -80,11 +113,6 @@ def set_signals() -> None:
 def read_launch(stdin: BinaryIO) -> EngineLaunch:
     """Reads the parent's `EngineLaunch` from the first line of `stdin`."""
     return msgspec.json.decode(stdin.readline(), type=EngineLaunch)
-
-
-def _in_one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:500]}"
 
 
 if __name__ == "__main__":

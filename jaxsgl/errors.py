@@ -108,3 +108,9 @@ class ConfigError(StartupError, ValueError):
 
 class CheckpointError(StartupError):
     """The model folder is missing, broken, truncated or of an unsupported architecture."""
+
+
+def in_one_line(error: Exception) -> str:
+    """Returns what kind of error it is, and the beginning of its text."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}"

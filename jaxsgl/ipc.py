@@ -13,9 +13,11 @@ import asyncio
 import contextlib
 import fcntl
 import itertools
+import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.logs import LogStyle
 from jaxsgl.mask_mark import MaskMark, NoMark, open_mark
 from jaxsgl.messages.orders import FromEngine, News, ToEngine, ToMailbox
-from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, HostsLoad
 from jaxsgl.shared_mailbox import SharedMailbox
 
 PREFIX, LOCK, MARK = "jaxsgl-", "lock", "mask_mark"
@@ -174,6 +176,34 @@ class EngineMailbox:
         self._in.close(linger=0)
         self._out.close(linger=FINAL_MESSAGE_MS)
         self._context.term()
+
+
+class HostReport:
+    """A `Report` (hosts/group.py): tells the front end of other hosts, from any thread, since the loop may hang.
+
+    Args:
+      endpoints: of the engine process, which has one front end.
+    """
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._context = zmq.Context()
+        self._out = _socket(self._context, zmq.PUSH)
+        self._out.connect(endpoints.from_engine)
+        self._sending = threading.Lock()
+
+    def hosts(self, load: HostsLoad) -> None:
+        """See `Report`."""
+        with self._sending:
+            self._out.send(_encoder.encode(load))
+
+    def fail(self, text: str) -> None:
+        """See `Report`. Ends the process, as no other thread can leave a step that waits for a host that is gone."""
+        with self._sending:
+            self._out.send(_encoder.encode(EngineFailed(text)))
+            self._out.close(linger=FINAL_MESSAGE_MS)
+            self._context.term()
+            logging.shutdown()
+            os._exit(1)
 
 
 class EngineLines:

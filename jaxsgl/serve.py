@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from jaxsgl import logs, stacks
 from jaxsgl.config.flags import add_flags, from_flags
+from jaxsgl.config.hosts import fill_in
 from jaxsgl.config.server import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.access import keys_in_file
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
     output.replace_stderr()
     stacks.dump_at_signals(crashes_fd=output.stderr.real_fd)
     try:
+        fill_in(args, os.environ)
         config = from_flags(ServerConfig, args)
         from jaxsgl.frontend.server import serve  # importing gRPC takes a while: bad flags fail before it
 

@@ -28,6 +28,7 @@ from jaxsgl.constraints.trial import Trial
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.memory import free_host_bytes
 from jaxsgl.errors import ConfigError, InvalidRequest
+from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.orders import LoadAdapter
 from jaxsgl.models import Params
@@ -52,7 +53,9 @@ FREE_TOKENS, FREE_TOKENS_CPU = 128, 16
 RETRACT_VARIABLE = "JAXSGL_TEST_RETRACT"  # for tests
 
 
-def build(config: EngineConfig, limited: bool = True, mark: Mark = NoMark()) -> tuple[Engine, Scheduler]:
+def build(
+    config: EngineConfig, limited: bool = True, mark: Mark = NoMark(), hosts: Hosts = Alone()
+) -> tuple[Engine, Scheduler]:
     """Loads the model and compiles every bucket (seconds to minutes). Raises `StartupError`.
 
     Args:
@@ -60,12 +63,24 @@ def build(config: EngineConfig, limited: bool = True, mark: Mark = NoMark()) -> 
       limited: whether the flags that limit the queue and the time of requests hold, as in a server. Offline use, whose
         caller waits for all answers, sets them aside.
       mark: notes whose mask is being made.
+      hosts: those that share the model.
     """
     retract_every()  # fails now, not after minutes
     if config.disaggregation.is_on and not limited:
         raise ConfigError("--disaggregation-mode needs servers behind a gateway, see docs/scale-out.md")
-    engine = Engine(config, moves_pages=config.disaggregation.is_on or config.host_kv.is_on)
+    if config.hosts.are_several and not limited:
+        raise ConfigError("--nnodes needs servers, see docs/scale-out.md: LLM runs on one host")
+    engine = build_engine(config, hosts)
     return engine, build_scheduler(config, engine, limited, mark=mark)
+
+
+def build_engine(config: EngineConfig, hosts: Hosts = Alone()) -> Engine:
+    """Loads the model and compiles every bucket. Raises `StartupError`, on all `hosts` if weights differ."""
+    engine = Engine(config, moves_pages=config.disaggregation.is_on or config.host_kv.is_on, hosts=hosts)
+    if hosts.size > 1:
+        digest = f"those of norms {norms_digest(engine.weight_store.params):08x}"
+        hosts.same("the weights", digest, "give all hosts the same checkpoint")
+    return engine
 
 
 def build_scheduler(

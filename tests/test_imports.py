@@ -11,7 +11,7 @@ import pytest
 from bench.imports import circles, import_graph
 
 ROOT = Path(__file__).parent.parent
-CONFIG = ("engine", "features", "flags", "kernels")
+CONFIG = ("engine", "features", "flags", "hosts", "kernels", "secrets")
 COMMON = {
     "requests",
     "errors",
@@ -19,6 +19,7 @@ COMMON = {
     "logs",
     "mask_mark",
     "parent",
+    "proof",
     "sandbox",
     "stacks",
     *(f"config.{name}" for name in CONFIG),
@@ -42,14 +43,25 @@ ALLOWED = {
     },
     "preprocess": set(),
     "transfer": set(),
+    "hosts": {"batch", "messages"},
     "constraints": set(),
     "cache": set(),
     "batch": {"cache.pages"},
-    "engine": {"batch", "models", "weights", "messages", "cache.pages", "pallas_kernels"},
+    "engine": {"batch", "models", "weights", "messages", "cache.pages", "hosts.group", "pallas_kernels"},
     "models": {"pallas_kernels"},
     "weights": {"models", "pallas_kernels"},
 }
-THIRD_PARTY_FREE_OF_JAX = ("constraints", "scheduler", "transfer", "cache", "batch", "text", "preprocess", "frontend")
+THIRD_PARTY_FREE_OF_JAX = (
+    "constraints",
+    "scheduler",
+    "transfer",
+    "hosts",
+    "cache",
+    "batch",
+    "text",
+    "preprocess",
+    "frontend",
+)
 
 
 def imports_of(path: Path) -> set[str]:

@@ -21,6 +21,7 @@ TIER_OF_FOLDER = {
     "scheduler": "unit",
     "text": "unit",
     "transfer": "unit",
+    "hosts": "unit",
     "engine": "device",
     "models": "device",
     "pallas_kernels": "device",

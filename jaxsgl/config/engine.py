@@ -20,6 +20,7 @@ from jaxsgl.config.features import (
     VisionConfig,
 )
 from jaxsgl.config.flags import check_choices, flag, flag_name, require
+from jaxsgl.config.hosts import HostsConfig
 from jaxsgl.config.kernels import ATTENTION_BACKENDS, read_kernels
 from jaxsgl.errors import ConfigError
 from jaxsgl.requests.media import MediaLimits
@@ -183,6 +184,7 @@ class EngineConfig:
         "prompt tokens extended in one step; -1: a prompt is never cut into chunks (default: 512 on CPU, else 2048)",
     )
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
     disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
     host_kv: HostKvConfig = field(default_factory=HostKvConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -271,6 +273,8 @@ class EngineConfig:
             raise ConfigError("--host-kv-gib keeps prefixes, which --disable-radix-cache does not share: give one")
         if self.speculation.is_on:
             self._check_speculation()
+        if self.hosts.are_several:
+            self._check_hosts()
         for name in ("decode_buckets", "extend_buckets"):
             sizes = getattr(self, name)
             require(all(size >= 1 for size in sizes), flag_name(name), sizes, "sizes of 1 and more")
@@ -278,6 +282,24 @@ class EngineConfig:
                 raise ConfigError(f"{flag_name(name)} and --auto-buckets both say which sizes to compile: give one")
         check_choices(self)
         read_kernels(self.kernels)
+
+    def _check_hosts(self) -> None:
+        """Raises `ConfigError` for flags that need more of other hosts than that they play calls of the engine."""
+        number = self.hosts.num_hosts
+        if self.tp % number:
+            fitting = -(-self.tp // number) * number
+            raise ConfigError(
+                f"--tp is {self.tp}, but {number} hosts (--nnodes) have equal parts of the devices: give --tp {fitting}"
+            )
+        for is_on, name in (
+            (bool(self.device_ids), "--device-ids"),
+            (self.disaggregation.is_on, "--disaggregation-mode"),
+            (self.host_kv.is_on, "--host-kv-gib"),
+            (self.lora.is_on, "--enable-lora"),
+            (self.enable_weights_cpu_backup, "--enable-weights-cpu-backup"),
+        ):
+            if is_on:
+                raise ConfigError(f"{name} works on one host only for now: leave it out, or --nnodes")
 
     def _check_speculation(self) -> None:
         """Raises `ConfigError` for flags that leave no token to guess, or guess it in another way."""

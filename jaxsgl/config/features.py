@@ -7,15 +7,14 @@ part may import this module.
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from jaxsgl.config.flags import check_choices, flag, flag_name, require
+from jaxsgl.config.secrets import MIN_SECRET_BYTES, is_this_machine, read_secret
 from jaxsgl.errors import ConfigError
 
 HASH_IDS = ("digest", "sglang")
@@ -40,7 +39,6 @@ ALL_IN_ONE = "null"  # SGLang's word for a worker that computes both prefill and
 DISAGGREGATION_MODES = (ALL_IN_ONE, "prefill", "decode")
 BOOTSTRAP_PORT = 8998  # SGLang's
 TRANSFER_BACKENDS = ("tcp", "nixl")
-MIN_SECRET_BYTES, MAX_SECRET_BYTES = 32, 4096
 _MIB = 1 << 20
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -364,7 +362,7 @@ class DisaggregationConfig:
         if self.disaggregation_mode == "prefill":
             at = self.disaggregation_host or host
             opened, way_out = f"decode servers may connect to {at}", "--disaggregation-host 127.0.0.1"
-            is_open = not _is_local(at)
+            is_open = not is_this_machine(at)
         else:
             hosts = self.disaggregation_prefill_hosts
             opened, way_out = f"--disaggregation-prefill-hosts is {','.join(hosts)}", "loopback addresses alone"
@@ -382,25 +380,7 @@ class DisaggregationConfig:
           ConfigError: it can't be read, others may use it, or its size is wrong.
         """
         path = self.disaggregation_secret_file
-        if path is None:
-            return b""
-        name = f"--disaggregation-secret-file {path}"
-        try:
-            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                secret = file.read(MAX_SECRET_BYTES + 1).rstrip() if stat.S_ISREG(mode) else b""
-        except OSError as error:
-            raise ConfigError(f"{name} can't be read: {error.strerror}") from None
-        if not stat.S_ISREG(mode):
-            raise ConfigError(f"{name} is not a regular file")
-        if mode & stat.S_IRWXO:
-            raise ConfigError(f"{name} has mode {stat.S_IMODE(mode):04o}, so other users may use it: chmod 600 {path}")
-        if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
-            raise ConfigError(
-                f"{name} holds {len(secret)} bytes, but must hold {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}: "
-                "openssl rand -hex 32 makes a secret"
-            )
-        return secret
+        return b"" if path is None else read_secret(path, "--disaggregation-secret-file")
 
 
 def networks_and_names(hosts: Sequence[str]) -> tuple[list[Network], set[str]]:
@@ -419,14 +399,6 @@ def networks_and_names(hosts: Sequence[str]) -> tuple[list[Network], set[str]]:
             require(is_name, flag_name("disaggregation_prefill_hosts"), host, wanted)
             names.add(host.lower())
     return networks, names
-
-
-def _is_local(host: str) -> bool:
-    """Whether a port at `host` is reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def _is_loopback(hosts: Sequence[str]) -> bool:

@@ -146,6 +146,9 @@ class ServerConfig:
             raise ConfigError("--disaggregation-mode prefill goes with --dp-size 1: start one server per replica")
         if self.dp_size > 1 and self.engine.device_ids:
             raise ConfigError("--dp-size gives each replica devices of its own, but --device-ids names some: give one")
+        if self.engine.hosts.are_several:
+            for name, value in (("--dp-size", self.dp_size), ("--tokenizer-worker-num", workers)):
+                require(value == 1, name, value, "1 with --nnodes; put several such servers behind a gateway")
         for name in ("request_timeout_s", "watchdog_s"):
             require(getattr(self, name) > 0, flag_name(name), getattr(self, name), "more than 0")
         require(

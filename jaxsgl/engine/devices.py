@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.memory import is_running
-from jaxsgl.errors import ConfigError
+from jaxsgl.errors import ConfigError, StartupError
 from jaxsgl.weights.sharding import make_mesh
 
 _HOST_DEVICES = "xla_force_host_platform_device_count"  # of XLA_FLAGS: JAX takes one of both ways
@@ -37,13 +37,39 @@ def reveal_devices(config: EngineConfig) -> None:
     """
     if is_running():
         return
-    number = 1 + max(config.device_ids, default=config.tp - 1)
+    number = 1 + max(config.device_ids, default=config.tp // config.hosts.num_hosts - 1)
     if number > 1 and _HOST_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", number)
     if config.device_ids:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, config.device_ids)))
         for name, value in tpu_variables(config.device_ids).items():
             os.environ.setdefault(name, value)
+
+
+def join_hosts(config: EngineConfig) -> None:
+    """Before JAX starts: has it take the devices of all hosts for one machine's, if several share the model.
+
+    Waits until all have come. Raises `StartupError`.
+    """
+    hosts = config.hosts
+    if not hosts.are_several:
+        return
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    # By default hosts share the trials of kernels, and one that finds its program in a cache leaves the others waiting.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false".strip()
+    host, port = hosts.address
+    address = f"[{host}]:{port + 1}" if ":" in host else f"{host}:{port + 1}"
+    try:
+        jax.distributed.initialize(
+            address,
+            hosts.num_hosts,
+            hosts.rank,
+            initialization_timeout=round(hosts.dist_timeout),
+            coordinator_bind_address=address,
+            cluster_detection_method="deactivate",
+        )
+    except RuntimeError as error:
+        raise StartupError(f"JAX's hosts can't meet at {address} (--dist-init-addr): {error}") from error
 
 
 def accelerator() -> str | None:
@@ -138,8 +164,20 @@ def tpu_variables(device_ids: Sequence[int]) -> dict[str, str]:
 
 
 def mesh_of(config: EngineConfig) -> Mesh:
-    """The mesh of the engine's devices. Raises `ConfigError` if JAX has too few."""
-    return make_mesh(_chosen(config, jax.devices()))
+    """The mesh of the engine's devices, host after host. Raises `ConfigError` if JAX has too few."""
+    if not config.hosts.are_several:
+        return make_mesh(_chosen(config, jax.devices()))
+    by_host: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        by_host.setdefault(device.process_index, []).append(device)
+    each = config.tp // config.hosts.num_hosts
+    for rank, devices in by_host.items():
+        if len(devices) < each:
+            raise ConfigError(
+                f"--tp {config.tp} needs {each} devices of each of {config.hosts.num_hosts} hosts, but host {rank} has "
+                f"{len(devices)} ({devices[0].device_kind}): give --tp {len(devices) * config.hosts.num_hosts} or less"
+            )
+    return make_mesh([device for rank in sorted(by_host) for device in by_host[rank][:each]])
 
 
 def _chosen(config: EngineConfig, devices: Sequence[jax.Device]) -> list[jax.Device]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,10 +27,11 @@ from jaxsgl.cache.pages import tokens_in
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import profiler, token_check
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
-from jaxsgl.engine.devices import mesh_of, reveal_devices
+from jaxsgl.engine.devices import join_hosts, mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
 from jaxsgl.engine.encoding import TowerParts
 from jaxsgl.engine.fixed_order import asks_for_fixed_order, check_kernels
+from jaxsgl.engine.joining import check_hosts, same_programs
 from jaxsgl.engine.kernel_test import KernelTester
 from jaxsgl.engine.kernels import asked_kernels, kernel_flags
 from jaxsgl.engine.launcher import Chosen, DeviceHandle, LaunchedHandle, Launcher
@@ -51,6 +53,7 @@ from jaxsgl.engine.step_programs import ProgramSpec, StepPrograms, all_programs,
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.engine.weight_store import EngineWeightStore, abstract_params, as_kept, read_arch, read_params
 from jaxsgl.errors import ConfigError
+from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
 from jaxsgl.models.quantization import FP8_E4M3
@@ -84,6 +87,7 @@ class Engine:
         progress: bool = True,
         moves_pages: bool = False,
         kernel_tester: KernelTester | None = None,
+        hosts: Hosts = Alone(),
     ) -> None:
         """Does everything that takes time: after it, the first step can run.
 
@@ -92,6 +96,7 @@ class Engine:
           progress: whether to draw a progress bar on stderr while compiling.
           moves_pages: whether `apply` will be called; if so, its programs are compiled too.
           kernel_tester: how kernels are tested; None: as this machine needs it.
+          hosts: those that share the model, which come to the same sizes and programs.
 
         Raises:
           StartupError: flags that don't fit the model or the memory, or a model that can't be loaded.
@@ -104,9 +109,13 @@ class Engine:
         choose_mosaic_ptxas()
         tester = KernelTester.of_this_machine() if kernel_tester is None else kernel_tester
         kernels, verdicts = tester.tested(config, arch, kernels)  # while the device's memory is free
+        check_hosts(folder, arch, kernels, hosts)
+        join_hosts(config)
         jax_share = start_jax()
         mesh = mesh_of(config)
-        device = mesh.devices.flat[0]  # the devices of a mesh are alike
+        own_devices = list(mesh.local_devices)
+        device = own_devices[0]  # the devices of a mesh are alike
+        hosts.same("the devices", f"{len(own_devices)} x {device.device_kind}", "let hosts of one kind share a model")
         platform = device.platform
         use_compilation_cache(config.compilation_cache_dir, versions_key() if platform == "gpu" else "")
         if platform == "gpu":
@@ -122,7 +131,7 @@ class Engine:
         in_fixed_order = asks_for_fixed_order(config, arch, platform, dtype)
         if in_fixed_order:
             check_kernels(verdicts)
-        self.compiled = ProgramSet(progress=progress, in_fixed_order=in_fixed_order)
+        self.compiled = ProgramSet(progress=progress, in_fixed_order=in_fixed_order, threads=hosts.num_threads)
         pool_size = NO_ADAPTERS if adapter_plan is None else adapter_plan.size
         with loading_weights(device, jax_share):
             params = read_params(config, folder, self.arch, dtype, mesh)
@@ -143,13 +152,16 @@ class Engine:
             masks = config.grammar_backend != "none"
             return ProgramSpec(graphdef, abstract, state, kernels, mesh, kv_scales, pool, capacity.tower, masks)
 
-        memory = least_free_memory(list(mesh.devices.flat), config.mem_fraction_static, jax_share)
+        memory = least_free_memory(own_devices, config.mem_fraction_static, jax_share)
+        static_bytes, all_bytes = hosts.least("the memory", (memory.static_bytes, memory.all_bytes))
+        memory = replace(memory, static_bytes=static_bytes, all_bytes=all_bytes)
         with step_failure("the programs can't be compiled", memory.account):
             beside_bytes = reserved_bytes(states.page_bytes) if moves_pages else 0
             self.capacity, self.programs = _compile(
                 config, self.arch, states, memory, self.compiled, spec_of, beside_bytes, pool_size
             )
         self.buckets = self.programs.buckets
+        same_programs(self.compiled, self.capacity, hosts)
         with step_failure("the KV pool can't be allocated", memory.account):
             self._state = jax.block_until_ready(allocate(states, self.capacity, mesh, images))
         self._layer_states, self._mesh = states, mesh
@@ -158,7 +170,7 @@ class Engine:
             spec = self.programs.spec.state
             self._page_io = PageIo(self.compiled, spec, states, mesh, pages=moves_pages, rows=moves_rows)
             self._state = self._page_io.run_all(self._state)
-            self._walls = keep_small_places(list(mesh.devices.flat)) if platform == "gpu" else []
+            self._walls = keep_small_places(own_devices) if platform == "gpu" else []
         taps = () if self.arch.vision is None else self.arch.vision.deepstack_layers
         self._tower_parts = TowerParts(self.programs.encode_part, taps)
         self._compiles = CompileCounter()
@@ -168,7 +180,7 @@ class Engine:
         self._params = self.weight_store.leaves
         self._launcher: Launcher | None = None
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
-        if tester.platform is not None:
+        if tester.platform is not None and hosts.size == 1:  # no host has all of the logits
             self._check_tokens(memory.account, min(dtype.itemsize, activations.itemsize))
         if mesh.size > 1:
             self._launcher = Launcher()

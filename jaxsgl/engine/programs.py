@@ -79,10 +79,12 @@ class ProgramSet:
     Args:
       progress: whether to draw a progress bar on stderr while compiling.
       in_fixed_order: whether programs add in one order, whatever the number of rows.
+      threads: that compile; None: one for each processor.
     """
 
-    def __init__(self, *, progress: bool = False, in_fixed_order: bool = False) -> None:
+    def __init__(self, *, progress: bool = False, in_fixed_order: bool = False, threads: int | None = None) -> None:
         self._progress, self._in_fixed_order = progress, in_fixed_order
+        self._threads = threads
         self._compilations: dict[ProgramKey, Compilation] = {}
 
     def __len__(self) -> int:
@@ -109,7 +111,7 @@ class ProgramSet:
         lowerings = {
             key: lambda program=program: program.trace(in_fixed_order=order).lower() for key, program in missing.items()
         }
-        self._compilations |= compile_all(lowerings, progress=self._progress)
+        self._compilations |= compile_all(lowerings, progress=self._progress, threads=self._threads)
 
     def forget(self, keys: Iterable[ProgramKey]) -> None:
         """Drops programs, which are to be compiled for other sizes of the state."""

@@ -22,6 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
 from jaxsgl.errors import ConfigError
+from jaxsgl.hosts.group import processors
 from pallas_kernels.own_folder import own_folder
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -93,12 +94,11 @@ def _default_cache_dir() -> Path:
 
 
 def compile_all(
-    lowerings: Mapping[KeyT, Callable[[], jax.stages.Lowered]], *, progress: bool
+    lowerings: Mapping[KeyT, Callable[[], jax.stages.Lowered]], *, progress: bool, threads: int | None = None
 ) -> dict[KeyT, Compilation]:
-    """Lowers each program here, and compiles them in as many threads as there are processors."""
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Lowers each program here, and compiles them in so many `threads`; None: as many as there are processors."""
     bar = tqdm(total=len(lowerings), desc="compiling", unit="program", file=sys.stderr, disable=not progress)
-    with bar, ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+    with bar, ThreadPoolExecutor(threads or processors(), thread_name_prefix="compile") as pool:
         futures: dict[KeyT, Future[Compilation]] = {}
         for key, lower in lowerings.items():
             start_s = time.monotonic()

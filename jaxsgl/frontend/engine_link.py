@@ -34,7 +34,7 @@ from jaxsgl.messages.orders import (
     Withdraw,
     first_number,
 )
-from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Load, Replies, Reply
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, HostsLoad, Load, Replies, Reply
 from jaxsgl.requests.request import Request
 
 MAX_UNREAD = 16384  # replies of one request: minutes of one sample, or seconds of very many
@@ -129,6 +129,7 @@ class EngineLink:
 
     Attributes:
       load: the engine's, after its latest step; a dead one's holds counters only.
+      hosts: those that share the model, if there are several; `num_pulses` says how often that came.
       heard_s: when the engine last said anything (`time.monotonic`).
       stuck: why the engine counts as stuck, None if it doesn't. Set by the watchdog.
     """
@@ -151,6 +152,8 @@ class EngineLink:
         self._numbers = itertools.count(first_number(line or 0))
         self._next_token: asyncio.Future[None] | None = None
         self.load = Load()
+        self.hosts = HostsLoad()
+        self.num_pulses = 0
         self.heard_s = time.monotonic()
         self.stuck: str | None = None
 
@@ -372,6 +375,9 @@ class EngineLink:
 
     def receive(self, message: FromEngine) -> None:
         """Takes one message of the engine. Replies of calls that have ended are dropped."""
+        if isinstance(message, HostsLoad):  # from a thread of its own: no sign that the loop turns
+            self.hosts, self.num_pulses = message, self.num_pulses + 1
+            return
         self.heard_s = time.monotonic()
         if isinstance(message, Replies):
             if self._next_token is not None and message.load.totals.output_tokens > self.load.totals.output_tokens:

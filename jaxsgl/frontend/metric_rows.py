@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from jaxsgl.config.hosts import SILENCE_S
 from jaxsgl.frontend.metrics import Histogram, Metrics, Replica, Snapshot
+from jaxsgl.messages.replies import HostState
 
 Value: TypeAlias = float | Histogram | Mapping[Any, float] | Mapping[Any, Histogram]
 
@@ -34,6 +36,11 @@ class Row:
 def of_each(engine: Snapshot, value: Callable[[Replica], float]) -> dict[str, float]:
     """Returns a value of each replica, by its rank."""
     return {str(rank): value(replica) for rank, replica in enumerate(engine.replicas)}
+
+
+def of_hosts(engine: Snapshot, value: Callable[[HostState], float]) -> dict[str, float]:
+    """Returns a value of each host that shares the model, by its rank; none on one host."""
+    return {str(host.rank): value(host) for replica in engine.replicas for host in replica.hosts}
 
 
 def _on_the_way(mode: str, attribute: str) -> Callable[[Metrics, Snapshot], Value]:
@@ -107,6 +114,24 @@ ROWS = (
         "Of those, the ones found in the replica's prefix cache.",
         lambda front_end, engine: of_each(engine, lambda replica: replica.load.totals.cached_prompt_tokens),
         labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:host_up",),
+        "1 for each host that shares the model and has given a sign of life lately; one that is lost ends all.",
+        lambda front_end, engine: of_hosts(engine, lambda host: int(host.silent_s < SILENCE_S)),
+        labels=("node_rank",),
+    ),
+    Row(
+        ("jaxsgl:host_silent_seconds",),
+        "Seconds since the host gave a sign of life, as this host sees it; one comes every second.",
+        lambda front_end, engine: of_hosts(engine, lambda host: host.silent_s),
+        labels=("node_rank",),
+    ),
+    Row(
+        ("jaxsgl:host_lag_calls",),
+        "Calls of the engine that host 0 has sent and the host hadn't played at its last sign of life.",
+        lambda front_end, engine: of_hosts(engine, lambda host: host.lag_calls),
+        labels=("node_rank",),
     ),
     Row(
         ("jaxsgl:admission_stopped_total",),

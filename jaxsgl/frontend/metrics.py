@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from jaxsgl.messages.replies import STEP_BOUNDS_S, Load, StageTimes, unpack_times
+from jaxsgl.messages.replies import STEP_BOUNDS_S, HostState, Load, StageTimes, unpack_times
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.text.sample import End
 
@@ -35,12 +35,14 @@ class Replica:
       load: the latest that it has sent.
       pool_tokens: the size of its KV pool, 0 until it is ready and once it is dead.
       kernels: operation, backend and verdict of each kernel that was tested at its start.
+      hosts: those that share the model, if there are several.
     """
 
     is_up: bool
     load: Load
     pool_tokens: int
     kernels: tuple[tuple[str, str, str], ...] = ()
+    hosts: tuple[HostState, ...] = ()
 
     @property
     def token_usage(self) -> float:

@@ -101,6 +101,11 @@ class OwnedEngine(EngineLink):
         assert self._endpoints is not None
         return self._endpoints
 
+    @property
+    def exit_status(self) -> int | None:
+        """Of the process, once it has ended."""
+        return None if self._process is None else self._process.returncode
+
     async def start(self) -> None:
         """Starts the process; returns before it is ready. Raises `StartupError` if there is no place for sockets."""
         self._endpoints = Endpoints.create(self._line_number)
@@ -149,6 +154,8 @@ class OwnedEngine(EngineLink):
                 self.refuse(f"the engine process {process.pid} has ended")  # other replicas may take requests
             await asyncio.sleep(FINAL_MESSAGE_S)
         reason = f"the engine process {process.pid} {how_it_ended(status)}"
+        if self._config.hosts.rank and status == 0:  # host 0 has ended it
+            self._stopping = True
         if self._death is not None and self._info is not None:  # the final message said why; this says how
             logger.error("%s", reason)
         self.died(reason)

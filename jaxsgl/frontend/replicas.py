@@ -152,6 +152,7 @@ class Replicas:
                 link.load,
                 0 if link.info is None or link.is_dead else link.info.limits.pool_tokens,
                 () if link.info is None else link.info.kernels,
+                link.hosts.hosts,
             )
             for link in self.links
         ]

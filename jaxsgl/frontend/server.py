@@ -27,9 +27,10 @@ from jaxsgl.errors import StartupError
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.certificates import load_certificate
 from jaxsgl.frontend.exposition import StatusLine
+from jaxsgl.frontend.following import FollowingServer, watch_hosts
 from jaxsgl.frontend.generation import FrontEnd, Generator, Peers, ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
-from jaxsgl.frontend.http.app import HttpServer
+from jaxsgl.frontend.http.app import HttpServer, build_app
 from jaxsgl.frontend.listen import Addresses, log_listening, log_ready, raise_file_limit
 from jaxsgl.frontend.media_loader import MediaLoader
 from jaxsgl.frontend.metrics import Metrics
@@ -57,8 +58,13 @@ logger = logging.getLogger(__name__)
 async def serve(config: ServerConfig, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serves until a signal comes (returns 0) or the engine dies or hangs (returns 1). Raises `StartupError`."""
     raise_file_limit()  # of the processes that are started from here, too
-    several = config.tokenizer_worker_num > 1
-    server: Life = Workers(config, engine_command) if several else Server(config, engine_command)
+    server: Life
+    if config.engine.hosts.rank:
+        server = FollowingServer(config, engine_command)
+    elif config.tokenizer_worker_num > 1:
+        server = Workers(config, engine_command)
+    else:
+        server = Server(config, engine_command)
     return await live(server, _stop_signal(server))
 
 
@@ -134,6 +140,7 @@ class Server:
         self._config = config
         self._shares = share is not None
         self._is_late = share is not None and share.is_late
+        self._host_watch: asyncio.Task[None] | None = None
         self._certificate = load_certificate(config)
         access = Access(config)
         self.engine = Replicas(owned_engines(config, engine_command)) if share is None else share.engine
@@ -158,7 +165,8 @@ class Server:
         profiles = Profiles(config, self.engine)
         front_end = FrontEnd(config, access, self.engine, self._generator, self.metrics, profiles, peers)
         self._grpc = GrpcServer(front_end, self._certificate)
-        self._http = HttpServer(front_end, self._certificate, None if share is None else share.http)
+        listener = None if share is None else share.http
+        self._http = HttpServer(build_app(front_end), config, self._certificate, listener)
 
     async def run(self) -> int:
         """Starts, and serves until the engine dies or hangs; returns exit status 1 then. Raises `StartupError`."""
@@ -182,6 +190,8 @@ class Server:
         if at is not None and not self._shares:
             log_listening(self._config, at)
         await self.engine.start()
+        if self._config.engine.hosts.are_several:
+            self._host_watch = asyncio.create_task(watch_hosts(self.engine.links[0]))
         model = await self._load_model()
         self._generator.serve(model)
         at = at or await self._open_ports()
@@ -208,6 +218,8 @@ class Server:
 
     async def close(self) -> None:
         """Ends connections and the engine processes. Does not wait for threads that tokenize or download."""
+        if self._host_watch is not None:
+            self._host_watch.cancel()
         await asyncio.gather(self._grpc.stop(), self._http.stop())
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._closing.close()

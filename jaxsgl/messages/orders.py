@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from jaxsgl.messages.replies import CacheEvents, EngineFailed, EngineReady, Replies
+from jaxsgl.messages.replies import CacheEvents, EngineFailed, EngineReady, HostsLoad, Replies
 from jaxsgl.requests.request import Request
 
 PARENT_LINE = 0  # of the process that started the engine; other front-end processes have the lines 1, 2, ...
@@ -313,4 +313,4 @@ ToEngine: TypeAlias = Request | Abort | Command | Withdraw | Shutdown
 LineOrder: TypeAlias = OpenLine | CloseLine | AbortMatching
 ToMailbox: TypeAlias = ToEngine | LineOrder
 News: TypeAlias = Replies | Answer | CacheEvents
-FromEngine: TypeAlias = EngineReady | News | EngineFailed
+FromEngine: TypeAlias = EngineReady | News | HostsLoad | EngineFailed

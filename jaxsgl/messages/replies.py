@@ -355,6 +355,32 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kernels: tuple[tuple[str, str, str], ...] = ()
 
 
+class HostState(msgspec.Struct, frozen=True, array_like=True):
+    """One of the hosts that share a model, as the host that reports it sees it.
+
+    Attributes:
+      rank: its --node-rank.
+      silent_s: seconds since it gave a sign of life, 0 for the reporting host; one comes every second.
+      lag_calls: calls of the engine that host 0 has sent, and that this one hadn't played at its last sign of life.
+    """
+
+    rank: int
+    silent_s: float = 0.0
+    lag_calls: int = 0
+
+
+class HostsLoad(msgspec.Struct, frozen=True, tag="hosts"):
+    """The hosts that share a model live. A thread of the engine process sends it every second, whatever its loop does.
+
+    Attributes:
+      hosts: those that this host hears, itself included; none: no other host shares the model.
+      leaving: names a host that was asked to stop, so that all are to; "" if none was.
+    """
+
+    hosts: tuple[HostState, ...] = ()
+    leaving: str = ""
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """Every bucket is compiled; requests may be sent."""
 

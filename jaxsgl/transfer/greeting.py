@@ -15,15 +15,14 @@ Knows no sockets: tcp.py greets with blocking ones, listener.py with many at the
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import os
 import struct
 from collections.abc import Generator
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from jaxsgl.proof import NONCE_BYTES, PROOF_BYTES, is_proof, proof
 from jaxsgl.transfer.frames import PROTOCOL, Geometry, WireError
 
 GREETING_S = 10.0  # for all of it, however many reads it takes
@@ -31,7 +30,7 @@ MAX_TERMS_BYTES = 1024
 _MAGIC = b"JKVG"
 _HELLO = struct.Struct("<4sHBB32s")
 _SIZE = struct.Struct("<H")
-_PROOF_BYTES = 32
+_PURPOSE = b"jaxsgl KV transfer"
 _MODES = ("prefill", "decode")
 
 
@@ -43,19 +42,6 @@ class Step(NamedTuple):
 
 
 Greeting: TypeAlias = Generator[Step, bytes, None]
-
-
-def endpoint(address: tuple[Any, ...]) -> bytes:
-    """The same bytes on both sides for the address at which a prefill worker gets a connection.
-
-    Args:
-      address: of an IP socket; `getpeername` where the connection was made, `getsockname` where it arrived.
-    """
-    host, port = address[:2]
-    ip = ipaddress.ip_address(host.partition("%")[0])  # a zone has a name on each machine
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        ip = ip.ipv4_mapped
-    return f"{ip} {port}".encode()
 
 
 def greeting(mode: str, geometry: Geometry, secret: bytes, at: bytes, connects: bool) -> Greeting:
@@ -71,7 +57,7 @@ def greeting(mode: str, geometry: Geometry, secret: bytes, at: bytes, connects: 
     Raises:
       WireError: the other side is no such worker, has another secret, or other pages.
     """
-    mine = _HELLO.pack(_MAGIC, PROTOCOL, _MODES.index(mode), bool(secret), os.urandom(32))
+    mine = _HELLO.pack(_MAGIC, PROTOCOL, _MODES.index(mode), bool(secret), os.urandom(NONCE_BYTES))
     theirs = yield Step(mine if connects else b"", _HELLO.size)
     if theirs[:4] != _MAGIC:
         raise WireError(f"it began with {theirs[:4]!r}, not with the greeting of a prefill or decode worker")
@@ -82,14 +68,14 @@ def greeting(mode: str, geometry: Geometry, secret: bytes, at: bytes, connects: 
     terms = msgspec.msgpack.encode(geometry)
     assert len(terms) <= MAX_TERMS_BYTES, f"the geometry takes {len(terms)} bytes"
     terms = _SIZE.pack(len(terms)) + terms
-    proof, expected = _proof(secret, connects, both), _proof(secret, not connects, both)
-    proved = yield Step(proof if connects else b"", _PROOF_BYTES)
-    if not hmac.compare_digest(proved, expected):
+    mine_proved, expected = (proof(secret, _PURPOSE, side, both) for side in (connects, not connects))
+    proved = yield Step(mine_proved if connects else b"", PROOF_BYTES)
+    if not is_proof(proved, expected):
         raise WireError(
             "its secret is another one (give both the same --disaggregation-secret-file), or the connection is passed "
             f"on by another program or by NAT (let decode reach {at.decode().replace(' ', ' port ')} itself)"
         )
-    (size,) = _SIZE.unpack((yield Step(b"" if connects else proof + terms, _SIZE.size)))
+    (size,) = _SIZE.unpack((yield Step(b"" if connects else mine_proved + terms, _SIZE.size)))
     if not 1 <= size <= MAX_TERMS_BYTES:
         raise WireError(f"it announces {size} bytes about its pages, but 1 to {MAX_TERMS_BYTES} may come")
     their_geometry = _geometry((yield Step(b"", size)))
@@ -111,12 +97,6 @@ def _compare(mine: bytes, theirs: bytes) -> None:
     if their_secured != secured:
         here, there = ("this worker has", "that one has not") if secured else ("that worker has", "this one has not")
         raise WireError(f"{here} a --disaggregation-secret-file, {there}: give both the same")
-
-
-def _proof(secret: bytes, of_connecting: bool, both: bytes) -> bytes:
-    """Of one side, over both Hellos and the address; the label keeps a side from sending back what it was sent."""
-    label = b"connects" if of_connecting else b"listens"
-    return hmac.digest(secret, b"jaxsgl KV transfer, side that " + label + b"\0" + both, "sha256")
 
 
 def _geometry(data: bytes) -> Geometry:

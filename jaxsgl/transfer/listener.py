@@ -18,8 +18,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from jaxsgl.errors import StartupError
+from jaxsgl.proof import endpoint
 from jaxsgl.transfer.frames import WireError
-from jaxsgl.transfer.greeting import GREETING_S, Greeting, endpoint
+from jaxsgl.transfer.greeting import GREETING_S, Greeting
 
 MAX_PENDING = 256  # connections whose greeting isn't over
 MAX_REASON_CHARS = 200  # of the end of a connection, since peers' texts may be in it

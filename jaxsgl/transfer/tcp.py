@@ -28,6 +28,7 @@ from functools import partial
 
 import numpy as np
 
+from jaxsgl.proof import endpoint
 from jaxsgl.transfer.frames import (
     HEAD_BYTES,
     Done,
@@ -48,7 +49,7 @@ from jaxsgl.transfer.frames import (
     decode_head,
     encode,
 )
-from jaxsgl.transfer.greeting import GREETING_S, endpoint, greeting
+from jaxsgl.transfer.greeting import GREETING_S, greeting
 from jaxsgl.transfer.listener import MAX_REASON_CHARS, Listener
 from jaxsgl.transfer.nixl import InMemory, Nixl
 from jaxsgl.transfer.payloads import InFrames, Payloads, Stream

@@ -7,8 +7,9 @@ import select
 import socket
 import threading
 
+from jaxsgl.proof import endpoint
 from jaxsgl.transfer.frames import Geometry
-from jaxsgl.transfer.greeting import endpoint, greeting
+from jaxsgl.transfer.greeting import greeting
 
 
 def greet(sock: socket.socket, mode: str, geometry: Geometry, secret: bytes = b"", connects: bool = True) -> None:

@@ -7,8 +7,9 @@ import random
 import msgspec
 import pytest
 
+from jaxsgl.proof import endpoint
 from jaxsgl.transfer.frames import Geometry, WireError, page_bytes_of
-from jaxsgl.transfer.greeting import Greeting, endpoint, greeting
+from jaxsgl.transfer.greeting import Greeting, greeting
 from tests.grids import count
 
 SHAPE = (2, 2, 2, 16, 8)

@@ -16,6 +16,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 import jaxsgl
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.frontend.certificates import Certificate
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors, health
@@ -84,15 +85,19 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves HTTP from `start` to `stop`. Must be made inside the event loop. `listener` has the port already."""
+    """Serves `app` from `start` to `stop`. Must be made inside the event loop. `listener` has the port already."""
 
     def __init__(
-        self, front_end: FrontEnd, certificate: Certificate | None, listener: socket.socket | None = None
+        self,
+        app: FastAPI,
+        server_config: ServerConfig,
+        certificate: Certificate | None,
+        listener: socket.socket | None = None,
     ) -> None:
-        self._config = front_end.config
+        self._config = server_config
         self._listener = listener
         config = uvicorn.Config(
-            build_app(front_end),
+            app,
             ws="none",
             log_config=None,
             access_log=False,
@@ -106,7 +111,7 @@ class HttpServer:
             config.load()
             assert config.ssl is not None
             certificate.serve_http(config.ssl)
-        self._server = _Uvicorn(config, max_connections(front_end.config.max_connections))
+        self._server = _Uvicorn(config, max_connections(server_config.max_connections))
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:

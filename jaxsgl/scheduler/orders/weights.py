@@ -66,7 +66,10 @@ class WeightStore(Protocol):
         ...
 
     def release_memory(self, tag: MemoryTag) -> None:
-        """Gives a part of the device's memory back. What is released already stays so."""
+        """Gives a part of the device's memory back. What is released already stays so.
+
+        Raises `StartupError` if this engine can't; nothing has changed then.
+        """
         ...
 
     def resume_memory(self, tag: MemoryTag, staged: object) -> None:
@@ -181,10 +184,13 @@ class WeightOrders:
     def _release(self, order: ReleaseMemory, weight_store: WeightStore) -> Turns:
         try:
             yield from self._come_to_rest(UpdateMode.WAIT)
+            try:
+                for tag in order.tags:
+                    weight_store.release_memory(tag)
+            except StartupError as error:
+                raise Refused(str(error)) from error
             if MemoryTag.KV_CACHE in order.tags:
                 self._scheduler.retire_cache()
-            for tag in order.tags:
-                weight_store.release_memory(tag)
             if weight_store.released:
                 self._scheduler.pause(PauseReason.RELEASED)
         finally:
