@@ -23,10 +23,10 @@ from jaxsgl.frontend.http.errors import answer, answer_to
 REQUEST_ID_HEADER = "x-request-id"
 STALL_S = 60.0  # how long a client may send nothing of a body that it has begun
 MIN_BODY_BYTES_PER_S = 1024  # on the whole, after the first `STALL_S`
-OPEN_PATHS = ("/", "/health", "/health_generate", "/metrics")  # probes, scrapers and browsers hold no key
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})  # probes and scrapers hold no key
 # They operate the server or show what all its clients do: for the administrator, if there is one.
 ORDER_PATHS = frozenset({
-    "/abort_request", "/continue_generation", "/flush_cache", "/get_server_info", "/internal_state",
+    "/abort_request", "/continue_generation", "/engine_events", "/flush_cache", "/get_server_info", "/internal_state",
     "/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     "/pause_generation", "/release_memory_occupation", "/resume_memory_occupation", "/server_info", "/start_profile",
     "/stop_profile", "/update_weight_version", "/update_weights_from_disk",
@@ -75,18 +75,19 @@ class RequestIds:
 
 
 class ApiKey:
-    """Refuses requests without the key that they need, except on `OPEN_PATHS`.
+    """Refuses requests without the key that they need, except on `open_paths`.
 
     Preflight requests of allowed sites don't get here: the middleware for CORS answers them before.
     """
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, open_paths: frozenset[str] = OPEN_PATHS) -> None:
         self._app = app
         self._access = access
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             try:
                 enter(self._access.check(given, is_order=scope["path"] in ORDER_PATHS))
