@@ -123,6 +123,7 @@ class Server:
 
     Attributes:
       engine: the links to the engine processes.
+      front_end: what endpoints work with.
       metrics: what this process has counted.
       serving: set when requests may come.
     """
@@ -156,9 +157,9 @@ class Server:
         self._status = StatusLine(self.metrics)
         peers = None if share is None else share.peers
         profiles = Profiles(config, self.engine)
-        front_end = FrontEnd(config, access, self.engine, self._generator, self.metrics, profiles, peers)
-        self._grpc = GrpcServer(front_end, self._certificate)
-        self._http = HttpServer(front_end, self._certificate, None if share is None else share.http)
+        self.front_end = FrontEnd(config, access, self.engine, self._generator, self.metrics, profiles, peers)
+        self._grpc = GrpcServer(self.front_end, self._certificate)
+        self._http = HttpServer(self.front_end, self._certificate, None if share is None else share.http)
 
     async def run(self) -> int:
         """Starts, and serves until the engine dies or hangs; returns exit status 1 then. Raises `StartupError`."""
