@@ -92,7 +92,7 @@ def main() -> int:
     rewards: list[float] = []
     for step in range(args.steps + 1):
         params = [jaxsgl.SamplingParams(max_tokens=MAX_TOKENS, seed=1000 * step + i) for i in range(len(prompts))]
-        answers = llm.generate(prompts, params, progress=False)
+        answers = llm.generate(prompts, params, use_tqdm=False)
         rewards.append(float(np.mean([reward(answer.text) for answer in answers])))
         print(f"weights {answers[0].weight_version:>8}: reward {rewards[-1]:.3f}   {answers[0].text!r}", flush=True)
         if step < args.steps:

@@ -24,6 +24,7 @@ from jaxsgl.cache.pages import (
     IntArray,
     Lease,
     PageAllocator,
+    PageState,
     PageTable,
     as_pages,
     full_pages,
@@ -247,6 +248,16 @@ class CacheManager:
     def is_original(self) -> bool:
         """Whether all that is cached was computed by the weights of the start."""
         return not self._num_retired
+
+    def page_states(self, leases: Iterable[Lease]) -> npt.NDArray[np.uint8]:
+        """`[num_pages - 1]` where each page but the dummy page is, a `PageState`; `leases` are all there are."""
+        states = np.full(self.num_pages, PageState.EVICTABLE, np.uint8)
+        states[self._allocator.free_pages()] = PageState.FREE
+        for lease in leases:
+            row = self.table.pages[lease.row]
+            states[row[: lease.num_shared]] = PageState.LOCKED
+            states[row[lease.num_shared : lease.num_pages]] = PageState.OWNED
+        return states[DUMMY_PAGE + 1 :]
 
     def leaks(self, leases: Iterable[Lease], loading: Iterable[HostPage] = ()) -> list[str]:
         """What is wrong with pages, rows and locks, given all leases, and all host pages that requests wait for."""

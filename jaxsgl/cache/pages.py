@@ -7,6 +7,7 @@ requests or prefixes; `manager.py` is the only writer.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -19,6 +20,17 @@ ArrayT = TypeVar("ArrayT", bound=Any)
 CountT = TypeVar("CountT", int, npt.NDArray[np.int64])
 
 DUMMY_PAGE = 0
+
+
+class PageState(enum.IntEnum):
+    """Where a page is; see the invariants of docs/architecture.md."""
+
+    FREE = 0  # on the free list
+    EVICTABLE = 1  # in the prefix cache, and no request uses it
+    LOCKED = 2  # in the prefix cache, and requests use it
+    OWNED = 3  # one request's own
+
+
 _NO_ENTRIES: IntArray = np.empty((3, 0), dtype=np.int32)
 
 

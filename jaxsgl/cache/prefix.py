@@ -127,6 +127,22 @@ class Edge:
     salt: bytes = b""
 
 
+class TreeNode(NamedTuple):
+    """A node of the prefix tree as people see it: without its tokens.
+
+    Attributes:
+      parent: the place of its parent in the outline; -1: it stands at the root.
+      num_pages: pages of its edge.
+      locks: requests that use it, or a node below it.
+      num_children: prefixes that go on from it, shown or not.
+    """
+
+    parent: int
+    num_pages: int
+    locks: int
+    num_children: int
+
+
 @dataclass(frozen=True)
 class WrongLocks:
     """Cached pages, `first_page` and those after it, with the wrong number of locks.
@@ -208,6 +224,10 @@ class PrefixCache(Protocol):
         """All that is cached, parents before children."""
         ...
 
+    def outline(self, max_nodes: int) -> list[TreeNode]:
+        """The `max_nodes` nodes that are in use or were used last, parents before children; changes nothing."""
+        ...
+
     def owned_pages(self) -> IntArray:
         """All pages of the cache, after checking the cache's own books; for the integrity check."""
         ...
@@ -264,6 +284,10 @@ class NaiveCache:
     def edges(self) -> Iterator[Edge]:
         """Nothing is cached."""
         return iter(())
+
+    def outline(self, max_nodes: int) -> list[TreeNode]:
+        """No nodes."""
+        return []
 
     def owned_pages(self) -> IntArray:
         """No pages."""

@@ -14,13 +14,15 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import cast
 
 import numpy as np
 
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
-from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, Span, WrongLocks
+from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, Span, TreeNode, WrongLocks
+
+OUTLINED_CHILDREN = 2048  # of a node that `outline` looks at, the newest ones: a root may have 100,000
 
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
@@ -184,6 +186,29 @@ class RadixCache:
         for node in self._descendants():
             above = cast(_Node, node.parent).pages
             yield Edge(node.tokens, node.pages, int(above[-1]) if len(above) else DUMMY_PAGE, node.salt)
+
+    def outline(self, max_nodes: int) -> list[TreeNode]:
+        """The `max_nodes` nodes that are in use or were used last, parents before children; changes nothing.
+
+        A parent is in use, and was used last, at least as much as its children. Cost: O(`max_nodes` *
+        `OUTLINED_CHILDREN`) at the very most, mostly that of one wide root.
+        """
+        found: list[TreeNode] = []
+        heap: list[tuple[bool, int, int, int, _Node]] = []
+        order = 0
+
+        def offer(parent: int, children: Iterable[_Node]) -> None:
+            nonlocal order
+            for node in islice(children, OUTLINED_CHILDREN):
+                order += 1
+                heapq.heappush(heap, (not node.locks, -node.last_used, order, parent, node))
+
+        offer(-1, reversed(self._root.children.values()))
+        while heap and len(found) < max_nodes:
+            *_, parent, node = heapq.heappop(heap)
+            offer(len(found), reversed(node.children.values()))
+            found.append(TreeNode(parent, len(node.pages), node.locks, len(node.children)))
+        return found
 
     def owned_pages(self) -> IntArray:
         """All pages, after checking links, page counts and that evictable leaves are in the heap."""

@@ -42,7 +42,7 @@ def flag(
     return field(default=default, repr=not secret, metadata=metadata)
 
 
-def add_flags(parser: argparse.ArgumentParser, config_type: type) -> None:
+def add_flags(parser: argparse._ActionsContainer, config_type: type) -> None:
     """Adds one flag per field of `config_type`, nested dataclasses included."""
     hints = typing.get_type_hints(config_type)
     for spec in dataclasses.fields(config_type):

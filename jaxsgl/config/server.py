@@ -109,6 +109,9 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = flag(
         (), "web sites whose pages may call the HTTP port, as https://chat.example.org (default: none; *: all)"
     )
+    batch_dir: str | None = flag(
+        None, "folder for /v1/files and /v1/batches, which outlive the server; without it there are none"
+    )
     allow_get_control: bool = flag(False, "accept SGLang's GET, too, where POST changes the server's state")
     ssl_certfile: str | None = flag(None, "TLS certificate (PEM) for HTTP and gRPC; needs --ssl-keyfile")
     ssl_keyfile: str | None = flag(None, "private key (PEM) of --ssl-certfile")
@@ -149,6 +152,8 @@ class ServerConfig:
         if self.engine.hosts.are_several:
             for name, value in (("--dp-size", self.dp_size), ("--tokenizer-worker-num", workers)):
                 require(value == 1, name, value, "1 with --nnodes; put several such servers behind a gateway")
+        if self.batch_dir is not None and workers > 1:
+            raise ConfigError("--batch-dir goes with --tokenizer-worker-num 1: one process runs the batches")
         for name in ("request_timeout_s", "watchdog_s"):
             require(getattr(self, name) > 0, flag_name(name), getattr(self, name), "more than 0")
         require(

@@ -91,6 +91,11 @@ def enter(caller: Caller) -> None:
     _tenant.set(caller.tenant)
 
 
+def current_tenant() -> str:
+    """The tenant of the running call; "" without a key of --api-key-file."""
+    return _tenant.get()
+
+
 def cache_namespace(cache_salt: str) -> str:
     """What keeps the prefixes of the running call apart from others': made of its tenant and `cache_salt`.
 

@@ -129,6 +129,7 @@ class Server:
 
     Attributes:
       engine: the links to the engine processes.
+      front_end: what endpoints work with.
       metrics: what this process has counted.
       serving: set when requests may come.
     """
@@ -163,10 +164,10 @@ class Server:
         self._status = StatusLine(self.metrics)
         peers = None if share is None else share.peers
         profiles = Profiles(config, self.engine)
-        front_end = FrontEnd(config, access, self.engine, self._generator, self.metrics, profiles, peers)
-        self._grpc = GrpcServer(front_end, self._certificate)
+        self.front_end = FrontEnd(config, access, self.engine, self._generator, self.metrics, profiles, peers)
+        self._grpc = GrpcServer(self.front_end, self._certificate)
         listener = None if share is None else share.http
-        self._http = HttpServer(build_app(front_end), config, self._certificate, listener)
+        self._http = HttpServer(build_app(self.front_end), config, self._certificate, listener)
 
     async def run(self) -> int:
         """Starts, and serves until the engine dies or hangs; returns exit status 1 then. Raises `StartupError`."""

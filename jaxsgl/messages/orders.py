@@ -108,6 +108,21 @@ class DumpState(msgspec.Struct, frozen=True, tag="dump_state"):
     check: bool = False
 
 
+class WatchEngine(msgspec.Struct, frozen=True, tag="watch_engine"):
+    """Report what the scheduler holds and does, for people who look on; the `Answer.text` is JSON, an `EngineView`.
+
+    Steps are recorded from the first of these orders until `seconds` after the latest one, and never without one.
+
+    Attributes:
+      since: leave out the steps up to the one of this number.
+      seconds: record on for so long.
+    """
+
+    number: int
+    since: int = 0
+    seconds: float = 5.0
+
+
 class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
     """Record a trace of the device and the host from the next step on; one at a time. Lost if the engine ends before.
 
@@ -302,6 +317,7 @@ Command: TypeAlias = (
     | PauseGeneration
     | ContinueGeneration
     | DumpState
+    | WatchEngine
     | ProfileOrder
     | WatchCache
     | WeightOrder

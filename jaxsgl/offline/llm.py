@@ -31,7 +31,7 @@ from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.models import Params
 from jaxsgl.offline.media import has_parts, read_chat
 from jaxsgl.offline.pooling import PoolingLLM
-from jaxsgl.offline.run import Encoded, Prompt, as_list, per_prompt
+from jaxsgl.offline.run import Encoded, Prompt, UseTqdm, as_list, per_prompt
 from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
@@ -100,7 +100,7 @@ class LLM(PoolingLLM):
         adapter: str | Sequence[str] = "",
         speculative: bool | Sequence[bool] = True,
         prediction: str | Sequence[str] = "",
-        progress: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[Completion]:
         """Completes all prompts (texts or lists of token ids) together; answers in their order, n for each.
 
@@ -114,7 +114,7 @@ class LLM(PoolingLLM):
           speculative: of all prompts, or one for each: false guesses no tokens, if the engine does; the answers are the
             same (docs/speculation.md).
           prediction: of all prompts, or one for each: a text that the answer is expected to be; "" is none.
-          progress: show a progress bar on standard error.
+          use_tqdm: show a progress bar on standard error; or what makes one, in place of tqdm's class.
 
         Raises:
           InvalidRequest: a prompt can never be served; no prompt has run then, unless its grammar is at fault.
@@ -122,7 +122,7 @@ class LLM(PoolingLLM):
         """
         encoded = [self._encode(prompt) for prompt in as_list(prompts)]
         given = Given(priority, cache_salt, adapter, speculative, prediction)
-        return self._run(encoded, sampling_params, given, progress)
+        return self._run(encoded, sampling_params, given, use_tqdm)
 
     def chat(
         self,
@@ -134,7 +134,7 @@ class LLM(PoolingLLM):
         adapter: str | Sequence[str] = "",
         speculative: bool | Sequence[bool] = True,
         prediction: str | Sequence[str] = "",
-        progress: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[Completion]:
         """Like `generate`, for one or many conversations, each a list of `{"role": ..., "content": ...}`.
 
@@ -144,7 +144,7 @@ class LLM(PoolingLLM):
         many = cast(Sequence[Conversation], [conversations] if one else conversations)
         encoded = [self._encode_chat(turns) for turns in many]
         given = Given(priority, cache_salt, adapter, speculative, prediction)
-        return self._run(encoded, sampling_params, given, progress)
+        return self._run(encoded, sampling_params, given, use_tqdm)
 
     def load_lora_adapter(self, name: str, folder: str | Path, *, pinned: bool = False, replace: bool = False) -> None:
         """Lets prompts name the adapter in `folder`, in the layout of PEFT; needs a `LoraConfig` (docs/lora.md).
@@ -233,7 +233,7 @@ class LLM(PoolingLLM):
         prompts: list[Encoded],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         given: Given,
-        progress: bool,
+        use_tqdm: UseTqdm,
     ) -> list[Completion]:
         params = sampling_params if sampling_params is not None else SamplingParams()
         of_prompts: list[tuple[str, Any, Any]] = [
@@ -261,7 +261,7 @@ class LLM(PoolingLLM):
                 zip(prompts, *columns, adapters, strict=True)
             )
         ]
-        pieces = self._serve(requests, progress).pieces.values()
+        pieces = self._serve(requests, use_tqdm).pieces.values()
         version, spec = self.weight_version, self.engine.capacity.states
         samplings = (request.sampling for request in requests for _ in range(request.sampling.n))
         answers = zip(pieces, samplings, strict=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.offline.run import Encoded, Offline, Prompt, as_list, per_prompt
+from jaxsgl.offline.run import Encoded, Offline, Prompt, UseTqdm, as_list, per_prompt
 from jaxsgl.requests.outputs import (
     POOLING_SAMPLING,
     Floats,
@@ -48,19 +48,19 @@ class PoolingLLM(Offline):
         dimensions: int | None = None,
         cache_salt: str | Sequence[str] = "",
         adapter: str | Sequence[str] = "",
-        progress: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[Embedding]:
         """The embedding of each prompt; needs `is_embedding` or `enable_embeddings`, or a model made for it.
 
         Args:
           prompts: one prompt or many.
           dimensions: numbers of an embedding, of models whose embeddings may be cut.
-          cache_salt, adapter, progress: see `generate`.
+          cache_salt, adapter, use_tqdm: see `generate`.
 
         Raises `InvalidRequest`.
         """
         check_dimensions(self._spec, dimensions)
-        return self._embeddings(prompts, self._spec, dimensions, cache_salt, adapter, progress)
+        return self._embeddings(prompts, self._spec, dimensions, cache_salt, adapter, use_tqdm)
 
     def encode(
         self,
@@ -68,11 +68,11 @@ class PoolingLLM(Offline):
         *,
         cache_salt: str | Sequence[str] = "",
         adapter: str | Sequence[str] = "",
-        progress: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[Embedding]:
         """The pooled hidden state of each prompt as it is, neither cut nor normalized; otherwise like `embed`."""
         spec = replace(self._spec, normalize=False)
-        return self._embeddings(prompts, spec, None, cache_salt, adapter, progress)
+        return self._embeddings(prompts, spec, None, cache_salt, adapter, use_tqdm)
 
     def score(
         self,
@@ -81,7 +81,7 @@ class PoolingLLM(Offline):
         *,
         instruction: str | None = None,
         adapter: str = "",
-        progress: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[float]:
         """How well each document answers the query, or that of its own if there are several; text/ranking.py says how.
 
@@ -96,7 +96,7 @@ class PoolingLLM(Offline):
         pairs = list(zip(queries if len(queries) > 1 else queries * len(texts), texts, strict=True))
         ranking = ranking_of(self.tokenizer, self._spec, pairs, instruction)
         prompts: list[Encoded] = [(ids, ()) for ids in ranking.prompts]
-        return ranking.values([pooled for pooled, _ in self._pool(prompts, ranking.pooling, "", adapter, progress)])
+        return ranking.values([pooled for pooled, _ in self._pool(prompts, ranking.pooling, "", adapter, use_tqdm)])
 
     def classify(
         self,
@@ -104,14 +104,14 @@ class PoolingLLM(Offline):
         *,
         cache_salt: str | Sequence[str] = "",
         adapter: str | Sequence[str] = "",
-        progress: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[list[float]]:
         """The scores of a classification head's classes for each prompt, in the order of the model's labels."""
         spec = self._spec
         if not spec.labels:
             raise InvalidRequest("the model has no classification head: ask for embeddings or scores")
         encoded = [self._encode(prompt) for prompt in as_list(prompts)]
-        pooled = self._pool(encoded, Pooling(), cache_salt, adapter, progress)
+        pooled = self._pool(encoded, Pooling(), cache_salt, adapter, use_tqdm)
         return [class_scores(one.logits, spec.activation) for one, _ in pooled]
 
     def _embeddings(
@@ -121,12 +121,12 @@ class PoolingLLM(Offline):
         dimensions: int | None,
         cache_salt: str | Sequence[str],
         adapter: str | Sequence[str],
-        progress: bool,
+        use_tqdm: UseTqdm,
     ) -> list[Embedding]:
         encoded = [self._encode(prompt) for prompt in as_list(prompts)]
         return [
             Embedding(embedding_of(pooled, spec, dimensions), end.end.prompt_tokens, end.end.cached_tokens)
-            for pooled, end in self._pool(encoded, Pooling(), cache_salt, adapter, progress)
+            for pooled, end in self._pool(encoded, Pooling(), cache_salt, adapter, use_tqdm)
             if end.end is not None
         ]
 
@@ -136,7 +136,7 @@ class PoolingLLM(Offline):
         pooling: Pooling,
         cache_salt: str | Sequence[str],
         adapter: str | Sequence[str],
-        progress: bool,
+        use_tqdm: UseTqdm,
     ) -> list[tuple[Pooled, Piece]]:
         """What each prompt yields, and its end."""
         salts = per_prompt("salts", cache_salt, str, len(prompts))
@@ -145,7 +145,7 @@ class PoolingLLM(Offline):
             Request(str(i), ids, POOLING_SAMPLING, cache_salt=salt, media=media, pooling=pooling, adapter=name)
             for i, ((ids, media), salt, name) in enumerate(zip(prompts, salts, adapters, strict=True))
         ]
-        mailbox = self._serve(requests, progress)
+        mailbox = self._serve(requests, use_tqdm)
         ends = (join(of_sample) for of_sample in mailbox.pieces.values())
         return [(mailbox.pooled[str(i)], end) for i, end in enumerate(ends)]
 

@@ -30,6 +30,7 @@ from jaxsgl.text.stop_regex import check_patterns
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 from jaxsgl.wiring import build, build_scheduler
 
+UseTqdm: TypeAlias = bool | Callable[..., Any]  # or what makes a bar in place of the class tqdm
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Encoded: TypeAlias = tuple[list[int], tuple[MediaItem, ...]]
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class Offline:
     def _media(self) -> OfflineMedia:
         return OfflineMedia(self.engine.info.model_path, self.engine.capacity.limits.media, self.tokenizer)
 
-    def _serve(self, requests: list[Request], progress: bool) -> OfflineMailbox:
+    def _serve(self, requests: list[Request], use_tqdm: UseTqdm) -> OfflineMailbox:
         """Runs the loop until `requests` have ended. Raises as `LLM.generate`."""
         released = self.engine.weight_store.released
         if released:
@@ -82,7 +83,8 @@ class Offline:
                 self.tokenizer.check_text_comes_back("stop strings and stop_regex")
                 check_patterns(request.sampling.stop_regex)
             check_request(request, self.engine.capacity.limits)
-        with tqdm(total=sum(request.sampling.n for request in requests), desc="requests", disable=not progress) as bar:
+        total, make_bar = sum(request.sampling.n for request in requests), use_tqdm if callable(use_tqdm) else tqdm
+        with make_bar(total=total, desc="requests", disable=not use_tqdm) as bar:
             mailbox = OfflineMailbox(requests, self.tokenizer, bar)
             try:
                 overlap = not self.config.disable_overlap_schedule

@@ -36,7 +36,7 @@ from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION, SchedulingConfig
 from jaxsgl.errors import CheckpointError
 from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import Load, Refusal, Reply, Totals
+from jaxsgl.messages.replies import BucketTimes, Load, Refusal, Reply, Totals
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.apply import Applier, MakeBuilder, Mark
 from jaxsgl.scheduler.arrivals import Arrivals, QueueLimits
@@ -428,6 +428,10 @@ class Scheduler:
         """All replies since the last call."""
         replies, self._replies = self._replies, []
         return replies
+
+    def bucket_times(self) -> list[BucketTimes]:
+        """How long the steps of each bucket took since the start."""
+        return self._stopwatch.bucket_times()
 
     def load(self, recompiles: int, leaks: int = 0, weight_version: str = DEFAULT_WEIGHT_VERSION) -> Load:
         """How busy the scheduler is, and what the caller knows. Cost is independent of the queue."""

@@ -68,11 +68,16 @@ class Stopwatch:
         key = (bucket.kind, bucket.num_tokens, bucket.num_seqs, bucket.num_steps)
         times = self._times.get(key)
         if times is None:
-            times = self._times[key] = BucketTimes(bucket.kind, _name(bucket), [0] * (len(STEP_BOUNDS_S) + 1), 0.0)
+            counts = [0] * (len(STEP_BOUNDS_S) + 1)
+            times = self._times[key] = BucketTimes(bucket.kind, bucket_name(bucket), counts, 0.0)
         times.counts[bisect_left(STEP_BOUNDS_S, seconds)] += 1
         times.seconds += seconds
         self._has_news = True
         return seconds
+
+    def bucket_times(self) -> list[BucketTimes]:
+        """The times of all steps that have ended."""
+        return [*self._times.values()]
 
     def step_times(self, is_idle: bool) -> bytes:
         """Returns the times of all steps, as `Load.step_times`; up to `NEWS_S` old unless the engine `is_idle`."""
@@ -82,8 +87,8 @@ class Stopwatch:
         return self._told
 
 
-def _name(bucket: Bucket) -> str:
-    """Rows of a decode step (x steps, if there are several); tokens x sequences of others."""
+def bucket_name(bucket: Bucket) -> str:
+    """The shape in short: rows of a decode step (x steps, if there are several); tokens x sequences of others."""
     if bucket.kind == "decode":
         return f"{bucket.num_seqs}" if bucket.num_steps == 1 else f"{bucket.num_seqs}x{bucket.num_steps}"
     return f"{bucket.num_tokens}x{bucket.num_seqs}"

@@ -40,9 +40,9 @@ def generate(backend: str) -> dict[str, Any]:
     )
     started = time.perf_counter()
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    llm.generate(PROMPTS, params, progress=False)
+    llm.generate(PROMPTS, params, use_tqdm=False)
     warm = time.perf_counter()
-    completions = llm.generate(PROMPTS, params, progress=False)
+    completions = llm.generate(PROMPTS, params, use_tqdm=False)
     generate_s = time.perf_counter() - warm
     llm.close()
     return {

@@ -49,7 +49,7 @@ def generate(kv_cache_dtype: str, prompts: Sequence[str], max_tokens: int) -> li
     """Greedy tokens and texts over a cache of that format."""
     llm = jaxsgl.LLM(kv_cache_dtype=kv_cache_dtype, decode_buckets=(32,), extend_buckets=(512,))
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    completions = llm.generate(list(prompts), params, progress=False)
+    completions = llm.generate(list(prompts), params, use_tqdm=False)
     llm.close()
     return [(list(completion.token_ids), completion.text) for completion in completions]
 

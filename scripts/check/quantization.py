@@ -61,7 +61,7 @@ def perplexities(
     """The perplexity of answers and of all tokens, and the bytes of the weights."""
     llm = jaxsgl.LLM(model, quantization=quantization, dtype=dtype, decode_buckets=(32,), extend_buckets=(512,))
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    done = llm.generate([ids for ids, _ in scored], params, progress=False)
+    done = llm.generate([ids for ids, _ in scored], params, use_tqdm=False)
     weight_bytes = llm.engine.info.weight_bytes
     llm.close()
     scores = [score.logprob for completion in done for score in completion.prompt_logprobs or ()]

@@ -209,3 +209,16 @@ def test_a_prefix_with_a_single_lock_grows_without_new_edges() -> None:
     tree.unlock(handle)
     assert tree.num_evictable == 5
     assert sorted(tree.owned_pages().tolist()) == [10, 11, 12, 13, 14]
+
+
+def test_an_outline_has_what_is_in_use_and_then_what_was_used_last() -> None:
+    tree = RadixCache(page_size=1)
+    old = tree.insert(token_pages([1, 2, 3]), page_ids(10, 11, 12)).handle
+    tree.insert(token_pages([1, 2, 4]), page_ids(20, 21, 22))
+    for first in range(100, 110):
+        tree.insert(token_pages([first, 1]), page_ids(first, first + 100))
+    tree.lock(old)
+    nodes = tree.outline(5)
+    assert nodes[:2] == [(-1, 2, 1, 2), (0, 1, 1, 0)]  # [1, 2], in use by way of its child, and the child [3]
+    assert nodes[2:] == [(-1, 2, 0, 0)] * 3
+    assert sum(node.num_pages for node in tree.outline(100)) == tree.num_pages

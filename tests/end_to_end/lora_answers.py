@@ -45,7 +45,7 @@ def answers(folder: str, adapters: dict[str, str], prompts: list[list[int]], fla
         [prompt for prompt in prompts * len(names) for _ in range(2)],
         samplings,
         adapter=[name for name in of_each for _ in range(2)],
-        progress=False,
+        use_tqdm=False,
     )
     sums: dict[bool, list[int]] = {False: [], True: []}
     for key, done in llm.engine.compiled.compilations.items():

@@ -78,7 +78,7 @@ def answers(
     requests = REQUESTS[:3] if only_greedy else [*REQUESTS, *(MASKED if masked else [])]
     prompts, params = (list(each) for each in zip(*requests, strict=True))
     found: dict[str, Any] = {
-        "completions": [_public(each) for each in llm.generate(prompts, params, progress=False, speculative=False)],
+        "completions": [_public(each) for each in llm.generate(prompts, params, use_tqdm=False, speculative=False)],
         "collectives": {
             key.kind + (f" {key.shape.kind}" if isinstance(key.shape, Bucket) else ""): Counter(
                 COLLECTIVE.findall(done.compiled.as_text() or "")
@@ -109,14 +109,14 @@ def _speculated(
     truth = lambda request: known[tuple(request.prompt_ids)]  # noqa: E731
     speculation._drafter_of = knowing(truth, "half", llm.engine.capacity.vocab_size)
     speculation._costs = StepCosts()  # any number of drafts pays
-    completions = llm.generate(prompts, params, progress=False)
+    completions = llm.generate(prompts, params, use_tqdm=False)
     accepted = sum(each.speculated.accepted_tokens for each in completions)
     return {"token_ids": [each.token_ids for each in completions], "accepted": accepted}
 
 
 def _tokens(llm: LLM) -> list[list[int]]:
     prompts = [prompt for prompt, _ in REQUESTS[:3]]
-    return [list(each.token_ids) for each in llm.generate(prompts, GREEDY, progress=False)]
+    return [list(each.token_ids) for each in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
 def _public(completion: Completion) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def ask(llm: LLM, *questions: str, system: str | None = None) -> list[str]:
     """One chat per question, all at once; greedy answers, each of which must end by itself."""
     first = [] if system is None else [{"role": "system", "content": system}]
     chats = [[*first, {"role": "user", "content": question}] for question in questions]
-    completions = llm.chat(chats, GREEDY, progress=False)
+    completions = llm.chat(chats, GREEDY, use_tqdm=False)
     assert all(completion.finish_reason == "stop" for completion in completions)
     return [completion.text for completion in completions]
 
@@ -98,8 +98,8 @@ def test_a_shared_document_is_computed_once_and_still_understood(llm: LLM) -> No
         [{"role": "user", "content": document + question}]
         for question in ("What is the code word?", "Tell me the code word.", "What was the code word?")
     ]
-    (first,) = llm.chat(chats[0], GREEDY, progress=False)
-    rest = llm.chat(chats[1:], GREEDY, progress=False)
+    (first,) = llm.chat(chats[0], GREEDY, use_tqdm=False)
+    rest = llm.chat(chats[1:], GREEDY, use_tqdm=False)
     assert [completion.text for completion in (first, *rest)] == ["The code word is harbour."] * 3
     assert all(completion.cached_tokens > 400 for completion in rest)
 
@@ -120,7 +120,7 @@ def test_scores_are_as_near_to_those_of_transformers_as_the_precision_allows(llm
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     prompts = [llm.tokenizer.encode(text) for text in (filler(3), filler(4), "Once upon a time", "3 + 4 =")]
     errors: list[float] = []
-    for prompt, answer in zip(prompts, llm.generate(prompts, params, progress=False), strict=True):
+    for prompt, answer in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
         ids = [*prompt, *answer.token_ids]
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0].numpy()

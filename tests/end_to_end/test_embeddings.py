@@ -106,7 +106,7 @@ def test_chunked_whole_and_cached_embeddings_are_transformers_hidden_states(embe
     long = rng.integers(3, 400, 256).tolist()  # the whole context, in chunks
     prompts = [rng.integers(3, 400, 7).tolist(), long, [*long[:150], 5]]
     before = embedder.engine.recompiles
-    answers = [embedder.encode(prompts, progress=False) for _ in range(2)]
+    answers = [embedder.encode(prompts, use_tqdm=False) for _ in range(2)]
     for prompt, *pair in zip(prompts, *answers, strict=True):
         for answer in pair:
             np.testing.assert_allclose(answer.embedding, hidden_states(decoder, prompt)[-1], rtol=0, atol=1e-3)
@@ -131,7 +131,7 @@ def test_embeddings_with_adapters_are_pefts_beside_embeddings_without(
         embedder.load_lora_adapter(name, tmp_path / name)
     names = ["first", "", "second", "first"]
     adapted[""] = hidden_states(decoder, prompt)[-1]
-    answers = embedder.encode([prompt] * 4, adapter=names, progress=False)
+    answers = embedder.encode([prompt] * 4, adapter=names, use_tqdm=False)
     for name, answer in zip(names, answers, strict=True):
         np.testing.assert_allclose(answer.embedding, adapted[name], rtol=0, atol=1e-3, err_msg=name)
     assert np.abs(adapted["first"] - adapted["second"]).max() > 0.05
@@ -143,10 +143,10 @@ def test_embeddings_with_adapters_are_pefts_beside_embeddings_without(
 
 def test_sentence_transformers_gives_the_same_vectors(embedder: LLM, last_token: Path) -> None:
     expected = SentenceTransformer(str(last_token), device="cpu").encode(TEXTS)
-    given = np.stack([answer.embedding for answer in embedder.embed(TEXTS, progress=False)])
+    given = np.stack([answer.embedding for answer in embedder.embed(TEXTS, use_tqdm=False)])
     np.testing.assert_allclose(given, expected, rtol=0, atol=1e-3)
     cut = SentenceTransformer(str(last_token), device="cpu", truncate_dim=16).encode(TEXTS, normalize_embeddings=True)
-    shorter = np.stack([answer.embedding for answer in embedder.embed(TEXTS, dimensions=16, progress=False)])
+    shorter = np.stack([answer.embedding for answer in embedder.embed(TEXTS, dimensions=16, use_tqdm=False)])
     np.testing.assert_allclose(shorter, cut, rtol=0, atol=1e-3)
     np.testing.assert_allclose(np.linalg.norm(shorter, axis=1), 1.0, rtol=1e-6)
 
@@ -155,7 +155,7 @@ def test_the_mean_of_hidden_states_is_sentence_transformers_too(decoder: Path, t
     folder = sentence_folder(decoder, tmp_path, {"pooling_mode": "mean"}, MODULES[:2])
     llm = LLM(str(folder), **FLAGS)
     expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
-    answers = [llm.embed(TEXTS, progress=False) for _ in range(2)]  # the second time, all prefixes are cached
+    answers = [llm.embed(TEXTS, use_tqdm=False) for _ in range(2)]  # the second time, all prefixes are cached
     for given in answers:
         np.testing.assert_allclose(np.stack([one.embedding for one in given]), expected, rtol=0, atol=1e-3)
     assert abs(np.linalg.norm(answers[0][0].embedding) - 1.0) > 1e-3, "the folder has no Normalize"
@@ -168,7 +168,7 @@ def test_texts_end_with_what_the_tokenizer_appends_once_and_ids_stay_as_they_are
     ids = embedder.tokenizer.encode("hello")
     assert ids[-1] == AutoTokenizer.from_pretrained(decoder).convert_tokens_to_ids(EOD) not in ids[:-1]
     prompts: list[str | list[int]] = ["hello", ids, ids[:-1]]
-    text, whole, bare = embedder.encode(prompts, progress=False)
+    text, whole, bare = embedder.encode(prompts, use_tqdm=False)
     assert [answer.prompt_tokens for answer in (text, whole, bare)] == [len(ids), len(ids), len(ids) - 1]
     np.testing.assert_allclose(text.embedding, whole.embedding, rtol=0, atol=1e-5)
     assert np.abs(text.embedding - bare.embedding).max() > 0.1
@@ -179,7 +179,7 @@ def test_an_embedding_model_neither_generates_nor_scores_tokens(embedder: LLM) -
     assert kinds == ["forward", "forward", "place_adapter", "set_pages", "set_row"], "without and with adapters"
     with pytest.raises(InvalidRequest, match="generates no tokens"):
         embedder.generate("hello")
-    same, other = embedder.score("hello", ["hello", "The quick brown fox"], progress=False)
+    same, other = embedder.score("hello", ["hello", "The quick brown fox"], use_tqdm=False)
     assert same == pytest.approx(1.0) and other < 0.999
 
 
@@ -200,21 +200,21 @@ def test_documents_are_ranked_by_transformers_logits_of_yes_and_no(both: LLM, de
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, -1]
         expected.append(float(torch.softmax(logits[[no, yes]], 0)[1]))
-    scores = both.score(query, documents, progress=False)
+    scores = both.score(query, documents, use_tqdm=False)
     np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-3)
     assert np.argsort(scores).tolist() == np.argsort(expected).tolist() and np.ptp(expected) > 0.01
-    told = both.score(query, documents[:1], instruction="Find animals", progress=False)
+    told = both.score(query, documents[:1], instruction="Find animals", use_tqdm=False)
     assert told[0] != pytest.approx(scores[0], abs=1e-4)
 
 
 def test_one_engine_generates_and_embeds(both: LLM, decoder: Path) -> None:
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     prompt = both.tokenizer.encode(TEXTS[2])[:100]
-    first = both.generate(prompt, params, progress=False)[0]
-    (answer,) = both.encode([prompt], progress=False)
+    first = both.generate(prompt, params, use_tqdm=False)[0]
+    (answer,) = both.encode([prompt], use_tqdm=False)
     assert answer.cached_tokens == 96, "the prefix that generation has computed"
     np.testing.assert_allclose(answer.embedding, hidden_states(decoder, prompt)[-1], rtol=0, atol=1e-3)
-    assert both.generate(prompt, params, progress=False)[0].token_ids == first.token_ids
+    assert both.generate(prompt, params, use_tqdm=False)[0].token_ids == first.token_ids
     assert both.engine.recompiles == 0
 
 
@@ -226,11 +226,11 @@ def test_one_engine_generates_embeds_and_ranks_with_adapters(decoder: Path, tmp_
     prompt, spec = llm.tokenizer.encode(TEXTS[1]), llm.engine.capacity.pooling
     assert spec is not None
     for name, adapter in (("", None), ("it", folder)):
-        (completion,) = llm.generate([prompt], params, adapter=name, progress=False)
+        (completion,) = llm.generate([prompt], params, adapter=name, use_tqdm=False)
         ids = prompt + completion.token_ids
         logits = adapted_logits(decoder, adapter, ids)
         assert completion.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-        (answer,) = llm.encode([prompt], adapter=name, progress=False)
+        (answer,) = llm.encode([prompt], adapter=name, use_tqdm=False)
         assert answer.cached_tokens == (len(prompt) - 1) // 16 * 16, "the prefix that generation has computed"
         head = load_reference(decoder).lm_head.weight.detach().numpy()
         np.testing.assert_allclose(head @ answer.embedding, logits[len(prompt) - 1], rtol=0, atol=1e-3)
@@ -238,7 +238,7 @@ def test_one_engine_generates_embeds_and_ranks_with_adapters(decoder: Path, tmp_
         last = adapted_logits(decoder, adapter, list(ranking.prompts[0]))[-1]
         yes, no = (llm.tokenizer.encode(word)[0] for word in ("yes", "no"))
         expected = float(torch.softmax(last[[no, yes]], 0)[1])
-        assert llm.score("a", "b", adapter=name, progress=False) == [pytest.approx(expected, abs=1e-3)]
+        assert llm.score("a", "b", adapter=name, use_tqdm=False) == [pytest.approx(expected, abs=1e-3)]
     assert llm.engine.recompiles == 0
     llm.close()
 
@@ -254,7 +254,7 @@ def test_a_classification_head_scores_its_labels(decoder: Path, tmp_path: Path) 
     ids = [llm.tokenizer.encode(text) for text in TEXTS]
     with torch.no_grad():
         expected = [torch.softmax(reference(torch.tensor([one])).logits[0], 0).numpy() for one in ids]
-    np.testing.assert_allclose(llm.classify(TEXTS, progress=False), np.stack(expected), rtol=0, atol=1e-3)
+    np.testing.assert_allclose(llm.classify(TEXTS, use_tqdm=False), np.stack(expected), rtol=0, atol=1e-3)
     assert llm.engine.info.limits.pooling is not None
     assert llm.engine.info.limits.pooling.labels == ("bad", "so so", "good"), "in the order of the head's rows"
     with pytest.raises(InvalidRequest, match="3 classes, which don't rank"):

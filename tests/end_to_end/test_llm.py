@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 import jaxsgl
 from jaxsgl.errors import InvalidRequest
@@ -38,24 +39,24 @@ def test_prompts_may_be_texts_or_token_ids_one_or_many(llm: LLM, capfd: pytest.C
     completions = llm.generate(both, GREEDY)
     assert "requests: 100%" in capfd.readouterr().err
     assert completions[0].token_ids == completions[1].token_ids
-    assert llm.generate(ids, GREEDY, progress=False)[0].token_ids == completions[0].token_ids
+    assert llm.generate(ids, GREEDY, use_tqdm=False)[0].token_ids == completions[0].token_ids
     assert capfd.readouterr().err == ""
-    assert llm.generate(array, GREEDY, progress=False)[0].token_ids == completions[0].token_ids
+    assert llm.generate(array, GREEDY, use_tqdm=False)[0].token_ids == completions[0].token_ids
     assert completions[0].prompt_tokens == len(ids)
 
 
 def test_a_prompt_that_was_served_before_is_cached_in_whole_pages(llm: LLM) -> None:
     prompt = list(range(40, 90))
-    first, second = (llm.generate(prompt, GREEDY, progress=False)[0] for _ in range(2))
+    first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
     assert (first.cached_tokens, second.cached_tokens) == (0, 48)
     assert first.token_ids == second.token_ids
 
 
 def test_prompts_share_prefixes_within_their_salt_alone(llm: LLM) -> None:
     prompt = list(range(60, 110))
-    cached = [llm.generate(prompt, GREEDY, cache_salt=salt, progress=False)[0].cached_tokens for salt in "aaba"]
+    cached = [llm.generate(prompt, GREEDY, cache_salt=salt, use_tqdm=False)[0].cached_tokens for salt in "aaba"]
     assert cached == [0, 48, 0, 48]
-    salted = llm.generate([prompt, prompt], GREEDY, cache_salt=["b", ""], progress=False)
+    salted = llm.generate([prompt, prompt], GREEDY, cache_salt=["b", ""], use_tqdm=False)
     assert [completion.cached_tokens for completion in salted] == [48, 0]
     with pytest.raises(InvalidRequest, match="1 salts for 2 prompts"):
         llm.generate([prompt, prompt], GREEDY, cache_salt=["a"])
@@ -63,16 +64,16 @@ def test_prompts_share_prefixes_within_their_salt_alone(llm: LLM) -> None:
 
 def test_flushing_drops_cached_prefixes_and_changes_no_output(llm: LLM) -> None:
     prompt = list(range(100, 150))
-    first, cached = (llm.generate(prompt, GREEDY, progress=False)[0] for _ in range(2))
+    first, cached = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
     llm.flush_cache()
-    flushed = llm.generate(prompt, GREEDY, progress=False)[0]
+    flushed = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
     assert (cached.cached_tokens, flushed.cached_tokens) == (48, 0)
     assert first.token_ids == cached.token_ids == flushed.token_ids
 
 
 def test_a_call_may_bring_more_prompts_than_a_server_would_queue(llm: LLM) -> None:
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    completions = llm.generate([[5 + i] for i in range(20)], params, progress=False)
+    completions = llm.generate([[5 + i] for i in range(20)], params, use_tqdm=False)
     assert [len(completion.token_ids) for completion in completions] == [2] * 20
 
 
@@ -90,7 +91,7 @@ def test_a_turn_without_content_is_refused(llm: LLM) -> None:
 def test_parameters_may_differ_by_prompt(llm: LLM) -> None:
     lengths = [1, 3, 5]
     params = [jaxsgl.SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
-    completions = llm.generate(["Count from 1 to 30"] * 3, params, progress=False)
+    completions = llm.generate(["Count from 1 to 30"] * 3, params, use_tqdm=False)
     assert [len(completion.token_ids) for completion in completions] == lengths
     assert [completion.finish_reason for completion in completions] == ["length"] * 3
     with pytest.raises(InvalidRequest, match="2 sampling_params for 1 prompts"):
@@ -107,9 +108,9 @@ def test_priorities_may_differ_by_prompt(llm: LLM, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(llm._scheduler, "receive", spy)
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=1)
-    llm.generate(["a", "b"], params, priority=[-3, 2**31 - 1], progress=False)
-    llm.generate(["a", "b"], params, priority=7, progress=False)
-    llm.chat([{"role": "user", "content": "a"}], params, priority=2, progress=False)
+    llm.generate(["a", "b"], params, priority=[-3, 2**31 - 1], use_tqdm=False)
+    llm.generate(["a", "b"], params, priority=7, use_tqdm=False)
+    llm.chat([{"role": "user", "content": "a"}], params, priority=2, use_tqdm=False)
     assert seen == [-3, 2**31 - 1, 7, 7, 2]
     with pytest.raises(InvalidRequest, match="1 priorities for 2 prompts"):
         llm.generate(["a", "b"], params, priority=[1])
@@ -122,11 +123,11 @@ def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(llm: LLM
     with pytest.raises(InvalidRequest, match="the context holds"):
         prompts: list[str | list[int]] = ["fine", [5] * 5000]
         llm.generate(prompts, GREEDY)
-    assert llm.generate("fine", GREEDY, progress=False)[0].token_ids
+    assert llm.generate("fine", GREEDY, use_tqdm=False)[0].token_ids
 
 
 def test_an_interrupted_call_leaves_a_usable_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = llm.generate("Count from 1 to 30", GREEDY, progress=False)[0].token_ids
+    expected = llm.generate("Count from 1 to 30", GREEDY, use_tqdm=False)[0].token_ids
     collect, calls = type(llm._scheduler).collect, 0
 
     def interrupted(self: Any, tokens: Any, scores: Any) -> None:
@@ -138,29 +139,29 @@ def test_an_interrupted_call_leaves_a_usable_model(llm: LLM, monkeypatch: pytest
 
     monkeypatch.setattr(type(llm._scheduler), "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(["Count from 1 to 30"] * 3, GREEDY, progress=False)
+        llm.generate(["Count from 1 to 30"] * 3, GREEDY, use_tqdm=False)
     monkeypatch.undo()
-    assert llm.generate("Count from 1 to 30", GREEDY, progress=False)[0].token_ids == expected
+    assert llm.generate("Count from 1 to 30", GREEDY, use_tqdm=False)[0].token_ids == expected
 
 
 def test_sampling_is_reproducible_by_seed(llm: LLM) -> None:
     params = jaxsgl.SamplingParams(temperature=5.0, seed=7, max_tokens=20, ignore_eos=True)
-    one, two = (llm.generate("Once upon a time", params, progress=False)[0].token_ids for _ in range(2))
-    crowd = llm.generate(["hello", "Once upon a time", "3 + 4 ="], params, progress=False)
+    one, two = (llm.generate("Once upon a time", params, use_tqdm=False)[0].token_ids for _ in range(2))
+    crowd = llm.generate(["hello", "Once upon a time", "3 + 4 ="], params, use_tqdm=False)
     assert one == two == crowd[1].token_ids
     other = llm.generate(
-        "Once upon a time", jaxsgl.SamplingParams(temperature=5.0, seed=8, max_tokens=20), progress=False
+        "Once upon a time", jaxsgl.SamplingParams(temperature=5.0, seed=8, max_tokens=20), use_tqdm=False
     )
     assert other[0].token_ids != one
 
 
 def test_a_stop_string_ends_the_answer_where_it_appears(llm: LLM) -> None:
-    whole = llm.generate("Count from 1 to 30", GREEDY, progress=False)[0]
+    whole = llm.generate("Count from 1 to 30", GREEDY, use_tqdm=False)[0]
     stop = whole.text[len(whole.text) // 3 :][:4]
     cut_off = whole.text.index(stop)
     for keep in (False, True):
         params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=32, stop=(stop,), include_stop_str_in_output=keep)
-        cut = llm.generate("Count from 1 to 30", params, progress=False)[0]
+        cut = llm.generate("Count from 1 to 30", params, use_tqdm=False)[0]
         assert cut.text == whole.text[: cut_off + len(stop) * keep]
         assert (cut.finish_reason, cut.matched_stop) == ("stop", stop)
         assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
@@ -170,13 +171,13 @@ def test_a_stop_string_ends_the_answer_where_it_appears(llm: LLM) -> None:
 
 def test_samples_follow_their_prompt_and_carry_log_probabilities(llm: LLM) -> None:
     params = jaxsgl.SamplingParams(temperature=5.0, seed=4, n=3, max_tokens=6, ignore_eos=True, logprobs=2)
-    one, *others = llm.generate(["Once upon a time", "3 + 4 ="], params, progress=False)
+    one, *others = llm.generate(["Once upon a time", "3 + 4 ="], params, use_tqdm=False)
     answers = [one, *others]
     assert [answer.index for answer in answers] == [0, 1, 2] * 2
     assert len({tuple(answer.token_ids) for answer in answers[:3]}) == 3
     for i, answer in enumerate(answers[:3]):
         alone = jaxsgl.SamplingParams(temperature=5.0, seed=4 + i, max_tokens=6, ignore_eos=True)
-        (expected,) = llm.generate("Once upon a time", alone, progress=False)
+        (expected,) = llm.generate("Once upon a time", alone, use_tqdm=False)
         assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
         assert (len(answer.logprobs), len(expected.logprobs)) == (6, 0)
         assert all(len(entry.top) == 2 and entry.logprob <= entry.top[0][1] for entry in answer.logprobs)
@@ -186,9 +187,9 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_outputs_that_it_repeats(
     """A text is generated token by token, then scored as one prompt."""
     prompt = llm.tokenizer.encode("Count from 1 to 30")
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=20, logprobs=1, ignore_eos=True)
-    (answer,) = llm.generate(prompt, params, progress=False)
+    (answer,) = llm.generate(prompt, params, use_tqdm=False)
     scoring = jaxsgl.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-    (scored,) = llm.generate([*prompt, *answer.token_ids], scoring, progress=False)
+    (scored,) = llm.generate([*prompt, *answer.token_ids], scoring, use_tqdm=False)
     assert scored.prompt_logprobs is not None
     of_answer = scored.prompt_logprobs[len(prompt) - 1 :]
     np.testing.assert_allclose(
@@ -196,3 +197,16 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_outputs_that_it_repeats(
     )
     assert [entry.top[0][0] for entry in of_answer] == answer.token_ids
     assert llm.engine.recompiles == 0
+
+
+def test_a_bar_of_the_callers_own_counts_the_answers(llm: LLM) -> None:
+    bars = list[Any]()
+
+    class Bar(tqdm):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            bars.append(self)
+
+    llm.generate(["3 + 4 =", "3 6 9 12"], jaxsgl.SamplingParams(max_tokens=4, n=2), use_tqdm=Bar)
+    (bar,) = bars
+    assert (bar.total, bar.n) == (4, 4)

@@ -70,7 +70,7 @@ def llm(folders: dict[str, Path]) -> Iterator[LLM]:
 
 def test_a_batch_of_four_adapters_and_none_has_the_logits_of_peft(llm: LLM, folders: dict[str, Path]) -> None:
     """Log-probabilities of the 20 likeliest tokens everywhere: logits without what a softmax ignores."""
-    completions = llm.generate(PROMPTS, SCORED, adapter=NAMES, progress=False)
+    completions = llm.generate(PROMPTS, SCORED, adapter=NAMES, use_tqdm=False)
     for name, prompt, completion in zip(NAMES, PROMPTS, completions, strict=True):
         ids = prompt + completion.token_ids
         logits = adapted_logits(folders[""], folders[name] if name else None, ids).log_softmax(-1).numpy()
@@ -83,10 +83,10 @@ def test_a_batch_of_four_adapters_and_none_has_the_logits_of_peft(llm: LLM, fold
 
 
 def test_an_answer_does_not_depend_on_the_adapters_beside_it(llm: LLM) -> None:
-    together = llm.generate(PROMPTS, GREEDY, adapter=NAMES, progress=False)
+    together = llm.generate(PROMPTS, GREEDY, adapter=NAMES, use_tqdm=False)
     for name, prompt, completion in zip(NAMES, PROMPTS, together, strict=True):
         llm.flush_cache()
-        (alone,) = llm.generate(prompt, GREEDY, adapter=name, progress=False)
+        (alone,) = llm.generate(prompt, GREEDY, adapter=name, use_tqdm=False)
         assert alone.token_ids == completion.token_ids, name
 
 
@@ -99,17 +99,17 @@ def test_loading_and_unloading_finds_no_old_kv_compiles_nothing_and_keeps_no_mem
 
     prompt, answers = PROMPTS[0], {}
     for name in ("all", "wide"):
-        answers[name] = llm.generate(prompt, GREEDY, adapter=name, progress=False)[0].token_ids
+        answers[name] = llm.generate(prompt, GREEDY, adapter=name, use_tqdm=False)[0].token_ids
     before = sizes()
     for turn in range(6):
         name = ("all", "wide")[turn % 2]
         llm.load_lora_adapter("it", folders[name])
-        first, again = (llm.generate(prompt, GREEDY, adapter="it", progress=False)[0] for _ in range(2))
+        first, again = (llm.generate(prompt, GREEDY, adapter="it", use_tqdm=False)[0] for _ in range(2))
         assert first.token_ids == again.token_ids == answers[name]
         assert (first.cached_tokens, again.cached_tokens) == (0, 20)
         llm.unload_lora_adapter("it")
         with pytest.raises(InvalidRequest, match="no adapter named it"):
-            llm.generate(prompt, GREEDY, adapter="it", progress=False)
+            llm.generate(prompt, GREEDY, adapter="it", use_tqdm=False)
     assert sizes() == before
     assert llm.engine.recompiles == 0
 

@@ -173,22 +173,22 @@ def test_offline_prompts_have_pictures_and_videos(folder: Path, tmp_path: Path) 
         [{"role": "user", "content": [{"type": "text", "text": "What is this? "}, {"type": "image", "image": image}]}]
         for image in given
     ]
-    answers = llm.chat(chats, params, progress=False)
+    answers = llm.chat(chats, params, use_tqdm=False)
     assert len({(tuple(answer.token_ids), answer.prompt_tokens) for answer in answers}) == 1
     assert answers[-1].cached_tokens >= answers[-1].prompt_tokens - 5
     prompt = "a<|vision_start|><|image_pad|><|vision_end|>b<|vision_start|><|video_pad|><|vision_end|>"
     frames = [picture(64, 64, seed=i) for i in range(4)]
     for video in (frames, animation(frames, 500, "PNG")):
         data = {"image": ROUND, "video": [video]}
-        (answer,) = llm.generate({"prompt": prompt, "multi_modal_data": data}, params, progress=False)
+        (answer,) = llm.generate({"prompt": prompt, "multi_modal_data": data}, params, use_tqdm=False)
         assert (
             answer.prompt_tokens
             == llm.generate(
-                {"prompt_token_ids": llm.tokenizer.encode(prompt), "multi_modal_data": data}, params, progress=False
+                {"prompt_token_ids": llm.tokenizer.encode(prompt), "multi_modal_data": data}, params, use_tqdm=False
             )[0].prompt_tokens
         )
     with pytest.raises(jaxsgl.errors.InvalidRequest, match="0 placeholders"):
-        llm.generate({"prompt": "a", "multi_modal_data": {"image": ROUND}}, params, progress=False)
+        llm.generate({"prompt": "a", "multi_modal_data": {"image": ROUND}}, params, use_tqdm=False)
     with pytest.raises(jaxsgl.errors.InvalidRequest, match="can't be read"):
-        llm.generate({"prompt": prompt, "multi_modal_data": {"image": "missing.png"}}, params, progress=False)
+        llm.generate({"prompt": prompt, "multi_modal_data": {"image": "missing.png"}}, params, use_tqdm=False)
     llm.close()

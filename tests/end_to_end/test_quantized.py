@@ -33,10 +33,10 @@ def test_the_weights_take_the_bytes_of_their_format(llm: LLM) -> None:
 
 def test_sums_are_right_and_scores_do_not_depend_on_the_batch(llm: LLM) -> None:
     prompts = [f"{a} + {b} =" for a, b in PAIRS]
-    together = llm.generate(prompts, SCORED, progress=False)
+    together = llm.generate(prompts, SCORED, use_tqdm=False)
     for (a, b), completion in zip(PAIRS, together, strict=True):
         assert completion.text.strip() == str(a + b)
     for prompt, expected in zip(prompts, together, strict=True):
-        (alone,) = llm.generate([prompt], SCORED, progress=False)
+        (alone,) = llm.generate([prompt], SCORED, use_tqdm=False)
         assert alone.token_ids == expected.token_ids
         assert [score.logprob for score in alone.logprobs] == [score.logprob for score in expected.logprobs]

@@ -53,9 +53,9 @@ def test_the_bundled_model_answers_as_without_drafts(llm: LLM, predicts: bool) -
     """By prompt lookup, and with predictions that are right for their first half."""
     params = [jaxsgl.SamplingParams(max_tokens=60, **given) for _, given in ASKED]
     chats: list[Any] = [[{"role": "user", "content": text}] for text, _ in ASKED]
-    plain = llm.chat(chats, params, speculative=False, progress=False)
+    plain = llm.chat(chats, params, speculative=False, use_tqdm=False)
     predictions = [one.text[: len(one.text) // 2] + " so" if predicts else "" for one in plain]
-    found = llm.chat(chats, params, prediction=predictions, progress=False)
+    found = llm.chat(chats, params, prediction=predictions, use_tqdm=False)
     assert [(one.token_ids, one.text, one.finish_reason) for one in found] == [
         (one.token_ids, one.text, one.finish_reason) for one in plain
     ]

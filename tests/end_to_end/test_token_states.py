@@ -35,7 +35,7 @@ def test_hidden_states_and_experts_are_those_of_transformers(tmp_path: Path) -> 
         temperature=0.0, max_tokens=5, ignore_eos=True, return_hidden_states=True, return_routed_experts=True
     )
     plain = jaxsgl.SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-    answer, without = llm.generate([prompt, prompt], [params, plain], progress=False)
+    answer, without = llm.generate([prompt, prompt], [params, plain], use_tqdm=False)
     assert answer.token_ids == without.token_ids and without.hidden_states is None
     ids = [*prompt, *answer.token_ids][:-1]
     model = load_reference(folder)

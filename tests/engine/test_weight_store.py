@@ -40,7 +40,7 @@ def new_llm(folder: Path, **flags: Any) -> LLM:
 
 
 def answers(llm: LLM) -> list[list[int]]:
-    return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY, progress=False)]
+    return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_weights_of_a_folder_are_served_without_a_compile(
     num_compiled = llm.engine.recompiles  # those of the other engine's start
     assert answers(llm) == expected[0]
     llm.update_weights(folders[1], "new")
-    (first, _) = llm.generate(PROMPTS, GREEDY, progress=False)
+    (first, _) = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert first.cached_tokens == 0 and first.weight_version == llm.weight_version == "new"
     assert answers(llm) == expected[1]
     assert llm.engine.recompiles == num_compiled

@@ -47,6 +47,7 @@ from jaxsgl.messages.orders import (
     UpdateReport,
     UpdateWeights,
     WatchCache,
+    WatchEngine,
     Withdraw,
 )
 from jaxsgl.messages.replies import (
@@ -132,6 +133,7 @@ class FakeEngine:
         self.drafts = SpeculationTotals()
         self.paused = self.retracted = False
         self.drains: list[int] = []
+        self.num_looks = 0
         self.version = "default"
         self.adapters: dict[str, LoadedAdapter] = {}
 
@@ -243,8 +245,12 @@ class FakeEngine:
                     "priorities": self.priorities(),
                     "cache_salts": self.cache_salts(),
                     "flushes": len(self.drains),
+                    "looks": self.num_looks,
                 }
                 self.mailbox.send(Answer(number, True, json.dumps(state | ({"leaks": []} if check else {}))))
+            case WatchEngine(number, since):
+                self.num_looks += 1
+                self.mailbox.send(Answer(number, True, json.dumps({"last_step": self.num_looks, "since": since})))
             case FlushCache(number, timeout_s) if self.running and timeout_s:
                 self.drains.append(number)
             case FlushCache(number) if self.running:

@@ -1,39 +1,136 @@
-"""GET /: what a browser sees, with and without a key."""
+"""The files of the page, and the stream of what engines do: what loads them, who may read it, and when it is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
 
+import httpx
+import pytest
 from fake_engine_process import Script
 from http_calls import connect
 from played_link import PlayedLink
-from server_process import ServerProcess, ids_request
+from server_process import ServerProcess, ids_request, wait_for
+
+from jaxsgl.frontend.http.page.static import FOLDER, PATHS
 
 Start = Callable[..., ServerProcess]
+MAX_PAGE_BYTES = 150_000
 
 
-def test_the_page_names_the_model_and_links_to_what_there_is(server: ServerProcess) -> None:
+def looks(http: httpx.Client) -> Generator[dict[str, Any], None, None]:
+    """The events of the stream, until it is closed."""
+    with http.stream("GET", "/engine_events") as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line:
+                yield json.loads(line.removeprefix("data: "))
+
+
+def test_the_page_and_all_that_it_loads_are_small_and_come_from_this_server(server: ServerProcess) -> None:
     with connect(server) as http:
-        page = http.get("/")
-        assert page.status_code == 200
-        assert page.headers["content-type"] == "text/html; charset=utf-8"
-        assert "default-src 'none'" in page.headers["content-security-policy"]
-        assert "<dd>ready</dd>" in page.text
-        assert f"<dd>{http.get('/get_model_info').json()['served_model_name']}</dd>" in page.text
-        for link in ("docs", "metrics", "health"):
-            assert f'href="{link}"' in page.text
-            assert http.get(f"/{link}").status_code == 200
+        found: set[str] = set()
+        todo = {"/", "/docs"}
+        while todo:
+            path = todo.pop()
+            found.add(path)
+            answer = http.get(path)
+            assert answer.status_code == 200, path
+            assert "default-src 'none'" in answer.headers["content-security-policy"]
+            assert not re.search(r"""(src|href|from|import\()\s*=?\s*["']https?:""", answer.text), path
+            named = re.findall(r'(?:src|href)="(page/[^"]+)"', answer.text)
+            named += [f"page/{name}" for name in re.findall(r'from "\./([^"]+)"', answer.text)]
+            todo |= {f"/{name}" for name in named} - found
+        assert found == PATHS, "files that nothing loads, or that are not served"
         head = http.head("/")
         assert (head.status_code, head.text) == (200, "")
+        again = http.get("/", headers={"if-none-match": head.headers["etag"]})
+        assert (again.status_code, again.text) == (304, "")
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < MAX_PAGE_BYTES
 
 
-def test_the_list_of_endpoints_names_each_and_loads_nothing_from_elsewhere(server: ServerProcess) -> None:
-    with connect(server) as http:
-        page = http.get("/docs")
-        assert "default-src 'none'" in page.headers["content-security-policy"]
-        for path in http.get("/openapi.json").json()["paths"]:
-            assert f"<td>{path}</td>" in page.text
-        assert "<script" not in page.text and "http://" not in page.text and "https://" not in page.text
+def test_the_stream_shows_each_replica_and_asks_only_while_somebody_reads(server: ServerProcess) -> None:
+    with connect(server) as http, connect(server) as other:
+        before = other.get("/internal_state").json()["looks"]
+        events = looks(http)
+        first, second = next(events), next(events)
+        assert first["state"] == "ready"
+        (replica,), (later,) = first["replicas"], second["replicas"]
+        assert (replica["rank"], replica["state"], replica["problem"]) == (0, "ready", None)
+        assert replica["load"]["steps_total"] >= 0
+        assert later["view"]["since"] == replica["view"]["last_step"], "steps would come twice, or never"
+        events.close()
+        wait_for(lambda: settled(other), "end of the questions")
+        assert other.get("/internal_state").json()["looks"] > before
+
+
+def settled(http: httpx.Client) -> bool:
+    """Whether the engine is asked no more."""
+    before = http.get("/internal_state").json()["looks"]
+    threading.Event().wait(1.2)
+    return bool(http.get("/internal_state").json()["looks"] == before)
+
+
+def test_viewers_share_the_questions(server: ServerProcess) -> None:
+    with connect(server) as http, connect(server) as other:
+        wait_for(lambda: settled(http), "a still engine")
+        before = http.get("/internal_state").json()["looks"]
+        mine, others = looks(http), looks(other)
+        for _ in range(3):
+            assert next(mine)["replicas"][0]["view"] and next(others)["replicas"][0]["view"]
+        mine.close()
+        others.close()
+        with connect(server) as third:
+            assert third.get("/internal_state").json()["looks"] - before <= 5  # 3 events each, and one under way
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "status"),
+    [
+        (("--api-key", "sk-1"), None, 401),
+        (("--api-key", "sk-1"), "sk-1", 200),
+        (("--api-key", "sk-1", "--admin-api-key", "sk-2"), "sk-1", 403),
+        (("--api-key", "sk-1", "--admin-api-key", "sk-2"), "sk-2", 200),
+    ],
+)
+def test_the_page_needs_no_key_and_its_stream_the_administrators(
+    start_server: Start, flags: tuple[str, ...], key: str | None, status: int
+) -> None:
+    guarded = start_server("--served-model-name", "my-secret-model", *flags)
+    guarded.wait_until_ready()
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    with connect(guarded) as http:
+        for path in PATHS:
+            answer = http.get(path)
+            assert answer.status_code == 200 and "my-secret-model" not in answer.text
+        assert http.get("/openapi.json").status_code == 401
+        with http.stream("GET", "/engine_events", headers=headers) as answer:
+            assert answer.status_code == status
+
+
+def test_the_stream_tells_of_a_start_and_ends_with_the_server(start_server: Start) -> None:
+    hanging = start_server("--random-seed", str(Script.START_HANGS))
+    with connect(hanging) as http:
+        events = looks(http)
+        (replica,) = next(events)["replicas"]
+        assert (replica["state"], replica["view"]) == ("loading", None)
+        events.close()
+    server = start_server()
+    server.wait_until_ready()
+    with connect(server) as http, server.stub() as stub:
+        call = stub.Generate(ids_request(Script.HANG))
+        events = looks(http)
+        assert next(events)["state"] == "ready"
+        server.interrupt()
+        last = [event["state"] for event in events][-1]
+        assert last == "draining"
+        assert http.get("/").status_code == 200
+        call.cancel()
+    assert server.wait_for_exit() == 0
+    assert "Exception in ASGI" not in server.log
 
 
 def test_without_the_key_no_method_tells_which_paths_there_are(start_server: Start) -> None:
@@ -46,38 +143,6 @@ def test_without_the_key_no_method_tells_which_paths_there_are(start_server: Sta
             assert [answer.status_code for answer in found] == [401, 401]
             assert found[0].text == found[1].text
         assert http.options("/v1/completions", headers=preflight).status_code == 200
-
-
-def test_the_page_escapes_the_name_and_tells_less_with_a_key(start_server: Start) -> None:
-    name = "<script>alert(1)</script>"
-    server = start_server("--served-model-name", name, "--random-seed", str(Script.START_HANGS))
-    guarded = start_server("--served-model-name", "my-secret-model", "--api-key", "sk-1")
-    with connect(server) as http:
-        page = http.get("/")
-        assert page.status_code == 503
-        assert "<dd>loading</dd>" in page.text
-        assert name not in page.text and "&lt;script&gt;" in page.text
-    guarded.wait_until_ready()
-    with connect(guarded) as http:
-        page = http.get("/")
-        assert page.status_code == 200
-        assert "<dd>ready</dd>" in page.text
-        assert "my-secret-model" not in page.text
-        assert http.post("/").status_code == 401 or http.post("/").status_code == 405
-
-
-def test_the_page_shows_a_shutdown(start_server: Start) -> None:
-    server = start_server()
-    server.wait_until_ready()
-    with connect(server) as http, server.stub() as stub:
-        call = stub.Generate(ids_request(Script.HANG))
-        server.interrupt()
-        server.wait_for_log("stopping: ")
-        page = http.get("/")
-        assert page.status_code == 503
-        assert "<dd>draining</dd>" in page.text and "shutting down" in page.text
-        call.cancel()
-    assert server.wait_for_exit() == 0
 
 
 def test_states_of_the_engine() -> None:

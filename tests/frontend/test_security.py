@@ -50,7 +50,7 @@ def test_http_asks_for_the_key(guarded: ServerProcess) -> None:
                 assert refused.status_code == 401
                 assert refused.headers["www-authenticate"] == "Bearer"
                 assert error_of(refused)["code"] == "invalid_api_key"
-            for path in ("/get_model_info", "/server_info", "/openapi.json", "/docs", "/flush_cache"):
+            for path in ("/get_model_info", "/server_info", "/openapi.json", "/engine_events", "/flush_cache"):
                 assert http.get(path, headers=headers).status_code == 401
         answer = http.post("/generate", json=generate_body(5), headers={"authorization": f"Bearer {KEY}"})
         assert answer.status_code == 200

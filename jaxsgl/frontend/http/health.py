@@ -1,22 +1,18 @@
-"""What probes, scrapers and people ask without a key: GET /health, /health_generate, /metrics, / and /docs.
+"""What probes and scrapers ask without a key: GET /health, /health_generate and /metrics.
 
-Reads the watchdog and the metrics; decides neither. GET / shows the model, the state and where to read more; without
-the API key it shows no more than /health. GET /docs lists the endpoints, in place of FastAPI's page, which runs scripts
-from elsewhere. app.py includes the router.
+Reads the watchdog and the metrics; decides neither. app.py includes the router.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import html
 import uuid
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from prometheus_client import generate_latest
 
-import jaxsgl
 from jaxsgl.errors import EngineUnavailable, Overloaded
 from jaxsgl.frontend.exposition import registry_of, registry_of_all
 from jaxsgl.frontend.generation import FrontEnd, Prompted, RequestOptions
@@ -28,28 +24,6 @@ GENERATE_S = 20.0  # for one token, as in SGLang
 OTHERS_S = 1.0  # for a token of running requests; then the probe asks for one of its own
 # Never OpenMetrics, even if the client prefers it: there, prometheus_client writes colons of names as underscores.
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# The page loads nothing and runs nothing.
-PAGE_HEADERS = {
-    "cache-control": "no-store",
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-}
-_HEAD = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>jaxsgl</title>
-<style>body { font-family: sans-serif; margin: 3em; max-width: 60em } dt { font-weight: bold }
-td { padding: 0.2em 1em 0.2em 0; vertical-align: top }</style></head>
-<body>
-<h1>jaxsgl</h1>
-"""
-_PAGE = """
-<dl>
-{rows}
-</dl>
-<p><a href="docs">API documentation</a> | <a href="metrics">metrics</a> | <a href="health">health</a></p>
-</body>
-</html>
-"""
 
 
 def router(front_end: FrontEnd) -> APIRouter:
@@ -82,17 +56,6 @@ def router(front_end: FrontEnd) -> APIRouter:
             counts = await front_end.peers.counts()
             shown = registry_of_all(front_end.metrics, front_end.config.model_name, counts)
         return Response(generate_latest(shown), headers={"content-type": METRICS_CONTENT_TYPE})
-
-    @api.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def page() -> Response:
-        """The page; with status 503 while /health is bad."""
-        status = 200 if front_end.engine.refusal is None else 503
-        return Response(_page(front_end), status, PAGE_HEADERS, "text/html; charset=utf-8")
-
-    @api.get("/docs", include_in_schema=False)
-    async def docs(request: Request) -> Response:
-        """All endpoints, with what they do."""
-        return Response(_docs(request.app.openapi()), 200, PAGE_HEADERS, "text/html; charset=utf-8")
 
     return api
 
@@ -151,30 +114,3 @@ class _Probe:
         request = await generator.prepare(prompted)
         with contextlib.suppress(Overloaded), generator.start(request) as generation:  # a full queue: the engine lives
             await generation.whole()
-
-
-def _docs(schema: dict[str, Any]) -> str:
-    rows = [
-        (method.upper(), path, operation.get("description") or operation.get("summary") or "")
-        for path, operations in schema["paths"].items()
-        for method, operation in operations.items()
-    ]
-    cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    table = "\n".join(f"<tr>{row}</tr>" for row in cells)
-    about = 'Bodies and answers are described in <a href="openapi.json">openapi.json</a>, for any viewer of OpenAPI.'
-    return f"{_HEAD}<p>{about}</p>\n<table>\n{table}\n</table>\n</body>\n</html>\n"
-
-
-def _page(front_end: FrontEnd) -> str:
-    """Returns the page. Browsers send no key, so with one set it names neither the model nor the version."""
-    engine, config = front_end.engine, front_end.config
-    rows = {"State": engine.state}
-    if engine.state != "loading" and engine.problems:
-        rows["Reason"] = "; ".join(engine.problems)
-    if not config.needs_key:
-        rows |= {"Model": config.model_name, "Version": jaxsgl.__version__}
-    else:
-        rows["Access"] = "everything but health and metrics needs an API key"
-    return _HEAD + _PAGE.format(
-        rows="\n".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in rows.items())
-    )

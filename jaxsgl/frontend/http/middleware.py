@@ -10,6 +10,7 @@ import asyncio
 import logging
 import re
 import uuid
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -22,11 +23,12 @@ from jaxsgl.frontend.http.errors import answer, answer_to
 
 REQUEST_ID_HEADER = "x-request-id"
 STALL_S = 60.0  # how long a client may send nothing of a body that it has begun
+NO_PATHS: Mapping[str, int] = {}
 MIN_BODY_BYTES_PER_S = 1024  # on the whole, after the first `STALL_S`
-OPEN_PATHS = ("/", "/health", "/health_generate", "/metrics")  # probes, scrapers and browsers hold no key
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})  # probes and scrapers hold no key
 # They operate the server or show what all its clients do: for the administrator, if there is one.
 ORDER_PATHS = frozenset({
-    "/abort_request", "/continue_generation", "/flush_cache", "/get_server_info", "/internal_state",
+    "/abort_request", "/continue_generation", "/engine_events", "/flush_cache", "/get_server_info", "/internal_state",
     "/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     "/pause_generation", "/release_memory_occupation", "/resume_memory_occupation", "/server_info", "/start_profile",
     "/stop_profile", "/update_weight_version", "/update_weights_from_disk",
@@ -75,18 +77,19 @@ class RequestIds:
 
 
 class ApiKey:
-    """Refuses requests without the key that they need, except on `OPEN_PATHS`.
+    """Refuses requests without the key that they need, except on `open_paths`.
 
     Preflight requests of allowed sites don't get here: the middleware for CORS answers them before.
     """
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, open_paths: frozenset[str] = OPEN_PATHS) -> None:
         self._app = app
         self._access = access
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             try:
                 enter(self._access.check(given, is_order=scope["path"] in ORDER_PATHS))
@@ -99,13 +102,16 @@ class ApiKey:
 class BodyLimit:
     """Refuses a body of more than `max_bytes`, by its declared length or as soon as that much has arrived.
 
-    Also refuses a body of which nothing arrives for `stall_s` seconds, or that comes more slowly than
-    `MIN_BODY_BYTES_PER_S`: its client would hold a connection forever.
+    Paths of `of_paths` have limits of their own. Also refuses a body of which nothing arrives for `stall_s` seconds, or
+    that comes more slowly than `MIN_BODY_BYTES_PER_S`: its client would hold a connection forever.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, stall_s: float = STALL_S, of_paths: Mapping[str, int] = NO_PATHS
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._of_paths = of_paths
         self._stall_s = stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,9 +119,10 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        max_bytes = self._of_paths.get(scope["path"], self._max_bytes)
         declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdigit() and int(declared) > self._max_bytes:
-            await answer(413, self._words(declared))(scope, receive, send)
+        if declared.isdigit() and int(declared) > max_bytes:
+            await answer(413, _words(declared, max_bytes))(scope, receive, send)
             return
         num_bytes, complete = 0, False
         now_s = asyncio.get_running_loop().time
@@ -139,11 +146,12 @@ class BodyLimit:
                 raise HTTPException(408, words) from None  # FastAPI passes this exception on while it reads a body
             num_bytes += len(message.get("body", b""))
             complete = not message.get("more_body", False)
-            if num_bytes > self._max_bytes:
-                raise HTTPException(413, self._words("more"))
+            if num_bytes > max_bytes:
+                raise HTTPException(413, _words("more", max_bytes))
             return message
 
         await self._app(scope, receive_some, send)
 
-    def _words(self, size: str) -> str:
-        return f"the body has {size} bytes, but may have {self._max_bytes} (--max-request-bytes): send less at once"
+
+def _words(size: str, max_bytes: int) -> str:
+    return f"the body has {size} bytes, but may have {max_bytes} (--max-request-bytes): send less at once"

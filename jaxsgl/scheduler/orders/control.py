@@ -37,6 +37,7 @@ from jaxsgl.messages.orders import (
     UnloadAdapter,
     UpdateWeights,
     WatchCache,
+    WatchEngine,
     Withdraw,
 )
 from jaxsgl.messages.replies import CacheEvents
@@ -44,6 +45,7 @@ from jaxsgl.scheduler.orders.adapters import AdapterOrders, AdapterStore
 from jaxsgl.scheduler.orders.inspection import LeakCheck, dump_state
 from jaxsgl.scheduler.orders.journal import CacheJournal
 from jaxsgl.scheduler.orders.profiling import Profiling
+from jaxsgl.scheduler.orders.view import EngineWatch
 from jaxsgl.scheduler.orders.weights import WeightOrders, WeightStore
 from jaxsgl.scheduler.scheduler import Scheduler, Serving
 
@@ -92,6 +94,7 @@ class Control:
         self._news: list[News] = []
         self._journal: CacheJournal | None = None  # once the cache is watched
         self._profiling = Profiling(engine, self._answer, lambda: serving.is_idle, clock)
+        self._engine_watch = EngineWatch(self._scheduler, clock)
         self._weights = WeightOrders(serving, weight_store, self._answer, loader)
         self._adapters = AdapterOrders(serving, adapters, self._answer, loader)
 
@@ -109,6 +112,10 @@ class Control:
                 self._resume(number)
             case DumpState(number, check):
                 self._answer(Answer(number, True, self._dump(check)))
+            case WatchEngine(number):
+                self._answer(Answer(number, True, msgspec.json.encode(self._engine_watch.look(command)).decode()))
+                if self._engine_watch not in self._orders:
+                    self._orders.append(self._engine_watch)
             case StartProfile():
                 started = self._profiling.start(command, self._scheduler.state.steps_in_flight)
                 if started and self._profiling not in self._orders:
@@ -136,6 +143,7 @@ class Control:
         """A step is about to be launched; the loop calls it only while there is something to do."""
         stage = "decode" if inputs.bucket.kind in ("decode", "verify") else "extend"
         self._profiling.before_step(stage, self._scheduler.state.steps_in_flight)
+        self._engine_watch.before_step(inputs)
 
     def after_turn(self, collected: bool) -> list[News]:
         """Advances all orders after a turn of the loop, in which a step was `collected` or not; returns the news."""

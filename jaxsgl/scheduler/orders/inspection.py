@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from jaxsgl.cache.manager import CacheManager
@@ -43,8 +44,8 @@ def dump_state(state: SchedulerState, paused: bool, last_plan: StepPlan | None) 
         "num_running": len(requests.admitted),
         "cache": _dump_cache(state.cache),
         **{name: value for resource in state.resources for name, value in resource.dump().items()},
-        "waiting": _dump_requests(requests.waiting.values(), requests),
-        "running": _dump_requests(requests.admitted.values(), requests),
+        "waiting": dump_requests(requests.waiting.values(), requests, MAX_LISTED),
+        "running": dump_requests(requests.admitted.values(), requests, MAX_LISTED),
     }
 
 
@@ -103,8 +104,9 @@ def _dump_cache(cache: CacheManager) -> dict[str, int]:
     }
 
 
-def _dump_requests(reqs: Iterable[Req], requests: RequestTable) -> list[dict[str, Any]]:
-    return [_dump_request(req, requests) for req, _ in zip(reqs, range(MAX_LISTED), strict=False)]
+def dump_requests(reqs: Iterable[Req], requests: RequestTable, max_listed: int) -> list[dict[str, Any]]:
+    """The first `max_listed` of `reqs`, which are among `requests`, as JSON takes them: numbers, and no token."""
+    return [_dump_request(req, requests) for req in islice(reqs, max_listed)]
 
 
 def _dump_request(req: Req, requests: RequestTable) -> dict[str, Any]:
@@ -116,7 +118,9 @@ def _dump_request(req: Req, requests: RequestTable) -> dict[str, Any]:
         "prompt_tokens": req.prompt_len,
         "output_tokens": len(req.output_ids),
         "max_new_tokens": req.max_new_tokens,
+        "cached_tokens": req.cached_tokens,
         "kv_tokens": req.kv_len,
+        "extend_left": req.extend_left,
         "pages": req.lease.num_pages if req.lease else 0,
         "row": req.lease.row if req.lease else None,
         "waited_s": requests.waited_s(req.request_id),

@@ -150,7 +150,7 @@ def answered(llm: LLM, prompts: list[list[int]], params: SamplingParams, specula
     """Answers all `prompts` together, with an empty prefix cache."""
     llm.flush_cache()
     start_s, start_cpu_s = time.monotonic(), cpu_seconds()
-    completions = llm.generate(prompts, params, speculative=speculative, progress=False)
+    completions = llm.generate(prompts, params, speculative=speculative, use_tqdm=False)
     seconds, cpu = time.monotonic() - start_s, cpu_seconds() - start_cpu_s
     return Answers(seconds, cpu, [one.token_ids for one in completions], [one.speculated for one in completions])
 

@@ -48,7 +48,7 @@ class Ours:
     def run(self, jobs: list[Job]) -> list[list[int]]:
         """See `Contender`."""
         params = [SamplingParams(temperature=0, max_tokens=job.output_len, ignore_eos=True) for job in jobs]
-        completions = self._llm.generate([job.prompt_ids for job in jobs], params, progress=False)
+        completions = self._llm.generate([job.prompt_ids for job in jobs], params, use_tqdm=False)
         return [completion.token_ids for completion in completions]
 
     def close(self) -> None:

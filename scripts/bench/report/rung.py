@@ -185,7 +185,7 @@ def _tokens(folder: Path, prompts: list[list[int]], backend: str) -> tuple[list[
     )  # fmt: skip
     start_s = round(time.monotonic() - begin, 1)
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    completions = llm.generate(prompts, params, progress=False)
+    completions = llm.generate(prompts, params, use_tqdm=False)
     llm.close()
     return [tuple(completion.token_ids) for completion in completions], start_s
 

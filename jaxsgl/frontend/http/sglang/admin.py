@@ -151,6 +151,7 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
             "tokenizer_path": info.model_path,
             "served_model_name": front_end.config.model_name,
             "is_generation": info.limits.generates,
+            "has_image_understanding": front_end.generator.model.media is not None,
             "preferred_sampling_params": None,
             "weight_version": front_end.engine.load.weight_version,
             "architectures": [info.architecture],
@@ -169,7 +170,7 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
             **_flags(front_end.config),
             **msgspec.to_builtins(info),
             "max_total_num_tokens": info.limits.pool_tokens,
-            "internal_states": [_flat(link.load) for link in front_end.engine.links],
+            "internal_states": [flat_load(link.load) for link in front_end.engine.links],
             "version": jaxsgl.__version__,
         }
 
@@ -188,7 +189,7 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
         ]
 
 
-def _flat(load: Load) -> dict[str, Any]:
+def flat_load(load: Load) -> dict[str, Any]:
     """Returns the load in one object; the names of its counters end in `_total`."""
     fields = {
         name: msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value

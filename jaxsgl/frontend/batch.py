@@ -1,0 +1,224 @@
+"""Batches as OpenAI has them: a file of requests, one JSON object a line, becomes a file of answers.
+
+A run appends each answer as it comes, so that a run that was killed is taken up where it ended: what the file of
+answers holds is not asked again, and a line that was written in part is. Knows no endpoint: `ask` answers one request.
+offline/run_batch.py runs a file of a user's, http/openai/batches.py those of a server's clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from jaxsgl.errors import InvalidRequest
+
+URLS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank"
+)  # fmt: skip
+RETRY_STATUSES = (429, 503)  # for what passes, as a full queue
+MAX_TRIES = 30
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
+MAX_SHOWN_PROBLEMS = 5
+
+
+class BatchRequest(NamedTuple):
+    """One line of a batch.
+
+    Attributes:
+      custom_id: its client's name for it, by which the answer is found.
+      url: the endpoint that answers it.
+      body: what that endpoint takes, as JSON.
+    """
+
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class Answered(NamedTuple):
+    """What an endpoint has answered: a status of HTTP, the id of the request, and JSON."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+Ask = Callable[[BatchRequest], Awaitable[Answered]]
+
+
+@dataclass(frozen=True)
+class BatchFile:
+    """A file of requests that has been checked.
+
+    Attributes:
+      path: the file.
+      num_requests: its lines that are not empty.
+    """
+
+    path: Path
+    num_requests: int
+
+    def requests(self) -> Iterator[BatchRequest]:
+        """Yields the requests in the file's order; the file may be larger than memory."""
+        with self.path.open("rb") as lines:
+            for line in lines:
+                if line.strip():
+                    yield _request_of(line)
+
+
+def check_file(path: Path, url: str | None = None, max_requests: int | None = None) -> BatchFile:
+    """Returns the file at `path`, each of whose lines is a request, to `url` if that is given.
+
+    Raises `InvalidRequest` with the first lines that are none, or that have the id of another.
+    """
+    problems: list[str] = []
+    seen: dict[str, int] = {}
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                request = _request_of(line)
+                if url is not None and request.url != url:
+                    raise InvalidRequest(f"url is {request.url}, but that of the batch is {url}")
+                first = seen.setdefault(request.custom_id, number)
+                if first != number:
+                    raise InvalidRequest(f"custom_id is {request.custom_id!r}, as on line {first}: give each its own")
+            except InvalidRequest as error:
+                problems.append(f"line {number}: {error}")
+                if len(problems) >= MAX_SHOWN_PROBLEMS:
+                    break
+            if max_requests is not None and len(seen) > max_requests:
+                problems.append(f"there are more than {max_requests} requests: send several batches")
+                break
+    if not (seen or problems):
+        problems.append("the file holds no request: write one JSON object a line")
+    if problems:
+        raise InvalidRequest("; ".join(problems))
+    return BatchFile(path, len(seen))
+
+
+def _request_of(line: bytes) -> BatchRequest:
+    """Raises `InvalidRequest`."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"it is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest("it is no JSON object")
+    custom_id, url, body = found.get("custom_id"), found.get("url"), found.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise InvalidRequest("custom_id is missing: name the request, so that its answer can be found")
+    if found.get("method", "POST") != "POST":
+        raise InvalidRequest(f"method is {found['method']!r}, but must be POST")
+    if url not in URLS:
+        raise InvalidRequest(f"url is {url!r}, but must be one of {', '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise InvalidRequest("body is no JSON object")
+    if body.get("stream"):
+        raise InvalidRequest("body.stream is true, but a batch has whole answers: leave it out")
+    return BatchRequest(custom_id, url, json.dumps(body).encode())
+
+
+class Results:
+    """The file of answers of a batch, to which a run appends. Raises `OSError`, also if another run has it open.
+
+    Attributes:
+      done: the `custom_id` of each answer in the file.
+      num_failed: how many of those are no success.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.done: set[str] = set()
+        self.num_failed = 0
+        self._file: BinaryIO = path.open("ab+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise OSError(f"another run writes to {path}: wait for it, or name another file") from None
+        self._file.seek(0)
+        end = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break  # the run that wrote it was killed
+            found = json.loads(line)
+            self._count(found["custom_id"], found["response"]["status_code"])
+            end += len(line)
+        self._file.truncate(end)
+
+    def add(self, request: BatchRequest, answered: Answered) -> None:
+        """Appends an answer."""
+        self._file.write(_line_of(request.custom_id, answered) + b"\n")
+        self._file.flush()
+        self._count(request.custom_id, answered.status)
+
+    def close(self) -> None:
+        """Closes the file, whose bytes are on the disk then."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _count(self, custom_id: str, status: int) -> None:
+        self.done.add(custom_id)
+        self.num_failed += not is_success(status)
+
+
+def is_success(status: int) -> bool:
+    """Whether a status of HTTP says that there is an answer."""
+    return 200 <= status < 300
+
+
+def _line_of(custom_id: str, answered: Answered) -> bytes:
+    line: dict[str, Any] = {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": custom_id,
+        "response": {
+            "status_code": answered.status,
+            "request_id": answered.request_id,
+            "body": json.loads(answered.body or b"null"),
+        },
+        "error": None,
+    }
+    return json.dumps(line).encode()
+
+
+async def run(
+    requests: Iterable[BatchRequest],
+    results: Results,
+    ask: Ask,
+    concurrency: int,
+    on_done: Callable[[], object] = lambda: None,
+) -> None:
+    """Asks all that `results` lacks, `concurrency` requests at a time; `on_done` hears of each that is answered.
+
+    Refusals that pass, as a full queue, are asked again; others are answers. Raises what `ask` raises; all that was
+    answered before is kept.
+    """
+    todo = (request for request in requests if request.custom_id not in results.done)
+
+    async def work() -> None:
+        for request in todo:  # shared: each worker takes the next one
+            results.add(request, await _ask_patiently(ask, request))
+            on_done()
+
+    async with asyncio.TaskGroup() as workers:
+        for _ in range(concurrency):
+            workers.create_task(work())
+
+
+async def _ask_patiently(ask: Ask, request: BatchRequest) -> Answered:
+    wait_s = FIRST_WAIT_S
+    for _ in range(MAX_TRIES - 1):
+        answered = await ask(request)
+        if answered.status not in RETRY_STATUSES:
+            return answered
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+    return await ask(request)

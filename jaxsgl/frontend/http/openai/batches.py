@@ -1,0 +1,229 @@
+"""/v1/files and /v1/batches: batches of requests whose files lie in the folder of --batch-dir.
+
+A batch runs in this process, through the same endpoints as its clients' other requests, and is taken up again when the
+server starts anew (frontend/batch.py). frontend/batch_store.py keeps files and states. app.py includes the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.access import Caller, current_tenant, enter
+from jaxsgl.frontend.batch import BatchFile, Results, check_file, run
+from jaxsgl.frontend.batch_store import OPEN_STATES, BatchStore
+from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.frontend.http.bodies import Body, StrictJson
+from jaxsgl.frontend.http.in_process import InProcess
+from jaxsgl.frontend.http.multipart import boundary_of, read_form
+
+MAX_FILE_BYTES = 200 << 20  # as OpenAI's
+MAX_REQUESTS = 50_000
+CONCURRENCY = 128  # requests of one batch at once; batches run one after the other
+FILES_PATH = "/v1/files"
+
+logger = logging.getLogger(__name__)
+
+
+class BatchBody(Body):
+    """Body of /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Annotated[Literal["24h"], Field(description="has no effect: a batch runs until it is done")]
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+
+class Batches:
+    """Runs the batches of a store, one after the other, in the order of their arrival.
+
+    Args:
+      store: keeps them.
+      front_end: what their requests are answered by.
+    """
+
+    def __init__(self, store: BatchStore, front_end: FrontEnd) -> None:
+        self._store = store
+        self._ask = InProcess(front_end).ask
+        self._waiting: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._counts: dict[str, Results] = {}
+        for batch, tenant in store.open_batches():
+            self._waiting.put_nowait((batch["id"], tenant))
+        self._worker = asyncio.ensure_future(self._work())
+
+    def add(self, batch_id: str, tenant: str) -> None:
+        """Has a batch run when those before it have ended."""
+        self._waiting.put_nowait((batch_id, tenant))
+
+    def cancel(self, batch_id: str) -> None:
+        """Stops a batch, if it runs; its answers so far are kept."""
+        if batch_id in self._running:
+            self._running[batch_id].cancel()
+
+    def shown(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """`batch` as its client sees it: with what is answered so far, if it runs."""
+        results = self._counts.get(batch["id"])
+        return batch if results is None else {**batch, "request_counts": _counts(batch, results)}
+
+    async def _work(self) -> None:
+        while True:
+            batch_id, tenant = await self._waiting.get()
+            task = self._running[batch_id] = asyncio.create_task(self._run(batch_id, tenant))
+            try:
+                await asyncio.wait({task})
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    logger.error("batch %s failed", batch_id, exc_info=error)
+                    batch = self._store.batch(batch_id, tenant)
+                    problem = {"code": "server_error", "message": str(error), "param": None, "line": None}
+                    self._end(batch, tenant, "failed", errors={"object": "list", "data": [problem]})
+            finally:
+                task.cancel()
+                del self._running[batch_id]
+
+    async def _run(self, batch_id: str, tenant: str) -> None:
+        """Answers all that is not answered, and makes files of the answers; also after a `cancel`."""
+        batch = self._store.batch(batch_id, tenant)
+        enter(Caller(tenant=tenant))
+        results = self._counts[batch_id] = Results(self._store.results_path(batch_id))
+        try:
+            if batch["status"] == "in_progress":
+                content = self._store.content(batch["input_file_id"], tenant)
+                file = BatchFile(content, batch["request_counts"]["total"])
+                await run(file.requests(), results, self._ask, CONCURRENCY)
+        except asyncio.CancelledError:
+            if self._store.batch(batch_id, tenant)["status"] != "cancelling":
+                raise  # the server ends: the next one goes on
+        finally:
+            results.close()
+            del self._counts[batch_id]
+        status = "cancelled" if self._store.batch(batch_id, tenant)["status"] == "cancelling" else "completed"
+        output, errors = self._store.split_results(batch_id, tenant)
+        counts = _counts(batch, results)
+        self._end(batch, tenant, status, output_file_id=output, error_file_id=errors, request_counts=counts)
+
+    def _end(self, batch: dict[str, Any], tenant: str, status: str, **changes: Any) -> None:
+        self._store.keep_batch({**batch, **changes, "status": status, f"{status}_at": int(time.time())}, tenant)
+
+
+def _counts(batch: dict[str, Any], results: Results) -> dict[str, int]:
+    failed = results.num_failed
+    return {"total": batch["request_counts"]["total"], "completed": len(results.done) - failed, "failed": failed}
+
+
+def router(front_end: FrontEnd) -> APIRouter:
+    """Returns the endpoints, for `front_end`; none without --batch-dir."""
+    api = APIRouter(route_class=StrictJson)
+    if front_end.config.batch_dir is None:
+        return api
+    store = BatchStore(Path(front_end.config.batch_dir).expanduser())
+    batches = Batches(store, front_end)
+    _add_files(api, store)
+    _add_batches(api, store, batches)
+    return api
+
+
+def _add_files(api: APIRouter, store: BatchStore) -> None:
+    @api.post(FILES_PATH)
+    async def upload(http: Request) -> dict[str, Any]:
+        """Keeps a file: a form with the fields `file` and `purpose`, which is batch."""
+        boundary, body, content = (
+            boundary_of(http.headers.get("content-type", "")),
+            store.new_file_path(),
+            store.new_file_path(),
+        )
+        try:
+            with body.open("wb") as out:
+                async for part in http.stream():
+                    out.write(part)
+            form = await asyncio.get_running_loop().run_in_executor(None, read_form, body, boundary, content)
+            if form.fields.get("purpose") != "batch":
+                raise InvalidRequest(f"purpose is {form.fields.get('purpose')!r}, but must be batch")
+            return store.add_file(content, form.filename, "batch", current_tenant())
+        finally:
+            body.unlink(missing_ok=True)
+            content.unlink(missing_ok=True)
+
+    @api.get(FILES_PATH)
+    async def list_files() -> dict[str, Any]:
+        """All files, the newest first."""
+        return {"object": "list", "data": store.files(current_tenant()), "has_more": False}
+
+    @api.get("/v1/files/{file_id}")
+    async def get_file(file_id: str) -> dict[str, Any]:
+        """What is known of a file."""
+        return store.file(file_id, current_tenant())
+
+    @api.get("/v1/files/{file_id}/content", response_class=Response)
+    async def file_content(file_id: str) -> Response:
+        """The file."""
+        return FileResponse(store.content(file_id, current_tenant()), media_type="application/octet-stream")
+
+    @api.delete("/v1/files/{file_id}")
+    async def delete_file(file_id: str) -> dict[str, Any]:
+        """Deletes a file."""
+        tenant = current_tenant()
+        users = [batch["id"] for batch in store.batches(tenant) if batch["status"] in OPEN_STATES]
+        if any(store.batch(batch_id, tenant)["input_file_id"] == file_id for batch_id in users):
+            raise InvalidRequest(f"{file_id} is the input of a batch that runs: cancel that first")
+        store.delete_file(file_id, tenant)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+
+def _add_batches(api: APIRouter, store: BatchStore, batches: Batches) -> None:
+    @api.post("/v1/batches")
+    async def create_batch(body: BatchBody) -> dict[str, Any]:
+        """Runs the requests of a file that was uploaded."""
+        tenant, now = current_tenant(), int(time.time())
+        content = store.content(body.input_file_id, tenant)
+        checked = asyncio.get_running_loop().run_in_executor(None, check_file, content, body.endpoint, MAX_REQUESTS)
+        file = await checked
+        batch = store.add_batch({
+            "object": "batch",
+            "endpoint": body.endpoint,
+            "errors": None,
+            "input_file_id": body.input_file_id,
+            "completion_window": body.completion_window,
+            "status": "in_progress",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": now,
+            "in_progress_at": now,
+            "expires_at": None,
+            "request_counts": {"total": file.num_requests, "completed": 0, "failed": 0},
+            "metadata": body.metadata,
+        }, tenant)  # fmt: skip
+        batches.add(batch["id"], tenant)
+        return batch
+
+    @api.get("/v1/batches")
+    async def list_batches() -> dict[str, Any]:
+        """All batches, the newest first."""
+        found = [batches.shown(batch) for batch in store.batches(current_tenant())]
+        return {"object": "list", "data": found, "has_more": False}
+
+    @api.get("/v1/batches/{batch_id}")
+    async def get_batch(batch_id: str) -> dict[str, Any]:
+        """How far a batch is."""
+        return batches.shown(store.batch(batch_id, current_tenant()))
+
+    @api.post("/v1/batches/{batch_id}/cancel")
+    async def cancel_batch(batch_id: str) -> dict[str, Any]:
+        """Ends a batch; its answers so far become its output."""
+        tenant = current_tenant()
+        batch = store.batch(batch_id, tenant)
+        if batch["status"] != "in_progress":
+            raise InvalidRequest(f"the batch is {batch['status']}: it can't be cancelled")
+        batch = {**batch, "status": "cancelling", "cancelling_at": int(time.time())}
+        store.keep_batch(batch, tenant)
+        batches.cancel(batch_id)
+        return batches.shown(batch)

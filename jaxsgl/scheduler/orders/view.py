@@ -1,0 +1,236 @@
+"""`EngineView`: what the page at / shows of a scheduler, and `EngineWatch`, which records the steps between two looks.
+
+A view is made of questions that change nothing, and its size is bounded whatever the pool and the queue hold: it has
+counts, ids and lengths, and no token. While nobody looks, nothing here is called: the watch is one of the orders of
+control.py from the first `WatchEngine` until none has come for some seconds. frontend/http/page/live.py sends them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.cache.pages import PageState
+from jaxsgl.cache.prefix import TreeNode
+from jaxsgl.messages.orders import WatchEngine
+from jaxsgl.messages.replies import BucketTimes
+from jaxsgl.scheduler.orders.inspection import dump_requests
+from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.stopwatch import bucket_name
+
+MAX_STEPS = 256  # that are kept, the newest ones
+MAX_LISTED = 64  # requests of each kind
+MAX_NODES = 240  # of the tree
+MAX_CELLS = 1024  # of the map of pages
+MAX_LINE_CHARS = 300  # of a plan
+
+Shape: TypeAlias = tuple[str, str]  # kind and size of a bucket
+
+
+class StepView(msgspec.Struct, frozen=True, array_like=True):
+    """A step that has ended.
+
+    Attributes:
+      number: counts steps since the start.
+      kind, bucket: the program, by kind and padded shape.
+      tokens, tokens_padded: real tokens, and those of the program.
+      seqs, seqs_padded: likewise sequences.
+      ms: how long it took.
+      plan: its plan in one line.
+    """
+
+    number: int
+    kind: str
+    bucket: str
+    tokens: int
+    tokens_padded: int
+    seqs: int
+    seqs_padded: int
+    ms: float
+    plan: str
+
+
+class BucketView(msgspec.Struct, frozen=True, array_like=True):
+    """A compiled shape, and what ran in it since the start: steps, and milliseconds of all of them."""
+
+    kind: str
+    bucket: str
+    steps: int
+    ms: float
+
+
+class PagesView(msgspec.Struct, frozen=True):
+    """The KV pool.
+
+    Attributes:
+      page_size: in tokens.
+      free, evictable, locked, owned: pages by `PageState`.
+      cells: a map of the pool, a digit for each `pages_per_cell` pages: the `PageState` that most of them have.
+    """
+
+    page_size: int
+    free: int
+    evictable: int
+    locked: int
+    owned: int
+    pages_per_cell: int
+    cells: str
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """What a scheduler holds, and the steps since the last look.
+
+    Attributes:
+      last_step: the number of the newest of `steps`, 0 without any.
+      paused: nothing is launched until an operator ends that.
+      blocked: why the last step that tried to admit stopped, or None.
+      num_running, num_waiting: samples.
+      max_running: rows that there are.
+      pages: the pool.
+      tree: the part of the prefix tree that was used last; `tree_pages` are the pages of all of it.
+      running, waiting: the first samples of each, as `dump_requests` has them.
+      steps: in order; the newest `MAX_STEPS` at most.
+      buckets: every shape that is compiled.
+      resources: what resources say of themselves, as adapters.
+    """
+
+    last_step: int
+    paused: bool
+    blocked: str | None
+    num_running: int
+    num_waiting: int
+    max_running: int
+    pages: PagesView
+    tree: list[TreeNode]
+    tree_pages: int
+    running: list[dict[str, Any]]
+    waiting: list[dict[str, Any]]
+    steps: list[StepView]
+    buckets: list[BucketView]
+    resources: dict[str, Any]
+
+
+class EngineWatch:
+    """An `Order` of control.py: records steps while somebody looks.
+
+    Args:
+      scheduler: what is looked at.
+      clock: gives seconds.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._until_s = 0.0
+        self._launched: deque[tuple[StepInputs, int, str]] = deque()
+        self._ended: deque[StepView] = deque(maxlen=MAX_STEPS)
+        self._timed_s = 0.0  # of all steps that had ended by the last turn
+
+    def look(self, order: WatchEngine) -> EngineView:
+        """The view that `order` asks for; steps are recorded from now on, as long as it says."""
+        now_s = self._clock()
+        if now_s >= self._until_s:
+            self._launched.clear()
+            self._ended.clear()
+            self._timed_s = self._all_s()
+        self._until_s = now_s + order.seconds
+        return view_of(self._scheduler, self._shapes, [step for step in self._ended if step.number > order.since])
+
+    @cached_property
+    def _shapes(self) -> list[Shape]:
+        """Kind and size of all compiled programs, ascending; those that differ in how they sample are one here."""
+        compiled = reversed(self._scheduler.state.buckets.all())
+        return [*dict.fromkeys((bucket.kind, bucket_name(bucket)) for bucket in compiled)]
+
+    def before_step(self, inputs: StepInputs) -> None:
+        """Notes a step that is about to be launched."""
+        plan = str(self._scheduler.last_plan)
+        line = plan if len(plan) <= MAX_LINE_CHARS else f"{plan[:MAX_LINE_CHARS]} ..."
+        self._launched.append((inputs, self._scheduler.num_steps, line))
+
+    def after_turn(self, collected: bool) -> bool:
+        """Notes the steps that have ended in this turn; False once nobody has looked for long enough.
+
+        Of two steps in one turn each is noted with half of their time.
+        """
+        num_ended = len(self._launched) - self._scheduler.state.steps_in_flight
+        if collected and num_ended > 0:
+            all_s = self._all_s()
+            ms, self._timed_s = (all_s - self._timed_s) / num_ended * 1000, all_s
+            self._ended.extend(_step_view(*self._launched.popleft(), ms) for _ in range(num_ended))
+        elif collected:
+            self._timed_s = self._all_s()  # a step that was launched before anybody looked
+        return self._clock() < self._until_s
+
+    def _all_s(self) -> float:
+        return sum(times.seconds for times in self._scheduler.bucket_times())
+
+
+def view_of(scheduler: Scheduler, shapes: Iterable[Shape], steps: list[StepView]) -> EngineView:
+    """What `scheduler`, whose programs have these `shapes`, holds now; changes nothing."""
+    state = scheduler.state
+    requests, cache = state.requests, state.cache
+    leases = [req.lease for req in requests.admitted.values() if req.lease is not None]
+    prefixes = cache.prefixes
+    locked = prefixes.num_pages - prefixes.num_evictable
+    per_cell, cells = _cells(cache.page_states(leases))
+    return EngineView(
+        last_step=steps[-1].number if steps else 0,
+        paused=scheduler.is_paused,
+        blocked=state.blocked.value if state.blocked else None,
+        num_running=len(requests.admitted),
+        num_waiting=len(requests.waiting),
+        max_running=state.capacity.num_rows,
+        pages=PagesView(
+            page_size=cache.page_size,
+            free=cache.num_free,
+            evictable=prefixes.num_evictable,
+            locked=locked,
+            owned=cache.num_pages - 1 - cache.num_free - prefixes.num_pages,
+            pages_per_cell=per_cell,
+            cells=cells,
+        ),
+        tree=prefixes.outline(MAX_NODES),
+        tree_pages=prefixes.num_pages,
+        running=dump_requests(requests.admitted.values(), requests, MAX_LISTED),
+        waiting=dump_requests(requests.waiting.values(), requests, MAX_LISTED),
+        steps=steps,
+        buckets=_buckets(shapes, scheduler.bucket_times()),
+        resources={name: value for resource in state.resources for name, value in resource.dump().items()},
+    )
+
+
+def _cells(states: npt.NDArray[np.uint8]) -> tuple[int, str]:
+    """Pages per cell, and a digit per cell: the state that most pages of the cell have."""
+    per_cell = -(-len(states) // MAX_CELLS)
+    firsts = np.arange(0, len(states), per_cell)
+    counts = np.stack([np.add.reduceat(states == state, firsts, dtype=np.int32) for state in PageState])
+    return per_cell, "".join(map(str, counts.argmax(axis=0).tolist()))
+
+
+def _buckets(shapes: Iterable[Shape], times: Iterable[BucketTimes]) -> list[BucketView]:
+    ran = {(each.kind, each.bucket): (sum(each.counts), each.seconds * 1000) for each in times}
+    return [BucketView(*shape, *ran.get(shape, (0, 0.0))) for shape in shapes]
+
+
+def _step_view(inputs: StepInputs, number: int, plan: str, ms: float) -> StepView:
+    bucket = inputs.bucket
+    return StepView(
+        number,
+        bucket.kind,
+        bucket_name(bucket),
+        inputs.num_tokens,
+        bucket.padded_tokens,
+        inputs.num_seqs,
+        bucket.num_seqs,
+        round(ms, 3),
+        plan,
+    )

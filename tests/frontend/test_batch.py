@@ -1,0 +1,259 @@
+"""Batches: a file of requests becomes a file of answers, each once, whatever kills the run; offline and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import openai
+import pytest
+from fake_engine_process import Script
+from http_calls import connect, error_of
+from server_process import PATIENCE_S, ROOT, ServerProcess, wait_for
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.batch import Answered, BatchRequest, Results, check_file, run
+from jaxsgl.frontend.http.multipart import boundary_of, read_form
+
+Start = Callable[..., ServerProcess]
+COMPLETIONS: Final = "/v1/completions"
+OFFLINE = """
+import sys
+from jaxsgl.offline.run_batch import main
+sys.exit(main(sys.argv[1:], [sys.executable, "tests/frontend/fake_engine_process.py"]))
+"""
+
+
+def line(custom_id: str, prompt: list[int], url: str = COMPLETIONS, **body: Any) -> str:
+    body = {"prompt": prompt, "max_tokens": 8, **body}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}) + "\n"
+
+
+def answers(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no request"),
+        ("{\n", "line 1: it is no JSON"),
+        (line("a", [1]) + line("a", [2]), "line 2: custom_id is 'a', as on line 1"),
+        (line("a", [1], url="/flush_cache"), "line 1: url is '/flush_cache', but must be one of"),
+        (line("a", [1], stream=True), "line 1: body.stream is true"),
+        (line("a", [1], url="/v1/embeddings"), "url is /v1/embeddings, but that of the batch is /v1/completions"),
+        (line("a", [1]) * 2 + "\n" + "[]\n" * 9, "line 4: it is no JSON object"),
+    ],
+)
+def test_a_file_is_refused_with_the_lines_that_are_wrong(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "in").write_text(text)
+    with pytest.raises(InvalidRequest) as refused:
+        check_file(tmp_path / "in", COMPLETIONS)
+    assert words in str(refused.value)
+
+
+def test_a_run_asks_what_is_missing_and_asks_again_what_was_refused_for_now(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("".join(line(f"r{at}", [at]) for at in range(9)))
+    file, asked = check_file(tmp_path / "in"), list[str]()
+
+    async def ask(request: BatchRequest) -> Answered:
+        asked.append(request.custom_id)
+        refused = request.custom_id == "r7" and asked.count("r7") < 3
+        return Answered(429 if refused else 400 if request.custom_id == "r8" else 200, "id", b"{}")
+
+    results = Results(tmp_path / "out")
+    asyncio.run(run(list(file.requests())[:4], results, ask, 2))
+    with pytest.raises(OSError, match="another run writes to"):
+        Results(tmp_path / "out")
+    results.close()
+    with (tmp_path / "out").open("a") as out:
+        out.write('{"custom_id": "r8", "respo')  # a run that was killed as it wrote
+    again = Results(tmp_path / "out")
+    asyncio.run(run(file.requests(), again, ask, 3))
+    again.close()
+    assert sorted(each["custom_id"] for each in answers(tmp_path / "out")) == [f"r{at}" for at in range(9)]
+    assert again.num_failed == 1
+    assert {name: asked.count(name) for name in set(asked)} == {f"r{at}": 3 if at == 7 else 1 for at in range(9)}
+
+
+def test_a_form_is_read_whatever_its_file_holds(tmp_path: Path) -> None:
+    content = b"--b\r\nno boundary\r\n\r\n" * 3 + b"--"
+    (tmp_path / "body").write_bytes(
+        b'--xyz\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--xyz\r\n'
+        b'Content-Disposition: form-data; name="file"; filename="../a.jsonl"\r\nContent-Type: text/plain\r\n\r\n'
+        + content
+        + b"\r\n--xyz--\r\n"
+    )
+    boundary = boundary_of('multipart/form-data; boundary="xyz"')
+    form = read_form(tmp_path / "body", boundary, tmp_path / "content")
+    assert (form.fields, form.filename) == ({"purpose": "batch"}, ".._a.jsonl")
+    assert (tmp_path / "content").read_bytes() == content
+    (tmp_path / "cut").write_bytes((tmp_path / "body").read_bytes()[:-30])
+    with pytest.raises(InvalidRequest, match="cut"):
+        read_form(tmp_path / "cut", boundary, tmp_path / "content")
+    with pytest.raises(InvalidRequest, match="no form"):
+        boundary_of("application/json")
+
+
+def offline(model: str, source: Path, output: Path, *flags: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", OFFLINE, "-i", str(source), "-o", str(output), "--model", model, *flags]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+
+
+def has_lines(path: Path, count: int) -> bool:
+    return path.exists() and path.read_bytes().count(b"\n") >= count
+
+
+def test_a_run_that_is_killed_goes_on_and_answers_all_once(model_folder: str, tmp_path: Path) -> None:
+    names = [f"r{at}" for at in range(60)]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(line(name, [at + 1, at + 2], max_tokens=20) for at, name in enumerate(names)))
+    for kills in range(2):
+        process = offline(model_folder, source, output, "--concurrency", "2")
+        wait_for(partial(has_lines, output, 12 * (kills + 1)), "some answers")
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert output.read_bytes().count(b"\n") < len(names), "it was killed too late to show anything"
+    process = offline(model_folder, source, output)
+    _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, log.decode()
+    found = answers(output)
+    assert sorted(each["custom_id"] for each in found) == sorted(names)
+    assert all(each["response"]["status_code"] == 200 for each in found)
+    assert all(each["response"]["body"]["usage"]["prompt_tokens"] == 2 for each in found)
+    assert b"60/60" in log, "no progress bar"
+
+
+def test_offline_errors_are_answers_and_a_bad_file_starts_nothing(model_folder: str, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(line("good", [1]) + line("bad", [1], temperature=-1))
+    process = offline(model_folder, source, output)
+    _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0 and b"1 answers are errors" in log
+    by_name = {each["custom_id"]: each["response"] for each in answers(output)}
+    assert by_name["good"]["status_code"] == 200
+    assert by_name["bad"]["status_code"] == 400 and "temperature" in by_name["bad"]["body"]["error"]["message"]
+    source.write_text("nonsense")
+    process = offline(model_folder, source, output)
+    _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2 and b"line 1: it is no JSON" in log
+
+
+@pytest.fixture
+def client(start_server: Start, model_folder: str, tmp_path: Path) -> Iterator[tuple[openai.OpenAI, ServerProcess]]:
+    server = start_server("--batch-dir", str(tmp_path / "batches"), model=model_folder)
+    server.wait_until_ready()
+    with openai.OpenAI(base_url=f"http://{server.http_address}/v1", api_key="none") as made:
+        yield made, server
+
+
+def ended(client: openai.OpenAI, batch_id: str) -> Any:
+    return wait_for(
+        lambda: (batch := client.batches.retrieve(batch_id)).status in ("completed", "failed", "cancelled") and batch,
+        "end of the batch",
+    )
+
+
+def test_openais_client_runs_a_batch(client: tuple[openai.OpenAI, ServerProcess]) -> None:
+    api, _ = client
+    text = "".join(line(f"r{at}", [at + 1], temperature=-1 if at == 3 else 0) for at in range(6))
+    file = api.files.create(file=("requests.jsonl", text.encode()), purpose="batch")
+    assert (file.filename, file.bytes, file.purpose) == ("requests.jsonl", len(text), "batch")
+    assert api.files.content(file.id).text == text
+    made = api.batches.create(
+        input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h", metadata={"who": "me"}
+    )
+    batch = ended(api, made.id)
+    assert (batch.status, batch.metadata) == ("completed", {"who": "me"})
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (6, 5, 1)
+    good = [json.loads(text) for text in api.files.content(batch.output_file_id).text.splitlines()]
+    (bad,) = (json.loads(text) for text in api.files.content(batch.error_file_id).text.splitlines())
+    assert sorted(each["custom_id"] for each in good) == ["r0", "r1", "r2", "r4", "r5"]
+    assert (bad["custom_id"], bad["response"]["status_code"]) == ("r3", 400)
+    assert [each.id for each in api.batches.list()] == [made.id]
+    assert {each.id for each in api.files.list()} == {file.id, batch.output_file_id, batch.error_file_id}
+    assert api.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        api.files.retrieve(file.id)
+
+
+def test_a_batch_outlives_the_server_and_can_be_cancelled(
+    client: tuple[openai.OpenAI, ServerProcess], start_server: Start, model_folder: str, tmp_path: Path
+) -> None:
+    api, server = client
+    text = line("first", [5]) + line("hangs", [Script.HANG])
+    file = api.files.create(file=("requests.jsonl", text.encode()), purpose="batch")
+    batch = api.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+
+    def first_is_done(api: openai.OpenAI) -> bool:
+        counts = api.batches.retrieve(batch.id).request_counts
+        return counts is not None and counts.completed == 1
+
+    wait_for(lambda: first_is_done(api), "first answer")
+    server.process.kill()
+    server.process.wait()
+    again = start_server("--batch-dir", str(tmp_path / "batches"), model=model_folder)
+    again.wait_until_ready()
+    with openai.OpenAI(base_url=f"http://{again.http_address}/v1", api_key="none") as api:
+        wait_for(lambda: first_is_done(api), "batch that goes on")
+        with pytest.raises(openai.BadRequestError, match="cancel that first"):
+            api.files.delete(file.id)
+        api.batches.cancel(batch.id)
+        cancelled = ended(api, batch.id)
+        assert (cancelled.status, cancelled.error_file_id) == ("cancelled", None)
+        assert [
+            json.loads(text)["custom_id"] for text in api.files.content(cancelled.output_file_id).text.splitlines()
+        ] == ["first"]
+        wait_for(lambda: "uvicorn" not in again.log and idle(again), "an idle engine")
+
+
+def idle(server: ServerProcess) -> bool:
+    with connect(server) as http:
+        return bool(http.get("/internal_state").json()["num_running"] == 0)
+
+
+def test_files_and_batches_are_refused_in_words(
+    client: tuple[openai.OpenAI, ServerProcess], server: ServerProcess
+) -> None:
+    api, own = client
+    with connect(own) as http:
+        assert "purpose is None" in error_of(http.post("/v1/files", files={"file": b"a"}))["message"]
+        assert "no form" in error_of(http.post("/v1/files", json={}))["message"]
+        file = api.files.create(file=("a", b"nonsense"), purpose="batch").id
+        body = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"}
+        assert "line 1: it is no JSON" in error_of(http.post("/v1/batches", json=body))["message"]
+        assert http.get("/v1/files/..%2F..%2Fetc").status_code == 404
+        assert http.get("/v1/batches/batch-0").status_code == 404
+    with connect(server) as http:  # without --batch-dir
+        assert http.get("/v1/files").status_code == 404
+
+
+def test_tenants_see_their_own_files_alone(start_server: Start, model_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("sk-a\nsk-b\n")
+    flags = ("--batch-dir", str(tmp_path / "batches"), "--api-key-file", str(tmp_path / "keys"))
+    server = start_server(*flags, model=model_folder)
+    server.wait_until_ready()
+    mine, other = (
+        openai.OpenAI(base_url=f"http://{server.http_address}/v1", api_key=key, max_retries=0)
+        for key in ("sk-a", "sk-b")
+    )
+    with mine, other:
+        file = mine.files.create(file=("a.jsonl", line("a", [1]).encode()), purpose="batch")
+        batch = mine.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+        for call in (lambda: other.files.content(file.id), lambda: other.batches.retrieve(batch.id)):
+            with pytest.raises(openai.NotFoundError):
+                call()
+        assert list(other.files.list()) == [] and list(other.batches.list()) == []
+        assert ended(mine, batch.id).status == "completed"
+    assert time.time() - batch.created_at < PATIENCE_S
