@@ -1,4 +1,4 @@
-"""`python -m jaxsgl.serve`: the server. Parses the flags and runs the front end, which starts the engine process."""
+"""`jaxsgl serve`, or `python -m jaxsgl.serve`: parses the flags and runs the front end, which starts the engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 
 def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serves until Ctrl-C or SIGTERM; returns the exit status (1: the start failed, or the engine died)."""
-    parser = argparse.ArgumentParser(
-        "python -m jaxsgl.serve", description="Serves a model by gRPC and HTTP.", allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser("jaxsgl serve", description="Serves a model by HTTP and gRPC.", allow_abbrev=False)
     add_flags(parser, ServerConfig)
     args = parser.parse_args(argv)
     if args.api_key is None:
