@@ -20,6 +20,7 @@ from jaxsgl.frontend.certificates import Certificate
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors, health
 from jaxsgl.frontend.http.acceptor import Acceptor
+from jaxsgl.frontend.http.anthropic import routes as anthropic
 from jaxsgl.frontend.http.connection import Connection
 from jaxsgl.frontend.http.middleware import REQUEST_ID_HEADER, ApiKey, BodyLimit, RequestIds
 from jaxsgl.frontend.http.openai import routes as openai
@@ -29,7 +30,7 @@ from jaxsgl.frontend.listen import address_of, max_connections, take_port
 
 # `router(front_end) -> APIRouter` of each module.
 ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (
-    health.router, openai.router, generate.router, admin.router, encode.router
+    health.router, openai.router, anthropic.router, generate.router, admin.router, encode.router
 )  # fmt: skip
 SHUTDOWN_GRACE_S = 1.0  # for final answers to reach their clients before connections close
 POLL_S = 0.01

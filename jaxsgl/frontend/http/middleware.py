@@ -10,6 +10,7 @@ import asyncio
 import logging
 import re
 import uuid
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -87,13 +88,21 @@ class ApiKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            given = _key_of(scope["headers"])
             try:
                 enter(self._access.check(given, is_order=scope["path"] in ORDER_PATHS))
             except (Unauthenticated, Forbidden) as error:
                 await answer_to(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Returns the header `authorization`, or what it would be for the key in Anthropic's header."""
+    found = dict(headers)
+    if b"authorization" not in found and b"x-api-key" in found:
+        return b"Bearer " + found[b"x-api-key"]
+    return found.get(b"authorization", b"")
 
 
 class BodyLimit:
