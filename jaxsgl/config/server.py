@@ -30,6 +30,9 @@ REASONING_PARSERS = (
 )  # fmt: skip
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+RESPONSES_STORE_MIB = 64
+MAX_BODY_BYTES = 16 << 20  # a photo of a phone, in base64
+MAX_MESSAGE_BYTES = 4 << 20
 MAX_WORKERS = 64
 MAX_REPLICAS = 64
 API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
@@ -117,7 +120,16 @@ class ServerConfig:
         "connections of each port at once; past them HTTP answers probes only (default: what the limit of open files "
         "allows, 16384 at most)",
     )
-    max_request_bytes: int = flag(4 << 20, "size of one request's message or body at most")
+    max_request_bytes: int | None = flag(
+        None,
+        "size of one request's body or message at most (default: 16 MiB over HTTP, of which 4 MiB may be other than "
+        "files in base64, and 4 MiB over gRPC)",
+    )
+    responses_store: int | None = flag(
+        None,
+        "MiB of memory for answers of /v1/responses, which previous_response_id may continue; the oldest make room. 0: "
+        f"none (default: {RESPONSES_STORE_MIB}; 0 with --tokenizer-worker-num, whose processes share no memory)",
+    )
     request_timeout_s: float = flag(3600.0, "seconds that a request may take, queue included")
     drain_s: float = flag(30.0, "seconds that open requests get to finish after Ctrl-C or SIGTERM")
     watchdog_s: float = flag(
@@ -141,6 +153,13 @@ class ServerConfig:
             require(self.port != self.grpc_port, "--grpc-port", self.grpc_port, "another than --port")
         workers = self.tokenizer_worker_num
         require(1 <= workers <= MAX_WORKERS, "--tokenizer-worker-num", workers, f"1 to {MAX_WORKERS}")
+        store = self.responses_store
+        require(store is None or 0 <= store <= 1 << 20, "--responses-store", store, f"0 to {1 << 20}")
+        if store and workers > 1:
+            raise ConfigError(
+                "--responses-store keeps answers in a front-end process, and --tokenizer-worker-num starts several, "
+                "which would not find each other's: give one"
+            )
         require(1 <= self.dp_size <= MAX_REPLICAS, "--dp-size", self.dp_size, f"1 to {MAX_REPLICAS}")
         if self.dp_size > 1 and self.engine.disaggregation.disaggregation_mode == "prefill":
             raise ConfigError("--disaggregation-mode prefill goes with --dp-size 1: start one server per replica")
@@ -155,7 +174,8 @@ class ServerConfig:
             "1 and more",
         )
         require(self.drain_s >= 0, "--drain-s", self.drain_s, "0 and more")
-        require(self.max_request_bytes >= 1024, "--max-request-bytes", self.max_request_bytes, "1024 and more")
+        most = self.max_request_bytes
+        require(most is None or most >= 1024, "--max-request-bytes", most, "1024 and more")
         for name in ("api_key", "admin_api_key"):
             key = getattr(self, name)
             require(
@@ -208,6 +228,22 @@ class ServerConfig:
         if kv.kv_file is not None:  # replicas hold different prefixes, and would overwrite one file
             kv = replace(kv, kv_file=f"{kv.kv_file}/replica-{rank}")
         return replace(engine, device_ids=tuple(range(first, first + engine.tp)), host_kv=kv)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Bytes of the body of one HTTP request at most."""
+        return MAX_BODY_BYTES if self.max_request_bytes is None else self.max_request_bytes
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Bytes of one message over gRPC at most, and of a body besides files in base64."""
+        return MAX_MESSAGE_BYTES if self.max_request_bytes is None else self.max_request_bytes
+
+    @property
+    def responses_store_bytes(self) -> int:
+        """Bytes of memory for answers of /v1/responses."""
+        default = RESPONSES_STORE_MIB if self.tokenizer_worker_num == 1 else 0
+        return (default if self.responses_store is None else self.responses_store) << 20
 
     @property
     def model_name(self) -> str:

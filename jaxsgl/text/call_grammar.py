@@ -73,14 +73,22 @@ def content_grammar(content: Grammar, token_of: TokenOf) -> Lark:
     return lark
 
 
-def behind_reasoning(lark: Lark, reasoning: ReasoningForm | None, is_open: bool) -> str:
+def free_text(token_of: TokenOf) -> Lark:
+    """Returns the grammar of any text."""
+    lark = Lark(token_of)
+    lark.start = lark.free("TEXT")
+    return lark
+
+
+def behind_reasoning(lark: Lark, reasoning: ReasoningForm | None, is_open: bool, budget: int | None = None) -> str:
     """Returns the text of a grammar that begins after the reasoning, if there is any.
 
-    `is_open`: the prompt has opened it; else the model may.
+    `is_open`: the prompt has opened it; else the model may. With a `budget` it has so many tokens at most; its end must
+    be a token of its own then.
     """
     if reasoning is None:
         return lark.text(lark.start)
-    thought = lark.until(reasoning.close, "THOUGHT")
+    thought = lark.until(reasoning.close, "THOUGHT", budget)
     if is_open or reasoning.opens_itself:
         return lark.text(f"{thought} {_SPACE_BEHIND} {lark.start}")
     return lark.text(f"({lark.mark(reasoning.open)} {thought} {_SPACE_BEHIND})? {lark.start}")
@@ -100,10 +108,10 @@ class Lark:
         terminals = [f"{name}: {regex}" for name, regex in self._terminals.items()]
         return "\n".join([f"start: {start}", *terminals, *self._rules])
 
-    def rule(self, expression: str, lazy: bool = False) -> str:
-        """Adds a rule and returns its name."""
+    def rule(self, expression: str, attribute: str = "") -> str:
+        """Adds a rule and returns its name. `attribute` is llguidance's, as lazy."""
         name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {expression}")
+        self._rules.append(f"{name}{f'[{attribute}]' if attribute else ''}: {expression}")
         return name
 
     def mark(self, text: str) -> str:
@@ -121,11 +129,18 @@ class Lark:
         self._terminals[name] = regex
         return name
 
-    def until(self, marker: str, name: str = "UNTIL") -> str:
-        """Returns the expression of any text up to and with `marker`."""
+    def until(self, marker: str, name: str = "UNTIL", most_tokens: int | None = None) -> str:
+        """Returns the expression of any text up to and with `marker`.
+
+        With `most_tokens`, `marker` is a token of its own, which comes after so many others at the latest.
+        """
+        if most_tokens == 0:
+            return self.mark(marker)
+        if most_tokens is not None:
+            return f"{self.rule(self.free(name, marker), f'max_tokens={most_tokens}')} {self.mark(marker)}"
         if self._token_of(marker) is not None:
             return f"{self.free(name, marker)} {self.mark(marker)}"
-        return self.rule(f"{self.free(name)} {literal(marker)}", lazy=True)
+        return self.rule(f"{self.free(name)} {literal(marker)}", "lazy")
 
     def json(self, schema: Mapping[str, Any] | bool, lenient: bool = False) -> str:
         """Returns the expression of JSON by a schema, with no more space than models write."""

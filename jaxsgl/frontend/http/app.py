@@ -43,7 +43,8 @@ def build_app(front_end: FrontEnd) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router(front_end))
     # The middleware added last is the first that a request passes.
-    app.add_middleware(BodyLimit, max_bytes=front_end.config.max_request_bytes)
+    config = front_end.config
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, max_plain_bytes=config.max_message_bytes)
     if front_end.access.guards:
         app.add_middleware(ApiKey, access=front_end.access)
     if front_end.config.allowed_origins:

@@ -22,12 +22,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxsgl.errors import RETRY_AFTER_S, JaxsglError
+from jaxsgl.logs import OF_CLIENTS
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; the client has left and reads no answer
 MAX_SHOWN_PROBLEMS = 3
 MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
 RETRY_STATUSES = (429, 503)
+LOGGED_STATUSES = (400, 403, 404, 405, 413)  # by mistakes of clients, which their authors look for in the log
+MAX_LOGGED_CHARS = 300
 
 _TYPES = {
     401: "authentication_error",
@@ -135,6 +138,10 @@ class Refusal(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
+        status, message = self._error[:2]
+        if status in LOGGED_STATUSES:
+            words = ascii(message[:MAX_LOGGED_CHARS])
+            logger.info("%s %s: %d, %s", scope["method"], scope["path"], status, words, extra=OF_CLIENTS)
         # Starlette's JSONResponse would fail at half a surrogate pair, which a message may quote from the request.
         self.body = json.dumps(body_of(scope["path"], *self._error)).encode()
         self.headers["content-length"] = str(len(self.body))

@@ -108,12 +108,15 @@ def _key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 class BodyLimit:
     """Refuses a body of more than `max_bytes`, by its declared length or as soon as that much has arrived.
 
+    What of it may be other than files is `max_plain_bytes`, which bodies.py finds in the request's state.
+
     Also refuses a body of which nothing arrives for `stall_s` seconds, or that comes more slowly than
     `MIN_BODY_BYTES_PER_S`: its client would hold a connection forever.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, stall_s: float = STALL_S) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_plain_bytes: int, stall_s: float = STALL_S) -> None:
         self._app = app
+        self._max_plain_bytes = max_plain_bytes
         self._max_bytes = max_bytes
         self._stall_s = stall_s
 
@@ -122,6 +125,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope.setdefault("state", {})["max_plain_bytes"] = self._max_plain_bytes
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared) > self._max_bytes:
             await answer(413, self._words(declared))(scope, receive, send)

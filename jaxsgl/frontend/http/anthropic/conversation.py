@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.anthropic.schemas import AnthropicMessage, AnthropicTool, Conversation, MessagesRequest
 from jaxsgl.frontend.http.openai.schemas import ChatRequest
+from jaxsgl.logs import OF_CLIENTS
 
 # Claude Code's first block of the system prompt: it differs in each request, and would keep prefixes from being shared.
 _BILLING = "x-anthropic-billing-header"
@@ -31,8 +32,11 @@ _SAME_IN_CHAT = ("temperature", "top_p", "top_k", "stream", "priority", "cache_s
 logger = logging.getLogger(__name__)
 
 
-def chat_of(body: Conversation) -> ChatRequest:
-    """Returns the chat that `body` stands for. Raises `InvalidRequest`."""
+def chat_of(body: Conversation, bounds_reasoning: bool = False) -> ChatRequest:
+    """Returns the chat that `body` stands for. Raises `InvalidRequest`.
+
+    `bounds_reasoning`: the model's reasoning can be held to a budget; else it is left alone.
+    """
     chat: dict[str, Any] = {name: getattr(body, name, None) for name in _SAME_IN_CHAT}
     chat["messages"] = _messages(body)
     variables = body.chat_template_kwargs or {}
@@ -42,6 +46,8 @@ def chat_of(body: Conversation) -> ChatRequest:
     chat |= {"enable_thinking": thinks, "include_reasoning": thinks}
     chat |= _tools(body)
     if isinstance(body, MessagesRequest):
+        budget = None if body.thinking is None or not bounds_reasoning else body.thinking.budget_tokens
+        chat["thinking_token_budget"] = budget
         chat |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
     config = body.output_config
     if config is not None and config.effort is not None and thinks:
@@ -85,7 +91,9 @@ def _tools(body: Conversation) -> dict[str, Any]:
 def _is_of_client(tool: AnthropicTool) -> bool:
     if tool.type in (None, "custom"):
         return True
-    logger.info("a tool of type %.50r is left out: only the client's own tools can be called here", tool.type)
+    logger.info(
+        "a tool of type %.50r is left out: only the client's own can be called here", tool.type, extra=OF_CLIENTS
+    )
     return False
 
 

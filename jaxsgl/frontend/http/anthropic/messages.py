@@ -21,7 +21,7 @@ from jaxsgl.frontend.http.anthropic.schemas import CountTokensRequest, MessagesR
 from jaxsgl.frontend.http.calls import EventStream, start_all
 from jaxsgl.frontend.http.openai.chat import chat_prompt, prepare_chat
 from jaxsgl.frontend.http.openai.replies import encode, json_response
-from jaxsgl.frontend.http.openai.tools import AnswerForm, tool_use
+from jaxsgl.frontend.http.openai.tools import AnswerForm, bounds_reasoning, tool_use
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.call_stream import Part
 from jaxsgl.text.sample import End, Piece
@@ -35,7 +35,8 @@ async def answer_messages(front_end: FrontEnd, body: MessagesRequest, adapter: s
     Raises `InvalidRequest`, and as `Generator.start`.
     """
     message_id = f"msg_{uuid.uuid4().hex}"
-    request, form = await prepare_chat(front_end, chat_of(body), message_id, adapter)
+    chat = chat_of(body, bounds_reasoning(front_end.generator.model, front_end.config))
+    request, form = await prepare_chat(front_end, chat, message_id, adapter)
     message = Message(message_id, adapter or front_end.config.model_name, form, body.stop_sequences or ())
     events = _events(front_end, request, form, message)
     if body.stream:

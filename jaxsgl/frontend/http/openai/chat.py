@@ -46,7 +46,14 @@ from jaxsgl.frontend.http.openai.schemas import (
     ToolCall,
     sampling_of,
 )
-from jaxsgl.frontend.http.openai.tools import AnswerForm, answer_form, constrained, template_variables, tool_use
+from jaxsgl.frontend.http.openai.tools import (
+    AnswerForm,
+    answer_form,
+    constrained,
+    reasoning_budget,
+    template_variables,
+    tool_use,
+)
 from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
@@ -95,7 +102,8 @@ async def prepare_chat(
     form = answer_form(body, generator.model, use, request.prompt_ids)
     config = front_end.config
     free_calls = config.free_tool_calls or config.engine.grammar_backend == "none"
-    form, grammar = constrained(form, sampling.grammar, free_calls)
+    budget = reasoning_budget(body, generator.model, config)
+    form, grammar = constrained(form, sampling.grammar, free_calls, budget)
     if grammar != sampling.grammar:
         request = replace(request, sampling=replace(request.sampling, grammar=grammar))
     return request, form

@@ -271,6 +271,7 @@ Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSA
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS)]
+ThinkingBudget = Annotated[int, Field(ge=0, le=MAX_INT, description="tokens of reasoning at most")]
 Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)]
 
 
@@ -292,6 +293,8 @@ class ChatRequest(Sampled, StatesAsked):
     include_reasoning: Annotated[bool, Field(description="false: reasoning is dropped")] | None = None
     enable_thinking: Annotated[bool, Field(description="the template's variable of this name")] | None = None
     reasoning_effort: Annotated[str, Field(description="the template's; none: enable_thinking is false")] | None = None
+    thinking_token_budget: ThinkingBudget | None = None
+    thinking_budget: Annotated[ThinkingBudget, Field(description="as thinking_token_budget")] | None = None
     documents: Annotated[Documents, Field(description="for templates that know documents")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
