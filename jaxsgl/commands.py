@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": Command("jaxsgl.serve", "serve a model over HTTP and gRPC"),
     "chat": Command("jaxsgl.chat", "talk with the model of a running server"),
     "client": Command("jaxsgl.client", "send one prompt to a running server"),
+    "completion": Command("jaxsgl.completion", "print what completes commands and flags in a shell"),
 }
 
 

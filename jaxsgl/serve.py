@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
@@ -11,9 +10,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxsgl import logs, stacks
-from jaxsgl.config.flags import add_flags, from_flags
+from jaxsgl.config.command_line import parse
+from jaxsgl.config.flags import from_flags
+from jaxsgl.config.foreign import words_of
 from jaxsgl.config.server import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig
-from jaxsgl.errors import StartupError
+from jaxsgl.errors import ConfigError, StartupError
 from jaxsgl.frontend.access import keys_in_file
 from jaxsgl.frontend.owned_engine import ENGINE_COMMAND
 
@@ -22,9 +23,11 @@ logger = logging.getLogger(__name__)
 
 def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serves until Ctrl-C or SIGTERM; returns the exit status (1: the start failed, or the engine died)."""
-    parser = argparse.ArgumentParser("jaxsgl serve", description="Serves a model by HTTP and gRPC.", allow_abbrev=False)
-    add_flags(parser, ServerConfig)
-    args = parser.parse_args(argv)
+    try:
+        args = parse(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if args.api_key is None:
         args.api_key = os.environ.get(API_KEY_VARIABLE)
     if args.admin_api_key is None:
@@ -33,6 +36,8 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
     output = logs.configure(logs.LogStyle(args.log_level, args.log_format), "server", secrets)
     output.replace_stderr()
     stacks.dump_at_signals(crashes_fd=output.stderr.real_fd)
+    for line in words_of(args.without_effect):
+        logger.info(line)
     try:
         config = from_flags(ServerConfig, args)
         from jaxsgl.frontend.server import serve  # importing gRPC takes a while: bad flags fail before it

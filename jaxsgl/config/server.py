@@ -5,6 +5,7 @@ Values and combinations that can't work fail in `__post_init__`. The engine proc
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ REASONING_PARSERS = (
     "qwen3", "deepseek-v3", "deepseek_v3", "glm45", "hunyuan_a13b", "interns1", "kimi_k2", "nano_v3", "olmo3",
     "smollm3", "deepseek-r1", "deepseek_r1", "qwen3-thinking", "step3", "minimax", "openai_gptoss",
 )  # fmt: skip
+SAMPLING_DEFAULTS = ("model", "openai", "auto", "vllm")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 RESPONSES_STORE_MIB = 64
@@ -52,15 +54,30 @@ class ServerConfig:
     port: int = flag(30000, "HTTP port; 0 takes a free one", alias="--http-port")
     grpc_port: int = flag(30001, "gRPC port; 0 takes a free one")
     tokenizer_worker_num: int = flag(
-        1, "front-end processes that share both ports and the engine, one core each (docs/operations.md)"
+        1,
+        "front-end processes that share both ports and the engine, one core each (docs/operations.md)",
+        alias="--api-server-count",
     )
     dp_size: int = flag(
         1,
         "replicas of the model behind this address, each an engine process with devices of its own; a request goes to "
         "the one that has most of its prompt cached (docs/scale-out.md)",
-        alias="--data-parallel-size",
+        alias=("--data-parallel-size", "-dp"),
     )
-    served_model_name: str | None = flag(None, "the model's name in the APIs (default: the model's path)")
+    served_model_name: str | None = flag(
+        None, "the model's name in the APIs (default: its folder's name, or its hub id)"
+    )
+    chat_template: str | None = flag(
+        None, "file of the chat template (Jinja), or the template itself, in place of the one in the model's folder"
+    )
+    sampling_defaults: str = flag(
+        "model",
+        "what requests that don't say so are sampled with, in the APIs of OpenAI and Anthropic; model (vLLM: auto): "
+        "temperature, top_p, top_k, min_p and repetition_penalty of the model's generation_config.json; openai (vLLM: "
+        "vllm): OpenAI's",
+        choices=SAMPLING_DEFAULTS,
+        alias="--generation-config",
+    )
     tool_call_parser: str = flag(
         "auto",
         "how the model writes tool calls; auto: as its chat template shows; none: calls stay text (docs/tools.md)",
@@ -143,7 +160,7 @@ class ServerConfig:
     profile_max_mb: int = flag(
         1024, "megabytes of memory that a profile may take, and of files that --profile-dir may hold"
     )
-    log_level: str = flag("info", "least severe level that is logged", choices=LOG_LEVELS)
+    log_level: str = flag("info", "least severe level that is logged", choices=LOG_LEVELS, alias="--uvicorn-log-level")
     log_format: str = flag("text", "lines for people or JSON objects for machines", choices=LOG_FORMATS)
 
     def __post_init__(self) -> None:
@@ -246,6 +263,17 @@ class ServerConfig:
         return (default if self.responses_store is None else self.responses_store) << 20
 
     @property
+    def samples_as_the_model_says(self) -> bool:
+        """Whether the model's generation_config.json says how requests are sampled that don't say it."""
+        return self.sampling_defaults in ("model", "auto")
+
+    @functools.cached_property
     def model_name(self) -> str:
-        """The model's name in the APIs."""
-        return self.served_model_name or self.engine.model
+        """The model's name in the APIs: of a folder its own name, of one in the hub's cache the hub id."""
+        given = self.engine.model
+        folder = Path(given).expanduser()
+        if self.served_model_name or not folder.is_dir():
+            return self.served_model_name or given
+        folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()
+        of_cache = re.search(r"/models--([^/]+)/snapshots/[^/]+$", str(folder))
+        return of_cache[1].replace("--", "/", 1) if of_cache else folder.name or given

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,13 +73,14 @@ class ServedModel:
     """The model being served, known once the engine is ready.
 
     `dialect` is how it writes reasoning and calls; `media` prepares pictures and videos, or is None
-    if it takes text alone.
+    if it takes text alone. `sampling_defaults` are fields of `SamplingParams` for requests that leave them out.
     """
 
     info: EngineInfo
     tokenizer: Tokenizer
     dialect: Dialect = field(default_factory=Dialect)
     media: MediaLoader | None = None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

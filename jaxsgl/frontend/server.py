@@ -33,6 +33,7 @@ from jaxsgl.frontend.http.app import HttpServer
 from jaxsgl.frontend.listen import Addresses, log_listening, log_ready, raise_file_limit
 from jaxsgl.frontend.media_loader import MediaLoader
 from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.model_files import sampling_defaults, template_of
 from jaxsgl.frontend.owned_engine import ENGINE_COMMAND, owned_engines
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
@@ -254,8 +255,9 @@ class Server:
         starting = asyncio.create_task(self.engine.ready())
         loop = asyncio.get_running_loop()
         engine = self._config.engine
+        template = template_of(self._config.chat_template)
         loading = loop.run_in_executor(
-            self._threads, load_tokenizer, engine.model, engine.revision, self._config.split_special_tokens
+            self._threads, load_tokenizer, engine.model, engine.revision, self._config.split_special_tokens, template
         )
         try:
             either: set[asyncio.Future[Any]] = {starting, loading}
@@ -267,7 +269,8 @@ class Server:
             tokenizer: Tokenizer = await loading
             dialect = dialect_of(tokenizer.chat_template, self._config.tool_call_parser, self._config.reasoning_parser)
             info = await starting
-            return ServedModel(info, tokenizer, dialect, await self._media_loader(info, tokenizer))
+            defaults = sampling_defaults(info.model_path) if self._config.samples_as_the_model_says else {}
+            return ServedModel(info, tokenizer, dialect, await self._media_loader(info, tokenizer), defaults)
         finally:
             starting.cancel()
             loading.cancel()

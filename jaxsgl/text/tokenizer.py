@@ -324,8 +324,12 @@ class Tokenizer:
         return self._tokenizer
 
 
-def load_tokenizer(model: str, revision: str | None = None, split_special_tokens: bool = False) -> Tokenizer:
+def load_tokenizer(
+    model: str, revision: str | None = None, split_special_tokens: bool = False, chat_template: str | None = None
+) -> Tokenizer:
     """Loads the tokenizer of a local folder, or of a hub id at `revision`. Takes seconds: it imports transformers.
+
+    A `chat_template` replaces the model's own.
 
     A folder without any tokenizer file gives a `Tokenizer` that takes token ids only. Raises `CheckpointError` if the
     folder is missing or its tokenizer is broken.
@@ -339,6 +343,8 @@ def load_tokenizer(model: str, revision: str | None = None, split_special_tokens
 
     try:
         found = AutoTokenizer.from_pretrained(model, revision=revision or "main", trust_remote_code=False)
+        if chat_template is not None:
+            found.chat_template = chat_template
         return Tokenizer(found, split_special_tokens)
     except CheckpointError:
         raise

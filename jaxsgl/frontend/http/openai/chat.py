@@ -7,7 +7,7 @@ parser takes apart: it never knows how a model writes. routes.py calls `answer_c
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -92,7 +92,7 @@ async def prepare_chat(
     Raises `InvalidRequest`, and as `Generator.prepare`.
     """
     generator = front_end.generator
-    sampling = _sampling(body)
+    sampling = _sampling(body, generator.model.sampling_defaults)
     use = tool_use(body)
     truncation = truncation_of(body, generator.model.info.limits, sampling.max_tokens or 1)
     trusts = front_end.config.trust_request_chat_template
@@ -172,12 +172,13 @@ def _tool_call(index: int, call: ToolCall) -> dict[str, Any]:
     return {**call_id, "type": "function", "function": {"name": call.function.name, "arguments": arguments or {}}}
 
 
-def _sampling(body: ChatRequest) -> SamplingParams:
+def _sampling(body: ChatRequest, defaults: Mapping[str, float]) -> SamplingParams:
     """Raises `InvalidRequest`, also for what would need a grammar."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs are given, but logprobs is not true: set it to true")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return sampling_of(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return sampling_of(body, max_tokens, logprobs, defaults=defaults)
 
 
 async def _whole(front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm, predicted: bool) -> bytes:

@@ -8,6 +8,8 @@ by chat.py, completions.py and routes.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -116,9 +118,15 @@ class Sampled(Constrained, Truncated):
 
 
 def sampling_of(
-    body: Sampled, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    body: Sampled,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    defaults: Mapping[str, float] = MappingProxyType({}),
 ) -> SamplingParams:
     """Returns what `body` asks for, with its endpoint's readings of max_tokens and logprobs. Raises `InvalidRequest`.
+
+    `defaults` hold for fields that it leaves out.
 
     Fields are refused if ignoring them would give a wrong answer.
     """
@@ -127,6 +135,7 @@ def sampling_of(
         raise InvalidRequest("stream_options are given, but stream is not true: leave them out, or set stream to true")
     return sampling_params(
         body,
+        **{name: value for name, value in defaults.items() if getattr(body, name) is None},
         seed=None if body.seed is None else body.seed & MAX_SEED,
         max_tokens=max_tokens,
         include_stop_str_in_output=bool(body.include_stop_str_in_output or body.no_stop_trim),
