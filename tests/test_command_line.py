@@ -113,8 +113,8 @@ LORA = ["--lora-paths", "a=x", "b=y"]
 def test_a_file_holds_flags(tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text(
-        "host-kv-gib: null\nmodel: m\npage_size: 32\ndisable-radix-cache: true\nenable-lora: false\ndecode-buckets: [1, 8]\n"
-        "lora-paths: [a=x, b=y]\n"
+        "host-kv-gib: null\nmodel: m\npage_size: 32\ndisable-radix-cache: true\nenable-lora: false\n"
+        "decode-buckets: [1, 8]\nlora-paths: [a=x, b=y]\n"
     )
     written = ["--model=m", "--page-size=16", "--disable-radix-cache", "--decode-buckets=1,8", *LORA]
     assert config_of("--config", str(file), "--page-size", "16") == config_of(*written)
