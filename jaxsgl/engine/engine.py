@@ -415,8 +415,8 @@ def in_words(info: EngineInfo, model: str, devices: str) -> str:
     tested = sorted({backend for _, backend, _ in info.kernels})
     limits = info.limits
     return (
-        f"serving {model} ({info.architecture}) on {devices}: weights {info.dtype}, {info.weight_bytes / 2**30:.2f} GiB, "
-        f"kernels {', '.join(tested) or info.attention_backend}, KV pool of {limits.pool_tokens} tokens in "
+        f"serving {model} ({info.architecture}) on {devices}: {info.dtype}, {info.weight_bytes / 2**30:.2f} GiB of "
+        f"weights, kernels {', '.join(tested) or info.attention_backend}, KV pool of {limits.pool_tokens} tokens in "
         f"{info.kv_bytes / 2**30:.2f} GiB ({info.kv_cache_dtype}), context of {limits.context_length} tokens, up to "
         f"{info.max_running_requests} requests at once"
     )

@@ -78,7 +78,7 @@ def start_jax() -> float:
 
 
 def _no_device(reason: str) -> str:
-    asked = str(jax.config.jax_platforms or "")
+    asked = str(getattr(jax.config, "jax_platforms", "") or "")
     extras = next((names for word, names in EXTRAS.items() if word in asked.split(",")), "")
     words = f"JAX finds no device of JAX_PLATFORMS={asked}" if asked else "JAX finds no device"
     words += f" ({' '.join(reason.split())[:300]})" if reason else ""

@@ -35,7 +35,8 @@ _CALL_NAMES = {
     "qwen": "hermes", "qwen25": "hermes", "smollm3": "hermes",
     "qwen3_xml": "qwen3_coder", "glm": "glm45", "glm47": "glm45",
     "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic", "lfm2": "pythonic",
-    "phi4_mini_json": "phi4_mini", "openai": HARMONY,
+    "minimax-m2": "minimax_m2", "deepseek-v3": "deepseek_v3", "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31", "phi4_mini_json": "phi4_mini", "openai": HARMONY,
 }  # fmt: skip
 TOOL_CALL_PARSERS = (AUTO, NONE, *FORMS, HARMONY, *_CALL_NAMES)
 REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMS, HARMONY, *_REASONING_NAMES)
@@ -43,6 +44,10 @@ REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMS, HARMONY, *_REASONING_NAMES)
 # What a chat template holds if its model writes calls in a form; the first that fits counts.
 _CALL_SIGNS = (
     (re.compile(r"<\|channel\|>"), HARMONY),
+    (re.compile(r"<\|tool_call_argument_begin\|>"), "kimi_k2"),
+    (re.compile(r"<｜tool▁sep｜>(?s:.*)```json|```json(?s:.*)<｜tool▁sep｜>"), "deepseek_v3"),
+    (re.compile(r"<｜tool▁sep｜>"), "deepseek_v31"),
+    (re.compile(r"<minimax:tool_call>"), "minimax_m2"),
     (re.compile(r"<function="), "qwen3_coder"),
     (re.compile(r"<arg_key>"), "glm45"),
     (re.compile(r"<function_calls>"), "olmo3"),
@@ -96,6 +101,7 @@ class Dialect:
             found += (self.reasoning.open, self.reasoning.close)
         if self.calls is not None:
             found += (*self.calls.opens, self.calls.close, self.calls.between, "[CALL_ID]")
+            found += (*(self.calls.section or ()), *re.findall(r"<[^>]+>", self.calls.prefix))
         return tuple(text for text in found if text)
 
     def reasoning_is_open_after(self, prompt: str, continued: str | None = None) -> bool:

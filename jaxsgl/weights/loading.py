@@ -170,8 +170,6 @@ def resolve_model_folder(name_or_path: str, revision: str | None = None) -> Path
     if folder.is_file():
         kind = "a GGUF file, which is not read here" if folder.suffix == ".gguf" else "a file"
         raise CheckpointError(f"{name_or_path} is {kind}: name a folder with a checkpoint in safetensors, or a hub id")
-    if folder.is_absolute() and not folder.exists():
-        raise CheckpointError(f"{name_or_path} does not exist: name a folder, or a hub id (owner/name)")
     tried = f"model {name_or_path}: {folder.absolute()} is not a folder"
     if HUB_ID.fullmatch(name_or_path) is None:
         raise CheckpointError(f"{tried}, and it is not a hub id (owner/name) either")

@@ -66,9 +66,36 @@ MISTRAL = (
 )
 MISTRAL_V11 = '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{}'
 OLMO = '<function_calls>\nweather(city="Paris", days=2)\nnow()\n</function_calls>'
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Paris", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>'
+    "{}<|tool_call_end|><|tool_calls_section_end|>"
+)
+DEEPSEEK_V31 = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Paris", "days": 2}<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DEEPSEEK_V3 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"city": "Paris", "days": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n'
+    "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+    '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+)
 # (dialect, text, reasoning, content, calls)
 VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
     ("hermes", "Hello\nyou. \n", "", "Hello\nyou. \n", []),
+    *(
+        (name, f"<think>Hm</think>I look.\n{text}", "Hm", "I look.", [("weather", PARIS), ("now", {})])
+        for name, text in (
+            ("kimi_k2", KIMI),
+            ("deepseek_v31", DEEPSEEK_V31),
+            ("deepseek_v3", DEEPSEEK_V3),
+            ("minimax_m2", MINIMAX),
+        )
+    ),
     ("hermes", CALL, "", "", [("weather", PARIS)]),
     ("hermes", f"I look.\n{CALL}\n{NOW}\n", "", "I look.", [("weather", PARIS), ("now", {})]),
     ("hermes", f"<think>\nHm: <tool_call>?\n</think>\n\n{NOW}", "Hm: <tool_call>?", "", [("now", {})]),
@@ -296,6 +323,10 @@ def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
         ("<tool_call>{{ tool }}</tool_call>", "hermes", None),
         ("<think>{{ reasoning }}</think><tool_call>\n<function=", "qwen3_coder", "think"),
         ("</think><tool_call>{{ name }}<arg_key>", "glm45", "think"),
+        ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi_k2", None),
+        ("'function<｜tool▁sep｜>' + name + '\\n```json\\n' + arguments", "deepseek_v3", None),
+        ("name + '<｜tool▁sep｜>' + arguments", "deepseek_v31", None),
+        ("</think>{{ '<minimax:tool_call>' }}<invoke name=", "minimax_m2", "think"),
         ("[TOOL_CALLS] [", "mistral", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_v11", None),
         ('{"name": function name, "parameters": dictionary of argument', "llama3", None),

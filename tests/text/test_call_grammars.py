@@ -54,6 +54,23 @@ TEXTS = {
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>x y</arg_value>\n<arg_key>days</arg_key>\n"
         "<arg_value>3</arg_value>\n</tool_call>"
     ],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        '{"city": "x"}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}'
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    ],
+    "deepseek_v31": [
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "x"}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ],
+    "deepseek_v3": [
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "x"}\n```'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ],
+    "minimax_m2": [
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">x\ny</parameter>\n'
+        '<parameter name="unit">C</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+    ],
     "granite": ['<|tool_call|>[{"name": "now", "arguments": {}}]'],
     "phi4_mini": ['<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'],
     "pythonic": ['[weather(city="x", unit="C"), now()]'],
@@ -61,7 +78,15 @@ TEXTS = {
     "json": ['{"name": "weather", "arguments": {"city": "x"}}'],
 }
 PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", *MARKERS)
+SPECIAL = (
+    "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", *MARKERS,
+    *{
+        mark: None
+        for form in FORMS.values()
+        if form.section is not None
+        for mark in (*form.section, *form.opens, form.close)
+    },
+)  # fmt: skip
 
 
 class Grammars:
