@@ -162,6 +162,12 @@ class ServerConfig:
         1024, "megabytes of memory that a profile may take, and of files that --profile-dir may hold"
     )
     log_level: str = flag("info", "least severe level that is logged", choices=LOG_LEVELS, alias="--uvicorn-log-level")
+    access_log: bool = flag(False, "a line in the log for each HTTP request: its status, and seconds to its end")
+    log_requests: bool = flag(
+        False,
+        "the line in which a request ends, with its tokens and times, at level info instead of debug",
+        alias="--enable-log-requests",
+    )
     log_format: str = flag("text", "lines for people or JSON objects for machines", choices=LOG_FORMATS)
 
     def __post_init__(self) -> None:

@@ -153,6 +153,7 @@ class Server:
             legs.disaggregation_mode,
             legs.disaggregation_prefill_hosts,
             config.engine.speculation.is_on,
+            logging.INFO if config.log_requests else logging.DEBUG,
         )
         self._status = StatusLine(self.metrics)
         peers = None if share is None else share.peers

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_engine_process import Script
 from fastapi import FastAPI
-from http_calls import connect, error_of, generate_body
+from http_calls import connect, error_of, generate_body, post
 from server_process import PATIENCE_S, ServerProcess
 from starlette.testclient import TestClient
 
@@ -150,6 +150,23 @@ def test_refusals_leave_a_line_in_the_log(server: ServerProcess) -> None:
         http.post("/v1/completions", json={"prompt": "a", "model": "none\nsuch"})
     for words in ("GET /no/such/path: 404, ", "POST /v1/completions: 400, 'n: ", r"404, .*none\\nsuch does not exist"):
         server.wait_for_log(f"INFO +server: .*{words}")
+
+
+def test_requests_leave_a_line_if_a_flag_asks_for_it(
+    start_server: Callable[..., ServerProcess], server: ServerProcess
+) -> None:
+    logging = start_server("--access-log", "--log-requests")
+    logging.wait_until_ready()
+    for each in (server, logging):
+        with connect(each) as http:
+            http.get("/v1/models")
+            http.get("/accessed")
+    logging.wait_for_log(r"127\.0\.0\.1 GET '/v1/models' 200, \d+\.\d{3} s")
+    logging.wait_for_log(r"127\.0\.0\.1 GET '/accessed' 404, ")
+    with connect(logging) as http:
+        post(http, "/v1/completions", prompt=[50], max_tokens=1)
+    logging.wait_for_log(r"INFO +server: request '.*': 1 prompt tokens, 0 cached, 1 new, length")
+    assert "GET '/v1/models' 200" not in server.log
 
 
 def test_a_body_that_stops_coming_is_refused() -> None:

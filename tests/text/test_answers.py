@@ -84,11 +84,12 @@ MINIMAX = (
     '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
     '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
 )
+BOTH: list[tuple[str, object]] = [("weather", PARIS), ("now", {})]
 # (dialect, text, reasoning, content, calls)
 VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
     ("hermes", "Hello\nyou. \n", "", "Hello\nyou. \n", []),
     *(
-        (name, f"<think>Hm</think>I look.\n{text}", "Hm", "I look.", [("weather", PARIS), ("now", {})])
+        (name, f"<think>Hm</think>I look.\n{text}", "Hm", "I look.", BOTH)
         for name, text in (
             ("kimi_k2", KIMI),
             ("deepseek_v31", DEEPSEEK_V31),

@@ -22,7 +22,7 @@ from jaxsgl.frontend.http import errors, health
 from jaxsgl.frontend.http.acceptor import Acceptor
 from jaxsgl.frontend.http.anthropic import routes as anthropic
 from jaxsgl.frontend.http.connection import Connection
-from jaxsgl.frontend.http.middleware import REQUEST_ID_HEADER, ApiKey, BodyLimit, RequestIds
+from jaxsgl.frontend.http.middleware import REQUEST_ID_HEADER, AccessLog, ApiKey, BodyLimit, RequestIds
 from jaxsgl.frontend.http.openai import routes as openai
 from jaxsgl.frontend.http.sglang import admin, encode, generate
 from jaxsgl.frontend.http.sites import PageGuard
@@ -56,6 +56,8 @@ def build_app(front_end: FrontEnd) -> FastAPI:
             expose_headers=[REQUEST_ID_HEADER],
         )
     app.add_middleware(PageGuard, config=front_end.config)
+    if front_end.config.access_log:
+        app.add_middleware(AccessLog)
     app.add_middleware(RequestIds)
     return app
 

@@ -75,6 +75,33 @@ class RequestIds:
             await answer_to(error)(scope, receive, send_with_id)
 
 
+class AccessLog:
+    """Leaves a line for each request that has ended: `POST /v1/chat/completions 200, 1.042 s`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        now_s = asyncio.get_running_loop().time
+        start_s, status = now_s(), 0
+
+        async def send_and_see(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_see)
+        finally:
+            fields = {"client": (scope["client"] or ("-",))[0], "method": scope["method"], "path": scope["path"]}
+            fields |= {"status": status or "-", "total_s": now_s() - start_s}
+            logger.info("%(client)s %(method)s %(path)r %(status)s, %(total_s).3f s", fields, extra=fields)
+
+
 class ApiKey:
     """Refuses requests without the key that they need, except on `OPEN_PATHS`.
 
