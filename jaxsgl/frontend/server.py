@@ -268,7 +268,13 @@ class Server:
             if _failed(starting):
                 starting.result()
             tokenizer: Tokenizer = await loading
-            dialect = dialect_of(tokenizer.chat_template, self._config.tool_call_parser, self._config.reasoning_parser)
+            dialect = dialect_of(
+                tokenizer.chat_template,
+                self._config.tool_call_parser,
+                self._config.reasoning_parser,
+                tokenizer.response_template,
+                tokenizer.special_names,
+            )
             info = await starting
             defaults = sampling_defaults(info.model_path) if self._config.samples_as_the_model_says else {}
             return ServedModel(info, tokenizer, dialect, await self._media_loader(info, tokenizer), defaults)

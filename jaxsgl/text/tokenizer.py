@@ -240,6 +240,17 @@ class Tokenizer:
         template = None if self._tokenizer is None else self._tokenizer.chat_template
         return template if isinstance(template, str) else None
 
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """How the model's answers are written, if the tokenizer says it in transformers' form."""
+        template = getattr(self._tokenizer, "response_template", None)
+        return template if isinstance(template, dict) else None
+
+    @property
+    def special_names(self) -> tuple[str, ...]:
+        """The texts of all special tokens."""
+        return tuple(self._names[token_id].decode() for token_id in sorted(self.special_ids) if token_id in self._names)
+
     def knows_role(self, role: str) -> bool:
         """Whether the chat template names `role`."""
         return self.has_chat_template and role in str(self._or_refuse().chat_template)

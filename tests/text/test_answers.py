@@ -231,6 +231,38 @@ def test_transformers_reads_the_same(text: str) -> None:
     assert [(function["name"], function["arguments"]) for function in functions] == calls
 
 
+# The template ends a call at the first mark, in a text or not.
+OF_HERMES = [case[1:] for case in VALID if case[0] == "hermes" and "</tool_call>{" not in case[1]]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content", "calls"), OF_HERMES)
+def test_a_model_that_nobody_knows_is_read_as_its_tokenizer_says(
+    text: str, reasoning: str, content: str, calls: list[tuple[str, object]]
+) -> None:
+    dialect = dialect_of("{{ messages }}", response_template=QWEN, special_tokens=("<think>", "</think>", "<pad>"))
+    assert dialect.markers == ("<think>", "</think>")
+    got = result(dialect.parser(TOOLS), [text])
+    assert (got[0].strip(), got[1].strip()) == (reasoning, content.strip())
+    assert [(name, json.loads(arguments)) for name, arguments in got[2]] == calls
+    assert result(dialect.parser(TOOLS), list(text)) == got
+
+
+def test_what_a_response_template_cant_read_comes_back_as_text() -> None:
+    dialect = dialect_of(None, response_template=QWEN)
+    broken = '<tool_call>{"name": "weather", "arg</tool_call>'
+    for text in (f"I look.{broken} Well.", f"Hm {NOW.replace('now', 'then')}", broken[:20]):
+        reasoning, content, calls = result(dialect.parser(TOOLS), [text])
+        assert (reasoning, content, calls) == ("", text, [])
+    assert result(dialect.parser(TOOLS), [f"{broken}{CALL}"])[2] == [("weather", '{"city":"Paris","days":2}')]
+    one = result(dialect.parser(TOOLS, max_calls=1), [f"{CALL}{NOW}"])
+    assert [name for name, _ in one[2]] == ["weather"]
+    opened = dialect.parser(TOOLS, prompt_tail="<|im_start|>assistant\n<think>\n")
+    assert result(opened, ["Hm</think>Hello"]) == ("Hm", "Hello", [])
+    assert dialect_of("<tool_call>", response_template=QWEN).template is None, "a form of ours goes before it"
+    assert dialect_of(None, "none", response_template=QWEN).template is None
+    assert dialect_of(None, response_template={"fields": {"a": {"open": 5}}}).template is None
+
+
 @pytest.mark.parametrize(("name", "text", "reasoning"), MALFORMED)
 def test_a_malformed_call_comes_back_as_text(name: str, text: str, reasoning: str) -> None:
     got = result(dialect_of(None, name, "gpt-oss" if name == "gpt-oss" else "think").parser(TOOLS), [text])

@@ -144,6 +144,7 @@ class AnswerForm:
       separate: False: reasoning stays in the text.
       include: False: reasoning is dropped.
       in_one: reasoning comes in one chunk, at its end.
+      prompt_tail: the end of the prompt.
     """
 
     model: ServedModel
@@ -153,12 +154,14 @@ class AnswerForm:
     include: bool = True
     in_one: bool = False
     constrained: bool = False
+    prompt_tail: str = ""
 
     @property
     def visible(self) -> frozenset[int]:
         """Ids of the special tokens that the parser must see."""
         dialect = self.model.dialect
         wanted = dialect.is_harmony or dialect.reasoning is not None or bool(self.use.callable)
+        wanted |= dialect.template is not None
         return self.model.tokenizer.special_ids_of(dialect.markers) if wanted else frozenset()
 
     @property
@@ -185,6 +188,7 @@ class AnswerForm:
             max_calls=use.max_calls,
             separate=self.separate,
             other_form=self.call_form,
+            prompt_tail=self.prompt_tail,
         )
 
 
@@ -272,4 +276,5 @@ def answer_form(body: ChatRequest, model: ServedModel, use: ToolUse, prompt_ids:
         separate=body.separate_reasoning is not False,
         include=body.include_reasoning is not False,
         in_one=body.stream_reasoning is False,
+        prompt_tail=tail,
     )
