@@ -1,4 +1,4 @@
-"""`python -m jaxsgl.chat`: a conversation with the model of a running server. `/help` lists the commands.
+"""`jaxsgl chat`, or `python -m jaxsgl.chat`: a conversation with the model of a running server, see `/help`.
 
 Owns the conversation: each turn sends all of it, and the server finds most of it in its prefix cache. Never knows
 tokens. Without a terminal, each line of standard input is a turn.
@@ -33,7 +33,7 @@ PROMPT = "> "
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one conversation; returns the exit status (1: no server, or a turn from a pipe got no answer)."""
-    parser = argparse.ArgumentParser("python -m jaxsgl.chat", description="Talks with the model of a running server.")
+    parser = argparse.ArgumentParser("jaxsgl chat", description="Talks with the model of a running server.")
     parser.add_argument("--system", metavar="TEXT", help="the system's turn, before the conversation")
     terminal.add_sampling_flags(parser)
     terminal.add_connection_flags(parser)

@@ -1,4 +1,4 @@
-"""`python -m jaxsgl.client "prompt"`: sends a prompt to a running server and streams the answer to the terminal."""
+"""`jaxsgl client "prompt"`, or `python -m jaxsgl.client`: streams the answer of a running server to the terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _ask(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m jaxsgl.client", description=__doc__)
+    parser = argparse.ArgumentParser("jaxsgl client", description=__doc__)
     parser.add_argument("prompt", nargs="?", help="text of the user's turn (or, with --raw, the text to continue)")
     parser.add_argument("--token-ids", type=_ids, metavar="1,2,3", help="send these ids instead of a prompt")
     parser.add_argument("--raw", action="store_true", help="send the text as it is, without the chat template")

@@ -22,7 +22,7 @@ import msgspec
 from jaxsgl.stderr import Stderr
 
 FLUSH_S = 2.0  # for standard error to take the last lines at the end
-REPEATS = 10  # lines of one place of the code in `PERIOD_S`; only warnings and errors are counted
+REPEATS = 10  # lines of one place of the code in `PERIOD_S`: warnings, errors, and those with `OF_CLIENTS`
 PERIOD_S = 10.0
 
 # Libraries whose debug lines would drown ours.
@@ -30,7 +30,8 @@ _NOISY = (
     *("asyncio", "jax", "jaxlib", "absl", "httpx", "httpcore", "huggingface_hub", "filelock", "urllib3", "grpc"),
     "uvicorn",
 )
-_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id", "taskName"}
+OF_CLIENTS = {"of_clients": True}  # `extra` of lines below warnings that a client causes as often as it likes
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord(OF_CLIENTS))) | {"message", "asctime", "request_id", "taskName"}
 _BEARER = re.compile(r"\b(bearer)\s+[^\s'\"\\,;)\]}]+", re.IGNORECASE)
 
 _request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
@@ -181,7 +182,7 @@ class Cleaner:
 
 
 class RepeatLimit:
-    """A filter that lets a place of the code log `REPEATS` warnings or errors in `PERIOD_S` seconds.
+    """A filter that lets a place of the code log `REPEATS` warnings, errors or lines of clients in `PERIOD_S` seconds.
 
     Clients that send junk, and a system without free files, would otherwise fill the disk. The last line before such a
     silence says how long it lasts (`silent_s`), the first one behind it how many lines it swallowed (`left_out`).
@@ -193,7 +194,7 @@ class RepeatLimit:
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether `record` is written."""
-        if record.levelno < logging.WARNING:
+        if record.levelno < logging.WARNING and not hasattr(record, "of_clients"):
             return True
         place = (record.name, record.pathname, record.lineno)
         now_s = self._clock()

@@ -1,8 +1,7 @@
-"""`python -m jaxsgl.serve`: the server. Parses the flags and runs the front end, which starts the engine process."""
+"""`jaxsgl serve`, or `python -m jaxsgl.serve`: parses the flags and runs the front end, which starts the engine."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
@@ -11,10 +10,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxsgl import logs, stacks
-from jaxsgl.config.flags import add_flags, from_flags
+from jaxsgl.config.command_line import parse
+from jaxsgl.config.flags import from_flags
+from jaxsgl.config.foreign import words_of
 from jaxsgl.config.hosts import fill_in
 from jaxsgl.config.server import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig
-from jaxsgl.errors import StartupError
+from jaxsgl.errors import ConfigError, StartupError
 from jaxsgl.frontend.access import keys_in_file
 from jaxsgl.frontend.owned_engine import ENGINE_COMMAND
 
@@ -23,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serves until Ctrl-C or SIGTERM; returns the exit status (1: the start failed, or the engine died)."""
-    parser = argparse.ArgumentParser(
-        "python -m jaxsgl.serve", description="Serves a model by gRPC and HTTP.", allow_abbrev=False
-    )
-    add_flags(parser, ServerConfig)
-    args = parser.parse_args(argv)
+    try:
+        args = parse(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if args.api_key is None:
         args.api_key = os.environ.get(API_KEY_VARIABLE)
     if args.admin_api_key is None:
@@ -36,6 +37,8 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
     output = logs.configure(logs.LogStyle(args.log_level, args.log_format), "server", secrets)
     output.replace_stderr()
     stacks.dump_at_signals(crashes_fd=output.stderr.real_fd)
+    for line in words_of(args.without_effect):
+        logger.info(line)
     try:
         fill_in(args, os.environ)
         config = from_flags(ServerConfig, args)

@@ -35,11 +35,11 @@ from bench.models import SHAPES, write_config
 from bench.output import command_parser, write_json
 from bench.plots import plot_buckets
 from bench.processes import num_cores
-from bench.requests import Job, Lengths, random_jobs
 from bench.simulation.cost import HARDWARE
 from bench.simulation.engine import capacity_on
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
+from jaxsgl.bench.requests import Job, Lengths, random_jobs
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.flags import add_flags, flag, from_flags
 from jaxsgl.engine.engine import Engine

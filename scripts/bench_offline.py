@@ -25,9 +25,9 @@ from bench.models import SHAPES, write_config
 from bench.offline.figures import ModelWork, figures
 from bench.offline.run import record_run, seen_late
 from bench.output import command_parser, write_json
-from bench.requests import Lengths, greedy_requests, random_jobs
 from bench.roofline import best, ceilings
 
+from jaxsgl.bench.requests import Lengths, greedy_requests, random_jobs
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.flags import add_flags, flag, from_flags
 from jaxsgl.engine.memory import start_jax

@@ -31,7 +31,8 @@ from bench.peers.endpoint import FLUSHED_BY, NOTHING
 from bench.peers.rounds import OURS, Match, WrongOutput
 from bench.plots import plot_peers
 from bench.processes import num_cores
-from bench.requests import Job, Lengths, random_jobs, shared_prefix_jobs
+
+from jaxsgl.bench.requests import Job, Lengths, random_jobs, shared_prefix_jobs
 
 INPUTS = Lengths(100, 512)
 QUESTIONS = Lengths(16, 128)  # tokens behind a shared prefix: a sentence to a paragraph

@@ -25,13 +25,13 @@ from typing import Any
 
 from bench.output import command_parser, write_json
 from bench.plots import plot_simulation
-from bench.requests import Ask
 from bench.simulation.cost import HARDWARE, Costs, arch_of, data_sheet_costs, read_steps
 from bench.simulation.engine import capacity_on
 from bench.simulation.fit import fit, record
 from bench.simulation.run import simulate
-from bench.traces import FORMATS, TraceConfig, made_up, replayed
 
+from jaxsgl.bench.requests import Ask
+from jaxsgl.bench.traces import FORMATS, TraceConfig, made_up, replayed
 from jaxsgl.config.engine import BUNDLED_MODEL, EngineConfig
 from jaxsgl.config.flags import add_flags, flag, from_flags
 from jaxsgl.engine.engine import Engine

@@ -39,7 +39,7 @@ def test_the_page_size_is_a_word_or_a_number(capsys: pytest.CaptureFixture[str])
         EngineConfig(page_size="huge")  # type: ignore[arg-type]
     with pytest.raises(SystemExit):
         parse("--page-size", "huge")
-    assert "--page-size: 'huge' is neither auto nor of type int" in capsys.readouterr().err
+    assert ": 'huge' is neither auto nor of type int" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from jaxsgl.config.flags import add_flags, from_flags
 from jaxsgl.config.hosts import DIST_PORT, fill_in

@@ -158,7 +158,7 @@ class EngineConfig:
         1,
         "devices that share the model: each has a part of every layer, the vocabulary and the KV cache "
         "(docs/scale-out.md); on a CPU so many virtual ones",
-        alias="--tensor-parallel-size",
+        alias=("--tp-size", "--tensor-parallel-size", "-tp"),
     )
     ep: bool = flag(
         False, "the devices of --tp have whole experts instead of a part of each one", alias="--enable-expert-parallel"
@@ -166,22 +166,29 @@ class EngineConfig:
     device_ids: tuple[int, ...] = flag(
         (), "the devices of --tp by their numbers on this machine, as 2,3 (default: the first ones)"
     )
-    context_length: int | None = flag(None, "tokens of prompt and output together (default: the model's)")
+    context_length: int | None = flag(
+        None, "tokens of prompt and output together (default: the model's)", alias="--max-model-len"
+    )
     page_size: int | Literal["auto"] = flag(
         "auto",
         "tokens per page of the KV cache, 1 to 256; prefixes are shared in whole pages. auto: 64 on GPUs and TPUs (128 "
         "on TPUs for heads of 64), 16 on a CPU",
+        alias="--block-size",
     )
     max_total_tokens: int | None = flag(None, "tokens in the KV pool (default: from free memory)")
     mem_fraction_static: float = flag(
         0.85,
         "share of the device's memory for weights and KV pool together; lower it if other programs use the device, or "
         "if a start runs out of memory",
+        alias="--gpu-memory-utilization",
     )
-    max_running_requests: int | None = flag(None, "rows: requests running at once (default: 32 on CPU, else 256)")
+    max_running_requests: int | None = flag(
+        None, "rows: requests running at once (default: 32 on CPU, else 256)", alias="--max-num-seqs"
+    )
     chunked_prefill_size: int | None = flag(
         None,
         "prompt tokens extended in one step; -1: a prompt is never cut into chunks (default: 512 on CPU, else 2048)",
+        alias="--max-num-batched-tokens",
     )
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)
@@ -195,8 +202,12 @@ class EngineConfig:
         choices=GRAMMAR_BACKENDS,
     )
     vision: VisionConfig = field(default_factory=VisionConfig)
-    disable_radix_cache: bool = flag(False, "do not share prefixes between requests")
-    disable_overlap_schedule: bool = flag(False, "read each step's tokens before launching the next")
+    disable_radix_cache: bool = flag(
+        False, "do not share prefixes between requests", alias="--no-enable-prefix-caching"
+    )
+    disable_overlap_schedule: bool = flag(
+        False, "read each step's tokens before launching the next", alias="--no-async-scheduling"
+    )
     attention_backend: str = flag(
         "auto", "kernels of attention, and with xla of the KV store too", choices=ATTENTION_BACKENDS
     )
@@ -231,7 +242,7 @@ class EngineConfig:
         None, "where compiled programs are kept between starts; '': nowhere (default: jaxsgl/xla in ~/.cache)"
     )
     check_every_step: bool = flag(False, "account for all pages after every step, and fail if one is lost; for tests")
-    random_seed: int = flag(0, "seed of dummy weights and of requests that bring none")
+    random_seed: int = flag(0, "seed of dummy weights and of requests that bring none", alias="--seed")
     max_queued_requests: int = flag(
         8192, "requests that may wait for admission, each of n samples counted; more are refused at once"
     )

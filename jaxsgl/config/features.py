@@ -172,8 +172,11 @@ class LoraConfig:
         (),
         "adapters to load at the start, as name=folder other=folder; a folder alone is its own name",
         words=True,
+        alias="--lora-modules",
     )
-    max_loras_per_batch: int = flag(8, "adapters that run at the same time; requests for further ones wait")
+    max_loras_per_batch: int = flag(
+        8, "adapters that run at the same time; requests for further ones wait", alias="--max-loras"
+    )
     max_lora_rank: int | None = flag(
         None, "the highest rank of an adapter (default: that of the adapters at the start, or 16)"
     )
@@ -183,7 +186,9 @@ class LoraConfig:
         "all)",
     )
     max_loaded_loras: int | None = flag(
-        None, "adapters in host memory at once; more are refused until one is unloaded (default: no limit)"
+        None,
+        "adapters in host memory at once; more are refused until one is unloaded (default: no limit)",
+        alias="--max-cpu-loras",
     )
 
     @property

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import field
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ def flag(
     help: str,
     *,
     choices: tuple[str, ...] = (),
-    alias: str = "",
+    alias: str | tuple[str, ...] = (),
     secret: bool = False,
     words: bool = False,
 ) -> Any:
@@ -34,22 +35,33 @@ def flag(
       default: the field's and the flag's.
       help: the flag's help text, which is the field's documentation.
       choices: values that are allowed; (): all of the field's type.
-      alias: a second name of the flag.
+      alias: other names of the flag, as other servers have it.
       words: a list of texts that is given as several words, as they may hold commas.
       secret: left out of `repr` and of `public_flags`, hence of logs, of what servers report, and of help's defaults.
     """
-    metadata = {"help": help, "choices": choices, "alias": alias, "secret": secret, "words": words}
+    aliases = (alias,) if isinstance(alias, str) else alias
+    metadata = {"help": help, "choices": choices, "aliases": aliases, "secret": secret, "words": words}
     return field(default=default, repr=not secret, metadata=metadata)
 
 
-def add_flags(parser: argparse._ActionsContainer, config_type: type) -> None:
-    """Adds one flag per field of `config_type`, nested dataclasses included."""
+def add_flags(
+    parser: argparse._ActionsContainer,
+    config_type: type,
+    group_of: Callable[[str], argparse._ActionsContainer | None] | None = None,
+) -> None:
+    """Adds one flag per field of `config_type`, nested dataclasses included.
+
+    `group_of` returns the group of the parser that a field's flag belongs to, or None if it is left out.
+    """
     hints = typing.get_type_hints(config_type)
     for spec in dataclasses.fields(config_type):
         if dataclasses.is_dataclass(hints[spec.name]):
-            add_flags(parser, typing.cast(type, hints[spec.name]))
+            add_flags(parser, typing.cast(type, hints[spec.name]), group_of)
             continue
-        names = [flag_name(spec.name)] + ([spec.metadata["alias"]] if spec.metadata["alias"] else [])
+        group = parser if group_of is None else group_of(spec.name)
+        if group is None:
+            continue
+        names = [flag_name(spec.name), *spec.metadata["aliases"]]
         options: dict[str, Any] = {"dest": spec.name, "default": spec.default, "help": _help_of(spec)}
         if hints[spec.name] is bool:
             options["action"] = "store_true"
@@ -58,7 +70,7 @@ def add_flags(parser: argparse._ActionsContainer, config_type: type) -> None:
         else:
             options["type"] = _parser_of(hints[spec.name])
             options["choices"] = spec.metadata["choices"] or None
-        parser.add_argument(*names, **options)
+        group.add_argument(*names, **options)
 
 
 def from_flags(config_type: type[ConfigT], args: argparse.Namespace) -> ConfigT:

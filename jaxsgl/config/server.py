@@ -5,6 +5,7 @@ Values and combinations that can't work fail in `__post_init__`. The engine proc
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from jaxsgl.errors import ConfigError
 # The names that text/dialects.py knows; a test compares them, since flags import no text.
 TOOL_CALL_PARSERS = (
     "auto", "none",
-    "hermes", "qwen3_coder", "glm45", "llama3", "mistral", "mistral_v11", "granite", "phi4_mini", "olmo3", "pythonic",
+    "hermes", "qwen3_coder", "glm45", "llama3", "mistral", "mistral_v11", "kimi_k2", "deepseek_v31", "deepseek_v3",
+    "minimax_m2", "granite", "phi4_mini", "olmo3", "pythonic",
     "json", "gpt-oss",
     "qwen", "qwen25", "smollm3", "qwen3_xml", "glm", "glm47", "llama3_json", "llama4_json", "llama4_pythonic", "lfm2",
-    "phi4_mini_json", "openai",
+    "minimax-m2", "deepseek-v3", "deepseekv3", "deepseekv31", "phi4_mini_json", "openai",
 )  # fmt: skip
 REASONING_PARSERS = (
     "auto", "none",
@@ -28,8 +30,12 @@ REASONING_PARSERS = (
     "qwen3", "deepseek-v3", "deepseek_v3", "glm45", "hunyuan_a13b", "interns1", "kimi_k2", "nano_v3", "olmo3",
     "smollm3", "deepseek-r1", "deepseek_r1", "qwen3-thinking", "step3", "minimax", "openai_gptoss",
 )  # fmt: skip
+SAMPLING_DEFAULTS = ("model", "openai", "auto", "vllm")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+RESPONSES_STORE_MIB = 64
+MAX_BODY_BYTES = 16 << 20  # a photo of a phone, in base64
+MAX_MESSAGE_BYTES = 4 << 20
 MAX_WORKERS = 64
 MAX_REPLICAS = 64
 API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
@@ -49,15 +55,30 @@ class ServerConfig:
     port: int = flag(30000, "HTTP port; 0 takes a free one", alias="--http-port")
     grpc_port: int = flag(30001, "gRPC port; 0 takes a free one")
     tokenizer_worker_num: int = flag(
-        1, "front-end processes that share both ports and the engine, one core each (docs/operations.md)"
+        1,
+        "front-end processes that share both ports and the engine, one core each (docs/operations.md)",
+        alias="--api-server-count",
     )
     dp_size: int = flag(
         1,
         "replicas of the model behind this address, each an engine process with devices of its own; a request goes to "
         "the one that has most of its prompt cached (docs/scale-out.md)",
-        alias="--data-parallel-size",
+        alias=("--data-parallel-size", "-dp"),
     )
-    served_model_name: str | None = flag(None, "the model's name in the APIs (default: the model's path)")
+    served_model_name: str | None = flag(
+        None, "the model's name in the APIs (default: its folder's name, or its hub id)"
+    )
+    chat_template: str | None = flag(
+        None, "file of the chat template (Jinja), or the template itself, in place of the one in the model's folder"
+    )
+    sampling_defaults: str = flag(
+        "model",
+        "what requests that don't say so are sampled with, in the APIs of OpenAI and Anthropic; model (vLLM: auto): "
+        "temperature, top_p, top_k, min_p and repetition_penalty of the model's generation_config.json; openai (vLLM: "
+        "vllm): OpenAI's",
+        choices=SAMPLING_DEFAULTS,
+        alias="--generation-config",
+    )
     tool_call_parser: str = flag(
         "auto",
         "how the model writes tool calls; auto: as its chat template shows; none: calls stay text (docs/tools.md)",
@@ -120,7 +141,16 @@ class ServerConfig:
         "connections of each port at once; past them HTTP answers probes only (default: what the limit of open files "
         "allows, 16384 at most)",
     )
-    max_request_bytes: int = flag(4 << 20, "size of one request's message or body at most")
+    max_request_bytes: int | None = flag(
+        None,
+        "size of one request's body or message at most (default: 16 MiB over HTTP, of which 4 MiB may be other than "
+        "files in base64, and 4 MiB over gRPC)",
+    )
+    responses_store: int | None = flag(
+        None,
+        "MiB of memory for answers of /v1/responses, which previous_response_id may continue; the oldest make room. 0: "
+        f"none (default: {RESPONSES_STORE_MIB}; 0 with --tokenizer-worker-num, whose processes share no memory)",
+    )
     request_timeout_s: float = flag(3600.0, "seconds that a request may take, queue included")
     drain_s: float = flag(30.0, "seconds that open requests get to finish after Ctrl-C or SIGTERM")
     watchdog_s: float = flag(
@@ -134,7 +164,13 @@ class ServerConfig:
     profile_max_mb: int = flag(
         1024, "megabytes of memory that a profile may take, and of files that --profile-dir may hold"
     )
-    log_level: str = flag("info", "least severe level that is logged", choices=LOG_LEVELS)
+    log_level: str = flag("info", "least severe level that is logged", choices=LOG_LEVELS, alias="--uvicorn-log-level")
+    access_log: bool = flag(False, "a line in the log for each HTTP request: its status, and seconds to its end")
+    log_requests: bool = flag(
+        False,
+        "the line in which a request ends, with its tokens and times, at level info instead of debug",
+        alias="--enable-log-requests",
+    )
     log_format: str = flag("text", "lines for people or JSON objects for machines", choices=LOG_FORMATS)
 
     def __post_init__(self) -> None:
@@ -144,6 +180,13 @@ class ServerConfig:
             require(self.port != self.grpc_port, "--grpc-port", self.grpc_port, "another than --port")
         workers = self.tokenizer_worker_num
         require(1 <= workers <= MAX_WORKERS, "--tokenizer-worker-num", workers, f"1 to {MAX_WORKERS}")
+        store = self.responses_store
+        require(store is None or 0 <= store <= 1 << 20, "--responses-store", store, f"0 to {1 << 20}")
+        if store and workers > 1:
+            raise ConfigError(
+                "--responses-store keeps answers in a front-end process, and --tokenizer-worker-num starts several, "
+                "which would not find each other's: give one"
+            )
         require(1 <= self.dp_size <= MAX_REPLICAS, "--dp-size", self.dp_size, f"1 to {MAX_REPLICAS}")
         if self.dp_size > 1 and self.engine.disaggregation.disaggregation_mode == "prefill":
             raise ConfigError("--disaggregation-mode prefill goes with --dp-size 1: start one server per replica")
@@ -163,7 +206,8 @@ class ServerConfig:
             "1 and more",
         )
         require(self.drain_s >= 0, "--drain-s", self.drain_s, "0 and more")
-        require(self.max_request_bytes >= 1024, "--max-request-bytes", self.max_request_bytes, "1024 and more")
+        most = self.max_request_bytes
+        require(most is None or most >= 1024, "--max-request-bytes", most, "1024 and more")
         for name in ("api_key", "admin_api_key"):
             key = getattr(self, name)
             require(
@@ -218,6 +262,33 @@ class ServerConfig:
         return replace(engine, device_ids=tuple(range(first, first + engine.tp)), host_kv=kv)
 
     @property
+    def max_body_bytes(self) -> int:
+        """Bytes of the body of one HTTP request at most."""
+        return MAX_BODY_BYTES if self.max_request_bytes is None else self.max_request_bytes
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Bytes of one message over gRPC at most, and of a body besides files in base64."""
+        return MAX_MESSAGE_BYTES if self.max_request_bytes is None else self.max_request_bytes
+
+    @property
+    def responses_store_bytes(self) -> int:
+        """Bytes of memory for answers of /v1/responses."""
+        default = RESPONSES_STORE_MIB if self.tokenizer_worker_num == 1 else 0
+        return (default if self.responses_store is None else self.responses_store) << 20
+
+    @property
+    def samples_as_the_model_says(self) -> bool:
+        """Whether the model's generation_config.json says how requests are sampled that don't say it."""
+        return self.sampling_defaults in ("model", "auto")
+
+    @functools.cached_property
     def model_name(self) -> str:
-        """The model's name in the APIs."""
-        return self.served_model_name or self.engine.model
+        """The model's name in the APIs: of a folder its own name, of one in the hub's cache the hub id."""
+        given = self.engine.model
+        folder = Path(given).expanduser()
+        if self.served_model_name or not folder.is_dir():
+            return self.served_model_name or given
+        folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()
+        of_cache = re.search(r"/models--([^/]+)/snapshots/[^/]+$", str(folder))
+        return of_cache[1].replace("--", "/", 1) if of_cache else folder.name or given

@@ -27,7 +27,7 @@ from jaxsgl.batch.engine_api import PlaceAdapter
 from jaxsgl.config.features import LoraConfig
 from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet
 from jaxsgl.engine.sizing import PoolSize
-from jaxsgl.errors import ConfigError
+from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.lora import MODULES, PoolArray, adaptable_modules, pool_arrays
 from jaxsgl.weights import resolve_model_folder
@@ -81,6 +81,14 @@ class AdapterPlan:
         return PoolSize(self.max_adapters, self.max_rank * self.max_adapters)
 
 
+def _folder_at_the_start(name: str, folder: str, arch: ModelArch) -> AdapterFolder:
+    """Raises `CheckpointError`, which names the flag."""
+    try:
+        return AdapterFolder(resolve_model_folder(folder), arch)
+    except CheckpointError as error:
+        raise CheckpointError(f"--lora-paths {name}={folder}: {error}") from error
+
+
 def plan_adapters(config: LoraConfig, arch: ModelArch) -> AdapterPlan | None:
     """The pool that flags and the adapters at the start ask for; None if there is to be none.
 
@@ -90,7 +98,7 @@ def plan_adapters(config: LoraConfig, arch: ModelArch) -> AdapterPlan | None:
         return None
     if arch.latent is not None:
         raise ConfigError(f"{arch.name} attends over a latent, for which adapters are not served: leave LoRA flags out")
-    folders = [AdapterFolder(resolve_model_folder(folder), arch) for folder in config.adapters.values()]
+    folders = [_folder_at_the_start(name, folder, arch) for name, folder in config.adapters.items()]
     possible = adaptable_modules(arch)
     asked = config.lora_target_modules
     if asked == ("all",) or not (asked or folders):

@@ -202,6 +202,7 @@ class Engine:
             kv_cache_dtype=kv_cache_flag(kv_dtype),
             kernels=tuple((each.op, each.backend, each.verdict) for each in verdicts),
         )
+        logger.info("%s", in_words(self.info, config.model, f"{mesh.size} x {device.device_kind}"))
         logger.info(
             "%d programs compiled and run, %.1f s of loading and compiling; a step takes up to %.0f MiB next to "
             "the weights and the KV pool",
@@ -423,3 +424,15 @@ def _check_backends(spec: ProgramSpec, buckets: BucketSet, flags: str) -> None:
             spec.forward(bucket).trace()
     except ValueError as error:
         raise ConfigError(f"{flags}: {error}") from error
+
+
+def in_words(info: EngineInfo, model: str, devices: str) -> str:
+    """Returns what is served, on what, and how much fits, in a line."""
+    tested = sorted({backend for _, backend, _ in info.kernels})
+    limits = info.limits
+    return (
+        f"serving {model} ({info.architecture}) on {devices}: {info.dtype}, {info.weight_bytes / 2**30:.2f} GiB of "
+        f"weights, kernels {', '.join(tested) or info.attention_backend}, KV pool of {limits.pool_tokens} tokens in "
+        f"{info.kv_bytes / 2**30:.2f} GiB ({info.kv_cache_dtype}), context of {limits.context_length} tokens, up to "
+        f"{info.max_running_requests} requests at once"
+    )

@@ -23,6 +23,11 @@ JAX_SHARE = 0.75  # of a GPU, unless a variable says otherwise
 GPU_SHARE = 0.95  # the rest is for the CUDA context, libraries, and the code of programs
 SMALL_PLACES, SMALL_BYTES = 64, 1 << 16  # for the inputs and results of steps in flight
 HEADROOM = 0.02  # of an accelerator's memory, for the inputs of steps and fragmentation
+EXTRAS = {  # word of JAX_PLATFORMS -> what brings that platform
+    "cuda": "'jaxsgl[cuda13]' ('jaxsgl[cuda12]' for older drivers)",
+    "gpu": "'jaxsgl[cuda13]' ('jaxsgl[cuda12]' for older drivers)",
+    "tpu": "'jaxsgl[tpu]'",
+}
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # begins XLA's message
 CGROUP_FILES = (  # limit and usage of the control group, version 2 then 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -55,7 +60,7 @@ def start_jax() -> float:
     unset afterwards, so that processes started from here decide for themselves.
 
     Raises:
-      ConfigError: a variable is set to something other than a share.
+      ConfigError: a variable is set to something other than a share, or JAX finds no device.
     """
     for name in SHARE_VARIABLES:
         if text := os.environ.get(name):
@@ -65,9 +70,19 @@ def start_jax() -> float:
     os.environ[SHARE_VARIABLES[-1]] = str(GPU_SHARE)
     try:
         jax.devices()
+    except (AssertionError, RuntimeError) as error:  # of a platform without a plugin, or without a device
+        raise ConfigError(_no_device(str(error))) from error
     finally:
         del os.environ[SHARE_VARIABLES[-1]]
     return GPU_SHARE
+
+
+def _no_device(reason: str) -> str:
+    asked = str(getattr(jax.config, "jax_platforms", "") or "")
+    extras = next((names for word, names in EXTRAS.items() if word in asked.split(",")), "")
+    words = f"JAX finds no device of JAX_PLATFORMS={asked}" if asked else "JAX finds no device"
+    words += f" ({' '.join(reason.split())[:300]})" if reason else ""
+    return f"{words}: install its package with pip install {extras}, or unset JAX_PLATFORMS" if extras else words
 
 
 def _share(name: str, text: str) -> float:

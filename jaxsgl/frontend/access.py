@@ -79,7 +79,7 @@ class Access:
         if caller is None and (self._needs_key or for_admin):
             raise Unauthenticated(
                 "the API key is missing or wrong: send the header, or over gRPC the metadata, "
-                "`authorization: Bearer KEY`"
+                "`authorization: Bearer KEY`; over HTTP also `x-api-key: KEY`"
             )
         if for_admin and caller is not None and not caller.is_admin:
             raise Forbidden("this call needs the administrator's key (--admin-api-key): the key given is a client's")

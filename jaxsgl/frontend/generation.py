@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,13 +73,14 @@ class ServedModel:
     """The model being served, known once the engine is ready.
 
     `dialect` is how it writes reasoning and calls; `media` prepares pictures and videos, or is None
-    if it takes text alone.
+    if it takes text alone. `sampling_defaults` are fields of `SamplingParams` for requests that leave them out.
     """
 
     info: EngineInfo
     tokenizer: Tokenizer
     dialect: Dialect = field(default_factory=Dialect)
     media: MediaLoader | None = None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ class Generator:
 
     Long prompts are tokenized in `threads`; `metrics` counts each request; a request that takes longer than `timeout_s`
     seconds is ended; `mode` says which leg of requests this server computes, `prefill_hosts` where prefill may be.
-    Unless it `speculates`, predictions are of no use, and are not read.
+    Unless it `speculates`, predictions are of no use, and are not read. Each request ends with a line at `log_level`.
     """
 
     def __init__(
@@ -230,6 +231,7 @@ class Generator:
         mode: str = ALL_IN_ONE,
         prefill_hosts: Sequence[str] = (),
         speculates: bool = False,
+        log_level: int = logging.DEBUG,
     ) -> None:
         self._engine = engine
         self._mode = mode
@@ -238,6 +240,7 @@ class Generator:
         self._threads = threads
         self._metrics = metrics
         self._timeout_s = timeout_s
+        self._log_level = log_level
         self._model: ServedModel | None = None
 
     @property
@@ -389,8 +392,8 @@ class Generator:
                 yield generation
             finally:
                 timer.cancel()
-                if logger.isEnabledFor(logging.DEBUG):
-                    _log_end(stream.engine_id, request, generation, timing)
+                if logger.isEnabledFor(self._log_level):
+                    _log_end(self._log_level, stream.engine_id, request, generation, timing)
 
     def _time_out(self, stream: ReplyStream) -> None:
         stream.fail(TimedOut(f"the request took longer than {self._timeout_s:g} s (--request-timeout-s): ask for less"))
@@ -436,7 +439,7 @@ def _check_id(request_id: str) -> None:
         raise InvalidRequest(f"request_id has {len(request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}")
 
 
-def _log_end(engine_id: str, request: Request, generation: Generation, timing: Timing) -> None:
+def _log_end(level: int, engine_id: str, request: Request, generation: Generation, timing: Timing) -> None:
     fields = {
         "engine_id": engine_id,
         "prompt_tokens": len(request.prompt_ids),
@@ -448,7 +451,8 @@ def _log_end(engine_id: str, request: Request, generation: Generation, timing: T
         "first_token_s": timing.first_token_s,
         "total_s": timing.total_s,
     }
-    logger.debug(
+    logger.log(
+        level,
         "request %(engine_id)r: %(prompt_tokens)d prompt tokens, %(cached_tokens)d cached, %(output_tokens)d new, "
         "%(finish_reason)s, %(total_s).3f s",
         fields,

@@ -34,6 +34,7 @@ from jaxsgl.frontend.http.app import HttpServer, build_app
 from jaxsgl.frontend.listen import Addresses, log_listening, log_ready, raise_file_limit
 from jaxsgl.frontend.media_loader import MediaLoader
 from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.model_files import sampling_defaults, template_of
 from jaxsgl.frontend.owned_engine import ENGINE_COMMAND, owned_engines
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
@@ -160,6 +161,7 @@ class Server:
             legs.disaggregation_mode,
             legs.disaggregation_prefill_hosts,
             config.engine.speculation.is_on,
+            logging.INFO if config.log_requests else logging.DEBUG,
         )
         self._status = StatusLine(self.metrics)
         peers = None if share is None else share.peers
@@ -267,8 +269,9 @@ class Server:
         starting = asyncio.create_task(self.engine.ready())
         loop = asyncio.get_running_loop()
         engine = self._config.engine
+        template = template_of(self._config.chat_template)
         loading = loop.run_in_executor(
-            self._threads, load_tokenizer, engine.model, engine.revision, self._config.split_special_tokens
+            self._threads, load_tokenizer, engine.model, engine.revision, self._config.split_special_tokens, template
         )
         try:
             either: set[asyncio.Future[Any]] = {starting, loading}
@@ -278,9 +281,16 @@ class Server:
             if _failed(starting):
                 starting.result()
             tokenizer: Tokenizer = await loading
-            dialect = dialect_of(tokenizer.chat_template, self._config.tool_call_parser, self._config.reasoning_parser)
+            dialect = dialect_of(
+                tokenizer.chat_template,
+                self._config.tool_call_parser,
+                self._config.reasoning_parser,
+                tokenizer.response_template,
+                tokenizer.special_names,
+            )
             info = await starting
-            return ServedModel(info, tokenizer, dialect, await self._media_loader(info, tokenizer))
+            defaults = sampling_defaults(info.model_path) if self._config.samples_as_the_model_says else {}
+            return ServedModel(info, tokenizer, dialect, await self._media_loader(info, tokenizer), defaults)
         finally:
             starting.cancel()
             loading.cancel()

@@ -195,7 +195,7 @@ class ModelArch:
         if not folder.is_dir():
             raise CheckpointError(f"no model folder at {folder}")
         if not (folder / "config.json").is_file():
-            raise CheckpointError(f"{folder} is not a model folder: it has no config.json")
+            raise CheckpointError(f"{folder} is not a model folder: it has no config.json{_what_it_has(folder)}")
         config = ConfigFile(folder / "config.json")
         generation_path = folder / "generation_config.json"
         generation = ConfigFile(generation_path) if generation_path.is_file() else None
@@ -214,6 +214,16 @@ class ModelArch:
         )
         config.refuse_unread(arch.name, FAMILIES[arch.name].ignored)
         return arch.for_context(arch.max_context)
+
+
+def _what_it_has(folder: Path) -> str:
+    """Says what a folder without a configuration holds instead, if that is known."""
+    names = [path.name for path in folder.iterdir()]
+    if any(name.endswith(".gguf") for name in names):
+        return ", but GGUF files, which are not read here: serve the checkpoint in safetensors that they were made of"
+    if "adapter_config.json" in names:
+        return ", but an adapter: serve its base model, and give the adapter as --lora-paths NAME=FOLDER"
+    return ""
 
 
 def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:

@@ -147,7 +147,7 @@ class AnswerParser:
             if text[0] == form.bare:
                 self._open(form, self._buffer[: len(self._buffer) - len(text)], text)
                 return True
-        return self._read_until(parts, "content", form.opens, final)
+        return self._read_until(parts, "content", (*form.opens, *(form.section or ())), final)
 
     def _read_until(self, parts: list[Part], kind: PartKind, markers: Sequence[str], final: bool) -> bool:
         """Writes the text before the first of `markers`; returns whether it came."""
@@ -171,6 +171,10 @@ class AnswerParser:
         else:
             self._write(parts, kind, text[:place])
             assert self._form is not None
+            if marker not in self._form.opens:  # the calls begin or end here
+                self._buffer = behind
+                self._strip, self._spaces = True, ""
+                return True
             self._open(self._form, marker, behind)
         return True
 

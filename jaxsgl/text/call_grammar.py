@@ -73,14 +73,22 @@ def content_grammar(content: Grammar, token_of: TokenOf) -> Lark:
     return lark
 
 
-def behind_reasoning(lark: Lark, reasoning: ReasoningForm | None, is_open: bool) -> str:
+def free_text(token_of: TokenOf) -> Lark:
+    """Returns the grammar of any text."""
+    lark = Lark(token_of)
+    lark.start = lark.free("TEXT")
+    return lark
+
+
+def behind_reasoning(lark: Lark, reasoning: ReasoningForm | None, is_open: bool, budget: int | None = None) -> str:
     """Returns the text of a grammar that begins after the reasoning, if there is any.
 
-    `is_open`: the prompt has opened it; else the model may.
+    `is_open`: the prompt has opened it; else the model may. With a `budget` it has so many tokens at most; its end must
+    be a token of its own then.
     """
     if reasoning is None:
         return lark.text(lark.start)
-    thought = lark.until(reasoning.close, "THOUGHT")
+    thought = lark.until(reasoning.close, "THOUGHT", budget)
     if is_open or reasoning.opens_itself:
         return lark.text(f"{thought} {_SPACE_BEHIND} {lark.start}")
     return lark.text(f"({lark.mark(reasoning.open)} {thought} {_SPACE_BEHIND})? {lark.start}")
@@ -100,10 +108,10 @@ class Lark:
         terminals = [f"{name}: {regex}" for name, regex in self._terminals.items()]
         return "\n".join([f"start: {start}", *terminals, *self._rules])
 
-    def rule(self, expression: str, lazy: bool = False) -> str:
-        """Adds a rule and returns its name."""
+    def rule(self, expression: str, attribute: str = "") -> str:
+        """Adds a rule and returns its name. `attribute` is llguidance's, as lazy."""
         name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {expression}")
+        self._rules.append(f"{name}{f'[{attribute}]' if attribute else ''}: {expression}")
         return name
 
     def mark(self, text: str) -> str:
@@ -121,11 +129,18 @@ class Lark:
         self._terminals[name] = regex
         return name
 
-    def until(self, marker: str, name: str = "UNTIL") -> str:
-        """Returns the expression of any text up to and with `marker`."""
+    def until(self, marker: str, name: str = "UNTIL", most_tokens: int | None = None) -> str:
+        """Returns the expression of any text up to and with `marker`.
+
+        With `most_tokens`, `marker` is a token of its own, which comes after so many others at the latest.
+        """
+        if most_tokens == 0:
+            return self.mark(marker)
+        if most_tokens is not None:
+            return f"{self.rule(self.free(name, marker), f'max_tokens={most_tokens}')} {self.mark(marker)}"
         if self._token_of(marker) is not None:
             return f"{self.free(name, marker)} {self.mark(marker)}"
-        return self.rule(f"{self.free(name)} {literal(marker)}", lazy=True)
+        return self.rule(f"{self.free(name)} {literal(marker)}", "lazy")
 
     def json(self, schema: Mapping[str, Any] | bool, lenient: bool = False) -> str:
         """Returns the expression of JSON by a schema, with no more space than models write."""
@@ -212,24 +227,38 @@ class _Writer:
         close = self._close()
         if calls.required or self._content is not None:
             opened = f"{lark.mark(self._opening)} {body} {close}"
-            separator = '"\\n"' if form.close else ""
+            separator = '"\\n"' if form.close and not form.section else ""
             several = f"{opened} ({separator} {opened}){{0,{more}}}" if form.one_by_one and more else opened
+            several = f"{self._begin_section()} {several} {self._end_section()}"
             others = "" if self._content is None else f" | {lark.of(self._content)}"
             lark.start = lark.rule(several + others)
         elif self._opening:
             mark = "?" if not more or not form.one_by_one else "*"
             excluded = (self._opening,) if self._is_token(self._opening) else ()
+            if form.section is not None:
+                begins, opened = form.section[0], f"{lark.mark(self._opening)} {body} {close}"
+                several = f"{opened} ({opened}){{0,{more}}} {self._end_section()}"
+                excluded = (begins,) if self._is_token(begins) else ()
+                lark.start = f"({lark.until(begins, 'TEXT')} {several})? {lark.free('TEXT', *excluded)}"
+                return lark
             lark.start = f"({lark.until(self._opening, 'TEXT')} {body} {close}){mark} {lark.free('TEXT', *excluded)}"
         else:
             plain = lark.terminal("PLAIN", rf"/[ \n]*([^ \n{_regex(form.bare)}](.|\n)*)?/")
             lark.start = lark.rule(f"{body} {close} | {plain}")
         return lark
 
+    def _begin_section(self) -> str:
+        return "" if self._form.section is None else self._lark.mark(self._form.section[0])
+
+    def _end_section(self) -> str:
+        return "" if self._form.section is None else self._lark.mark(self._form.section[1])
+
     def _is_token(self, text: str) -> bool:
         return self._lark.mark(text).startswith("<[")
 
     def _close(self) -> str:
-        return f"{literal(self._form.space)} {self._lark.mark(self._form.close)}" if self._form.close else ""
+        form = self._form
+        return f"{literal(form.tail or form.space)} {self._lark.mark(form.close)}" if form.close else ""
 
     def _body(self) -> str:
         """Returns the expression of what stands between the opening and the closing text."""
@@ -240,6 +269,7 @@ class _Writer:
             "tagged": self._tagged_call,
             "keyed": self._keyed_call,
             "python": self._python_call,
+            "invoked": self._invoked_call,
         }[form.kind]
         one = lark.rule(" | ".join(write(name) for name in self._calls.tools))
         if form.one_by_one:
@@ -248,7 +278,7 @@ class _Writer:
         several = f"{one} ({literal(form.separator or ', ')} {one}){{0,{more}}}" if more else one
         if form.kind == "json" and form.bare == "{":
             return several if form.separator else one
-        if form.kind == "python" and form.close:
+        if form.kind in ("python", "invoked") and form.close:
             return f'"\\n" {several} "\\n"'
         return f'/ ?\\[/ {several} "]"'
 
@@ -257,7 +287,11 @@ class _Writer:
         return f'{literal(head)} {self._arguments(name)} "}}"'
 
     def _named_call(self, name: str) -> str:
-        return f"{literal(name)} {self._lark.mark(self._form.between)} {self._arguments(name)}"
+        form, lark = self._form, self._lark
+        # A prefix may hold a marker that is a token of its own.
+        prefix = " ".join(lark.mark(part) for part in re.split(r"(<[^>]+>)", form.prefix) if part)
+        number = r"/:[0-9]{1,3}/" if form.numbered else ""
+        return f"{prefix} {literal(name)} {number} {lark.mark(form.between)} {self._arguments(name)}"
 
     def _arguments(self, name: str) -> str:
         return self._lark.json(_schema(self._calls, name), lenient=name not in self._calls.strict)
@@ -268,6 +302,13 @@ class _Writer:
 
         parts = self._in_order(name, parameter, "\n</parameter>\n")
         return f"{literal(f'{chr(10)}<function={name}>{chr(10)}')} {parts} {literal('</function>')}"
+
+    def _invoked_call(self, name: str) -> str:
+        def parameter(key: str, value: str) -> str:
+            return f"{literal(f'<parameter name={json.dumps(key)}>')} {value}"
+
+        head = f"<invoke name={json.dumps(name)}>\n"
+        return f"{literal(head)} {self._in_order(name, parameter, '</parameter>', chr(10))} {literal('</invoke>')}"
 
     def _keyed_call(self, name: str) -> str:
         lark = self._lark

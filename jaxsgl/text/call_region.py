@@ -58,7 +58,7 @@ class Region:
         """Reads on; returns whether there is more to do."""
         if self._broken_at is not None:
             return self._skip_broken(final)
-        if self._form.kind in ("tagged", "keyed") or (self._form.kind == "python" and self._form.close):
+        if self._form.kind in ("tagged", "keyed", "invoked") or (self._form.kind == "python" and self._form.close):
             return self._read_to_close(final)
         if self._value_start is None:
             return self._find_value(final)
@@ -99,6 +99,11 @@ class Region:
         """Reads what follows a complete value: the closing text, another value, or nothing of ours."""
         text, form = self._text, self._form
         behind = self._place + len(text[self._place :]) - len(text[self._place :].lstrip())
+        if form.tail and text.startswith(form.tail.strip(), behind):
+            behind += len(form.tail.strip())
+            behind += len(text[behind:]) - len(text[behind:].lstrip())
+        elif form.tail and not final and form.tail.strip().startswith(text[behind:]):
+            return False
         if form.close:
             if text.startswith(form.close, behind):
                 self._end(behind + len(form.close), self._read(self._place))
@@ -132,7 +137,7 @@ class Region:
         if end >= 0:
             self._end(end + len(self._form.close), read_calls(self._form, self._text[:end], self._tools))
         elif final:
-            whole = self._form.kind == "python" or self._text.rstrip().endswith("</function>")
+            whole = self._form.kind == "python" or self._text.rstrip().endswith(("</function>", "</invoke>"))
             self._end(len(self._text), read_calls(self._form, self._text, self._tools) if whole else None)
         return False
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-Kind: TypeAlias = Literal["json", "named_json", "tagged", "keyed", "python"]
+Kind: TypeAlias = Literal["json", "named_json", "tagged", "keyed", "invoked", "python"]
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # a tool's name -> the JSON schema of its parameters
 
 _OUTSIDE = frozenset(
@@ -31,7 +31,8 @@ class CallForm:
     Attributes:
       kind: what stands between `opens` and `close`. "json": an object with a name and arguments, or a list of such.
         "named_json": a name, `between`, and an object of arguments. "tagged", "keyed": parameters in tags, as
-        Qwen3-Coder and GLM write them. "python": a list of calls as in Python.
+        Qwen3-Coder and GLM write them; "invoked": several such calls in a row, as MiniMax's. "python": a list of calls
+        as in Python.
       opens: each of these texts opens calls, wherever it stands.
       close: ends what `opens` has opened; "": the calls end with their own brackets.
       bare: a bracket that opens calls if the answer begins with it; "": none does.
@@ -40,6 +41,10 @@ class CallForm:
       between: what stands between name and arguments.
       one_by_one: several calls are opened one by one; else they stand in one list, or follow after `separator`.
       separator: between calls of one opening.
+      section: what begins and ends all calls of an answer, if anything does; it is no text of the answer.
+      prefix: what stands before a name of "named_json".
+      numbered: a name of "named_json" is followed by a colon and the number of the call.
+      tail: what stands before `close`, after space.
     """
 
     kind: Kind
@@ -51,6 +56,10 @@ class CallForm:
     between: str = ""
     one_by_one: bool = True
     separator: str = ""
+    section: tuple[str, str] | None = None
+    prefix: str = ""
+    numbered: bool = False
+    tail: str = ""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -70,6 +79,38 @@ FORMS: dict[str, CallForm] = {
     ),
     "mistral": CallForm("json", opens=("[TOOL_CALLS]",), one_by_one=False),
     "mistral_v11": CallForm("named_json", opens=("[TOOL_CALLS]",), between="[ARGS]"),
+    "kimi_k2": CallForm(
+        "named_json",
+        opens=("<|tool_call_begin|>",),
+        close="<|tool_call_end|>",
+        between="<|tool_call_argument_begin|>",
+        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        prefix="functions.",
+        numbered=True,
+    ),
+    "deepseek_v31": CallForm(
+        "named_json",
+        opens=("<｜tool▁call▁begin｜>",),
+        close="<｜tool▁call▁end｜>",
+        between="<｜tool▁sep｜>",
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    "deepseek_v3": CallForm(
+        "named_json",
+        opens=("<｜tool▁call▁begin｜>",),
+        close="<｜tool▁call▁end｜>",
+        between="\n```json\n",
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        prefix="function<｜tool▁sep｜>",
+        tail="\n```",
+    ),
+    "minimax_m2": CallForm(
+        "invoked",
+        opens=("<minimax:tool_call>",),
+        close="</minimax:tool_call>",
+        one_by_one=False,
+        separator="\n",
+    ),
     "granite": CallForm("json", opens=("<|tool_call|>", "<tool_call>"), one_by_one=False),
     "phi4_mini": CallForm("json", opens=("<|tool_call|>",), close="<|/tool_call|>", one_by_one=False),
     "olmo3": CallForm(
@@ -95,7 +136,10 @@ def header_pattern(form: CallForm) -> re.Pattern[str] | None:
     The group `name` is a JSON text, or a plain name where `form` has one.
     """
     if form.kind == "named_json":
-        return re.compile(rf"\s*(?P<plain>[^\s\[{{]+?)\s*(?:\[CALL_ID\][^\[]*)?{re.escape(form.between)}\s*(?=\S)")
+        prefix = f"(?:{re.escape(form.prefix)})?" if form.prefix else ""
+        number = r"(?::\d+)?" if form.numbered else ""
+        between = re.escape(form.between.strip())
+        return re.compile(rf"\s*{prefix}(?P<plain>[^\s\[{{]+?){number}\s*(?:\[CALL_ID\][^\[]*)?{between}\s*(?=\S)")
     if form.kind != "json":
         return None
     keys = "|".join(_KEYS)
@@ -144,6 +188,23 @@ def _read_tagged(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
 def _read_keyed(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
     match = re.fullmatch(r"([^\s<]+)\s*(.*)", text, re.DOTALL)
     return None if match is None else _from_pairs(match[1], match[2], _KEYED, tools)
+
+
+_INVOKED = re.compile(r'\s*<invoke name="?([^">]+)"?>(.*?)</invoke>\s*', re.DOTALL)
+_NAMED = re.compile(r'\s*<parameter name="?([^">]+)"?>(.*?)</parameter>\s*', re.DOTALL)
+
+
+def _read_invoked(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
+    found: list[Call] = []
+    place = 0
+    while place < len(text):
+        match = _INVOKED.match(text, place)
+        calls = None if match is None else _from_pairs(match[1], match[2], _NAMED, tools)
+        if match is None or calls is None:
+            return None
+        found += calls
+        place = match.end()
+    return found
 
 
 def _from_pairs(name: str, text: str, pair: re.Pattern[str], tools: Tools) -> list[Call] | None:
@@ -228,6 +289,7 @@ _READERS: dict[Kind, Callable[[CallForm, str, Tools], list[Call] | None]] = {
     "named_json": _read_named_json,
     "tagged": _read_tagged,
     "keyed": _read_keyed,
+    "invoked": _read_invoked,
     "python": _read_python,
 }
 _BROKEN = object()

@@ -7,12 +7,15 @@ requests beyond their tools; the HTTP endpoints use it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxsgl.errors import ConfigError
 from jaxsgl.text.answer import MAX_CALLS, AnswerParser, Parser, PlainParser, ReasoningForm
 from jaxsgl.text.calls import FORMS, CallForm, Tools
 from jaxsgl.text.harmony import MARKERS, HarmonyParser
+from jaxsgl.text.response_template import TemplateParser, is_readable, markers_of
 
 AUTO, NONE, HARMONY = "auto", "none", "gpt-oss"
 THINK = ReasoningForm("<think>", "</think>")
@@ -35,7 +38,8 @@ _CALL_NAMES = {
     "qwen": "hermes", "qwen25": "hermes", "smollm3": "hermes",
     "qwen3_xml": "qwen3_coder", "glm": "glm45", "glm47": "glm45",
     "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic", "lfm2": "pythonic",
-    "phi4_mini_json": "phi4_mini", "openai": HARMONY,
+    "minimax-m2": "minimax_m2", "deepseek-v3": "deepseek_v3", "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31", "phi4_mini_json": "phi4_mini", "openai": HARMONY,
 }  # fmt: skip
 TOOL_CALL_PARSERS = (AUTO, NONE, *FORMS, HARMONY, *_CALL_NAMES)
 REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMS, HARMONY, *_REASONING_NAMES)
@@ -43,6 +47,10 @@ REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMS, HARMONY, *_REASONING_NAMES)
 # What a chat template holds if its model writes calls in a form; the first that fits counts.
 _CALL_SIGNS = (
     (re.compile(r"<\|channel\|>"), HARMONY),
+    (re.compile(r"<\|tool_call_argument_begin\|>"), "kimi_k2"),
+    (re.compile(r"<｜tool▁sep｜>(?s:.*)```json|```json(?s:.*)<｜tool▁sep｜>"), "deepseek_v3"),
+    (re.compile(r"<｜tool▁sep｜>"), "deepseek_v31"),
+    (re.compile(r"<minimax:tool_call>"), "minimax_m2"),
     (re.compile(r"<function="), "qwen3_coder"),
     (re.compile(r"<arg_key>"), "glm45"),
     (re.compile(r"<function_calls>"), "olmo3"),
@@ -69,12 +77,16 @@ class Dialect:
       reasoning: its form, or None if no reasoning is looked for.
       calls: their form, or None if no calls are looked for.
       harmony_reasoning, harmony_calls: the model writes Harmony, and what of it is taken apart.
+      template: how the tokenizer says that answers are written, if nothing else is known of the model.
+      template_markers: special tokens that it looks for.
     """
 
     reasoning: ReasoningForm | None = None
     calls: CallForm | None = None
     harmony_reasoning: bool = False
     harmony_calls: bool = False
+    template: dict[str, Any] | None = None
+    template_markers: tuple[str, ...] = ()
 
     @property
     def is_harmony(self) -> bool:
@@ -91,11 +103,12 @@ class Dialect:
         """The texts that parsers look for. Those that are special tokens must be left in the text."""
         if self.is_harmony:
             return MARKERS
-        found: tuple[str, ...] = ()
+        found: tuple[str, ...] = self.template_markers
         if self.reasoning is not None:
             found += (self.reasoning.open, self.reasoning.close)
         if self.calls is not None:
             found += (*self.calls.opens, self.calls.close, self.calls.between, "[CALL_ID]")
+            found += (*(self.calls.section or ()), *re.findall(r"<[^>]+>", self.calls.prefix))
         return tuple(text for text in found if text)
 
     def reasoning_is_open_after(self, prompt: str, continued: str | None = None) -> bool:
@@ -116,8 +129,14 @@ class Dialect:
         max_calls: int = MAX_CALLS,
         separate: bool = True,
         other_form: CallForm | None = None,
+        prompt_tail: str = "",
     ) -> Parser:
-        """Returns the parser of one sample. Without tools, calls are text; `other_form` replaces the model's."""
+        """Returns the parser of one sample. Without tools, calls are text; `other_form` replaces the model's.
+
+        `prompt_tail`: the end of the prompt.
+        """
+        if self.template is not None and other_form is None:
+            return TemplateParser(self.template, tools, prompt_tail, max_calls, separate)
         if self.is_harmony:
             with_calls = bool(tools) and self.harmony_calls
             return HarmonyParser(
@@ -141,8 +160,18 @@ class Dialect:
         )
 
 
-def dialect_of(chat_template: str | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> Dialect:
-    """Returns what the flags say, or else what the chat template shows. Raises `ConfigError` for unknown names."""
+def dialect_of(
+    chat_template: str | None,
+    tool_call_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+    response_template: dict[str, Any] | None = None,
+    special_tokens: Sequence[str] = (),
+) -> Dialect:
+    """Returns what the flags say, or else what the chat template shows. Raises `ConfigError` for unknown names.
+
+    If neither says anything, answers are read by the tokenizer's `response_template`, if it has one.
+    """
+    is_auto = tool_call_parser == reasoning_parser == AUTO
     calls = _named("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS, _CALL_NAMES)
     reasoning = _named("--reasoning-parser", reasoning_parser, REASONING_PARSERS, _REASONING_NAMES)
     template = chat_template or ""
@@ -150,6 +179,9 @@ def dialect_of(chat_template: str | None, tool_call_parser: str = AUTO, reasonin
         calls = next((name for sign, name in _CALL_SIGNS if sign.search(template)), NONE)
     if reasoning == AUTO:
         reasoning = next((name for sign, name in _REASONING_SIGNS if sign.search(template)), NONE)
+    unknown = is_auto and calls == reasoning == NONE
+    if unknown and response_template is not None and is_readable(response_template):
+        return Dialect(template=response_template, template_markers=markers_of(response_template, special_tokens))
     return Dialect(
         REASONING_FORMS.get(reasoning),
         FORMS.get(calls),

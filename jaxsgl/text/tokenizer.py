@@ -240,6 +240,17 @@ class Tokenizer:
         template = None if self._tokenizer is None else self._tokenizer.chat_template
         return template if isinstance(template, str) else None
 
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """How the model's answers are written, if the tokenizer says it in transformers' form."""
+        template = getattr(self._tokenizer, "response_template", None)
+        return template if isinstance(template, dict) else None
+
+    @property
+    def special_names(self) -> tuple[str, ...]:
+        """The texts of all special tokens."""
+        return tuple(self._names[token_id].decode() for token_id in sorted(self.special_ids) if token_id in self._names)
+
     def knows_role(self, role: str) -> bool:
         """Whether the chat template names `role`."""
         return self.has_chat_template and role in str(self._or_refuse().chat_template)
@@ -324,8 +335,12 @@ class Tokenizer:
         return self._tokenizer
 
 
-def load_tokenizer(model: str, revision: str | None = None, split_special_tokens: bool = False) -> Tokenizer:
+def load_tokenizer(
+    model: str, revision: str | None = None, split_special_tokens: bool = False, chat_template: str | None = None
+) -> Tokenizer:
     """Loads the tokenizer of a local folder, or of a hub id at `revision`. Takes seconds: it imports transformers.
+
+    A `chat_template` replaces the model's own.
 
     A folder without any tokenizer file gives a `Tokenizer` that takes token ids only. Raises `CheckpointError` if the
     folder is missing or its tokenizer is broken.
@@ -339,6 +354,8 @@ def load_tokenizer(model: str, revision: str | None = None, split_special_tokens
 
     try:
         found = AutoTokenizer.from_pretrained(model, revision=revision or "main", trust_remote_code=False)
+        if chat_template is not None:
+            found.chat_template = chat_template
         return Tokenizer(found, split_special_tokens)
     except CheckpointError:
         raise

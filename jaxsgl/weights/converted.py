@@ -1,4 +1,4 @@
-"""Converted checkpoints: fused, sharded parameters in Orbax's format, as `scripts/convert_checkpoint.py` writes them.
+"""Converted checkpoints: fused, sharded parameters in Orbax's format, as `jaxsgl convert` writes them.
 
 Such a folder has the model's config.json, tokenizer and chat template, Orbax's files in `params/`, the scales of a
 float8 KV cache as they were, and a manifest. The manifest tells the folder from one in Hugging Face's layout, and holds
@@ -45,7 +45,7 @@ KV_SCALES = "kv_scales.safetensors"  # for `load_kv_scales`, as for any other fo
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration, tokenizer, chat template
 AT_A_TIME_BYTES = 128 << 20  # of parameters that Orbax restores side by side, unless one alone is larger
 CHUNK_BYTES = 64 << 20  # stored in one piece; a device reads all of each piece that it needs a part of
-CONVERT_AGAIN = "convert the original checkpoint again with scripts/convert_checkpoint.py"
+CONVERT_AGAIN = "convert the original checkpoint again with jaxsgl convert"
 
 logger = logging.getLogger(__name__)
 

@@ -167,6 +167,9 @@ def resolve_model_folder(name_or_path: str, revision: str | None = None) -> Path
                 f"--revision is {revision}, but {name_or_path} is a local folder: leave it out, or name a hub id"
             )
         return folder
+    if folder.is_file():
+        kind = "a GGUF file, which is not read here" if folder.suffix == ".gguf" else "a file"
+        raise CheckpointError(f"{name_or_path} is {kind}: name a folder with a checkpoint in safetensors, or a hub id")
     tried = f"model {name_or_path}: {folder.absolute()} is not a folder"
     if HUB_ID.fullmatch(name_or_path) is None:
         raise CheckpointError(f"{tried}, and it is not a hub id (owner/name) either")

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.requests import Job
 from bench.steps import GREEDY, Seq, build_step, first_run
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import Bucket, StepInputs
+from jaxsgl.bench.requests import Job
 from jaxsgl.cache.pages import IntArray, tokens_in
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.programs import ProgramKey, ProgramSet

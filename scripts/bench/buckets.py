@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from bench.requests import Job, greedy_requests
 from bench.simulation.engine import SizesBuilder
 from jaxsgl.batch.buckets import MIN_EXTEND_TOKENS, BucketSet, Capacity
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
+from jaxsgl.bench.requests import Job, greedy_requests
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.step_programs import all_keys
 from jaxsgl.scheduler.loop import run_loop

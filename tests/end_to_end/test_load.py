@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.end_to_end.servers import COMMON_FLAGS, check_log, running_server
-from tests.scripts.running import run_script
+from tests.scripts.running import run_command
 
 CONVERSATIONS = (
     "--dataset-name", "multi-turn", "--turns", 3, "--turn-input-len", 16, "--turn-output-len", 20, "--turn-system-len",
@@ -19,9 +19,7 @@ def test_conversations_find_their_earlier_turns_in_the_cache(tmp_path: Path) -> 
     out = tmp_path / "out.jsonl"
     with running_server(tmp_path, COMMON_FLAGS) as server:
         for backend, address in (("jaxsgl-grpc", server.address), ("sglang", f"http://{server.http_address}")):
-            run_script(
-                "bench_serving.py", "--backend", backend, "--base-url", address, "--output-file", out, *CONVERSATIONS
-            )
+            run_command("bench", "--backend", backend, "--base-url", address, "--output-file", out, *CONVERSATIONS)
         check_log(server)
     for found in map(json.loads, out.read_text().splitlines()):
         assert found["completed"] == 9 and found["total_output_tokens"] == 9 * 20

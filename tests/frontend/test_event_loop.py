@@ -152,6 +152,7 @@ BODIES: dict[str, tuple[str, Any, int]] = {
     "1024 prompts of ids": ("/v1/completions", {"prompt": [IDS[:700]] * 1024, "max_tokens": 1}, 200),
     "8000 messages": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}, 400),
 }
+IMAGE = '{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/jpeg;base64,'
 RAW_BODIES: dict[str, tuple[str, bytes]] = {
     "2 M ids": ("/v1/completions", b'{"prompt":[' + b"5," * 2_000_000 + b"5]}"),
     "2 M ids to generate": ("/generate", b'{"input_ids":[' + b"5," * 2_000_000 + b"5]}"),
@@ -165,6 +166,10 @@ RAW_BODIES: dict[str, tuple[str, bytes]] = {
     "300,000 biases": (
         "/v1/completions", b'{"prompt":"a","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}}"
     ),
+    "a photo": ("/v1/chat/completions", IMAGE.encode() + b"QUJD" * (15 << 18) + b'"}}]}]}'),
+    "16 MiB of escapes": ("/v1/completions", b'{"prompt":"' + b"\\n" * ((8 << 20) - 20) + b'"}'),
+    "8 M ids": ("/v1/completions", b'{"prompt":[' + b"5," * 8_000_000 + b"5]}"),
+    "16 MiB of quotes": ("/v1/completions", b'{"prompt":[' + b'"' * ((16 << 20) - 20) + b"]}"),
     "200,000 messages": (
         "/v1/chat/completions", b'{"messages":[' + b",".join([b'{"role":"user"}'] * 200_000) + b"]}"
     ),
@@ -187,7 +192,7 @@ def test_no_large_answer_keeps_the_event_loop(tokenizer: Tokenizer, name: str) -
 @pytest.mark.parametrize("name", daily(list(RAW_BODIES), every=3))
 def test_no_large_body_keeps_the_event_loop(tokenizer: Tokenizer, name: str) -> None:
     path, data = RAW_BODIES[name]
-    assert len(data) < 4 << 20
+    assert len(data) < 16 << 20
 
     async def call(http: httpx.AsyncClient, channel: grpc.aio.Channel) -> int:
         return (await http.post(path, content=data, headers={"content-type": "application/json"})).status_code

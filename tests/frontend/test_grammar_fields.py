@@ -65,6 +65,7 @@ SPELLINGS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"regex": "a+"}, Grammar.regex("a+")),
     ({"ebnf": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),
     ({"structural_tag": json.dumps(TAG)}, Grammar.structural_tag(json.dumps(TAG))),
+    ({"guided_grammar": "start: /a/", "structured_outputs": {"grammar": "start: /a/"}}, Grammar.ebnf("start: /a/")),
 ]
 
 
@@ -84,7 +85,7 @@ def test_a_response_format_is_a_structural_tag_of_either_form(tag: dict[str, Any
     assert json.loads(grammar.text) == {"type": "structural_tag", **tag}
 
 
-@pytest.mark.parametrize(("fields", "grammar"), SPELLINGS[-4:])
+@pytest.mark.parametrize(("fields", "grammar"), SPELLINGS[-5:-1])
 def test_sglangs_generate_takes_its_own_fields(fields: dict[str, Any], grammar: Grammar) -> None:
     assert grammar_of(SamplingBody(**fields)) == grammar
 

@@ -72,7 +72,7 @@ def new_app() -> FastAPI:
     async def large() -> Response:
         return Response(b"x" * (16 << 20))
 
-    app.add_middleware(BodyLimit, max_bytes=100, stall_s=LIMIT_S)
+    app.add_middleware(BodyLimit, max_bytes=100, max_plain_bytes=100, stall_s=LIMIT_S)
     app.add_middleware(ApiKey, access=Access(ServerConfig(api_key="k")))
     return app
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_engine_process import Script
 from fastapi import FastAPI
-from http_calls import connect, error_of, generate_body
+from http_calls import connect, error_of, generate_body, post
 from server_process import PATIENCE_S, ServerProcess
 from starlette.testclient import TestClient
 
@@ -131,10 +131,48 @@ def test_a_large_body_is_refused_by_its_length_or_while_it_comes(
             assert http.post("/generate", content=content, headers=JSON).status_code == 200
 
 
+def test_a_body_may_hold_a_photo_but_not_as_much_of_anything_else(server: ServerProcess) -> None:
+    url = "data:image/jpeg;base64," + "QUJD" * (6 << 18)
+    with connect(server) as http:
+        for content, words in (
+            ([{"type": "image_url", "image_url": {"url": url}}], "the model takes text alone"),
+            ("some words " * (5 << 17), "bytes besides files in base64, but may have 4194304"),
+        ):
+            answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
+            assert answer.status_code == 400
+            assert words in error_of(answer)["message"]
+
+
+def test_refusals_leave_a_line_in_the_log(server: ServerProcess) -> None:
+    with connect(server) as http:
+        http.get("/no/such/path")
+        http.post("/v1/completions", json={"prompt": "a", "n": -1})
+        http.post("/v1/completions", json={"prompt": "a", "model": "none\nsuch"})
+    for words in ("GET /no/such/path: 404, ", "POST /v1/completions: 400, 'n: ", r"404, .*none\\nsuch does not exist"):
+        server.wait_for_log(f"INFO +server: .*{words}")
+
+
+def test_requests_leave_a_line_if_a_flag_asks_for_it(
+    start_server: Callable[..., ServerProcess], server: ServerProcess
+) -> None:
+    logging = start_server("--access-log", "--log-requests")
+    logging.wait_until_ready()
+    for each in (server, logging):
+        with connect(each) as http:
+            http.get("/v1/models")
+            http.get("/accessed")
+    logging.wait_for_log(r"127\.0\.0\.1 GET '/v1/models' 200, \d+\.\d{3} s")
+    logging.wait_for_log(r"127\.0\.0\.1 GET '/accessed' 404, ")
+    with connect(logging) as http:
+        post(http, "/v1/completions", prompt=[50], max_tokens=1)
+    logging.wait_for_log(r"INFO +server: request '.*': 1 prompt tokens, 0 cached, 1 new, length")
+    assert "GET '/v1/models' 200" not in server.log
+
+
 def test_a_body_that_stops_coming_is_refused() -> None:
     app = FastAPI(responses=errors.RESPONSES)
     errors.add_handlers(app)
-    app.add_middleware(BodyLimit, max_bytes=10_000, stall_s=0.2)
+    app.add_middleware(BodyLimit, max_bytes=10_000, max_plain_bytes=10_000, stall_s=0.2)
 
     @app.post("/echo")
     async def echo(body: dict[str, int]) -> dict[str, int]:

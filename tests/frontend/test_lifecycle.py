@@ -180,7 +180,7 @@ def test_a_thread_that_loads_the_tokenizer_of_a_revision_does_not_delay_the_end(
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "ended with exit status 7" in ended.stderr
-    assert ended.stdout.split() == [str(tmp_path), "v1", "False"]
+    assert ended.stdout.split() == [str(tmp_path), "v1", "False", "None"]
 
 
 def test_a_server_ends_with_the_process_that_runs_the_tests(start_server: Start) -> None:

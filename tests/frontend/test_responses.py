@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,10 @@ from http_calls import connect, post, refusal
 from openai.types.responses import FunctionToolParam
 from server_process import ServerProcess
 
+from jaxsgl.errors import InvalidRequest, NotFound
+from jaxsgl.frontend.access import Caller, enter
 from jaxsgl.frontend.http.openai.conversation import ResponsesRequest, chat_of
+from jaxsgl.frontend.http.openai.response_store import ResponseStore, Stored
 
 PATH = "/v1/responses"
 WEATHER: FunctionToolParam = {
@@ -116,18 +120,81 @@ def test_a_conversation_is_a_chat() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"previous_response_id": "resp_1"}, "no answer is stored here"),
+        ({"previous_response_id": "resp_1"}, "no answer resp_1 is stored here"),
+        ({"conversation": "conv_1"}, "conversations are not kept here"),
         ({"background": True}, "background is true"),
         ({"input": []}, "must be a text, or a list"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] is of type 'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0] holds a part of type"),
         ({"input": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
-        ({"tools": [{"type": "web_search"}]}, "a tool is of type web_search"),
         ({"temperature": -1}, "greater than or equal to 0"),
     ],
 )
 def test_what_needs_storage_or_is_unknown_is_refused(http: httpx.Client, fields: dict[str, Any], words: str) -> None:
     assert words in refusal(http, PATH, **({"input": "Hi"} | fields))["message"]
+
+
+def test_an_answer_can_be_continued(client: openai.OpenAI, http: httpx.Client) -> None:
+    first = client.responses.create(model="default", input=ALL, tools=[WEATHER])
+    output = {"type": "function_call_output", "call_id": "c1", "output": "sunny"}
+    second = client.responses.create(model="default", input=[output], previous_response_id=first.id)  # type: ignore[list-item]
+    assert (second.output_text, second.previous_response_id) == ("sunny", first.id)
+    for _ in client.responses.create(model="default", input="Hi", previous_response_id=second.id, stream=True):
+        pass
+    assert client.responses.retrieve(second.id).output_text == "sunny"
+    client.responses.delete(second.id)
+    missing = http.get(f"{PATH}/{second.id}")
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+    error = refusal(http, PATH, input="Hi", previous_response_id=second.id)
+    assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+    unkept = client.responses.create(model="default", input="Hi", store=False)
+    assert http.get(f"{PATH}/{unkept.id}").status_code == 404
+
+
+def test_a_conversation_goes_on_where_it_ended() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    earlier = [{"role": "user", "content": "Hi"}, call]
+    chat = chat_of(ResponsesRequest(input="you"), earlier)
+    assert [message.role for message in chat.messages] == ["user", "assistant", "user"]
+    with pytest.raises(InvalidRequest, match=r"input\[0\] is of type 'x'"):
+        chat_of(ResponsesRequest(input=[{"type": "x"}]), earlier)
+
+
+def test_the_oldest_answers_make_room() -> None:
+    store = ResponseStore(1 << 10)
+    for number in range(4):
+        store.put(f"r{number}", Stored(b"a" * 100, b"b" * 100))
+        store.get("r0")
+    assert [name for name in ("r0", "r1", "r2", "r3") if kept(store, name)] == ["r0", "r3"]
+    store.put("large", Stored(b"a" * 2000, b""))
+    assert not kept(store, "large") and kept(store, "r0")
+    store.put("r0", Stored(b"a" * 100, b"b" * 100))
+    store.delete("r0")
+    store.delete("r3")
+    store.put("most", Stored(b"a" * 800, b""))
+    assert kept(store, "most"), "all room is free again"
+
+
+def test_only_the_tenant_finds_its_answers() -> None:
+    store = ResponseStore(1 << 10)
+    enter(Caller(tenant="a"))
+    store.put("r", Stored(b"", b"[]"))
+    assert kept(store, "r")
+    enter(Caller(tenant="b"))
+    assert not kept(store, "r")
+    enter(Caller())
+
+
+def kept(store: ResponseStore, name: str) -> bool:
+    with contextlib.suppress(NotFound):
+        return store.get(name) is not None
+    return False
+
+
+@pytest.mark.parametrize("kind", ["web_search", "namespace", "custom", "mcp"])
+def test_tools_of_other_kinds_are_left_out(http: httpx.Client, kind: str) -> None:
+    answer = post(http, PATH, input=CALL, tools=[{"type": kind, "name": "x"}, WEATHER])
+    assert [item["type"] for item in answer["output"]] == ["function_call"]
 
 
 def test_unknown_fields_do_no_harm(http: httpx.Client) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from played_link import PlayedLink, front_end_of
 from pydantic import ValidationError
+from test_event_loop import INFO
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.http.bodies import Body, sampling_params
-from jaxsgl.frontend.http.openai.schemas import CompletionRequest, sampling_of
+from jaxsgl.frontend.http.openai.chat import prepare_chat
+from jaxsgl.frontend.http.openai.completions import _sampling as completion_sampling
+from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, sampling_of
 from jaxsgl.frontend.http.sglang.schemas import SamplingBody
 from jaxsgl.requests.sampling import BOUNDS, SamplingParams
+from jaxsgl.text.tokenizer import Tokenizer
 
 SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 SGLANG_OUTSIDE = {"logprobs", "prompt_logprobs"}  # /generate has them beside its sampling parameters
@@ -64,6 +72,26 @@ def test_limits_of_tokens_reach_the_engine() -> None:
     assert (ours.allowed_token_ids, ours.bad_words) == ((5, 6), ("no",))
     with pytest.raises(ValidationError, match="allowed_token_ids"):
         CompletionRequest.model_validate({"prompt": "a", "allowed_token_ids": []})
+
+
+def test_what_is_left_out_is_as_the_model_says() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20}
+    body = CompletionRequest(prompt="a", temperature=0.0)
+    assert sampling_of(body, 5, None, defaults=defaults) == SamplingParams(temperature=0.0, top_k=20, max_tokens=5)
+
+
+def test_requests_are_sampled_as_the_served_model_says(tokenizer: Tokenizer) -> None:
+    async def samplings() -> list[SamplingParams]:
+        with ThreadPoolExecutor(1) as threads:
+            model = ServedModel(INFO, tokenizer, sampling_defaults={"temperature": 0.25, "top_p": 0.5})
+            front_end = front_end_of(PlayedLink(), threads, model)
+            chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "top_p": 0.75})
+            of_chat, _ = await prepare_chat(front_end, chat, "a")
+            return [of_chat.sampling, completion_sampling(CompletionRequest(prompt="a"), model)]
+
+    of_chat, of_completion = asyncio.run(samplings())
+    assert (of_chat.temperature, of_chat.top_p) == (0.25, 0.75)
+    assert (of_completion.temperature, of_completion.top_p) == (0.25, 0.5)
 
 
 def test_null_is_the_default_of_sampling_params() -> None:

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from http_calls import connect, error_of, events, generate_body
 from server_process import ServerProcess, ids_request, wait_for
+from starlette.types import Message
 
 from jaxsgl.client import main as run_client
 from jaxsgl.config.server import API_KEY_VARIABLE, ServerConfig
@@ -189,6 +190,10 @@ class Failing:
         self.answer = code, details
 
 
+async def no_body() -> Message:
+    raise AssertionError("a refusal reads no body")
+
+
 def test_a_bug_is_answered_by_its_class_alone(caplog: pytest.LogCaptureFixture) -> None:
     failing = Failing()
     asyncio.run(failing.Generate(b"", failing))
@@ -196,6 +201,13 @@ def test_a_bug_is_answered_by_its_class_alone(caplog: pytest.LogCaptureFixture) 
     assert failing.answer == (grpc.StatusCode.INTERNAL, words)
     over_http = answer_to(RuntimeError("a secret of /etc/passwd"))
     assert over_http.status_code == 500
-    assert words in bytes(over_http.body).decode() and "secret" not in bytes(over_http.body).decode()
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(over_http({"type": "http", "path": "/generate"}, no_body, send))
+    body = sent[-1]["body"].decode()
+    assert words in body and "secret" not in body
     assert over_http.headers["x-should-retry"] == "false"
     assert caplog.text.count("RuntimeError: a secret") == 2, "the log says it"

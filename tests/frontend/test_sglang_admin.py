@@ -107,7 +107,8 @@ def test_a_worker_that_starts_or_stops_takes_no_requests(start_server: Callable[
 
 def test_model_info_holds_what_a_gateway_needs(sglang: Stub, model_folder: str) -> None:
     info = sglang.GetModelInfo(pb.GetModelInfoRequest())
-    assert (info.model_path, info.tokenizer_path, info.served_model_name) == (model_folder,) * 3
+    assert (info.model_path, info.tokenizer_path) == (model_folder,) * 2
+    assert info.served_model_name == Path(model_folder).name
     assert (info.max_context_length, info.vocab_size) == (LIMITS.context_length, VOCAB_SIZE)
     assert info.max_req_input_len == LIMITS.pool_tokens - 1
     assert list(info.eos_token_ids) == [EOS_ID]
@@ -122,7 +123,7 @@ def test_server_info_holds_the_workers_flags(sglang: Stub, model_folder: str) ->
     info = sglang.GetServerInfo(pb.GetServerInfoRequest())
     args = MessageToDict(info.server_args)
     assert (args["dp_size"], args["tp_size"], args["page_size"], args["max_running_requests"]) == (1, 1, 16, 8)
-    assert (args["model_path"], args["served_model_name"]) == (model_folder, model_folder)
+    assert (args["model_path"], args["served_model_name"]) == (model_folder, Path(model_folder).name)
     assert info.max_total_num_tokens == LIMITS.pool_tokens == MessageToDict(info.scheduler_info)["max_total_num_tokens"]
     assert info.server_type == "grpc"
     assert info.start_time.seconds <= before_s

@@ -108,6 +108,21 @@ def test_a_call_that_max_tokens_cuts_is_text(http: httpx.Client) -> None:
     assert CALL.startswith(message["content"])
 
 
+def test_a_call_that_is_demanded_goes_before_a_format(http: httpx.Client) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    message, reason = answer(http, CALL, tool_choice="required", response_format=form)
+    assert (message["tool_calls"][0]["function"]["name"], reason) == ("weather", "tool_calls")
+
+
+def test_reasoning_gets_a_budget(http: httpx.Client) -> None:
+    """The fake engine ignores grammars; tests/text/test_call_grammars.py asks llguidance."""
+    for name in ("thinking_token_budget", "thinking_budget"):
+        assert answer(http, "<think>Hm</think>Hello", **{name: 5})[0]["reasoning_content"] == "Hm"
+        assert name in refusal(http, PATH, messages=say("a"), **{name: -1})["message"]
+    fields = {"thinking_token_budget": 5, "thinking_budget": 6}
+    assert "differ" in refusal(http, PATH, messages=say("a"), **fields)["message"]
+
+
 def test_functions_are_an_older_word_for_tools(http: httpx.Client) -> None:
     fields = {"tools": None, "functions": [WEATHER["function"], NOW["function"]], "function_call": "auto"}
     (choice,) = post(http, PATH, messages=say(CALL), **fields)["choices"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.peers.contender import CannotRun, Setup
-from bench.requests import Job
+
+from jaxsgl.bench.requests import Job
 
 
 class Echo:

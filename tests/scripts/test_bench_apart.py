@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 from bench.figures import apart as script
 from bench.fleet import Fleet
-from bench.serving.backend import Answer, Served, Turn
+
+from jaxsgl.bench.backend import Answer, Served, Turn
 
 LOAD = script.Load(64, num_alone=2, num_streams=2, stream_tokens=101, num_bursts=3, burst_size=2, busy=0.5)
 FIRST_S = 0.01

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench.buckets import Choice, Costs, best_lists, best_pair, candidate_sizes, padding, steps_of, suggested, unpadded
-from bench.requests import Lengths, random_jobs
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
+from jaxsgl.bench.requests import Lengths, random_jobs
 from jaxsgl.config.engine import EngineConfig
 from tests.engine.conftest import MODEL
 from tests.scripts.running import run_script

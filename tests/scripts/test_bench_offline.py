@@ -12,13 +12,13 @@ import pytest
 from bench.offline.figures import ModelWork, TimeSplit, busy_intervals, host, split, waste
 from bench.offline.recording import Recording, RecordingEngine, Step, Turn
 from bench.offline.run import record_run, seen_late
-from bench.requests import Lengths, greedy_requests, random_jobs
 from bench.roofline import Roofline
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.engine_api import StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.batch.outputs import HostOutputs
+from jaxsgl.bench.requests import Lengths, greedy_requests, random_jobs
 from jaxsgl.messages.replies import Replies
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import FakeEngine

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from bench.peers.contender import KINDS, UNTOLD, Kind, Setup
 from bench.peers.rounds import Match, WrongOutput, check, same_tokens
-from bench.requests import Job
 from safetensors.numpy import load_file
 
+from jaxsgl.bench.requests import Job
 from tests.checkpoints import make_checkpoint
 from tests.grids import NIGHTLY, daily
 from tests.scripts.running import run_script

@@ -7,18 +7,18 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import bench_serving as script
 import numpy as np
 import pytest
 from bench.figures import capacity
-from bench.serving.backend import Answer, Turn
-from bench.serving.datasets import DatasetConfig
-from bench.serving.http_backends import DIALECTS, HttpBackend
-from bench.serving.http_stream import HttpServer
-from bench.serving.metrics import details, failures, parse_goodput, summary
-from bench.serving.run import Outcome
 from server_process import ServerProcess
 
+from jaxsgl.bench import __main__ as script
+from jaxsgl.bench.backend import Answer, Turn
+from jaxsgl.bench.datasets import DatasetConfig
+from jaxsgl.bench.http_backends import DIALECTS, HttpBackend
+from jaxsgl.bench.http_stream import HttpServer
+from jaxsgl.bench.metrics import details, failures, parse_goodput, summary
+from jaxsgl.bench.run import Outcome
 from tests.text.small_tokenizers import byte_level, save
 
 

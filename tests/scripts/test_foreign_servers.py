@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import bench_peers
-import bench_serving
 import pytest
 from bench.peers.contender import UNTOLD, CannotRun, Setup
 from bench.peers.endpoint import FLUSHED_BY, MAX_ERROR, NOTHING, Endpoint
-from bench.requests import Job
-from bench.serving.datasets import DatasetConfig
 
+from jaxsgl.bench import __main__ as bench_serving
+from jaxsgl.bench.datasets import DatasetConfig
+from jaxsgl.bench.requests import Job
 from tests.scripts.foreign_server import Foreign, running
 
 RANDOM = ("--num-prompts", 4, "--random-input-len", 9, "--random-output-len", 6, "--random-range-ratio", 1)

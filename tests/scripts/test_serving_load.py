@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from bench.requests import OUTPUT, Ask, prompt_ids, prompt_pieces
-from bench.serving.backend import Answer, Served, Turn
-from bench.serving.datasets import DatasetConfig
-from bench.serving.http_backends import DIALECTS, HttpBackend, chat_body
-from bench.serving.http_stream import HttpServer
-from bench.serving.run import Outcome, Run
+
+from jaxsgl.bench.backend import Answer, Served, Turn
+from jaxsgl.bench.datasets import DatasetConfig
+from jaxsgl.bench.http_backends import DIALECTS, HttpBackend, chat_body
+from jaxsgl.bench.http_stream import HttpServer
+from jaxsgl.bench.requests import OUTPUT, Ask, prompt_ids, prompt_pieces
+from jaxsgl.bench.run import Outcome, Run
 
 
 class EchoBackend:

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import simulate as script
-from bench.requests import OUTPUT, OUTPUT_TOKEN, Ask, prompt_ids
 from bench.simulation.cost import HARDWARE, MODELS, StepCost, data_sheet_costs
 from bench.simulation.engine import SizesBuilder
 from bench.simulation.figures import Distribution
 from bench.simulation.run import simulate
-from bench.traces import DEFAULTS, TraceConfig, made_up
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.sampling import SamplingRows
+from jaxsgl.bench.requests import OUTPUT, OUTPUT_TOKEN, Ask, prompt_ids
+from jaxsgl.bench.traces import DEFAULTS, TraceConfig, made_up
 from jaxsgl.cache.pages import PageTable
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.scheduler.scheduler import Scheduler

@@ -6,14 +6,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from bench.requests import prompt_ids
 from bench.simulation.cost import HARDWARE, MODELS, StepCost, data_sheet_costs, equal_pairs, num_params, weight_bytes
 from bench.simulation.engine import Clock, SimulatedHandle
 from bench.simulation.fit import fit, record
-from bench.traces import replayed
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.bench.requests import prompt_ids
+from jaxsgl.bench.traces import replayed
 from jaxsgl.cache.pages import tokens_in
 from jaxsgl.testing.device import FakePageTable
 

@@ -66,9 +66,37 @@ MISTRAL = (
 )
 MISTRAL_V11 = '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{}'
 OLMO = '<function_calls>\nweather(city="Paris", days=2)\nnow()\n</function_calls>'
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Paris", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>'
+    "{}<|tool_call_end|><|tool_calls_section_end|>"
+)
+DEEPSEEK_V31 = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Paris", "days": 2}<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DEEPSEEK_V3 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"city": "Paris", "days": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n'
+    "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+    '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+)
+BOTH: list[tuple[str, object]] = [("weather", PARIS), ("now", {})]
 # (dialect, text, reasoning, content, calls)
 VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
     ("hermes", "Hello\nyou. \n", "", "Hello\nyou. \n", []),
+    *(
+        (name, f"<think>Hm</think>I look.\n{text}", "Hm", "I look.", BOTH)
+        for name, text in (
+            ("kimi_k2", KIMI),
+            ("deepseek_v31", DEEPSEEK_V31),
+            ("deepseek_v3", DEEPSEEK_V3),
+            ("minimax_m2", MINIMAX),
+        )
+    ),
     ("hermes", CALL, "", "", [("weather", PARIS)]),
     ("hermes", f"I look.\n{CALL}\n{NOW}\n", "", "I look.", [("weather", PARIS), ("now", {})]),
     ("hermes", f"<think>\nHm: <tool_call>?\n</think>\n\n{NOW}", "Hm: <tool_call>?", "", [("now", {})]),
@@ -203,6 +231,38 @@ def test_transformers_reads_the_same(text: str) -> None:
     assert [(function["name"], function["arguments"]) for function in functions] == calls
 
 
+# The template ends a call at the first mark, in a text or not.
+OF_HERMES = [case[1:] for case in VALID if case[0] == "hermes" and "</tool_call>{" not in case[1]]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content", "calls"), OF_HERMES)
+def test_a_model_that_nobody_knows_is_read_as_its_tokenizer_says(
+    text: str, reasoning: str, content: str, calls: list[tuple[str, object]]
+) -> None:
+    dialect = dialect_of("{{ messages }}", response_template=QWEN, special_tokens=("<think>", "</think>", "<pad>"))
+    assert dialect.markers == ("<think>", "</think>")
+    got = result(dialect.parser(TOOLS), [text])
+    assert (got[0].strip(), got[1].strip()) == (reasoning, content.strip())
+    assert [(name, json.loads(arguments)) for name, arguments in got[2]] == calls
+    assert result(dialect.parser(TOOLS), list(text)) == got
+
+
+def test_what_a_response_template_cant_read_comes_back_as_text() -> None:
+    dialect = dialect_of(None, response_template=QWEN)
+    broken = '<tool_call>{"name": "weather", "arg</tool_call>'
+    for text in (f"I look.{broken} Well.", f"Hm {NOW.replace('now', 'then')}", broken[:20]):
+        reasoning, content, calls = result(dialect.parser(TOOLS), [text])
+        assert (reasoning, content, calls) == ("", text, [])
+    assert result(dialect.parser(TOOLS), [f"{broken}{CALL}"])[2] == [("weather", '{"city":"Paris","days":2}')]
+    one = result(dialect.parser(TOOLS, max_calls=1), [f"{CALL}{NOW}"])
+    assert [name for name, _ in one[2]] == ["weather"]
+    opened = dialect.parser(TOOLS, prompt_tail="<|im_start|>assistant\n<think>\n")
+    assert result(opened, ["Hm</think>Hello"]) == ("Hm", "Hello", [])
+    assert dialect_of("<tool_call>", response_template=QWEN).template is None, "a form of ours goes before it"
+    assert dialect_of(None, "none", response_template=QWEN).template is None
+    assert dialect_of(None, response_template={"fields": {"a": {"open": 5}}}).template is None
+
+
 @pytest.mark.parametrize(("name", "text", "reasoning"), MALFORMED)
 def test_a_malformed_call_comes_back_as_text(name: str, text: str, reasoning: str) -> None:
     got = result(dialect_of(None, name, "gpt-oss" if name == "gpt-oss" else "think").parser(TOOLS), [text])
@@ -296,6 +356,10 @@ def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
         ("<tool_call>{{ tool }}</tool_call>", "hermes", None),
         ("<think>{{ reasoning }}</think><tool_call>\n<function=", "qwen3_coder", "think"),
         ("</think><tool_call>{{ name }}<arg_key>", "glm45", "think"),
+        ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi_k2", None),
+        ("'function<｜tool▁sep｜>' + name + '\\n```json\\n' + arguments", "deepseek_v3", None),
+        ("name + '<｜tool▁sep｜>' + arguments", "deepseek_v31", None),
+        ("</think>{{ '<minimax:tool_call>' }}<invoke name=", "minimax_m2", "think"),
         ("[TOOL_CALLS] [", "mistral", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_v11", None),
         ('{"name": function name, "parameters": dictionary of argument', "llama3", None),

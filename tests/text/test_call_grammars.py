@@ -15,7 +15,14 @@ from transformers import PreTrainedTokenizerFast
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.text.answer import ReasoningForm
-from jaxsgl.text.call_grammar import Calls, behind_reasoning, call_grammar, content_grammar, harmony_grammar
+from jaxsgl.text.call_grammar import (
+    Calls,
+    behind_reasoning,
+    call_grammar,
+    content_grammar,
+    free_text,
+    harmony_grammar,
+)
 from jaxsgl.text.calls import FORMS
 from jaxsgl.text.dialects import THINK, Dialect
 from jaxsgl.text.harmony import MARKERS
@@ -47,6 +54,23 @@ TEXTS = {
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>x y</arg_value>\n<arg_key>days</arg_key>\n"
         "<arg_value>3</arg_value>\n</tool_call>"
     ],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        '{"city": "x"}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}'
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    ],
+    "deepseek_v31": [
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "x"}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ],
+    "deepseek_v3": [
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "x"}\n```'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ],
+    "minimax_m2": [
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">x\ny</parameter>\n'
+        '<parameter name="unit">C</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+    ],
     "granite": ['<|tool_call|>[{"name": "now", "arguments": {}}]'],
     "phi4_mini": ['<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'],
     "pythonic": ['[weather(city="x", unit="C"), now()]'],
@@ -54,7 +78,15 @@ TEXTS = {
     "json": ['{"name": "weather", "arguments": {"city": "x"}}'],
 }
 PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", *MARKERS)
+SPECIAL = (
+    "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", *MARKERS,
+    *{
+        mark: None
+        for form in FORMS.values()
+        if form.section is not None
+        for mark in (*form.section, *form.opens, form.close)
+    },
+)  # fmt: skip
 
 
 class Grammars:
@@ -182,6 +214,34 @@ def test_a_grammar_begins_behind_the_reasoning(with_markers: bool) -> None:
         assert not of.allows(lark, f"Hm.</think>\nno{good}"), grammar
     with pytest.raises(InvalidRequest, match="a lark can't begin behind reasoning"):
         content_grammar(Grammar.lark("start: /a/"), of.tokenizer.unit_of)
+
+
+def test_reasoning_ends_after_its_budget() -> None:
+    of = grammars(True)
+    text = free_text(of.tokenizer.unit_of)
+    for is_open, begun in ((True, ""), (False, "<think>")):
+        lark = behind_reasoning(text, THINK, is_open, budget=3)
+        assert of.allows(lark, f"{begun}Hm.</think>\nHello <b>.")
+        assert not of.allows(lark, f"{begun}Hm, a.</think>\nHello")
+    assert of.allows(behind_reasoning(text, THINK, True, budget=0), "</think>Hello")
+    assert not of.allows(behind_reasoning(text, THINK, True, budget=0), "H</think>Hello")
+    call = TEXTS["hermes"][0]
+    lark = behind_reasoning(call_grammar(FORMS["hermes"], Calls(TOOLS), of.tokenizer.unit_of), THINK, True, budget=3)
+    assert of.allows(lark, f"Hm.</think>{call}")
+    assert not of.allows(lark, f"Hm, a.</think>{call}")
+
+
+def test_calls_without_a_mark_stand_next_to_a_schema() -> None:
+    name, of = "pythonic", grammars(True)
+    content = Grammar.json_schema({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
+    lark = behind_reasoning(call_grammar(FORMS[name], Calls(TOOLS), of.tokenizer.unit_of, content), None, False)
+    for text, kinds in ((TEXTS[name][0], {"call", "arguments"}), ('{"x": 1}', {"content"})):
+        assert of.allows(lark, text)
+        parser = Dialect(calls=FORMS[name]).parser(TOOLS, constrained=True)
+        assert {part.kind for char in text for part in parser.feed(char)} | {
+            part.kind for part in parser.finish()
+        } == kinds
+    assert not of.allows(lark, "Hello")
 
 
 def test_an_answer_is_json_by_a_schema_or_calls() -> None:

@@ -30,7 +30,7 @@ from jaxsgl.weights.converted import LAYOUT_VERSION, MANIFEST, restore_groups
 from tests.checkpoints import make_checkpoint
 from tests.grids import daily
 from tests.plain_model import checkpoint_logits, mesh_of
-from tests.scripts.running import run_script
+from tests.scripts.running import run_command
 from tests.text.small_tokenizers import save
 from tests.weights.stored_weights import quantize_folder
 from tests.weights.test_loading import rewrite
@@ -71,11 +71,11 @@ def convert(original: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint with a tokenizer, and what `scripts/convert_checkpoint.py` makes of it."""
+    """A checkpoint with a tokenizer, and what `jaxsgl convert` makes of it."""
     original, converted = (tmp_path_factory.mktemp(name) for name in ("original", "converted"))
     make_checkpoint("qwen3", original, num_attention_heads=8, num_key_value_heads=4)
     save(Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="b")), original)
-    done = run_script("convert_checkpoint.py", "--model", original, "--output", converted)
+    done = run_command("convert", "--model", original, "--output", converted)
     assert f"{converted}: 0.00 GB" in done.stdout
     return original, converted
 
@@ -168,7 +168,7 @@ def test_another_layout_is_refused_with_the_way_out(tmp_path: Path) -> None:
     ):
         (converted / MANIFEST).write_text(json.dumps({**manifest, **changes}))
         with pytest.raises(
-            CheckpointError, match=words + ".*convert the original checkpoint again with scripts/convert_c"
+            CheckpointError, match=words + ".*convert the original checkpoint again with jaxsgl convert"
         ):
             load(converted)
     (converted / MANIFEST).write_text("[")

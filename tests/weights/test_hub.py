@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 
 from jaxsgl.engine import engine
 from jaxsgl.errors import CheckpointError
+from jaxsgl.models import ModelArch
 from jaxsgl.offline.llm import LLM
 from jaxsgl.weights import resolve_model_folder
 from tests.text.small_tokenizers import save
@@ -57,6 +58,26 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_a_path_that_is_no_folder_is_not_looked_up_on_the_hub(name: str) -> None:
     with pytest.raises(CheckpointError, match=r"is not a folder.*not a hub id"):
         resolve_model_folder(name)
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(CheckpointError, match="is a GGUF file, which is not read here: name a folder"):
+        resolve_model_folder(str(tmp_path / "m.gguf"))
+    with pytest.raises(CheckpointError, match=r"no config.json, but GGUF files"):
+        ModelArch.from_folder(tmp_path)
+    (tmp_path / "m.gguf").rename(tmp_path / "adapter_config.json")
+    with pytest.raises(CheckpointError, match=r"but an adapter: serve its base model"):
+        ModelArch.from_folder(tmp_path)
+
+
+def test_a_platform_that_jax_lacks_names_what_brings_it(tmp_path: Path) -> None:
+    program = "from jaxsgl.engine.memory import start_jax; start_jax()"
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True)
+    assert "ConfigError: JAX finds no device of JAX_PLATFORMS=cuda" in done.stderr
+    assert "pip install 'jaxsgl[cuda13]'" in done.stderr
 
 
 def test_a_hub_id_that_cannot_be_fetched_reports_both_attempts(tmp_path: Path) -> None:

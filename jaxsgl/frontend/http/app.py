@@ -21,8 +21,9 @@ from jaxsgl.frontend.certificates import Certificate
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors, health
 from jaxsgl.frontend.http.acceptor import Acceptor
+from jaxsgl.frontend.http.anthropic import routes as anthropic
 from jaxsgl.frontend.http.connection import Connection
-from jaxsgl.frontend.http.middleware import OPEN_PATHS, REQUEST_ID_HEADER, ApiKey, BodyLimit, RequestIds
+from jaxsgl.frontend.http.middleware import OPEN_PATHS, REQUEST_ID_HEADER, AccessLog, ApiKey, BodyLimit, RequestIds
 from jaxsgl.frontend.http.openai import batches
 from jaxsgl.frontend.http.openai import routes as openai
 from jaxsgl.frontend.http.page import live, static
@@ -32,8 +33,8 @@ from jaxsgl.frontend.listen import address_of, max_connections, take_port
 
 # `router(front_end) -> APIRouter` of each module.
 ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (
-    health.router, static.router, live.router, openai.router, batches.router, generate.router, admin.router,
-    encode.router,
+    health.router, static.router, live.router, openai.router, batches.router, anthropic.router, generate.router,
+    admin.router, encode.router,
 )  # fmt: skip
 SHUTDOWN_GRACE_S = 1.0  # for final answers to reach their clients before connections close
 POLL_S = 0.01
@@ -46,8 +47,11 @@ def build_app(front_end: FrontEnd) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router(front_end))
     # The middleware added last is the first that a request passes.
-    files = {batches.FILES_PATH: batches.MAX_FILE_BYTES} if front_end.config.batch_dir is not None else {}
-    app.add_middleware(BodyLimit, max_bytes=front_end.config.max_request_bytes, of_paths=files)
+    config = front_end.config
+    files = {batches.FILES_PATH: batches.MAX_FILE_BYTES} if config.batch_dir is not None else {}
+    app.add_middleware(
+        BodyLimit, max_bytes=config.max_body_bytes, max_plain_bytes=config.max_message_bytes, of_paths=files
+    )
     if front_end.access.guards:
         app.add_middleware(ApiKey, access=front_end.access, open_paths=OPEN_PATHS | static.PATHS)
     if front_end.config.allowed_origins:
@@ -59,6 +63,8 @@ def build_app(front_end: FrontEnd) -> FastAPI:
             expose_headers=[REQUEST_ID_HEADER],
         )
     app.add_middleware(PageGuard, config=front_end.config)
+    if front_end.config.access_log:
+        app.add_middleware(AccessLog)
     app.add_middleware(RequestIds)
     return app
 

@@ -23,6 +23,7 @@ from jaxsgl.config.features import BOOTSTRAP_PORT
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import RequestOptions
 from jaxsgl.frontend.legs import rendezvous
+from jaxsgl.preprocess.sources import MAX_FRAMES
 from jaxsgl.requests.bounds import Bounds
 from jaxsgl.requests.request import MAX_CACHE_SALT_CHARS, PRIORITY_BOUNDS
 from jaxsgl.requests.sampling import (
@@ -43,6 +44,8 @@ from jaxsgl.text.tokenizer import Truncation
 MAX_INT = 2**31 - 1
 MAX_TEXTS = 1024  # and prompts of other kinds
 SMALL_BODY = 1 << 16  # bytes, which parse in a few milliseconds whatever they hold
+MAX_QUOTES_OF_FILES = 1 << 17  # of a body that is larger than what may be other than files
+MIN_FILE_BYTES = 1 << 16
 MAX_PARTS = 1 << 16  # lists, objects and members of a body
 MAX_STRINGS = 1 << 18  # of a body whose texts hold brackets
 
@@ -58,10 +61,35 @@ class _StrictRequest(Request):
         body = await self.body()
         if len(body) <= SMALL_BODY:
             return from_json(body, allow_inf_nan=False)
-        check_num_parts(body)
+        check_num_parts(without_files(body, self.state.max_plain_bytes))
+        await asyncio.sleep(0)
         parsed = from_json(body, allow_inf_nan=False)
         await asyncio.sleep(0)  # checking it takes as long as parsing: other calls run in between
         return parsed
+
+
+def without_files(body: bytes, max_bytes: int) -> bytes:
+    """Returns a JSON text without the long texts in it that are read as fast as they are copied: files in base64.
+
+    Raises `InvalidRequest` for more than `max_bytes` of anything else: two of them may be a number, of 20 ns to parse.
+    """
+    if len(body) <= max_bytes:
+        return body
+    if body.count(b'"') <= MAX_QUOTES_OF_FILES:
+        body = b'"'.join([b"" if _is_file(text) else text for text in body.split(b'"')])
+    if len(body) > max_bytes:
+        raise InvalidRequest(
+            f"it has {len(body)} bytes besides files in base64, but may have {max_bytes} (--max-request-bytes): send "
+            "less at once"
+        )
+    return body
+
+
+def _is_file(text: bytes) -> bool:
+    """Whether what stands between two quotes is long, has no escapes, and holds few values if it is no string."""
+    if len(text) < MIN_FILE_BYTES or not text.isascii():
+        return False
+    return b"\\" not in text and b" " not in text and text.count(b",") <= MAX_FRAMES
 
 
 def check_num_parts(body: bytes) -> None:

@@ -171,7 +171,7 @@ class EventStream(Response):
                 watcher = asyncio.create_task(_cut_when_gone(receive, cut))
                 try:
                     # A task of its own: otherwise each event would wake a chain of some 20 coroutines.
-                    await asyncio.create_task(self._send_all(send))
+                    await asyncio.create_task(self._send_all(scope["path"], send))
                 finally:
                     watcher.cancel()
         except TimeoutError:
@@ -180,7 +180,7 @@ class EventStream(Response):
         finally:
             await self._events.aclose()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, path: str, send: Send) -> None:
         events = self._events
         first = await anext(events, b"")
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -189,5 +189,5 @@ class EventStream(Response):
             async for data in events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:  # the status has been sent
-            await send({"type": "http.response.body", "body": event_of(error), "more_body": True})
+            await send({"type": "http.response.body", "body": event_of(path, error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,7 +1,8 @@
-"""Turns errors into HTTP answers, all in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+"""Turns errors into HTTP answers, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
-Owns the status and the body of every refusal over HTTP. Knows no endpoint. app.py registers the handlers; code that
-answers outside of them (middleware, streams) calls `answer_to` and `event_of`.
+Below /v1/messages they have Anthropic's: {"type": "error", "error": {"type", "message"}}. Owns the status and the body
+of every refusal over HTTP. Knows no endpoint. app.py registers the handlers; code that answers outside of them
+(middleware, streams) calls `answer_to` and `event_of`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from jaxsgl.errors import RETRY_AFTER_S, JaxsglError
+from jaxsgl.logs import OF_CLIENTS
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; the client has left and reads no answer
 MAX_SHOWN_PROBLEMS = 3
 MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
 RETRY_STATUSES = (429, 503)
+LOGGED_STATUSES = (400, 403, 404, 405, 413)  # by mistakes of clients, which their authors look for in the log
+MAX_LOGGED_CHARS = 300
 
 _TYPES = {
     401: "authentication_error",
@@ -35,6 +40,17 @@ _TYPES = {
     429: "rate_limit_error",
 }
 _CODES = {401: "invalid_api_key"}
+_ANTHROPIC_PATHS = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +89,12 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientGone, _on_client_gone)
 
 
-def body_of(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Returns the JSON body that goes with `status`."""
+def body_of(path: str, status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Returns the JSON body that goes with `status`, in the shape of the API that `path` belongs to."""
     message = _shortened(message, MAX_MESSAGE_CHARS)  # it may quote the request
+    if path.startswith(_ANTHROPIC_PATHS):
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 and status != 422 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
     param = None if param is None else _shortened(param, MAX_PARAM_CHARS)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
@@ -105,8 +124,28 @@ def answer(status: int, message: str, param: str | None = None, code: str | None
         headers["x-should-retry"] = "false"  # OpenAI's clients would send it again, to fail again
     if status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
-    # Starlette's JSONResponse would fail at half a surrogate pair, which a message may quote from the request.
-    return Response(json.dumps(body_of(status, message, param, code)), status, headers, "application/json")
+    return Refusal(status, headers, message, param, code)
+
+
+class Refusal(Response):
+    """The answer to a request that is refused. Its body is written once the path is known."""
+
+    media_type = "application/json"
+
+    def __init__(self, status: int, headers: dict[str, str], message: str, param: str | None, code: str | None) -> None:
+        super().__init__(None, status, headers)
+        self._error = (status, message, param, code)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        status, message = self._error[:2]
+        if status in LOGGED_STATUSES:
+            words = ascii(message[:MAX_LOGGED_CHARS])
+            logger.info("%s %s: %d, %s", scope["method"], scope["path"], status, words, extra=OF_CLIENTS)
+        # Starlette's JSONResponse would fail at half a surrogate pair, which a message may quote from the request.
+        self.body = json.dumps(body_of(scope["path"], *self._error)).encode()
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -157,6 +196,7 @@ def _param(loc: Sequence[int | str]) -> str | None:
     return ".".join(names) if names and not names[0].isdigit() else None
 
 
-def event_of(error: Exception) -> bytes:
-    """Returns the last event of a stream that `error` ends."""
-    return b"data: " + json.dumps(body_of(*error_of(error))).encode() + b"\n\n"
+def event_of(path: str, error: Exception) -> bytes:
+    """Returns the last event of a stream of `path` that `error` ends."""
+    name = b"event: error\n" if path.startswith(_ANTHROPIC_PATHS) else b""
+    return name + b"data: " + json.dumps(body_of(path, *error_of(error))).encode() + b"\n\n"

@@ -86,7 +86,7 @@ def grammar_of(body: BaseModel) -> Grammar | None:
     response_format = getattr(body, "response_format", None)
     if response_format is not None and (grammar := _of_response_format(response_format)) is not None:
         found["response_format"] = grammar
-    if len(found) > 1:
+    if len(set(found.values())) > 1:  # the same one under names old and new is one
         raise InvalidRequest(f"{' and '.join(found)} each ask for a grammar, but an output has one: send one of them")
     grammar = next(iter(found.values()), None)
     guidance: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -76,6 +76,33 @@ class RequestIds:
             await answer_to(error)(scope, receive, send_with_id)
 
 
+class AccessLog:
+    """Leaves a line for each request that has ended: `POST /v1/chat/completions 200, 1.042 s`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        now_s = asyncio.get_running_loop().time
+        start_s, status = now_s(), 0
+
+        async def send_and_see(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_see)
+        finally:
+            fields = {"client": (scope["client"] or ("-",))[0], "method": scope["method"], "path": scope["path"]}
+            fields |= {"status": status or "-", "total_s": now_s() - start_s}
+            logger.info("%(client)s %(method)s %(path)r %(status)s, %(total_s).3f s", fields, extra=fields)
+
+
 class ApiKey:
     """Refuses requests without the key that they need, except on `open_paths`.
 
@@ -90,7 +117,7 @@ class ApiKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            given = _key_of(scope["headers"])
             try:
                 enter(self._access.check(given, is_order=scope["path"] in ORDER_PATHS))
             except (Unauthenticated, Forbidden) as error:
@@ -99,17 +126,34 @@ class ApiKey:
         await self._app(scope, receive, send)
 
 
+def _key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Returns the header `authorization`, or what it would be for the key in Anthropic's header."""
+    found = dict(headers)
+    if b"authorization" not in found and b"x-api-key" in found:
+        return b"Bearer " + found[b"x-api-key"]
+    return found.get(b"authorization", b"")
+
+
 class BodyLimit:
     """Refuses a body of more than `max_bytes`, by its declared length or as soon as that much has arrived.
 
-    Paths of `of_paths` have limits of their own. Also refuses a body of which nothing arrives for `stall_s` seconds, or
-    that comes more slowly than `MIN_BODY_BYTES_PER_S`: its client would hold a connection forever.
+    Paths of `of_paths` have limits of their own. What of a body may be other than files is `max_plain_bytes`, which
+    bodies.py finds in the request's state.
+
+    Also refuses a body of which nothing arrives for `stall_s` seconds, or that comes more slowly than
+    `MIN_BODY_BYTES_PER_S`: its client would hold a connection forever.
     """
 
     def __init__(
-        self, app: ASGIApp, max_bytes: int, stall_s: float = STALL_S, of_paths: Mapping[str, int] = NO_PATHS
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        max_plain_bytes: int,
+        stall_s: float = STALL_S,
+        of_paths: Mapping[str, int] = NO_PATHS,
     ) -> None:
         self._app = app
+        self._max_plain_bytes = max_plain_bytes
         self._max_bytes = max_bytes
         self._of_paths = of_paths
         self._stall_s = stall_s
@@ -120,6 +164,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         max_bytes = self._of_paths.get(scope["path"], self._max_bytes)
+        scope.setdefault("state", {})["max_plain_bytes"] = self._max_plain_bytes
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared) > max_bytes:
             await answer(413, _words(declared, max_bytes))(scope, receive, send)

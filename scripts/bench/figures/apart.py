@@ -35,11 +35,11 @@ import numpy as np
 import jaxsgl
 from bench.fleet import MODEL_NAME, Fleet, Server, start_fleet, start_server
 from bench.output import figure_parser, write_figures, write_json
-from bench.requests import Ask
-from bench.serving.backend import Answer, Backend
-from bench.serving.http_backends import DIALECTS, HttpBackend
-from bench.serving.http_stream import HttpServer
-from bench.serving.run import Run
+from jaxsgl.bench.backend import Answer, Backend
+from jaxsgl.bench.http_backends import DIALECTS, HttpBackend
+from jaxsgl.bench.http_stream import HttpServer
+from jaxsgl.bench.requests import Ask
+from jaxsgl.bench.run import Run
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],

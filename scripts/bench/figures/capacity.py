@@ -17,10 +17,10 @@ from typing import Any
 from bench.frontend.plan import Plan
 from bench.frontend.running import server
 from bench.output import command_parser
-from bench.serving.datasets import DatasetConfig
-from bench.serving.http_backends import DIALECTS
-from bench.serving.load import GRPC, ServingConfig, load
-from bench.serving.metrics import failures, summary
+from jaxsgl.bench.datasets import DatasetConfig
+from jaxsgl.bench.http_backends import DIALECTS
+from jaxsgl.bench.load import GRPC, ServingConfig, load
+from jaxsgl.bench.metrics import failures, summary
 
 
 def measure(backend: str, streams: int, rate: float, tokens: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from typing import Any
 from bench.load_child import evict, read_plainly, write_random
 from bench.models import SHAPES
 from bench.output import figure_parser, write_figures
-from bench.processes import SCRIPTS, python_path
+from bench.processes import python_path
 
 KINDS = {"plain": "original", "safetensors": "original", "plain-orbax": "converted", "orbax": "converted"}
 HEAD = f"{'':<12}{'GB':>8}{'GB/s':>8}{'CPU s':>8}{'resident GiB':>14}{'of the size':>13}"
@@ -80,7 +80,8 @@ def main(arguments: list[str]) -> int:
         if "converted" in {KINDS[kind] for kind in options.kinds}:
             convert: list[str | Path] = [
                 sys.executable,
-                SCRIPTS / "convert_checkpoint.py",
+                "-m",
+                "jaxsgl.convert",
                 "--model",
                 folder / "original",
             ]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from bench.requests import Job
+from jaxsgl.bench.requests import Job
 
 UNTOLD = -1  # a token that an endpoint counted without giving its id
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench.peers.contender import UNTOLD, CannotRun, Setup
-from bench.requests import Job
+from jaxsgl.bench.requests import Job
 
 PATIENCE_S = 3600.0
 FLUSH_PATHS = ("/flush_cache", "/reset_prefix_cache")  # jaxsgl and SGLang; vLLM in its development mode

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from bench.peers.contender import CannotRun, Setup
 from bench.peers.gguf_file import write_gguf
-from bench.requests import Job
+from jaxsgl.bench.requests import Job
 
 PAD = 256  # llama.cpp rounds the tokens of a sequence up to this
 STEP_TOKENS = 512  # tokens of one call at most

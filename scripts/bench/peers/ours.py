@@ -9,8 +9,8 @@ import shlex
 import jax
 
 from bench.peers.contender import CannotRun, Setup
-from bench.requests import Job
 from jaxsgl import LLM, SamplingParams
+from jaxsgl.bench.requests import Job
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.flags import add_flags, from_flags
 

@@ -20,7 +20,7 @@ import msgspec
 
 from bench.peers.contender import CannotRun, Contender, Kind, Setup
 from bench.processes import LineChild, answers_only, python_path
-from bench.requests import Job
+from jaxsgl.bench.requests import Job
 
 CLOSE_S = 20.0
 LOG_TAIL = 600  # characters of the log that an error quotes if the process died

@@ -12,7 +12,7 @@ from typing import Any
 from bench.peers.contender import UNTOLD, CannotRun, Kind, Setup
 from bench.peers.process import Process
 from bench.processes import TICK_S, cpu_s
-from bench.requests import Job
+from jaxsgl.bench.requests import Job
 
 OURS = "jaxsgl"  # names of our own contenders begin so
 QUANTIZED = "int8"  # in the names of those whose weights have a byte: others' are not compared with them

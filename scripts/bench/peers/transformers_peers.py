@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from bench.peers.contender import CannotRun, Setup
-from bench.requests import Job
+from jaxsgl.bench.requests import Job
 
 PAD = 0
 PAGE_SIZE = 64  # tokens per page in continuous batching

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from bench.requests import OUTPUT_TOKEN
 from bench.simulation.cost import Costs, Hardware, equal_pairs, weight_bytes
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import Work
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.batch.sampling import SamplingRows
+from jaxsgl.bench.requests import OUTPUT_TOKEN
 from jaxsgl.cache.pages import IntArray, PageTable
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.memory import GPU_SHARE, free_memory

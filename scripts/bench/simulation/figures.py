@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.requests import Ask
 from bench.simulation.engine import SimulatedEngine
+from jaxsgl.bench.requests import Ask
 from jaxsgl.messages.replies import Load
 
 PERCENTILES = (50, 90, 95, 99)

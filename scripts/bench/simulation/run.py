@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
 
-from bench.requests import Ask, prompt_ids
 from bench.simulation.cost import Costs
 from bench.simulation.engine import Clock, SimulatedEngine, SizesBuilder
 from bench.simulation.figures import Figures, Sent
 from jaxsgl.batch.buckets import Capacity, buckets_of
+from jaxsgl.bench.requests import Ask, prompt_ids
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.messages.orders import News, Shutdown, ToEngine
 from jaxsgl.messages.replies import Replies, Reply

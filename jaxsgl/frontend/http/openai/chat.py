@@ -7,7 +7,7 @@ parser takes apart: it never knows how a model writes. routes.py calls `answer_c
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,14 @@ from jaxsgl.frontend.http.openai.schemas import (
     ToolCall,
     sampling_of,
 )
-from jaxsgl.frontend.http.openai.tools import AnswerForm, answer_form, constrained, template_variables, tool_use
+from jaxsgl.frontend.http.openai.tools import (
+    AnswerForm,
+    answer_form,
+    constrained,
+    reasoning_budget,
+    template_variables,
+    tool_use,
+)
 from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
@@ -85,7 +92,7 @@ async def prepare_chat(
     Raises `InvalidRequest`, and as `Generator.prepare`.
     """
     generator = front_end.generator
-    sampling = _sampling(body)
+    sampling = _sampling(body, generator.model.sampling_defaults)
     use = tool_use(body)
     truncation = truncation_of(body, generator.model.info.limits, sampling.max_tokens or 1)
     trusts = front_end.config.trust_request_chat_template
@@ -95,7 +102,8 @@ async def prepare_chat(
     form = answer_form(body, generator.model, use, request.prompt_ids)
     config = front_end.config
     free_calls = config.free_tool_calls or config.engine.grammar_backend == "none"
-    form, grammar = constrained(form, sampling.grammar, free_calls)
+    budget = reasoning_budget(body, generator.model, config)
+    form, grammar = constrained(form, sampling.grammar, free_calls, budget)
     if grammar != sampling.grammar:
         request = replace(request, sampling=replace(request.sampling, grammar=grammar))
     return request, form
@@ -164,12 +172,13 @@ def _tool_call(index: int, call: ToolCall) -> dict[str, Any]:
     return {**call_id, "type": "function", "function": {"name": call.function.name, "arguments": arguments or {}}}
 
 
-def _sampling(body: ChatRequest) -> SamplingParams:
+def _sampling(body: ChatRequest, defaults: Mapping[str, float]) -> SamplingParams:
     """Raises `InvalidRequest`, also for what would need a grammar."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs are given, but logprobs is not true: set it to true")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return sampling_of(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return sampling_of(body, max_tokens, logprobs, defaults=defaults)
 
 
 async def _whole(front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm, predicted: bool) -> bytes:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.generation import FrontEnd, prompted_all
+from jaxsgl.frontend.generation import FrontEnd, ServedModel, prompted_all
 from jaxsgl.frontend.http.bodies import in_rooms, options_of, truncation_of
 from jaxsgl.frontend.http.calls import DONE, EventStream, check_num_choices, event, pieces, start_all, whole
 from jaxsgl.frontend.http.openai.replies import (
@@ -48,9 +48,10 @@ async def answer_completions(front_end: FrontEnd, body: CompletionRequest, adapt
 
     Raises `InvalidRequest`, and as `Generator.start`.
     """
-    tokenizer = front_end.generator.model.tokenizer
-    sampling = _sampling(body, tokenizer)
-    truncation = truncation_of(body, front_end.generator.model.info.limits, sampling.max_tokens or 1)
+    model = front_end.generator.model
+    tokenizer = model.tokenizer
+    sampling = _sampling(body, model)
+    truncation = truncation_of(body, model.info.limits, sampling.max_tokens or 1)
     prompts = prompts_of(body.prompt, body.add_special_tokens is not False, truncation, body.suffix or "")
     check_num_choices(len(prompts), sampling.n)
     options = in_rooms(options_of(body, [adapter] * len(prompts)), body)
@@ -93,21 +94,22 @@ def prompts_of(
     ]
 
 
-def _sampling(body: CompletionRequest, tokenizer: Tokenizer) -> SamplingParams:
+def _sampling(body: CompletionRequest, model: ServedModel) -> SamplingParams:
     """Returns how all samples are generated. Raises `InvalidRequest`."""
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens is 0, which asks for nothing: set it to 1 and more, or echo to true")
     num_samples = num_samples_of(body)
     # The engine samples at least one token; `Choices` drops it.
-    sampling = sampling_of(body, max(1, max_tokens), body.logprobs, body.logprobs if body.echo else None)
+    of_prompt = body.logprobs if body.echo else None
+    sampling = sampling_of(body, max(1, max_tokens), body.logprobs, of_prompt, model.sampling_defaults)
     if num_samples > sampling.n:
         sampling = replace(sampling, n=num_samples, logprobs=body.logprobs or 0)
     if not body.suffix:
         return sampling
     if body.echo:
         raise InvalidRequest("suffix and echo are both given, but the prompt's tokens are no text then: leave echo out")
-    ends = () if sampling.ignore_eos else end_ids(tokenizer)
+    ends = () if sampling.ignore_eos else end_ids(model.tokenizer)
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))))
 
 

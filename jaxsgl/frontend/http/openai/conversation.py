@@ -2,11 +2,13 @@
 
 The Responses API sends a conversation as items (messages, calls, their outputs, reasoning), tools without an inner
 object, and formats under `text`. `chat_of` makes a `ChatRequest` of them, so that prompts, tools and grammars are those
-of chat. responses.py calls it. Nothing is stored, so what refers to earlier answers is refused.
+of chat. responses.py calls it, and says what came before in the conversation.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
@@ -14,6 +16,7 @@ from pydantic import Field, ValidationError
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.bodies import MAX_INT, Body, one_error, refuse_others
 from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Sampled, StatesAsked, ToolChoice
+from jaxsgl.logs import OF_CLIENTS
 
 Items = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 Input = Annotated[str | Items, one_error(f"must be a text, or a list of 1 to {MAX_MESSAGES} items")]
@@ -62,28 +65,35 @@ class ResponsesRequest(Sampled):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    store: Annotated[bool, Field(description="nothing is stored")] | None = None
+    store: Annotated[bool, Field(description="false: it is not kept for previous_response_id")] | None = None
     metadata: dict[str, Any] | None = None
-    previous_response_id: Annotated[str, Field(description="not supported: send the conversation")] | None = None
+    previous_response_id: Annotated[str, Field(description="the answer that the conversation continues")] | None = None
     conversation: Annotated[Any, Field(description="not supported: send the conversation")] = None
     background: Annotated[bool, Field(description="only false is supported")] | None = None
 
 
+logger = logging.getLogger(__name__)
+
 _SAME_IN_CHAT = frozenset(Sampled.model_fields) - {"stream", "stream_options", "n", "max_tokens"}
 
 
-def chat_of(body: ResponsesRequest) -> ChatRequest:
-    """Returns the chat that `body` stands for. Raises `InvalidRequest`."""
-    if body.previous_response_id or body.conversation:
-        raise InvalidRequest("no answer is stored here: send the whole conversation in input")
+def items_of(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Returns the input as items."""
+    return [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+
+
+def chat_of(body: ResponsesRequest, earlier: Sequence[dict[str, Any]] = ()) -> ChatRequest:
+    """Returns the chat that `body` stands for, after the items `earlier`. Raises `InvalidRequest`."""
+    if body.conversation:
+        raise InvalidRequest("conversations are not kept here: send previous_response_id, or all of it in input")
     if body.background:
-        raise InvalidRequest("background is true, but answers aren't stored here: leave it out, or stream")
+        raise InvalidRequest("background is true, but no answer is made in the background: leave it out, or stream")
     refuse_others(body, frozenset({"chat_template", *StatesAsked.model_fields}))
     given = body.model_dump(by_alias=True, exclude_unset=True)
     chat = {name: given[name] for name in _SAME_IN_CHAT & given.keys()}
     chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in ChatRequest.model_fields}
-    chat["messages"] = _messages(body)
-    chat["tools"] = [_tool(tool) for tool in body.tools] if body.tools else None
+    chat["messages"] = _messages(body.instructions, [*earlier, *items_of(body)], len(earlier))
+    chat["tools"] = [_tool(tool) for tool in body.tools or () if _is_function(tool)] or None
     chat |= {"tool_choice": body.tool_choice, "parallel_tool_calls": body.parallel_tool_calls}
     chat |= {"max_completion_tokens": body.max_output_tokens, "chat_template_kwargs": body.chat_template_kwargs}
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
@@ -98,9 +108,14 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
         raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _tool(tool: FlatTool) -> dict[str, Any]:
+def _is_function(tool: FlatTool) -> bool:
+    """Whether a client runs the tool; those that OpenAI's servers run are left out, as agents send them unasked."""
     if tool.type != "function":
-        raise InvalidRequest(f"a tool is of type {tool.type:.50}, but only functions can be called: leave it out")
+        logger.info("a tool of type %.50r is left out: only functions can be called here", tool.type, extra=OF_CLIENTS)
+    return tool.type == "function"
+
+
+def _tool(tool: FlatTool) -> dict[str, Any]:
     names = ("name", "description", "parameters", "strict")
     return {
         "type": "function",
@@ -108,14 +123,12 @@ def _tool(tool: FlatTool) -> dict[str, Any]:
     }
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+def _messages(instructions: str | None, items: Sequence[dict[str, Any]], num_earlier: int) -> list[dict[str, Any]]:
     """Returns the messages of chat. What the assistant said, thought and called in a row is one message."""
     messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    for number, item in enumerate(body.input):
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    for number, item in enumerate(items, -num_earlier):  # errors name items of the input by their place in it
         kind = item.get("type", "message")
         if kind == "message" and item.get("role") != "assistant":
             messages.append({"role": item.get("role"), "content": _content(number, item.get("content"))})

@@ -9,33 +9,46 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.calls import EventStream, start_all
 from jaxsgl.frontend.http.openai.chat import prepare_chat
-from jaxsgl.frontend.http.openai.conversation import ResponsesRequest, chat_of
+from jaxsgl.frontend.http.openai.conversation import ResponsesRequest, chat_of, items_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response
+from jaxsgl.frontend.http.openai.response_store import ResponseStore, Stored
 from jaxsgl.frontend.http.openai.tools import AnswerForm
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.call_stream import Part
 from jaxsgl.text.sample import End, Piece
 
+decode = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "failed"}
 
 
-async def answer_responses(front_end: FrontEnd, body: ResponsesRequest, adapter: str = "") -> Response:
-    """Returns the whole answer or its stream, of the model with `adapter`.
+async def answer_responses(
+    front_end: FrontEnd, store: ResponseStore, body: ResponsesRequest, adapter: str = ""
+) -> Response:
+    """Returns the whole answer or its stream, of the model with `adapter`; `store` may keep it.
 
     Raises `InvalidRequest`, and as `Generator.start`.
     """
+    earlier = store.items_of(body.previous_response_id)
     answer = _described(body, adapter or front_end.config.model_name)
-    request, form = await prepare_chat(front_end, chat_of(body), answer["id"], adapter)
+    answer["store"] = store.is_on and body.store is not False
+    request, form = await prepare_chat(front_end, chat_of(body, decode(earlier)), answer["id"], adapter)
     output = Output(answer, form)
-    events = _events(front_end, request, form, output)
+
+    def keep() -> None:
+        if answer["store"] and answer["status"] != "failed":
+            items = [*decode(earlier), *items_of(body), *answer["output"]]
+            store.put(answer["id"], Stored(encode(answer), encode(items)))
+
+    events = _events(front_end, request, form, output, keep)
     if body.stream:
         return EventStream(events)
 
@@ -48,11 +61,14 @@ async def answer_responses(front_end: FrontEnd, body: ResponsesRequest, adapter:
 
 
 async def _events(
-    front_end: FrontEnd, request: Request, form: AnswerForm, output: Output
+    front_end: FrontEnd, request: Request, form: AnswerForm, output: Output, keep: Callable[[], None]
 ) -> AsyncGenerator[bytes, None]:
+    """Yields the events; `keep` is called before the last ones, which say that the answer may be referred to."""
     async with start_all(front_end.generator, [request], visible=form.visible) as generations:
         async for piece in generations[0]:
             events = output.take(piece)
+            if piece.end is not None:
+                keep()
             if events:
                 yield b"".join(events)
 
@@ -74,7 +90,7 @@ def _described(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         "store": False,
         "temperature": 1.0 if body.temperature is None else body.temperature,

@@ -28,6 +28,7 @@ from jaxsgl.frontend.http.openai.ranking import (
     answer_score,
 )
 from jaxsgl.frontend.http.openai.replies import encode, json_response, name_of
+from jaxsgl.frontend.http.openai.response_store import ResponseStore
 from jaxsgl.frontend.http.openai.responses import answer_responses
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jaxsgl.messages.orders import LoadedAdapter
@@ -38,6 +39,7 @@ from jaxsgl.text.prompts import Prompt, TextPrompt
 def router(front_end: FrontEnd) -> APIRouter:
     """Returns the endpoints, for `front_end`."""
     router = APIRouter(route_class=StrictJson)
+    store = ResponseStore(front_end.config.responses_store_bytes)
 
     @router.post("/v1/chat/completions")
     @while_connected
@@ -54,8 +56,19 @@ def router(front_end: FrontEnd) -> APIRouter:
     @router.post("/v1/responses")
     @while_connected
     async def responses(body: ResponsesRequest) -> Response:
-        """The assistant's next turn as OpenAI's Responses API has it; nothing is kept for later."""
-        return await answer_responses(front_end, body, adapter_of(front_end, body.model, body.lora_path))
+        """The assistant's next turn as OpenAI's Responses API has it; kept for a while, for previous_response_id."""
+        return await answer_responses(front_end, store, body, adapter_of(front_end, body.model, body.lora_path))
+
+    @router.get("/v1/responses/{response_id}")
+    async def get_response(response_id: str) -> Response:
+        """An answer that is kept."""
+        return json_response(store.get(response_id).answer)
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str) -> Response:
+        """Forgets an answer."""
+        store.delete(response_id)
+        return json_response(encode({"id": response_id, "object": "response", "deleted": True}))
 
     _add_pooling(router, front_end)
     _add_models(router, front_end)

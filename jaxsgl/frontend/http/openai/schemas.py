@@ -8,6 +8,8 @@ by chat.py, completions.py and routes.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -116,9 +118,15 @@ class Sampled(Constrained, Truncated):
 
 
 def sampling_of(
-    body: Sampled, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    body: Sampled,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    defaults: Mapping[str, float] = MappingProxyType({}),
 ) -> SamplingParams:
     """Returns what `body` asks for, with its endpoint's readings of max_tokens and logprobs. Raises `InvalidRequest`.
+
+    `defaults` hold for fields that it leaves out.
 
     Fields are refused if ignoring them would give a wrong answer.
     """
@@ -127,6 +135,7 @@ def sampling_of(
         raise InvalidRequest("stream_options are given, but stream is not true: leave them out, or set stream to true")
     return sampling_params(
         body,
+        **{name: value for name, value in defaults.items() if getattr(body, name) is None},
         seed=None if body.seed is None else body.seed & MAX_SEED,
         max_tokens=max_tokens,
         include_stop_str_in_output=bool(body.include_stop_str_in_output or body.no_stop_trim),
@@ -271,6 +280,7 @@ Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSA
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS)]
+ThinkingBudget = Annotated[int, Field(ge=0, le=MAX_INT, description="tokens of reasoning at most")]
 Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)]
 
 
@@ -292,6 +302,8 @@ class ChatRequest(Sampled, StatesAsked):
     include_reasoning: Annotated[bool, Field(description="false: reasoning is dropped")] | None = None
     enable_thinking: Annotated[bool, Field(description="the template's variable of this name")] | None = None
     reasoning_effort: Annotated[str, Field(description="the template's; none: enable_thinking is false")] | None = None
+    thinking_token_budget: ThinkingBudget | None = None
+    thinking_budget: Annotated[ThinkingBudget, Field(description="as thinking_token_budget")] | None = None
     documents: Annotated[Documents, Field(description="for templates that know documents")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, Tool
@@ -22,6 +23,7 @@ from jaxsgl.text.call_grammar import (
     behind_reasoning,
     call_grammar,
     content_grammar,
+    free_text,
     harmony_grammar,
 )
 from jaxsgl.text.calls import FORMS, CallForm
@@ -142,6 +144,7 @@ class AnswerForm:
       separate: False: reasoning stays in the text.
       include: False: reasoning is dropped.
       in_one: reasoning comes in one chunk, at its end.
+      prompt_tail: the end of the prompt.
     """
 
     model: ServedModel
@@ -151,12 +154,14 @@ class AnswerForm:
     include: bool = True
     in_one: bool = False
     constrained: bool = False
+    prompt_tail: str = ""
 
     @property
     def visible(self) -> frozenset[int]:
         """Ids of the special tokens that the parser must see."""
         dialect = self.model.dialect
         wanted = dialect.is_harmony or dialect.reasoning is not None or bool(self.use.callable)
+        wanted |= dialect.template is not None
         return self.model.tokenizer.special_ids_of(dialect.markers) if wanted else frozenset()
 
     @property
@@ -183,18 +188,20 @@ class AnswerForm:
             max_calls=use.max_calls,
             separate=self.separate,
             other_form=self.call_form,
+            prompt_tail=self.prompt_tail,
         )
 
 
-def constrained(form: AnswerForm, asked: Grammar | None, free_calls: bool) -> tuple[AnswerForm, Grammar | None]:
+def constrained(
+    form: AnswerForm, asked: Grammar | None, free_calls: bool, budget: int | None = None
+) -> tuple[AnswerForm, Grammar | None]:
     """Returns `form`, and the grammar of its answers: `asked`, or calls in its place, with reasoning before it.
 
-    `free_calls`: calls that need not be made, of tools that aren't strict, aren't held to a grammar. Raises
-    `InvalidRequest`.
+    An answer that must be a call has no text that `asked` could be about. `free_calls`: calls that need not be made, of
+    tools that aren't strict, aren't held to a grammar. `budget`: tokens of reasoning at most. Raises `InvalidRequest`.
     """
     use, dialect, token_of = form.use, form.model.dialect, form.model.tokenizer.unit_of
-    if use.required and asked is not None:
-        raise InvalidRequest("tool_choice demands a call, but another grammar is asked for: send one of them")
+    asked = None if use.required else asked
     call_form = form.call_form
     calls = Calls(use.callable, use.strict, use.required, use.max_calls)
     if dialect.is_harmony:
@@ -202,26 +209,60 @@ def constrained(form: AnswerForm, asked: Grammar | None, free_calls: bool) -> tu
             return replace(form, constrained=True), Grammar.lark(harmony_grammar(calls, token_of, asked))
         return form, None
     must = use.required or bool(use.strict)
-    if call_form is None or (call_form.bare and asked is not None):
-        return form, None if asked is None else _behind_reasoning(form, asked)
-    if not must and (asked is None or call_form.bare) and (free_calls or call_form.bare or not _has_grammars(form)):
-        return form, None
+    if call_form is None or (asked is not None and _leaves_no_calls(call_form, asked)):
+        return form, _behind_reasoning(form, asked, budget)
+    is_free = call_form.bare or (budget is None and (free_calls or not _has_grammars(form)))
+    if is_free and not must and asked is None:
+        return form, _behind_reasoning(form, None, budget)
     lark = call_grammar(call_form, calls, token_of, asked)
-    text = behind_reasoning(lark, dialect.reasoning, form.reasoning_is_open)
+    text = behind_reasoning(lark, dialect.reasoning, form.reasoning_is_open, budget)
     return replace(form, constrained=True), Grammar.lark(text)
+
+
+def _leaves_no_calls(form: CallForm, asked: Grammar) -> bool:
+    """Whether no call can stand next to `asked`: llguidance doesn't tell a call's bare object of JSON from another."""
+    return form.bare == "{" or (bool(form.bare) and asked.kind in WITHOUT_PLACE)
 
 
 def _has_grammars(form: AnswerForm) -> bool:
     return form.model.tokenizer.has_grammars
 
 
-def _behind_reasoning(form: AnswerForm, asked: Grammar) -> Grammar:
-    """Returns the grammar of an answer that is `asked` after its reasoning, if the model reasons."""
-    reasoning = form.model.dialect.reasoning
-    if reasoning is None or (asked.kind in WITHOUT_PLACE and not form.reasoning_is_open):
+def _behind_reasoning(form: AnswerForm, asked: Grammar | None, budget: int | None) -> Grammar | None:
+    """Returns the grammar of an answer that is `asked`, or any text, after its reasoning, if the model reasons."""
+    reasoning, token_of = form.model.dialect.reasoning, form.model.tokenizer.unit_of
+    if asked is None and budget is None:
+        return None
+    if reasoning is None or (
+        asked is not None and asked.kind in WITHOUT_PLACE and not form.reasoning_is_open and budget is None
+    ):
         return asked
-    lark = content_grammar(asked, form.model.tokenizer.unit_of)
-    return Grammar.lark(behind_reasoning(lark, reasoning, form.reasoning_is_open))
+    lark = free_text(token_of) if asked is None else content_grammar(asked, token_of)
+    return Grammar.lark(behind_reasoning(lark, reasoning, form.reasoning_is_open, budget))
+
+
+def bounds_reasoning(model: ServedModel, config: ServerConfig) -> bool:
+    """Whether the model's reasoning can be held to a budget: a grammar may end it, by a token of its own."""
+    reasoning, tokenizer = model.dialect.reasoning, model.tokenizer
+    if reasoning is None or model.dialect.is_harmony or config.engine.grammar_backend == "none":
+        return False
+    return tokenizer.has_grammars and tokenizer.unit_of(reasoning.close) is not None
+
+
+def reasoning_budget(body: ChatRequest, model: ServedModel, config: ServerConfig) -> int | None:
+    """Returns how many tokens the reasoning may have, or None if nothing bounds it. Raises `InvalidRequest`."""
+    given = [budget for budget in (body.thinking_token_budget, body.thinking_budget) if budget is not None]
+    if not given or (model.dialect.reasoning is None and not model.dialect.is_harmony):  # nothing to bound
+        return None
+    if len(set(given)) > 1:
+        raise InvalidRequest("thinking_token_budget and thinking_budget differ, but mean the same: send one of them")
+    if not bounds_reasoning(model, config):
+        raise InvalidRequest(
+            "thinking_token_budget is given, but this model's reasoning has no end that a grammar could write, or the "
+            "server has no grammars: leave it out, or lower reasoning_effort or max_tokens"
+        )
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return None if most is not None and given[0] >= most else given[0]
 
 
 def answer_form(body: ChatRequest, model: ServedModel, use: ToolUse, prompt_ids: list[int]) -> AnswerForm:
@@ -235,4 +276,5 @@ def answer_form(body: ChatRequest, model: ServedModel, use: ToolUse, prompt_ids:
         separate=body.separate_reasoning is not False,
         include=body.include_reasoning is not False,
         in_one=body.stream_reasoning is False,
+        prompt_tail=tail,
     )

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from bench.serving.backend import FLUSH_WAIT_S, Answer, BackendError, Served, Turn
-from bench.serving.http_stream import HttpServer
+from jaxsgl.bench.backend import FLUSH_WAIT_S, Answer, BackendError, Served, Turn
+from jaxsgl.bench.http_stream import HttpServer
 
 WORDS = """
 the of and to in is was for on that by with as at from it an be this are or his not but had which one he you all new

@@ -1,7 +1,7 @@
 """Convert a checkpoint of safetensors files into one whose parameters lie as jaxsgl holds them, in Orbax's format.
 
-    python scripts/convert_checkpoint.py --model path/or/hub-id --output converted
-    python -m jaxsgl.serve --model converted
+    jaxsgl convert --model path/or/hub-id --output converted
+    jaxsgl serve converted
 
 The new folder also has the configuration, the tokenizer and the chat template, so it serves by itself, on any number of
 devices. Needs no accelerator. The host needs memory for the model, and a while for a second copy of it.
@@ -9,13 +9,13 @@ devices. Needs no accelerator. The host needs memory for the model, and a while 
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from bench.output import command_parser
 
 from jaxsgl.config.engine import BUNDLED_MODEL, DTYPES
 from jaxsgl.errors import ConfigError, JaxsglError
@@ -55,7 +55,8 @@ def num_shards(arch: ModelArch) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Converts as the command line says."""
-    parser = command_parser(__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("jaxsgl convert", description=__doc__, formatter_class=raw)
     parser.add_argument("--model", default=BUNDLED_MODEL, help="local folder or hub id (default: the bundled model)")
     parser.add_argument("--revision", help="branch, tag or commit of the hub id")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="a new or empty folder")

@@ -13,7 +13,7 @@ import grpc
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from bench.serving.backend import FLUSH_WAIT_S, Answer, BackendError, Served, Turn
+from jaxsgl.bench.backend import FLUSH_WAIT_S, Answer, BackendError, Served, Turn
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 

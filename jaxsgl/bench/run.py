@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.requests import Ask, prompt_pieces
-from bench.serving.backend import Answer, Backend, BackendError, Turn
+from jaxsgl.bench.backend import Answer, Backend, BackendError, Turn
+from jaxsgl.bench.requests import Ask, prompt_pieces
 
 WARM_UP_SEED = (1 << 62) - 1  # gives a prompt that shares nothing with the prompts of the run
 WARM_UP_OUTPUT_LEN = 32  # at most

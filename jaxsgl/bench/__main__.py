@@ -1,9 +1,9 @@
 """Load a running server: SGLang's bench_serving for any OpenAI endpoint, for SGLang, and for jaxsgl's gRPC service.
 
-    python -m jaxsgl.serve --model MODEL
-    python scripts/bench_serving.py --backend jaxsgl-grpc --num-prompts 200 --random-input-len 256 --max-concurrency 32
-    python scripts/bench_serving.py --backend openai --base-url http://127.0.0.1:8000 --request-rate 4
-    python scripts/bench_serving.py --backend sglang --dataset-name generated-shared-prefix --flush-cache
+    jaxsgl serve MODEL
+    jaxsgl bench --backend jaxsgl-grpc --num-prompts 200 --random-input-len 256 --max-concurrency 32
+    jaxsgl bench --backend openai --base-url http://127.0.0.1:8000 --request-rate 4
+    jaxsgl bench --backend sglang --dataset-name generated-shared-prefix --flush-cache
 
 Datasets, defaults and figures are those of SGLang: 1000 prompts of random ids, all at once, temperature 0, ignoring
 EOS. The exit status is 1 if a request failed. docs/benchmarking.md defines the figures.
@@ -11,23 +11,23 @@ EOS. The exit status is 1 if a request failed. docs/benchmarking.md defines the 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
 from pathlib import Path
 
-from bench.output import command_parser
-from bench.serving.backend import BackendError
-from bench.serving.load import ServingConfig, load, settings
-from bench.serving.metrics import details, failures, parse_goodput, summary, table
-
+from jaxsgl.bench.backend import BackendError
+from jaxsgl.bench.load import ServingConfig, load, settings
+from jaxsgl.bench.metrics import details, failures, parse_goodput, summary, table
 from jaxsgl.config.flags import add_flags, from_flags
 from jaxsgl.errors import JaxsglError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs, prints the figures and writes them; returns the exit status."""
-    parser = command_parser(__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("jaxsgl bench", description=__doc__, formatter_class=raw)
     add_flags(parser, ServingConfig)
     try:
         config = from_flags(ServingConfig, parser.parse_args(arguments))

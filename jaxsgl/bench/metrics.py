@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.serving.backend import Answer
-from bench.serving.run import Outcome
+from jaxsgl.bench.backend import Answer
+from jaxsgl.bench.run import Outcome
 
 PERCENTILES = (90, 95, 99)
 LIMITS = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "e2e_s"}  # what goodput may limit

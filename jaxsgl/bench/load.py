@@ -1,6 +1,6 @@
 """A load on a running server by its settings: which protocol, which requests, what is printed of the run.
 
-Called by bench_serving.py, and by what measures the generator itself.
+Called by `jaxsgl bench`, and by what measures the generator itself.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.requests import Ask
-from bench.serving.backend import Backend
-from bench.serving.datasets import DatasetConfig
-from bench.serving.grpc_backend import GrpcBackend
-from bench.serving.http_backends import DIALECTS, HttpBackend
-from bench.serving.http_stream import HttpServer
-from bench.serving.run import Outcome, Run
+from jaxsgl.bench.backend import Backend
+from jaxsgl.bench.datasets import DatasetConfig
+from jaxsgl.bench.grpc_backend import GrpcBackend
+from jaxsgl.bench.http_backends import DIALECTS, HttpBackend
+from jaxsgl.bench.http_stream import HttpServer
+from jaxsgl.bench.requests import Ask
+from jaxsgl.bench.run import Outcome, Run
 from jaxsgl.config.flags import flag
 from jaxsgl.config.server import API_KEY_VARIABLE
 from jaxsgl.errors import ConfigError

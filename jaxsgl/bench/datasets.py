@@ -1,12 +1,12 @@
-"""Datasets under SGLang's names and flags, as traces of `bench.traces`. Called by `bench_serving.py`."""
+"""Datasets under SGLang's names and flags, as traces of `jaxsgl.bench.traces`. Called by load.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from bench.requests import Ask
-from bench.traces import FORMATS, TraceConfig, made_up, replayed
+from jaxsgl.bench.requests import Ask
+from jaxsgl.bench.traces import FORMATS, TraceConfig, made_up, replayed
 from jaxsgl.config.flags import flag
 from jaxsgl.errors import ConfigError
 

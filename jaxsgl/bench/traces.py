@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bench.requests import OUTPUT, Ask
+from jaxsgl.bench.requests import OUTPUT, Ask
 from jaxsgl.config.flags import flag
 from jaxsgl.errors import ConfigError
 

@@ -1,0 +1,1 @@
+"""`jaxsgl bench`: datasets, backends, the run, and figures. Knows servers only by their protocols."""

@@ -1,0 +1,1 @@
+"""Anthropic's HTTP API: what Claude Code and the `anthropic` clients speak."""

@@ -1,0 +1,206 @@
+"""The chat that a body of Anthropic's API stands for: its system prompt, its turns of blocks, and its tools.
+
+`chat_of` makes a `ChatRequest`, so that prompts, tools and grammars are those of chat. messages.py calls it. Blocks
+that a model here has no use for (results of Anthropic's own tools, encrypted reasoning) are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.http.anthropic.schemas import AnthropicMessage, AnthropicTool, Conversation, MessagesRequest
+from jaxsgl.frontend.http.openai.schemas import ChatRequest
+from jaxsgl.logs import OF_CLIENTS
+
+# Claude Code's first block of the system prompt: it differs in each request, and would keep prefixes from being shared.
+_BILLING = "x-anthropic-billing-header"
+_LEFT_OUT = frozenset({
+    "redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result",
+    "tool_search_tool_result", "code_execution_tool_result", "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result", "mcp_tool_use", "mcp_tool_result", "container_upload", "tool_reference",
+    "compaction",
+})  # fmt: skip
+_EFFORTS = {"xhigh": "high", "max": "high"}  # what templates don't know, in words that they do
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SAME_IN_CHAT = ("temperature", "top_p", "top_k", "stream", "priority", "cache_salt", "speculative")
+
+logger = logging.getLogger(__name__)
+
+
+def chat_of(body: Conversation, bounds_reasoning: bool = False) -> ChatRequest:
+    """Returns the chat that `body` stands for. Raises `InvalidRequest`.
+
+    `bounds_reasoning`: the model's reasoning can be held to a budget; else it is left alone.
+    """
+    chat: dict[str, Any] = {name: getattr(body, name, None) for name in _SAME_IN_CHAT}
+    chat["messages"] = _messages(body)
+    variables = body.chat_template_kwargs or {}
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    thinks |= bool(variables.get("enable_thinking") or variables.get("thinking"))
+    # Anthropic's models don't reason unless they are asked to; where the template can't switch it off, it is dropped.
+    chat |= {"enable_thinking": thinks, "include_reasoning": thinks}
+    chat |= _tools(body)
+    if isinstance(body, MessagesRequest):
+        budget = None if body.thinking is None or not bounds_reasoning else body.thinking.budget_tokens
+        chat["thinking_token_budget"] = budget
+        chat |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
+    config = body.output_config
+    if config is not None and config.effort is not None and thinks:
+        chat["reasoning_effort"] = _EFFORTS.get(config.effort, config.effort)
+    form = body.output_format if config is None or config.format is None else config.format
+    if form is not None:
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
+    chat["chat_template_kwargs"] = body.chat_template_kwargs
+    # A last turn of the assistant that only speaks is the beginning of the answer.
+    last = chat["messages"][-1]
+    chat["continue_final_message"] = last["role"] == "assistant" and not last.keys() & {"tool_calls"}
+    try:
+        return ChatRequest.model_validate(chat)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _tools(body: Conversation) -> dict[str, Any]:
+    """Returns chat's fields of the tools that a client runs."""
+    known = [tool for tool in body.tools or () if _is_of_client(tool)]
+    tools = []
+    for tool in known:
+        function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+        function |= {"description": tool.description} if tool.description is not None else {}
+        function |= {"strict": tool.strict} if tool.strict is not None else {}
+        tools.append({"type": "function", "function": function})
+    choice = body.tool_choice
+    if choice is None:
+        return {"tools": tools or None}
+    named = {"type": "function", "function": {"name": choice.name}}
+    if choice.type == "tool" and not choice.name:
+        raise InvalidRequest('tool_choice is of type tool, but names none: send {"type": "tool", "name": ...}')
+    return {
+        "tools": tools or None,
+        "tool_choice": _CHOICES.get(choice.type, named),
+        "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
+    }
+
+
+def _is_of_client(tool: AnthropicTool) -> bool:
+    if tool.type in (None, "custom"):
+        return True
+    logger.info(
+        "a tool of type %.50r is left out: only the client's own can be called here", tool.type, extra=OF_CLIENTS
+    )
+    return False
+
+
+def _messages(body: Conversation) -> list[dict[str, Any]]:
+    """Returns the messages of chat."""
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        system = _system(body.system)
+        messages += [{"role": "system", "content": system}] if system else []
+    for index, message in enumerate(body.messages):
+        if isinstance(message.content, str):
+            messages.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            messages.append(_assistant_turn(index, message))
+        elif message.role == "system":
+            messages.append({"role": "system", "content": _system(message.content)})
+        else:
+            messages += _user_turns(index, message.content)
+    return messages
+
+
+def _system(given: str | Sequence[dict[str, Any]]) -> str:
+    """Returns the text of the system prompt, without what changes with each request."""
+    texts = [given] if isinstance(given, str) else [_text(f"system[{i}]", block) for i, block in enumerate(given)]
+    return "\n".join(text for text in texts if not text.startswith(_BILLING))
+
+
+def _text(name: str, block: dict[str, Any]) -> str:
+    text = block.get("text")
+    if block.get("type") != "text" or not isinstance(text, str):
+        raise InvalidRequest(f'{name} is no text: send {{"type": "text", "text": ...}}')
+    return text
+
+
+def _user_turns(index: int, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a message for each result of a tool, and one for what the user says besides.
+
+    Pictures of results come in the user's message: chat templates show them there alone.
+    """
+    results: list[dict[str, Any]] = []
+    said: list[dict[str, Any]] = []
+    for number, block in enumerate(blocks):
+        name = f"messages[{index}].content[{number}]"
+        if block.get("type") != "tool_result":
+            said += _parts(name, block)
+            continue
+        content = block.get("content") or ""
+        parts = _inner_parts(name, [{"type": "text", "text": content}] if isinstance(content, str) else content)
+        said += [part for part in parts if part["type"] != "text"]
+        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+        results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+    if all(part["type"] == "text" for part in said):
+        text = "\n".join(part["text"] for part in said)
+        return [*results, {"role": "user", "content": text}] if said or not results else results
+    return [*results, {"role": "user", "content": said}]
+
+
+def _assistant_turn(index: int, message: AnthropicMessage) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": "assistant"}
+    texts: list[str] = []
+    for number, block in enumerate(message.content):
+        assert isinstance(block, dict)
+        name = f"messages[{index}].content[{number}]"
+        match block.get("type"):
+            case "thinking" if isinstance(block.get("thinking"), str):
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
+            case "tool_use":
+                arguments = block.get("input")
+                if not isinstance(arguments, dict):
+                    raise InvalidRequest(f"{name}.input must be an object")
+                function: dict[str, Any] = {"name": block.get("name"), "arguments": arguments}
+                turn.setdefault("tool_calls", []).append(
+                    {"id": block.get("id"), "type": "function", "function": function}
+                )
+            case _:
+                texts += [part["text"] for part in _parts(name, block) if part["type"] == "text"]
+    if texts or len(turn) == 1:
+        turn["content"] = "\n".join(texts)
+    return turn
+
+
+def _parts(name: str, block: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns chat's parts of one block. Raises `InvalidRequest` for one that isn't known."""
+    kind, source = block.get("type"), block.get("source")
+    if kind in _LEFT_OUT:
+        return []
+    match kind, source:
+        case "text", _:
+            return [{"type": "text", "text": _text(name, block)}]
+        case "image", {"type": "base64", "media_type": str(media_type), "data": str(data)}:
+            return [{"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}]
+        case "image", {"type": "url", "url": str(url)}:
+            return [{"type": "image_url", "image_url": {"url": url}}]
+        case "document", {"type": "text", "data": str(text)}:
+            return [{"type": "text", "text": text}]
+        case "document", {"type": "content", "content": str(text)}:
+            return [{"type": "text", "text": text}]
+        case "document", {"type": "content", "content": list(inner)}:
+            return _inner_parts(name, inner)
+        case "search_result", _:
+            return _inner_parts(name, block.get("content"))
+    raise InvalidRequest(
+        f"{name} is of type {kind!r:.50}, which isn't understood here: send text, and pictures as base64 or URL"
+    )
+
+
+def _inner_parts(name: str, blocks: Any) -> list[dict[str, Any]]:
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise InvalidRequest(f"{name}: its content must be a list of blocks")
+    return [part for number, block in enumerate(blocks) for part in _parts(f"{name}.content[{number}]", block)]

@@ -1,0 +1,170 @@
+"""The command line of the server: sections of help, flags of other servers, a file of flags, what a model is called."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jaxsgl.config.command_line import new_parser, parse
+from jaxsgl.config.flags import from_flags
+from jaxsgl.config.foreign import REFUSED, SETTINGS, SWITCHES, words_of
+from jaxsgl.config.server import ServerConfig
+from jaxsgl.config.topics import TOPICS
+from jaxsgl.errors import ConfigError, StartupError
+from jaxsgl.frontend.model_files import sampling_defaults, template_of
+
+
+def config_of(*argv: str) -> ServerConfig:
+    return from_flags(ServerConfig, parse(argv))
+
+
+def fields_of(config_type: type) -> list[str]:
+    hints = typing.get_type_hints(config_type)
+    found: list[str] = []
+    for spec in dataclasses.fields(config_type):
+        kind = hints[spec.name]
+        found += fields_of(typing.cast(type, kind)) if dataclasses.is_dataclass(kind) else [spec.name]
+    return found
+
+
+def test_each_flag_has_one_topic() -> None:
+    assert Counter(fields_of(ServerConfig)) == Counter(name for topic in TOPICS.values() for name in topic.fields)
+
+
+def test_help_has_sections_and_shows_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, shown, hidden in (
+        (["--help"], "--page-size", "--trust-remote-code"),
+        (["--help", "scheduling"], "--max-itl-ms", "--page-size"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            parse(argv)
+        text = capsys.readouterr().out
+        assert (ended.value.code, shown in text, hidden in text) == (0, True, False)
+    with pytest.raises(SystemExit):
+        parse(["--help", "weather"])
+    assert "--help has no topic weather, but model, memory," in capsys.readouterr().err
+
+
+# What the pages of SGLang and vLLM use most, and how the same is said here.
+PASTED = {
+    "--model-path m": "--model m",
+    "m --port 80": "--model m --port 80",
+    "--tp-size 2": "--tp 2",
+    "--tensor-parallel-size 2": "--tp 2",
+    "-tp 2": "--tp 2",
+    "--max-model-len 4096": "--context-length 4096",
+    "--gpu-memory-utilization 0.9": "--mem-fraction-static 0.9",
+    "--mem-fraction-static 0.9": "--mem-fraction-static 0.9",
+    "--max-num-seqs 64": "--max-running-requests 64",
+    "--max-running-requests 64": "--max-running-requests 64",
+    "--max-num-batched-tokens 2048": "--chunked-prefill-size 2048",
+    "--block-size 16": "--page-size 16",
+    "--data-parallel-size 2": "--dp-size 2",
+    "--dp-size 2": "--dp-size 2",
+    "--api-server-count 2": "--tokenizer-worker-num 2",
+    "--enable-expert-parallel": "--ep",
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--seed 3": "--random-seed 3",
+    "--max-loras 2": "--max-loras-per-batch 2",
+    "--enable-lora --lora-modules a=x b=y": "--enable-lora --lora-paths a=x b=y",
+    "--generation-config vllm": "--sampling-defaults vllm",
+    "--reasoning-parser qwen3 --tool-call-parser hermes": "--reasoning-parser qwen3 --tool-call-parser hermes",
+    "--trust-remote-code m": "--model m",
+    "--enable-auto-tool-choice --tool-call-parser llama3_json": "--tool-call-parser llama3_json",
+    "--enforce-eager --disable-log-requests": "",
+    "--disable-cuda-graph --cuda-graph-max-bs 16": "",
+    "--enable-prefix-caching --enable-chunked-prefill": "",
+    "--pipeline-parallel-size 1 --nnodes 1": "",
+}
+
+
+@pytest.mark.parametrize("pasted", PASTED)
+def test_flags_of_other_servers_mean_what_ours_do(pasted: str) -> None:
+    assert config_of(*pasted.split()) == config_of(*PASTED[pasted].split())
+
+
+def test_flags_without_effect_say_why() -> None:
+    argv = [*SWITCHES, *(word for name in SETTINGS for word in (name, "1"))]
+    lines = words_of(parse(argv).without_effect)
+    assert len(lines) == len(SWITCHES) + len(SETTINGS)
+    assert lines[0].startswith("--trust-remote-code changes nothing here: code of a checkpoint is never run")
+    assert words_of(["--enforce-eager"] * 2) == words_of(["--enforce-eager"])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_flags_that_would_change_something_name_the_way_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([name, "2"])
+    assert f"{name} is no flag of jaxsgl: {REFUSED[name]}" in capsys.readouterr().err
+
+
+def test_no_flag_of_others_is_one_of_ours() -> None:
+    new_parser()  # argparse refuses a name that is taken
+    assert not SWITCHES.keys() & SETTINGS.keys() | REFUSED.keys() & (SWITCHES | SETTINGS).keys()
+
+
+LORA = ["--lora-paths", "a=x", "b=y"]
+
+
+def test_a_file_holds_flags(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(
+        "host-kv-gib: null\nmodel: m\npage_size: 32\ndisable-radix-cache: true\nenable-lora: false\n"
+        "decode-buckets: [1, 8]\nlora-paths: [a=x, b=y]\n"
+    )
+    written = ["--model=m", "--page-size=16", "--disable-radix-cache", "--decode-buckets=1,8", *LORA]
+    assert config_of("--config", str(file), "--page-size", "16") == config_of(*written)
+    assert (
+        config_of("--config", str(file), "n").engine.model == config_of("n", "--config", str(file)).engine.model == "n"
+    )
+    for text, words in (("a: [", "is no YAML"), ("- a", "holds no flags"), ("config: x", "names another file")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            parse(["--config", str(file)])
+    with pytest.raises(ConfigError, match="can't be read: No such file"):
+        parse(["--config", str(tmp_path / "none")])
+
+
+def test_a_model_is_called_as_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "Qwen3-0.6B"
+    cached = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "0a1b"
+    for each in (folder, cached):
+        each.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    for given, name in (
+        (str(folder), "Qwen3-0.6B"),
+        (f"{folder}/", "Qwen3-0.6B"),
+        (".", "Qwen3-0.6B"),
+        (str(cached), "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+    ):
+        assert config_of("--model", given).model_name == name
+    assert config_of("--model", ".", "--served-model-name", "mine").model_name == "mine"
+
+
+def test_sampling_defaults_are_the_models(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert sampling_defaults(str(tmp_path)) == {}
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": null, "max_new_tokens": 5}')
+    assert sampling_defaults(str(tmp_path)) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    file.write_text('{"temperature": "hot", "top_p": 7, "repetition_penalty": 1.1}')
+    assert sampling_defaults(str(tmp_path)) == {"repetition_penalty": 1.1}
+    assert "temperature" in caplog.text and "top_p" in caplog.text
+    file.write_text("[")
+    assert sampling_defaults(str(tmp_path)) == {}
+    assert (
+        config_of().samples_as_the_model_says and not config_of("--generation-config", "vllm").samples_as_the_model_says
+    )
+
+
+def test_a_chat_template_is_a_file_or_itself(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+    assert template_of(None) is None
+    assert template_of(str(file)) == template_of("{{ messages }}") == "{{ messages }}"
+    with pytest.raises(StartupError, match=r"--chat-template none\.jinja can't be read"):
+        template_of("none.jinja")
