@@ -7,6 +7,7 @@ folder=$(mktemp -d)
 cd "$folder"
 "${PYTHON:-python3}" -m venv venv
 venv/bin/pip install -q "$wheel"
+: > server.log
 venv/bin/python -m jaxsgl.serve --port 0 --grpc-port 0 --max-running-requests 8 --decode-buckets 8 \
   --extend-buckets 64 --chunked-prefill-size 64 --max-total-tokens 4096 2> server.log &
 server=$!

@@ -23,6 +23,7 @@ from server_process import PATIENCE_S, ROOT, ServerProcess, wait_for
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.batch import Answered, BatchRequest, Results, check_file, run
 from jaxsgl.frontend.http.multipart import boundary_of, read_form
+from tests.grids import count as number_of
 
 Start = Callable[..., ServerProcess]
 COMPLETIONS: Final = "/v1/completions"
@@ -118,7 +119,7 @@ def test_a_run_that_is_killed_goes_on_and_answers_all_once(model_folder: str, tm
     names = [f"r{at}" for at in range(60)]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(line(name, [at + 1, at + 2], max_tokens=20) for at, name in enumerate(names)))
-    for kills in range(2):
+    for kills in range(number_of(1, 2)):
         process = offline(model_folder, source, output, "--concurrency", "2")
         wait_for(partial(has_lines, output, 12 * (kills + 1)), "some answers")
         process.send_signal(signal.SIGKILL)

@@ -74,6 +74,17 @@ def settled(http: httpx.Client) -> bool:
     return bool(http.get("/internal_state").json()["looks"] == before)
 
 
+def test_each_replica_has_its_view_and_its_steps_come_once(start_server: Start) -> None:
+    server = start_server("--dp-size", "2")
+    server.wait_until_ready()
+    with connect(server) as http:
+        events = looks(http)
+        first, second = next(events)["replicas"], next(events)["replicas"]
+        events.close()
+    assert [(each["rank"], each["state"]) for each in first] == [(0, "ready"), (1, "ready")]
+    assert [each["view"]["since"] for each in second] == [each["view"]["last_step"] for each in first]
+
+
 def test_viewers_share_the_questions(server: ServerProcess) -> None:
     with connect(server) as http, connect(server) as other:
         wait_for(lambda: settled(http), "a still engine")

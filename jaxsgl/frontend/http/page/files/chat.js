@@ -79,7 +79,7 @@ function stats(message) {
   if (had.tokens) parts.push(`${count(had.tokens)} tokens`);
   if (had.first_ms) parts.push(`first after ${ms(had.first_ms)}`);
   if (had.prompt) parts.push(`prompt ${count(had.prompt)}${had.cached ? `, ${count(had.cached)} cached` : ""}`);
-  if (message.end && message.end !== "stop") parts.push({ length: "cut at the limit", stopped: "stopped", tool_calls: "calls a tool" }[message.end] ?? message.end);
+  if (message.end && message.end !== "stop" && message.end !== "error") parts.push({ length: "cut at the limit", stopped: "stopped", tool_calls: "calls a tool" }[message.end] ?? message.end);
   return h("p", { class: "stats" }, parts.join("  ·  "));
 }
 
@@ -304,7 +304,8 @@ async function attach(files) {
 function grow() {
   const prompt = $("prompt");
   prompt.style.height = "auto";
-  prompt.style.height = `${Math.min(prompt.scrollHeight, 240)}px`;
+  prompt.style.height = `${Math.min(prompt.scrollHeight + 2, 240)}px`; // and the border
+  prompt.style.overflowY = prompt.scrollHeight > 240 ? "auto" : "hidden";
 }
 
 function openHistory(open) {
