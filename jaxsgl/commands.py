@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": Command("jaxsgl.serve", "serve a model over HTTP and gRPC"),
     "chat": Command("jaxsgl.chat", "talk with the model of a running server"),
     "client": Command("jaxsgl.client", "send one prompt to a running server"),
+    "run-batch": Command("jaxsgl.offline.run_batch", "answer a file of OpenAI's batch requests"),
     "bench": Command("jaxsgl.bench.__main__", "load a running server, and show its latencies and throughput"),
     "convert": Command("jaxsgl.convert", "convert a checkpoint, so that it is read faster"),
     "completion": Command("jaxsgl.completion", "print what completes commands and flags in a shell"),

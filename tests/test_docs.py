@@ -102,3 +102,10 @@ def test_broken_links_and_missing_paths_are_found(tmp_path: Path) -> None:
         "scripts/gone.py",
         "scripts/bench/figures/gone.py",
     ]
+
+
+def test_the_site_leads_to_every_page_but_dated_notes() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = set(re.findall(r"[\w./-]+\.md", nav))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    assert listed == {page for page in pages if not page.startswith("notes/2")}

@@ -1,4 +1,4 @@
-"""`python -m jaxsgl.offline.run_batch -i requests.jsonl -o answers.jsonl`: answers a file of OpenAI's batch requests.
+"""`jaxsgl run-batch -i requests.jsonl -o answers.jsonl`: answers a file of OpenAI's batch requests.
 
 It is a server without clients: the same flags, its page and metrics on a free port of this machine meanwhile. A run
 that is killed goes on with the same command: what the output holds is not asked again (frontend/batch.py).
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m jaxsgl.offline.run_batch",
+        "jaxsgl run-batch",
         description="Answers a file of OpenAI's batch requests, without a server; goes on where a killed run ended.",
         allow_abbrev=False,
     )
