@@ -43,7 +43,7 @@ def test_an_answer_has_all_fields_of_openai(http: httpx.Client, model_folder: st
     answer = post(http, PATH, messages=say("hello"), model=model_folder)
     assert answer["id"].startswith("chatcmpl-")
     assert answer["object"] == "chat.completion"
-    assert answer["model"] == model_folder
+    assert answer["model"] == Path(model_folder).name
     (choice,) = answer["choices"]
     assert choice == {
         "index": 0,
