@@ -26,6 +26,7 @@ from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.outputs import PoolingSpec, StatesSpec
 
 BUNDLED_MODEL = str(Path(__file__).parents[1] / "bundled_model")
+BUNDLED_HEAD = str(Path(__file__).parents[1] / "bundled_head")  # of EAGLE-3
 AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
@@ -274,8 +275,28 @@ class EngineConfig:
         check_choices(self)
         read_kernels(self.kernels)
 
+    @property
+    def draft_model(self) -> str | None:
+        """The folder or hub id of the weights that draft; None: none do."""
+        if not self.speculation.is_from_weights:
+            return None
+        return self.speculation.speculative_draft_model_path or BUNDLED_HEAD
+
     def _check_speculation(self) -> None:
         """Raises `ConfigError` for flags that leave no token to guess, or guess it in another way."""
+        speculation = self.speculation
+        if speculation.is_from_weights:
+            algorithm = speculation.speculative_algorithm
+            if speculation.speculative_draft_model_path is None and self.model != BUNDLED_MODEL:
+                raise ConfigError(
+                    f"--speculative-algorithm {algorithm} drafts with weights of its own: name their folder or hub id "
+                    "with --speculative-draft-model-path"
+                )
+            if self.disaggregation.is_on:
+                raise ConfigError(
+                    f"--speculative-algorithm {algorithm} does not go with --disaggregation-mode yet: give NGRAM or "
+                    "SUFFIX to the decode servers"
+                )
         if self.decode_steps > 1:
             raise ConfigError(
                 f"--decode-steps {self.decode_steps} decodes several tokens before one is read, and "

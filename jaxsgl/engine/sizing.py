@@ -133,7 +133,7 @@ def plan_capacity(
     Raises `ConfigError` for flags that the model or the memory can't satisfy.
     """
     context_length = choose_context_length(config, arch)
-    num_rows = config.max_running_requests or ROWS.get(memory.platform, OTHER_ROWS)
+    num_rows = choose_num_rows(config, memory.platform)
     tower = tower_capacity(config, arch, memory.platform)
     num_pages = choose_num_pages(
         states,
@@ -143,7 +143,8 @@ def plan_capacity(
         reserved_bytes=edit_table_bytes(num_rows, arch.vocab_size)
         + page_table_bytes(num_rows, pages_for(context_length, states.page_size))
         + _embeddings_bytes(tower)
-        + (num_rows + 1) * states.row_bytes,
+        + (num_rows + 1) * states.row_bytes
+        + states.scratch_bytes,
         step_bytes=step_bytes,
     )
     return Capacity(
@@ -163,6 +164,11 @@ def plan_capacity(
         tower=tower,
         has_axes=arch.has_axes and tower is not None,
     )
+
+
+def choose_num_rows(config: EngineConfig, platform: str) -> int:
+    """Requests that run at once."""
+    return config.max_running_requests or ROWS.get(platform, OTHER_ROWS)
 
 
 def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> TowerCapacity | None:

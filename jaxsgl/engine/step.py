@@ -26,6 +26,7 @@ from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
 from jaxsgl.batch.outputs import NO_OUTPUTS, StepOutputs
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
 from jaxsgl.engine import outputs, sampler, vocabulary
+from jaxsgl.engine.draft import Drafting, Ends, ends_of, own_layers, with_own_layers
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
 from jaxsgl.engine.verify import accept, pack_runs
@@ -75,6 +76,7 @@ class Forwarded(NamedTuple):
       tokens: likewise; in a verify step -1 after the last one that a sequence keeps of the most likely ones.
       sampling: `[SAMPLING_ROWS, C]` int32, what a sampling program needs of the inputs; see `pack_sampling`.
       runs: what the program that accepts drafts needs of them, see `pack_runs`; None: there are none.
+      ends: what the draft program needs of them; None: there is none.
     """
 
     state: DeviceState
@@ -83,6 +85,7 @@ class Forwarded(NamedTuple):
     sampling: jax.Array
     outputs: StepOutputs[jax.Array]
     runs: jax.Array | None = None
+    ends: Ends | None = None
 
 
 class Decoded(NamedTuple):
@@ -113,7 +116,7 @@ class Featured(NamedTuple):
     outputs: StepOutputs[jax.Array]
 
 
-Step: TypeAlias = Callable[[Params, DeviceState, StepArrays[jax.Array], PoolWeights | None], Stepped]
+Step: TypeAlias = Callable[..., Stepped]  # as `make_step` says
 Forward: TypeAlias = Callable[..., Forwarded]  # as `make_forward` says
 DecodeSteps: TypeAlias = Callable[..., Decoded]
 FORWARD_DONATES = (1,)  # state
@@ -130,14 +133,20 @@ def make_step(
     kv_scales: KvScales | None = None,
     *,
     states: bool = False,
+    drafting: Drafting | None = None,
 ) -> Step:
-    """`step(params, state, arrays, adapter_pool) -> Stepped` of the model.
+    """`step(params, state, arrays, adapter_pool, draft_params) -> Stepped` of the model.
 
     Padding writes only the dummy page and the dummy row. `adapter_pool` holds the adapters; None: no sequence has one.
+    `draft_params` are those of `drafting`; None: nothing drafts.
     """
 
     def step(
-        params: Params, state: DeviceState, arrays: StepArrays[jax.Array], adapter_pool: PoolWeights | None
+        params: Params,
+        state: DeviceState,
+        arrays: StepArrays[jax.Array],
+        adapter_pool: PoolWeights | None,
+        draft_params: Params | None = None,
     ) -> Stepped:
         model = nnx.merge(graphdef, params)
         page_size = state.kv.k[0].shape[2]
@@ -154,7 +163,8 @@ def make_step(
             adapters = ActiveAdapters(adapter_pool, arrays.adapters, arrays.column_owners)
         ids, images = _token_ids(arrays.token_ids, state.last_tokens), _image_tokens(state, arrays, model.arch)
         experts: list[jax.Array] | None = [] if states else None
-        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels)
+        streams = None if drafting is None else dict.fromkeys(drafting.taps)
+        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels, streams)
         found: StepOutputs[jax.Array] = NO_OUTPUTS if experts is None else outputs.of_tokens(hidden, experts)
         last = hidden if kind in ("decode", "verify") else _last_of_each(hidden, arrays.query_offsets)
         if model.arch.generates:
@@ -167,7 +177,13 @@ def make_step(
             logits, tokens = jnp.zeros((len(last), 0), jnp.float32), jnp.zeros(len(last), jnp.int32)
             last_tokens = state.last_tokens
         found = outputs.of_heads(model, hidden, last, logits if model.arch.generates else None, arrays, found)
-        state = DeviceState(pages.buffers(), table, last_tokens, state.edit_tables, state.images)
+        kv = pages.buffers()
+        if drafting is not None:
+            num_layers = model.arch.num_layers
+            own = own_layers(kv, num_layers)
+            own = drafting.read(draft_params, model, ids, streams, arrays, kind, own, table_SP, kernels)
+            kv = with_own_layers(kv, num_layers, own)
+        state = DeviceState(kv, table, last_tokens, state.edit_tables, state.images)
         return Stepped(state, tokens, logits, found)
 
     return step
@@ -180,24 +196,33 @@ def make_forward(
     kernels: KernelChoice,
     kv_scales: KvScales | None = None,
     pool_treedef: Any = None,
+    drafting: Drafting | None = None,
 ) -> Forward:
     """`forward(params, state, packed) -> Forwarded` for `bucket`, whether it is `sampled` and `featured` or not.
 
     params: leaves of the model's parameters, whose structure is `treedef` (a flat list costs less per call). packed:
     `[packed_len(bucket)]` int32. In a bucket with adapter columns there is one argument more: the leaves
-    of the adapters' pool, whose structure is `pool_treedef`.
+    of the adapters' pool, whose structure is `pool_treedef`; or none of them, where those of `drafting` follow.
     """
-    step = make_step(graphdef, bucket.kind, kernels, kv_scales, states=bucket.states)
+    step = make_step(graphdef, bucket.kind, kernels, kv_scales, states=bucket.states, drafting=drafting)
+    draft_treedef = None if drafting is None else jax.tree.structure(drafting.params)
 
     def forward(
-        params: list[jax.Array], state: DeviceState, packed: jax.Array, adapter_leaves: Sequence[jax.Array] = ()
+        params: list[jax.Array],
+        state: DeviceState,
+        packed: jax.Array,
+        adapter_leaves: Sequence[jax.Array] = (),
+        draft_leaves: Sequence[jax.Array] = (),
     ) -> Forwarded:
         arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
         adapters = jax.tree.unflatten(pool_treedef, adapter_leaves) if bucket.adapter_columns else None
-        out = step(jax.tree.unflatten(treedef, params), state, arrays, adapters)
+        draft_params = None if draft_treedef is None else jax.tree.unflatten(draft_treedef, draft_leaves)
+        out = step(jax.tree.unflatten(treedef, params), state, arrays, adapters, draft_params)
+        ends = None if drafting is None else ends_of(arrays, bucket.kind)
         if bucket.kind == "verify":
-            return _verified(out, arrays)
-        return Forwarded(out.state, out.tokens, out.logits, pack_sampling(arrays, out.tokens), out.outputs)
+            return _verified(out, arrays)._replace(ends=ends)
+        sampling = pack_sampling(arrays, out.tokens)
+        return Forwarded(out.state, out.tokens, out.logits, sampling, out.outputs, ends=ends)
 
     return forward
 
