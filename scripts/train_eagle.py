@@ -29,7 +29,8 @@ from train_tiny import DRILL_FROM, FOLDER, SKILLS, Rows, encode, held_out, pack
 
 OUT = FOLDER.parent / "bundled_head"
 SEED = 34
-STEPS = 700
+STEPS = 400
+FALL_UNTIL = 700  # the step at which the rates would be zero
 PASSES = 4  # drafts in a row that it is trained on
 LATER = 0.8  # weight of a draft's loss, as a part of that of the one before it
 ROWS, LENGTH = 6, 256
@@ -53,12 +54,12 @@ def batch_loss(params: model.Params, target: model.Params, rows: Rows, places: n
     return losses / total
 
 
-def make_optimizer(params: model.Params, steps: int) -> optax.GradientTransformation:
+def make_optimizer(params: model.Params) -> optax.GradientTransformation:
     """As in `train_tiny.py`: Muon for the layer's matrices, Adam for all other weights."""
 
     def schedule(peak: float) -> optax.Schedule:
         rise = optax.linear_schedule(0.0, peak, RISE)
-        return optax.join_schedules([rise, optax.linear_schedule(peak, 0.0, steps - RISE)], [RISE])
+        return optax.join_schedules([rise, optax.linear_schedule(peak, 0.0, FALL_UNTIL - RISE)], [RISE])
 
     axes = {
         name: MuonDimensionNumbers(reduction_axis=1, output_axis=0) if "proj" in name or "fc" in name else None
@@ -81,7 +82,7 @@ def train(out: Path, steps: int, seed: int) -> dict[str, float]:
     started, started_cpu = time.time(), time.process_time()
     target, tokenizer = model.load_folder(FOLDER)
     params = eagle.init_params(seed, target)
-    optimizer = make_optimizer(params, steps)
+    optimizer = make_optimizer(params)
     state: tuple[Any, Any] = (params, optimizer.init(params))
 
     @partial(jax.jit, donate_argnums=0)

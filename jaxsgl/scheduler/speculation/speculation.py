@@ -168,8 +168,9 @@ class Speculating(Speculation):
 
     def asking(self, inputs: StepInputs, reqs: Sequence[Req]) -> StepInputs:
         """See `Speculation`."""
-        asks = any(req.drafter.asks and not req.sampling.penalizes for req in reqs) and self._room(len(reqs)) > 0
-        return replace(inputs, drafts=True) if asks else inputs
+        asks = any(req.drafter.asks and not req.sampling.penalizes for req in reqs)
+        may = inputs.bucket.num_steps == 1 and self._room(len(reqs)) > 0
+        return replace(inputs, drafts=True) if asks and may else inputs
 
     def launched(self, plan: StepPlan) -> None:
         """Has steps overlap again after a while without drafts."""
