@@ -90,8 +90,9 @@ class EagleDrafting:
         before_TD = jnp.roll(states_TD, 1, axis=0).at[first].set(states_SD, mode="drop")
         qkv = head.attention(_embedded(head, model, token_ids), before_TD, arrays.positions)
         paged = PagedKv(kv.k[0], kv.v[0], table_SP, arrays.lengths)
-        backends = {"backend": kernels.rotate_and_store, "store_backend": kernels.store_kv}
-        _, stored = rotate_and_store(qkv, paged, arrays.slots, **backends)
+        _, stored = rotate_and_store(
+            qkv, paged, arrays.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv
+        )
         return KvBuffers((stored.k, *kv.k[1:]), (stored.v, *kv.v[1:]))
 
     def begin(self, params: Params, kv: KvBuffers, last_slots: jax.Array) -> jax.Array:

@@ -163,7 +163,7 @@ def make_step(
             adapters = ActiveAdapters(adapter_pool, arrays.adapters, arrays.column_owners)
         ids, images = _token_ids(arrays.token_ids, state.last_tokens), _image_tokens(state, arrays, model.arch)
         experts: list[jax.Array] | None = [] if states else None
-        streams = None if drafting is None else dict.fromkeys(drafting.taps)
+        streams: dict[int, Any] | None = None if drafting is None else dict.fromkeys(drafting.taps)
         hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels, streams)
         found: StepOutputs[jax.Array] = NO_OUTPUTS if experts is None else outputs.of_tokens(hidden, experts)
         last = hidden if kind in ("decode", "verify") else _last_of_each(hidden, arrays.query_offsets)
@@ -179,6 +179,7 @@ def make_step(
         found = outputs.of_heads(model, hidden, last, logits if model.arch.generates else None, arrays, found)
         kv = pages.buffers()
         if drafting is not None:
+            assert draft_params is not None and streams is not None
             num_layers = model.arch.num_layers
             own = own_layers(kv, num_layers)
             own = drafting.read(draft_params, model, ids, streams, arrays, kind, own, table_SP, kernels)

@@ -161,8 +161,9 @@ class ProgramSpec:
         leaves, treedef = jax.tree.flatten(self.params)
         draft_leaves, draft_treedef = jax.tree.flatten(self.drafting.params)
         program = DraftProgram(self.drafting, self.graphdef, treedef, draft_treedef, self.kernels)
-        choices, state = self._int32(bucket.num_choices), self.state
-        ends: Any = Ends(self._int32(bucket.num_seqs), choices, choices)
+        choices: Any = self._int32(bucket.num_choices)
+        rows: Any = self._int32(bucket.num_seqs)
+        state, ends = self.state, Ends(rows, choices, choices)
         kv = own_layers(state.kv, len(state.kv.k) - len(self.drafting.layers(0)))
         arguments = leaves, draft_leaves, kv, state.page_table, state.last_tokens, choices, ends
         shardings = jax.tree.map(lambda array: array.sharding, kv), replicated(self.mesh)

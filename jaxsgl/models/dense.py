@@ -96,7 +96,7 @@ class Decoder(Matrices):
         images: ImageTokens | None = None,
         experts: list[jax.Array] | None = None,
         kernels: KernelChoice = AUTO_CHOICE,
-        streams: dict[int, jax.Array] | None = None,
+        streams: dict[int, Any] | None = None,
     ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
 
@@ -233,7 +233,7 @@ class Decoder(Matrices):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _note(streams: dict[int, jax.Array] | None, index: int, x_TD: jax.Array) -> None:
+def _note(streams: dict[int, Any] | None, index: int, x_TD: jax.Array) -> None:
     if streams is not None and index in streams:
         streams[index] = x_TD
 
