@@ -287,7 +287,8 @@ class EngineConfig:
         speculation = self.speculation
         if speculation.is_from_weights:
             algorithm = speculation.speculative_algorithm
-            if speculation.speculative_draft_model_path is None and self.model != BUNDLED_MODEL:
+            has_default = algorithm == "EAGLE3" and self.model == BUNDLED_MODEL
+            if speculation.speculative_draft_model_path is None and not has_default:
                 raise ConfigError(
                     f"--speculative-algorithm {algorithm} drafts with weights of its own: name their folder or hub id "
                     "with --speculative-draft-model-path"

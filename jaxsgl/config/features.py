@@ -30,9 +30,9 @@ MAX_ADAPTER_NAME_CHARS = 256
 MAX_ADAPTERS = 1024
 
 DRAFTING_FROM_TEXT = ("NGRAM", "SUFFIX")
-DRAFTING_FROM_WEIGHTS = ("EAGLE3",)
+DRAFTING_FROM_WEIGHTS = ("EAGLE3", "STANDALONE")
 DRAFTING = (*DRAFTING_FROM_TEXT, *DRAFTING_FROM_WEIGHTS)
-DRAFTING_LATER = ("EAGLE", "NEXTN", "STANDALONE")  # SGLang's
+DRAFTING_LATER = ("EAGLE", "NEXTN")  # SGLang's
 NUM_DRAFT_TOKENS = 7
 NUM_TOKENS_OF_CHAIN = 5  # each one is a step of the drafting model
 MAX_DRAFT_TOKENS = 31
@@ -226,14 +226,14 @@ class SpeculationConfig:
         None,
         "how the next tokens are guessed, which one step then verifies together; answers stay the same. NGRAM: what "
         "followed the same tokens earlier in prompt and output; SUFFIX: likewise, by how often it did, and in earlier "
-        "answers with --speculative-suffix-cache-mib; EAGLE3: what a head says that was trained for the model "
-        "(default: not at all; docs/speculation.md)",
+        "answers with --speculative-suffix-cache-mib; EAGLE3: what a head says that was trained for the model; "
+        "STANDALONE: what a smaller model says (default: not at all; docs/speculation.md)",
         choices=(*DRAFTING, *DRAFTING_LATER),
     )
     speculative_num_draft_tokens: int | None = flag(
         None,
-        f"tokens of a request that one step verifies at most (default: {NUM_DRAFT_TOKENS}; EAGLE3: "
-        f"{NUM_TOKENS_OF_CHAIN})",
+        f"tokens of a request that one step verifies at most (default: {NUM_DRAFT_TOKENS}; EAGLE3 "
+        f"and STANDALONE: {NUM_TOKENS_OF_CHAIN})",
     )
     speculative_ngram_min_match_window_size: int | None = flag(
         None, f"NGRAM: tokens that must have stood earlier, at least (default: {MATCH_WINDOW[0]})"
@@ -248,8 +248,8 @@ class SpeculationConfig:
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "EAGLE3: local folder or hub id of the head, in SpecForge's format or speculators' (default: the bundled "
-        "model's, for the bundled model)",
+        "local folder or hub id; EAGLE3: of the head, in SpecForge's format or speculators' (default: the bundled "
+        "model's, for the bundled model); STANDALONE: of a model with the same tokenizer",
     )
 
     @property
@@ -280,7 +280,7 @@ class SpeculationConfig:
         if algorithm in DRAFTING_LATER:
             raise ConfigError(
                 f"--speculative-algorithm {algorithm} is not built yet: give {', '.join(DRAFTING_FROM_TEXT)}, which "
-                "guess from texts alone, or EAGLE3"
+                f"guess from texts alone, or {' or '.join(DRAFTING_FROM_WEIGHTS)}"
             )
         for name, algorithms in (
             ("speculative_draft_model_path", DRAFTING_FROM_WEIGHTS),

@@ -37,10 +37,9 @@ class EagleDrafting:
     """See `Drafting`.
 
     Attributes:
-      graphdef, params: the head.
+      graphdef, params, arch: the head.
       like: what the model's layers keep, each the same.
       num_drafts: k.
-      num_devices: that share the model.
     """
 
     graphdef: nnx.GraphDef[EagleHead]
@@ -48,7 +47,6 @@ class EagleDrafting:
     arch: EagleArch
     like: LayerState
     num_drafts: int
-    num_devices: int = 1
 
     @property
     def taps(self) -> tuple[int, ...]:

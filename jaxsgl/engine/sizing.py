@@ -107,9 +107,14 @@ KEPT_HEADS: dict[str, Callable[[int, int, int], KeptHeads]] = {"gpu": _on_gpu, "
 
 def choose_pages(config: EngineConfig, arch: ModelArch, platform: str, num_devices: int) -> tuple[int, KeptHeads]:
     """Tokens per page, and how each device keeps its kv heads in them: as kernels on the platform like it best."""
+    page_size = choose_page_size(config, platform, arch.num_kv_heads // num_devices, arch.head_dim)
+    return page_size, kept_heads(platform, arch, num_devices, page_size)
+
+
+def kept_heads(platform: str, arch: ModelArch, num_devices: int, page_size: int) -> KeptHeads:
+    """How each device keeps its kv heads in pages of so many tokens."""
     num_kv_heads = arch.num_kv_heads // num_devices
-    page_size = choose_page_size(config, platform, num_kv_heads, arch.head_dim)
-    return page_size, KEPT_HEADS.get(platform, _as_they_are)(num_kv_heads, arch.head_dim, page_size)
+    return KEPT_HEADS.get(platform, _as_they_are)(num_kv_heads, arch.head_dim, page_size)
 
 
 def choose_states(
