@@ -28,7 +28,7 @@ from tests.plain_model import causal_attend
 
 PROMPTS = {0: list(range(3, 20)), 1: [7, 8], 2: [9, 8, 7, 6, 5, 4, 3, 30], 3: list(range(90, 70, -1))}
 NUM_DRAFTS = 3
-FORMATS = ("specforge", "speculators")
+FORMATS = ("specforge", "speculators", "two devices")
 
 
 class HeadDriver(Driver):
@@ -70,14 +70,17 @@ def driver(
     request: pytest.FixtureRequest, tiny_config: ConfigMaker, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HeadDriver]:
     folder = tmp_path_factory.mktemp("head")
-    if request.param == "specforge":
+    if request.param != "speculators":
         weights, taps = random_head(1, 40), (1, 2, 0)
         write_specforge(folder, weights, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, -1]})
     else:
         weights, taps = random_head(2, 101), (0, 2, 1)
         write_speculators(folder, weights, taps, norm_before_residual=True)
     flags = SpeculationConfig("EAGLE3", NUM_DRAFTS, speculative_draft_model_path=str(folder))
-    engine = Engine(tiny_config(speculation=flags, grammar_backend="none"), progress=False)
+    engine = Engine(
+        tiny_config(speculation=flags, grammar_backend="none", tp=2 if request.param == "two devices" else 1),
+        progress=False,
+    )
     embedding = np.asarray(jax.tree.leaves(engine.weight_store.params["embedding"])[0])
     after_norm = request.param == "speculators"
     yield HeadDriver(engine, PlainHead(weights, embedding, streams_of(engine, taps), after_norm))
