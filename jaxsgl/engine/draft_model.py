@@ -95,6 +95,10 @@ def check_draft_model(arch: ModelArch, target: ModelArch, context_length: int) -
             f"--speculative-draft-model-path: {arch.name} has latents, attention sinks, a vision tower or no head over "
             "a vocabulary, with which a model can't draft"
         )
+    if target.latent is not None:
+        raise ConfigError(
+            f"--speculative-algorithm STANDALONE needs layers of keys and values, but {target.name} keeps latents"
+        )
     if arch.vocab_size > target.vocab_size:
         raise ConfigError(
             f"--speculative-draft-model-path: {arch.name} has {arch.vocab_size} tokens, but {target.name} "
