@@ -41,6 +41,7 @@ from jaxsgl.scheduler.scheduler import Scheduler, Serving
 from jaxsgl.scheduler.speculation.pace import MeasuredCosts, StepCosts
 from jaxsgl.scheduler.speculation.proposing import Drafters
 from jaxsgl.scheduler.state import RetractAlso
+from jaxsgl.weights import resolve_model_folder
 from pallas_kernels.own_folder import own_folder
 
 if TYPE_CHECKING:
@@ -327,7 +328,8 @@ def _fingerprint(config: EngineConfig, engine: Engine) -> str:
         parts.append("of prefill servers")  # which may compute in other formats
     parts.append(str(config.random_seed) if config.load_format == "dummy" else "")
     parts.append((folder / "config.json").read_text())
-    for file in sorted(folder.glob("*.safetensors")):
+    heads = () if config.draft_model is None else resolve_model_folder(config.draft_model).glob("*.safetensors")
+    for file in (*sorted(folder.glob("*.safetensors")), *sorted(heads)):
         status = file.stat()
         parts.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()

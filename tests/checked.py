@@ -15,7 +15,8 @@ from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.budget import PageCount
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.planner import plan_step
-from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.scheduler import Scheduler, nothing_drafted
+from jaxsgl.scheduler.speculation.speculation import ReadDrafts
 from tests.fingerprint import fingerprint
 
 
@@ -69,11 +70,16 @@ class CheckedScheduler(Scheduler):
                 for page in self.cache.table.pages[req.lease.row, : req.lease.num_pages].tolist():
                     assert salt_of.setdefault(page, req.namespace) == req.namespace, "requests of two salts share"
 
-    def collect(self, tokens: Sequence[int] | np.ndarray, outputs: HostOutputs = NO_OUTPUTS) -> None:
+    def collect(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        outputs: HostOutputs = NO_OUTPUTS,
+        drafts: ReadDrafts = nothing_drafted,
+    ) -> None:
         inputs, as_launched = self._unread.popleft()
         for array, copy in zip(arrays_of(inputs), as_launched, strict=True):
             np.testing.assert_array_equal(array, copy, "an array of a step in flight was changed")
-        super().collect(tokens, outputs)
+        super().collect(tokens, outputs, drafts)
         self.check()
 
     def _check_that_no_try_was_missed(self, plan: StepPlan) -> None:

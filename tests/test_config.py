@@ -52,9 +52,19 @@ def test_the_page_size_is_a_word_or_a_number(capsys: pytest.CaptureFixture[str])
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size is 0"),
         (["--grpc-port", "70000"], "--grpc-port is 70000"),
         (["--disaggregation-mode", "decode", "--disable-radix-cache"], "which --disable-radix-cache switches off"),
-        (["--speculative-algorithm", "EAGLE3"], "not built yet: give NGRAM or SUFFIX"),
+        (["--speculative-algorithm", "NEXTN"], "not built yet: give NGRAM, SUFFIX, which guess"),
+        (["--speculative-algorithm", "STANDALONE"], "with --speculative-draft-model-path"),
+        (["--speculative-algorithm", "EAGLE3", "--model", "m"], "with --speculative-draft-model-path"),
+        (["--speculative-algorithm", "EAGLE3", "--disaggregation-mode", "decode"], "does not go with --disaggregation"),
+        (
+            ["--speculative-algorithm", "NGRAM", "--speculative-draft-model-path", "m"],
+            "goes with --speculative-algorithm EAGLE3 or STANDALONE",
+        ),
         (["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "32"], "is 32, but must be 1 to 31"),
-        (["--speculative-num-draft-tokens", "3"], "goes with --speculative-algorithm NGRAM or SUFFIX"),
+        (
+            ["--speculative-num-draft-tokens", "3"],
+            "goes with --speculative-algorithm NGRAM or SUFFIX or EAGLE3 or STANDALONE",
+        ),
         (
             ["--speculative-algorithm", "SUFFIX", "--speculative-ngram-max-match-window-size", "5"],
             "goes with --speculative-algorithm NGRAM: give that, or leave it out",

@@ -123,6 +123,13 @@ class StepHandle(Protocol):
         """Waits like `tokens`; what the batch asked for besides tokens."""
         ...
 
+    def drafts(self) -> npt.NDArray[np.int32]:
+        """Waits longer than `tokens`; `[num_seqs, k]` what may follow each sequence's newest token.
+
+        Only of steps with `StepInputs.drafts`. Undefined for a sequence whose token is dropped.
+        """
+        ...
+
 
 class MaskedHandle(StepHandle, Protocol):
     """A `masked` step that was launched: its tokens are chosen later."""

@@ -225,6 +225,7 @@ class StepInputs:
       masked: whether tokens are chosen only when `MaskedHandle.choose` brings the masks of grammars. Those follow from
         the tokens of the step before.
       encodes: calls of the vision tower, or parts of one, that come before the batch.
+      drafts: whether tokens are drafted after it, for the next step to verify; only where the engine can.
     """
 
     bucket: Bucket
@@ -235,6 +236,7 @@ class StepInputs:
     table_changes: tuple[npt.NDArray[np.int32], ...] = ()
     masked: bool = False
     encodes: tuple[EncodeInputs | EncodePart, ...] = ()
+    drafts: bool = False
 
     @property
     def num_choices(self) -> int:

@@ -27,6 +27,7 @@ from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.outputs import PoolingSpec, StatesSpec
 
 BUNDLED_MODEL = str(Path(__file__).parents[1] / "bundled_model")
+BUNDLED_HEAD = str(Path(__file__).parents[1] / "bundled_head")  # of EAGLE-3
 AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
@@ -308,12 +309,34 @@ class EngineConfig:
             (self.host_kv.is_on, "--host-kv-gib"),
             (self.lora.is_on, "--enable-lora"),
             (self.enable_weights_cpu_backup, "--enable-weights-cpu-backup"),
+            (self.speculation.is_from_weights, f"--speculative-algorithm {self.speculation.speculative_algorithm}"),
         ):
             if is_on:
                 raise ConfigError(f"{name} works on one host only for now: leave it out, or --nnodes")
 
+    @property
+    def draft_model(self) -> str | None:
+        """The folder or hub id of the weights that draft; None: none do."""
+        if not self.speculation.is_from_weights:
+            return None
+        return self.speculation.speculative_draft_model_path or BUNDLED_HEAD
+
     def _check_speculation(self) -> None:
         """Raises `ConfigError` for flags that leave no token to guess, or guess it in another way."""
+        speculation = self.speculation
+        if speculation.is_from_weights:
+            algorithm = speculation.speculative_algorithm
+            has_default = algorithm == "EAGLE3" and self.model == BUNDLED_MODEL
+            if speculation.speculative_draft_model_path is None and not has_default:
+                raise ConfigError(
+                    f"--speculative-algorithm {algorithm} drafts with weights of its own: name their folder or hub id "
+                    "with --speculative-draft-model-path"
+                )
+            if self.disaggregation.is_on:
+                raise ConfigError(
+                    f"--speculative-algorithm {algorithm} does not go with --disaggregation-mode yet: give NGRAM or "
+                    "SUFFIX to the decode servers"
+                )
         if self.decode_steps > 1:
             raise ConfigError(
                 f"--decode-steps {self.decode_steps} decodes several tokens before one is read, and "

@@ -28,9 +28,12 @@ ALL_MODULES = "all"
 MAX_ADAPTER_NAME_CHARS = 256
 MAX_ADAPTERS = 1024
 
-DRAFTING = ("NGRAM", "SUFFIX")
-DRAFTING_LATER = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")  # SGLang's, which need weights
+DRAFTING_FROM_TEXT = ("NGRAM", "SUFFIX")
+DRAFTING_FROM_WEIGHTS = ("EAGLE3", "STANDALONE")
+DRAFTING = (*DRAFTING_FROM_TEXT, *DRAFTING_FROM_WEIGHTS)
+DRAFTING_LATER = ("EAGLE", "NEXTN")  # SGLang's
 NUM_DRAFT_TOKENS = 7
+NUM_TOKENS_OF_CHAIN = 5  # each one is a step of the drafting model
 MAX_DRAFT_TOKENS = 31
 MATCH_WINDOW = (2, 4)
 MAX_MATCH_WINDOW = 32
@@ -226,11 +229,14 @@ class SpeculationConfig:
         None,
         "how the next tokens are guessed, which one step then verifies together; answers stay the same. NGRAM: what "
         "followed the same tokens earlier in prompt and output; SUFFIX: likewise, by how often it did, and in earlier "
-        "answers with --speculative-suffix-cache-mib (default: not at all; docs/speculation.md)",
+        "answers with --speculative-suffix-cache-mib; EAGLE3: what a head says that was trained for the model; "
+        "STANDALONE: what a smaller model says (default: not at all; docs/speculation.md)",
         choices=(*DRAFTING, *DRAFTING_LATER),
     )
     speculative_num_draft_tokens: int | None = flag(
-        None, f"tokens of a request that one step verifies at most (default: {NUM_DRAFT_TOKENS})"
+        None,
+        f"tokens of a request that one step verifies at most (default: {NUM_DRAFT_TOKENS}; EAGLE3 "
+        f"and STANDALONE: {NUM_TOKENS_OF_CHAIN})",
     )
     speculative_ngram_min_match_window_size: int | None = flag(
         None, f"NGRAM: tokens that must have stood earlier, at least (default: {MATCH_WINDOW[0]})"
@@ -243,6 +249,11 @@ class SpeculationConfig:
         "SUFFIX: MiB of host memory for past answers, in which tokens are looked up too; only among requests of an "
         "equal cache_salt and adapter. 0: none is kept",
     )
+    speculative_draft_model_path: str | None = flag(
+        None,
+        "local folder or hub id; EAGLE3: of the head, in SpecForge's format or speculators' (default: the bundled "
+        "model's, for the bundled model); STANDALONE: of a model with the same tokenizer",
+    )
 
     @property
     def is_on(self) -> bool:
@@ -250,9 +261,15 @@ class SpeculationConfig:
         return self.speculative_algorithm is not None
 
     @property
+    def is_from_weights(self) -> bool:
+        """Whether a model drafts."""
+        return self.speculative_algorithm in DRAFTING_FROM_WEIGHTS
+
+    @property
     def num_draft_tokens(self) -> int:
         """Tokens of a request that one step verifies at most; 0 if none is."""
-        return (self.speculative_num_draft_tokens or NUM_DRAFT_TOKENS) if self.is_on else 0
+        default = NUM_TOKENS_OF_CHAIN if self.is_from_weights else NUM_DRAFT_TOKENS
+        return (self.speculative_num_draft_tokens or default) if self.is_on else 0
 
     @property
     def match_window(self) -> tuple[int, int]:
@@ -265,10 +282,11 @@ class SpeculationConfig:
         algorithm = self.speculative_algorithm
         if algorithm in DRAFTING_LATER:
             raise ConfigError(
-                f"--speculative-algorithm {algorithm} needs a model that drafts, which is not built yet: give "
-                f"{' or '.join(DRAFTING)}, which guess from texts alone"
+                f"--speculative-algorithm {algorithm} is not built yet: give {', '.join(DRAFTING_FROM_TEXT)}, which "
+                f"guess from texts alone, or {' or '.join(DRAFTING_FROM_WEIGHTS)}"
             )
         for name, algorithms in (
+            ("speculative_draft_model_path", DRAFTING_FROM_WEIGHTS),
             ("speculative_num_draft_tokens", DRAFTING),
             ("speculative_ngram_min_match_window_size", ("NGRAM",)),
             ("speculative_ngram_max_match_window_size", ("NGRAM",)),

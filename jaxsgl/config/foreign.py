@@ -58,7 +58,6 @@ REFUSED = {
     "--enable-dp-attention": "attention is split by heads: give --dp-size for whole replicas",
     "--cpu-offload-gb": "weights stay on the device: give --quantization, or --tp with more devices",
     "--speculative-config": "give --speculative-algorithm NGRAM or SUFFIX (docs/speculation.md)",
-    "--speculative-draft-model-path": "no model drafts here: give --speculative-algorithm NGRAM or SUFFIX",
     "--hf-overrides": "edit the folder's config.json",
     "--json-model-override-args": "edit the folder's config.json",
     "--rope-scaling": "edit rope_scaling in the folder's config.json",

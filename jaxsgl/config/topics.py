@@ -49,7 +49,8 @@ TOPICS = {
     "speculation": Topic(
         "drafts of tokens (docs/speculation.md)",
         _words("speculative_algorithm speculative_num_draft_tokens speculative_ngram_min_match_window_size"
-               " speculative_ngram_max_match_window_size speculative_suffix_cache_mib"),
+               " speculative_ngram_max_match_window_size speculative_suffix_cache_mib"
+               " speculative_draft_model_path"),
     ),
     "lora": Topic(
         "LoRA adapters (docs/lora.md)",

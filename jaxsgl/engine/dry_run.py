@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -27,20 +28,27 @@ MAX_REASON = 400  # characters of XLA's message
 
 
 def run_all(
-    submit: Callable[[StepInputs], StepHandle], buckets: Iterable[Bucket], capacity: Capacity, account: str
+    submit: Callable[[StepInputs], StepHandle],
+    buckets: Iterable[Bucket],
+    capacity: Capacity,
+    account: str,
+    *,
+    drafts: bool = False,
 ) -> None:
     """Runs a step of padding in so many of `buckets` that each of their programs has run, and waits for each.
 
-    `account` says where memory went, for the error.
+    `account` says where memory went, for the error. With `drafts` each step is followed by its draft program.
 
     Raises:
       StartupError: a program can't be launched, or fails on the device.
     """
     for bucket in covering(buckets):
         with step_failure(f"the program for [{bucket}] can't run", account):
-            inputs = empty_step(bucket, capacity.num_rows, capacity.vocab_size)
+            inputs = replace(empty_step(bucket, capacity.num_rows, capacity.vocab_size), drafts=drafts)
             step = submit(inputs)
             step.tokens()
+            if drafts:
+                step.drafts()
             check_outputs(step.outputs(), inputs)
 
 

@@ -28,6 +28,8 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import profiler, token_check
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import join_hosts, mesh_of, reveal_devices
+from jaxsgl.engine.draft import own_layers, with_own_layers
+from jaxsgl.engine.drafters import load_drafting, with_drafting
 from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
 from jaxsgl.engine.encoding import TowerParts
 from jaxsgl.engine.fixed_order import asks_for_fixed_order, check_kernels
@@ -46,7 +48,7 @@ from jaxsgl.engine.memory import (
 )
 from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
-from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_states, plan_capacity
+from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_num_rows, choose_states, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.step_programs import ProgramSpec, StepPrograms, all_programs, largest_programs, step_bytes
@@ -120,9 +122,10 @@ class Engine:
         use_compilation_cache(config.compilation_cache_dir, versions_key() if platform == "gpu" else "")
         if platform == "gpu":
             log_compilers(device.device_kind)
-        dtype, activations, kv_dtype = resolve_precision(
+        precision = resolve_precision(
             config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
         )
+        dtype, activations, kv_dtype = precision
         self.arch = as_kept(arch, dtype, platform)
         graphdef, shapes = abstract_model(self.arch, dtype, activations)
         check_weights_fit(device, jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
@@ -137,12 +140,17 @@ class Engine:
             params = read_params(config, folder, self.arch, dtype, mesh)
             if config.load_format != "dummy" and kv_cache_flag(kv_dtype) == FP8_E4M3:
                 kv_scales = load_kv_scales(folder, self.arch)
+            states = choose_states(config, self.arch, platform, kv_dtype, mesh.size)
+            drafting = load_drafting(config, self.arch, precision, states, mesh)
+            states = with_drafting(states, drafting, choose_num_rows(config, platform))
+            self._draft_leaves: tuple[list[jax.Array], ...] = (
+                () if drafting is None else (jax.tree.leaves(drafting.params),)
+            )
             jax.block_until_ready(params)  # so that memory in use is what will stay in use
             self.adapters: EngineAdapters | None = None
             if adapter_plan is not None:
                 self.adapters = EngineAdapters(adapter_plan, self.arch, activations, mesh, self.compiled)
 
-        states = choose_states(config, self.arch, platform, kv_dtype, mesh.size)
         abstract = abstract_params(params)
         images = None if self.arch.vision is None else (self.arch.vision.row_len, activations)
 
@@ -150,7 +158,9 @@ class Engine:
             state = abstract_state(states, capacity, mesh, images)
             pool = None if self.adapters is None else self.adapters.abstract
             masks = config.grammar_backend != "none"
-            return ProgramSpec(graphdef, abstract, state, kernels, mesh, kv_scales, pool, capacity.tower, masks)
+            return ProgramSpec(
+                graphdef, abstract, state, kernels, mesh, kv_scales, pool, capacity.tower, masks, drafting
+            )
 
         memory = least_free_memory(own_devices, config.mem_fraction_static, jax_share)
         static_bytes, all_bytes = hosts.least("the memory", (memory.static_bytes, memory.all_bytes))
@@ -179,7 +189,7 @@ class Engine:
         )
         self._params = self.weight_store.leaves
         self._launcher: Launcher | None = None
-        run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
+        run_all(self.submit, self.buckets.all(), self.capacity, memory.account, drafts=drafting is not None)
         if tester.platform is not None and hosts.size == 1:  # no host has all of the logits
             self._check_tokens(memory.account, min(dtype.itemsize, activations.itemsize))
         if mesh.size > 1:
@@ -238,7 +248,27 @@ class Engine:
             chosen = self._choose_featured(after[0], out, inputs.features)
         else:
             chosen = self._choose(after[0], out) if after else Chosen(out.tokens)
-        return DeviceHandle(inputs, self._accepted(after[1:], out, chosen), out.outputs)
+        return DeviceHandle(inputs, self._completed(after[1:], out, inputs, chosen), out.outputs)
+
+    def _completed(
+        self, programs: Sequence[jax.stages.Compiled], forwarded: Forwarded, inputs: StepInputs, chosen: Chosen
+    ) -> Chosen:
+        """`chosen`, of which `programs` keep what stands, with drafts after it if the step asks for them."""
+        chosen = self._accepted(programs, forwarded, chosen)
+        if not inputs.drafts:
+            return chosen
+        state, num_layers = self._state, self.arch.num_layers
+        own, drafts = self.programs.draft(inputs.bucket)(
+            self._params,
+            self._draft_leaves[-1],
+            own_layers(state.kv, num_layers),
+            state.page_table,
+            state.last_tokens,
+            chosen.tokens,
+            forwarded.ends,
+        )
+        self._state = state._replace(kv=with_own_layers(state.kv, num_layers, own))
+        return chosen._replace(drafts=drafts)
 
     def _accepted(self, programs: Sequence[jax.stages.Compiled], forwarded: Forwarded, chosen: Chosen) -> Chosen:
         """`chosen`, of which `programs` keep what stands: one if the step verifies drafts, else none."""
@@ -250,15 +280,17 @@ class Engine:
 
     def _forward(self, program: jax.stages.Compiled, inputs: StepInputs) -> Any:
         """Launches a forward program; returns what it yields, a `Forwarded` or, of several steps, a `Decoded`."""
-        pool: tuple[list[jax.Array], ...] = ()
+        pool: tuple[Sequence[jax.Array], ...] = ()
         if inputs.bucket.adapter_columns:
             assert self.adapters is not None
             pool = (self.adapters.leaves,)
+        elif self._draft_leaves:
+            pool = ((),)
         for call in inputs.encodes:
             self._encode(call)
         for changes in inputs.table_changes:
             self._state = self._state._replace(page_table=self.programs.set_pages(self._state.page_table, changes))
-        out = program(self._params, self._state, inputs.packed, *pool)
+        out = program(self._params, self._state, inputs.packed, *pool, *self._draft_leaves)
         self._state = out.state
         return out
 
@@ -336,10 +368,10 @@ class Engine:
         logits, sampling = mask(forwarded.logits, forwarded.sampling, masks)
         masked = forwarded._replace(logits=logits, sampling=sampling)
         if features is None:
-            return self._accepted(programs[1:], forwarded, self._choose(program, masked))
+            return self._completed(programs[1:], forwarded, inputs, self._choose(program, masked))
         chosen = self._choose_featured(program, masked, features)
         chosen = chosen if own is None else chosen._replace(outputs=score(own, chosen.tokens))
-        return self._accepted(programs[1:], forwarded, chosen)
+        return self._completed(programs[1:], forwarded, inputs, chosen)
 
     def _choose_featured(self, program: jax.stages.Compiled, forwarded: Forwarded, features: StepFeatures) -> Chosen:
         state = self._state
@@ -375,7 +407,7 @@ class Engine:
         self._compiles.close()
         if self._launcher is not None:
             self._launcher.close()
-        for array in jax.tree.leaves((self._state, self._params, self._walls)):
+        for array in jax.tree.leaves((self._state, self._params, self._draft_leaves, self._walls)):
             if not array.is_deleted():
                 array.delete()
         if self.adapters is not None:

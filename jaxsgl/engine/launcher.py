@@ -25,10 +25,17 @@ T = TypeVar("T")
 
 
 class Chosen(NamedTuple):
-    """The tokens of a step, `[C]` or `[num_steps, S]`, and what the program that chose them yields if it is wanted."""
+    """What is known once the tokens of a step are chosen.
+
+    Attributes:
+      tokens: `[C]` or `[num_steps, S]`.
+      outputs: what the program that chose them yields if it is wanted.
+      drafts: `[S, k]` what is drafted after them; None: nothing is.
+    """
 
     tokens: jax.Array
     outputs: StepOutputs[jax.Array] = NO_OUTPUTS
+    drafts: jax.Array | None = None
 
 
 Choose: TypeAlias = Callable[[npt.NDArray[np.uint32]], Chosen]
@@ -80,6 +87,11 @@ class DeviceHandle:
         if not jax.tree.leaves(parts):
             return NO_OUTPUTS
         return on_host(parts, self._inputs)
+
+    def drafts(self) -> npt.NDArray[np.int32]:
+        """See `StepHandle`."""
+        assert self._chosen is not None and self._chosen.drafts is not None, "nothing is drafted after the step"
+        return np.asarray(self._chosen.drafts)[: self._inputs.num_seqs]
 
 
 class Launcher:
@@ -138,3 +150,7 @@ class LaunchedHandle:
     def outputs(self) -> HostOutputs:
         """See `StepHandle`."""
         return self._launched.result().outputs()
+
+    def drafts(self) -> npt.NDArray[np.int32]:
+        """See `StepHandle`."""
+        return self._launched.result().drafts()

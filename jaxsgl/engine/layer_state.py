@@ -14,7 +14,7 @@ Knows no requests and no programs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax.numpy as jnp
@@ -35,12 +35,14 @@ class StateArray:
       shape: of one page's or one row's part, of all devices together: `[K, page_size, H]` of keys and values.
       dtype: of its numbers.
       axes: for each dimension of `shape` a logical axis as parameters have them, which devices may split, or None.
+      scratch: parts besides those of the pool's pages, after them, that no request owns.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: jnp.dtype
     axes: tuple[str | None, ...]
+    scratch: int = 0
 
     def num_bytes(self, num_devices: int) -> int:
         """Bytes of one part on each of `num_devices`."""
@@ -64,6 +66,10 @@ class LayerState:
 
     by_page: tuple[StateArray, ...]
     by_row: tuple[StateArray, ...] = ()
+
+    def with_scratch(self, num_pages: int) -> LayerState:
+        """The same with so many scratch pages."""
+        return replace(self, by_page=tuple(replace(array, scratch=num_pages) for array in self.by_page))
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,12 @@ class LayerStates:
     def row_bytes(self) -> int:
         """Bytes of one row on each device, over all layers."""
         return sum(array.num_bytes(self.num_devices) for layer in self.layers for array in layer.by_row)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of all scratch pages on each device."""
+        arrays = (array for layer in self.layers for array in layer.by_page)
+        return sum(array.scratch * array.num_bytes(self.num_devices) for array in arrays)
 
     def by_page(self, name: str) -> tuple[StateArray, ...]:
         """The arrays of that name by page, in the order of the layers that have one."""

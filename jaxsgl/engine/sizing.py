@@ -107,9 +107,14 @@ KEPT_HEADS: dict[str, Callable[[int, int, int], KeptHeads]] = {"gpu": _on_gpu, "
 
 def choose_pages(config: EngineConfig, arch: ModelArch, platform: str, num_devices: int) -> tuple[int, KeptHeads]:
     """Tokens per page, and how each device keeps its kv heads in them: as kernels on the platform like it best."""
+    page_size = choose_page_size(config, platform, arch.num_kv_heads // num_devices, arch.head_dim)
+    return page_size, kept_heads(platform, arch, num_devices, page_size)
+
+
+def kept_heads(platform: str, arch: ModelArch, num_devices: int, page_size: int) -> KeptHeads:
+    """How each device keeps its kv heads in pages of so many tokens."""
     num_kv_heads = arch.num_kv_heads // num_devices
-    page_size = choose_page_size(config, platform, num_kv_heads, arch.head_dim)
-    return page_size, KEPT_HEADS.get(platform, _as_they_are)(num_kv_heads, arch.head_dim, page_size)
+    return KEPT_HEADS.get(platform, _as_they_are)(num_kv_heads, arch.head_dim, page_size)
 
 
 def choose_states(
@@ -133,7 +138,7 @@ def plan_capacity(
     Raises `ConfigError` for flags that the model or the memory can't satisfy.
     """
     context_length = choose_context_length(config, arch)
-    num_rows = config.max_running_requests or ROWS.get(memory.platform, OTHER_ROWS)
+    num_rows = choose_num_rows(config, memory.platform)
     tower = tower_capacity(config, arch, memory.platform)
     num_pages = choose_num_pages(
         states,
@@ -143,7 +148,8 @@ def plan_capacity(
         reserved_bytes=edit_table_bytes(num_rows, arch.vocab_size)
         + page_table_bytes(num_rows, pages_for(context_length, states.page_size))
         + _embeddings_bytes(tower)
-        + (num_rows + 1) * states.row_bytes,
+        + (num_rows + 1) * states.row_bytes
+        + states.scratch_bytes,
         step_bytes=step_bytes,
     )
     return Capacity(
@@ -163,6 +169,11 @@ def plan_capacity(
         tower=tower,
         has_axes=arch.has_axes and tower is not None,
     )
+
+
+def choose_num_rows(config: EngineConfig, platform: str) -> int:
+    """Requests that run at once."""
+    return config.max_running_requests or ROWS.get(platform, OTHER_ROWS)
 
 
 def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> TowerCapacity | None:

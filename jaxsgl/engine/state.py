@@ -97,7 +97,8 @@ def abstract_kv(states: LayerStates, num_pages: int, mesh: Mesh) -> KvBuffers:
     """Shapes and places of the pages, in the place of arrays."""
 
     def described(array: StateArray) -> Any:
-        return jax.ShapeDtypeStruct((num_pages, *array.shape), array.dtype, sharding=array.sharding(mesh))
+        dims = num_pages + array.scratch, *array.shape
+        return jax.ShapeDtypeStruct(dims, array.dtype, sharding=array.sharding(mesh))
 
     return KvBuffers(*(tuple(map(described, states.by_page(name))) for name in KvBuffers._fields))
 

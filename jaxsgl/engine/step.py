@@ -19,33 +19,21 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
 from jaxsgl.batch.outputs import NO_OUTPUTS, StepOutputs
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
 from jaxsgl.engine import outputs, sampler, vocabulary
-from jaxsgl.engine.state import DeviceState, KvBuffers
+from jaxsgl.engine.attending import Pages
+from jaxsgl.engine.draft import Drafting, Ends, ends_of, own_layers, with_own_layers
+from jaxsgl.engine.state import DeviceState
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
 from jaxsgl.engine.verify import accept, pack_runs
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
-from jaxsgl.models.layers import LatentQkv, Qkv
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
-from jaxsgl.models.tensor_parallel import num_parts, of_this_part
 from jaxsgl.weights import KvScales
-from pallas_kernels import (
-    AttentionOptions,
-    KernelChoice,
-    PagedKv,
-    paged_decode_attention,
-    paged_extend_attention,
-    rotate_and_store,
-    store_and_decode,
-    store_entries,
-)
-from pallas_kernels.kept_heads import widened
-from pallas_kernels.paged_kv import Scale
+from pallas_kernels import KernelChoice
 
 SAMPLING_ROWS = 3 + len(COLUMNS)  # of `pack_sampling`
 
@@ -75,6 +63,7 @@ class Forwarded(NamedTuple):
       tokens: likewise; in a verify step -1 after the last one that a sequence keeps of the most likely ones.
       sampling: `[SAMPLING_ROWS, C]` int32, what a sampling program needs of the inputs; see `pack_sampling`.
       runs: what the program that accepts drafts needs of them, see `pack_runs`; None: there are none.
+      ends: what the draft program needs of them; None: there is none.
     """
 
     state: DeviceState
@@ -83,6 +72,7 @@ class Forwarded(NamedTuple):
     sampling: jax.Array
     outputs: StepOutputs[jax.Array]
     runs: jax.Array | None = None
+    ends: Ends | None = None
 
 
 class Decoded(NamedTuple):
@@ -113,7 +103,7 @@ class Featured(NamedTuple):
     outputs: StepOutputs[jax.Array]
 
 
-Step: TypeAlias = Callable[[Params, DeviceState, StepArrays[jax.Array], PoolWeights | None], Stepped]
+Step: TypeAlias = Callable[..., Stepped]  # as `make_step` says
 Forward: TypeAlias = Callable[..., Forwarded]  # as `make_forward` says
 DecodeSteps: TypeAlias = Callable[..., Decoded]
 FORWARD_DONATES = (1,)  # state
@@ -130,14 +120,20 @@ def make_step(
     kv_scales: KvScales | None = None,
     *,
     states: bool = False,
+    drafting: Drafting | None = None,
 ) -> Step:
-    """`step(params, state, arrays, adapter_pool) -> Stepped` of the model.
+    """`step(params, state, arrays, adapter_pool, draft_params) -> Stepped` of the model.
 
     Padding writes only the dummy page and the dummy row. `adapter_pool` holds the adapters; None: no sequence has one.
+    `draft_params` are those of `drafting`; None: nothing drafts.
     """
 
     def step(
-        params: Params, state: DeviceState, arrays: StepArrays[jax.Array], adapter_pool: PoolWeights | None
+        params: Params,
+        state: DeviceState,
+        arrays: StepArrays[jax.Array],
+        adapter_pool: PoolWeights | None,
+        draft_params: Params | None = None,
     ) -> Stepped:
         model = nnx.merge(graphdef, params)
         page_size = state.kv.k[0].shape[2]
@@ -154,7 +150,8 @@ def make_step(
             adapters = ActiveAdapters(adapter_pool, arrays.adapters, arrays.column_owners)
         ids, images = _token_ids(arrays.token_ids, state.last_tokens), _image_tokens(state, arrays, model.arch)
         experts: list[jax.Array] | None = [] if states else None
-        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels)
+        streams: dict[int, Any] | None = None if drafting is None else dict.fromkeys(drafting.taps)
+        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels, streams)
         found: StepOutputs[jax.Array] = NO_OUTPUTS if experts is None else outputs.of_tokens(hidden, experts)
         last = hidden if kind in ("decode", "verify") else _last_of_each(hidden, arrays.query_offsets)
         if model.arch.generates:
@@ -167,7 +164,14 @@ def make_step(
             logits, tokens = jnp.zeros((len(last), 0), jnp.float32), jnp.zeros(len(last), jnp.int32)
             last_tokens = state.last_tokens
         found = outputs.of_heads(model, hidden, last, logits if model.arch.generates else None, arrays, found)
-        state = DeviceState(pages.buffers(), table, last_tokens, state.edit_tables, state.images)
+        kv = pages.buffers()
+        if drafting is not None:
+            assert draft_params is not None and streams is not None
+            num_layers = model.arch.num_layers
+            own = own_layers(kv, num_layers)
+            own = drafting.read(draft_params, model, ids, streams, arrays, kind, own, table_SP, kernels)
+            kv = with_own_layers(kv, num_layers, own)
+        state = DeviceState(kv, table, last_tokens, state.edit_tables, state.images)
         return Stepped(state, tokens, logits, found)
 
     return step
@@ -180,24 +184,33 @@ def make_forward(
     kernels: KernelChoice,
     kv_scales: KvScales | None = None,
     pool_treedef: Any = None,
+    drafting: Drafting | None = None,
 ) -> Forward:
     """`forward(params, state, packed) -> Forwarded` for `bucket`, whether it is `sampled` and `featured` or not.
 
     params: leaves of the model's parameters, whose structure is `treedef` (a flat list costs less per call). packed:
     `[packed_len(bucket)]` int32. In a bucket with adapter columns there is one argument more: the leaves
-    of the adapters' pool, whose structure is `pool_treedef`.
+    of the adapters' pool, whose structure is `pool_treedef`; or none of them, where those of `drafting` follow.
     """
-    step = make_step(graphdef, bucket.kind, kernels, kv_scales, states=bucket.states)
+    step = make_step(graphdef, bucket.kind, kernels, kv_scales, states=bucket.states, drafting=drafting)
+    draft_treedef = None if drafting is None else jax.tree.structure(drafting.params)
 
     def forward(
-        params: list[jax.Array], state: DeviceState, packed: jax.Array, adapter_leaves: Sequence[jax.Array] = ()
+        params: list[jax.Array],
+        state: DeviceState,
+        packed: jax.Array,
+        adapter_leaves: Sequence[jax.Array] = (),
+        draft_leaves: Sequence[jax.Array] = (),
     ) -> Forwarded:
         arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
         adapters = jax.tree.unflatten(pool_treedef, adapter_leaves) if bucket.adapter_columns else None
-        out = step(jax.tree.unflatten(treedef, params), state, arrays, adapters)
+        draft_params = None if draft_treedef is None else jax.tree.unflatten(draft_treedef, draft_leaves)
+        out = step(jax.tree.unflatten(treedef, params), state, arrays, adapters, draft_params)
+        ends = None if drafting is None else ends_of(arrays, bucket.kind)
         if bucket.kind == "verify":
-            return _verified(out, arrays)
-        return Forwarded(out.state, out.tokens, out.logits, pack_sampling(arrays, out.tokens), out.outputs)
+            return _verified(out, arrays)._replace(ends=ends)
+        sampling = pack_sampling(arrays, out.tokens)
+        return Forwarded(out.state, out.tokens, out.logits, sampling, out.outputs, ends=ends)
 
     return forward
 
@@ -331,77 +344,6 @@ def unpack_sampling(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array,
     """What `pack_sampling` packed: `(lengths [S], sample_rows [S], best [S], sampling)`."""
     lengths, rows, best = packed[0], packed[1], packed[2]
     return lengths, rows, best, SamplingArrays.unpack(packed[3:], jax.lax.bitcast_convert_type)
-
-
-class Pages:
-    """The KV pages during one trace: each layer replaces its pair, so that XLA sees one in-place update per buffer.
-
-    The scales of a float8 cache are constants of the program. XLA multiplies queries and outputs by them where it
-    computes or reads these anyway.
-    """
-
-    def __init__(
-        self,
-        kv: KvBuffers,
-        page_table_SP: jax.Array,
-        arrays: StepArrays[jax.Array],
-        kind: StepKind,
-        options: Sequence[AttentionOptions],
-        kernels: KernelChoice,
-        scales: KvScales | None = None,
-    ) -> None:
-        self._k, self._v = list(kv.k), list(kv.v)  # no values where layers keep latents
-        self._page_table = page_table_SP
-        self._arrays, self._kind, self._options, self._kernels = arrays, kind, options, kernels
-        self._scales = scales or KvScales.of_one(len(kv.k))
-
-    def attend(self, layer_index: int, qkv: Qkv, sinks: jax.Array | None = None) -> jax.Array:
-        """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
-        if isinstance(qkv, LatentQkv):
-            return self._attend_latent(layer_index, qkv)
-        a, kernels, head_dim = self._arrays, self._kernels, qkv.head_dim
-        options = self._options[layer_index].for_heads(head_dim)
-        old = self._k[layer_index], self._v[layer_index]
-        scales = _of_heads(self._scales.k[layer_index]), _of_heads(self._scales.v[layer_index])
-        paged = PagedKv(*old, self._page_table, a.lengths, *scales)
-        if self._kind == "decode":
-            out_TNH, kv = store_and_decode(
-                qkv, paged, a.slots, options, sinks, backend=kernels.store_and_decode, parts=kernels
-            )
-        else:
-            q_TNH, kv = rotate_and_store(
-                qkv, paged, a.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv
-            )
-            backend = kernels.paged_extend_attention
-            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
-        self._k[layer_index], self._v[layer_index] = kv.k, kv.v
-        return kv.kept(qkv.num_kv_heads).own_numbers(out_TNH, head_dim)
-
-    def _attend_latent(self, layer_index: int, qkv: LatentQkv) -> jax.Array:
-        """The same over entries, whose values are a part of themselves; `[T, N, C]`."""
-        a, kernels = self._arrays, self._kernels
-        options = self._options[layer_index].for_heads(qkv.head_dim)
-        pages = store_entries(self._k[layer_index], qkv.entries, a.slots)
-        self._k[layer_index] = pages
-        kv = PagedKv(pages, pages, self._page_table, a.lengths)
-        q_TNH = widened(qkv.queries, kv.head_dim)
-        if self._kind == "decode":
-            out_TNH = paged_decode_attention(q_TNH, kv, options, backend=kernels.paged_decode_attention)
-        else:
-            backend = kernels.paged_extend_attention
-            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, backend=backend)
-        return out_TNH[..., : qkv.value_dim]
-
-    def buffers(self) -> KvBuffers:
-        """The pages as the layers left them."""
-        return KvBuffers(tuple(self._k), tuple(self._v))
-
-
-def _of_heads(scale: Scale) -> Scale:
-    """A scale of the cache, or the scales of this device's kv heads."""
-    if scale is None or np.ndim(scale) == 0 or num_parts() == 1:
-        return scale
-    return of_this_part(jnp.asarray(scale))
 
 
 def _token_ids(token_ids: jax.Array, last_tokens: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """The programs of steps and of the vision tower: which a bucket runs, their arguments' shapes, and what a step takes.
 
-    forward -> [masks] -> sampled, filtered or featured -> [scores before masks] -> [accepted]
+    forward -> [masks] -> sampled, filtered or featured -> [scores before masks] -> [accepted] -> [draft]
                                                                                       a step of a bucket, in order
     encode, or begin .. layer .. tap .. end                                           a call of the vision tower
     set_row, set_pages                                                                what the host writes between steps
@@ -25,6 +25,7 @@ from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, packed_len
 from jaxsgl.batch.outputs import of_forward
 from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, TowerCapacity
 from jaxsgl.batch.sampling import EDITS_LEN
+from jaxsgl.engine.draft import DRAFT_DONATES, Drafting, DraftProgram, Ends, own_layers
 from jaxsgl.engine.encoding import (
     ENCODE_DONATES,
     PART_DONATES,
@@ -79,6 +80,7 @@ class ProgramSpec:
       adapters: shapes and places of the adapters' pool, or None if the engine has none.
       tower: what the vision tower encodes, if there is one.
       masks: whether steps may be held to grammars.
+      drafting: what drafts after steps; None: nothing does.
     """
 
     graphdef: nnx.GraphDef[Decoder]
@@ -90,6 +92,7 @@ class ProgramSpec:
     adapters: list[dict[str, jax.ShapeDtypeStruct]] | None = None
     tower: TowerCapacity | None = None
     masks: bool = False
+    drafting: Drafting | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -115,6 +118,8 @@ class ProgramSpec:
             programs.append(self.sampling(bucket.sampling, bucket.num_choices))
         if after[1:]:
             programs.append(self.accepting(bucket.num_choices))
+        if self.drafting is not None:
+            programs.append(self.draft(bucket))
         return programs
 
     def forward(self, bucket: Bucket) -> Program:
@@ -129,13 +134,19 @@ class ProgramSpec:
             )
             shardings: Forwarded | Decoded = Decoded(state_shardings, everywhere)
         else:
-            program = make_forward(self.graphdef, treedef, bucket, self.kernels, self.kv_scales, pool_treedef)
+            program = make_forward(
+                self.graphdef, treedef, bucket, self.kernels, self.kv_scales, pool_treedef, self.drafting
+            )
             logits: Any = logits_sharding(self.mesh)
             found, runs = of_forward(bucket, everywhere), everywhere if bucket.kind == "verify" else None
-            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, found, runs)
+            ends = None if self.drafting is None else everywhere
+            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, found, runs, ends)
         arguments: tuple[Any, ...] = (leaves, self.state, self._int32(packed_len(bucket)))
         if bucket.adapter_columns:
             arguments += (pool,)
+        if self.drafting is not None:
+            arguments += () if bucket.adapter_columns else ((),)
+            arguments += (jax.tree.leaves(self.drafting.params),)
         return Program(ProgramKey("forward", bucket), program, arguments, shardings, FORWARD_DONATES, self.mesh)
 
     def accepting(self, num_tokens: int) -> Program:
@@ -143,6 +154,20 @@ class ProgramSpec:
         arguments = self._int32(num_tokens), self._int32(RUN_ROWS, num_tokens), self.state.last_tokens
         everywhere = replicated(self.mesh)
         return Program(_accepted(num_tokens), accept, arguments, everywhere, ACCEPTED_DONATES, self.mesh)
+
+    def draft(self, bucket: Bucket) -> Program:
+        """The program that drafts after a step of `bucket`."""
+        assert self.drafting is not None
+        leaves, treedef = jax.tree.flatten(self.params)
+        draft_leaves, draft_treedef = jax.tree.flatten(self.drafting.params)
+        program = DraftProgram(self.drafting, self.graphdef, treedef, draft_treedef, self.kernels)
+        choices: Any = self._int32(bucket.num_choices)
+        rows: Any = self._int32(bucket.num_seqs)
+        state, ends = self.state, Ends(rows, choices, choices)
+        kv = own_layers(state.kv, len(state.kv.k) - len(self.drafting.layers(0)))
+        arguments = leaves, draft_leaves, kv, state.page_table, state.last_tokens, choices, ends
+        shardings = jax.tree.map(lambda array: array.sharding, kv), replicated(self.mesh)
+        return Program(draft_key(bucket), program, arguments, shardings, DRAFT_DONATES, self.mesh)
 
     def sampling(self, kind: str, num_seqs: int) -> Program:
         """The program of `kind`, "sampled", "filtered" or "featured", for `num_seqs` padded sequences.
@@ -246,6 +271,11 @@ def keys_of(bucket: Bucket) -> list[ProgramKey]:
     return keys
 
 
+def draft_key(bucket: Bucket) -> ProgramKey:
+    """The program that drafts after steps of `bucket`; the sequences of a verify step follow from its tokens."""
+    return ProgramKey("draft after verify" if bucket.kind == "verify" else "draft", bucket.num_choices)
+
+
 def _accepted(num_tokens: int) -> ProgramKey:
     return ProgramKey("accepted", num_tokens)
 
@@ -300,6 +330,10 @@ def step_bytes(programs: ProgramSet, spec: ProgramSpec, buckets: Iterable[Bucket
     """
 
     def stages(bucket: Bucket) -> list[StageBytes]:
+        of_draft = [] if spec.drafting is None else [programs.bytes_of(draft_key(bucket))]
+        return [*of_choice(bucket), *of_draft]
+
+    def of_choice(bucket: Bucket) -> list[StageBytes]:
         forward, *after = (programs.bytes_of(key) for key in keys_of(bucket))
         if not spec.masks or not after:
             return [forward, *after]
@@ -352,6 +386,10 @@ class StepPrograms:
                 f"no program was compiled for bucket [{bucket}]; the {len(self._of_bucket)} buckets of warm-up are "
                 "the only shapes that may run"
             ) from None
+
+    def draft(self, bucket: Bucket) -> jax.stages.Compiled:
+        """The program that drafts after a step of `bucket`."""
+        return self._programs[draft_key(bucket)]
 
     def masking(self, num_seqs: int) -> tuple[jax.stages.Compiled, jax.stages.Compiled, jax.stages.Compiled]:
         """The programs that copy logits, apply masks to them and score tokens by the copy."""

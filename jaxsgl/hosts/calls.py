@@ -29,6 +29,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     features: StepFeatures | None
     table_changes: tuple[npt.NDArray[np.int32], ...]
     masked: bool
+    drafts: bool = False
 
     @classmethod
     def of(cls, inputs: StepInputs) -> Step:
@@ -42,6 +43,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
             inputs.features,
             inputs.table_changes,
             inputs.masked,
+            drafts=inputs.drafts,
         )
 
     @property
@@ -55,6 +57,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
             self.features,
             self.table_changes,
             self.masked,
+            drafts=self.drafts,
         )
 
 

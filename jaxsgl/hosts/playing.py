@@ -73,6 +73,10 @@ class _ChosenEverywhere:
         """See `StepHandle`."""
         return self._handle.outputs()
 
+    def drafts(self) -> npt.NDArray[np.int32]:
+        """See `StepHandle`."""
+        return self._handle.drafts()
+
 
 class FixedWeights:
     """The weights of several hosts, which stay as they were loaded; a `WeightStore`.

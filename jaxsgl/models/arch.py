@@ -10,9 +10,10 @@ layers, and `weights/names.py` for the names of tensors.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from msgspec.structs import replace as replace_struct
 
@@ -212,6 +213,17 @@ class ModelArch:
             stored_format=weight_format if arch.mixture is not None or arch.latent is not None else None,
             layers=tuple(map(lambda spec, kept: replace(spec, unquantized=kept), arch.layers, unquantized)),
         )
+        config.refuse_unread(arch.name, FAMILIES[arch.name].ignored)
+        return arch.for_context(arch.max_context)
+
+    @classmethod
+    def from_values(cls, path: Path, values: Mapping[str, Any]) -> ModelArch:
+        """Reads the values of a config.json at `path`, of a decoder without quantized weights.
+
+        Raises `CheckpointError` for one that can't be served.
+        """
+        config = ConfigFile(path, values)
+        arch = _read_arch(config, None)
         config.refuse_unread(arch.name, FAMILIES[arch.name].ignored)
         return arch.for_context(arch.max_context)
 

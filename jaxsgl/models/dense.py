@@ -96,6 +96,7 @@ class Decoder(Matrices):
         images: ImageTokens | None = None,
         experts: list[jax.Array] | None = None,
         kernels: KernelChoice = AUTO_CHOICE,
+        streams: dict[int, Any] | None = None,
     ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
 
@@ -103,7 +104,8 @@ class Decoder(Matrices):
         false where a bucket is padded, which costs no expert's weights; None: all are tokens. `adapters` are those of
         the tokens; None: there are none. `images` take the places of some of the embeddings.
         The chosen experts of each layer are appended to `experts`: `[T, k]` int32, `[T, 0]` of a layer without.
-        `kernels` says what norms, experts and products with quantized weights run on.
+        `kernels` says what norms, experts and products with quantized weights run on. Of `streams`, by the index of a
+        layer, each item becomes the residual stream `[T, D]` before that layer, or after the last one.
         """
         arch, vectors = self.arch, self.vectors
         x_TD = self._embed(token_ids)
@@ -115,6 +117,7 @@ class Decoder(Matrices):
         first = rows.of(vectors.attention_norm, 0)
         read_TD: Rows = x_TD if first is None else rms_norm(x_TD, scale_of(*first, x_TD.dtype), arch.rms_norm_eps)
         for index, layer in enumerate(self.layers):
+            _note(streams, index, x_TD)
             table = tables[self._rope_of(arch.layers[index])]
             mine = None if adapters is None else adapters.of_layer(index)
             update_TD: Update = layer.attention(read_TD, vectors, rows, table, index, attend, mine, kernels)
@@ -136,8 +139,13 @@ class Decoder(Matrices):
             if not is_last and adapters is None:
                 reader = self.layers[index + 1].attention.reader(kernels)
             x_TD, read_TD = self._add(x_TD, update_TD, rows.of(vectors.mlp_out_norm, index), next_norm, kernels, reader)
+        _note(streams, arch.num_layers, x_TD)
         assert isinstance(read_TD, jax.Array), "heads read rows as they are"
         return read_TD
+
+    def embedded(self, token_ids: jax.Array) -> jax.Array:
+        """The rows of the embedding `[T, D]`, without the factor that some models have."""
+        return self._rows(self.matrix("embedding"), token_ids)
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
         """`[T, D]`; the factor is rounded to the weights' dtype, as in training."""
@@ -223,6 +231,11 @@ class Decoder(Matrices):
         if divisor is not None:
             logits = logits / divisor
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _note(streams: dict[int, Any] | None, index: int, x_TD: jax.Array) -> None:
+    if streams is not None and index in streams:
+        streams[index] = x_TD
 
 
 def _of_this_part(token_ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:

@@ -34,6 +34,7 @@ from jaxsgl.scheduler.in_flight import InFlightStep
 from jaxsgl.scheduler.outputs import with_outputs
 from jaxsgl.scheduler.plan import Admission, Part, StepPlan, WhyNot
 from jaxsgl.scheduler.req import Req, State
+from jaxsgl.scheduler.speculation.speculation import ReadDrafts
 from jaxsgl.scheduler.state import SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
 
@@ -130,10 +131,10 @@ class Applier:
         for resource in self._resources:
             resource.carried_out(plan.actions)
 
-    def collect(self, tokens: npt.NDArray[np.int32], outputs: HostOutputs) -> list[Reply]:
+    def collect(self, tokens: npt.NDArray[np.int32], outputs: HostOutputs, drafts: ReadDrafts) -> list[Reply]:
         """Gives what the oldest step in flight yields to its requests, and ends those that stop; their replies.
 
-        A request for which that fails is ended alone.
+        A request for which that fails is ended alone. `drafts` waits for what it has drafted.
         """
         state = self._state
         state.steps_in_flight -= 1
@@ -149,7 +150,7 @@ class Applier:
             num_tokens = self._collect_runs(step, tokens, outputs, replies, ends, runs)
         else:
             num_tokens = self._collect_tokens(step, tokens, outputs, replies, ends)
-        state.speculation.collected(step, runs)
+        state.speculation.collected(step, runs, drafts)
         state.totals.output_tokens += num_tokens
         for place, reply in enumerate(replies[: step.num_chunks]):
             if reply.token_ids and (times := self._stopwatch.first_token((reply.request_id, reply.index))):
@@ -369,11 +370,14 @@ class Applier:
         for resource in self._resources:
             resource.launched(plan.chunks)
         silent = frozenset([req for req, _ in plan.chunks if req.state is State.EXTENDING])
+        inputs = self._state.speculation.asking(inputs, [req for req in reqs if req not in silent])
         numbers = [req.lease_number for req in reqs]
         rows = [work.row for work in works]
         starts = [work.start for work in works]
         offsets = [0, *itertools.accumulate(len(work.token_ids) for work in works)]
-        step = InFlightStep(reqs, numbers, starts, offsets, silent, len(plan.chunks))
+        step = InFlightStep(
+            reqs, numbers, starts, offsets, silent, num_chunks=len(plan.chunks), drafts_after=inputs.drafts
+        )
         self._launched(inputs, step, rows)
         self._state.timing.extends(inputs, works)
         self._state.extended_last = True
@@ -408,9 +412,16 @@ class Applier:
             raise
         for resource in self._resources:
             inputs = resource.completed(inputs)
+        inputs = self._state.speculation.asking(inputs, reqs)
         numbers = [req.lease_number for req in reqs]
         step = InFlightStep(
-            reqs, numbers, positions, range(len(reqs) + 1), num_steps=plan.num_steps, dropped=plan.dropped
+            reqs,
+            numbers,
+            positions,
+            range(len(reqs) + 1),
+            num_steps=plan.num_steps,
+            dropped=plan.dropped,
+            drafts_after=inputs.drafts,
         )
         self._launched(inputs, step, rows)
         self._state.timing.decodes(inputs, positions_S, steps_S)
@@ -431,9 +442,12 @@ class Applier:
         for req, num_tokens in plan.decodes:
             if not req.launch_decode(num_tokens):
                 self._requests.moved(req)
+        inputs = self._state.speculation.asking(inputs, reqs)
         numbers, starts = [req.lease_number for req in reqs], [work.start for work in works]
         offsets = [0, *itertools.accumulate(len(work.token_ids) for work in works)]
-        step = InFlightStep(reqs, numbers, starts, offsets, drafts=plan.drafts, dropped=plan.dropped)
+        step = InFlightStep(
+            reqs, numbers, starts, offsets, drafts=plan.drafts, dropped=plan.dropped, drafts_after=inputs.drafts
+        )
         self._launched(inputs, step, [work.row for work in works])
         self._state.timing.extends(inputs, works)
         self._state.extended_last = False

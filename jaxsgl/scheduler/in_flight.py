@@ -29,6 +29,7 @@ class InFlightStep:
       num_steps: decode steps of the program.
       drafts: of each request, what the step verifies after the request's last token; () in steps that verify nothing.
       dropped: requests that proposed drafts for which there was no room.
+      drafts_after: whether it drafts on the device, after the tokens that it chooses.
       bounds: by place, how far masks let the run of a request go; see `Constraint.masks_ahead`.
     """
 
@@ -41,6 +42,7 @@ class InFlightStep:
     num_steps: int = 1
     drafts: Sequence[tuple[int, ...]] = ()
     dropped: frozenset[Req] = frozenset()
+    drafts_after: bool = False
     bounds: dict[int, Bound] = field(default_factory=dict)
 
     @property

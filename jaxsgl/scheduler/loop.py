@@ -101,4 +101,4 @@ def run_loop(
 
 def _collect(scheduler: Scheduler, in_flight: deque[StepHandle]) -> None:
     step = in_flight.popleft()
-    scheduler.collect(step.tokens(), step.outputs())
+    scheduler.collect(step.tokens(), step.outputs(), step.drafts)

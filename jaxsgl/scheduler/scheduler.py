@@ -18,6 +18,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder
@@ -57,7 +58,7 @@ from jaxsgl.scheduler.resources.images import Images, KeptImages
 from jaxsgl.scheduler.resources.resource import Resource
 from jaxsgl.scheduler.speculation.drafter import DrafterOf, drafts_nothing
 from jaxsgl.scheduler.speculation.pace import StepCosts
-from jaxsgl.scheduler.speculation.speculation import speculation_of
+from jaxsgl.scheduler.speculation.speculation import ReadDrafts, speculation_of
 from jaxsgl.scheduler.state import RetractAlso, SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
 
@@ -74,6 +75,11 @@ class PauseReason(enum.Enum):
 
 
 logger = logging.getLogger(__name__)
+
+
+def nothing_drafted() -> npt.NDArray[np.int32]:
+    """What a step yields that was not to draft; never called."""
+    raise AssertionError("the step was not to draft")
 
 
 class Serving(Protocol):
@@ -392,10 +398,18 @@ class Scheduler:
         self._applier.share_prefixes(plan)
         return inputs
 
-    def collect(self, tokens: Sequence[int] | np.ndarray, outputs: HostOutputs = NO_OUTPUTS) -> None:
-        """Takes what the oldest step in flight yields, as `StepHandle.tokens` and `outputs` give it."""
+    def collect(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        outputs: HostOutputs = NO_OUTPUTS,
+        drafts: ReadDrafts = nothing_drafted,
+    ) -> None:
+        """Takes what the oldest step in flight yields, as `StepHandle.tokens` and `outputs` give it.
+
+        `drafts` is called once that is needed, if the step drafts.
+        """
         num_failed = self.state.totals.failed_requests
-        self._replies += self._applier.collect(np.asarray(tokens), outputs)
+        self._replies += self._applier.collect(np.asarray(tokens), outputs, drafts)
         if self.state.totals.failed_requests != num_failed:
             self.check()
 

@@ -36,6 +36,8 @@ from jaxsgl.testing.device import FakeAdapters, FakeImages, FakePageTable, FakeP
 from jaxsgl.testing.grammars import masked_tokens
 from jaxsgl.testing.outputs import FakeStep, outputs_of
 
+NUM_DRAFTS = 5  # after a step that drafts
+
 
 def next_token(sequence: Sequence[int] | IntArray, vocab_size: int, seed: int = 0) -> int:
     """The token that `FakeEngine` yields after `sequence`; `seed` is that of the weights which computed its KV."""
@@ -54,6 +56,15 @@ def next_allowed(sequence: Sequence[int] | IntArray, banned: Collection[int], vo
     while token in banned:
         token = (token + 1) % vocab_size
     return token
+
+
+def likely_next(sequence: Sequence[int] | IntArray, count: int, vocab_size: int) -> list[int]:
+    """What `FakeEngine` drafts after `sequence`: `next_token`, but another token after every third sequence."""
+    known = np.asarray(sequence, dtype=np.int32).tolist()
+    for _ in range(count):
+        token = next_token(known, vocab_size)
+        known.append(token if token % 3 else (token + 1) % vocab_size)
+    return known[-count:]
 
 
 def generate(
@@ -81,7 +92,7 @@ class FakeHandle:
         self.inputs = inputs
         self._run_oldest = run_oldest
         self._ready_at = ready_at
-        self.result: tuple[npt.NDArray[np.int32], HostOutputs] | None = None
+        self.result: tuple[npt.NDArray[np.int32], HostOutputs, npt.NDArray[np.int32]] | None = None
         self.masks: npt.NDArray[np.uint32] | None = None
 
     def choose(self, masks: npt.NDArray[np.uint32]) -> None:
@@ -98,7 +109,12 @@ class FakeHandle:
         """Likewise."""
         return self._wait()[1]
 
-    def _wait(self) -> tuple[npt.NDArray[np.int32], HostOutputs]:
+    def drafts(self) -> npt.NDArray[np.int32]:
+        """Likewise; see `likely_next`."""
+        assert self.inputs.drafts, "the step was not to draft"
+        return self._wait()[2]
+
+    def _wait(self) -> tuple[npt.NDArray[np.int32], HostOutputs, npt.NDArray[np.int32]]:
         while self.result is None:
             self._run_oldest()
         delay = self._ready_at - time.perf_counter()
@@ -231,7 +247,8 @@ class FakeEngine:
         handle = self._pending.popleft()
         assert isinstance(handle, FakeHandle)
         assert handle.inputs.masked == (handle.masks is not None), "the masks came late, or for nothing"
-        handle.result = self._step(handle.inputs, handle.masks)
+        tokens, outputs = self._step(handle.inputs, handle.masks)
+        handle.result = tokens, outputs, self._drafts(handle.inputs, tokens)
 
     def _run_ops(self) -> None:
         """Runs operations on pages up to the next step."""
@@ -290,6 +307,20 @@ class FakeEngine:
             assert arrays.rows[s] == arrays.sample_rows[s] != self._capacity.num_rows
             self._last_tokens[arrays.rows[s]] = chosen[last]
         return kept
+
+    def _drafts(self, inputs: StepInputs, tokens: IntArray) -> IntArray:
+        """`[num_seqs, NUM_DRAFTS]` after the newest token of each sequence; 0 where none is kept."""
+        drafts, arrays = np.zeros((inputs.num_seqs, NUM_DRAFTS), np.int32), inputs.arrays
+        for s in range(inputs.num_seqs if inputs.drafts else 0):
+            row, length = arrays.sample_rows[s], int(arrays.lengths[s])
+            if row == self._capacity.num_rows:
+                continue
+            if inputs.bucket.kind == "verify":
+                first, end = arrays.query_offsets[s : s + 2].tolist()
+                length -= int((tokens[first:end] < 0).sum())
+            stored = self._pool.read(self._table.slots(row, length))[:, 0]
+            drafts[s] = likely_next([*stored, self._last_tokens[row]], NUM_DRAFTS, self._capacity.vocab_size)
+        return drafts
 
     def _several_steps(self, inputs: StepInputs, steps: IntArray) -> npt.NDArray[np.int32]:
         """Tokens of each step, one after the other; -1 where a sequence takes no part any more."""

@@ -1,16 +1,19 @@
 """Parameters: finds a model's folder, and makes sharded device arrays of its tensors. The engine calls it.
 
 `resolve_model_folder` finds the folder, `load_params` reads it, `random_params` makes parameters without one.
-`load_kv_scales` reads what a float8 KV cache is scaled by. `save_converted` writes parameters as they were loaded.
+`load_kv_scales` reads what a float8 KV cache is scaled by, `load_head` a head that drafts.
+`save_converted` writes parameters as they were loaded.
 """
 
 from jaxsgl.weights.converted import is_converted, save_converted
+from jaxsgl.weights.eagle import load_head
 from jaxsgl.weights.kv_scales import KvScales, load_kv_scales
 from jaxsgl.weights.loading import load_params, random_params, resolve_model_folder
 
 __all__ = [
     "KvScales",
     "is_converted",
+    "load_head",
     "load_kv_scales",
     "load_params",
     "random_params",

@@ -130,6 +130,10 @@ class _Done:
         """No scores."""
         return NO_OUTPUTS
 
+    def drafts(self) -> npt.NDArray[np.int32]:
+        """Nothing drafts."""
+        return np.zeros((0, 0), np.int32)
+
 
 @dataclass
 class CountingEngine:

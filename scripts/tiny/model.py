@@ -83,11 +83,12 @@ def config() -> dict[str, object]:
     }
 
 
-def _norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """RMSNorm."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPSILON) * weight
 
 
-def _rotate(x_BTHd: jax.Array) -> jax.Array:
+def rotate(x_BTHd: jax.Array) -> jax.Array:
     """Rotary embedding at positions 0..T-1. Only differences of positions count, so packed documents share them."""
     half = HEAD_SIZE // 2
     frequencies = ROPE_THETA ** (-np.arange(half) / half)
@@ -110,11 +111,22 @@ def _attend(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, bias_B11TT
 
 def forward(params: Params, ids_BT: Array, document_BT: Array) -> jax.Array:
     """Logits [B, T, V], float32. A token sees the earlier tokens of its row with the same document number."""
+    return logits(params, streams(params, ids_BT, document_BT)[-1])
+
+
+def logits(params: Params, x_BTD: jax.Array) -> jax.Array:
+    """Logits [B, T, V] of what the last layer yields."""
+    return norm(x_BTD, params["model.norm.weight"]) @ params["model.embed_tokens.weight"].T
+
+
+def streams(params: Params, ids_BT: Array, document_BT: Array) -> list[jax.Array]:
+    """The residual stream [B, T, D] before each layer and after the last one; see `forward`."""
     batch, length = ids_BT.shape
     mask = jnp.tril(jnp.ones((length, length), bool)) & (document_BT[:, :, None] == document_BT[:, None, :])
     bias_B11TT = jnp.where(mask, 0.0, -1e9)[:, None, None]
-    x = params["model.embed_tokens.weight"][ids_BT]
+    found = [params["model.embed_tokens.weight"][ids_BT]]
     for layer in range(LAYERS):
+        x = found[-1]
 
         def weight(name: str, layer: int = layer) -> jax.Array:
             return params[f"model.layers.{layer}.{name}.weight"]
@@ -122,16 +134,16 @@ def forward(params: Params, ids_BT: Array, document_BT: Array) -> jax.Array:
         def heads(y: jax.Array, name: str) -> jax.Array:
             return (y @ weight(f"self_attn.{name}_proj").T).reshape(batch, length, -1, HEAD_SIZE)
 
-        y = _norm(x, weight("input_layernorm"))
-        q = _rotate(_norm(heads(y, "q"), weight("self_attn.q_norm")))
-        k = _rotate(_norm(heads(y, "k"), weight("self_attn.k_norm")))
+        y = norm(x, weight("input_layernorm"))
+        q = rotate(norm(heads(y, "q"), weight("self_attn.q_norm")))
+        k = rotate(norm(heads(y, "k"), weight("self_attn.k_norm")))
         q = q.reshape(batch, length, KV_HEADS, HEADS // KV_HEADS, HEAD_SIZE) / math.sqrt(HEAD_SIZE)
         y = _attend(q, k, heads(y, "v"), bias_B11TT).reshape(batch, length, -1)
         x = x + y @ weight("self_attn.o_proj").T
-        y = _norm(x, weight("post_attention_layernorm"))
+        y = norm(x, weight("post_attention_layernorm"))
         y = jax.nn.silu(y @ weight("mlp.gate_proj").T) * (y @ weight("mlp.up_proj").T)
-        x = x + y @ weight("mlp.down_proj").T
-    return _norm(x, params["model.norm.weight"]) @ params["model.embed_tokens.weight"].T
+        found.append(x + y @ weight("mlp.down_proj").T)
+    return found
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:

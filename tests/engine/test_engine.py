@@ -12,9 +12,9 @@ import pytest
 from jaxsgl.batch.engine_api import Gather
 from jaxsgl.batch.outputs import NO_OUTPUTS
 from jaxsgl.engine import sizing
+from jaxsgl.engine.attending import Pages
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.state import KvBuffers
-from jaxsgl.engine.step import Pages
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.requests.sampling import SamplingParams
 from pallas_kernels import AttentionOptions, FusedQkv, KernelChoice

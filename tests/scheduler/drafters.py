@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.speculation.drafter import Drafter, DrafterOf
+from jaxsgl.scheduler.speculation.drafter import DeviceDrafts, Drafter, DrafterOf
+from jaxsgl.testing.engine import NUM_DRAFTS, likely_next
 
 Truth: TypeAlias = Callable[[Request], list[int]]
 KINDS = ("right", "wrong", "half", "seldom")
@@ -49,6 +50,31 @@ class Knowing(Drafter):
 
     def _dice(self, place: int) -> int:
         return zlib.crc32(f"{self._prompt} {place}".encode())
+
+
+class FromFake(Knowing):
+    """Proposes what `FakeEngine` drafts, and checks that this follows the tokens that the request has."""
+
+    drafts: DeviceDrafts | None = None
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        super().extend(tokens)
+        self.drafts = None
+
+    @property
+    def asks(self) -> bool:
+        return bool(self._dice(len(self.known)) % 4)
+
+    def take(self, drafts: DeviceDrafts) -> None:
+        assert self.drafts is None and not self.ended
+        self.drafts = drafts
+
+    def propose(self, most: int) -> tuple[int, ...]:
+        if self.drafts is None:
+            return ()
+        drafts = self.drafts.tokens(most)
+        assert list(drafts) == likely_next(self.known, NUM_DRAFTS, self._vocab_size)[:most], "drafts of other tokens"
+        return drafts
 
 
 def knowing(truth: Truth, kind: str, vocab_size: int) -> DrafterOf:

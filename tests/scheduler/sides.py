@@ -111,7 +111,7 @@ class Worker:
 
     def _collect(self) -> None:
         oldest = self.in_flight.popleft()
-        self.scheduler.collect(oldest.tokens(), oldest.outputs())
+        self.scheduler.collect(oldest.tokens(), oldest.outputs(), oldest.drafts)
 
     def settle(self) -> None:
         """Takes the replies. Every sample ends once, and says nothing after."""

@@ -62,6 +62,9 @@ class TimedHandle(FakeHandle):
     def outputs(self) -> HostOutputs:
         return self._handle.outputs()
 
+    def drafts(self) -> np.ndarray:
+        return self._handle.drafts()
+
 
 def served(
     config: SchedulingConfig, script: list[list[Request]], *, noise: float = 0.02, overlap: bool = True

@@ -25,7 +25,7 @@ from tests.checked import CheckedScheduler
 from tests.choices import Choices, check_histories
 from tests.grids import count
 from tests.scheduler.answers import EOS, VOCAB, Answers, output_of
-from tests.scheduler.drafters import KINDS, Knowing
+from tests.scheduler.drafters import KINDS, FromFake, Knowing
 from tests.scheduler.grammars import GrammarsInTurn
 
 CONTEXT = 40
@@ -67,10 +67,13 @@ class SpeculativeHistory:
         self.drafters: list[Knowing] = []
 
     def drafter_of(self, request: Request) -> Drafter:
-        kind = self.choices.one_of((*KINDS, "none"))
+        kind = self.choices.one_of((*KINDS, "none", "device", "device"))
         if kind == "none":
             return Drafter()
-        self.drafters.append(Knowing(request.prompt_ids, output_of(request, self.capacity.limits), kind, VOCAB))
+        if kind == "device":
+            self.drafters.append(FromFake(request.prompt_ids, output_of(request, self.capacity.limits), kind, VOCAB))
+        else:
+            self.drafters.append(Knowing(request.prompt_ids, output_of(request, self.capacity.limits), kind, VOCAB))
         return self.drafters[-1]
 
     def play(self) -> None:
@@ -127,7 +130,7 @@ class SpeculativeHistory:
 
     def collect(self) -> None:
         oldest = self.in_flight.popleft()
-        self.scheduler.collect(oldest.tokens(), oldest.outputs())
+        self.scheduler.collect(oldest.tokens(), oldest.outputs(), oldest.drafts)
 
     def abort(self) -> None:
         if self.answers.requests:

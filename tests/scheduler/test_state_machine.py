@@ -332,7 +332,7 @@ class ServingMachine(RuleBasedStateMachine):
 
     def collect(self) -> None:
         oldest = self.in_flight.popleft()
-        self.scheduler.collect(oldest.tokens(), oldest.outputs())
+        self.scheduler.collect(oldest.tokens(), oldest.outputs(), oldest.drafts)
 
     @precondition(lambda self: self.scheduler.is_paused)
     @rule()

@@ -121,6 +121,10 @@ class OneAtATime:
             with self._lock:
                 return self._handle.outputs()
 
+        def drafts(self) -> np.ndarray:
+            with self._lock:
+                return self._handle.drafts()
+
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_recorded_run_serves_every_request_and_stamps_every_step(overlap: bool) -> None:

@@ -3,6 +3,7 @@
     extend(tokens)        tokens were appended to the request: its prompt first, then what each step yielded
     propose(most)         up to `most` drafts to verify in the next step; a question, which changes nothing
     judge(drafted, kept)  so many drafts were verified, and so many of them are the request's tokens now
+    take(drafts)          what the device drafted after its newest token, if it `asks` for that
 
 The scheduler calls `extend` with the prompt when the first token has come, then with the tokens of each step, and
 then, if the step verified drafts, `judge`. `propose` may be asked several times for a step, or never. A request that is
@@ -16,7 +17,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from jaxsgl.requests.request import Request
+
+
+class DeviceDrafts:
+    """What a step has drafted after the newest token of one of its sequences.
+
+    Args:
+      read: waits for the device; `[S, k]` of all sequences.
+      place: of the sequence in the step.
+    """
+
+    def __init__(self, read: Callable[[], npt.NDArray[np.int32]], place: int) -> None:
+        self._read, self._place = read, place
+
+    def tokens(self, most: int) -> tuple[int, ...]:
+        """The first `most` of them."""
+        return tuple(self._read()[self._place, :most].tolist())
 
 
 class Drafter:
@@ -31,6 +51,14 @@ class Drafter:
 
     def judge(self, drafted: int, kept: int) -> None:
         """Takes how many drafts a step verified, and how many of them the request kept."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether the next step is to draft on the device."""
+        return False
+
+    def take(self, drafts: DeviceDrafts) -> None:
+        """Takes drafts of the device that follow the newest token; later tokens make them void."""
 
     def end(self) -> None:
         """Nothing more is asked: the request has ended."""

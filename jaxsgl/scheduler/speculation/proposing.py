@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter
+from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, DeviceDrafts, Drafter
 from jaxsgl.scheduler.speculation.pace import Pace
-from jaxsgl.scheduler.speculation.sources import Prediction, PromptLookup, Source
+from jaxsgl.scheduler.speculation.sources import FromDevice, Prediction, PromptLookup, Source
 from jaxsgl.scheduler.speculation.suffix import PastAnswers, SuffixLookup
 
 
@@ -26,6 +26,7 @@ class Proposing(Drafter):
       most: drafts of a step.
       prediction: which of `sources` is what the client expects; None: it expects nothing.
       never: tokens that stand for images, and that no step may embed as drafts.
+      device: which of `sources` gets what the device drafts; None: none does.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class Proposing(Drafter):
         most: int,
         prediction: Source | None = None,
         never: frozenset[int] = frozenset(),
+        device: FromDevice | None = None,
     ) -> None:
         self._sources = [(source, Pace()) for source in sources]
         self._most = most
         self._prediction = prediction
         self._never = never
+        self._device = device
         self._asked = 0  # which source the last proposal was of: a proposal is judged before there is another one
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -62,6 +65,16 @@ class Proposing(Drafter):
     def judge(self, drafted: int, kept: int) -> None:
         """See `Drafter`."""
         self._sources[self._asked][1].judge(drafted, kept)
+
+    @property
+    def asks(self) -> bool:
+        """See `Drafter`: while the pace of what the device drafts isn't to pause."""
+        return any(source is self._device and pace.length > 0 for source, pace in self._sources)
+
+    def take(self, drafts: DeviceDrafts) -> None:
+        """See `Drafter`."""
+        if self._device is not None:
+            self._device.take(drafts)
 
     def end(self) -> None:
         """See `Drafter`."""
@@ -107,8 +120,9 @@ class Drafters:
         if request.prediction_ids:
             prediction = Prediction(request.prediction_ids, len(request.prompt_ids))
             sources.append(prediction)
-        sources.append(self._lookup(request))
-        return Proposing(sources, config.num_draft_tokens, prediction, self._placeholders)
+        device = FromDevice() if config.is_from_weights else None
+        sources.append(self._lookup(request) if device is None else device)
+        return Proposing(sources, config.num_draft_tokens, prediction, self._placeholders, device)
 
     def _lookup(self, request: Request) -> Source:
         config = self._config

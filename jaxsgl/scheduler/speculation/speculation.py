@@ -12,22 +12,28 @@ planner.py asks for drafts, loop.py whether to read first. Proposals are those o
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.messages.replies import Load, Run, SpeculationTotals
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.in_flight import InFlightStep
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.req import Req
-from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter, DrafterOf
+from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, DeviceDrafts, Drafter, DrafterOf
 from jaxsgl.scheduler.speculation.pace import StepCosts, shares
 
 PATIENCE = 8  # decode steps without drafts
+ReadDrafts: TypeAlias = Callable[[], npt.NDArray[np.int32]]  # `[S, k]`, see `StepHandle.drafts`
 ROWS_A_DRAFT = 8  # at most: all rows wait for the host where any has drafts, and only those with drafts gain
 
 
@@ -84,11 +90,18 @@ class Speculation:
         """
         return NOTHING
 
+    def asking(self, inputs: StepInputs, reqs: Sequence[Req]) -> StepInputs:
+        """`inputs` of a step that chooses a token for each of `reqs`; it drafts on the device if they ask for it."""
+        return inputs
+
     def launched(self, plan: StepPlan) -> None:
         """A step of `plan` is launched."""
 
-    def collected(self, step: InFlightStep, runs: Sequence[tuple[Req, int, Run]]) -> None:
-        """The oldest step in flight is read; `runs`: (request, drafts accepted, run) of those that it verified."""
+    def collected(self, step: InFlightStep, runs: Sequence[tuple[Req, int, Run]], drafts: ReadDrafts) -> None:
+        """The oldest step in flight is read; `runs`: (request, drafts accepted, run) of those that it verified.
+
+        `drafts` waits for what it has drafted on the device, if it was to.
+        """
 
     def ended(self, req: Req) -> None:
         """`req` has ended, perhaps by tokens of a step that is being collected."""
@@ -153,6 +166,12 @@ class Speculating(Speculation):
         dropped = frozenset([req for req, drafts, kept in of_reqs if drafts and not kept])
         return Drafts(tuple(tokens) if any(tokens) else (), taken, dropped)
 
+    def asking(self, inputs: StepInputs, reqs: Sequence[Req]) -> StepInputs:
+        """See `Speculation`."""
+        asks = any(req.drafter.asks and not req.sampling.penalizes for req in reqs)
+        may = inputs.bucket.num_steps == 1 and self._room(len(reqs)) > 0
+        return replace(inputs, drafts=True) if asks and may else inputs
+
     def launched(self, plan: StepPlan) -> None:
         """Has steps overlap again after a while without drafts."""
         if plan.drafts:
@@ -162,14 +181,17 @@ class Speculating(Speculation):
             if self._quiet >= PATIENCE or all(req.drafter.rests for req, _ in plan.decodes):
                 self.reads_first = False
 
-    def collected(self, step: InFlightStep, runs: Sequence[tuple[Req, int, Run]]) -> None:
+    def collected(self, step: InFlightStep, runs: Sequence[tuple[Req, int, Run]], drafts: ReadDrafts) -> None:
         """Gives drafters what has come, and their verdicts; counts; begins to read first if enough is proposed."""
+        read = cache(drafts)
         self._costs.collected(0 if step.num_chunks or step.num_steps > 1 else step.offsets[-1], bool(step.drafts))
         verified = {req for req, _, _ in runs}
         for place, req in enumerate(step.reqs):
             if req.drafter is NO_DRAFTS:
                 continue
             count = _extend(req)
+            if count and step.drafts_after:
+                req.drafter.take(DeviceDrafts(read, place))
             if count and place >= step.num_chunks and req not in verified:
                 why = self._why_plain(step, req).value
                 self._totals.plain_decodes[why] = self._totals.plain_decodes.get(why, 0) + count

@@ -180,6 +180,10 @@ class RecordedHandle:
         """See `StepHandle`."""
         return self._handle.outputs()
 
+    def drafts(self) -> npt.NDArray[np.int32]:
+        """See `StepHandle`."""
+        return self._handle.drafts()
+
 
 class RecordingEngine:
     """A `StepEngine` that records the steps of another one."""

@@ -68,6 +68,9 @@ class _Ready:
     def outputs(self) -> HostOutputs:
         return NO_OUTPUTS
 
+    def drafts(self) -> npt.NDArray[np.int32]:
+        return np.empty((0, 0), np.int32)
+
 
 def seen_late() -> dict[str, float]:
     """Microseconds from when a step is ready to its stamp, while the host computes in Python. Takes 0.2 s."""

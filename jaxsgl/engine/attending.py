@@ -1,0 +1,101 @@
+"""Attention of a step's layers over the KV pages: each layer stores what is new in its pages, then attends to all.
+
+Called by `step`, and by what drafts, with its own layers. Knows the step's arrays and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsgl.batch.inputs import StepArrays, StepKind
+from jaxsgl.engine.state import KvBuffers
+from jaxsgl.models.layers import LatentQkv, Qkv
+from jaxsgl.models.tensor_parallel import num_parts, of_this_part
+from jaxsgl.weights import KvScales
+from pallas_kernels import (
+    AttentionOptions,
+    KernelChoice,
+    PagedKv,
+    paged_decode_attention,
+    paged_extend_attention,
+    rotate_and_store,
+    store_and_decode,
+    store_entries,
+)
+from pallas_kernels.kept_heads import widened
+from pallas_kernels.paged_kv import Scale
+
+
+class Pages:
+    """The KV pages during one trace: each layer replaces its pair, so that XLA sees one in-place update per buffer.
+
+    The scales of a float8 cache are constants of the program. XLA multiplies queries and outputs by them where it
+    computes or reads these anyway.
+    """
+
+    def __init__(
+        self,
+        kv: KvBuffers,
+        page_table_SP: jax.Array,
+        arrays: StepArrays[jax.Array],
+        kind: StepKind,
+        options: Sequence[AttentionOptions],
+        kernels: KernelChoice,
+        scales: KvScales | None = None,
+    ) -> None:
+        self._k, self._v = list(kv.k), list(kv.v)  # no values where layers keep latents
+        self._page_table = page_table_SP
+        self._arrays, self._kind, self._options, self._kernels = arrays, kind, options, kernels
+        self._scales = scales or KvScales.of_one(len(kv.k))
+
+    def attend(self, layer_index: int, qkv: Qkv, sinks: jax.Array | None = None) -> jax.Array:
+        """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
+        if isinstance(qkv, LatentQkv):
+            return self._attend_latent(layer_index, qkv)
+        a, kernels, head_dim = self._arrays, self._kernels, qkv.head_dim
+        options = self._options[layer_index].for_heads(head_dim)
+        old = self._k[layer_index], self._v[layer_index]
+        scales = _of_heads(self._scales.k[layer_index]), _of_heads(self._scales.v[layer_index])
+        paged = PagedKv(*old, self._page_table, a.lengths, *scales)
+        if self._kind == "decode":
+            out_TNH, kv = store_and_decode(
+                qkv, paged, a.slots, options, sinks, backend=kernels.store_and_decode, parts=kernels
+            )
+        else:
+            q_TNH, kv = rotate_and_store(
+                qkv, paged, a.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv
+            )
+            backend = kernels.paged_extend_attention
+            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
+        self._k[layer_index], self._v[layer_index] = kv.k, kv.v
+        return kv.kept(qkv.num_kv_heads).own_numbers(out_TNH, head_dim)
+
+    def _attend_latent(self, layer_index: int, qkv: LatentQkv) -> jax.Array:
+        """The same over entries, whose values are a part of themselves; `[T, N, C]`."""
+        a, kernels = self._arrays, self._kernels
+        options = self._options[layer_index].for_heads(qkv.head_dim)
+        pages = store_entries(self._k[layer_index], qkv.entries, a.slots)
+        self._k[layer_index] = pages
+        kv = PagedKv(pages, pages, self._page_table, a.lengths)
+        q_TNH = widened(qkv.queries, kv.head_dim)
+        if self._kind == "decode":
+            out_TNH = paged_decode_attention(q_TNH, kv, options, backend=kernels.paged_decode_attention)
+        else:
+            backend = kernels.paged_extend_attention
+            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, backend=backend)
+        return out_TNH[..., : qkv.value_dim]
+
+    def buffers(self) -> KvBuffers:
+        """The pages as the layers left them."""
+        return KvBuffers(tuple(self._k), tuple(self._v))
+
+
+def _of_heads(scale: Scale) -> Scale:
+    """A scale of the cache, or the scales of this device's kv heads."""
+    if scale is None or np.ndim(scale) == 0 or num_parts() == 1:
+        return scale
+    return of_this_part(jnp.asarray(scale))

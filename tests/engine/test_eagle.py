@@ -1,0 +1,209 @@
+"""What an EAGLE-3 head drafts through steps, pages and batches is what it drafts after the whole text at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxsgl.batch.build import Work
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.config.features import SpeculationConfig
+from jaxsgl.engine.engine import Engine
+from jaxsgl.errors import CheckpointError, StartupError
+from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models.eagle import EagleArch
+from tests.engine.conftest import ConfigMaker
+from tests.engine.driving import Driver
+from tests.engine.eagle_heads import PlainHead, random_head, write_specforge, write_speculators
+from tests.grids import NIGHTLY
+from tests.plain_model import causal_attend
+
+PROMPTS = {0: list(range(3, 20)), 1: [7, 8], 2: [9, 8, 7, 6, 5, 4, 3, 30], 3: list(range(90, 70, -1))}
+NUM_DRAFTS = 3
+FORMATS = ("specforge", "speculators")
+TWO_DEVICES = "--xla_force_host_platform_device_count=2"
+IS_SHARED = TWO_DEVICES in os.environ.get("XLA_FLAGS", "")
+
+
+class HeadDriver(Driver):
+    """Drives an engine with a random head, and knows what that drafts."""
+
+    def __init__(self, engine: Engine, head: PlainHead) -> None:
+        super().__init__(engine)
+        self.head = head
+
+    def expected(self, ids: Sequence[int]) -> list[int]:
+        return self.head.drafts(ids, NUM_DRAFTS)
+
+    def drafted(self, inputs: StepInputs) -> tuple[list[int], list[list[int]]]:
+        handle = self.engine.submit(replace(inputs, drafts=True))
+        return handle.tokens().tolist(), handle.drafts().tolist()
+
+
+def streams_of(engine: Engine, taps: Sequence[int]) -> Any:
+    """A function that computes `[T, 3 D]` of a text without pages."""
+    arch, params = engine.arch, engine.weight_store.params
+    graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
+
+    @jax.jit
+    def run(ids: jax.Array) -> jax.Array:
+        found: dict[int, Any] = dict.fromkeys(taps)
+        model = nnx.merge(graphdef, params)
+        model(ids, jnp.arange(arch.max_context), causal_attend(arch), streams=found)
+        return jnp.concatenate([found[tap] for tap in taps], axis=-1)
+
+    def of_text(ids: Sequence[int]) -> np.ndarray:
+        padded = [*ids, *[0] * (arch.max_context - len(ids))]
+        return np.asarray(run(np.array(padded, np.int32)))[: len(ids)]
+
+    return of_text
+
+
+@pytest.fixture(scope="module", params=FORMATS if NIGHTLY and not IS_SHARED else FORMATS[:1])
+def driver(
+    request: pytest.FixtureRequest, tiny_config: ConfigMaker, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HeadDriver]:
+    folder = tmp_path_factory.mktemp("head")
+    if request.param == "specforge":
+        weights, taps = random_head(1, 40), (1, 2, 0)
+        write_specforge(folder, weights, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, -1]})
+    else:
+        weights, taps = random_head(2, 101), (0, 2, 1)
+        write_speculators(folder, weights, taps, norm_before_residual=True)
+    flags = SpeculationConfig("EAGLE3", NUM_DRAFTS, speculative_draft_model_path=str(folder))
+    engine = Engine(
+        tiny_config(speculation=flags, grammar_backend="none", tp=2 if IS_SHARED else 1),
+        progress=False,
+    )
+    embedding = np.asarray(jax.tree.leaves(engine.weight_store.params["embedding"])[0])
+    after_norm = request.param == "speculators"
+    yield HeadDriver(engine, PlainHead(weights, embedding, streams_of(engine, taps), after_norm))
+    engine.close()
+
+
+@pytest.mark.parametrize("chunk", [16, 7, 4])
+def test_drafts_after_a_prompt_do_not_depend_on_its_chunks(driver: HeadDriver, chunk: int) -> None:
+    prompt = PROMPTS[3]
+    for start in range(0, len(prompt), chunk):
+        tokens, drafts = driver.drafted(driver.extend((3, prompt[start : start + chunk], start)))
+    assert drafts == [driver.expected([*prompt, *tokens])]
+
+
+def test_drafts_follow_each_sequence_of_a_decode_batch(driver: HeadDriver) -> None:
+    texts = {
+        row: [*prompt, *tokens]
+        for (row, prompt), tokens in zip(PROMPTS.items(), driver.generate(PROMPTS, 1).values(), strict=True)
+    }
+    for _ in range(4):
+        positions = {row: len(ids) - 1 for row, ids in texts.items()}
+        tokens, drafts = driver.drafted(driver.decode(positions))
+        for ids, token in zip(texts.values(), tokens, strict=True):
+            ids.append(token)
+        assert drafts == [driver.expected(ids) for ids in texts.values()]
+
+
+@pytest.mark.parametrize("num_right", range(NUM_DRAFTS + 1))
+def test_drafts_follow_what_a_verify_step_keeps(driver: HeadDriver, num_right: int) -> None:
+    """And what it doesn't keep leaves no trace: the steps after it draft as if it had never been."""
+    texts = {
+        row: [*prompt, *tokens]
+        for (row, prompt), tokens in zip(PROMPTS.items(), driver.generate(PROMPTS, 1).values(), strict=True)
+    }
+    answers = driver.generate(PROMPTS, 8)
+    works = []
+    for row, ids in texts.items():
+        right = answers[row][1 : 1 + num_right]
+        wrong = [(token + 1) % 101 for token in answers[row][1 + num_right : 1 + NUM_DRAFTS]]
+        works.append(Work(row, np.array([ids[-1], *right, *wrong], np.int32), len(ids) - 1, sample=True))
+    _, drafts = driver.drafted(driver.builder.verify(works))
+    for row, ids in texts.items():
+        ids += answers[row][1 : 2 + num_right]
+    assert drafts == [driver.expected(ids) for ids in texts.values()]
+    tokens, drafts = driver.drafted(driver.decode({row: len(ids) - 1 for row, ids in texts.items()}))
+    assert drafts == [driver.expected([*ids, token]) for ids, token in zip(texts.values(), tokens, strict=True)]
+
+
+def test_a_head_of_another_stream_drafts_otherwise(driver: HeadDriver) -> None:
+    """A test of these tests: an oracle that reads its streams one layer off doesn't agree."""
+    prompt = PROMPTS[0]
+    tokens, drafts = driver.drafted(driver.extend((0, prompt[:16], 0)))
+    right = driver.head
+    off_by_one = PlainHead(right._weights, right._embedding, lambda ids: np.roll(right._streams(ids), 1, axis=0))
+    ids = [*prompt[:16], *tokens]
+    assert drafts == [driver.expected(ids)] != [off_by_one.drafts(ids, NUM_DRAFTS)]
+
+
+@pytest.mark.skipif(not NIGHTLY or IS_SHARED, reason="by night; the tests above in a process with two devices")
+def test_drafts_are_the_same_on_two_devices() -> None:
+    env = {**os.environ, "XLA_FLAGS": TWO_DEVICES, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", __file__, "-k", "drafts_follow or chunks"]
+    subprocess.run(command, env=env, check=True)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_config: ConfigMaker) -> ModelArch:
+    return ModelArch.from_folder(Path(tiny_config().model))
+
+
+def test_the_streams_that_formats_name_are_inputs_or_outputs_of_layers(tmp_path: Path, target: ModelArch) -> None:
+    weights = random_head(0, 101)
+    target = replace(target, layers=target.layers * 8)
+    folders = {
+        "default": write_specforge(tmp_path / "a", weights),
+        "outputs": write_specforge(
+            tmp_path / "b", weights, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 7, 12]}
+        ),
+        "inputs": write_speculators(tmp_path / "c", weights, (2, 8, 13)),
+    }
+    assert {EagleArch.from_folder(folder, target).taps for folder in folders.values()} == {(2, 8, 13)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "but a head of EAGLE-3 is"),
+        ({"vocab_size": 99}, "vocab_size is 99, but Qwen3ForCausalLM's is 101"),
+        ({"target_hidden_size": 64}, "states of 64 numbers, but Qwen3ForCausalLM has 32"),
+        ({"num_hidden_layers": 2}, "has one layer without biases"),
+        ({"norm_before_fc": True}, "heads with norms before fc"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "at the inputs of .1, 2, 3."),
+    ],
+)
+def test_configurations_that_no_head_of_the_model_has_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, target: ModelArch
+) -> None:
+    folder = write_specforge(tmp_path, random_head(0, 101), **changes)
+    with pytest.raises(CheckpointError, match=message):
+        EagleArch.from_folder(folder, target)
+
+
+@pytest.mark.parametrize(
+    ("layer", "tensors", "message"),
+    [
+        ({}, {"norm.weight": None}, "tensor norm.weight is missing"),
+        ({}, {"more.weight": np.zeros(1)}, "not part of a head: more.weight"),
+        ({}, {"lm_head.weight": np.zeros((40, 32), np.float32), "d2t": None}, "tensor d2t is missing"),
+        ({"num_key_value_heads": 4}, {}, "4 kv heads of 16, but Qwen3ForCausalLM 2 of 16"),
+    ],
+)
+def test_heads_that_do_not_fit_end_the_start(
+    layer: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path, tiny_config: ConfigMaker
+) -> None:
+    weights = random_head(0, 101) | tensors
+    weights = {name: value for name, value in weights.items() if value is not None}
+    taps = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}
+    folder = write_specforge(tmp_path, weights, **(layer | taps))
+    flags = SpeculationConfig("EAGLE3", speculative_draft_model_path=str(folder))
+    with pytest.raises(StartupError, match=message):
+        Engine(tiny_config(speculation=flags), progress=False)
