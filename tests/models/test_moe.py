@@ -179,8 +179,8 @@ def test_a_cpu_rounds_rows_unless_weights_alone_are_to_be_quantized(
     dtype = jnp.dtype("bfloat16")
     _, params = abstract_model(as_kept(arch, dtype, "cpu", weight_only=weight_only), dtype)
     for path in (("mlp", "down"), ("attention", "o")):
-        fmt = params["layers"][0][path[0]][path[1]].get_metadata("format")
-        assert fmt.rounds_rows == (multiplies and not weight_only)
+        param: Any = params["layers"][0][path[0]][path[1]]
+        assert param.get_metadata("format").rounds_rows == (multiplies and not weight_only)
 
 
 def test_experts_are_quantized_at_load_where_a_kernel_multiplies_them(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ SHAPES = [(16, 32, 0), (48, 1056, 0), (1024, 256, 128), (32, 160, 64), (4112, 64
 
 
 def int8_product(x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, group: int, row_bits: int) -> np.ndarray:
-    arrays = (jnp.asarray(array) for array in (x, numbers, scale))
-    return np.asarray(product.int8_product(*arrays, group, row_bits))
+    out = product.int8_product(jnp.asarray(x), jnp.asarray(numbers), jnp.asarray(scale), group, row_bits)
+    return np.asarray(out)
 
 
 def inputs(num_rows: int, num_out: int, num_in: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
