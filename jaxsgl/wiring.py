@@ -324,6 +324,7 @@ def _fingerprint(config: EngineConfig, engine: Engine) -> str:
     """Hashes what KV depends on. Files of weights count by name, size and time of change."""
     folder = Path(engine.info.model_path)
     parts = [engine.page_layout.name, engine.info.dtype, str(config.quantization), config.load_format]
+    parts.append("weight only" if config.weight_only else "")
     if config.disaggregation.disaggregation_mode == "decode":
         parts.append("of prefill servers")  # which may compute in other formats
     parts.append(str(config.random_seed) if config.load_format == "dummy" else "")

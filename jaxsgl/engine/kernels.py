@@ -11,6 +11,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.quantization import FLOAT8
 from pallas_kernels import KernelChoice
+from pallas_kernels.choice import XLA
 
 
 def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
@@ -25,6 +26,8 @@ def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
         raise ConfigError(f"--kernels names experts, but {arch.name} has none: leave them out")
     if chosen.get(OP_OF_NAME["float8"], "auto") != "auto" and (fmt is None or fmt.numbers != FLOAT8):
         raise ConfigError(f"--kernels names float8, but {arch.name} has no weights in float8: leave it out")
+    if config.weight_only and fmt is not None and fmt.numbers == FLOAT8:
+        chosen.setdefault(OP_OF_NAME["float8"], XLA)
     return KernelChoice.of_attention(config.attention_backend).with_backends(chosen)
 
 

@@ -35,6 +35,7 @@ from jaxsgl.models.arch import serve_as
 from jaxsgl.models.quantization import AT_LOAD, weight_format
 from jaxsgl.weights import KvScales, load_kv_scales, load_params, random_params, resolve_model_folder
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
+from pallas_kernels.native import library as native_library
 
 # What may differ between checkpoints that are served one after the other: the server keeps what it began with.
 _FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context", "folder_pooling", "pooling")
@@ -62,8 +63,10 @@ def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
     return dataclasses.replace(arch, weight_format=weight_format(config.quantization, arch.weight_format))
 
 
-def as_kept(arch: ModelArch, dtype: jnp.dtype, platform: str) -> ModelArch:
+def as_kept(arch: ModelArch, dtype: jnp.dtype, platform: str, *, weight_only: bool = False) -> ModelArch:
     """The model with its weights in the format in which the platform keeps them, beside others in `dtype`.
+
+    With `weight_only` no product with integers on a CPU rounds the activations, too.
 
     Raises `ConfigError` for experts that are to be quantized at load where no kernel multiplies them.
     """
@@ -71,7 +74,8 @@ def as_kept(arch: ModelArch, dtype: jnp.dtype, platform: str) -> ModelArch:
     if fmt is None or platform == "gpu":
         return arch
     if platform == "cpu":
-        return dataclasses.replace(arch, weight_format=fmt.on_cpu(dtype.name))
+        rounds_rows = not weight_only and native_library.multiplies_bytes()
+        return dataclasses.replace(arch, weight_format=fmt.on_cpu(dtype.name, rounds_rows=rounds_rows))
     if arch.mixture is not None and fmt.method == AT_LOAD:
         raise ConfigError(f"{arch.name} has experts, which a {platform} can't quantize: leave --quantization out")
     return dataclasses.replace(arch, weight_format=dataclasses.replace(fmt, on_experts=False))
@@ -231,7 +235,7 @@ class EngineWeightStore:
     def _read(self, folder: Path) -> Staged:
         """Reads a folder, into host memory if there are weights on another device that must serve on if this fails."""
         platform = self._mesh.devices.flat[0].platform
-        arch = as_kept(read_arch(self._config, folder), self._dtype, platform)
+        arch = as_kept(read_arch(self._config, folder), self._dtype, platform, weight_only=self._config.weight_only)
         _check_same_model(arch, self._arch, folder)
         if self._kv_scales is not None and not _equal_scales(load_kv_scales(folder, self._arch), self._kv_scales):
             raise CheckpointError(

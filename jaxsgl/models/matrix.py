@@ -57,6 +57,7 @@ class Matrix:
       group: how many inputs share a scale; the last group may be cut.
       is_cut: these are one device's part of the columns, and `order` names inputs of all devices.
       kernels: what its products run on.
+      row_bits: of the integers that kernels for int8 on CPUs round activations to.
     """
 
     numbers: jax.Array
@@ -66,6 +67,7 @@ class Matrix:
     group: int
     is_cut: bool = False
     kernels: KernelChoice = AUTO_CHOICE
+    row_bits: int = 16
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -124,7 +126,8 @@ class Matrices(nnx.Module):
         scale, zero, order = (self._part(name, part) for part in PARTS[1:])
         assert scale is not None
         fmt: WeightFormat = numbers.get_metadata("format")
-        whole = Matrix(numbers[...], scale, zero, order, fmt.group_of(numbers.shape[-1]), kernels=kernels)
+        group, row_bits = fmt.group_of(numbers.shape[-1]), 8 if fmt.rounds_rows else 16
+        whole = Matrix(numbers[...], scale, zero, order, group, kernels=kernels, row_bits=row_bits)
         is_cut = num_parts() > 1 and numbers.get_metadata("axes")[-1] is not None
         return _with_scales_of_part(whole) if is_cut else whole
 
@@ -248,7 +251,7 @@ def _native_product(rows_TD: jax.Array, weights: Matrix) -> jax.Array | None:
     numbers = weights.numbers.reshape(-1, weights.shape[-1])
     scale = weights.scale.reshape(len(numbers), -1)
     if native_product.refuse_int8(rows_TD, numbers, scale, weights.group) is None:
-        return native_product.int8_product(rows_TD, numbers, scale, weights.group)
+        return native_product.int8_product(rows_TD, numbers, scale, weights.group, weights.row_bits)
     if scale.shape[1] == 1 and native_product.refuse(rows_TD, numbers) is None:
         return native_product.rows_product(rows_TD, numbers) * scale[:, 0]
     return None

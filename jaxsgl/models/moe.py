@@ -28,6 +28,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
 from pallas_kernels.experts import ACTIVATIONS
+from pallas_kernels.native import grouped_product as native_product
 from pallas_kernels.norm import Update, sum_parts
 from pallas_kernels.target import target_device
 
@@ -136,11 +137,21 @@ def _product(x: jax.Array, groups: Groups, weights: Weights, backend: str, *, of
     """Rows times the weights `[E, .., in]` of their experts: `[M, out]` in x's dtype. Scales are applied to sums."""
     numbers = weights.numbers if isinstance(weights, Matrix) else weights
     stacked = numbers.reshape(len(numbers), -1, numbers.shape[-1])
-    sums_MN = grouped_product(x, groups, stacked, of_tokens=of_tokens, backend=backend)
+    if _rounds_rows(x, groups, weights, stacked, backend):
+        sums_MN = native_product.grouped_int8_product(x, groups, stacked, of_tokens, 8)
+    else:
+        sums_MN = grouped_product(x, groups, stacked, of_tokens=of_tokens, backend=backend)
     if not isinstance(weights, Matrix):
         return sums_MN
     scale_MN = weights.scale.reshape(len(numbers), -1).at[groups.experts].get(mode="fill", fill_value=0)
     return (sums_MN.astype(jnp.float32) * scale_MN).astype(x.dtype)
+
+
+def _rounds_rows(x: jax.Array, groups: Groups, weights: Weights, stacked: jax.Array, backend: str) -> bool:
+    """Whether rows become 8 bit integers: where the weights' format says so and C++ multiplies."""
+    if not isinstance(weights, Matrix) or weights.row_bits != 8 or backend not in (AUTO, "native"):
+        return False
+    return native_product.refuse_grouped_product(x, groups, stacked) is None
 
 
 def _plus(y: jax.Array, bias: jax.Array | None, groups: Groups) -> jax.Array:

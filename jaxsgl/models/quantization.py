@@ -57,6 +57,7 @@ class WeightFormat:
       reorders: columns stand in another order than inputs.
       vocabulary: whether the embedding and the output head are quantized, too.
       on_experts: whether experts are kept so, too, if the format is one that their kernels multiply.
+      rounds_rows: products with integers round the activations to 8 bits, too, where a kernel does (CPUs).
       storage: of the checkpoint's tensors; None: they are not quantized.
     """
 
@@ -67,6 +68,7 @@ class WeightFormat:
     reorders: bool = False
     vocabulary: bool = False
     on_experts: bool = True
+    rounds_rows: bool = False
     storage: Storage | None = None
 
     def group_of(self, num_inputs: int) -> int:
@@ -87,14 +89,16 @@ class WeightFormat:
         is_simple = self.group is None and not self.has_zeros and not self.reorders and self.numbers != "int4"
         return self if is_simple and self.on_experts else None
 
-    def on_cpu(self, dtype: str) -> WeightFormat:
+    def on_cpu(self, dtype: str, *, rounds_rows: bool = False) -> WeightFormat:
         """The format in which a CPU keeps such weights beside others in `dtype`, without loss.
 
         Its kernels multiply int8 without offsets, which 4 bits less their offset fit, and bfloat16, which has all
         numbers of float8.
         """
         if self.numbers == "int4":
-            return replace(self, numbers="int8", has_zeros=False)
+            return replace(self, numbers="int8", has_zeros=False, rounds_rows=rounds_rows)
+        if self.numbers == "int8":
+            return replace(self, rounds_rows=rounds_rows)
         if self.numbers == FLOAT8 and dtype == "bfloat16":
             return replace(self, numbers="bfloat16")
         return self

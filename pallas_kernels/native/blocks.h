@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <type_traits>
@@ -119,8 +120,7 @@ class Items {
  public:
   explicit Items(int count) : count_(count) {}
 
-  template <typename Work>
-  void Run(const Work& work) {
+  void Run(const std::function<void(int)>& work) {
     for (int i; (i = next_.fetch_add(1)) < count_;) {
       work(i);
       if (done_.fetch_add(1) + 1 == count_) {
@@ -147,8 +147,7 @@ class Items {
 
 // work(0) .. work(count - 1) on the pool's threads and the caller's. Waits for the items, not for the threads: a thread
 // that the pool starts after this has returned finds nothing to do, and so never touches what `work` refers to.
-template <typename Work>
-void InParallel(xla::ffi::ThreadPool pool, int count, const Work& work) {
+inline void InParallel(xla::ffi::ThreadPool pool, int count, const std::function<void(int)>& work) {
   const auto items = std::make_shared<Items>(count);
   const auto share = [items, work] { items->Run(work); };
   const int helpers = static_cast<int>(std::min<int64_t>(pool.num_threads(), count)) - 1;

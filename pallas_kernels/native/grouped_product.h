@@ -5,7 +5,7 @@
 // beside it. Weights are read in place, and those of experts without rows are not read. Called by product.cc.
 //
 // `Pieces` says how rows and weights are multiplied:
-//   kMost, kRows                                    the most rows of a piece; weight rows that a task is cut into
+//   Most(product), kRows                            the most rows of a piece; weight rows that a task is cut into
 //   PackedBytes(product, first)                     of the piece that begins at row `first`
 //   PackRows(product, first, packed)
 //   Multiply(product, first, begin, rows, packed)   by weight rows begin .. begin + rows - 1
@@ -83,7 +83,7 @@ void MultiplyGroups(xla::ffi::ThreadPool pool, const Grouped& g, const typename 
     const ProductOf<typename Pieces::Weight> product{
         g.tokens ? g.x : g.x + place * g.in, weights + e * g.out * g.in,          g.y + place * g.out, g.sizes[e], g.in,
         g.out,                               g.tokens ? g.tokens + place : nullptr};
-    for (int64_t first = 0; first < g.sizes[e]; first += Pieces::kMost) {
+    for (int64_t first = 0; first < g.sizes[e]; first += Pieces::Most(product)) {
       if (bytes >= kMostPackedBytes) finish();
       pieces.push_back({product, first, bytes});
       bytes += (Pieces::PackedBytes(product, first) + 63) / 64 * 64;

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.experts import Groups
 from pallas_kernels.native import library
@@ -31,10 +32,17 @@ def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens:
     """See `backend.GroupedProduct`. Rows are rounded as in `product.rows_product` and `product.int8_product`."""
     shape = jax.ShapeDtypeStruct((groups.num_places, weights.shape[1]), jnp.float32)
     if weights.dtype == jnp.int8:
-        integers = jax.ffi.ffi_call(library.GROUPED_INT8_PRODUCT, shape)
-        sums: jax.Array = integers(x, groups.tokens, groups.sizes, weights, of_tokens=of_tokens)
-        return sums
+        return grouped_int8_product(x, groups, weights, of_tokens, 16)
     call = jax.ffi.ffi_call(library.GROUPED_PRODUCT, shape)
     way = library.product_way() if weights.dtype == jnp.bfloat16 else "widened"
     out: jax.Array = call(x, groups.tokens, groups.sizes, weights, of_tokens=of_tokens, way=way)
     return out
+
+
+def grouped_int8_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, row_bits: int) -> jax.Array:
+    """`grouped_product` with int8 weights. Rows become integers of `row_bits`, as in `product.int8_product`."""
+    call = jax.ffi.ffi_call(
+        library.GROUPED_INT8_PRODUCT, jax.ShapeDtypeStruct((groups.num_places, weights.shape[1]), jnp.float32)
+    )
+    sums: jax.Array = call(x, groups.tokens, groups.sizes, weights, of_tokens=of_tokens, row_bits=np.int64(row_bits))
+    return sums

@@ -1,6 +1,8 @@
-// Dot products of 16 bit integers in registers, exact whatever the processor and the order.
+// Dot products of 8 and 16 bit integers in registers, exact whatever the processor and the order.
 //
-// A register holds kPairs numbers of 16 bits. Owns what differs between registers of 512 and of 256 bits here.
+// A register holds kPairs numbers of 16 bits, kFours of 8. Owns what differs between registers of 512 and of 256 bits
+// here. JAXSGL_BYTES is defined where the processor multiplies numbers of 8 bits (AVX512-VNNI, AVX-VNNI): without those
+// instructions sums of pairs of bytes are cut to 16 bits.
 
 #pragma once
 
@@ -8,9 +10,17 @@
 
 #include "registers.h"
 
+#ifdef __AVX512BF16__
+#ifdef __AVX512VNNI__
+#define JAXSGL_BYTES
+#endif
+#elif defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
+#define JAXSGL_BYTES
+#endif
+
 namespace jaxsgl {
 
-constexpr int kPairs = 2 * kLanes;
+constexpr int kPairs = 2 * kLanes, kFours = 4 * kLanes;
 using Sums = int __attribute__((vector_size(4 * kLanes)));  // of this type GCC doesn't copy them in loops
 
 #ifdef __AVX512BF16__
@@ -27,6 +37,29 @@ inline Sums PlusPairs(Sums sum, Bits a, Bits b) {
 #else
   return Sums(_mm512_add_epi32(Bits(sum), _mm512_madd_epi16(a, b)));
 #endif
+}
+
+#ifdef JAXSGL_BYTES
+// sum + the products of fours, four added up in each lane.
+inline Sums PlusFours(Sums sum, Bits without_sign, Bits with_sign) {
+  return Sums(_mm512_dpbusd_epi32(Bits(sum), without_sign, with_sign));
+}
+#endif
+
+inline Bits AllBytes(int x) { return _mm512_set1_epi8(char(x)); }
+inline Bits AllIntegers(int x) { return _mm512_set1_epi32(x); }
+inline Bits Xor(Bits a, Bits b) { return _mm512_xor_si512(a, b); }
+inline Bits SubtractIntegers(Bits a, Bits b) { return _mm512_sub_epi32(a, b); }
+inline Bits TimesPowerOfTwo(Bits x, int power) { return _mm512_slli_epi32(x, power); }
+
+// A register of bytes, or the first `count`, a multiple of 32, and zeros.
+inline Bits LoadBytes(const int8_t* p, int count) {
+  return _mm512_maskz_loadu_epi8(count >= kFours ? ~__mmask64(0) : __mmask64(0xffffffff), p);
+}
+
+// Floats, rounded to integers, as numbers of 8 bits.
+inline void StoreBytes(Floats x, int8_t* to) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 
 inline Floats ToFloats(Bits x) { return _mm512_cvtepi32_ps(x); }
@@ -63,6 +96,30 @@ inline Bits WidenBytes(const int8_t* p) {
 inline Sums PlusPairs(Sums sum, Bits a, Bits b) {
   return Sums(_mm256_add_epi32(Bits(sum), _mm256_madd_epi16(a, b)));
 }
+
+#ifdef JAXSGL_BYTES
+inline Sums PlusFours(Sums sum, Bits without_sign, Bits with_sign) {
+#ifdef __AVXVNNI__
+  return Sums(_mm256_dpbusd_avx_epi32(Bits(sum), without_sign, with_sign));
+#else
+  return Sums(_mm256_dpbusd_epi32(Bits(sum), without_sign, with_sign));
+#endif
+}
+#endif
+
+inline Bits AllBytes(int x) { return _mm256_set1_epi8(char(x)); }
+inline Bits AllIntegers(int x) { return _mm256_set1_epi32(x); }
+inline Bits Xor(Bits a, Bits b) { return _mm256_xor_si256(a, b); }
+inline Bits SubtractIntegers(Bits a, Bits b) { return _mm256_sub_epi32(a, b); }
+inline Bits TimesPowerOfTwo(Bits x, int power) { return _mm256_slli_epi32(x, power); }
+inline Bits LoadBytes(const int8_t* p, int) { return LoadBits(p); }
+
+inline void StoreBytes(Floats x, int8_t* to) {
+  const Bits words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x), Bits{}), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), __m128i{});
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), bytes);
+}
+
 inline Floats ToFloats(Bits x) { return _mm256_cvtepi32_ps(x); }
 inline Floats Permuted(Floats x, Bits lanes) { return _mm256_permutevar8x32_ps(x, lanes); }
 

@@ -92,6 +92,12 @@ def has_pairs() -> bool:
     return _BFLOAT16 in processor_flags()
 
 
+def multiplies_bytes() -> bool:
+    """Whether the kernels multiply int8 weights with rows rounded to 8 bits (AVX512-VNNI, AVX-VNNI)."""
+    kernels = _kernels()
+    return not isinstance(kernels, str) and bool(kernels.multiplies_bytes())
+
+
 def product_way() -> str:
     """How products are multiplied here: "tiles", "widened" or "paired"."""
     return "tiles" if refuse_tiles() is None else "widened" if widens() else "paired"

@@ -57,15 +57,15 @@ def refuse_int8(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int) 
     return library.load()
 
 
-def int8_product(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int) -> jax.Array:
+def int8_product(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int, row_bits: int = 16) -> jax.Array:
     """x `[T, in]` times weights: numbers `[out, in]` int8 times scale `[out, G]`, one for each `group` inputs.
 
-    Returns float32 `[T, out]`. Blocks of x (a group's inputs, or 512 if G is 1) are rounded to 16 bit integers; beyond
-    that, each block's sum is exact.
+    Returns float32 `[T, out]`. Blocks of x (a group's inputs; if G is 1, 512 or with 8 bits 128) become integers of
+    `row_bits`: 16, or where `library.multiplies_bytes` says so 8. Beyond that, each block's sum is exact.
     """
     shape = jax.ShapeDtypeStruct((x.shape[0], numbers.shape[0]), jnp.float32)
     call = jax.ffi.ffi_call(library.INT8_PRODUCT, shape)
-    out: jax.Array = call(x, numbers, scale, group=np.int64(group))
+    out: jax.Array = call(x, numbers, scale, group=np.int64(group), row_bits=np.int64(row_bits))
     return out
 
 

@@ -86,6 +86,8 @@ struct FloatPieces {
   using Weight = float;
   static constexpr int64_t kMost = 64, kRows = 16;
 
+  static int64_t Most(const FloatProduct&) { return kMost; }
+
   // Rows of a strip: a register of them if the piece has no more, else two.
   static int64_t Strip(const FloatProduct& p, int64_t first) { return p.tokens - first <= kLanes ? kLanes : 2 * kLanes; }
 

@@ -178,6 +178,8 @@ struct Pieces {
   using Weight = uint16_t;
   static constexpr int64_t kMost = kMaxTokens, kRows = 4 * kShare;
 
+  static int64_t Most(const Product&) { return kMost; }
+
   static int64_t PackedBytes(const Product& p, int64_t first) {
     const int64_t tokens = std::min(kMost, p.tokens - first);
     return p.in * (p.tokens <= kFew ? kFew : (tokens + kStrip - 1) / kStrip * kStrip) * int64_t(sizeof(float));

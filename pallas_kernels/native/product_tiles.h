@@ -128,6 +128,8 @@ struct TilePieces {
   using Weight = uint16_t;
   static constexpr int64_t kMost = kMostTokens, kRows = kPair;
 
+  static int64_t Most(const Product&) { return kMost; }
+
   static int64_t Strips(const Product& p, int64_t first) {
     return (std::min(kMost, p.tokens - first) + kTile - 1) / kTile;
   }

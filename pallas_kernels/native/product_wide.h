@@ -304,6 +304,8 @@ struct Pieces {
   using Weight = uint16_t;
   static constexpr int64_t kMost = kMaxColumns, kRows = kBlock;
 
+  static int64_t Most(const Product&) { return kMost; }
+
   static int64_t PackedBytes(const Product& p, int64_t first) {
     int64_t columns = 0;
     WithColumns<Number>(p, first, [&](auto v) { columns = 16 * std::max(decltype(v)::value, 1); });

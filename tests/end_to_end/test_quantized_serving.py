@@ -24,7 +24,7 @@ from tests.weights.test_experts import pack
 
 FLAGS = (
     *EXACT_FLAGS, "--max-running-requests", "4", "--decode-buckets", "4", "--extend-buckets", "128",
-    "--chunked-prefill-size", "128", "--max-total-tokens", "1024", "--context-length", "256",
+    "--chunked-prefill-size", "128", "--max-total-tokens", "1024", "--context-length", "256", "--weight-only",
 )  # fmt: skip
 PROMPT = [5 + 7 * i % 190 for i in range(100)]  # the smallest vocabulary has 200 tokens
 NUM_TOKENS = 16

@@ -60,6 +60,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json of ra
     "mixture": (MIXTURE, {}),
     "sigmoids": (SIGMOIDS, {}),
     "int8": (BUNDLED, {"quantization": "int8"}),
+    "int8 with activations as they are": (BUNDLED, {"quantization": "int8", "weight_only": True}),
+    "mixture of int8": (MIXTURE, {"quantization": "int8"}),
     "fp8": (BUNDLED, {"quantization": "fp8"}),
     "float8 cache": (BUNDLED, {"kv_cache_dtype": "fp8_e4m3"}),
 }

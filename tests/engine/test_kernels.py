@@ -65,3 +65,12 @@ def test_an_operations_kernel_that_cannot_run_here_is_refused(tiny_config: Confi
     message = f"--kernels {word}: {OP_OF_NAME[op]}: backend '{backend}' is impossible here: it needs a"
     with pytest.raises(ConfigError, match=message):
         Engine(tiny_config(kernels=(word,)), progress=False)
+
+
+def test_activations_of_a_model_in_float8_stay_as_they_are_with_weights_alone_quantized(
+    tiny_config: ConfigMaker,
+) -> None:
+    for weight_only, backend in ((False, "auto"), (True, "xla")):
+        config = tiny_config(quantization="fp8", weight_only=weight_only)
+        chosen = asked_kernels(config, read_arch(config, resolve_model_folder(config.model, None)))
+        assert chosen.float8_product == backend

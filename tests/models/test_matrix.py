@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
 from pallas_kernels import KernelChoice, ScaledRows
 from pallas_kernels.choice import AUTO_CHOICE
+from pallas_kernels.native import library as native_library
 from tests.pallas_kernels.lower_everything import on_a_device
 
 FORMATS = {
@@ -105,6 +107,22 @@ def test_gpus_widen_weights_with_scales_of_groups_for_many_rows_only(num_rows: i
         with on_a_device("cuda", "NVIDIA H200", 132):
             text = str(jax.make_jaxpr(lambda x, matrix=matrix: product(x, matrix))(x))
         assert ("pallas_call[" in text) == (has_kernel and fmt.group == 32)  # 40 inputs are no whole tiles of a step
+
+
+def test_a_cpu_rounds_rows_for_integers_where_the_format_says_so() -> None:
+    """By as much as 8 bits differ from 16, the same for a scale per output and for groups of int4."""
+    if not native_library.multiplies_bytes():
+        pytest.skip("the processor has no products of bytes, or there are no kernels")
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, IN)), jnp.float32)
+    for fmt in (WeightFormat("load", "int8"), WeightFormat("awq", "int4", group=32)):
+        plain, weights = random_matrix(fmt.on_cpu("bfloat16"))
+        plain = replace(plain, numbers=jnp.repeat(plain.numbers, 2, 1), scale=jnp.repeat(plain.scale, 2, 1))
+        expected = np.einsum("td,nod->tno", np.asarray(x, np.float64), np.repeat(weights, 2, 1))
+        off = [
+            np.linalg.norm(np.asarray(product(x, replace(plain, row_bits=bits))) - expected) / np.linalg.norm(expected)
+            for bits in (16, 8)
+        ]
+        assert off[0] < 1e-4 and 1e-3 < off[1] < 2e-2, off
 
 
 @pytest.mark.parametrize("backend", ["auto", "xla"])

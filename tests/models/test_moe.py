@@ -24,6 +24,7 @@ from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.weights import load_params
 from pallas_kernels import Router, choose_experts, group_by_expert
+from pallas_kernels.native import library as native_library
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import serve
 from tests.grids import NIGHTLY
@@ -167,6 +168,19 @@ def test_shares_add_up_to_1_where_the_folder_or_its_family_says_so(tmp_path: Pat
 def test_experts_that_cannot_be_chosen_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         read(tmp_path, num_key_value_heads=2, **changes)
+
+
+@pytest.mark.parametrize(("weight_only", "multiplies"), [(False, True), (True, True), (False, False)])
+def test_a_cpu_rounds_rows_unless_weights_alone_are_to_be_quantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight_only: bool, multiplies: bool
+) -> None:
+    monkeypatch.setattr(native_library, "multiplies_bytes", lambda: multiplies)
+    arch = replace(read(tmp_path, num_key_value_heads=2, **QWEN3_MOE), weight_format=weight_format("int8", None))
+    dtype = jnp.dtype("bfloat16")
+    _, params = abstract_model(as_kept(arch, dtype, "cpu", weight_only=weight_only), dtype)
+    for path in (("mlp", "down"), ("attention", "o")):
+        param: Any = params["layers"][0][path[0]][path[1]]
+        assert param.get_metadata("format").rounds_rows == (multiplies and not weight_only)
 
 
 def test_experts_are_quantized_at_load_where_a_kernel_multiplies_them(tmp_path: Path) -> None:

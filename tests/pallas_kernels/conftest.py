@@ -8,8 +8,11 @@ import jax
 import pytest
 
 from pallas_kernels.native import library
+from pallas_kernels.target import processor_flags
 from tests.pallas_kernels.native_builds import compile_library, compile_product, imitation
 from tests.pallas_kernels.native_cases import WAYS
+
+INTEGERS = ("INT8_PRODUCT", "GROUPED_INT8_PRODUCT")
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +31,19 @@ def narrow_kernels(native_runs_here: None) -> str:
     path = compile_library("-mno-avx512f")
     library._register(ctypes.CDLL(str(path)), "_narrow")
     return "_narrow"
+
+
+@pytest.fixture(scope="session")
+def narrow_bytes(native_runs_here: None) -> str:
+    """The same of products with int8, compiled for a processor that multiplies bytes in registers of 256 bits."""
+    if not {"avx512_vnni", "avx512vl"} <= processor_flags():
+        pytest.skip("the processor has no avx512_vnni")
+    kernels = ctypes.CDLL(str(compile_product("-mno-avx512bf16", source="product_int8.cc")))
+    assert kernels.multiplies_bytes()
+    for name in INTEGERS:
+        function = jax.ffi.pycapsule(getattr(kernels, getattr(library, name).removeprefix("jaxsgl_")))
+        jax.ffi.register_ffi_target(f"{getattr(library, name)}_narrow_bytes", function, platform="cpu")
+    return "_narrow_bytes"
 
 
 @pytest.fixture(scope="session")
@@ -70,8 +86,11 @@ def each_way(request: pytest.FixtureRequest, native_runs_here: None) -> Iterator
         if request.param == "narrow":
             suffix = request.getfixturevalue("narrow_kernels")
             patch.setattr(library, "has_pairs", lambda: False)
-            integers = ("INT8_PRODUCT", "GROUPED_INT8_PRODUCT")
-            for constant in ("PAGED_ATTENTION", "ROWS_PRODUCT", "GROUPED_PRODUCT", *integers):
+            for constant in ("PAGED_ATTENTION", "ROWS_PRODUCT", "GROUPED_PRODUCT", *INTEGERS):
+                patch.setattr(library, constant, f"{getattr(library, constant)}{suffix}")
+        if request.param == "narrow bytes":
+            suffix = request.getfixturevalue("narrow_bytes")
+            for constant in INTEGERS:
                 patch.setattr(library, constant, f"{getattr(library, constant)}{suffix}")
         jax.clear_caches()  # the way is chosen while tracing
         yield

@@ -262,15 +262,15 @@ Call Product(Random& random, XLA_FFI_Handler* handler, const char* way) {
           {XLA_FFI_DataType_F32, {tokens, out}, std::vector<char>(4 * tokens * out)}};
 }
 
-Call Int8Product(Random& random, XLA_FFI_Handler* handler) {
-  const int64_t tokens = OneOf(random, {1, 2, 3, 5, 8, 9, 63, 64, 65, 130});
+Call Int8Product(Random& random, XLA_FFI_Handler* handler, int64_t row_bits) {
+  const int64_t tokens = OneOf(random, {1, 2, 3, 5, 8, 9, 17, 33, 49, 63, 64, 65, 130, 300});
   const int64_t group = 32 * OneOf(random, {1, 2, 4, 16}), in = 32 * (1 + Below(random, 40));
   const int64_t out = 16 * OneOf(random, {1, 2, 3, 17, 65}), groups = Below(random, 2) ? 1 : (in + group - 1) / group;
   return {handler,
           {MakeArray(XLA_FFI_DataType_F32, {tokens, in}, Floats(random, tokens * in)),
            MakeArray(XLA_FFI_DataType_S8, {out, in}, Codes(random, out * in)),
            MakeArray(XLA_FFI_DataType_F32, {out, groups}, Floats(random, out * groups))},
-          {{"group", XLA_FFI_DataType_S64, group}},
+          {{"group", XLA_FFI_DataType_S64, group}, {"row_bits", XLA_FFI_DataType_S64, row_bits}},
           {XLA_FFI_DataType_F32, {tokens, out}, std::vector<char>(4 * tokens * out)}};
 }
 
@@ -347,16 +347,20 @@ int main(int argc, char** argv) {
   leave_tiles = reinterpret_cast<void (*)()>(dlsym(library, "imitated_leave_tiles"));
   const auto refuse_tiles = reinterpret_cast<const char* (*)()>(dlsym(library, "refuse_tiles"));
   if (!std::strcmp(way, "tiles") && refuse_tiles()) Fail(refuse_tiles());
+  const auto multiplies_bytes = reinterpret_cast<int (*)()>(dlsym(library, "multiplies_bytes"));
   if (argc > 5) fault = argv[5];
   Random random(std::atoi(argv[3]));
   {
     Pool few(2), more(5);
     for (int i = 0; i < count; ++i) {
-      for (const std::string kernel : {"rows_product", "paged_attention", "int8_product", "row_sums"}) {
+      for (const std::string kernel : {"rows_product", "paged_attention", "int8_product", "int8_product of bytes", "row_sums"}) {
         if (kernel != "rows_product" && !std::strcmp(way, "tiles")) continue;
-        XLA_FFI_Handler* const handler = Load(library, kernel.c_str());
+        const bool of_bytes = kernel == "int8_product of bytes";
+        if (of_bytes && !multiplies_bytes()) continue;
+        XLA_FFI_Handler* const handler = Load(library, of_bytes ? "int8_product" : kernel.c_str());
         Call call = kernel == "paged_attention" ? Attention(random, handler, way)
-                    : kernel == "int8_product"  ? Int8Product(random, handler)
+                    : kernel == "int8_product"  ? Int8Product(random, handler, 16)
+                    : of_bytes                  ? Int8Product(random, handler, 8)
                     : kernel == "row_sums"      ? RowSums(random, handler)
                                                 : Product(random, handler, way);
         const std::string which = kernel + " of case " + std::to_string(i);

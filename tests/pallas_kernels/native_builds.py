@@ -23,10 +23,10 @@ def compile_library(*options: str) -> Path:
         return library._compiled(compiler, processor_flags())
 
 
-def compile_product(*options: str) -> Path:
+def compile_product(*options: str, source: str = "product.cc") -> Path:
     """The same without attention, which takes as long to compile again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_SOURCES", tuple(path for path in library._SOURCES if path.name == "product.cc"))
+        patch.setattr(library, "_SOURCES", tuple(path for path in library._SOURCES if path.name == source))
         return compile_library(*options)
 
 

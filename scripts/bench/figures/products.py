@@ -6,7 +6,8 @@
 
 `x [rows, in]` times weights `[out, in]`, as checkpoints store them. "weights first" passes the weights to XLA's library
 as the left operand; "into" is the format of the result, by default float32; "native" is the C++ of pallas_kernels, in
-each way that the processor supports; the engine takes the fastest one (docs/kernels/native.md). Each program
+each way that the processor supports; the engine takes the fastest one (docs/kernels/native.md). Rows of 16 bits are
+those of --weight-only. Each program
 multiplies by several weights, together far larger than caches, as a model's layers do. Programs take turns, other
 memory is written between them, and the fastest repeat counts.
 """
@@ -24,11 +25,11 @@ from bench.kernels.runners import JaxRunner, Prepared, time_in_turns
 from bench.output import figure_parser, write_figures
 from jaxsgl.models.precision import weights_first
 from pallas_kernels.native import product as native
-from pallas_kernels.native.library import has_pairs, refuse_tiles
+from pallas_kernels.native.library import has_pairs, multiplies_bytes, refuse_tiles
 
 _WEIGHT_BYTES = 1 << 28
 _MOST_LAYERS = 16
-HEAD = f"{'rows':>5}{'weights':>14}  {'form':<28}{'ms':>9}{'GFLOP/s':>9}{'GB/s':>7}"
+HEAD = f"{'rows':>5}{'weights':>14}  {'form':<30}{'ms':>9}{'GFLOP/s':>9}{'GB/s':>7}"
 
 
 def main(arguments: list[str]) -> None:
@@ -60,6 +61,8 @@ def size(text: str) -> tuple[int, int]:
 def forms(x: jax.Array, weights: jax.Array) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
     """The ways to multiply `x` and `weights`, by name; float32 activations are first rounded to the weights' format."""
     name = weights.dtype.name
+    if weights.dtype == jnp.int8:
+        return _forms_of_int8(x, weights)
 
     def as_is(x: jax.Array, weights: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
         return jnp.einsum("td,nd->tn", x.astype(weights.dtype), weights, preferred_element_type=dtype)
@@ -76,14 +79,27 @@ def forms(x: jax.Array, weights: jax.Array) -> dict[str, Callable[[jax.Array, ja
     return ways
 
 
+def _forms_of_int8(x: jax.Array, numbers: jax.Array) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
+    scale, num_in = jnp.ones((len(numbers), 1)), numbers.shape[1]
+    if native.refuse_int8(x, numbers, scale, num_in) is not None:
+        return {}
+
+    def multiply(x: jax.Array, numbers: jax.Array, row_bits: int) -> jax.Array:
+        return native.int8_product(x, numbers, scale, num_in, row_bits)
+
+    all_bits = (16, 8) if multiplies_bytes() else (16,)
+    return {f"int8, native, rows of {bits} bits": functools.partial(multiply, row_bits=bits) for bits in all_bits}
+
+
 def measure(num_rows: int, num_out: int, num_in: int, repeats: int) -> list[dict[str, Any]]:
     """Times all forms of one product, in turns."""
     runners = {}
-    for dtype in (jnp.float32, jnp.bfloat16):
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
         num_bytes = num_out * num_in * jnp.dtype(dtype).itemsize
         keys = jax.random.split(jax.random.key(0), min(_MOST_LAYERS, max(2, _WEIGHT_BYTES // num_bytes)))
         x = jax.random.normal(keys[0], (num_rows, num_in))
-        own = [(x, jax.random.normal(key, (num_out, num_in)).astype(dtype)) for key in keys]
+        spread = 40 if dtype == jnp.int8 else 1
+        own = [(x, (spread * jax.random.normal(key, (num_out, num_in))).astype(dtype)) for key in keys]
         for name, form in forms(*own[0]).items():
             runners[name] = (JaxRunner(Prepared.of(form, own)), num_bytes)
     timings = time_in_turns({name: runner for name, (runner, _) in runners.items()}, repeats)
@@ -104,6 +120,6 @@ def line(row: dict[str, Any]) -> str:
     """A row as text, as wide as the head."""
     weights = "x".join(map(str, row["weights"]))
     return (
-        f"{row['rows']:>5}{weights:>14}  {row['form']:<28}{1e3 * row['seconds']:>9.3f}"
+        f"{row['rows']:>5}{weights:>14}  {row['form']:<30}{1e3 * row['seconds']:>9.3f}"
         f"{row['flops_per_s'] / 1e9:>9.0f}{row['weight_bytes_per_s'] / 1e9:>7.1f}"
     )

@@ -1,0 +1,217 @@
+// Many rows times int8 weights as bytes: registers along the rows, four inputs of one to a lane.
+//
+// The rows are packed so and stay in the second level of cache while the weights pass by, 16 weight rows at a time: four
+// weights spread over a register meet 16 rows with each instruction, and sums leave the registers once a block. Here the
+// rows are the side without a sign, 128 being their zero; the weights' sums times 128 are taken off first.
+
+#pragma once
+
+#include "product_dots.h"
+
+#ifdef JAXSGL_BYTES
+
+namespace jaxsgl {
+namespace {
+
+constexpr int kMostStrips = kLanes == 16 ? 4 : 2;  // of kLanes rows, that are multiplied at a time
+constexpr int kSumsAtATime = kLanes == 16 ? 16 : 8;  // they, a line of the rows and four weights fit the registers
+constexpr int kMostWeightRows = 8;                   // at a time: the processor has 16 registers for addresses
+constexpr int64_t kPackedBytes = 1 << 19;          // of rows that stay in the cache
+constexpr int64_t kMostColumns = 256;
+
+// Rows that are multiplied at a time: `strips` times kLanes of them from `first` on, the last ones maybe zeros.
+struct Columns {
+  int first, strips;
+
+  Columns(int first, int tokens) : first(first), strips((tokens - first + kLanes - 1) / kLanes) {
+    strips = strips >= kMostStrips ? kMostStrips : strips > 1 ? 2 : 1;
+  }
+};
+
+template <typename Work>
+void ForColumns(int tokens, const Work& work) {
+  for (Columns c(0, tokens); c.first < tokens; c = Columns(c.first + c.strips * kLanes, tokens)) work(c);
+}
+
+// Packed rows: for each Columns and block, integers [depth / 4, strips, kLanes, 4], scales [strips, kLanes].
+struct PackedColumns {
+  uint8_t* integers;
+  float* scales;
+
+  PackedColumns(char* begin, const Int8Product& p, int tokens)
+      : integers(reinterpret_cast<uint8_t*>(begin)), scales(reinterpret_cast<float*>(begin + Padded(tokens) * p.in)) {}
+
+  static int64_t Padded(int64_t tokens) { return (tokens + kLanes - 1) / kLanes * kLanes; }
+  static int64_t NumBytes(const Int8Product& p, int64_t tokens) {
+    return Padded(tokens) * (p.in + p.blocks() * sizeof(float));
+  }
+  uint8_t* IntegersOf(const Int8Product& p, const Columns& c, int64_t b) const {
+    return integers + c.first * p.in + b * p.block * c.strips * kLanes;
+  }
+  float* ScalesOf(const Int8Product& p, const Columns& c, int64_t b) const {
+    return scales + (c.first * p.blocks() + b * c.strips * kLanes);
+  }
+};
+
+// Packs the rows first + c.first .. of a piece of `tokens` rows.
+void PackColumns(const Int8Product& p, int64_t first, int tokens, const Columns& c, const PackedColumns& to) {
+  alignas(64) int8_t rows[kLanes][kMostInputs + kFours];
+  for (int64_t b = 0; b < p.blocks(); ++b) {
+    const int depth = p.depth(b);
+    for (int s = 0; s < c.strips; ++s) {
+      for (int j = 0; j < kLanes; ++j) {
+        const int token = c.first + s * kLanes + j;
+        float scale = 0;
+        if (token < tokens)
+          scale = Bytes::Pack(p.Row(first + token) + b * p.block, depth, rows[j]);
+        else
+          std::memset(rows[j], 0, depth + kFours);
+        to.ScalesOf(p, c, b)[s * kLanes + j] = scale;
+      }
+      uint8_t* const integers = to.IntegersOf(p, c, b) + s * kFours;
+      for (int i = 0; i < depth; i += kFours) {
+        Bits lines[kLanes];
+        for (int j = 0; j < kLanes; ++j) lines[j] = Xor(LoadBits(rows[j] + i), AllBytes(-128));
+        Transpose(lines);
+        for (int j = 0; j < kLanes && i + 4 * j < depth; ++j)
+          StoreBits(integers + (i + 4 * j) * c.strips * kLanes, lines[j]);
+      }
+    }
+  }
+}
+
+// Of kRows weight rows, 128 times their sums over a block, below zero.
+void TakeOff(const int8_t* weights, int64_t in, int depth, int* to) {
+  for (int r = 0; r < kRows; r += kLanes) {
+    Bits sums[kLanes];
+    for (int l = 0; l < kLanes; ++l) {
+      const int8_t* const row = weights + (r + l) * in;
+      Sums sum{};
+      for (int i = 0; i < depth; i += kFours)
+        sum = PlusFours(sum, AllBytes(1), LoadBytes(row + i, depth - i));
+      sums[l] = Bits(sum);
+    }
+    StoreBits(to + r, SubtractIntegers(Bits{}, TimesPowerOfTwo(SumsOfLanes(sums), 7)));
+  }
+}
+
+// sums [R, kLanes * V] += a block of R weight rows times packed rows, whose integers' sums begin at begins [R], times
+// the scales of rows [kLanes * V] and of weight rows [R]. Prefetches the R weight rows at `ahead`. Not inlined: GCC would
+// keep sums in memory.
+template <int R, int V>
+[[gnu::noinline]] void AddColumns(const int8_t* weights, const int8_t* ahead, int64_t in, const uint8_t* packed,
+                                  int depth, const int* begins, const float* scales, const float* of_rows, float* sums) {
+  Sums sum[R][V];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sum[r][v] = Sums(AllIntegers(begins[r]));
+  const int shift = ShiftOfRows(depth);
+  for (int i = 0; i < depth; i += 4) {
+    PrefetchLine(ahead, in, i * R / 64, shift);  // the same one several times: a condition would make GCC copy the sums
+    Bits right[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      right[v] = LoadBits(packed + i * V * kLanes + v * kFours);
+      asm("" : "+v"(right[v]));  // into a register: GCC would read it from memory R times
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, weights + r * in + i, 4);
+      const Bits left = AllIntegers(four);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) sum[r][v] = PlusFours(sum[r][v], right[v], left);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      float* const to = sums + (r * V + v) * kLanes;
+      const Floats scale = Times(Load(scales + v * kLanes), All(of_rows[r]));
+      Store(to, TimesPlus(scale, ToFloats(Bits(sum[r][v])), Load(to)));
+    }
+  }
+}
+
+template <int V>
+void MultiplyColumns(const Int8Product& p, int64_t begin, int64_t first, int tokens, const Columns& c,
+                     const PackedColumns& packed, const int (*begins)[kRows]) {
+  constexpr int R = std::min(kSumsAtATime / V, kMostWeightRows);
+  alignas(64) float sums[kRows][kLanes * V] = {};
+  for (int64_t b = 0; b < p.blocks(); ++b) {
+    float of_rows[kRows];
+    for (int r = 0; r < kRows; ++r) of_rows[r] = p.ScaleOfBlock(begin + r, b);
+    for (int r = 0; r < kRows; r += R) {
+      const int8_t* const weights = p.weights + (begin + r) * p.in + b * p.block;
+      const int8_t* const ahead = c.first ? weights : weights + kRows * p.in;  // the first columns fetch the next rows
+      AddColumns<R, V>(weights, ahead, p.in, packed.IntegersOf(p, c, b), p.depth(b), begins[b] + r,
+                       packed.ScalesOf(p, c, b), of_rows + r, sums[r]);
+    }
+  }
+  for (int r = 0; r < kRows; r += kLanes) {
+    for (int v = 0; v < V; ++v) {
+      Bits lines[kLanes];
+      for (int l = 0; l < kLanes; ++l)
+        lines[l] = (Bits)Times(Load(sums[r + l] + v * kLanes), All(p.ScaleOfRow(begin + r + l)));
+      Transpose(lines);
+      for (int j = 0; j < kLanes && c.first + v * kLanes + j < tokens; ++j)
+        Store(p.y + (first + c.first + v * kLanes + j) * p.out + begin + r, AsFloats(lines[j]));
+    }
+  }
+}
+
+// Rows as bytes, up to kFewBytes in tiles, more in columns: as PiecesOfTiles.
+struct PiecesOfBytes {
+  using Few = PiecesOfTiles<Bytes>;
+  static constexpr int64_t kFewBytes = 8;
+  // As those who round to float8 have it: an input far larger than the others, as models have them, spoils fewer.
+  static constexpr int64_t kInputs = 128;
+
+  static int64_t Most(const Int8Product& p) {
+    constexpr int64_t step = kMostStrips * kLanes;
+    return std::clamp(kPackedBytes / p.in / step * step, step, kMostColumns);
+  }
+  static int TokensFrom(const Int8Product& p, int64_t first) { return int(std::min(Most(p), p.tokens - first)); }
+
+  static int64_t PackedBytes(const Int8Product& p, int64_t first) {
+    return p.tokens <= kFewBytes ? Few::PackedBytes(p, first) : PackedColumns::NumBytes(p, TokensFrom(p, first));
+  }
+
+  static int Parts(const Int8Product& p, int64_t first) {
+    if (p.tokens <= kFewBytes) return Few::Parts(p, first);
+    int parts = 0;
+    ForColumns(TokensFrom(p, first), [&](const Columns&) { ++parts; });
+    return parts;
+  }
+
+  static void PackPart(const Int8Product& p, int64_t first, int part, char* packed) {
+    if (p.tokens <= kFewBytes) return Few::PackPart(p, first, part, packed);
+    const int tokens = TokensFrom(p, first);
+    const PackedColumns to(packed, p, tokens);
+    ForColumns(tokens, [&](const Columns& c) {
+      if (part-- == 0) PackColumns(p, first, tokens, c, to);
+    });
+  }
+
+  static void Multiply(const Int8Product& p, int64_t first, int64_t begin, int64_t rows, char* packed) {
+    if (p.tokens <= kFewBytes) return Few::Multiply(p, first, begin, rows, packed);
+    const int tokens = TokensFrom(p, first);
+    const PackedColumns from(packed, p, tokens);
+    const auto begins = reinterpret_cast<int(*)[kRows]>(Packed<int>(p.blocks() * kRows));
+    for (int64_t row = begin; row < begin + rows; row += kRows) {
+      for (int64_t b = 0; b < p.blocks(); ++b)
+        TakeOff(p.weights + row * p.in + b * p.block, p.in, p.depth(b), begins[b]);
+      ForColumns(tokens, [&](const Columns& c) {
+        const auto multiply = c.strips == 1 ? MultiplyColumns<1> : c.strips == 2 ? MultiplyColumns<2>
+                                                                                 : MultiplyColumns<kMostStrips>;
+        multiply(p, row, first, tokens, c, from, begins);
+      });
+    }
+  }
+};
+
+}  // namespace
+}  // namespace jaxsgl
+
+#endif

@@ -1,0 +1,59 @@
+// Rows of activations that become integers, and int8 weights with scales: what all ways to multiply them share.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "integers.h"
+#include "product.h"
+
+namespace jaxsgl {
+namespace {
+
+constexpr int kRows = 16;             // weight rows of a task's step
+constexpr int64_t kMostInputs = 512;  // of a block
+constexpr float kLeast = 1e-30f;      // blocks of smaller numbers are zeros: their scale has no inverse
+
+// y = x weights^T.
+struct Int8Product : ProductOf<int8_t> {
+  const float* scales;          // [out, groups], or null: 1
+  int64_t groups = 1;
+  int64_t block = 0;            // inputs: those of a group, or if there is one group, what rows are rounded in
+
+  int64_t blocks() const { return (in + block - 1) / block; }
+  int depth(int64_t b) const { return int(std::min(block, in - b * block)); }
+
+  // Of a block's sums of row `row`; the scale of a row's only group is applied to the sum of all blocks.
+  float ScaleOfBlock(int64_t row, int64_t b) const { return groups == 1 ? 1.0f : scales[row * groups + b]; }
+  float ScaleOfRow(int64_t row) const { return groups == 1 && scales ? scales[row] : 1.0f; }
+};
+
+// Of weights' numbers with so many inputs, lines of the cache in a row, as a power of two.
+inline int ShiftOfRows(int depth) { return 31 - __builtin_clz(std::max(1, depth / 64)); }
+
+// Line `line` of a block of weight rows, counted along the rows: memory gives those that follow each other faster.
+[[gnu::always_inline]] inline void PrefetchLine(const int8_t* block, int64_t in, int line, int shift) {
+  const int8_t* const row = block + (line >> shift) * in;
+  _mm_prefetch(reinterpret_cast<const char*>(row + (line & ((1 << shift) - 1)) * 64), _MM_HINT_T1);
+}
+
+// What makes a block of a row of activations integers up to `range`.
+struct Rounding {
+  Floats inverse;
+  float scale;  // NaN and infinity make it NaN
+};
+
+inline Rounding RoundingOf(const float* x, int depth, float range) {
+  Floats largest = Zero(), spoiled = Zero();
+  for (int i = 0; i < depth; i += kLanes) {
+    const Floats numbers = Load(x + i);
+    largest = Max(largest, Absolute(numbers));
+    spoiled = TimesPlus(numbers, Zero(), spoiled);
+  }
+  const float most = Largest(largest), nan = Sum(spoiled);
+  return {All(most < kLeast ? 0.0f : range / most), (most < kLeast ? 0.0f : most / range) + nan};
+}
+
+}  // namespace
+}  // namespace jaxsgl
