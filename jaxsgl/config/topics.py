@@ -23,8 +23,8 @@ TOPICS = {
     "model": Topic(
         "the model and its name",
         _words("model revision served_model_name dtype quantization weight_only load_format weight_version"
-               " chat_template sampling_defaults tool_call_parser reasoning_parser free_tool_calls trust_request_chat_template"
-               " split_special_tokens grammar_backend random_seed"),
+               " chat_template sampling_defaults tool_call_parser reasoning_parser free_tool_calls"
+               " trust_request_chat_template split_special_tokens grammar_backend random_seed"),
     ),
     "memory": Topic(
         "context, KV cache and memory",
