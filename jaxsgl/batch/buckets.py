@@ -55,6 +55,7 @@ class Capacity:
       tower: what the tower encodes and the pool of embeddings holds; None: the model has no vision tower.
       has_axes: tokens have positions other than their indices.
       states: what is returned of single tokens; None: nothing.
+      num_snapshots: states of sequences that are kept as prefixes; None: layers keep no states by row.
     """
 
     page_size: int
@@ -72,6 +73,7 @@ class Capacity:
     tower: TowerCapacity | None = None
     has_axes: bool = False
     states: StatesSpec | None = None
+    num_snapshots: int | None = None
 
     @property
     def max_mixed_decodes(self) -> int:

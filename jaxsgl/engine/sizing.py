@@ -162,6 +162,7 @@ def plan_capacity(
         media=_media_limits(config, arch, tower),
         tower=tower,
         has_axes=arch.has_axes and tower is not None,
+        num_snapshots=0 if states.row_bytes else None,
     )
 
 

@@ -26,11 +26,11 @@ from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
 from jaxsgl.batch.outputs import NO_OUTPUTS, StepOutputs
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
 from jaxsgl.engine import outputs, sampler, vocabulary
-from jaxsgl.engine.state import DeviceState, KvBuffers
+from jaxsgl.engine.state import DeviceState, KvBuffers, StateBuffers
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
 from jaxsgl.engine.verify import accept, pack_runs
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
-from jaxsgl.models.layers import LatentQkv, Qkv
+from jaxsgl.models.layers import LatentQkv, Qkv, no_states
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.models.tensor_parallel import num_parts, of_this_part
 from jaxsgl.weights import KvScales
@@ -44,6 +44,7 @@ from pallas_kernels import (
     store_and_decode,
     store_entries,
 )
+from pallas_kernels.delta import DeltaStates, DeltaTokens, Sequences, delta_decode, delta_extend
 from pallas_kernels.kept_heads import widened
 from pallas_kernels.paged_kv import Scale
 
@@ -145,8 +146,10 @@ def make_step(
         table = note_tokens(state.page_table, token_rows, arrays.positions, arrays.slots, page_size)
         table_SP = pages_of_seqs(table, arrays.rows, arrays.lengths, page_size)
         rope_positions = arrays.positions if arrays.rope_positions is None else arrays.rope_positions
-        options = [model.arch.attention_options(layer) for layer in range(model.arch.num_layers)]
+        options = [model.arch.attention_options(layer) for layer in model.arch.attention_layers]
         pages = Pages(state.kv, table_SP, arrays, kind, options, kernels, kv_scales)
+        running = None if state.running is None else Running(state.running, arrays, kind)
+        recur = no_states if running is None else running.recur
         is_token = arrays.slots >= page_size  # padding is stored in the dummy page
         adapters = None
         if adapter_pool is not None:
@@ -154,7 +157,7 @@ def make_step(
             adapters = ActiveAdapters(adapter_pool, arrays.adapters, arrays.column_owners)
         ids, images = _token_ids(arrays.token_ids, state.last_tokens), _image_tokens(state, arrays, model.arch)
         experts: list[jax.Array] | None = [] if states else None
-        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels)
+        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels, recur)
         found: StepOutputs[jax.Array] = NO_OUTPUTS if experts is None else outputs.of_tokens(hidden, experts)
         last = hidden if kind in ("decode", "verify") else _last_of_each(hidden, arrays.query_offsets)
         if model.arch.generates:
@@ -167,7 +170,8 @@ def make_step(
             logits, tokens = jnp.zeros((len(last), 0), jnp.float32), jnp.zeros(len(last), jnp.int32)
             last_tokens = state.last_tokens
         found = outputs.of_heads(model, hidden, last, logits if model.arch.generates else None, arrays, found)
-        state = DeviceState(pages.buffers(), table, last_tokens, state.edit_tables, state.images)
+        kept = None if running is None else running.buffers()
+        state = DeviceState(pages.buffers(), table, last_tokens, state.edit_tables, state.images, kept)
         return Stepped(state, tokens, logits, found)
 
     return step
@@ -334,7 +338,8 @@ def unpack_sampling(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array,
 
 
 class Pages:
-    """The KV pages during one trace: each layer replaces its pair, so that XLA sees one in-place update per buffer.
+    """The KV pages during one trace: each layer that has some replaces its pair, so that XLA sees one in-place update
+    per buffer.
 
     The scales of a float8 cache are constants of the program. XLA multiplies queries and outputs by them where it
     computes or reads these anyway.
@@ -355,14 +360,14 @@ class Pages:
         self._arrays, self._kind, self._options, self._kernels = arrays, kind, options, kernels
         self._scales = scales or KvScales.of_one(len(kv.k))
 
-    def attend(self, layer_index: int, qkv: Qkv, sinks: jax.Array | None = None) -> jax.Array:
+    def attend(self, place: int, qkv: Qkv, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
         if isinstance(qkv, LatentQkv):
-            return self._attend_latent(layer_index, qkv)
+            return self._attend_latent(place, qkv)
         a, kernels, head_dim = self._arrays, self._kernels, qkv.head_dim
-        options = self._options[layer_index].for_heads(head_dim)
-        old = self._k[layer_index], self._v[layer_index]
-        scales = _of_heads(self._scales.k[layer_index]), _of_heads(self._scales.v[layer_index])
+        options = self._options[place].for_heads(head_dim)
+        old = self._k[place], self._v[place]
+        scales = _of_heads(self._scales.k[place]), _of_heads(self._scales.v[place])
         paged = PagedKv(*old, self._page_table, a.lengths, *scales)
         if self._kind == "decode":
             out_TNH, kv = store_and_decode(
@@ -374,15 +379,15 @@ class Pages:
             )
             backend = kernels.paged_extend_attention
             out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
-        self._k[layer_index], self._v[layer_index] = kv.k, kv.v
+        self._k[place], self._v[place] = kv.k, kv.v
         return kv.kept(qkv.num_kv_heads).own_numbers(out_TNH, head_dim)
 
-    def _attend_latent(self, layer_index: int, qkv: LatentQkv) -> jax.Array:
+    def _attend_latent(self, place: int, qkv: LatentQkv) -> jax.Array:
         """The same over entries, whose values are a part of themselves; `[T, N, C]`."""
         a, kernels = self._arrays, self._kernels
-        options = self._options[layer_index].for_heads(qkv.head_dim)
-        pages = store_entries(self._k[layer_index], qkv.entries, a.slots)
-        self._k[layer_index] = pages
+        options = self._options[place].for_heads(qkv.head_dim)
+        pages = store_entries(self._k[place], qkv.entries, a.slots)
+        self._k[place] = pages
         kv = PagedKv(pages, pages, self._page_table, a.lengths)
         q_TNH = widened(qkv.queries, kv.head_dim)
         if self._kind == "decode":
@@ -395,6 +400,30 @@ class Pages:
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""
         return KvBuffers(tuple(self._k), tuple(self._v))
+
+
+class Running:
+    """The states of running requests during one trace, likewise: each layer that has some replaces its arrays."""
+
+    def __init__(self, states: StateBuffers, arrays: StepArrays[jax.Array], kind: StepKind) -> None:
+        assert kind != "verify", "a state can't go back to the drafts that stand"
+        self._layers = [DeltaStates(*arrays_of_layer) for arrays_of_layer in zip(*states, strict=True)]
+        self._arrays, self._kind = arrays, kind
+
+    def recur(self, place: int, tokens: DeltaTokens) -> jax.Array:
+        """Moves the states of the layer over this step's tokens; `[T, K', r, v]`."""
+        a, states = self._arrays, self._layers[place]
+        if self._kind == "decode":
+            out, self._layers[place] = delta_decode(tokens, states, a.positions, a.rows, a.rows)
+        else:
+            starts = a.lengths - (a.query_offsets[1:] - a.query_offsets[:-1])
+            seqs = Sequences(a.query_offsets, starts, a.rows, a.rows)
+            out, self._layers[place] = delta_extend(tokens, states, seqs)
+        return out
+
+    def buffers(self) -> StateBuffers:
+        """The states as the layers left them."""
+        return StateBuffers(*zip(*self._layers, strict=True))
 
 
 def _of_heads(scale: Scale) -> Scale:

@@ -182,7 +182,8 @@ class Scheduler:
                 "eos_token_id in its generation_config.json"
             )
         table = PageTable(capacity.num_rows, capacity.max_pages_per_seq)
-        prefixes = RadixCache(capacity.page_size) if radix_cache else NaiveCache()
+        keeps = radix_cache and capacity.num_snapshots is None
+        prefixes = RadixCache(capacity.page_size) if keeps else NaiveCache()
         assert (tier is None) == (loads is None) and (tier is None or radix_cache)
         cache = CacheManager(capacity.num_pages, capacity.page_size, table, prefixes, tier)
         ops, totals, requests = EngineOps(), Totals(), RequestTable(config, clock)

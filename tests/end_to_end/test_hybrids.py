@@ -1,0 +1,102 @@
+"""Models with gated delta-nets answer as transformers does: ragged prompts, in odd chunks, after retractions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxsgl.batch.inputs import Bucket
+from jaxsgl.config.engine import EngineConfig, SchedulingConfig
+from jaxsgl.config.features import DisaggregationConfig, HostKvConfig, LoraConfig, SpeculationConfig
+from jaxsgl.engine.engine import Engine
+from jaxsgl.errors import ConfigError
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
+from tests.checkpoints import HYBRID_KINDS, make_checkpoint
+from tests.end_to_end.offline import first_logits, outputs, serve
+from tests.end_to_end.test_families import ATOL, CONTEXT, NEW_TOKENS, logits_of, prompts
+from tests.grids import daily
+
+pytestmark = pytest.mark.device
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+KINDS = daily(HYBRID_KINDS, every=3)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=3)
+    engine = Engine(
+        EngineConfig(
+            model=str(folder),
+            chunked_prefill_size=96,  # so that chunks end inside pages, too
+            context_length=CONTEXT,
+            max_running_requests=32,
+            max_total_tokens=5000,
+            decode_buckets=(32,),
+            extend_buckets=(96,),
+            decode_steps=4,
+            grammar_backend="none",
+            compilation_cache_dir="",
+        ),
+        progress=False,
+    )
+    yield engine
+    engine.close()
+
+
+def test_greedy_tokens_and_logits_equal_those_of_transformers(engine: Engine) -> None:
+    requests = [Request(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts())]
+    answers = outputs(serve(engine, [requests]), requests)
+    whole = [[*request.prompt_ids, *answer] for request, answer in zip(requests, answers, strict=True)]
+    logits = logits_of(Path(engine.info.model_path), whole)
+    for request, answer, of_one in zip(requests, answers, logits, strict=True):
+        first = len(request.prompt_ids) - 1
+        assert of_one[first : first + NEW_TOKENS].argmax(axis=-1).tolist() == answer, first + 1
+    assert len(set(map(tuple, answers))) > 20  # else any model would agree
+    for i in range(0, len(requests), 5):
+        last = len(requests[i].prompt_ids) - 1
+        np.testing.assert_allclose(first_logits(engine, requests[i].prompt_ids), logits[i][last], atol=ATOL)
+    for changes in ({"retract_every": 5}, {"overlap": False}, {"decode_steps": 1}):
+        assert outputs(serve(engine, [requests], **changes), requests) == answers, changes
+    assert engine.recompiles == 0
+
+
+def test_no_program_copies_the_states(engine: Engine) -> None:
+    """They are written in place, whether one token, several steps or chunks move them."""
+    running = engine._state.running
+    assert running is not None
+    dims = {",".join(map(str, array.shape)) for array in (*running.matrices, *running.inputs)}
+    is_copy = re.compile(rf"= f32\[(?:{'|'.join(dims)})\]\S* (?:copy|copy-start)\(")
+    seen = set()
+    for key in engine.compiled.compilations:
+        if isinstance(key.shape, Bucket):
+            text = engine.compiled[key].as_text()
+            assert text is not None and any(f"f32[{each}]" in text for each in dims)
+            assert not is_copy.search(text), f"{key.shape} copies all states"
+            seen.add((key.shape.kind, key.shape.num_steps))
+    assert seen >= {("decode", 1), ("decode", 4), ("extend", 1)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"speculation": SpeculationConfig(speculative_algorithm="NGRAM")}, "--speculative-algorithm"),
+        ({"host_kv": HostKvConfig(host_kv_gib=1.0)}, "--host-kv-gib"),
+        ({"disaggregation": DisaggregationConfig(disaggregation_mode="prefill")}, "--disaggregation-mode"),
+        ({"scheduling": SchedulingConfig(enable_mixed_chunk=True)}, "--enable-mixed-chunk"),
+        ({"lora": LoraConfig(enable_lora=True)}, "--enable-lora"),
+        ({"quantization": "int8"}, "--quantization"),
+    ],
+)
+def test_flags_that_need_more_than_pages_are_refused_at_the_start(
+    flags: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint("qwen3_5", tmp_path)
+    with pytest.raises(ConfigError, match=f"{named}.*leave it out"):
+        Engine(EngineConfig(model=str(folder), **flags), progress=False)
