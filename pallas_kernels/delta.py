@@ -71,33 +71,54 @@ class Sequences(NamedTuple):
       starts: position of its first token in this step.
       source: place of the state before that token; not read if the position is 0.
       place: where the state goes after its tokens.
+      kept_at: `[N, S]` after how many of its tokens the state is kept besides, 0 for not at all; where that lies in the
+        middle of a block, the block must be the sequence's last one in this step.
+      kept_to: `[N, S]` the places for that; any to which nothing is written elsewhere, if it isn't kept.
     """
 
     query_offsets: jax.Array
     starts: jax.Array
     source: jax.Array
     place: jax.Array
+    kept_at: jax.Array
+    kept_to: jax.Array
 
 
 def delta_decode(
-    tokens: DeltaTokens, states: DeltaStates, positions: jax.Array, source: jax.Array, place: jax.Array
+    tokens: DeltaTokens, states: DeltaStates, positions: jax.Array, place: jax.Array, kept_to: jax.Array | None = None
 ) -> tuple[jax.Array, DeltaStates]:
     """What each of S sequences reads from its state after one token more, `[S, K, r, v]` float32, and the states.
 
-    `positions [S]` are the tokens'; the state before is at `source [S]`, and goes to `place [S]`.
+    `positions [S]` are the tokens'; states are at `place [S]`, and go to `kept_to [S]` besides where that is not -1.
     """
     has_state = positions > 0
-    before = _or_zeros(has_state, states.inputs[source])
+    before = _or_zeros(has_state, states.inputs[place])
     window = jnp.concatenate([before, tokens.mixed.astype(jnp.float32)[:, None]], axis=1)
     taps = jnp.moveaxis(tokens.taps, -1, 0)
     q, k, v = _heads((window * taps).sum(axis=1), tokens)
-    state = _or_zeros(has_state, states.matrices[source]) * jnp.exp(tokens.log_decay)[..., None, None]
+    state = _or_zeros(has_state, states.matrices[place]) * jnp.exp(tokens.log_decay)[..., None, None]
     k, q = k[:, :, None, :, None], q[:, :, None, :, None]
     change = (v - (state * k).sum(axis=-2)) * tokens.beta[..., None]
     state = state + k * change[..., None, :]
     matrices = states.matrices.at[place].set(state, mode="promise_in_bounds")
     inputs = states.inputs.at[place].set(window[:, 1:], mode="promise_in_bounds")
-    return (state * q).sum(axis=-2), DeltaStates(matrices, inputs)
+    after = DeltaStates(matrices, inputs)
+    return (state * q).sum(axis=-2), after if kept_to is None else _copied(after, place, kept_to)
+
+
+def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates:
+    """The states with those at `place [S]` also at `to [S]`, where that is not -1; costs nothing where none is."""
+    first = jnp.argsort(to < 0, stable=True)  # sequences whose states are copied come first
+
+    def one(i: jax.Array, states: DeltaStates) -> DeltaStates:
+        s = first[i]
+        return DeltaStates(*(
+            jax.lax.dynamic_update_index_in_dim(each, each.at[place[s]].get(mode="promise_in_bounds"), to[s], 0)
+            for each in states
+        ))  # fmt: skip
+
+    copied: DeltaStates = jax.lax.fori_loop(0, (to >= 0).sum(), one, states)
+    return copied
 
 
 def delta_extend(tokens: DeltaTokens, states: DeltaStates, seqs: Sequences) -> tuple[jax.Array, DeltaStates]:
@@ -109,6 +130,8 @@ def delta_extend(tokens: DeltaTokens, states: DeltaStates, seqs: Sequences) -> t
     before = _or_zeros(seqs.starts > 0, states.inputs[seqs.source])
     q, k, v = _heads(_convolved(mixed, tokens.taps, before, seq_of, offsets), tokens)
     inputs = states.inputs.at[seqs.place].set(_last_inputs(mixed, before, offsets, counts), mode="promise_in_bounds")
+    for at, to in zip(seqs.kept_at, seqs.kept_to, strict=True):
+        inputs = inputs.at[to].set(_last_inputs(mixed, before, offsets, at), mode="promise_in_bounds")
     blocks = _Blocks.of(seqs, counts, num_tokens)
     padded = [_between_blocks(each) for each in (q, k, v, tokens.log_decay, tokens.beta)]
 
@@ -125,11 +148,24 @@ def delta_extend(tokens: DeltaTokens, states: DeltaStates, seqs: Sequences) -> t
         read, state = _block(state, *mine)
         kept = _cut(out, first)
         out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(_like(is_mine, read), read, kept), first, 0)
-        return jax.lax.dynamic_update_index_in_dim(matrices, state, place, 0), out
+        matrices = jax.lax.dynamic_update_index_in_dim(matrices, state, place, 0)
+        for at, to in zip(seqs.kept_at, seqs.kept_to, strict=True):
+            matrices = _written(matrices, state, to[seq], at[seq] == blocks.end(block))
+        return matrices, out
 
     out = jnp.zeros((num_tokens + 2 * BLOCK, *v.shape[1:]), jnp.float32)
     matrices, out = jax.lax.fori_loop(0, blocks.count, one, (states.matrices, out))
     return out[BLOCK:-BLOCK], DeltaStates(matrices, inputs)
+
+
+def _written(matrices: jax.Array, state: jax.Array, place: jax.Array, is_due: jax.Array) -> jax.Array:
+    """`matrices` with `state` at a place, if that is due. A loop of one turn or none: XLA leaves the array in place."""
+
+    def write(_: jax.Array, matrices: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(matrices, state, place, 0)
+
+    written: jax.Array = jax.lax.fori_loop(0, is_due.astype(jnp.int32), write, matrices)
+    return written
 
 
 @dataclass(frozen=True)
@@ -165,6 +201,11 @@ class _Blocks:
         """The token at the block's first position; below its sequence's first one if that lies inside the block."""
         seq, start = self.seq[block], self.starts[self.seq[block]]
         return self.offsets[seq] + (start // BLOCK + self.index[block]) * BLOCK - start
+
+    def end(self, block: jax.Array) -> jax.Array:
+        """How many of its sequence's tokens in this step the block ends after."""
+        seq = self.seq[block]
+        return jnp.minimum(self.first_token(block) + BLOCK - self.offsets[seq], self.counts[seq])
 
     def is_mine(self, block: jax.Array) -> jax.Array:
         """`[64]` whether a token from `first_token` on belongs to the block's sequence."""

@@ -385,7 +385,7 @@ _FAMILIES: dict[str, Kind] = {
     ),
 }
 FAMILY_KINDS = tuple(_FAMILIES)
-HYBRID_KINDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # of those, the ones with layers that keep states
+HYBRID_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, the ones with layers that keep states
 
 
 def make_checkpoint(

@@ -128,6 +128,7 @@ class BucketSet:
       encode_in_parts: those that may be run in parts, too.
       verify_sizes: T of the programs that verify drafts, ascending; (): nothing speculates.
       max_drafts: the most drafts of a sequence in a step.
+      snapshots: whether steps may begin at snapshots and keep some.
     """
 
     decode_sizes: tuple[int, ...]
@@ -146,6 +147,7 @@ class BucketSet:
     encode_in_parts: tuple[EncodeBucket, ...] = ()
     verify_sizes: tuple[int, ...] = ()
     max_drafts: int = 0
+    snapshots: bool = False
 
     @classmethod
     def derive(
@@ -193,6 +195,7 @@ class BucketSet:
             encode_in_parts=() if capacity.tower is None else capacity.tower.buckets_in_parts,
             verify_sizes=_verify_sizes(decode_sizes, rows, max_drafts) if capacity.generates else (),
             max_drafts=max_drafts,
+            snapshots=bool(capacity.num_snapshots),
         )
 
     def decode(self, num_seqs: int, variant: Variant = GREEDY, num_steps: int = 1, columns: int = 0) -> Bucket:
@@ -239,7 +242,9 @@ class BucketSet:
         return self._turned(Bucket("score", tokens, seqs, *forms, pools=self.pools, adapter_columns=most))
 
     def _turned(self, bucket: Bucket) -> Bucket:
-        return replace(bucket, rope_axes=self.rope_axes) if self.rope_axes else bucket
+        if not (self.rope_axes or self.snapshots):
+            return bucket
+        return replace(bucket, rope_axes=self.rope_axes, snapshots=self.snapshots)
 
     def encode_of(self, num_patches: int) -> EncodeBucket:
         """The smallest call of the tower that holds `num_patches` on each device that encodes other images."""

@@ -45,6 +45,9 @@ HOST_MIB = {"cpu": 1024}  # for embeddings in host memory
 OTHER_HOST_MIB = 4096
 MIN_REQUEST_TOKENS = 2  # one of the prompt and one new
 CPU_FRACTION = 0.25  # of free host memory: other programs use it too
+STATE_PAGE_SIZE = 64  # at least, where prefixes end at states: these are made in blocks of so many tokens
+RUNNING_SHARE = 0.5  # of the memory for KV, at most, that states of running requests take by default
+SNAPSHOTS_OF_ROW = 8  # at most
 
 
 class PoolSize(NamedTuple):
@@ -109,6 +112,8 @@ def choose_pages(config: EngineConfig, arch: ModelArch, platform: str, num_devic
     """Tokens per page, and how each device keeps its kv heads in them: as kernels on the platform like it best."""
     num_kv_heads = arch.num_kv_heads // num_devices
     page_size = choose_page_size(config, platform, num_kv_heads, arch.head_dim)
+    if arch.delta_net is not None and not isinstance(config.page_size, int):
+        page_size = max(page_size, STATE_PAGE_SIZE)
     return page_size, KEPT_HEADS.get(platform, _as_they_are)(num_kv_heads, arch.head_dim, page_size)
 
 
@@ -133,7 +138,8 @@ def plan_capacity(
     Raises `ConfigError` for flags that the model or the memory can't satisfy.
     """
     context_length = choose_context_length(config, arch)
-    num_rows = config.max_running_requests or ROWS.get(memory.platform, OTHER_ROWS)
+    num_rows = config.max_running_requests or _default_rows(states, memory)
+    num_snapshots = _num_snapshots(config, states, memory, num_rows) if states.row_bytes else None
     tower = tower_capacity(config, arch, memory.platform)
     num_pages = choose_num_pages(
         states,
@@ -143,7 +149,7 @@ def plan_capacity(
         reserved_bytes=edit_table_bytes(num_rows, arch.vocab_size)
         + page_table_bytes(num_rows, pages_for(context_length, states.page_size))
         + _embeddings_bytes(tower)
-        + (num_rows + 1) * states.row_bytes,
+        + (num_rows + 1 + (num_snapshots or 0)) * states.row_bytes,
         step_bytes=step_bytes,
     )
     return Capacity(
@@ -162,8 +168,25 @@ def plan_capacity(
         media=_media_limits(config, arch, tower),
         tower=tower,
         has_axes=arch.has_axes and tower is not None,
-        num_snapshots=0 if states.row_bytes else None,
+        num_snapshots=num_snapshots,
     )
+
+
+def _default_rows(states: LayerStates, memory: Memory) -> int:
+    """Rows of running requests, fewer where their states would take more than their share of the memory."""
+    rows = ROWS.get(memory.platform, OTHER_ROWS)
+    if not states.row_bytes:
+        return rows
+    return max(min(rows, int(RUNNING_SHARE * memory.static_bytes) // states.row_bytes - 1), 1)
+
+
+def _num_snapshots(config: EngineConfig, states: LayerStates, memory: Memory, num_rows: int) -> int:
+    """States of prefixes that are kept: what --snapshot-share has room for, and some for each row at most."""
+    if config.disable_radix_cache:
+        return 0
+    left = memory.static_bytes - (num_rows + 1) * states.row_bytes
+    share = config.snapshot_share * (CPU_FRACTION if memory.platform == "cpu" else 1.0)
+    return min(_steady(max(int(share * left) // states.row_bytes, 0)), SNAPSHOTS_OF_ROW * num_rows)
 
 
 def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> TowerCapacity | None:
@@ -305,7 +328,7 @@ def _account(memory: Memory) -> str:
 def _steady(num_pages: int) -> int:
     """The next smaller 2^k or 3 x 2^k, so that restarts find their programs in the compilation cache.
 
-    Programs are compiled for one number of pages, and free memory differs a little at each start.
+    Programs are compiled for one number of pages and of states, and free memory differs a little at each start.
     """
     grain = 1 << max(num_pages.bit_length() - 2, 0)
     return num_pages // grain * grain

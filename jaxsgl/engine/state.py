@@ -38,7 +38,7 @@ class KvBuffers(NamedTuple):
 
 
 class StateBuffers(NamedTuple):
-    """The states of running requests: what layers keep by row, `[rows + 1, ...]`, the dummy row's last.
+    """States: what layers keep by row, `[rows + 1 + snapshots, ...]`: of running requests, the dummy row's, snapshots.
 
     Written in place. A field holds the arrays of its name, of each layer that has one (`pallas_kernels.delta`).
     """
@@ -57,7 +57,7 @@ class DeviceState(NamedTuple):
       edit_tables: by row, what featured batches do to logits.
       images: `[rows + 1, (1 + J) D]` embeddings of images' tokens and what deepstack adds; row 0 is zeros. None: the
         model has no vision tower.
-      running: the states of running requests; None: no layer has any.
+      running: the states of running requests, and snapshots; None: no layer has any.
     """
 
     kv: KvBuffers
@@ -122,12 +122,14 @@ def abstract_kv(states: LayerStates, num_pages: int, mesh: Mesh) -> KvBuffers:
 
 
 def abstract_running(states: LayerStates, capacity: Capacity, mesh: Mesh) -> StateBuffers | None:
-    """Shapes and places of the states of running requests, in the place of arrays; None if there are none."""
+    """Shapes and places of states, in the place of arrays; None if there are none."""
     if not states.row_bytes:
         return None
 
+    places = capacity.num_rows + 1 + (capacity.num_snapshots or 0)
+
     def described(array: StateArray) -> Any:
-        return jax.ShapeDtypeStruct((capacity.num_rows + 1, *array.shape), array.dtype, sharding=array.sharding(mesh))
+        return jax.ShapeDtypeStruct((places, *array.shape), array.dtype, sharding=array.sharding(mesh))
 
     return StateBuffers(*(tuple(map(described, states.by_row(name))) for name in StateBuffers._fields))
 

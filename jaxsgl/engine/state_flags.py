@@ -5,7 +5,9 @@ A state holds all tokens before it: it can't go back, and it isn't in pages. Cal
 
 from __future__ import annotations
 
+from jaxsgl.cache.pages import ends_page
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.sizing import STATE_PAGE_SIZE
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 
@@ -25,6 +27,12 @@ def check_flags(config: EngineConfig, arch: ModelArch) -> None:
     for is_on, flags, reason in refused:
         if is_on:
             raise ConfigError(f"{flags} does not go with {arch.name}, which keeps states: {reason}: leave it out")
+    page_size = config.page_size
+    if not config.disable_radix_cache and isinstance(page_size, int) and not ends_page(page_size, STATE_PAGE_SIZE):
+        raise ConfigError(
+            f"--page-size is {page_size}, but cached prefixes of {arch.name} end at states, which are made every "
+            f"{STATE_PAGE_SIZE} tokens: give 64, 128, 192 or 256, leave it out, or add --disable-radix-cache"
+        )
     if arch.weight_format is not None:
         raise ConfigError(
             f"{config.model} has quantized weights, which are not served for {arch.name}: use a checkpoint in bfloat16"

@@ -25,6 +25,7 @@ from flax import nnx
 from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
 from jaxsgl.batch.outputs import NO_OUTPUTS, StepOutputs
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
+from jaxsgl.cache.pages import ends_page
 from jaxsgl.engine import outputs, sampler, vocabulary
 from jaxsgl.engine.state import DeviceState, KvBuffers, StateBuffers
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
@@ -148,7 +149,9 @@ def make_step(
         rope_positions = arrays.positions if arrays.rope_positions is None else arrays.rope_positions
         options = [model.arch.attention_options(layer) for layer in model.arch.attention_layers]
         pages = Pages(state.kv, table_SP, arrays, kind, options, kernels, kv_scales)
-        running = None if state.running is None else Running(state.running, arrays, kind)
+        running = None
+        if state.running is not None:
+            running = Running(state.running, arrays, kind, page_size, len(state.last_tokens) - 1)
         recur = no_states if running is None else running.recur
         is_token = arrays.slots >= page_size  # padding is stored in the dummy page
         adapters = None
@@ -269,6 +272,7 @@ def arrays_of_step(first: StepArrays[jax.Array], i: jax.Array, state: DeviceStat
         lengths=jnp.where(on, first.lengths + i, 0),
         rows=jnp.where(on, first.rows, dummy_row),
         sample_rows=jnp.where(on, first.sample_rows, dummy_row),
+        snapshot_to=None if first.snapshot_to is None else jnp.where(on, first.snapshot_to, dummy_row),
     )
 
 
@@ -405,19 +409,29 @@ class Pages:
 class Running:
     """The states of running requests during one trace, likewise: each layer that has some replaces its arrays."""
 
-    def __init__(self, states: StateBuffers, arrays: StepArrays[jax.Array], kind: StepKind) -> None:
+    def __init__(
+        self, states: StateBuffers, arrays: StepArrays[jax.Array], kind: StepKind, page_size: int, dummy_row: int
+    ) -> None:
         assert kind != "verify", "a state can't go back to the drafts that stand"
         self._layers = [DeltaStates(*arrays_of_layer) for arrays_of_layer in zip(*states, strict=True)]
         self._arrays, self._kind = arrays, kind
+        self._kept_to = None
+        if kind == "decode" and arrays.snapshot_to is not None:
+            is_kept = ends_page(arrays.positions + 1, page_size) & (arrays.snapshot_to != dummy_row)
+            self._kept_to = jnp.where(is_kept, arrays.snapshot_to, -1)
 
     def recur(self, place: int, tokens: DeltaTokens) -> jax.Array:
         """Moves the states of the layer over this step's tokens; `[T, K', r, v]`."""
         a, states = self._arrays, self._layers[place]
         if self._kind == "decode":
-            out, self._layers[place] = delta_decode(tokens, states, a.positions, a.rows, a.rows)
+            out, self._layers[place] = delta_decode(tokens, states, a.positions, a.rows, self._kept_to)
         else:
             starts = a.lengths - (a.query_offsets[1:] - a.query_offsets[:-1])
-            seqs = Sequences(a.query_offsets, starts, a.rows, a.rows)
+            kept: list[jax.Array | None] = [a.snapshot_at, a.snapshot_to]
+            none = jnp.zeros((0, len(a.rows)), jnp.int32)
+            at, to = (none if each is None else each for each in kept)
+            source = a.rows if a.state_from is None else a.state_from
+            seqs = Sequences(a.query_offsets, starts, source, a.rows, at, to)
             out, self._layers[place] = delta_extend(tokens, states, seqs)
         return out
 

@@ -38,9 +38,14 @@ def stale() -> DeltaStates:
 
 
 def step_of(
-    seqs: Sequence[DeltaTokens], chunks: Sequence[tuple[int, int, int]]
+    seqs: Sequence[DeltaTokens],
+    chunks: Sequence[tuple[int, int, int]],
+    kept: Sequence[tuple[int, int]] = ((0, DUMMY), (0, DUMMY)),
 ) -> tuple[DeltaTokens, Sequences, list[int]]:
-    """The chunks (sequence, first token, tokens), padded; and where each begins. Sequence s is at place s."""
+    """The chunks (sequence, first token, tokens), padded; and where each begins. Sequence s is at place s.
+
+    `kept` are (tokens, place) of states of the first chunk that are kept besides.
+    """
 
     def cut(name: str) -> jax.Array:
         parts = [getattr(seqs[s], name)[first : first + count] for s, first, count in chunks]
@@ -53,7 +58,9 @@ def step_of(
     starts = np.array([*(first for _, first, _ in chunks), *[0] * padding], np.int32)
     ends = np.concatenate([offsets, np.full(padding, offsets[-1])]).astype(np.int32)
     tokens = DeltaTokens(cut("mixed"), seqs[0].taps, cut("log_decay"), cut("beta"), KEY)
-    of_step = Sequences(*map(jnp.asarray, (ends, starts, places, places)))
+    at, to = np.zeros((2, NUM_SEQS), np.int32), np.full((2, NUM_SEQS), DUMMY, np.int32)
+    at[:, 0], to[:, 0] = zip(*kept, strict=True)
+    of_step = Sequences(*map(jnp.asarray, (ends, starts, places, places, at, to)))
     return tokens, of_step, offsets[:-1].tolist()
 
 
@@ -78,14 +85,21 @@ def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0() 
     seqs = [drawn(40, 0), drawn(40, 1)]
     tokens, of_step, _ = step_of(seqs, [(0, 0, 37)])
     _, states = extend(tokens, stale(), of_step)
+    dummies = [np.asarray(each[DUMMY]) for each in states]
     first = np.array([37, 0])
     for i in range(3):
         parts = [jnp.stack([getattr(seq, name)[n + i] for seq, n in zip(seqs, first, strict=True)]) for name in FIELDS]
         one = DeltaTokens(parts[0], tokens.taps, parts[1], parts[2], KEY)
         places = jnp.array([0, 1])
-        out, states = decode(one, states, jnp.asarray(first + i), places, places)
+        kept_to = jnp.array([-1, 4 if i == 1 else -1])
+        out, states = decode(one, states, jnp.asarray(first + i), places, kept_to)
+        if i == 1:
+            kept = [np.asarray(each[1]) for each in states]
         for row, (seq, n) in enumerate(zip(seqs, first, strict=True)):
             np.testing.assert_allclose(out[row], plain_recur(0, seq)[n + i], atol=ATOL)
+    for each, right, dummy in zip(states, kept, dummies, strict=True):
+        np.testing.assert_array_equal(each[4], right)
+        np.testing.assert_array_equal(each[DUMMY], dummy)
 
 
 FIELDS = ("mixed", "log_decay", "beta")
@@ -104,3 +118,21 @@ def test_a_state_has_the_same_bits_whatever_the_chunks_between_blocks_and_whatev
     np.testing.assert_array_equal(np.concatenate(parts), whole[:length])
     for found, right in zip(states, at_once, strict=True):
         np.testing.assert_array_equal(found[0], right[0])
+
+
+def test_states_inside_a_chunk_are_kept_and_gone_on_from_like_those_at_its_end() -> None:
+    length = 4 * BLOCK
+    seqs = [drawn(length, 8), drawn(length, 9)]
+    tokens, of_step, _ = step_of(seqs, [(0, 0, length), (1, 0, 50)], kept=[(BLOCK, 4), (3 * BLOCK, 5)])
+    whole, states = extend(tokens, stale(), of_step)
+    for place, count in ((4, BLOCK), (5, 3 * BLOCK)):
+        tokens, of_step, _ = step_of(seqs, [(0, 0, count)])
+        _, alone = extend(tokens, stale(), of_step)
+        for found, right in zip(states, alone, strict=True):
+            np.testing.assert_array_equal(found[place], right[0])
+        tokens, of_step, _ = step_of(seqs, [(0, count, length - count)])
+        out, after = extend(tokens, states, of_step._replace(source=of_step.source.at[0].set(place)))
+        np.testing.assert_array_equal(out[: length - count], whole[count:length])
+        for found, right in zip(after, states, strict=True):
+            np.testing.assert_array_equal(found[0], right[0])
+            np.testing.assert_array_equal(found[place], right[place])
