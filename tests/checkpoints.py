@@ -61,10 +61,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -153,6 +159,23 @@ _LATENT = {
     "num_experts_per_tok": 3,
     "n_shared_experts": 3,
     "moe_intermediate_size": 48,
+}
+
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 18,
+    "linear_conv_kernel_dim": 3,
+}
+_HYBRID_MOE = {
+    "num_experts": 10,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 52,
+    "shared_expert_intermediate_size": 72,
 }
 
 # The same, as differences from OF_FAMILIES.
@@ -296,6 +319,9 @@ _FAMILIES: dict[str, Kind] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**_HYBRID, **_HYBRID_MOE, "mlp_only_layers": [1]}),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, _HYBRID),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, {**_HYBRID, **_HYBRID_MOE}),
     "mixtral": (
         MixtralConfig,
         MixtralForCausalLM,
@@ -369,6 +395,7 @@ _FAMILIES: dict[str, Kind] = {
     ),
 }
 FAMILY_KINDS = tuple(_FAMILIES)
+HYBRID_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, the ones with layers that keep states
 
 
 def make_checkpoint(

@@ -14,12 +14,14 @@ from jaxsgl.models import Attend, ModelArch, Qkv, abstract_model
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
 from pallas_kernels import AttentionOptions
+from pallas_kernels.delta import DeltaTokens
 
 
 def causal_attend(arch: ModelArch) -> Attend:
-    def attend(layer: int, qkv: Qkv, sinks: jax.Array | None) -> jax.Array:
+    def attend(place: int, qkv: Qkv, sinks: jax.Array | None) -> jax.Array:
         q_TNH, k_TKH, v_TKH = qkv.split()
-        return causal_attention(q_TNH, k_TKH, v_TKH, arch.attention_options(layer), sinks)
+        options = arch.attention_options(arch.attention_layers[place])
+        return causal_attention(q_TNH, k_TKH, v_TKH, options, sinks)
 
     return attend
 
@@ -48,6 +50,29 @@ def causal_attention(
     return jnp.einsum("nts,snh->tnh", weights, v)
 
 
+def plain_recur(place: int, tokens: DeltaTokens) -> jax.Array:
+    """The gated delta rule, token by token, from a state of zeros."""
+    num_taps, num_tokens = tokens.taps.shape[-1], len(tokens.mixed)
+    padded = jnp.pad(tokens.mixed.astype(jnp.float32), ((num_taps - 1, 0), (0, 0), (0, 0)))
+    windows = jnp.stack([padded[i : i + num_tokens] for i in range(num_taps)], axis=-1)
+    convolved = jax.nn.silu((windows * tokens.taps).sum(axis=-1))
+    h, group = tokens.key_size, tokens.beta.shape[-1]
+    q, k, v = convolved[..., :h], convolved[..., h : 2 * h], convolved[..., 2 * h :]
+    q, k = (x / jnp.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+    v = v.reshape(*v.shape[:2], group, -1)
+
+    def one(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, log_decay, beta = token
+        state = state * jnp.exp(log_decay)[..., None, None]
+        change = beta[..., None] * (v - jnp.einsum("kh,krhv->krv", k, state))
+        state = state + jnp.einsum("kh,krv->krhv", k, change)
+        return state, jnp.einsum("kh,krhv->krv", q, state) / h**0.5
+
+    zeros = jnp.zeros((*v.shape[1:3], h, v.shape[-1]))
+    out: jax.Array = jax.lax.scan(one, zeros, (q, k, v, tokens.log_decay, tokens.beta))[1]
+    return out
+
+
 def mesh_of(num_devices: int = 1) -> Mesh:
     return make_mesh(jax.devices()[:num_devices])
 
@@ -60,7 +85,7 @@ def plain_logits(arch: ModelArch, params: nnx.State, token_ids: list[int], dtype
     def run(params: nnx.State, token_ids: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, params)
         positions = jnp.arange(len(token_ids), dtype=jnp.int32)
-        return model.logits(model(token_ids, positions, causal_attend(arch)))
+        return model.logits(model(token_ids, positions, causal_attend(arch), recur=plain_recur))
 
     return np.asarray(run(params, jnp.asarray(token_ids, jnp.int32)))
 

@@ -55,6 +55,7 @@ class Capacity:
       tower: what the tower encodes and the pool of embeddings holds; None: the model has no vision tower.
       has_axes: tokens have positions other than their indices.
       states: what is returned of single tokens; None: nothing.
+      num_snapshots: states of sequences that are kept as prefixes; None: layers keep no states by row.
     """
 
     page_size: int
@@ -72,6 +73,7 @@ class Capacity:
     tower: TowerCapacity | None = None
     has_axes: bool = False
     states: StatesSpec | None = None
+    num_snapshots: int | None = None
 
     @property
     def max_mixed_decodes(self) -> int:
@@ -126,6 +128,7 @@ class BucketSet:
       encode_in_parts: those that may be run in parts, too.
       verify_sizes: T of the programs that verify drafts, ascending; (): nothing speculates.
       max_drafts: the most drafts of a sequence in a step.
+      snapshots: whether steps may begin at snapshots and keep some.
     """
 
     decode_sizes: tuple[int, ...]
@@ -144,6 +147,7 @@ class BucketSet:
     encode_in_parts: tuple[EncodeBucket, ...] = ()
     verify_sizes: tuple[int, ...] = ()
     max_drafts: int = 0
+    snapshots: bool = False
 
     @classmethod
     def derive(
@@ -191,6 +195,7 @@ class BucketSet:
             encode_in_parts=() if capacity.tower is None else capacity.tower.buckets_in_parts,
             verify_sizes=_verify_sizes(decode_sizes, rows, max_drafts) if capacity.generates else (),
             max_drafts=max_drafts,
+            snapshots=bool(capacity.num_snapshots),
         )
 
     def decode(self, num_seqs: int, variant: Variant = GREEDY, num_steps: int = 1, columns: int = 0) -> Bucket:
@@ -237,7 +242,9 @@ class BucketSet:
         return self._turned(Bucket("score", tokens, seqs, *forms, pools=self.pools, adapter_columns=most))
 
     def _turned(self, bucket: Bucket) -> Bucket:
-        return replace(bucket, rope_axes=self.rope_axes) if self.rope_axes else bucket
+        if not (self.rope_axes or self.snapshots):
+            return bucket
+        return replace(bucket, rope_axes=self.rope_axes, snapshots=self.snapshots)
 
     def encode_of(self, num_patches: int) -> EncodeBucket:
         """The smallest call of the tower that holds `num_patches` on each device that encodes other images."""

@@ -44,6 +44,8 @@ class Work:
       rope_positions: `[3, n]` of the tokens, where they differ from their indices.
       pool_rows: `[n]` where the embeddings of images' tokens are, 0 for text; None: there are no images.
       states: whether what is computed for these tokens is wanted.
+      state_from: the place of the snapshot at which they begin; None: the row itself.
+      snapshots: (tokens, place) of the states to keep, after so many of these tokens.
     """
 
     row: int
@@ -56,6 +58,8 @@ class Work:
     rope_positions: IntArray | None = None
     pool_rows: IntArray | None = None
     states: bool = False
+    state_from: int | None = None
+    snapshots: tuple[tuple[int, int], ...] = ()
 
 
 def _rows_and_counts(works: Sequence[Work]) -> tuple[IntArray, list[int]]:
@@ -83,6 +87,9 @@ def _padding(bucket: Bucket, dummy_row: int) -> tuple[IntArray, StepArrays[Any]]
     arrays.rows[:] = arrays.sample_rows[:] = dummy_row
     if arrays.token_rows is not None:
         arrays.token_rows[:] = dummy_row
+    for places in (arrays.state_from, arrays.snapshot_to):
+        if places is not None:
+            places[:] = dummy_row
     field_bits(packed, bucket, "sampling")[:] = NEUTRAL_BITS[:, None]
     return packed, arrays
 
@@ -112,10 +119,18 @@ def _fill_rope(arrays: StepArrays[Any], part: slice, work: Work) -> None:
         arrays.pool_rows[part] = work.pool_rows
 
 
+def _fill_states(arrays: StepArrays[Any], s: int, work: Work) -> None:
+    """Writes where the state of sequence s begins, and where it is kept on the way."""
+    assert arrays.state_from is not None and arrays.snapshot_at is not None and arrays.snapshot_to is not None
+    arrays.state_from[s] = work.row if work.state_from is None else work.state_from
+    for i, (num_tokens, place) in enumerate(work.snapshots):
+        arrays.snapshot_at[i, s], arrays.snapshot_to[i, s] = num_tokens, place
+
+
 class BatchBuilder:
     """Builds `StepInputs` from the page table, sampling rows and buckets; all are the scheduler's.
 
-    So are `adapters`; None: there are none.
+    So are `adapters`, and `borders` of states by row (`scheduler/resources/states.py`); None: there are none.
     """
 
     def __init__(
@@ -125,11 +140,13 @@ class BatchBuilder:
         sampling: SamplingRows,
         page_size: int,
         adapters: AdapterRows | None = None,
+        borders: IntArray | None = None,
     ) -> None:
         self._buckets = buckets
         self._table = table
         self._sampling = sampling
         self._adapters = adapters
+        self._borders = borders
         self._page_size = page_size
         self._dummy_row = len(table.pages)
 
@@ -153,6 +170,8 @@ class BatchBuilder:
         arrays.lengths[:n] = positions + 1
         arrays.query_offsets[:] = np.minimum(np.arange(bucket.num_seqs + 1), n)
         arrays.rows[:n] = arrays.sample_rows[:n] = rows
+        if arrays.snapshot_to is not None and self._borders is not None:
+            arrays.snapshot_to[:n] = self._borders[rows]
         if steps is None:
             arrays.slots[:n] = self._slots_at(rows, positions)
         else:
@@ -211,6 +230,8 @@ class BatchBuilder:
             arrays.sample_rows[s] = work.row if work.sample else self._dummy_row
             if arrays.rope_positions is not None:
                 _fill_rope(arrays, slice(offset, end), work)
+            if arrays.state_from is not None:
+                _fill_states(arrays, s, work)
             if work.targets is not None:
                 assert arrays.targets is not None
                 arrays.targets[offset:end] = work.targets

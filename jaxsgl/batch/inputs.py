@@ -21,6 +21,7 @@ from jaxsgl.requests.outputs import MAX_LABELS
 ArrayT = TypeVar("ArrayT", bound=Any)
 StepKind: TypeAlias = Literal["decode", "extend", "score", "verify"]
 
+MAX_SNAPSHOTS = 2  # of a chunk
 TABLE_CHANGES = 512  # entries of the page table in one array of changes
 
 
@@ -45,6 +46,7 @@ class Bucket:
         see images, whose tokens of text have other positions than indices. 3: three of each token, in steps that
         extend images, which take their embeddings from the pool.
       states: whether it also yields what was computed for each of its tokens; never of several steps.
+      snapshots: whether it may begin at a snapshot and keep some, in models whose layers keep states by row.
     """
 
     kind: StepKind
@@ -58,6 +60,7 @@ class Bucket:
     adapter_columns: int = 0
     rope_axes: int = 0
     states: bool = False
+    snapshots: bool = False
 
     @property
     def padded_tokens(self) -> int:
@@ -114,6 +117,11 @@ class StepArrays(Generic[ArrayT]):
       column_owners: `[R]` the number of the adapter that has each column, 0 for none.
       rope_positions: `[T]`, or `[3, T]` (time, row, column), as `Bucket.rope_axes` says; 0 for padding.
       pool_rows: `[T]` in steps that extend images: where in the pool of embeddings each token's is; 0: it is text.
+      state_from: `[S]` if there are snapshots, not in decode buckets: the place of the state before a sequence's first
+        token of this step, its row or a snapshot; it is not read at position 0. The dummy row for padding.
+      snapshot_at: `[MAX_SNAPSHOTS, S]` with it: after how many of its tokens a sequence's state is kept; 0: not at all.
+      snapshot_to: `[MAX_SNAPSHOTS, S]` the places for that, the dummy row for none; in decode buckets `[S]`, for the
+        state after the token that fills a page.
     """
 
     token_ids: ArrayT
@@ -132,6 +140,9 @@ class StepArrays(Generic[ArrayT]):
     column_owners: ArrayT | None = None
     rope_positions: ArrayT | None = None
     pool_rows: ArrayT | None = None
+    state_from: ArrayT | None = None
+    snapshot_at: ArrayT | None = None
+    snapshot_to: ArrayT | None = None
 
 
 @cache
@@ -162,6 +173,10 @@ def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
         shapes["rope_positions"] = (t,) if bucket.rope_axes == 1 else (bucket.rope_axes, t)
     if bucket.rope_axes == 3:
         shapes["pool_rows"] = (t,)
+    if bucket.snapshots and bucket.kind == "decode":
+        shapes["snapshot_to"] = (s,)
+    elif bucket.snapshots:
+        shapes |= {"state_from": (s,), "snapshot_at": (MAX_SNAPSHOTS, s), "snapshot_to": (MAX_SNAPSHOTS, s)}
     places, offset = {}, 0
     for name, shape in shapes.items():
         places[name] = (offset, shape)

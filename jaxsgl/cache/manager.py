@@ -32,6 +32,7 @@ from jaxsgl.cache.pages import (
     tokens_in,
 )
 from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, PrefixCache, retired
+from jaxsgl.cache.snapshots import NoSnapshots, SnapshotBooks
 from jaxsgl.cache.tiers import HostTier
 
 
@@ -40,16 +41,24 @@ class CacheManager:
 
     Attributes:
       tier: pages in host memory; None if there is no such tier.
+      snapshots: the books of states that are kept with prefixes.
       num_evicted: pages that were evicted so far.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, table: PageTable, prefixes: PrefixCache, tier: HostTier | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        table: PageTable,
+        prefixes: PrefixCache,
+        tier: HostTier | None = None,
+        snapshots: SnapshotBooks = NoSnapshots(),
     ) -> None:
         self.page_size = page_size
         self.table = table
         self.prefixes = prefixes
         self.tier = tier
+        self.snapshots = snapshots
         self.num_evicted = 0
         self._num_retired = 0
         self._num_changes = 0  # of what is cached, besides those that steps make
@@ -124,7 +133,9 @@ class CacheManager:
         if self.tier is not None and names is not None:
             self.tier.reused(names, match.pages)
         num_tokens = tokens_in(num_pages, self.page_size)
-        return Lease(row, num_pages, num_tokens, num_pages, match.handle, owner, salt, names)
+        lease = Lease(row, num_pages, num_tokens, num_pages, match.handle, owner, salt, names)
+        self.snapshots.begin(lease, match)
+        return lease
 
     def grow(self, lease: Lease, num_tokens: int) -> None:
         """Allocates pages so that the lease holds `num_tokens` tokens; evicts if need be."""
@@ -205,11 +216,13 @@ class CacheManager:
     def release(self, lease: Lease, token_ids: IntArray) -> None:
         """Ends the lease: full pages of `token_ids` go to the prefix cache, the rest and the row are freed."""
         self.share(lease, token_ids)
+        self.snapshots.release(lease, len(token_ids))
         self.drop(lease)
 
     def drop(self, lease: Lease) -> None:
         """Ends the lease at once: own pages and the row are freed, the shared prefix is unlocked."""
         self._allocator.free(self.table.pages[lease.row, lease.num_shared : lease.num_pages])
+        self.snapshots.drop(lease)
         self.prefixes.unlock(lease.handle)
         self.table.free_row(lease.row)
 
@@ -261,7 +274,9 @@ class CacheManager:
 
     def leaks(self, leases: Iterable[Lease], loading: Iterable[HostPage] = ()) -> list[str]:
         """What is wrong with pages, rows and locks, given all leases, and all host pages that requests wait for."""
-        found = audit(self._allocator, self.table, self.prefixes, list(leases), self._last_owners)
+        leases = list(leases)
+        found = audit(self._allocator, self.table, self.prefixes, leases, self._last_owners)
+        found += self.snapshots.wrong(leases)
         return found if self.tier is None else found + self.tier.wrong(self.prefixes.owned_pages(), loading)
 
     def check(self, leases: Iterable[Lease], loading: Iterable[HostPage] = ()) -> None:

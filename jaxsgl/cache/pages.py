@@ -73,6 +73,12 @@ def page_of(numbers: ArrayT, page_size: int) -> ArrayT:
     return pages
 
 
+def ends_page(num_tokens: ArrayT, page_size: int) -> ArrayT:
+    """Whether so many tokens fill whole pages: a number, or arrays of NumPy or of JAX."""
+    ends: ArrayT = num_tokens % page_size == 0
+    return ends
+
+
 def pages_before_ends(
     steps: npt.NDArray[np.int64], known: npt.NDArray[np.int64], page_size: int
 ) -> npt.NDArray[np.int64]:
@@ -199,6 +205,8 @@ class Lease:
       owner: the request's name, for the report of a leak.
       salt: of the request; its pages are shared with requests of an equal salt alone.
       names: of its leading full pages, as far as they are known, if there is a host tier; see host_pages.py.
+      source: the place of the state that its first step reads, until that is launched; see snapshots.py.
+      borders: (tokens, place) of states at its page borders, while it decodes.
     """
 
     row: int
@@ -209,3 +217,5 @@ class Lease:
     owner: str
     salt: bytes = b""
     names: list[bytes] | None = None
+    source: int | None = None
+    borders: tuple[tuple[int, int], ...] = ()

@@ -55,7 +55,7 @@ def retired(number: int) -> bytes:
     return _RETIRED + number.to_bytes(8, "big")
 
 
-_NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
+NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
 
 class Match(NamedTuple):
@@ -64,10 +64,12 @@ class Match(NamedTuple):
     Attributes:
       handle: proof of the match; valid until the next change of the cache, or while locked.
       pages: `[n]` page ids that hold the prefix, in order.
+      snapshot: the place of the state after it, for models with states.
     """
 
     handle: Hashable
     pages: IntArray
+    snapshot: int | None = None
 
 
 class Span(NamedTuple):
@@ -90,10 +92,12 @@ class Peek(NamedTuple):
     Attributes:
       num_pages: its length.
       spans: its nodes, from the root; the prefix may end inside the last one.
+      num_seen: pages that are cached; more than the match where these have a state and the others have none.
     """
 
     num_pages: int
     spans: tuple[Span, ...] = ()
+    num_seen: int = 0
 
 
 class Insertion(NamedTuple):
@@ -246,7 +250,7 @@ class NaiveCache:
 
     def match(self, token_pages: IntArray, salt: bytes = b"") -> Match:
         """No prefix."""
-        return Match(None, _NO_PAGES)
+        return Match(None, NO_PAGES)
 
     def peek(self, token_pages: IntArray, salt: bytes = b"") -> Peek:
         """No prefix."""
@@ -254,7 +258,7 @@ class NaiveCache:
 
     def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None, salt: bytes = b"") -> Insertion:
         """Takes none of the pages."""
-        return Insertion(None, 0, _NO_PAGES)
+        return Insertion(None, 0, NO_PAGES)
 
     def lock(self, handle: Hashable) -> None:
         """Nothing to lock."""
@@ -272,11 +276,11 @@ class NaiveCache:
 
     def evict(self, num_pages: int) -> IntArray:
         """Nothing to evict."""
-        return _NO_PAGES
+        return NO_PAGES
 
     def flush(self) -> IntArray:
         """Nothing to drop."""
-        return _NO_PAGES
+        return NO_PAGES
 
     def rename(self, prefix: bytes) -> None:
         """Nothing to rename."""
@@ -291,7 +295,7 @@ class NaiveCache:
 
     def owned_pages(self) -> IntArray:
         """No pages."""
-        return _NO_PAGES
+        return NO_PAGES
 
     def wrong_locks(self, handles: Iterable[Hashable]) -> list[WrongLocks]:
         """No locks."""

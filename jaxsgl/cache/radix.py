@@ -20,20 +20,21 @@ from typing import cast
 import numpy as np
 
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
-from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, Span, TreeNode, WrongLocks
+from jaxsgl.cache.prefix import NO_PAGES, Edge, Insertion, Match, Peek, Span, TreeNode, WrongLocks
 
 OUTLINED_CHILDREN = 2048  # of a node that `outline` looks at, the newest ones: a root may have 100,000
 
-_NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
+class Node:
+    """`tokens [n, page_size]` on the edge from `parent`, and `pages [n]` that hold their KV; `salt` as of all below.
 
-class _Node:
-    """`tokens [n, page_size]` on the edge from `parent`, and `pages [n]` that hold their KV; `salt` as of all below."""
+    `snapshot` is the place of the state after the last of them, if one is kept (`snapshots.py`).
+    """
 
-    __slots__ = ("children", "in_heap", "last_used", "locks", "pages", "parent", "salt", "tokens")
+    __slots__ = ("children", "in_heap", "last_used", "locks", "pages", "parent", "salt", "snapshot", "tokens")
 
     def __init__(
-        self, parent: _Node | None, tokens: IntArray, pages: IntArray, last_used: int, salt: bytes = b""
+        self, parent: Node | None, tokens: IntArray, pages: IntArray, last_used: int, salt: bytes = b""
     ) -> None:
         self.parent = parent
         self.tokens = tokens
@@ -42,7 +43,8 @@ class _Node:
         self.salt = salt
         self.locks = 0
         self.in_heap = False
-        self.children: dict[bytes, _Node] = {}
+        self.snapshot: int | None = None
+        self.children: dict[bytes, Node] = {}
 
     @property
     def key(self) -> bytes:
@@ -68,8 +70,8 @@ class RadixCache:
         self._page_size = page_size
         self._clock = 0  # counts uses; the order of uses is all that LRU needs
         self._serial = 0  # breaks ties in the heap, nodes don't compare
-        self._root = _Node(None, np.empty((0, page_size), dtype=np.int32), _NO_PAGES, 0)
-        self._heap: list[tuple[int, int, _Node]] = []
+        self._root = Node(None, np.empty((0, page_size), dtype=np.int32), NO_PAGES, 0)
+        self._heap: list[tuple[int, int, Node]] = []
         self._num_pages = 0
         self._num_locked = 0
 
@@ -103,7 +105,7 @@ class RadixCache:
             if shared < len(child.pages):
                 break
             node = child
-        return Peek(depth, tuple(spans))
+        return Peek(depth, tuple(spans), depth)
 
     def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None, salt: bytes = b"") -> Insertion:
         """Adds the pages that the tree lacks: to the edge of `held` if possible, else as one new leaf.
@@ -123,14 +125,14 @@ class RadixCache:
 
     def lock(self, handle: Hashable) -> None:
         """Counts one lock on the node and its ancestors."""
-        for node in self._path_up(cast(_Node, handle)):
+        for node in self._path_up(cast(Node, handle)):
             if node.locks == 0:
                 self._num_locked += len(node.pages)
             node.locks += 1
 
     def unlock(self, handle: Hashable) -> None:
         """Takes one lock off the node and its ancestors."""
-        for node in self._path_up(cast(_Node, handle)):
+        for node in self._path_up(cast(Node, handle)):
             assert node.locks > 0, "unlocked more often than locked"
             node.locks -= 1
             if node.locks == 0:
@@ -139,12 +141,12 @@ class RadixCache:
 
     def num_exclusive(self, handle: Hashable) -> int:
         """Pages on the way up to the first node with another lock."""
-        alone = takewhile(lambda node: node.locks == 1, self._path_up(cast(_Node, handle)))
+        alone = takewhile(lambda node: node.locks == 1, self._path_up(cast(Node, handle)))
         return sum(len(node.pages) for node in alone)
 
     def spans(self, handle: Hashable) -> tuple[Span, ...]:
         """The nodes of the prefix, from the one at which it ends up to the root."""
-        return tuple(Span(node, len(node.pages), node.locks) for node in self._path_up(cast(_Node, handle)))
+        return tuple(Span(node, len(node.pages), node.locks) for node in self._path_up(cast(Node, handle)))
 
     def evict(self, num_pages: int) -> IntArray:
         """Drops unlocked leaves, oldest first; of the last one only as much of its tail as is needed."""
@@ -163,11 +165,10 @@ class RadixCache:
             missing -= take
             self._num_pages -= take
             if take < len(node.pages):
-                node.tokens, node.pages = node.tokens[:-take], node.pages[:-take]
-                self._offer(node)
+                self._cut_tail(node, take)
             else:
                 self._remove_leaf(node)
-        return np.concatenate(freed) if freed else _NO_PAGES
+        return np.concatenate(freed) if freed else NO_PAGES
 
     def flush(self) -> IntArray:
         """Drops all that no lock holds."""
@@ -184,7 +185,7 @@ class RadixCache:
     def edges(self) -> Iterator[Edge]:
         """One for each edge of the tree, parents before children."""
         for node in self._descendants():
-            above = cast(_Node, node.parent).pages
+            above = cast(Node, node.parent).pages
             yield Edge(node.tokens, node.pages, int(above[-1]) if len(above) else DUMMY_PAGE, node.salt)
 
     def outline(self, max_nodes: int) -> list[TreeNode]:
@@ -194,10 +195,10 @@ class RadixCache:
         `OUTLINED_CHILDREN`) at the very most, mostly that of one wide root.
         """
         found: list[TreeNode] = []
-        heap: list[tuple[bool, int, int, int, _Node]] = []
+        heap: list[tuple[bool, int, int, int, Node]] = []
         order = 0
 
-        def offer(parent: int, children: Iterable[_Node]) -> None:
+        def offer(parent: int, children: Iterable[Node]) -> None:
             nonlocal order
             for node in islice(children, OUTLINED_CHILDREN):
                 order += 1
@@ -223,18 +224,18 @@ class RadixCache:
         assert len({id(node) for node in in_heap}) == len(in_heap), "a node is in the heap twice"
         assert self._num_pages == sum(len(node.pages) for node in nodes), "num_pages is off"
         assert self._num_locked == sum(len(node.pages) for node in nodes if node.locks), "num_evictable is off"
-        return np.concatenate([_NO_PAGES, *(node.pages for node in nodes)])
+        return np.concatenate([NO_PAGES, *(node.pages for node in nodes)])
 
     def wrong_locks(self, handles: Iterable[Hashable]) -> list[WrongLocks]:
         """Edges whose number of locks isn't that of the `handles` at or below them."""
-        holders = Counter(node for handle in handles for node in self._path_up(cast(_Node, handle)))
+        holders = Counter(node for handle in handles for node in self._path_up(cast(Node, handle)))
         return [
             WrongLocks(int(node.pages[0]), len(node.pages), node.locks, holders[node])
             for node in self._descendants()
             if node.locks != holders[node]
         ]
 
-    def _walk(self, token_pages: IntArray, salt: bytes) -> tuple[_Node, IntArray]:
+    def _walk(self, token_pages: IntArray, salt: bytes) -> tuple[Node, IntArray]:
         """Descends as far as `token_pages` goes, touching and if need be splitting nodes."""
         self._clock += 1
         node, depth = self._root, 0
@@ -251,37 +252,41 @@ class RadixCache:
             found.append(child.pages)
             depth += shared
             node = child
-        return node, np.concatenate(found) if found else _NO_PAGES
+        return node, np.concatenate(found) if found else NO_PAGES
 
-    def _split(self, node: _Node, num_pages: int) -> _Node:
+    def _split(self, node: Node, num_pages: int) -> Node:
         """Puts a new parent over `node` that takes its first `num_pages` pages; handles to `node` stay right."""
-        parent = cast(_Node, node.parent)
-        upper = _Node(parent, node.tokens[:num_pages], node.pages[:num_pages], node.last_used, node.salt)
+        parent = cast(Node, node.parent)
+        upper = Node(parent, node.tokens[:num_pages], node.pages[:num_pages], node.last_used, node.salt)
         upper.locks = node.locks
         parent.children[upper.key] = upper
         node.tokens, node.pages, node.parent = node.tokens[num_pages:], node.pages[num_pages:], upper
         upper.children[node.key] = node
         return upper
 
-    def _add_leaf(self, parent: _Node, tokens: IntArray, pages: IntArray, salt: bytes) -> _Node:
-        leaf = _Node(parent, tokens, pages, self._clock, salt)
+    def _add_leaf(self, parent: Node, tokens: IntArray, pages: IntArray, salt: bytes) -> Node:
+        leaf = Node(parent, tokens, pages, self._clock, salt)
         parent.children[leaf.key] = leaf
         self._num_pages += len(pages)
         self._offer(leaf)
         return leaf
 
-    def _lengthen(self, leaf: _Node, tokens: IntArray, pages: IntArray) -> None:
+    def _lengthen(self, leaf: Node, tokens: IntArray, pages: IntArray) -> None:
         leaf.tokens, leaf.pages = np.concatenate((leaf.tokens, tokens)), np.concatenate((leaf.pages, pages))
         self._num_pages += len(pages)
         self._num_locked += len(pages)
 
-    def _remove_leaf(self, node: _Node) -> None:
-        parent = cast(_Node, node.parent)
+    def _cut_tail(self, node: Node, num_pages: int) -> None:
+        node.tokens, node.pages = node.tokens[:-num_pages], node.pages[:-num_pages]
+        self._offer(node)
+
+    def _remove_leaf(self, node: Node) -> None:
+        parent = cast(Node, node.parent)
         del parent.children[node.key]
         node.parent = None
         self._offer(parent)
 
-    def _offer(self, node: _Node) -> None:
+    def _offer(self, node: Node) -> None:
         """Puts an unlocked leaf into the heap, unless it is there."""
         if node is self._root or node.locks or node.children or node.in_heap:
             return
@@ -289,12 +294,12 @@ class RadixCache:
         self._serial += 1
         heapq.heappush(self._heap, (node.last_used, self._serial, node))
 
-    def _path_up(self, node: _Node) -> Iterator[_Node]:
+    def _path_up(self, node: Node) -> Iterator[Node]:
         while node is not self._root:
             yield node
-            node = cast(_Node, node.parent)
+            node = cast(Node, node.parent)
 
-    def _descendants(self) -> Iterator[_Node]:
+    def _descendants(self) -> Iterator[Node]:
         """All nodes but the root, parents before children."""
         stack = list(self._root.children.values())
         while stack:

@@ -192,6 +192,11 @@ class EngineConfig:
     max_running_requests: int | None = flag(
         None, "rows: requests running at once (default: 32 on CPU, else 256)", alias="--max-num-seqs"
     )
+    snapshot_share: float = flag(
+        0.3,
+        "share of the memory for KV that holds states of prefixes instead, in models with gated delta-nets: requests "
+        "begin at such a state (docs/models.md)",
+    )
     chunked_prefill_size: int | None = flag(
         None,
         "prompt tokens extended in one step; -1: a prompt is never cut into chunks (default: 512 on CPU, else 2048)",
@@ -262,6 +267,7 @@ class EngineConfig:
         fits = self.page_size == AUTO if isinstance(self.page_size, str) else 1 <= self.page_size <= 256
         require(fits, "--page-size", self.page_size, "auto, or 1 to 256")
         require(0.0 < self.mem_fraction_static < 1.0, "--mem-fraction-static", self.mem_fraction_static, "in (0, 1)")
+        require(0.0 < self.snapshot_share < 1.0, "--snapshot-share", self.snapshot_share, "in (0, 1)")
         for name in (
             "context_length",
             "max_total_tokens",

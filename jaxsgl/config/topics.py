@@ -28,9 +28,9 @@ TOPICS = {
     ),
     "memory": Topic(
         "context, KV cache and memory",
-        _words("context_length max_total_tokens mem_fraction_static kv_cache_dtype page_size disable_radix_cache"
-               " enable_hierarchical_cache host_kv_gib host_kv_write_policy host_kv_load_timeout_s kv_file"
-               " enable_weights_cpu_backup"),
+        _words("context_length max_total_tokens mem_fraction_static snapshot_share kv_cache_dtype page_size"
+               " disable_radix_cache enable_hierarchical_cache host_kv_gib host_kv_write_policy host_kv_load_timeout_s"
+               " kv_file enable_weights_cpu_backup"),
     ),
     "scheduling": Topic(
         "which requests run when (docs/scheduling.md)",

@@ -31,7 +31,8 @@ from pallas_kernels.paged_kv import Scale
 
 
 class Pages:
-    """The KV pages during one trace: each layer replaces its pair, so that XLA sees one in-place update per buffer.
+    """The KV pages during one trace: each layer that has some replaces its pair, so that XLA sees one in-place update
+    per buffer.
 
     The scales of a float8 cache are constants of the program. XLA multiplies queries and outputs by them where it
     computes or reads these anyway.
@@ -52,14 +53,14 @@ class Pages:
         self._arrays, self._kind, self._options, self._kernels = arrays, kind, options, kernels
         self._scales = scales or KvScales.of_one(len(kv.k))
 
-    def attend(self, layer_index: int, qkv: Qkv, sinks: jax.Array | None = None) -> jax.Array:
+    def attend(self, place: int, qkv: Qkv, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
         if isinstance(qkv, LatentQkv):
-            return self._attend_latent(layer_index, qkv)
+            return self._attend_latent(place, qkv)
         a, kernels, head_dim = self._arrays, self._kernels, qkv.head_dim
-        options = self._options[layer_index].for_heads(head_dim)
-        old = self._k[layer_index], self._v[layer_index]
-        scales = _of_heads(self._scales.k[layer_index]), _of_heads(self._scales.v[layer_index])
+        options = self._options[place].for_heads(head_dim)
+        old = self._k[place], self._v[place]
+        scales = _of_heads(self._scales.k[place]), _of_heads(self._scales.v[place])
         paged = PagedKv(*old, self._page_table, a.lengths, *scales)
         if self._kind == "decode":
             out_TNH, kv = store_and_decode(
@@ -71,15 +72,15 @@ class Pages:
             )
             backend = kernels.paged_extend_attention
             out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
-        self._k[layer_index], self._v[layer_index] = kv.k, kv.v
+        self._k[place], self._v[place] = kv.k, kv.v
         return kv.kept(qkv.num_kv_heads).own_numbers(out_TNH, head_dim)
 
-    def _attend_latent(self, layer_index: int, qkv: LatentQkv) -> jax.Array:
+    def _attend_latent(self, place: int, qkv: LatentQkv) -> jax.Array:
         """The same over entries, whose values are a part of themselves; `[T, N, C]`."""
         a, kernels = self._arrays, self._kernels
-        options = self._options[layer_index].for_heads(qkv.head_dim)
-        pages = store_entries(self._k[layer_index], qkv.entries, a.slots)
-        self._k[layer_index] = pages
+        options = self._options[place].for_heads(qkv.head_dim)
+        pages = store_entries(self._k[place], qkv.entries, a.slots)
+        self._k[place] = pages
         kv = PagedKv(pages, pages, self._page_table, a.lengths)
         q_TNH = widened(qkv.queries, kv.head_dim)
         if self._kind == "decode":

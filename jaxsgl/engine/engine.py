@@ -49,7 +49,8 @@ from jaxsgl.engine.memory import (
 from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_num_rows, choose_states, plan_capacity
-from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
+from jaxsgl.engine.state import abstract_state, allocate, allocate_kv, allocate_running
+from jaxsgl.engine.state_flags import check_flags
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.step_programs import ProgramSpec, StepPrograms, all_programs, largest_programs, step_bytes
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
@@ -106,6 +107,7 @@ class Engine:
         start_s = time.monotonic()
         folder = resolve_model_folder(config.model, config.revision)
         arch = read_arch(config, folder)
+        check_flags(config, arch)
         kernels = asked_kernels(config, arch)
         reveal_devices(config)
         choose_mosaic_ptxas()
@@ -341,12 +343,13 @@ class Engine:
         return self._page_io.poll(wait)
 
     def _set_pool(self, present: bool) -> None:
-        """Takes the memory of the KV pool, or gives it back; between steps."""
+        """Takes the memory of the KV pool and of states, or gives it back; between steps."""
         if present:
             kv = allocate_kv(self._layer_states, self.capacity.num_pages, self._mesh)
-            self._state = self._state._replace(kv=jax.block_until_ready(kv))
+            running = allocate_running(self._layer_states, self.capacity, self._mesh)
+            self._state = self._state._replace(kv=jax.block_until_ready(kv), running=jax.block_until_ready(running))
         else:
-            for array in jax.tree.leaves(self._state.kv):
+            for array in jax.tree.leaves((self._state.kv, self._state.running)):
                 array.delete()
 
     def _choose(self, program: jax.stages.Compiled, forwarded: Forwarded) -> Chosen:

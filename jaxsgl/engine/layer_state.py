@@ -6,8 +6,9 @@
     page_layout             the host form of a page: the host tier, KV files and other servers know pages by it
 
 An array by page has a part for each page of the pool, an array by row one for each row of running requests. Attention
-keeps K and V by page, whatever its window, and nothing by row. A mixer that keeps something else is a row of
-`layer_states` and, if `KvBuffers` has no field of that name yet, a field there; a latent cache is a "k" without a "v".
+keeps K and V by page, whatever its window, and nothing by row; a gated delta-net keeps its state by row and nothing by
+page. A mixer that keeps something else is a row of `layer_states` and, if `KvBuffers` or `StateBuffers` has no field of
+that name yet, a field there; a latent cache is a "k" without a "v".
 Knows no requests and no programs.
 """
 
@@ -22,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.batch.engine_api import PageLayout
 from jaxsgl.models import ModelArch, kv_cache_flag
+from jaxsgl.models.layer_spec import DeltaNet
 from jaxsgl.weights.sharding import MESH_AXIS_OF, replicated
 from pallas_kernels.kept_heads import KeptHeads
 
@@ -31,7 +33,7 @@ class StateArray:
     """One array that a layer keeps.
 
     Attributes:
-      name: of the field that holds it, "k" or "v" of `KvBuffers`.
+      name: of the field that holds it, in `KvBuffers` if it is by page, else in `StateBuffers`.
       shape: of one page's or one row's part, of all devices together: `[K, page_size, H]` of keys and values.
       dtype: of its numbers.
       axes: for each dimension of `shape` a logical axis as parameters have them, which devices may split, or None.
@@ -108,6 +110,10 @@ class LayerStates:
         """The arrays of that name by page, in the order of the layers that have one."""
         return tuple(array for layer in self.layers for array in layer.by_page if array.name == name)
 
+    def by_row(self, name: str) -> tuple[StateArray, ...]:
+        """Likewise by row."""
+        return tuple(array for layer in self.layers for array in layer.by_row if array.name == name)
+
     @cached_property
     def page_layout(self) -> PageLayout:
         """The host form of a page: the arrays of each layer that keeps any, which are alike, one of equal heads."""
@@ -146,6 +152,20 @@ def latent_state(num_copies: int, page_size: int, entry_dim: int, dtype: jnp.dty
     return LayerState(attention_state(num_copies, page_size, entry_dim, dtype).by_page[:1])
 
 
+def delta_state(net: DeltaNet) -> LayerState:
+    """What a gated delta-net keeps: a matrix for each value head, and what its convolution still reads."""
+    matrices = net.key_heads, net.group, net.key_size, net.value_size
+    inputs = net.taps - 1, net.key_heads, net.channels
+    float32 = jnp.dtype(jnp.float32)
+    return LayerState(
+        (),
+        (
+            StateArray("matrices", matrices, float32, ("key_heads", None, None, None)),
+            StateArray("inputs", inputs, float32, (None, "key_heads", None)),
+        ),
+    )
+
+
 def layer_states(
     arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1, heads: KeptHeads | None = None
 ) -> LayerStates:
@@ -156,4 +176,6 @@ def layer_states(
     num_heads, width = (heads.kept_heads * num_devices, heads.width) if heads else (arch.num_kv_heads, arch.head_dim)
     state_of = latent_state if arch.latent is not None else attention_state
     state = state_of(num_heads, page_size, width, dtype)
-    return LayerStates((state,) * arch.num_layers, page_size, num_devices, arch.kv_copies)
+    mixers = (layer.mixer for layer in arch.layers)
+    layers = tuple(delta_state(mixer) if isinstance(mixer, DeltaNet) else state for mixer in mixers)
+    return LayerStates(layers, page_size, num_devices, arch.kv_copies)

@@ -45,6 +45,9 @@ HOST_MIB = {"cpu": 1024}  # for embeddings in host memory
 OTHER_HOST_MIB = 4096
 MIN_REQUEST_TOKENS = 2  # one of the prompt and one new
 CPU_FRACTION = 0.25  # of free host memory: other programs use it too
+STATE_PAGE_SIZE = 64  # at least, where prefixes end at states: these are made in blocks of so many tokens
+RUNNING_SHARE = 0.5  # of the memory for KV, at most, that states of running requests take by default
+SNAPSHOTS_OF_ROW = 8  # at most
 
 
 class PoolSize(NamedTuple):
@@ -108,6 +111,8 @@ KEPT_HEADS: dict[str, Callable[[int, int, int], KeptHeads]] = {"gpu": _on_gpu, "
 def choose_pages(config: EngineConfig, arch: ModelArch, platform: str, num_devices: int) -> tuple[int, KeptHeads]:
     """Tokens per page, and how each device keeps its kv heads in them: as kernels on the platform like it best."""
     page_size = choose_page_size(config, platform, arch.num_kv_heads // num_devices, arch.head_dim)
+    if arch.delta_net is not None and not isinstance(config.page_size, int):
+        page_size = max(page_size, STATE_PAGE_SIZE)
     return page_size, kept_heads(platform, arch, num_devices, page_size)
 
 
@@ -138,7 +143,8 @@ def plan_capacity(
     Raises `ConfigError` for flags that the model or the memory can't satisfy.
     """
     context_length = choose_context_length(config, arch)
-    num_rows = choose_num_rows(config, memory.platform)
+    num_rows = _num_rows(config, states, memory)
+    num_snapshots = _num_snapshots(config, states, memory, num_rows) if states.row_bytes else None
     tower = tower_capacity(config, arch, memory.platform)
     num_pages = choose_num_pages(
         states,
@@ -148,7 +154,7 @@ def plan_capacity(
         reserved_bytes=edit_table_bytes(num_rows, arch.vocab_size)
         + page_table_bytes(num_rows, pages_for(context_length, states.page_size))
         + _embeddings_bytes(tower)
-        + (num_rows + 1) * states.row_bytes
+        + (num_rows + 1 + (num_snapshots or 0)) * states.row_bytes
         + states.scratch_bytes,
         step_bytes=step_bytes,
     )
@@ -168,12 +174,30 @@ def plan_capacity(
         media=_media_limits(config, arch, tower),
         tower=tower,
         has_axes=arch.has_axes and tower is not None,
+        num_snapshots=num_snapshots,
     )
 
 
 def choose_num_rows(config: EngineConfig, platform: str) -> int:
-    """Requests that run at once."""
+    """Requests that run at once, of a model whose running requests have pages alone."""
     return config.max_running_requests or ROWS.get(platform, OTHER_ROWS)
+
+
+def _num_rows(config: EngineConfig, states: LayerStates, memory: Memory) -> int:
+    """Rows of running requests, fewer where their states would take more than their share of the memory."""
+    rows = choose_num_rows(config, memory.platform)
+    if config.max_running_requests or not states.row_bytes:
+        return rows
+    return max(min(rows, int(RUNNING_SHARE * memory.static_bytes) // states.row_bytes - 1), 1)
+
+
+def _num_snapshots(config: EngineConfig, states: LayerStates, memory: Memory, num_rows: int) -> int:
+    """States of prefixes that are kept: what --snapshot-share has room for, and some for each row at most."""
+    if config.disable_radix_cache:
+        return 0
+    left = memory.static_bytes - (num_rows + 1) * states.row_bytes
+    share = config.snapshot_share * (CPU_FRACTION if memory.platform == "cpu" else 1.0)
+    return min(_steady(max(int(share * left) // states.row_bytes, 0)), SNAPSHOTS_OF_ROW * num_rows)
 
 
 def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> TowerCapacity | None:
@@ -315,7 +339,7 @@ def _account(memory: Memory) -> str:
 def _steady(num_pages: int) -> int:
     """The next smaller 2^k or 3 x 2^k, so that restarts find their programs in the compilation cache.
 
-    Programs are compiled for one number of pages, and free memory differs a little at each start.
+    Programs are compiled for one number of pages and of states, and free memory differs a little at each start.
     """
     grain = 1 << max(num_pages.bit_length() - 2, 0)
     return num_pages // grain * grain

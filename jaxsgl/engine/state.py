@@ -1,4 +1,4 @@
-"""What stays on the device from step to step: KV pages, the page table, last tokens and tables of logit edits.
+"""What stays on the device from step to step: KV pages, running states, the page table, last tokens, logit edits.
 
 Every program that changes a part takes it donated and returns it, so that it is written in place. The engine compiles
 for the state's shapes, then allocates it, and holds it between steps. Knows nothing about which request owns a page or
@@ -37,6 +37,16 @@ class KvBuffers(NamedTuple):
         return list(zip(*(arrays for arrays in self if arrays), strict=True))
 
 
+class StateBuffers(NamedTuple):
+    """States: what layers keep by row, `[rows + 1 + snapshots, ...]`: of running requests, the dummy row's, snapshots.
+
+    Written in place. A field holds the arrays of its name, of each layer that has one (`pallas_kernels.delta`).
+    """
+
+    matrices: tuple[jax.Array, ...]
+    inputs: tuple[jax.Array, ...]
+
+
 class DeviceState(NamedTuple):
     """The state of one engine, a pytree.
 
@@ -47,6 +57,7 @@ class DeviceState(NamedTuple):
       edit_tables: by row, what featured batches do to logits.
       images: `[rows + 1, (1 + J) D]` embeddings of images' tokens and what deepstack adds; row 0 is zeros. None: the
         model has no vision tower.
+      running: the states of running requests, and snapshots; None: no layer has any.
     """
 
     kv: KvBuffers
@@ -54,6 +65,7 @@ class DeviceState(NamedTuple):
     last_tokens: jax.Array
     edit_tables: EditTables
     images: jax.Array | None = None
+    running: StateBuffers | None = None
 
 
 def abstract_state(
@@ -74,7 +86,12 @@ def abstract_state(
         dims = capacity.tower.num_rows + 1, images[0]
         pool = jax.ShapeDtypeStruct(dims, images[1], sharding=replicated(mesh))
     return DeviceState(
-        abstract_kv(states, capacity.num_pages, mesh), page_table, last_tokens, EditTables(edits, counts), pool
+        abstract_kv(states, capacity.num_pages, mesh),
+        page_table,
+        last_tokens,
+        EditTables(edits, counts),
+        pool,
+        abstract_running(states, capacity, mesh),
     )
 
 
@@ -90,7 +107,9 @@ def allocate(
     if images is not None and capacity.tower is not None:
         dims = capacity.tower.num_rows + 1, images[0]
         pool = jax.jit(lambda: jnp.zeros(dims, images[1]), out_shardings=replicated(mesh))()
-    return DeviceState(kv, *jax.device_put((page_table, last_tokens, tables), replicated(mesh)))._replace(images=pool)
+    running = allocate_running(states, capacity, mesh)
+    host = jax.device_put((page_table, last_tokens, tables), replicated(mesh))
+    return DeviceState(kv, *host)._replace(images=pool, running=running)
 
 
 def abstract_kv(states: LayerStates, num_pages: int, mesh: Mesh) -> KvBuffers:
@@ -103,12 +122,36 @@ def abstract_kv(states: LayerStates, num_pages: int, mesh: Mesh) -> KvBuffers:
     return KvBuffers(*(tuple(map(described, states.by_page(name))) for name in KvBuffers._fields))
 
 
+def abstract_running(states: LayerStates, capacity: Capacity, mesh: Mesh) -> StateBuffers | None:
+    """Shapes and places of states, in the place of arrays; None if there are none."""
+    if not states.row_bytes:
+        return None
+
+    places = capacity.num_rows + 1 + (capacity.num_snapshots or 0)
+
+    def described(array: StateArray) -> Any:
+        return jax.ShapeDtypeStruct((places, *array.shape), array.dtype, sharding=array.sharding(mesh))
+
+    return StateBuffers(*(tuple(map(described, states.by_row(name))) for name in StateBuffers._fields))
+
+
 def allocate_kv(states: LayerStates, num_pages: int, mesh: Mesh) -> KvBuffers:
     """Zeroed pages, made on the devices."""
+    kv: KvBuffers = _zeros(abstract_kv(states, num_pages, mesh))
+    return kv
+
+
+def allocate_running(states: LayerStates, capacity: Capacity, mesh: Mesh) -> StateBuffers | None:
+    """Zeroed states, made on the devices; None if there are none."""
+    running: StateBuffers | None = _zeros(abstract_running(states, capacity, mesh))
+    return running
+
+
+def _zeros(abstract: Any) -> Any:
+    """Zeroed arrays of the shapes and places of `abstract`, made on the devices."""
 
     @cache  # one program for all layers that are alike
     def zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> Callable[[], jax.Array]:
         return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
-    abstract = abstract_kv(states, num_pages, mesh)
     return jax.tree.map(lambda array: zeros(array.shape, array.dtype, array.sharding)(), abstract)

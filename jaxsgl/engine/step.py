@@ -27,10 +27,12 @@ from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
 from jaxsgl.engine import outputs, sampler, vocabulary
 from jaxsgl.engine.attending import Pages
 from jaxsgl.engine.draft import Drafting, Ends, ends_of, own_layers, with_own_layers
+from jaxsgl.engine.recurring import Running
 from jaxsgl.engine.state import DeviceState
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
 from jaxsgl.engine.verify import accept, pack_runs
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
+from jaxsgl.models.layers import no_states
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.weights import KvScales
 from pallas_kernels import KernelChoice
@@ -141,8 +143,12 @@ def make_step(
         table = note_tokens(state.page_table, token_rows, arrays.positions, arrays.slots, page_size)
         table_SP = pages_of_seqs(table, arrays.rows, arrays.lengths, page_size)
         rope_positions = arrays.positions if arrays.rope_positions is None else arrays.rope_positions
-        options = [model.arch.attention_options(layer) for layer in range(model.arch.num_layers)]
+        options = [model.arch.attention_options(layer) for layer in model.arch.attention_layers]
         pages = Pages(state.kv, table_SP, arrays, kind, options, kernels, kv_scales)
+        running = None
+        if state.running is not None:
+            running = Running(state.running, arrays, kind, page_size, len(state.last_tokens) - 1)
+        recur = no_states if running is None else running.recur
         is_token = arrays.slots >= page_size  # padding is stored in the dummy page
         adapters = None
         if adapter_pool is not None:
@@ -151,7 +157,7 @@ def make_step(
         ids, images = _token_ids(arrays.token_ids, state.last_tokens), _image_tokens(state, arrays, model.arch)
         experts: list[jax.Array] | None = [] if states else None
         streams: dict[int, Any] | None = None if drafting is None else dict.fromkeys(drafting.taps)
-        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels, streams)
+        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels, recur, streams)
         found: StepOutputs[jax.Array] = NO_OUTPUTS if experts is None else outputs.of_tokens(hidden, experts)
         last = hidden if kind in ("decode", "verify") else _last_of_each(hidden, arrays.query_offsets)
         if model.arch.generates:
@@ -171,7 +177,8 @@ def make_step(
             own = own_layers(kv, num_layers)
             own = drafting.read(draft_params, model, ids, streams, arrays, kind, own, table_SP, kernels)
             kv = with_own_layers(kv, num_layers, own)
-        state = DeviceState(kv, table, last_tokens, state.edit_tables, state.images)
+        kept = None if running is None else running.buffers()
+        state = DeviceState(kv, table, last_tokens, state.edit_tables, state.images, kept)
         return Stepped(state, tokens, logits, found)
 
     return step
@@ -278,6 +285,7 @@ def arrays_of_step(first: StepArrays[jax.Array], i: jax.Array, state: DeviceStat
         lengths=jnp.where(on, first.lengths + i, 0),
         rows=jnp.where(on, first.rows, dummy_row),
         sample_rows=jnp.where(on, first.sample_rows, dummy_row),
+        snapshot_to=None if first.snapshot_to is None else jnp.where(on, first.snapshot_to, dummy_row),
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -23,7 +24,7 @@ from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import FAMILIES, Family, NormPlaces, QkNorm
 from jaxsgl.models.latent_config import read_latent, read_latent_amplitude
 from jaxsgl.models.layer_config import read_layers
-from jaxsgl.models.layer_spec import DenseMlp, Latent, LayerSpec, MoeMlp
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, MoeMlp
 from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format, read_unquantized
@@ -68,6 +69,7 @@ class ModelArch:
       attention_scale: factor on q . k before the softmax; None: 1 / sqrt(H).
       attention_cap, logits_cap: soft caps of scores and of logits: x becomes cap * tanh(x / cap).
       sinks: query heads have attention sinks.
+      output_gate: each query head has a gate, whose sigmoid multiplies the head's output.
       kv_cache_dtype: "fp8_e4m3" if the checkpoint was calibrated for a KV cache of it; None: as the weights.
       weight_format: how matrices are quantized; None: not at all.
       stored_format: how the checkpoint has quantized its experts and what makes keys and values of a latent. They are
@@ -110,6 +112,7 @@ class ModelArch:
     attention_cap: float | None = None
     logits_cap: float | None = None
     sinks: bool = False
+    output_gate: bool = False
     kv_cache_dtype: str | None = None
     weight_format: WeightFormat | None = None
     stored_format: WeightFormat | None = None
@@ -137,6 +140,27 @@ class ModelArch:
         """What its layers attend over, if it is a latent; all have the same."""
         mixer = self.layers[0].mixer
         return mixer if isinstance(mixer, Latent) else None
+
+    @property
+    def delta_net(self) -> DeltaNet | None:
+        """What those of its layers are that are gated delta-nets; all have the same. None: no layer is one."""
+        return next((layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet)), None)
+
+    @cached_property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that keep something of each token."""
+        return tuple(i for i, layer in enumerate(self.layers) if not isinstance(layer.mixer, DeltaNet))
+
+    @cached_property
+    def delta_layers(self) -> tuple[int, ...]:
+        """The layers that are gated delta-nets."""
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNet))
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The place of each layer among `attention_layers`, or among `delta_layers`."""
+        place = {layer: i for of_kind in (self.attention_layers, self.delta_layers) for i, layer in enumerate(of_kind)}
+        return tuple(place[layer] for layer in range(self.num_layers))
 
     @property
     def rope_dim(self) -> int:
@@ -296,6 +320,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         attention_cap=_read_cap(config, family, "attn_logit_softcapping"),
         logits_cap=_read_cap(config, family, "final_logit_softcapping"),
         sinks=family.sinks,
+        output_gate=family.output_gate,
         head=head,
         vision=read_vision(whole, hidden_size) if family.vision else None,
     )

@@ -16,9 +16,21 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
+from jaxsgl.models.delta_net import GatedDeltaNet
 from jaxsgl.models.latent import LatentAttention
-from jaxsgl.models.layer_spec import DenseMlp, Latent, LayerSpec
-from jaxsgl.models.layers import MLP, Attend, Attention, LayerRows, LayerVectors, Row, norm_dtype, vector
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec
+from jaxsgl.models.layers import (
+    MLP,
+    Attend,
+    Attention,
+    LayerRows,
+    LayerVectors,
+    Recur,
+    Row,
+    no_states,
+    norm_dtype,
+    vector,
+)
 from jaxsgl.models.lora import ActiveAdapters
 from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, dequantized, rounds_rows
 from jaxsgl.models.moe import MoE
@@ -57,14 +69,22 @@ class DecoderLayer(nnx.Module):
     """The matrices of one layer."""
 
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
-        of_mixer = LatentAttention if isinstance(spec.mixer, Latent) else Attention
-        self.attention = of_mixer(arch, spec, dtype)
+        if isinstance(spec.mixer, DeltaNet):
+            self.delta_net = GatedDeltaNet(arch, spec, dtype)
+        else:
+            of_mixer = LatentAttention if isinstance(spec.mixer, Latent) else Attention
+            self.attention = of_mixer(arch, spec, dtype)
         mlp, format_of = spec.mlp, functools.partial(arch.format_of, spec)
         self.mlp = (
             MLP(arch, mlp, dtype, format_of("gate_up"), format_of("down"))
             if isinstance(mlp, DenseMlp)
             else MoE(arch, mlp, dtype, format_of("experts"), format_of("shared"))
         )
+
+    @property
+    def mixer(self) -> Attention | LatentAttention | GatedDeltaNet:
+        """What mixes tokens."""
+        return self.delta_net if hasattr(self, "delta_net") else self.attention
 
 
 class Decoder(Matrices):
@@ -96,13 +116,14 @@ class Decoder(Matrices):
         images: ImageTokens | None = None,
         experts: list[jax.Array] | None = None,
         kernels: KernelChoice = AUTO_CHOICE,
+        recur: Recur = no_states,
         streams: dict[int, Any] | None = None,
     ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
 
-        `attend` is called once per layer, in order. Ids outside the vocabulary are clipped to it. `is_token [T]` is
-        false where a bucket is padded, which costs no expert's weights; None: all are tokens. `adapters` are those of
-        the tokens; None: there are none. `images` take the places of some of the embeddings.
+        `attend` or `recur` is called once per layer, in order. Ids outside the vocabulary are clipped to it.
+        `is_token [T]` is false where a bucket is padded, which costs no expert's weights; None: all are tokens.
+        `adapters` are those of the tokens; None: there are none. `images` take the places of some of the embeddings.
         The chosen experts of each layer are appended to `experts`: `[T, k]` int32, `[T, 0]` of a layer without.
         `kernels` says what norms, experts and products with quantized weights run on. Of `streams`, by the index of a
         layer, each item becomes the residual stream `[T, D]` before that layer, or after the last one.
@@ -118,9 +139,14 @@ class Decoder(Matrices):
         read_TD: Rows = x_TD if first is None else rms_norm(x_TD, scale_of(*first, x_TD.dtype), arch.rms_norm_eps)
         for index, layer in enumerate(self.layers):
             _note(streams, index, x_TD)
-            table = tables[self._rope_of(arch.layers[index])]
+            place, mixer = arch.places[index], layer.mixer
             mine = None if adapters is None else adapters.of_layer(index)
-            update_TD: Update = layer.attention(read_TD, vectors, rows, table, index, attend, mine, kernels)
+            update_TD: Update
+            if isinstance(mixer, GatedDeltaNet):
+                update_TD = mixer(read_TD, vectors, rows, place, recur, kernels)
+            else:
+                table = tables[self._rope_of(arch.layers[index])]
+                update_TD = mixer(read_TD, vectors, rows, table, place, attend, mine, kernels)
             out_norm, next_norm = rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index)
             reader = None if isinstance(layer.mlp, MoE) or mine is not None else layer.mlp.matrix("gate_up", kernels)
             x_TD, read_TD = self._add(x_TD, update_TD, out_norm, next_norm, kernels, reader)
@@ -137,7 +163,7 @@ class Decoder(Matrices):
             next_norm = (self.final_norm[...][None], 0) if is_last else rows.of(vectors.attention_norm, index + 1)
             reader = None
             if not is_last and adapters is None:
-                reader = self.layers[index + 1].attention.reader(kernels)
+                reader = self.layers[index + 1].mixer.reader(kernels)
             x_TD, read_TD = self._add(x_TD, update_TD, rows.of(vectors.mlp_out_norm, index), next_norm, kernels, reader)
         _note(streams, arch.num_layers, x_TD)
         assert isinstance(read_TD, jax.Array), "heads read rows as they are"
@@ -172,7 +198,7 @@ class Decoder(Matrices):
 
     def _ropes(self) -> dict[RopeParams | None, None]:
         """The ropes that layers have, in order."""
-        return dict.fromkeys(self._rope_of(spec) for spec in self.arch.layers)
+        return dict.fromkeys(self._rope_of(self.arch.layers[layer]) for layer in self.arch.attention_layers)
 
     def _add(
         self,

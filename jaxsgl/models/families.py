@@ -86,6 +86,8 @@ class Family:
       section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
       moe: of families with mixtures of experts.
       latent: layers attend over a latent, whose sizes config.json has.
+      delta_nets: layers may be gated delta-nets, as `layer_types` or `full_attention_interval` says.
+      output_gate: attention's output is multiplied by a sigmoid that comes with the queries.
       vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`).
       defaults: values of keys that config.json may leave out.
       ignored: keys that the family's reference code ignores, too.
@@ -116,6 +118,8 @@ class Family:
     sinks: bool = False
     moe: MoeFamily | None = None
     latent: bool = False
+    delta_nets: bool = False
+    output_gate: bool = False
     vision: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
@@ -248,6 +252,29 @@ _QWEN3_VL = Family(
         "eos_token_id": 151_645,
     },
     ignored=frozenset({"vision_start_token_id", "vision_end_token_id"}),
+)
+
+# What Qwen3-Next, Qwen3.5 and its mixtures of experts have in common.
+_HYBRID = Family(
+    norm_offset=1,
+    qk_norm="head",
+    qkv_bias=False,
+    attention_out_bias=False,
+    partial_rope=True,
+    delta_nets=True,
+    output_gate=True,
+    defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
+    # Positions of text are the same on all three axes. Draft heads are left out.
+    ignored=frozenset({"mrope_section", "mrope_interleaved", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+)
+_HYBRID_MOE = MoeFamily(
+    ("num_experts", "num_local_experts"),
+    renormalize=True,
+    shared_ffn_key="shared_expert_intermediate_size",
+    shared_gate=True,
+)
+_HYBRID_TEXT = frozenset(
+    {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
 )
 
 FAMILIES: dict[str, Family] = {
@@ -396,6 +423,18 @@ FAMILIES: dict[str, Family] = {
         moe=MoeFamily(("num_experts", "num_local_experts"), renormalize=True, dense_layers="steps"),
         defaults={**_QWEN3_VL.defaults, "num_key_value_heads": 16, "num_experts_per_tok": 4},
         ignored=_QWEN3_VL.ignored | {"norm_topk_prob"},
+    ),
+    "Qwen3NextForCausalLM": replace(
+        _HYBRID,
+        moe=replace(_HYBRID_MOE, renormalize=None, dense_layers="steps"),
+        defaults={**_HYBRID.defaults, "num_key_value_heads": 2, "num_experts_per_tok": 10, "norm_topk_prob": True},
+    ),
+    "Qwen3_5ForCausalLM": replace(_HYBRID, defaults={**_HYBRID.defaults, "num_key_value_heads": 4}),
+    "Qwen3_5MoeForCausalLM": replace(
+        _HYBRID,
+        moe=_HYBRID_MOE,
+        defaults={**_HYBRID.defaults, "num_key_value_heads": 2, "num_experts_per_tok": 8},
+        ignored=_HYBRID.ignored | {"norm_topk_prob"},
     ),
     "OlmoeForCausalLM": Family(
         qk_norm="all",
@@ -580,4 +619,11 @@ FAMILIES: dict[str, Family] = {
         },
         ignored=frozenset({"experts_per_token", "initial_context_length"}),
     ),
+}
+# Their text only.
+FAMILIES |= {
+    name.replace("ForCausalLM", "ForConditionalGeneration"): replace(
+        FAMILIES[name], section="text_config", ignored=FAMILIES[name].ignored | _HYBRID_TEXT
+    )
+    for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 }

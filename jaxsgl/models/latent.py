@@ -63,7 +63,7 @@ class LatentAttention(Matrices):
         vectors: LayerVectors,
         rows: LayerRows,
         tables: tuple[jax.Array, jax.Array],
-        layer_index: int,
+        place: int,
         attend: Attend,
         adapters: LayerAdapters | None = None,
         kernels: KernelChoice = AUTO_CHOICE,
@@ -82,7 +82,7 @@ class LatentAttention(Matrices):
         absorbed = _by_head("tnd,ndc->tnc", q_TNH[..., : mixer.unrotated], keys)
         queries = jnp.concatenate([absorbed, _turned(q_TNH[..., mixer.unrotated :], tables)], axis=-1)
         entries = jnp.concatenate([own[:, None], turned], axis=-1)
-        out_TNC = attend(layer_index, LatentQkv(queries.astype(dtype), entries.astype(dtype), mixer.kv_rank), None)
+        out_TNC = attend(place, LatentQkv(queries.astype(dtype), entries.astype(dtype), mixer.kv_rank), None)
         out = _by_head("tnc,nvc->tnv", out_TNC, values).astype(dtype)
         return last_product(out.reshape(len(x_TD), -1), self.matrix("o", kernels), None)
 

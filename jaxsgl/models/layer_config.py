@@ -10,8 +10,9 @@ from typing import Any
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
+from jaxsgl.models.delta_config import DELTA, read_delta_net, read_delta_types
 from jaxsgl.models.families import Family, MoeFamily
-from jaxsgl.models.layer_spec import Clamp, DenseMlp, Latent, LayerSpec, MoeMlp
+from jaxsgl.models.layer_spec import Clamp, DenseMlp, Latent, LayerSpec, Mixer, MoeMlp
 from jaxsgl.models.rope import RopeParams
 from jaxsgl.models.rope_config import read_rope
 from pallas_kernels import Router
@@ -47,12 +48,13 @@ def read_layers(config: ConfigFile, family: Family, head_dim: int, latent: Laten
     max_context = max(config.count("max_position_embeddings"), *stretched, 0)
     window = _read_window(config, family, max_context)
     mlps = read_mlps(config, family.moe, num_layers)
+    mixers: dict[str, Mixer] = {DELTA: read_delta_net(config)} if family.delta_nets else {}
     specs = tuple(
         LayerSpec(
             mlp,
             window if each == SLIDING else None,
-            ropes.index(rope_of_type[each]) if turned else None,
-            latent or "attention",
+            ropes.index(rope_of_type[each]) if turned and each != DELTA else None,
+            mixers.get(each, latent or "attention"),
         )
         for mlp, each, turned in zip(mlps, types, is_turned, strict=True)
     )
@@ -69,8 +71,10 @@ def _read_turned(config: ConfigFile, family: Family, num_layers: int) -> list[bo
 
 
 def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> list[str]:
-    """`FULL` or `SLIDING` for each layer."""
+    """`FULL`, `SLIDING` or `DELTA` for each layer."""
     num_layers = len(is_turned)
+    if family.delta_nets:
+        return read_delta_types(config, num_layers)
     if family.windows == "none":
         return [FULL] * num_layers
     pattern = family.full_every

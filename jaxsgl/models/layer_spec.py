@@ -31,7 +31,35 @@ class Latent:
     value: int
 
 
-Mixer: TypeAlias = Literal["attention"] | Latent
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta-net (`models/delta_net.py`): a state of fixed size in the place of keys and values of all tokens.
+
+    Attributes:
+      key_heads: K'.
+      value_heads: V', a multiple of K': consecutive ones share a key head.
+      key_size, value_size: h and v, numbers of a head.
+      taps: tokens that the convolution before it reads, the newest included.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    taps: int
+
+    @property
+    def group(self) -> int:
+        """r, value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        """C, what is convolved for each key head: q, k, and v of its value heads."""
+        return 2 * self.key_size + self.group * self.value_size
+
+
+Mixer: TypeAlias = Literal["attention"] | Latent | DeltaNet
 
 
 @dataclass(frozen=True)
@@ -102,7 +130,9 @@ class LayerSpec:
     @property
     def matrices(self) -> frozenset[str]:
         """The names of its matrices that a checkpoint may have quantized."""
-        if not isinstance(self.mixer, Latent):
+        if isinstance(self.mixer, DeltaNet):
+            of_mixer = set()
+        elif not isinstance(self.mixer, Latent):
             of_mixer = {"qkv", "o"}
         else:
             of_mixer = {"kv_a", "kv_b", "o"} | ({"q"} if self.mixer.q_rank is None else {"q_a", "q_b"})

@@ -26,6 +26,7 @@ from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv, KernelChoice
 from pallas_kernels.choice import AUTO_CHOICE
+from pallas_kernels.delta import DeltaTokens
 from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.norm import rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.sums import mean_squares
@@ -106,13 +107,30 @@ Qkv: TypeAlias = FusedQkv | LatentQkv
 class Attend(Protocol):
     """Stores this step's keys and values, and attends to all of each sequence; the caller of the model provides it."""
 
-    def __call__(self, layer_index: int, qkv: Qkv, sinks: jax.Array | None, /) -> jax.Array:
+    def __call__(self, place: int, qkv: Qkv, sinks: jax.Array | None, /) -> jax.Array:
         """Returns the attention output `[T, N, H]`; `qkv.split()` says what is attended, and H is that of its values.
 
-        The softmax scale, the window and the soft cap are those of `ModelArch.attention_options(layer_index)`. `sinks`
-        `[N]` float32 join the denominators of the softmaxes; None: there are none.
+        `place` is that of the layer in `ModelArch.attention_layers`; the softmax scale, the window and the soft cap are
+        those of its `ModelArch.attention_options`. `sinks` `[N]` float32 join the denominators of the softmaxes; None:
+        there are none.
         """
         ...
+
+
+class Recur(Protocol):
+    """Moves the states of this step's sequences over its tokens; the caller of the model provides it, as `Attend`."""
+
+    def __call__(self, place: int, tokens: DeltaTokens, /) -> jax.Array:
+        """What each token reads from its sequence's state, `[T, K', r, v]` float32.
+
+        `place` is that of the layer among those that have states.
+        """
+        ...
+
+
+def no_states(place: int, tokens: DeltaTokens, /) -> jax.Array:
+    """The `Recur` of a caller whose models have no states."""
+    raise NotImplementedError("this caller keeps no states")
 
 
 def vector(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, mean: float) -> nnx.Param[jax.Array]:
@@ -120,8 +138,16 @@ def vector(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, mean: float)
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=mean, std=0.0)
 
 
+def _taps(shape: tuple[int, ...], axes: Axes) -> nnx.Param[jax.Array]:
+    """Declares the factors `[..., taps]` of convolutions."""
+    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, mean=0.0, std=shape[-1] ** -0.5)
+
+
 class LayerVectors(nnx.Module):
-    """The norms' scales and the biases of attention, of all layers: one array each, row l of layer l.
+    """The norms' scales, the biases of attention and the small parameters of delta-nets, of all layers: one array each.
+
+    Row l of a layer's norms is that of layer l; row p of what only attention or delta-nets have is that of the layer at
+    place p among these (`ModelArch.places`).
 
     As parameters of their own they would be five arguments per layer, and each argument costs the launch of a program
     about a microsecond.
@@ -139,12 +165,19 @@ class LayerVectors(nnx.Module):
             self._head_norms(arch, groups) for groups in (arch.num_heads // arch.num_kv_heads, 1)
         )
         self.qkv_bias = (
-            vector((arch.num_layers, *qkv_heads(arch)), (None, "kv_heads", None, None), dtype, mean=0.0)
+            vector((len(arch.attention_layers), *qkv_heads(arch)), (None, "kv_heads", None, None), dtype, mean=0.0)
             if arch.attention_bias
             else None
         )
-        sinks = (arch.num_layers, arch.num_heads)
+        sinks = (len(arch.attention_layers), arch.num_heads)
         self.sinks = vector(sinks, (None, "kv_heads"), jnp.dtype(jnp.float32), mean=0.0) if arch.sinks else None
+        # Of delta-nets: taps of the convolution; A_log and dt_bias, by which states decay; the norm of what is read.
+        net, num_nets = arch.delta_net, len(arch.delta_layers)
+        float32, by_head = jnp.dtype(jnp.float32), (None, "key_heads", None, None)
+        self.delta_taps = None if net is None else _taps((num_nets, net.key_heads, net.channels, net.taps), by_head)
+        decay = None if net is None else (num_nets, net.key_heads, 2, net.group)
+        self.delta_decay = None if decay is None else vector(decay, by_head, float32, mean=0.0)
+        self.delta_norm = None if net is None else vector((num_nets, net.value_size), (None, None), dtype, mean=1.0)
 
     def _norms(self, arch: ModelArch, exists: bool) -> nnx.Param[jax.Array] | None:
         """`[L, D]`."""
@@ -156,7 +189,7 @@ class LayerVectors(nnx.Module):
         """`[L, H]`, the same for all heads; or of all heads, `[L, K, groups, H]`."""
         if arch.qk_norm is None:
             return None
-        num_layers, num_kv_heads, h = arch.num_layers, arch.num_kv_heads, arch.head_dim
+        num_layers, num_kv_heads, h = len(arch.attention_layers), arch.num_kv_heads, arch.head_dim
         if arch.qk_norm == "head":
             return vector((num_layers, h), (None, None), self._norm_dtype, mean=1.0)
         axes = (None, "kv_heads", None, None)
@@ -183,7 +216,10 @@ class Attention(Matrices):
         d, n, h = arch.hidden_size, arch.num_heads, arch.head_dim
         self.eps, self.rotates_first = arch.rms_norm_eps, arch.rotates_first
         axes = ("kv_heads", None, None, None)
-        self.declare("qkv", (*qkv_heads(arch), d), axes, dtype, arch.format_of(spec, "qkv"), fan_in=d)
+        num_kv_heads, num_rows, _ = qkv_heads(arch)
+        self.num_gates = num_rows - 2 if arch.output_gate else 0  # of each kv head, rows after all others
+        fused = num_kv_heads, num_rows + self.num_gates, h, d
+        self.declare("qkv", fused, axes, dtype, arch.format_of(spec, "qkv"), fan_in=d)
         self.declare("o", (d, n * h), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=n * h)
         self.o_bias = vector((d,), (None,), dtype, mean=0.0) if arch.attention_out_bias else None
 
@@ -197,19 +233,24 @@ class Attention(Matrices):
         vectors: LayerVectors,
         rows: LayerRows,
         tables: tuple[jax.Array, jax.Array],
-        layer_index: int,
+        place: int,
         attend: Attend,
         adapters: LayerAdapters | None = None,
         kernels: KernelChoice = AUTO_CHOICE,
     ) -> jax.Array:
-        """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them; `tables` are the tokens' rope tables."""
+        """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them; `tables` are the tokens' rope tables.
+
+        `place` is that of the layer in `ModelArch.attention_layers`.
+        """
         cos, sin = tables
         bias, q_norm, k_norm, sinks = (
-            rows.stack(stack, layer_index)
-            for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm, vectors.sinks)
+            rows.stack(stack, place) for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm, vectors.sinks)
         )
-        row = rows.row(layer_index)
+        row = rows.row(place)
         fused = product(x_TD, self.matrix("qkv", kernels))
+        gates = None
+        if self.num_gates:
+            fused, gates = fused[:, :, : -self.num_gates], fused[:, :, -self.num_gates :]
         if adapters is not None:
             assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
             fused = adapters.add_to_qkv(fused, x_TD)
@@ -218,8 +259,10 @@ class Attention(Matrices):
             fused = _normalize_all_heads(fused, bias, q_norm, k_norm, row, self.eps)
             bias = q_norm = k_norm = None
         qkv = FusedQkv(fused, cos, sin, bias, q_norm, k_norm, row, self.eps, self.rotates_first)
-        out_TNH = attend(layer_index, qkv, None if sinks is None else sinks[row])
+        out_TNH = attend(place, qkv, None if sinks is None else sinks[row])
         out = out_TNH.reshape(len(x_TD), -1)
+        if gates is not None:
+            out = out * jax.nn.sigmoid(gates.astype(jnp.float32)).reshape(out.shape).astype(out.dtype)
         added = None if adapters is None else adapters.of_output("o_proj", out)
         return last_product(out, self.matrix("o", kernels), self.o_bias, added)
 

@@ -384,6 +384,8 @@ class Applier:
         return inputs
 
     def _decode(self, plan: StepPlan) -> StepInputs:
+        for resource in self._resources:
+            resource.decoding(plan.decodes)
         reqs: list[Req] = []
         rows: list[int] = []
         positions: list[int] = []

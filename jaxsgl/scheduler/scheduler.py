@@ -30,8 +30,9 @@ from jaxsgl.cache.embeddings import EmbeddingRows
 from jaxsgl.cache.host_pages import HostPage
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import IntArray, Lease, PageTable
-from jaxsgl.cache.prefix import NaiveCache
+from jaxsgl.cache.prefix import NaiveCache, PrefixCache
 from jaxsgl.cache.radix import RadixCache
+from jaxsgl.cache.snapshots import NoSnapshots, SnapshotCache, Snapshots
 from jaxsgl.cache.tiers import HostTier
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION, SchedulingConfig
 from jaxsgl.errors import CheckpointError
@@ -56,6 +57,7 @@ from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.resources.host_tier import HostCopies, LoadRule
 from jaxsgl.scheduler.resources.images import Images, KeptImages
 from jaxsgl.scheduler.resources.resource import Resource
+from jaxsgl.scheduler.resources.states import States
 from jaxsgl.scheduler.speculation.drafter import DrafterOf, drafts_nothing
 from jaxsgl.scheduler.speculation.pace import StepCosts
 from jaxsgl.scheduler.speculation.speculation import ReadDrafts, speculation_of
@@ -188,9 +190,16 @@ class Scheduler:
                 "eos_token_id in its generation_config.json"
             )
         table = PageTable(capacity.num_rows, capacity.max_pages_per_seq)
-        prefixes = RadixCache(capacity.page_size) if radix_cache else NaiveCache()
+        prefixes: PrefixCache = NaiveCache()
+        snapshots: Snapshots | None = None
+        if radix_cache and capacity.num_snapshots is None:
+            prefixes = RadixCache(capacity.page_size)
+        elif radix_cache and capacity.num_snapshots:
+            prefixes = SnapshotCache(capacity.page_size, capacity.num_rows + 1, capacity.num_snapshots)
+            snapshots = Snapshots(prefixes, capacity.page_size)
         assert (tier is None) == (loads is None) and (tier is None or radix_cache)
-        cache = CacheManager(capacity.num_pages, capacity.page_size, table, prefixes, tier)
+        books = NoSnapshots() if snapshots is None else snapshots
+        cache = CacheManager(capacity.num_pages, capacity.page_size, table, prefixes, tier, books)
         ops, totals, requests = EngineOps(), Totals(), RequestTable(config, clock)
         timing = Timing()
         if config.max_itl_ms is not None:
@@ -224,6 +233,11 @@ class Scheduler:
             self.kept_images = self.state.images.kept if capacity.tower.host_bytes else None
         if capacity.max_adapters:
             resources.append(adapters)
+        of_states: dict[str, IntArray] = {}
+        if snapshots is not None:
+            states = States(cache, snapshots, capacity.num_rows)
+            resources.append(states)
+            of_states = {"borders": states.borders}
         self.state.resources = tuple(resources)
         self.last_plan: StepPlan | None = None
         self.wake_fd: int | None = None
@@ -232,7 +246,7 @@ class Scheduler:
         sampling = SamplingRows(capacity.num_rows)
         self._stopwatch = Stopwatch(clock)
         of_adapters = (adapters.rows,) if capacity.max_adapters else ()
-        builder = make_builder(buckets, table, sampling, capacity.page_size, *of_adapters)
+        builder = make_builder(buckets, table, sampling, capacity.page_size, *of_adapters, **of_states)
         self._applier = Applier(self.state, builder, sampling, self._stopwatch)
         self._arrivals = Arrivals(
             self.state, self.queue_limits, eos_token_ids, random_seed, self._applier, self._stopwatch, grammars

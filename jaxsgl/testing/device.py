@@ -18,7 +18,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.engine_api import GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.patches import EncodePart, TowerCapacity
-from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, page_of, slots_of, tokens_in
+from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, ends_page, page_of, slots_of, tokens_in
 from jaxsgl.errors import CheckpointError
 
 _RECORD = 4  # numbers of a slot: the two of its key, the two of its value
@@ -153,6 +153,38 @@ class FakeImages:
 def image_ids(pixels: npt.NDArray[np.uint8]) -> IntArray:
     """`[tokens]` ids of the pixels `[tokens, ...]` of an image's tokens."""
     return np.array([zlib.crc32(each.tobytes()) & 0x7FFFFFFF for each in pixels], dtype=np.int32)
+
+
+class FakeStates:
+    """States at their places: each is a hash of all tokens that its sequence has so far."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._page_size, self._dummy_row = capacity.page_size, capacity.num_rows
+        self._hashes = [-1] * (capacity.num_rows + 1 + (capacity.num_snapshots or 0))
+
+    def extend(self, arrays: StepArrays[npt.NDArray[Any]], s: int, ids: IntArray) -> int:
+        """Moves the state of sequence s over the tokens `ids`, and keeps it where the step says; the state after."""
+        assert arrays.state_from is not None and arrays.snapshot_at is not None and arrays.snapshot_to is not None
+        row, start = int(arrays.rows[s]), int(arrays.lengths[s]) - len(ids)
+        assert row != self._dummy_row
+        before = self._hashes[arrays.state_from[s]] if start else 0
+        for at, to in zip(arrays.snapshot_at[:, s].tolist(), arrays.snapshot_to[:, s].tolist(), strict=True):
+            assert (at > 0) == (to > self._dummy_row)
+            if at:
+                assert at <= len(ids) and ends_page(start + at, self._page_size), "a state within a page is kept"
+                self._hashes[to] = zlib.crc32(ids[:at].tobytes(), before)
+        self._hashes[row] = zlib.crc32(ids.tobytes(), before)
+        return self._hashes[row]
+
+    def decode(self, arrays: StepArrays[npt.NDArray[Any]], s: int, position: int, token_id: int) -> int:
+        """Moves the state of sequence s over the token at `position`, and keeps it if that fills a page."""
+        assert arrays.snapshot_to is not None
+        row, to = int(arrays.rows[s]), int(arrays.snapshot_to[s])
+        after = zlib.crc32(np.int32(token_id).tobytes(), self._hashes[row])
+        self._hashes[row] = after
+        if ends_page(position + 1, self._page_size) and to != self._dummy_row:
+            self._hashes[to] = after
+        return after
 
 
 class FakePool:

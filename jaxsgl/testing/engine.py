@@ -3,8 +3,9 @@
 `FakeEngine` writes each token at its slot and rebuilds every sequence through its own page table, of which it knows no
 more than steps tell; the next token is a hash of the rebuilt sequence. A stale page, a change that was not sent, a
 wrong slot, an early eviction or a use after free therefore changes the tokens. `next_token` of the plain sequence is
-the oracle for chunking, caching and overlap alike. It holds the tables of logit edits too, as the host set them and
-steps moved them, and compares them with the sequence that it rebuilt.
+the oracle for chunking, caching and overlap alike. With snapshots it keeps a hash of its tokens for each place of a
+state, and refuses a sequence whose state is that of other tokens. It holds the tables of logit edits too, as the host
+set them and steps moved them, and compares them with the sequence that it rebuilt.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jaxsgl.messages.replies import Load, Replies, Reply
 from jaxsgl.scheduler.policy import in_order_of_loss
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.state import SchedulerState
-from jaxsgl.testing.device import FakeAdapters, FakeImages, FakePageTable, FakePool
+from jaxsgl.testing.device import FakeAdapters, FakeImages, FakePageTable, FakePool, FakeStates
 from jaxsgl.testing.grammars import masked_tokens
 from jaxsgl.testing.outputs import FakeStep, outputs_of
 
@@ -48,6 +49,11 @@ def seed_of(weights: Sequence[int] | IntArray) -> int:
     """The seed of KV that was computed by `weights`, token by token; 0 if all is of the first weights."""
     of_tokens = np.asarray(weights, dtype=np.int32)
     return zlib.crc32(of_tokens.tobytes()) if of_tokens.any() else 0
+
+
+def state_of(stored: IntArray) -> int:
+    """The state of a sequence, of which `stored [n, 3]` is in its pages."""
+    return zlib.crc32(np.ascontiguousarray(stored[:, 0], np.int32).tobytes())
 
 
 def next_allowed(sequence: Sequence[int] | IntArray, banned: Collection[int], vocab_size: int, seed: int = 0) -> int:
@@ -150,6 +156,7 @@ class FakeEngine:
         self._pool = FakePool(capacity)
         self._table = FakePageTable(capacity)
         self._images = FakeImages(capacity.tower)
+        self._states = FakeStates(capacity) if capacity.num_snapshots else None
         self._last_tokens: IntArray = np.zeros(capacity.num_rows + 1, dtype=np.int32)
         self._edits = np.tile(neutral_edits(), (capacity.num_rows + 1, 1))
         self._counts: IntArray = np.zeros((capacity.num_rows + 1, capacity.vocab_size), dtype=np.int32)
@@ -277,6 +284,8 @@ class FakeEngine:
         ids = self._images.embedded(ids, inputs)
         self._pool.store(arrays.slots, ids, arrays.positions, self.adapters.weights(self._weights, arrays))
         stored = [self._rebuilt(inputs, arrays, s) for s in range(inputs.num_seqs)]
+        if self._states is not None:
+            self._check_states(self._states, inputs, ids, stored)
         sequences = [np.ascontiguousarray(of_seq[:, 0]) for of_seq in stored]
         chosen_after = _places(stored, arrays.query_offsets) if inputs.bucket.kind == "verify" else stored
         rows = self._edit_rows(inputs, [np.ascontiguousarray(of_seq[:, 0]) for of_seq in chosen_after])
@@ -339,6 +348,9 @@ class FakeEngine:
         self._pool.store(slots[-1:], self._last_tokens[row : row + 1], position[None], weights[s : s + 1])
         stored = self._pool.read(slots)
         assert (stored[:, 1] == np.arange(position + 1)).all(), f"sequence {s} reads a foreign page"
+        if self._states is not None:
+            state = self._states.decode(arrays, s, position, int(stored[-1, 0]))
+            assert state == state_of(stored), f"row {row} has the state of other tokens"
         self._last_tokens[row] = next_token(stored[:, 0], self._capacity.vocab_size, seed_of(stored[:, 2]))
         return int(self._last_tokens[row])
 
@@ -351,6 +363,17 @@ class FakeEngine:
         stored = self._pool.read(self._table.slots(arrays.rows[s], length))
         assert (stored[:, 1] == np.arange(length)).all(), f"sequence {s} of {inputs.bucket} reads a foreign page"
         return stored
+
+    def _check_states(self, states: FakeStates, inputs: StepInputs, ids: IntArray, stored: Sequence[IntArray]) -> None:
+        """Moves the states over the step's tokens: each must be that of the sequence that the page table names."""
+        arrays = inputs.arrays
+        for s, of_seq in enumerate(stored):
+            first, end = arrays.query_offsets[s : s + 2].tolist()
+            if inputs.bucket.kind == "decode":
+                state = states.decode(arrays, s, int(arrays.positions[s]), int(ids[s]))
+            else:
+                state = states.extend(arrays, s, np.ascontiguousarray(ids[first:end], np.int32))
+            assert state == state_of(of_seq), f"sequence {s} of {inputs.bucket} has the state of other tokens"
 
     def _banned(self, row: int, position: int) -> list[int]:
         """Tokens that may not stand at `position`."""

@@ -62,7 +62,15 @@ NAMES: dict[str, ExpertNames] = {
     "MixtralForCausalLM": _MIXTRAL,
     "MiniMaxM2ForCausalLM": replace(_MIXTRAL, choice_bias=("e_score_correction_bias", ("E",))),
     "Ernie4_5_MoeForCausalLM": ExpertNames(choice_bias=("moe_statics.e_score_correction_bias", ("1", "E"))),
-    "Qwen2MoeForCausalLM": ExpertNames(shared="shared_expert."),
+    **dict.fromkeys(
+        (
+            "Qwen2MoeForCausalLM",
+            "Qwen3NextForCausalLM",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3_5MoeForConditionalGeneration",
+        ),
+        ExpertNames(shared="shared_expert."),
+    ),
     "GptOssForCausalLM": ExpertNames(router="router.weight", interleaved=True, transposed=True),
 }
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class KvScales(NamedTuple):
-    """The scales of K and of V, by layer."""
+    """The scales of K and of V, by layer that has them."""
 
     k: tuple[Scale, ...]
     v: tuple[Scale, ...]
@@ -44,21 +44,22 @@ def load_kv_scales(folder: Path, arch: ModelArch) -> KvScales:
     tensors = TensorFiles(folder)
     for name in tensors.names():
         place = kv_scale_of(name)
-        if place is not None and place[0] < arch.num_layers:
+        if place is not None and place[0] in arch.attention_layers:
             found[place] = _checked(tensors.scale(name), name, folder, arch)
     num_scaled = len({layer for layer, _ in found})
-    if num_scaled < arch.num_layers:
+    num_layers = len(arch.attention_layers)
+    if num_scaled < num_layers:
         logger.warning(
             "%s has scales of the KV cache for %d of %d layers; the others use 1, and keys and values beyond 448 are "
             "stored as 448",
-            folder, num_scaled, arch.num_layers,
+            folder, num_scaled, num_layers,
         )  # fmt: skip
 
     def scale(layer: int, parts: tuple[str, ...]) -> Scale:
         first = next((found[layer, part] for part in parts if (layer, part) in found), None)
         return None if first is None or np.all(first == 1) else first
 
-    layers = range(arch.num_layers)
+    layers = arch.attention_layers
     return KvScales(
         tuple(scale(layer, ("k", "kv", "v")) for layer in layers),
         tuple(scale(layer, ("v", "kv", "k")) for layer in layers),

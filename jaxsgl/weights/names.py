@@ -92,9 +92,21 @@ def sizes(arch: ModelArch) -> dict[str, int]:
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, pixels. Those
     with L are of a latent: what queries are made of, C, C + R; of all heads their queries, what makes keys and values,
-    and values.
+    and values. Those with G are of a gated delta-net: of all heads q, k and v; taps; value heads, and twice as many;
+    numbers of a value; all values; q, k, v and their gates.
     """
-    mixture, vision, latent = arch.mixture, arch.vision, arch.latent
+    mixture, vision, latent, net = arch.mixture, arch.vision, arch.latent, arch.delta_net
+    of_delta_net = {}
+    if net is not None:
+        of_delta_net = {
+            "GC": net.key_heads * net.channels,
+            "GT": net.taps,
+            "GN": net.value_heads,
+            "G2N": 2 * net.value_heads,
+            "GH": net.value_size,
+            "GV": net.value_heads * net.value_size,
+            "GCV": net.key_heads * net.channels + net.value_heads * net.value_size,
+        }
     of_vision = {}
     if vision is not None:
         of_vision = {
@@ -120,6 +132,8 @@ def sizes(arch: ModelArch) -> dict[str, int]:
     return {
         **of_vision,
         **of_latent,
+        **of_delta_net,
+        "2NH": 2 * arch.num_heads * arch.head_dim if arch.output_gate else 0,
         "V": arch.vocab_size,
         "D": arch.hidden_size,
         "F": arch.ffn_size,
@@ -170,11 +184,14 @@ def _with_offset(arch: ModelArch, scales: Tensor) -> Tensor:
 
 def fuse_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Fuses q `[N * H]`, k and v `[K * H]` to `[K, G + 2, H]`; a trailing axis D stays."""
-    heads = (arch.num_kv_heads, arch.stored_kv_heads, arch.stored_kv_heads)
-    q, k, v = (
-        tensor.reshape(number, -1, arch.head_dim, *tensor.shape[1:])
-        for tensor, number in zip(tensors, heads, strict=True)
-    )
+    q, k, v = tensors
+    yield from _fuse_queries(arch, q.reshape(arch.num_heads, arch.head_dim, *q.shape[1:]), k, v)
+
+
+def _fuse_queries(arch: ModelArch, queries: Tensor, k: Tensor, v: Tensor) -> Iterator[Piece]:
+    """`fuse_heads` of queries `[N, H, ...]`."""
+    q = queries.reshape(arch.num_kv_heads, -1, *queries.shape[1:])
+    k, v = (each.reshape(arch.stored_kv_heads, 1, arch.head_dim, *each.shape[1:]) for each in (k, v))
     group = q.shape[1]
     yield from _turned(arch, (slice(None), slice(0, group)), q, axis=2)
     yield from _copied(arch, _turned(arch, (slice(None), slice(group, group + 1)), k, axis=2))
@@ -260,7 +277,65 @@ def _latent_matrices(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[P
     yield Piece((), tensors[0].reshape(arch.num_heads, -1, tensors[0].shape[1]))
 
 
+def _fuse_gated_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """`fuse_heads` where q `[N * 2 H, D]` has each head's gate after its query: to `[K, 2 G + 2, H, D]`, gates last."""
+    q, k, v = tensors
+    pairs = q.reshape(arch.num_heads, 2, arch.head_dim, *q.shape[1:])
+    groups = arch.num_heads // arch.num_kv_heads
+    yield from _fuse_queries(arch, pairs[:, 0], k, v)
+    gates = pairs[:, 1].reshape(arch.num_kv_heads, groups, *pairs.shape[2:])
+    yield Piece((slice(None), slice(groups + 2, 2 * groups + 2)), gates)
+
+
+def _delta_parts(arch: ModelArch) -> tuple[int, int, int, int]:
+    """K' and, of a key head, the rows of q (as many as of k), of v (as many as of z) and of b (as many as of a)."""
+    net = arch.delta_net
+    assert net is not None
+    return net.key_heads, net.key_size, net.group * net.value_size, net.group
+
+
+def _by_key_head(arch: ModelArch, tensor: Tensor) -> Iterator[Tensor]:
+    """q, k and v of all heads, one after the other `[K' * C, ...]`, each as `[K', rows, ...]`."""
+    heads, h, values, _ = _delta_parts(arch)
+    for first, size in ((0, h), (heads * h, h), (2 * heads * h, values)):
+        part = tensor[first : first + heads * size]
+        yield part.reshape(heads, size, *tensor.shape[1:])
+
+
+def _in_rows(parts: Iterable[Tensor]) -> Iterator[Piece]:
+    """Tensors `[K', rows, ...]`, one after the other on their second axis."""
+    first = 0
+    for part in parts:
+        yield Piece((slice(None), slice(first, first + part.shape[1])), part)
+        first += part.shape[1]
+
+
+def _delta_inputs(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """What makes q, k and v; z; b; a, to `[K', rows, D]`."""
+    heads = arch.delta_net.key_heads if arch.delta_net else 0
+    qkv, *others = tensors
+    yield from _in_rows([*_by_key_head(arch, qkv), *(each.reshape(heads, -1, each.shape[1]) for each in others)])
+
+
+def _delta_inputs_by_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The same of two tensors that have key heads first: q, k, v and z of each; b and a of each."""
+    heads = arch.delta_net.key_heads if arch.delta_net else 0
+    yield from _in_rows([each.reshape(heads, -1, each.shape[1]) for each in tensors])
+
+
+def _delta_taps(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A depthwise convolution of all channels `[K' * C, 1, taps]`, to `[K', C, taps]`."""
+    yield from _in_rows(_by_key_head(arch, tensors[0][:, 0]))
+
+
+def _delta_decay(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A_log and dt_bias `[V']`, to `[K', 2, r]`."""
+    heads, _, _, group = _delta_parts(arch)
+    yield from _in_rows([each.reshape(heads, 1, group) for each in tensors])
+
+
 _ATTENTION = "model.layers.{}.self_attn."
+_DELTA_NET = "model.layers.{}.linear_attn."
 _MLP = "model.layers.{}.mlp."
 
 OF_MODEL: dict[Path, Recipe] = {
@@ -346,6 +421,42 @@ _LATENT: dict[Path, Recipe] = {
     ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NLV")),), _as_is),
 }
 
+_HYBRID: dict[Path, Recipe] = {
+    ("attention", "qkv"): Recipe(
+        (
+            Source(_ATTENTION + "q_proj.weight", ("2NH", "D")),
+            Source(_ATTENTION + "k_proj.weight", ("KH", "D")),
+            Source(_ATTENTION + "v_proj.weight", ("KH", "D")),
+        ),
+        _fuse_gated_heads,
+    ),
+    ("delta_net", "inputs"): Recipe(
+        (
+            Source(_DELTA_NET + "in_proj_qkv.weight", ("GC", "D")),
+            Source(_DELTA_NET + "in_proj_z.weight", ("GV", "D")),
+            Source(_DELTA_NET + "in_proj_b.weight", ("GN", "D")),
+            Source(_DELTA_NET + "in_proj_a.weight", ("GN", "D")),
+        ),
+        _delta_inputs,
+    ),
+    ("delta_net", "output"): Recipe((Source(_DELTA_NET + "out_proj.weight", ("D", "GV")),), _as_is),
+    ("vectors", "delta_taps"): Recipe((Source(_DELTA_NET + "conv1d.weight", ("GC", "1", "GT")),), _delta_taps),
+    ("vectors", "delta_decay"): Recipe(
+        (Source(_DELTA_NET + "A_log", ("GN",)), Source(_DELTA_NET + "dt_bias", ("GN",))), _delta_decay
+    ),
+    ("vectors", "delta_norm"): Recipe((Source(_DELTA_NET + "norm.weight", ("GH",)),), _as_is),
+}
+_QWEN3_NEXT: dict[Path, Recipe] = {
+    **_HYBRID,
+    ("delta_net", "inputs"): Recipe(
+        (
+            Source(_DELTA_NET + "in_proj_qkvz.weight", ("GCV", "D")),
+            Source(_DELTA_NET + "in_proj_ba.weight", ("G2N", "D")),
+        ),
+        _delta_inputs_by_head,
+    ),
+}
+
 # Recipes that differ from those above, or are missing there, by architecture.
 OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Phi3ForCausalLM": {
@@ -366,6 +477,11 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "Glm4MoeLiteForCausalLM": _LATENT,
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": _HYBRID,
+    "Qwen3_5MoeForCausalLM": _HYBRID,
+    "Qwen3_5ForConditionalGeneration": _HYBRID,
+    "Qwen3_5MoeForConditionalGeneration": _HYBRID,
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": _GEMMA,
@@ -374,7 +490,12 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
 _WITH_TOWER = ("language_model.", ("vision_tower.", "multi_modal_projector."))
 _PREFIXES = {"Gemma3ForConditionalGeneration": _WITH_TOWER, "Mistral3ForConditionalGeneration": _WITH_TOWER}
 # Where the decoder is within "model.", beside the tower; the output head is outside.
-_BESIDE_TOWER = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+_BESIDE_TOWER = (
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 _WITHIN = "model.language_model."
 
 
@@ -415,8 +536,8 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
 
     if path[0] == "vectors":
         recipe = own.get(path) or OF_ALL_LAYERS[path]
-        rows = [named(recipe.sources, layer) for layer in range(arch.num_layers)]
-        return Recipe(tuple(itertools.chain(*rows)), partial(_stack_layers, recipe.pieces))
+        rows = [named(recipe.sources, layer) for layer in _layers_of(str(path[1]), arch)]
+        return Recipe(tuple(itertools.chain(*rows)), partial(_stack_layers, recipe.pieces, len(rows)))
     if path[0] != "layers":
         recipe = own.get(path) or OF_MODEL[path]
         return Recipe(named(recipe.sources), recipe.pieces, recipe.computed)
@@ -424,10 +545,17 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     return Recipe(named(recipe.sources, path[1]), recipe.pieces, recipe.computed)
 
 
-def _stack_layers(of_layer: Pieces, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    """Row l is what `of_layer` makes of the tensors of layer l; all layers have equally many."""
-    per_layer = len(tensors) // arch.num_layers
-    for layer in range(arch.num_layers):
+def _layers_of(vectors: str, arch: ModelArch) -> Iterable[int]:
+    """The layers that have rows in these vectors: all, or those of one kind."""
+    if vectors in ("q_norm", "k_norm", "qkv_bias", "sinks"):
+        return arch.attention_layers
+    return arch.delta_layers if vectors.startswith("delta_") else range(arch.num_layers)
+
+
+def _stack_layers(of_layer: Pieces, num_layers: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Row l is what `of_layer` makes of the tensors of the l-th of so many layers; all have equally many."""
+    per_layer = len(tensors) // num_layers
+    for layer in range(num_layers):
         for place, numbers in of_layer(arch, tensors[layer * per_layer : (layer + 1) * per_layer]):
             yield Piece((layer, *place), numbers)
 

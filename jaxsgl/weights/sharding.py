@@ -1,9 +1,9 @@
 """The device mesh and where arrays lie on it: one table maps logical axes to mesh axes.
 
-The mesh is `(data, tensor)`. The axis `tensor` splits kv heads (with their query heads), the ffn, the vocabulary, and
-experts or their ffn (`ModelArch.on_devices`). The axis `data` has one device: replicas are engines of their own. Every
-parameter and buffer carries a `NamedSharding`, on one device as on many. Knows the model's sizes and no programs. The
-loaders and the engine call it.
+The mesh is `(data, tensor)`. The axis `tensor` splits kv heads (with their query heads), key heads of delta-nets (with
+their value heads), the ffn, the vocabulary, and experts or their ffn (`ModelArch.on_devices`). The axis `data` has one
+device: replicas are engines of their own. Every parameter and buffer carries a `NamedSharding`, on one device as on
+many. Knows the model's sizes and no programs. The loaders and the engine call it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, Params
 from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
 
-MESH_AXIS_OF = {"kv_heads": TENSOR_AXIS, "ffn": TENSOR_AXIS, "vocab": TENSOR_AXIS, "experts": TENSOR_AXIS}
+MESH_AXIS_OF = dict.fromkeys(("kv_heads", "key_heads", "ffn", "vocab", "experts"), TENSOR_AXIS)
 MOST_DEVICES = 64  # that errors try as a way out
 
 
@@ -91,6 +91,8 @@ def _misfits(arch: ModelArch, num_devices: int) -> list[str]:
     """What of the model can't be split, in words."""
     sizes = {"query heads": arch.num_heads, "kv heads": arch.num_kv_heads, "units in an MLP": arch.ffn_size}
     sizes["rows of its vocabulary"] = arch.vocab_rows
+    if arch.delta_net is not None:
+        sizes["key heads of its delta-nets"] = arch.delta_net.key_heads
     if arch.mixture is not None:
         of_experts = arch.mixture.num_experts if arch.by_experts else arch.mixture.ffn_size
         sizes["experts" if arch.by_experts else "units in an expert"] = of_experts

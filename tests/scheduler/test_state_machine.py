@@ -116,6 +116,7 @@ class ServingMachine(RuleBasedStateMachine):
         pooling=st.sampled_from([None, None, PoolingSpec("last", 1), PoolingSpec("mean", 1)]),
         max_drafts=st.sampled_from([0, 0, 1, 3, 9]),
         drafts=st.sampled_from(KINDS),
+        snapshots=st.sampled_from([None, None, None, 1, 4, 40]),
     )
     def start(
         self,
@@ -135,14 +136,17 @@ class ServingMachine(RuleBasedStateMachine):
         pooling: PoolingSpec | None,
         max_drafts: int,
         drafts: str,
+        snapshots: int | None,
     ) -> None:
+        if snapshots is not None:  # what doesn't go with states
+            host, max_drafts, config = None, 0, replace(config, enable_mixed_chunk=False)
         if by_priority and config.schedule_policy in PRIORITY_POLICIES:
             config = replace(
                 config, enable_priority_scheduling=True, priority_scheduling_preemption_threshold=spare_pages
             )
         num_pages = pages_for(context, page_size) // 2 + spare_pages + 2  # often too small for the longest requests
         sizes = Capacity(page_size, num_pages, rows, context, min(chunk, context), VOCAB)
-        self.capacity = replace(sizes, pooling=pooling)
+        self.capacity = replace(sizes, pooling=pooling, num_snapshots=snapshots)
         self.config = config
         self.now_s = 0.0
         self.tier = None if host is None or not radix else tier_of(self.capacity, host[0], write_policy, host[1])

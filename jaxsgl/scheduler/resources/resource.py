@@ -130,6 +130,9 @@ class Resource:
         """The chunk `work` of `req` with what the engine must know of this resource."""
         return work
 
+    def decoding(self, decodes: Sequence[Part]) -> None:
+        """The batch that is built next decodes so many tokens of each of these."""
+
     def completed(self, inputs: StepInputs) -> StepInputs:
         """The batch, which is built, with what must run on the device before it."""
         return inputs

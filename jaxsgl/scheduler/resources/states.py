@@ -1,0 +1,105 @@
+"""States as a resource: which steps keep one as a snapshot, so that later requests begin there.
+
+A snapshot is taken
+
+    where prompts part        the cache has pages of a longer prefix than it has a state for: at the end of these pages
+    at a prompt's last page   for samples of one prompt, and for prompts that come again
+    at a sequence's last page for the next turn of a chat, which begins with this one's prompt and answer
+
+It costs a place only, and is left out where none is free: nothing waits for one. `cache/snapshots.py` keeps the books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxsgl.batch.build import Work
+from jaxsgl.cache.manager import CacheManager
+from jaxsgl.cache.pages import IntArray
+from jaxsgl.cache.snapshots import Snapshots
+from jaxsgl.scheduler.plan import Action, Part
+from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.resources.resource import Resource
+
+
+class States(Resource):
+    """Takes snapshots.
+
+    Args:
+      cache: the pool.
+      snapshots: its places.
+      num_rows: of running requests.
+
+    Attributes:
+      epoch: rises as snapshots are dropped, with which the prefixes of waiting requests get shorter.
+      borders: `[rows + 1]` int32, where each row's state goes once more in the next decode step that fills a page; the
+        dummy row for nowhere. Batches are built with it.
+    """
+
+    def __init__(self, cache: CacheManager, snapshots: Snapshots, num_rows: int) -> None:
+        self.borders: IntArray = np.full(num_rows + 1, num_rows, np.int32)
+        self._cache, self._snapshots, self._dummy = cache, snapshots, num_rows
+        self._parting: dict[Req, int] = {}  # tokens up to which the cache had pages, of requests between chunks
+        self._taken: list[tuple[Req, int, int]] = []  # request, tokens, place of states that the next step keeps
+
+    def prepare(self, actions: Iterable[Action]) -> None:
+        """Takes back what a step was to fill that was not launched."""
+        for _, _, place in self._taken:
+            self._snapshots.give_back(place)
+        self._taken.clear()
+
+    def admitted(self, req: Req) -> None:
+        """Notes where the request's prompt parts from what is cached."""
+        seen = self._cache.peek(req.matchable_ids, req.namespace).num_seen
+        self._parting[req] = self._cache.tokens_of(seen)
+
+    def placed(self, work: Work, req: Req) -> Work:
+        """Has the chunk begin at the request's snapshot, if it is its first, and keep the states that are wanted."""
+        assert req.lease is not None
+        stop, last = work.start + len(work.token_ids), self._cache.page_floor(req.extend_to - 1)
+        kept = []
+        for end in sorted({self._parting.get(req, 0), last}):
+            place = self._snapshots.take() if work.start < end <= stop else None
+            if place is not None:
+                self._taken.append((req, end, place))
+                kept.append((end - work.start, place))
+        self.epoch = self._snapshots.num_dropped
+        return replace(work, state_from=req.lease.source, snapshots=tuple(kept))
+
+    def decoding(self, decodes: Sequence[Part]) -> None:
+        """Finds places for the states of those that fill a page."""
+        for req, count in decodes:
+            lease, stop = req.lease, req.kv_len + count
+            assert lease is not None
+            end = self._cache.page_floor(stop)
+            place = self._snapshots.border(lease, end) if end > req.kv_len else None
+            self.borders[lease.row] = self._dummy if place is None else place
+        self.epoch = self._snapshots.num_dropped
+
+    def launched(self, chunks: Sequence[Part]) -> None:
+        """What the chunks begin with may be overwritten by later steps."""
+        for req, _ in chunks:
+            assert req.lease is not None
+            self._snapshots.read(req.lease)
+            if not req.extend_left:
+                self._parting.pop(req, None)
+
+    def carried_out(self, actions: Iterable[Action]) -> None:
+        """Gives the states that the step keeps to the prefix cache, whose pages it has by now."""
+        for req, num_tokens, place in self._taken:
+            assert req.lease is not None
+            self._snapshots.keep(req.lease, num_tokens, place)
+        self._taken.clear()
+
+    def left(self, req: Req, ends: bool) -> None:
+        """Forgets the request; its lease gives back its places."""
+        self._parting.pop(req, None)
+
+    def dump(self) -> dict[str, Any]:
+        """How many snapshots there are."""
+        books = self._snapshots
+        return {"snapshots": {"places": books.num_places, "kept": books.num_kept, "dropped_total": books.num_dropped}}

@@ -1,0 +1,300 @@
+"""The gated delta rule over states that are kept between steps, and the convolution before it; in XLA.
+
+A state is a matrix `[h, v]` for each value head, and the last inputs of the convolution. For each token
+
+    S = a S;  S = S + k outer (b (v - S^T k));  out = S^T q
+
+`delta_decode` does that for one token of each sequence. `delta_extend` takes blocks of 64 tokens, in which a unit
+triangular system gives the corrected values of all tokens at once, and moves the state by one product a block. Blocks
+lie at absolute positions, multiples of 64, and are computed one after the other in one loop: so a block's numbers
+depend neither on chunks nor on what else is in a step.
+
+Both read and write places of the kept arrays in place, if the program owns these. A sequence that begins at position 0
+begins with a state of zeros, whatever its place holds.
+
+Source: Yang et al., arXiv 2412.06464 (the chunked form).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+BLOCK = 64  # tokens
+_L2_EPS = 1e-6
+
+
+class DeltaStates(NamedTuple):
+    """The kept states of one layer.
+
+    Attributes:
+      matrices: `[P, K, r, h, v]` float32, of P places, K key heads and r value heads of each.
+      inputs: `[P, taps - 1, K, C]` float32, what the convolution still reads of earlier tokens, oldest first.
+    """
+
+    matrices: jax.Array
+    inputs: jax.Array
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("mixed", "taps", "log_decay", "beta"), meta_fields=("key_size",)
+)
+@dataclass(frozen=True)
+class DeltaTokens:
+    """What a layer makes of its tokens.
+
+    Attributes:
+      mixed: `[T, K, C]` q, k and the v of r heads, before the convolution: C = 2 h + r v.
+      taps: `[K, C, taps]` float32, that of the newest token last.
+      log_decay: `[T, K, r]` float32, log a.
+      beta: `[T, K, r]` float32, b.
+      key_size: h.
+    """
+
+    mixed: jax.Array
+    taps: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+    key_size: int
+
+
+class Sequences(NamedTuple):
+    """Whose tokens these are, and where their states are. All `[S]` int32 but `query_offsets`.
+
+    Attributes:
+      query_offsets: `[S + 1]` sequence s owns tokens query_offsets[s] .. query_offsets[s + 1] - 1.
+      starts: position of its first token in this step.
+      source: place of the state before that token; not read if the position is 0.
+      place: where the state goes after its tokens.
+      kept_at: `[N, S]` after how many of its tokens the state is kept besides, 0 for not at all; where that lies in the
+        middle of a block, the block must be the sequence's last one in this step.
+      kept_to: `[N, S]` the places for that; any to which nothing is written elsewhere, if it isn't kept.
+    """
+
+    query_offsets: jax.Array
+    starts: jax.Array
+    source: jax.Array
+    place: jax.Array
+    kept_at: jax.Array
+    kept_to: jax.Array
+
+
+def delta_decode(
+    tokens: DeltaTokens, states: DeltaStates, positions: jax.Array, place: jax.Array, kept_to: jax.Array | None = None
+) -> tuple[jax.Array, DeltaStates]:
+    """What each of S sequences reads from its state after one token more, `[S, K, r, v]` float32, and the states.
+
+    `positions [S]` are the tokens'; states are at `place [S]`, and go to `kept_to [S]` besides where that is not -1.
+    """
+    has_state = positions > 0
+    before = _or_zeros(has_state, states.inputs[place])
+    window = jnp.concatenate([before, tokens.mixed.astype(jnp.float32)[:, None]], axis=1)
+    taps = jnp.moveaxis(tokens.taps, -1, 0)
+    q, k, v = _heads((window * taps).sum(axis=1), tokens)
+    state = _or_zeros(has_state, states.matrices[place]) * jnp.exp(tokens.log_decay)[..., None, None]
+    k, q = k[:, :, None, :, None], q[:, :, None, :, None]
+    change = (v - (state * k).sum(axis=-2)) * tokens.beta[..., None]
+    state = state + k * change[..., None, :]
+    matrices = states.matrices.at[place].set(state, mode="promise_in_bounds")
+    inputs = states.inputs.at[place].set(window[:, 1:], mode="promise_in_bounds")
+    after = DeltaStates(matrices, inputs)
+    return (state * q).sum(axis=-2), after if kept_to is None else _copied(after, place, kept_to)
+
+
+def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates:
+    """The states with those at `place [S]` also at `to [S]`, where that is not -1; costs nothing where none is."""
+    first = jnp.argsort(to < 0, stable=True)  # sequences whose states are copied come first
+
+    def one(i: jax.Array, states: DeltaStates) -> DeltaStates:
+        s = first[i]
+        return DeltaStates(*(
+            jax.lax.dynamic_update_index_in_dim(each, each.at[place[s]].get(mode="promise_in_bounds"), to[s], 0)
+            for each in states
+        ))  # fmt: skip
+
+    copied: DeltaStates = jax.lax.fori_loop(0, (to >= 0).sum(), one, states)
+    return copied
+
+
+def delta_extend(tokens: DeltaTokens, states: DeltaStates, seqs: Sequences) -> tuple[jax.Array, DeltaStates]:
+    """What each token reads from its sequence's state, `[T, K, r, v]` float32 (any for padding), and the states."""
+    num_tokens, offsets = len(tokens.mixed), seqs.query_offsets
+    counts = offsets[1:] - offsets[:-1]
+    seq_of = jnp.minimum(jnp.searchsorted(offsets[1:], jnp.arange(num_tokens), side="right"), len(counts) - 1)
+    mixed = tokens.mixed.astype(jnp.float32)
+    before = _or_zeros(seqs.starts > 0, states.inputs[seqs.source])
+    q, k, v = _heads(_convolved(mixed, tokens.taps, before, seq_of, offsets), tokens)
+    inputs = states.inputs.at[seqs.place].set(_last_inputs(mixed, before, offsets, counts), mode="promise_in_bounds")
+    for at, to in zip(seqs.kept_at, seqs.kept_to, strict=True):
+        inputs = inputs.at[to].set(_last_inputs(mixed, before, offsets, at), mode="promise_in_bounds")
+    blocks = _Blocks.of(seqs, counts, num_tokens)
+    padded = [_between_blocks(each) for each in (q, k, v, tokens.log_decay, tokens.beta)]
+
+    def one(block: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        matrices, out = carry
+        seq, index = blocks.seq[block], blocks.index[block]
+        first = blocks.first_token(block) + BLOCK  # in the padded arrays
+        is_mine = blocks.is_mine(block)
+        place = seqs.place[seq]
+        source = jnp.where(index == 0, seqs.source[seq], place)
+        has_state = (index > 0) | (seqs.starts[seq] > 0)
+        state = jnp.where(has_state, matrices.at[source].get(mode="promise_in_bounds"), 0.0)
+        mine = [jnp.where(_like(is_mine, part), part, 0.0) for part in (_cut(each, first) for each in padded)]
+        read, state = _block(state, *mine)
+        kept = _cut(out, first)
+        out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(_like(is_mine, read), read, kept), first, 0)
+        matrices = jax.lax.dynamic_update_index_in_dim(matrices, state, place, 0)
+        for at, to in zip(seqs.kept_at, seqs.kept_to, strict=True):
+            matrices = _written(matrices, state, to[seq], at[seq] == blocks.end(block))
+        return matrices, out
+
+    out = jnp.zeros((num_tokens + 2 * BLOCK, *v.shape[1:]), jnp.float32)
+    matrices, out = jax.lax.fori_loop(0, blocks.count, one, (states.matrices, out))
+    return out[BLOCK:-BLOCK], DeltaStates(matrices, inputs)
+
+
+def _written(matrices: jax.Array, state: jax.Array, place: jax.Array, is_due: jax.Array) -> jax.Array:
+    """`matrices` with `state` at a place, if that is due. A loop of one turn or none: XLA leaves the array in place."""
+
+    def write(_: jax.Array, matrices: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(matrices, state, place, 0)
+
+    written: jax.Array = jax.lax.fori_loop(0, is_due.astype(jnp.int32), write, matrices)
+    return written
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Which tokens are in which block. Blocks of a sequence follow each other, as sequences do.
+
+    Attributes:
+      count: of all blocks, int32.
+      seq: `[B]` the sequence of each.
+      index: `[B]` which of its sequence's blocks it is.
+      starts, offsets, counts: `[S]` of sequences: first position, first token, tokens.
+    """
+
+    count: jax.Array
+    seq: jax.Array
+    index: jax.Array
+    starts: jax.Array
+    offsets: jax.Array
+    counts: jax.Array
+
+    @classmethod
+    def of(cls, seqs: Sequences, counts: jax.Array, num_tokens: int) -> _Blocks:
+        num_seqs = len(counts)
+        most = min(num_tokens, num_tokens // BLOCK + 2 * num_seqs)
+        num_blocks = jnp.where(counts > 0, -(-(seqs.starts % BLOCK + counts) // BLOCK), 0)
+        ends = jnp.cumsum(num_blocks)
+        numbers = jnp.arange(most)
+        seq = jnp.minimum(jnp.searchsorted(ends, numbers, side="right"), num_seqs - 1)
+        index = numbers - (ends - num_blocks)[seq]
+        return cls(ends[-1], seq, index, seqs.starts, seqs.query_offsets[:-1], counts)
+
+    def first_token(self, block: jax.Array) -> jax.Array:
+        """The token at the block's first position; below its sequence's first one if that lies inside the block."""
+        seq, start = self.seq[block], self.starts[self.seq[block]]
+        return self.offsets[seq] + (start // BLOCK + self.index[block]) * BLOCK - start
+
+    def end(self, block: jax.Array) -> jax.Array:
+        """How many of its sequence's tokens in this step the block ends after."""
+        seq = self.seq[block]
+        return jnp.minimum(self.first_token(block) + BLOCK - self.offsets[seq], self.counts[seq])
+
+    def is_mine(self, block: jax.Array) -> jax.Array:
+        """`[64]` whether a token from `first_token` on belongs to the block's sequence."""
+        place = self.first_token(block) - self.offsets[self.seq[block]] + jnp.arange(BLOCK)
+        return (place >= 0) & (place < self.counts[self.seq[block]])
+
+
+def _block(
+    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What 64 tokens read, `[64, K, r, v]`, and the state `[K, r, h, v]` after them.
+
+    q and k are `[64, K, h]`, v `[64, K, r, v]`, the others `[64, K, r]`. Zeros everywhere change nothing.
+    """
+    total = jnp.moveaxis(jnp.cumsum(log_decay, axis=0), 0, -1)  # [K, r, 64]
+    beta = jnp.moveaxis(beta, 0, -1)[..., None]
+    v = jnp.moveaxis(v, 0, 2)  # [K, r, 64, v]
+    q, k = jnp.moveaxis(q, 0, 1)[:, None], jnp.moveaxis(k, 0, 1)[:, None]  # [K, 1, 64, h]
+    lower = jnp.tri(BLOCK, dtype=bool)
+    since = jnp.exp(jnp.where(lower, total[..., :, None] - total[..., None, :], -jnp.inf))
+    system = jnp.where(jnp.tri(BLOCK, k=-1, dtype=bool), beta * _dot("kiah,kibh->kiab", k, k) * since, 0.0)
+    known = jnp.concatenate([beta * v, beta * k * jnp.exp(total)[..., None]], axis=-1)
+    solved = jax.lax.linalg.triangular_solve(
+        system + jnp.eye(BLOCK), known, left_side=True, lower=True, unit_diagonal=True
+    )
+    values, keys = jnp.split(solved, (v.shape[-1],), axis=-1)
+    written = values - _dot("krah,krhv->krav", keys, state)
+    read = _dot("krah,krhv->krav", q * jnp.exp(total)[..., None], state)
+    read = read + _dot("krab,krbv->krav", _dot("kiah,kibh->kiab", q, k) * since, written)
+    left = jnp.exp(total[..., -1:] - total)[..., None]
+    state = state * jnp.exp(total[..., -1])[..., None, None] + _dot("krah,krav->krhv", k * left, written)
+    return jnp.moveaxis(read, 2, 0), state
+
+
+def _dot(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product in float32 with all of its bits, whatever the device would rather do."""
+    return jnp.einsum(axes, a, b, precision="highest")
+
+
+def _heads(convolved: jax.Array, tokens: DeltaTokens) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q and k `[T, K, h]`, normalized, and v `[T, K, r, v]` of `convolved [T, K, C]`."""
+    h, group = tokens.key_size, tokens.beta.shape[-1]
+    q, k, v = jnp.split(jax.nn.silu(convolved), (h, 2 * h), axis=-1)
+
+    def normalized(heads: jax.Array) -> jax.Array:
+        return heads * jax.lax.rsqrt((heads * heads).sum(axis=-1, keepdims=True) + _L2_EPS)
+
+    return normalized(q) * h**-0.5, normalized(k), v.reshape(*v.shape[:2], group, -1)
+
+
+def _convolved(
+    mixed: jax.Array, taps: jax.Array, before: jax.Array, seq_of: jax.Array, offsets: jax.Array
+) -> jax.Array:
+    """`[T, K, C]` the convolution of `mixed [T, K, C]`, whose sequences go on from `before [S, taps - 1, K, C]`."""
+    num_taps = taps.shape[-1]
+    place = jnp.arange(len(mixed)) - offsets[seq_of]  # in its sequence's chunk
+    out = mixed * taps[..., -1]
+    for back in range(1, num_taps):
+        shifted = jnp.pad(mixed[:-back], ((back, 0), (0, 0), (0, 0)))
+        early = before[seq_of, jnp.clip(num_taps - 1 - back + place, 0, num_taps - 2)]
+        out = out + jnp.where((place >= back)[:, None, None], shifted, early) * taps[..., -1 - back]
+    return out
+
+
+def _last_inputs(mixed: jax.Array, before: jax.Array, offsets: jax.Array, counts: jax.Array) -> jax.Array:
+    """`[S, taps - 1, K, C]` what the convolution reads of a sequence after `counts [S]` of its tokens."""
+    kept = before.shape[1]
+    place = counts[:, None] - kept + jnp.arange(kept)  # [S, taps - 1], below 0 in `before`
+    seqs = jnp.arange(len(counts))[:, None]
+    early = before[seqs, jnp.clip(kept + place, 0, kept - 1)]
+    late = mixed[jnp.clip(offsets[:-1, None] + place, 0, len(mixed) - 1)]
+    return jnp.where((place >= 0)[..., None, None], late, early)
+
+
+def _between_blocks(x: jax.Array) -> jax.Array:
+    """`x [T, ...]` with a block of zeros on both sides, so that a block may reach over its tokens."""
+    return jnp.pad(x, ((BLOCK, BLOCK), *((0, 0) for _ in x.shape[1:])))
+
+
+def _cut(x: jax.Array, first: ArrayLike) -> jax.Array:
+    part: jax.Array = jax.lax.dynamic_slice_in_dim(x, first, BLOCK, 0)
+    return part
+
+
+def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """A mask of leading rows, for all of `x`."""
+    return mask.reshape(len(mask), *(1 for _ in x.shape[1:]))
+
+
+def _or_zeros(mask: jax.Array, x: Any) -> jax.Array:
+    """Rows of `x` where the mask holds, else zeros."""
+    return jnp.where(_like(mask, x), x, 0.0)

@@ -1,0 +1,119 @@
+"""What config.json says of models with gated delta-nets, and what their states take of the memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from safetensors.torch import load_file, save_file
+
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.layer_state import layer_states
+from jaxsgl.engine.memory import Memory
+from jaxsgl.engine.sizing import choose_states, plan_capacity
+from jaxsgl.errors import CheckpointError, ConfigError
+from jaxsgl.models import ModelArch
+from jaxsgl.models.layer_spec import DeltaNet, MoeMlp
+from jaxsgl.weights.sharding import model_on_devices
+from tests.checkpoints import make_checkpoint
+from tests.models.test_arch import read
+from tests.plain_model import checkpoint_logits
+
+BFLOAT16 = jnp.dtype("bfloat16")
+GIB = 2**30
+# As transformers' default `Qwen3_5TextConfig` has it.
+NINE_B: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10]},
+}
+
+
+def test_every_fourth_layer_attends_unless_config_json_says_otherwise(tmp_path: Path) -> None:
+    arch = read(tmp_path, **NINE_B)
+    assert arch.attention_layers == tuple(range(3, 32, 4)) and len(arch.delta_layers) == 24
+    assert arch.delta_net == DeltaNet(16, 32, 128, 128, 4) and arch.head_dim == 256
+    assert arch.output_gate and arch.norm_offset == 1 and arch.ropes[0].rotary_dim == 64
+    assert arch.places[:5] == (0, 1, 2, 0, 3)
+    assert read(tmp_path, **NINE_B, full_attention_interval=2).attention_layers == tuple(range(1, 32, 2))
+    told = ["full_attention", *["linear_attention"] * 31]
+    assert read(tmp_path, **NINE_B, layer_types=told).attention_layers == (0,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["linear_attention"] * 32}, "layer_types has no full_attention"),
+        ({"layer_types": ["sliding_attention"] * 32}, "layer_types is .* each full_attention or linear_attention"),
+        ({"linear_num_value_heads": 20}, "20 value heads .* can't share 16 key heads"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_no_layer_can_be_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        read(tmp_path, **NINE_B, **changes)
+
+
+def test_mixtures_have_a_shared_expert_with_a_gate(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    for name in ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"):
+        mlp = read(tmp_path, **{**NINE_B, "architectures": [name]}, num_experts_per_tok=2, **sizes).layers[0].mlp
+        assert isinstance(mlp, MoeMlp) and mlp.shared_gate and mlp.shared_ffn_size == 48
+        assert mlp.router.renormalize and mlp.router.score == "softmax"
+
+
+def test_devices_share_key_heads_with_their_value_heads(tmp_path: Path) -> None:
+    arch = read(tmp_path, **NINE_B)
+    whole = layer_states(arch, 64, BFLOAT16).row_bytes
+    assert whole == 24 * (32 * 128 * 128 + 3 * 8192) * 4
+    assert layer_states(arch, 64, BFLOAT16, 2).row_bytes == whole // 2
+    with pytest.raises(ConfigError, match=r"9 key heads of its delta-nets.*--tp 1"):
+        model_on_devices(
+            read(tmp_path, **NINE_B, linear_num_key_heads=9, linear_num_value_heads=18), 2, by_experts=False
+        )
+
+
+def test_states_take_memory_before_pages_and_rows_give_way(tmp_path: Path) -> None:
+    arch = read(tmp_path, **NINE_B)
+    states = choose_states(EngineConfig(), arch, "gpu", BFLOAT16)
+    assert states.page_size == 64 and choose_states(EngineConfig(), arch, "cpu", BFLOAT16).page_size == 64
+
+    def planned(gib: int, **flags: Any) -> tuple[int, int | None, int]:
+        memory = Memory("gpu", gib * GIB, gib * GIB)
+        capacity = plan_capacity(EngineConfig(context_length=4096, **flags), arch, states, memory)
+        return capacity.num_rows, capacity.num_snapshots, capacity.num_pages
+
+    rows, snapshots, pages = planned(60)
+    assert (rows, snapshots) == (256, 256)  # 0.3 of what 257 states of 49.1 MiB leave, in a steady number
+    assert 0.9 < ((257 + 256) * states.row_bytes + pages * states.page_bytes) / (60 * GIB) <= 1
+    assert planned(60, snapshot_share=0.1)[1] == 96 and planned(60, disable_radix_cache=True)[1] == 0
+    few, *_ = planned(10)
+    assert few == 5 * GIB // states.row_bytes - 1
+    assert planned(10, max_running_requests=16)[:2] == (16, 48)
+
+
+def test_the_text_of_a_model_that_sees_images_is_its_decoders(tmp_path: Path) -> None:
+    """The tower and draft heads are left out, and the keys of the decoder stand in an object of their own."""
+    folder = make_checkpoint("qwen3_5_moe", tmp_path / "text")
+    config = json.loads((folder / "config.json").read_text())
+    name = "Qwen3_5MoeForConditionalGeneration"
+    whole = {"architectures": [name], "text_config": config, "vision_config": {"depth": 2}, "image_token_id": 10}
+    found = load_file(folder / "model.safetensors")
+    tensors = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in found.items()}
+    tensors |= {key: found["model.norm.weight"].clone() for key in ("mtp.norm.weight", "model.visual.norm.weight")}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
+    save_file(tensors, tmp_path / "whole" / "model.safetensors")
+    assert ModelArch.from_folder(tmp_path / "whole").vision is None
+    prompt = list(range(3, 12))
+    assert (checkpoint_logits(tmp_path / "whole", prompt) == checkpoint_logits(folder, prompt)).all()

@@ -1,0 +1,138 @@
+"""The gated delta rule in blocks and token by token, against the plain recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.delta import BLOCK, DeltaStates, DeltaTokens, Sequences, delta_decode, delta_extend
+from tests.plain_model import plain_recur
+
+HEADS, GROUP, KEY, VALUE, TAPS = 2, 3, 6, 5, 4
+CHANNELS = 2 * KEY + GROUP * VALUE
+PLACES = 7
+DUMMY = PLACES - 1
+NUM_TOKENS, NUM_SEQS = 320, 6  # of a padded step
+ATOL = 5e-6
+
+extend = jax.jit(delta_extend)
+decode = jax.jit(delta_decode)
+
+
+def drawn(num_tokens: int, seed: int) -> DeltaTokens:
+    rng = np.random.default_rng(seed)
+    taps = np.random.default_rng(99).standard_normal((HEADS, CHANNELS, TAPS))
+    mixed = rng.standard_normal((num_tokens, HEADS, CHANNELS))
+    decay, beta = rng.uniform(0, 1, (2, num_tokens, HEADS, GROUP))
+    a, b, c, d = (jnp.asarray(x, jnp.float32) for x in (mixed, taps, -decay, beta))
+    return DeltaTokens(a, b, c, d, KEY)
+
+
+def stale() -> DeltaStates:
+    """States that no sequence may begin with."""
+    matrices = jnp.full((PLACES, HEADS, GROUP, KEY, VALUE), 7.0)
+    return DeltaStates(matrices, jnp.full((PLACES, TAPS - 1, HEADS, CHANNELS), 7.0))
+
+
+def step_of(
+    seqs: Sequence[DeltaTokens],
+    chunks: Sequence[tuple[int, int, int]],
+    kept: Sequence[tuple[int, int]] = ((0, DUMMY), (0, DUMMY)),
+) -> tuple[DeltaTokens, Sequences, list[int]]:
+    """The chunks (sequence, first token, tokens), padded; and where each begins. Sequence s is at place s.
+
+    `kept` are (tokens, place) of states of the first chunk that are kept besides.
+    """
+
+    def cut(name: str) -> jax.Array:
+        parts = [getattr(seqs[s], name)[first : first + count] for s, first, count in chunks]
+        taken = sum(map(len, parts))
+        return jnp.concatenate([*parts, jnp.full((NUM_TOKENS - taken, *parts[0].shape[1:]), 3.0)])
+
+    offsets = np.cumsum([0, *(count for *_, count in chunks)])
+    padding = NUM_SEQS - len(chunks)
+    places = np.array([*(s for s, *_ in chunks), *[DUMMY] * padding], np.int32)
+    starts = np.array([*(first for _, first, _ in chunks), *[0] * padding], np.int32)
+    ends = np.concatenate([offsets, np.full(padding, offsets[-1])]).astype(np.int32)
+    tokens = DeltaTokens(cut("mixed"), seqs[0].taps, cut("log_decay"), cut("beta"), KEY)
+    at, to = np.zeros((2, NUM_SEQS), np.int32), np.full((2, NUM_SEQS), DUMMY, np.int32)
+    at[:, 0], to[:, 0] = zip(*kept, strict=True)
+    of_step = Sequences(*map(jnp.asarray, (ends, starts, places, places, at, to)))
+    return tokens, of_step, offsets[:-1].tolist()
+
+
+def test_ragged_chunks_of_several_sequences_are_each_sequences_recurrence() -> None:
+    rng, lengths = np.random.default_rng(1), (1, 11, 150, BLOCK, 2 * BLOCK + 1)
+    seqs = [drawn(length, seed) for seed, length in enumerate(lengths)]
+    found: list[list[np.ndarray]] = [[] for _ in seqs]
+    done, states = [0] * len(seqs), stale()
+    while any(left := [length - n for length, n in zip(lengths, done, strict=True)]):
+        chunks = [(s, done[s], min(int(rng.integers(1, 60)), left[s])) for s in range(len(seqs)) if left[s]]
+        tokens, of_step, offsets = step_of(seqs, chunks)
+        out, states = extend(tokens, states, of_step)
+        for (s, _, count), first in zip(chunks, offsets, strict=True):
+            found[s].append(np.asarray(out[first : first + count]))
+            done[s] += count
+    for seq, parts in zip(seqs, found, strict=True):
+        np.testing.assert_allclose(np.concatenate(parts), plain_recur(0, seq), atol=ATOL)
+    assert (np.asarray(states.matrices[len(seqs)]) == 7.0).all(), "a place of no sequence was written"
+
+
+def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0() -> None:
+    seqs = [drawn(40, 0), drawn(40, 1)]
+    tokens, of_step, _ = step_of(seqs, [(0, 0, 37)])
+    _, states = extend(tokens, stale(), of_step)
+    dummies = [np.asarray(each[DUMMY]) for each in states]
+    first = np.array([37, 0])
+    for i in range(3):
+        parts = [jnp.stack([getattr(seq, name)[n + i] for seq, n in zip(seqs, first, strict=True)]) for name in FIELDS]
+        one = DeltaTokens(parts[0], tokens.taps, parts[1], parts[2], KEY)
+        places = jnp.array([0, 1])
+        kept_to = jnp.array([-1, 4 if i == 1 else -1])
+        out, states = decode(one, states, jnp.asarray(first + i), places, kept_to)
+        if i == 1:
+            kept = [np.asarray(each[1]) for each in states]
+        for row, (seq, n) in enumerate(zip(seqs, first, strict=True)):
+            np.testing.assert_allclose(out[row], plain_recur(0, seq)[n + i], atol=ATOL)
+    for each, right, dummy in zip(states, kept, dummies, strict=True):
+        np.testing.assert_array_equal(each[4], right)
+        np.testing.assert_array_equal(each[DUMMY], dummy)
+
+
+FIELDS = ("mixed", "log_decay", "beta")
+
+
+def test_a_state_has_the_same_bits_whatever_the_chunks_between_blocks_and_whatever_runs_beside_it() -> None:
+    length = 4 * BLOCK
+    seqs = [drawn(length, 5), drawn(length, 6)]
+    tokens, of_step, _ = step_of(seqs, [(0, 0, length)])
+    whole, at_once = extend(tokens, stale(), of_step)
+    states, parts = stale(), []
+    for first, count in ((0, BLOCK), (BLOCK, 2 * BLOCK), (3 * BLOCK, BLOCK)):
+        tokens, of_step, offsets = step_of(seqs, [(1, 0, 29), (0, first, count)])
+        out, states = extend(tokens, states, of_step)
+        parts.append(np.asarray(out[offsets[1] : offsets[1] + count]))
+    np.testing.assert_array_equal(np.concatenate(parts), whole[:length])
+    for found, right in zip(states, at_once, strict=True):
+        np.testing.assert_array_equal(found[0], right[0])
+
+
+def test_states_inside_a_chunk_are_kept_and_gone_on_from_like_those_at_its_end() -> None:
+    length = 4 * BLOCK
+    seqs = [drawn(length, 8), drawn(length, 9)]
+    tokens, of_step, _ = step_of(seqs, [(0, 0, length), (1, 0, 50)], kept=[(BLOCK, 4), (3 * BLOCK, 5)])
+    whole, states = extend(tokens, stale(), of_step)
+    for place, count in ((4, BLOCK), (5, 3 * BLOCK)):
+        tokens, of_step, _ = step_of(seqs, [(0, 0, count)])
+        _, alone = extend(tokens, stale(), of_step)
+        for found, right in zip(states, alone, strict=True):
+            np.testing.assert_array_equal(found[place], right[0])
+        tokens, of_step, _ = step_of(seqs, [(0, count, length - count)])
+        out, after = extend(tokens, states, of_step._replace(source=of_step.source.at[0].set(place)))
+        np.testing.assert_array_equal(out[: length - count], whole[count:length])
+        for found, right in zip(after, states, strict=True):
+            np.testing.assert_array_equal(found[0], right[0])
+            np.testing.assert_array_equal(found[place], right[place])
