@@ -73,6 +73,18 @@ def page_of(numbers: ArrayT, page_size: int) -> ArrayT:
     return pages
 
 
+def place_of(numbers: ArrayT, page_size: int) -> ArrayT:
+    """The places of slots or positions within their pages; arrays of NumPy or of JAX."""
+    places: ArrayT = numbers % page_size
+    return places
+
+
+def slots_on(pages: ArrayT, positions: ArrayT, page_size: int) -> ArrayT:
+    """The slots of `positions`, which lie on `pages`; arrays of NumPy or of JAX."""
+    slots: ArrayT = pages * page_size + positions % page_size
+    return slots
+
+
 def ends_page(num_tokens: ArrayT, page_size: int) -> ArrayT:
     """Whether so many tokens fill whole pages: a number, or arrays of NumPy or of JAX."""
     ends: ArrayT = num_tokens % page_size == 0

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.batch.inputs import StepArrays, StepKind
-from jaxsgl.cache.pages import pages_for
+from jaxsgl.cache.pages import page_of, pages_for, slots_on, tokens_in
 from jaxsgl.engine.layer_state import LayerState
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.engine.tables import pages_of_seqs
@@ -154,12 +154,14 @@ class DraftProgram:
         positions = jnp.where(ends.rows == dummy_row, 0, newest[ends.rows])
         table_SP = pages_of_seqs(page_table, ends.rows, positions, page_size)
         before = jnp.maximum(positions - 1, 0)
-        last_slots = _slots(table_SP, before, page_size)
+        last_slots = slots_of_positions(table_SP, before, page_size)
         scratch = Scratch.of(kv.k[0].shape[0], dummy_row, drafting.num_drafts, page_size)
         pages_SW = scratch.pages(ends.rows)
-        sources = table_SP[jnp.arange(len(positions)), jnp.minimum(positions // page_size, table_SP.shape[1] - 1)]
+        sources = table_SP[
+            jnp.arange(len(positions)), jnp.minimum(page_of(positions, page_size), table_SP.shape[1] - 1)
+        ]
         kv = _copied(kv, sources, pages_SW[:, 0])
-        table_SP = _with_scratch(table_SP, pages_SW, positions // page_size)
+        table_SP = _with_scratch(table_SP, pages_SW, page_of(positions, page_size))
         carried = drafting.begin(jax.tree.unflatten(self.draft_treedef, draft_leaves), kv, last_slots)
 
         def one(carry: tuple[Any, ...], place: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
@@ -230,9 +232,10 @@ class _ChainPages:
         page_size = scratch.page_size
         self._k, self._v = list(kv.k), list(kv.v)
         self._table, self._kernels = table_SP, kernels
-        self._lengths = jnp.minimum(positions + 1, table_SP.shape[1] * page_size)
-        page = jnp.take_along_axis(pages_SW, (positions // page_size - starts // page_size)[:, None], axis=1)[:, 0]
-        self._slots = page * page_size + positions % page_size
+        self._lengths = jnp.minimum(positions + 1, tokens_in(table_SP.shape[1], page_size))
+        place = page_of(positions, page_size) - page_of(starts, page_size)
+        page = jnp.take_along_axis(pages_SW, place[:, None], axis=1)[:, 0]
+        self._slots = slots_on(page, positions, page_size)
 
     def attend(self, layer: int, qkv: FusedQkv, options: AttentionOptions) -> jax.Array:
         """See `Attending`."""
@@ -248,10 +251,10 @@ class _ChainPages:
         return KvBuffers(tuple(self._k), tuple(self._v))
 
 
-def _slots(table_SP: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
+def slots_of_positions(table_SP: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
     """`[S]` the slots of a token of each sequence."""
-    pages = jnp.take_along_axis(table_SP, (positions // page_size)[:, None], axis=1)[:, 0]
-    return pages * page_size + positions % page_size
+    pages = jnp.take_along_axis(table_SP, page_of(positions, page_size)[:, None], axis=1)[:, 0]
+    return slots_on(pages, positions, page_size)
 
 
 def _copied(kv: KvBuffers, sources: jax.Array, targets: jax.Array) -> KvBuffers:

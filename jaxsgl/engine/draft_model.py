@@ -93,8 +93,8 @@ def check_draft_model(arch: ModelArch, target: ModelArch, context_length: int) -
     keeps_pairs = arch.latent is None and arch.delta_net is None
     if not keeps_pairs or arch.sinks or arch.vision is not None or arch.head != "vocabulary":
         raise ConfigError(
-            f"--speculative-draft-model-path: {arch.name} has latents, states, attention sinks, a vision tower or no head over "
-            "a vocabulary, with which a model can't draft"
+            f"--speculative-draft-model-path: {arch.name} has latents, states, attention sinks, a vision tower or no "
+            "head over a vocabulary, with which a model can't draft"
         )
     if target.latent is not None:
         raise ConfigError(

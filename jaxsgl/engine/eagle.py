@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.batch.inputs import StepArrays, StepKind
+from jaxsgl.cache.pages import page_of, place_of
 from jaxsgl.engine import vocabulary
-from jaxsgl.engine.draft import Attending
+from jaxsgl.engine.draft import Attending, slots_of_positions
 from jaxsgl.engine.layer_state import LayerState, LayerStates
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.errors import ConfigError
@@ -83,8 +84,7 @@ class EagleDrafting:
         positions = arrays.positions.at[first].get(mode="clip")
         page_size = kv.k[0].shape[2]
         before = jnp.maximum(positions - 1, 0)
-        pages = jnp.take_along_axis(table_SP, (before // page_size)[:, None], axis=1)[:, 0]
-        states_SD = self._states(kv, pages * page_size + before % page_size).astype(states_TD.dtype)
+        states_SD = self._states(kv, slots_of_positions(table_SP, before, page_size)).astype(states_TD.dtype)
         before_TD = jnp.roll(states_TD, 1, axis=0).at[first].set(states_SD, mode="drop")
         qkv = head.attention(_embedded(head, model, token_ids), before_TD, arrays.positions)
         paged = PagedKv(kv.k[0], kv.v[0], table_SP, arrays.lengths)
@@ -132,7 +132,7 @@ class EagleDrafting:
     def _states(self, kv: KvBuffers, slots: jax.Array) -> jax.Array:
         """`[S, D]` at `slots [S]`, in the pages' format."""
         page_size = kv.k[1].shape[2]
-        pages, places = slots // page_size, slots % page_size
+        pages, places = page_of(slots, page_size), place_of(slots, page_size)
         parts = [to_numbers(array[pages, :, places]) for pair in zip(kv.k[1:], kv.v[1:], strict=True) for array in pair]
         flat = jnp.stack(parts, axis=1).reshape(len(slots), -1)
         return all_parts(flat, axis=1)[:, : self.arch.layer.hidden_size]
