@@ -28,7 +28,7 @@ from tests.end_to_end.offline import ends, first_logits, new_scheduler, outputs,
 from tests.end_to_end.test_families import ATOL, NEW_TOKENS, logits_of, prompts
 from tests.grids import NIGHTLY, daily
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 KINDS = daily(HYBRID_KINDS, every=3)
@@ -87,14 +87,14 @@ def test_a_prefix_that_ends_at_a_state_yields_the_tokens_of_the_whole_prompt(eng
     mailbox = ScriptedMailbox(script)
     run_loop(scheduler, engine, mailbox, overlap=True)
     answers = outputs(mailbox, first)
-    assert answers == outputs(serve(engine, [first], radix=False), first)
     cached = [ends(mailbox)[request.request_id].cached_tokens for request in first]
     assert cached == [0, 0, *[2 * page] * 3]
     turns = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(prompts, answers, strict=True)]
     second = [Request(f"{i} again", prompt, params) for i, prompt in enumerate(turns)]
     mailbox = ScriptedMailbox([second])
     run_loop(scheduler, engine, mailbox, overlap=True)
-    found, whole = outputs(mailbox, second), outputs(serve(engine, [second], radix=False), second)
+    found, whole = outputs(mailbox, second), outputs(serve(engine, [second], radix=False), second)  # another's pages
+    assert answers == outputs(serve(engine, [first], radix=False), first)
     # Decodes sum in another order than blocks do: between experts whose shares are nearly equal, that may decide.
     assert found == whole or (engine.arch.mixture is not None and sum(map(operator.eq, found, whole)) > 2)
     for request, turn in zip(second, turns, strict=True):
