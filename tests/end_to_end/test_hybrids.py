@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import operator
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from jaxsgl.testing.engine import ScriptedMailbox
 from tests.checkpoints import HYBRID_KINDS, make_checkpoint
 from tests.end_to_end.offline import ends, first_logits, new_scheduler, outputs, serve
 from tests.end_to_end.test_families import ATOL, NEW_TOKENS, logits_of, prompts
-from tests.grids import NIGHTLY, daily
+from tests.grids import daily
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
 
@@ -137,33 +134,3 @@ def test_flags_that_need_more_than_pages_are_refused_at_the_start(
     folder = make_checkpoint("qwen3_5", tmp_path)
     with pytest.raises(ConfigError, match=f"{named}.*leave it out"):
         Engine(EngineConfig(model=str(folder), **flags), progress=False)
-
-
-_ON_DEVICES = """
-import sys
-from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.engine import Engine
-from tests.end_to_end.test_hybrids import GREEDY, Request, ends, outputs, prompts, serve
-
-flags = {"chunked_prefill_size": 96, "context_length": 512, "max_running_requests": 8, "max_total_tokens": 4096}
-flags |= {"decode_buckets": (8,), "extend_buckets": (96,), "grammar_backend": "none", "compilation_cache_dir": ""}
-engine = Engine(EngineConfig(model=sys.argv[1], tp=int(sys.argv[2]), **flags), progress=False)
-requests = [Request(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts()[::3])]
-script = [each for request in requests for each in ([request], *[[]] * 20)]
-mailbox = serve(engine, script)
-print(outputs(mailbox, requests), [ends(mailbox)[request.request_id].cached_tokens for request in requests])
-"""
-
-
-@pytest.mark.skipif(not NIGHTLY, reason="an engine for each number of devices; by night")
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", HYBRID_KINDS)
-def test_devices_that_share_the_states_give_the_answers_of_one(kind: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(kind, tmp_path, seed=3)
-    root = Path(__file__).parents[2]
-    found = []
-    for tp in ("1", "2"):
-        command = [sys.executable, "-c", _ON_DEVICES, str(folder), tp]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ}, check=True)
-        found.append(done.stdout)
-    assert found[0] == found[1] and "64" in found[0]
