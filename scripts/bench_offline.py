@@ -48,7 +48,6 @@ class OfflineConfig:
     num: int = flag(256, "requests")
     input: str = flag("100:1024", "tokens of prompts, least:most")
     output: str = flag("100:1024", "tokens to generate, least:most")
-    seed: int = flag(0, "of lengths and prompts")
     at_running: int | None = flag(
         None, "report the host's time of decode steps of this many requests (default: of all decode steps)"
     )
@@ -93,11 +92,11 @@ def run(config: OfflineConfig, folder: Path) -> dict[str, Any]:
             f"--input and --output reach {inputs.most} + {outputs.most} tokens, but the context holds "
             f"{limits.context_length}: lower them"
         )
-    requests = greedy_requests(random_jobs(config.num, inputs, outputs, vocab_size, config.seed))
+    requests = greedy_requests(random_jobs(config.num, inputs, outputs, vocab_size, config.engine.random_seed))
     for request in requests:
         check_request(request, limits)
     overlap = not config.engine.disable_overlap_schedule
-    warm_up = random_jobs(*WARM_UP, vocab_size, config.seed + 1)
+    warm_up = random_jobs(*WARM_UP, vocab_size, config.engine.random_seed + 1)
     record_run(scheduler, engine, greedy_requests(warm_up), overlap, pages=engine)
     scheduler = build_scheduler(config.engine, engine, limited=False)
     recording, replies = record_run(scheduler, engine, requests, overlap, config.profile, engine)

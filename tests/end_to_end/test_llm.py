@@ -130,12 +130,12 @@ def test_an_interrupted_call_leaves_a_usable_model(llm: LLM, monkeypatch: pytest
     expected = llm.generate("Count from 1 to 30", GREEDY, use_tqdm=False)[0].token_ids
     collect, calls = type(llm._scheduler).collect, 0
 
-    def interrupted(self: Any, tokens: Any, scores: Any) -> None:
+    def interrupted(self: Any, *collected: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
-        collect(self, tokens, scores)
+        collect(self, *collected)
 
     monkeypatch.setattr(type(llm._scheduler), "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -143,7 +143,9 @@ def test_a_body_may_hold_a_photo_but_not_as_much_of_anything_else(server: Server
             assert words in error_of(answer)["message"]
 
 
-def test_refusals_leave_a_line_in_the_log(server: ServerProcess) -> None:
+def test_refusals_leave_a_line_in_the_log(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server()  # lines are bounded, and refusals of other tests may have used them up
+    server.wait_until_ready()
     with connect(server) as http:
         http.get("/no/such/path")
         http.post("/v1/completions", json={"prompt": "a", "n": -1})

@@ -107,8 +107,8 @@ def test_padding_reaches_no_expert_and_changes_no_token(tmp_path: Path) -> None:
 def test_the_engine_sends_a_buckets_padding_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def noting(experts: jax.Array, num_experts: int, is_token: jax.Array | None) -> Any:
-        groups = group_by_expert(experts, num_experts, is_token)
+    def noting(experts: jax.Array, num_experts: int, is_token: jax.Array | None, **options: Any) -> Any:
+        groups = group_by_expert(experts, num_experts, is_token, **options)
         jax.debug.callback(lambda counts: sizes.append(int(counts.sum())), groups.sizes)
         return groups
 
