@@ -45,7 +45,7 @@ class Work:
       pool_rows: `[n]` where the embeddings of images' tokens are, 0 for text; None: there are no images.
       states: whether what is computed for these tokens is wanted.
       state_from: the place of the snapshot at which they begin; None: the row itself.
-      snapshots: (tokens, place) of the states to keep, after so many of these tokens.
+      snapshots: (tokens, place) of each state to keep: after how many tokens of the chunk, and where.
     """
 
     row: int

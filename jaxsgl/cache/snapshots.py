@@ -5,7 +5,7 @@ there (`SnapshotCache`). Pages beyond are kept: they tell where prompts part. `S
 is free, in one node of the tree, or a border of one lease, the state of a running sequence at a page border. Taking one
 where none is free drops the snapshot that was unused for longest, but none that a request just admitted is to read.
 
-A place that came free may be handed out at once: steps run in order, and whoever was to read it was launched before.
+A place that came free may be handed out at once: steps run in order, and the step that reads it is launched already.
 Owns places and their order of use; knows no requests. `manager.py` calls it.
 """
 
@@ -203,7 +203,7 @@ class Snapshots:
         return place
 
     def give_back(self, place: int) -> None:
-        """Takes back a place whose state nobody needs."""
+        """Takes back a place whose state no node and no request needs."""
         self._tree.free.append(place)
 
     def keep(self, lease: Lease, num_tokens: int, place: int) -> None:
@@ -212,7 +212,7 @@ class Snapshots:
             self.give_back(place)
 
     def border(self, lease: Lease, num_tokens: int) -> int | None:
-        """A place for the state of a running sequence after `num_tokens` tokens, whole pages; None if there is none.
+        """A place for the state of a sequence after `num_tokens` tokens, whole pages; None if all places are in use.
 
         It takes the place of the older one of `BORDERS`.
         """

@@ -133,7 +133,7 @@ def fill_in(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def placement(environ: Mapping[str, str]) -> Placement | None:
-    """What the launcher of this process says; None if there is none that we know.
+    """What the launcher of this process says; None if no launcher that is known here started it.
 
     Raises:
       ConfigError: what it says makes no sense.

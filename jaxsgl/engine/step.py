@@ -65,7 +65,7 @@ class Forwarded(NamedTuple):
       tokens: likewise; in a verify step -1 after the last one that a sequence keeps of the most likely ones.
       sampling: `[SAMPLING_ROWS, C]` int32, what a sampling program needs of the inputs; see `pack_sampling`.
       runs: what the program that accepts drafts needs of them, see `pack_runs`; None: there are none.
-      ends: what the draft program needs of them; None: there is none.
+      ends: what the draft program needs of the sequences; None: no program drafts.
     """
 
     state: DeviceState
