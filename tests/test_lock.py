@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lock_tests import LOCK, direct_requirements, lines_of, problems_of
+from make.lock import LOCK, direct_requirements, lines_of, problems_of
 from packaging.requirements import Requirement
 
 
@@ -16,7 +16,7 @@ def test_missing_and_forbidden_versions_are_found() -> None:
     found = list(problems_of(lock, wanted))
     assert len(found) == 2
     assert found[0].startswith('jax==0.13.0; python_version == "3.12" is not what pyproject.toml allows')
-    assert found[1] == "flax is missing: run scripts/lock_tests.py"
+    assert found[1] == "flax is missing: run scripts/make lock"
 
 
 def test_a_version_that_differs_between_pythons_has_a_line_for_each() -> None:

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from bench.processes import free_ports
-from make_vision_demo import make
+from make.vision_demo import make
 from PIL import Image
 
 import jaxsgl

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 from bench.processes import free_ports
-from make_vision_demo import make
+from make.vision_demo import make
 
 from tests.end_to_end.gateway import PATIENCE_S, Worker, client_of, running_gateway, wait_for
 from tests.end_to_end.precision import EXACT_FLAGS

@@ -24,7 +24,7 @@ def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
     for message in fresh.message_type:
         for field in [*message.field, *(field for nested in message.nested_type for field in nested.field)]:
             field.ClearField("json_name")  # protoc adds it; generated code leaves it out
-    assert committed == fresh, "run scripts/gen_proto.py"
+    assert committed == fresh, "run scripts/make proto"
 
 
 def test_every_finish_reason_has_its_own_value() -> None:

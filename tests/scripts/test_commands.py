@@ -1,4 +1,4 @@
-"""`scripts/bench NAME` and `scripts/check NAME` find their tools from anywhere, and say what there is."""
+"""`scripts/bench NAME`, `scripts/check NAME` and `scripts/make NAME` find their tools, and say what there is."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from tests.scripts.running import ROOT
 
 FIGURES = sorted(path.stem for path in (ROOT / "scripts/bench/figures").glob("[a-z]*.py"))
 CHECKS = sorted(path.stem for path in (ROOT / "scripts/check").glob("[a-z]*.py"))
+MADE = sorted(path.stem for path in (ROOT / "scripts/make").glob("[a-z]*.py"))
 
 
-@pytest.mark.parametrize(("command", "names"), [("bench", FIGURES), ("check", CHECKS)])
+@pytest.mark.parametrize(("command", "names"), [("bench", FIGURES), ("check", CHECKS), ("make", MADE)])
 def test_help_lists_every_tool_with_a_line_and_imports_none(command: str, names: list[str]) -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     program = f"""
@@ -34,7 +35,12 @@ runpy.run_path("scripts/{command}", run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    "module", [*(f"bench.figures.{name}" for name in FIGURES), *(f"check.{name}" for name in CHECKS)]
+    "module",
+    [
+        *(f"bench.figures.{name}" for name in FIGURES),
+        *(f"check.{name}" for name in CHECKS),
+        *(f"make.{name}" for name in MADE),
+    ],
 )
 def test_each_tool_shows_its_own_help(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, name = module.split(".")[0], module.split(".")[-1]

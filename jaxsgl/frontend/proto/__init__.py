@@ -1,1 +1,1 @@
-"""The gRPC contract: `jaxsgl.proto` and the code generated from it by `scripts/gen_proto.py`."""
+"""The gRPC contract: `jaxsgl.proto` and the code generated from it by `scripts/make proto`."""

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from trace_call import traced_call
+from check.calls import traced_call
 
 from tests.scripts.running import run_script
 
@@ -41,6 +41,6 @@ def test_longer_outputs_take_more_calls(figures):
 
 
 def test_the_script_prints_and_writes_the_counts(tmp_path):
-    done = run_script("trace_call.py", "--json", tmp_path / "call.json")
+    done = run_script("check calls", "--json", tmp_path / "call.json")
     written = json.loads((tmp_path / "call.json").read_text())
     assert f"{written['num_files']} files, {written['num_functions']} functions" in done.stdout

@@ -1,7 +1,7 @@
 """Predict how long a decode's attention takes on an H200 that is not there, by how its items are given to programs.
 
-    python scripts/predict_decode.py                  # microseconds: batches of several lengths, 8 kv heads of 128
-    python scripts/predict_decode.py --spread 0.07    # programs differ in speed, with this standard deviation
+    python scripts/bench decode_plan                  # microseconds: batches of several lengths, 8 kv heads of 128
+    python scripts/bench decode_plan --spread 0.07    # programs differ in speed, with this standard deviation
 
 Each batch is cut into items and chains by `pallas_kernels.partition`, as the kernel's is. A place that is free takes
 the next program, which reads nothing until its first tile has arrived; all that read share the bandwidth, and none
@@ -12,14 +12,13 @@ forth. In brackets: programs of a kv head, and kv heads.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 import numpy as np
+
 from bench.output import command_parser
 from bench.targets.prediction import ASSUMED
-
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.partition import BEGIN, END, SplitPlan, chain_items, most_splits, split_sequences
 
@@ -101,11 +100,11 @@ def mean(chains: Chains, spread: float, seeds: Iterable[int]) -> float:
     return float(np.mean([once(seed) for seed in seeds]))
 
 
-def main() -> int:
+def main(arguments: list[str]) -> None:
     """Prints a line for each batch."""
-    parser = command_parser(__doc__)
+    parser = command_parser(__doc__, __name__)
     parser.add_argument("--spread", type=float, default=0.0, help="standard deviation of the programs' speeds (0)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     seeds = range(5 if options.spread else 1)
     print(f"{'lengths':<28} {'floor':>8} {'a program per item':>20} {'chains':>14} {'dealt':>14}")
     for name, lengths in batches(np.random.default_rng(0)).items():
@@ -114,8 +113,3 @@ def main() -> int:
         found = [(mean(each, options.spread, seeds), len(each)) for each in (alone(sizes), chains, dealt(sizes))]
         shown = [f"{time:.0f} ({programs} x {HEADS})" for time, programs in found]
         print(f"{name:<28} {floor:>8.0f} {shown[0]:>20} {shown[1]:>14} {shown[2]:>14}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""Writes the versions that the tests run with, as constraints for pip: requirements-test.lock.
+"""Write the versions that the tests run with, as constraints for pip: requirements-test.lock.
 
-    python scripts/lock_tests.py            # resolves pyproject.toml for Python 3.11, 3.12 and 3.13, as far as found
+    python scripts/make lock                # resolves pyproject.toml for Python 3.11, 3.12 and 3.13, as far as found
     pip install -e '.[test]' -c requirements-test.lock
 
 Asks pip of each Python what it would install; installs nothing. A version that differs between Pythons gets a line for
@@ -10,7 +10,6 @@ must be in it, in a version that pyproject.toml allows.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -21,22 +20,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from bench.output import command_parser
+from bench.processes import ROOT
 from bench.targets.targets import find_python
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements-test.lock"
 MINORS = (11, 12, 13)
-HEAD = "# Constraints for pip, written by scripts/lock_tests.py: the versions that the tests run with.\n"
+HEAD = "# Constraints for pip, written by scripts/make lock: the versions that the tests run with.\n"
 
 Versions: TypeAlias = dict[str, str]  # of each package
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Writes the file, or checks it; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__, __name__)
     parser.add_argument("--check", action="store_true", help="compare the file with pyproject.toml, without a network")
     if parser.parse_args(arguments).check:
         problems = list(problems_of(LOCK.read_text(), direct_requirements()))
@@ -100,12 +100,8 @@ def problems_of(lock: str, direct: list[Requirement]) -> Iterator[str]:
     for wanted in direct:
         locked = constraints[canonicalize_name(wanted.name)]
         if not locked:
-            yield f"{wanted.name} is missing: run scripts/lock_tests.py"
+            yield f"{wanted.name} is missing: run scripts/make lock"
         for constraint in locked:
             (version,) = (spec.version for spec in constraint.specifier)
             if version not in wanted.specifier:
-                yield f"{constraint} is not what pyproject.toml allows ({wanted}): run scripts/lock_tests.py"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+                yield f"{constraint} is not what pyproject.toml allows ({wanted}): run scripts/make lock"

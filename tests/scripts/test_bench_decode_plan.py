@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from bench.figures.decode_plan import HEADS, TILE_BYTES, alone, cut, dealt, mean
 from bench.targets.prediction import ASSUMED
-from predict_decode import HEADS, TILE_BYTES, alone, cut, dealt, mean
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1])

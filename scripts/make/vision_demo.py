@@ -1,6 +1,6 @@
 """Make a small Qwen3-VL checkpoint to try pictures with: the bundled model with a random vision tower in front.
 
-    python scripts/make_vision_demo.py /tmp/vision-demo
+    python scripts/make vision_demo /tmp/vision-demo
     python -m jaxsgl.serve --model /tmp/vision-demo
 
 With `--experts 4` it is a Qwen3-VL-MoE: each expert is nearly the bundled model's own MLP, and two of them see a token.
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.output import command_parser, write_json
+from bench.output import figure_parser, write_figures
+from bench.processes import ROOT
 from safetensors.flax import load_file, save_file
 
-BUNDLED = Path(__file__).resolve().parent.parent / "jaxsgl" / "bundled_model"
+BUNDLED = ROOT / "jaxsgl" / "bundled_model"
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TOWER = {
     "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 16, "temporal_patch_size": 2,
@@ -170,19 +171,13 @@ def _write_json(folder: Path, name: str, values: dict[str, Any]) -> None:
     (folder / f"{name}.json").write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Reads the command line, and writes the checkpoint."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("folder", type=Path, help="where the checkpoint goes")
     parser.add_argument("--seed", type=int, default=0, help="of the tower's weights")
     parser.add_argument("--experts", type=int, default=0, help="make a mixture of so many experts; 0: none")
-    parser.add_argument("--json", metavar="FILE", help="write what was made to FILE")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     num_params = make(args.folder, args.seed, args.experts)
     print(f"{args.folder}: {num_params} parameters; try python -m jaxsgl.serve --model {args.folder}")
-    if args.json:
-        write_json(args.json, {"folder": str(args.folder), "params": num_params, "seed": args.seed})
-
-
-if __name__ == "__main__":
-    main()
+    write_figures(args.json, folder=str(args.folder), params=num_params, seed=args.seed)

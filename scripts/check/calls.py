@@ -1,8 +1,8 @@
 """Count the engine-side files and functions that one Generate call passes through.
 
-    python scripts/trace_call.py
-    python scripts/trace_call.py --json call.json
-    PYTHONPATH=../before python scripts/trace_call.py        # the same for another tree
+    python scripts/check calls
+    python scripts/check calls --json call.json
+    PYTHONPATH=../before python scripts/check calls        # the same for another tree
 
 A request of 30 prompt tokens and 5 output tokens runs through the real mailbox, serving loop, scheduler, cache and
 batch builder. A first call warms everything up; the second one is counted, from the receipt of its message to the
@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 import zmq
-from bench.output import command_parser, write_json
+from bench.output import figure_parser, write_figures
 
 import jaxsgl
 from jaxsgl.batch.buckets import BucketSet, Capacity
@@ -193,19 +193,13 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Traces one call, prints the counts and writes them."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("--prompt-len", type=int, default=30, help="tokens of the prompt (default 30)")
     parser.add_argument("--output-len", type=int, default=5, help="tokens to generate (default 5)")
     parser.add_argument("--real-engine", action="store_true", help="run the bundled model instead of FakeEngine")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     figures = traced_call(args.prompt_len, args.output_len, args.real_engine).figures()
     print(table(figures))
-    if args.json:
-        write_json(args.json, {"tree": str(PACKAGE.parent), **figures})
-
-
-if __name__ == "__main__":
-    main()
+    write_figures(args.json, tree=str(PACKAGE.parent), **figures)
