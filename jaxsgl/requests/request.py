@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.requests.bounds import Bounds, check, check_bounds, check_integer
 from jaxsgl.requests.media import MediaItem, MediaLimits, check_media
 from jaxsgl.requests.outputs import Pooling, check_pooling, check_states
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.sampling import Bounds, SamplingParams, check, check_bounds, check_integer
 
 if TYPE_CHECKING:
     from jaxsgl.config.engine import Limits
@@ -106,7 +105,7 @@ def check_request(request: Request, limits: Limits) -> None:
             "a decode server has no vision tower, so it serves requests with images only behind a prefill server: send "
             "it through the gateway, or to a server without --disaggregation-mode decode"
         )
-    if request.media or not may_follow(request, limits.media):
+    if request.media or (limits.media is not None and not may_follow(request, limits.media)):
         check_media(request.media, request.prompt_ids, limits.media)
     if request.prediction_ids:
         _check_prediction(request, limits)

@@ -1,16 +1,18 @@
 """`SamplingParams`: how to choose the next tokens and when to stop, with the bounds of all its values.
 
-All bounds are here, so that every front end refuses the same values with the same message.
+All bounds are here, so that every front end refuses the same values with the same message; the checks of numbers at the
+end are those of all that a request holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sized
+from numbers import Real
+from typing import NamedTuple
 
 import msgspec
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.requests.bounds import Bounds, check, check_bounds, check_integer, check_number
 from jaxsgl.requests.grammar import Grammar
 
 MAX_SEED = 2**32 - 1
@@ -29,6 +31,26 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_IDS = 8192  # of all together
+
+
+class Bounds(NamedTuple):
+    """The values that a number may have: `low` to `high`, without `low` itself if `above_low`.
+
+    `words` say so in errors; an `optional` number may be None.
+    """
+
+    low: float
+    high: float
+    words: str
+    above_low: bool = False
+    optional: bool = False
+
+    def hold(self, value: float | None) -> bool:
+        """Returns whether `value` is inside; NaN never is."""
+        if value is None:
+            return self.optional
+        return (self.low < value if self.above_low else self.low <= value) and value <= self.high
+
 
 # By field of `SamplingParams`, which checks them; the schemas of the HTTP APIs take their limits from here, too.
 BOUNDS = {
@@ -247,3 +269,26 @@ def check_counts(stop_token_ids: Sized, stop: Sized, logit_bias: Sized) -> None:
         ("logit_bias entries", logit_bias, MAX_LOGIT_BIAS),
     ):
         check(len(given) <= most, f"the number of {name}", len(given), f"0 to {most}")
+
+
+def check_integer(name: str, value: object, optional: bool = True) -> None:
+    """Raises `InvalidRequest` unless `value` is an integer, or None where it is optional; True and False are none."""
+    if not (value is None and optional) and (not isinstance(value, int) or isinstance(value, bool)):
+        raise InvalidRequest(f"{name} is {value!r:.100}, but must be an integer")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raises `InvalidRequest` unless `value` is a real number; True and False are none."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} is {value!r:.100}, but must be a number")
+
+
+def check_bounds(name: str, value: float | None, bounds: Bounds) -> None:
+    """Raises `InvalidRequest` unless `value` is within `bounds`."""
+    check(bounds.hold(value), name, value, bounds.words)
+
+
+def check(ok: bool, name: str, value: float | None, allowed: str) -> None:
+    """Raises `InvalidRequest` with the value and what is `allowed`, unless `ok`."""
+    if not ok:
+        raise InvalidRequest(f"{name} is {value}, but must be {allowed}")

@@ -24,7 +24,6 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import RequestOptions
 from jaxsgl.frontend.legs import rendezvous
 from jaxsgl.preprocess.sources import MAX_FRAMES
-from jaxsgl.requests.bounds import Bounds
 from jaxsgl.requests.request import MAX_CACHE_SALT_CHARS, PRIORITY_BOUNDS
 from jaxsgl.requests.sampling import (
     BOUNDS,
@@ -37,6 +36,7 @@ from jaxsgl.requests.sampling import (
     MAX_STOP_REGEXES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    Bounds,
     SamplingParams,
 )
 from jaxsgl.text.tokenizer import Truncation
