@@ -75,8 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _unit_tests_import_no_jax(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     collected_all = request.config.getoption("nightly_slice") is not None  # and imported the files of all tiers
-    if not collected_all and all(tiers.tier_of(item.path) == "unit" for item in request.session.items):
-        assert "jax" not in sys.modules, "a unit test imports JAX; it belongs to the tier `device`"
+    if not collected_all and all(tiers.tier_of(item.path) in tiers.WITHOUT_JAX for item in request.session.items):
+        assert "jax" not in sys.modules, "a test imports JAX; it belongs to the tier `device`"
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from bench.imports import circles, import_graph
+from bench.imports import circles, import_graph, parsed
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ("engine", "features", "flags", "hosts", "kernels", "secrets")
@@ -64,10 +65,11 @@ THIRD_PARTY_FREE_OF_JAX = (
 )
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Modules that a file imports, TYPE_CHECKING blocks and functions included."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

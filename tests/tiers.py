@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-TIERS = ("unit", "device", "server", "foreign")
+TIERS = ("unit", "histories", "device", "server", "foreign")
+WITHOUT_JAX = ("unit", "histories")
 TIER_OF_FOLDER = {
     "": "unit",
     "batch": "unit",
@@ -32,7 +33,18 @@ TIER_OF_FOLDER = {
     "scripts": "server",
 }
 # Tests that are fast and find most run first. Long files come before short ones, so that parallel workers end together.
-ORDER = ("unit", "foreign", "pallas_kernels", "end_to_end", "models", "weights", "engine", "scripts", "frontend")
+ORDER = (
+    "unit",
+    "histories",
+    "foreign",
+    "pallas_kernels",
+    "end_to_end",
+    "models",
+    "weights",
+    "engine",
+    "scripts",
+    "frontend",
+)
 # Files whose servers run the same programs: one worker runs them, one after the other, and compiles these once.
 TOGETHER = {"tests/end_to_end/test_load.py": "tests/end_to_end/test_apis.py"}
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 PACKAGES = ("jaxsgl", "pallas_kernels")
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file, which is read once."""
+    return ast.parse(path.read_text())
 
 
 def module_of(path: Path, root: Path) -> str:
@@ -20,7 +27,7 @@ def imported_modules(path: Path, root: Path, modules: Set[str]) -> set[str]:
     A package whose module is imported from it isn't among them.
     """
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

@@ -22,6 +22,8 @@ from tests.grids import count
 from tests.scheduler.serving import VOCAB, expected
 from tests.scheduler.tiered import Stepper, check_names, tier_of
 
+pytestmark = pytest.mark.histories
+
 CONTEXT = 40
 NUM_BYTES = 40  # some ten events
 

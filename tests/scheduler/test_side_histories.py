@@ -26,6 +26,8 @@ from tests.scheduler.memory_wire import Network
 from tests.scheduler.sides import Worker, at, run
 from tests.scheduler.tiered import tier_of
 
+pytestmark = pytest.mark.histories
+
 VOCAB = 40
 EOS = frozenset({0})
 NUM_BYTES = 64  # some 15 events

@@ -28,6 +28,8 @@ from tests.scheduler.answers import EOS, VOCAB, Answers, output_of
 from tests.scheduler.drafters import KINDS, FromFake, Knowing
 from tests.scheduler.grammars import GrammarsInTurn
 
+pytestmark = pytest.mark.histories
+
 CONTEXT = 40
 NUM_BYTES = 45  # some nine events
 GRAMMARS = ("0 5", "1 12", "2 40", "3 1", "0 9 fails")

@@ -1,5 +1,7 @@
 """Random histories of requests and commands against scheduler, cache and fake engine; integrity after every step.
 
+pytestmark = pytest.mark.histories
+
 The oracle is the hash chain of each request's own tokens: whatever is cached, chunked, evicted, aborted or overlapped,
 every request must yield exactly what it would yield alone. The fake engine itself checks the tables of logit edits. A
 follower of the prefix cache that hears its events alone must know exactly what is in it. Every command is answered
