@@ -17,7 +17,7 @@ import pytest
 from pallas_kernels import paged_extend_attention, tuning
 from pallas_kernels.hopper.extend import refuse_extend
 from pallas_kernels.specs import ArgSpec
-from tests.grids import daily
+from tests.grids import count, daily
 from tests.pallas_kernels.cases import build_case, cases
 from tests.pallas_kernels.elsewhere import run_with_jax
 from tests.pallas_kernels.lower_everything import on_a_device
@@ -77,16 +77,16 @@ def test_the_newest_jax_passes_these_tests() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("name", daily(list(SPECS), every=2))
+@pytest.mark.parametrize("name", daily(list(SPECS), every=4))
 def test_equals_the_reference(name: str) -> None:
     spec = SPECS[name]
-    run_examples(lambda case: check_without_races(spec, case), cases(spec), 3)
+    run_examples(lambda case: check_without_races(spec, case), cases(spec), count(2, 3))
 
 
 @interpreted
 @pytest.mark.parametrize(
     ("num_programs", "num_queries"),
-    daily([(n, each) for each in ([300, 1, 1], [1, 300, 1], [64, 65, 200], [1, 1, 0]) for n in (1, 3)], every=3),
+    daily([(n, each) for each in ([300, 1, 1], [1, 300, 1], [64, 65, 200], [1, 1, 0]) for n in (1, 3)], every=4),
 )
 def test_many_tiles_equal_the_reference(num_queries: list[int], num_programs: int) -> None:
     """Several items per program and several rounds of the ring; single queries beside long ones, tiles cut short."""
