@@ -5,7 +5,6 @@ one and calls it.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.backend import refuse_nothing
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, KernelChoice
-from pallas_kernels.dispatch import BACKEND_OF_NAME, Refusal, choose_backend, has_kernel
+from pallas_kernels.dispatch import choose_backend, choose_kernel, choose_kernel_or_xla, has_kernel, refusals_of
 from pallas_kernels.experts import ACTIVATIONS, Choices, Groups, sort_by_expert
 from pallas_kernels.kept_heads import widened
 from pallas_kernels.norm import Update, add_then_norm
@@ -54,10 +53,8 @@ def store_kv(
             f"with the K of kv.k {kv.k.shape} and at most its H, or with heads that lie side by side in that"
         )
     k, v = _as_kept(k, v, kv)
-    stores = {name: each.store for name, each in BACKEND_OF_NAME.items() if each.store is not None}
-    refusals = {name: functools.partial(BACKEND_OF_NAME[name].refuse_store, kv) for name in stores}
-    chosen = choose_backend("store_kv", backend, refusals, interpret=interpret)
-    stored = stores[chosen.name](kv.unscaled(), k, v, slots, interpret)
+    store = choose_kernel("store_kv", lambda each: each.store, backend, kv, interpret=interpret)
+    stored = store(kv.unscaled(), k, v, slots, interpret)
     return dataclasses.replace(kv, k=stored.k, v=stored.v)
 
 
@@ -112,15 +109,11 @@ def rotate_and_store(
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
     _check_qkv(qkv, kv, slots)
-    ops = {name: each.rotate_and_store for name, each in BACKEND_OF_NAME.items() if each.rotate_and_store is not None}
-    refusals = {
-        name: functools.partial(each.refuse_rotate_and_store, qkv, kv)
-        for name, each in BACKEND_OF_NAME.items()
-        if name in ops or name == "xla"
-    }
-    chosen = choose_backend("rotate_and_store", backend, refusals, interpret=interpret).name
-    if chosen in ops:
-        return ops[chosen](qkv, kv, slots, interpret)
+    kernel = choose_kernel_or_xla(
+        "rotate_and_store", lambda each: each.rotate_and_store, backend, qkv, kv, interpret=interpret
+    )
+    if kernel is not None:
+        return kernel(qkv, kv, slots, interpret)
     q, k, v = qkv.split()
     stored = store_kv(kv, k, v, slots, backend=backend if store_backend is None else store_backend)
     return kv.kept(qkv.num_kv_heads).queries(q), stored
@@ -156,20 +149,18 @@ def store_and_decode(
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
     _check_qkv(qkv, kv, slots)
-    ops = {name: each.store_and_decode for name, each in BACKEND_OF_NAME.items() if each.store_and_decode is not None}
-    refusals = {
-        name: functools.partial(BACKEND_OF_NAME[name].refuse_store_and_decode, qkv, kv) for name in (*ops, "xla")
-    }
-    chosen = choose_backend("store_and_decode", backend, refusals, interpret=interpret).name
-    named = {parts.store_kv, parts.paged_decode_attention} - {AUTO, chosen}
-    if chosen not in ops or (backend == AUTO and named):
+    refusals = {**refusals_of(lambda each: each.store_and_decode, qkv, kv), "xla": refuse_nothing}
+    chosen = choose_backend("store_and_decode", backend, refusals, interpret=interpret)
+    named = {parts.store_kv, parts.paged_decode_attention} - {AUTO, chosen.name}
+    if chosen.store_and_decode is None or (backend == AUTO and named):
         q, kv = rotate_and_store(qkv, kv, slots, backend=parts.rotate_and_store, store_backend=parts.store_kv)
         return paged_decode_attention(q, kv, options, sinks, backend=parts.paged_decode_attention), kv
     q, k, v = qkv.split()
     q = kv.kept(qkv.num_kv_heads).queries(q)
     _check_decode(q, kv, sinks)
     new = _as_kept(k, v, kv)
-    out, stored = ops[chosen](_scale_queries(q, kv), *new, kv.unscaled(), slots, sinks, options, interpret)
+    run = chosen.store_and_decode.run
+    out, stored = run(_scale_queries(q, kv), *new, kv.unscaled(), slots, sinks, options, interpret)
     return _scale_output(out, kv), dataclasses.replace(kv, k=stored.k, v=stored.v)
 
 
@@ -200,9 +191,8 @@ def paged_decode_attention(
     _check_decode(q, kv, sinks)
     if is_order_fixed():
         options = dataclasses.replace(options, in_fixed_order=True)
-    refusals = {name: functools.partial(each.refuse_decode, q, kv) for name, each in BACKEND_OF_NAME.items()}
-    chosen = choose_backend("paged_decode_attention", backend, refusals, interpret=interpret)
-    return _scale_output(chosen.decode(_scale_queries(q, kv), kv.unscaled(), sinks, options, interpret), kv)
+    decode = choose_kernel("paged_decode_attention", lambda each: each.decode, backend, q, kv, interpret=interpret)
+    return _scale_output(decode(_scale_queries(q, kv), kv.unscaled(), sinks, options, interpret), kv)
 
 
 def paged_extend_attention(
@@ -234,9 +224,8 @@ def paged_extend_attention(
             f"query_offsets is {query_offsets.shape} {query_offsets.dtype}; it must be [S + 1] int32, "
             f"and lengths has S = {kv.num_seqs}"
         )
-    refusals = {name: functools.partial(each.refuse_extend, q, kv) for name, each in BACKEND_OF_NAME.items()}
-    chosen = choose_backend("paged_extend_attention", backend, refusals, interpret=interpret)
-    out = chosen.extend(_scale_queries(q, kv), query_offsets, kv.unscaled(), sinks, options, interpret)
+    extend = choose_kernel("paged_extend_attention", lambda each: each.extend, backend, q, kv, interpret=interpret)
+    out = extend(_scale_queries(q, kv), query_offsets, kv.unscaled(), sinks, options, interpret)
     return _scale_output(out, kv)
 
 
@@ -305,12 +294,12 @@ def _add_and_norm(
     _check_update(update, x)
     if x.ndim != 2 or scales.ndim != 2 or scales.shape[1] != x.shape[1] or not 0 <= row < scales.shape[0]:
         raise ValueError(f"x {x.shape} must be [T, D] and scales {scales.shape} [L, D] with a row {row}")
-    ops = {name: each.add_and_norm for name, each in BACKEND_OF_NAME.items() if each.add_and_norm is not None}
-    refusals = {name: functools.partial(BACKEND_OF_NAME[name].refuse_add_and_norm, x, update) for name in (*ops, "xla")}
-    chosen = choose_backend("add_and_norm", backend, refusals, interpret=interpret).name
-    if chosen in ops:
-        return ops[chosen](x, update, scales, row, eps, in_float8, interpret)
-    return add_then_norm(x, update, scales, row, eps)
+    kernel = choose_kernel_or_xla(
+        "add_and_norm", lambda each: each.add_and_norm, backend, x, update, interpret=interpret
+    )
+    if kernel is None:
+        return add_then_norm(x, update, scales, row, eps)
+    return kernel(x, update, scales, row, eps, in_float8, interpret)
 
 
 def choose_experts(
@@ -342,16 +331,12 @@ def choose_experts(
         )
     if choice_bias is not None and choice_bias.shape != logits.shape[-1:]:
         raise ValueError(f"choice_bias is {choice_bias.shape}; it must be [{logits.shape[-1]}], one for each expert")
-    ops = {name: each.choose_experts for name, each in BACKEND_OF_NAME.items() if each.choose_experts is not None}
-    refusals = {
-        name: functools.partial(BACKEND_OF_NAME[name].refuse_choose_experts, router, logits) for name in (*ops, "xla")
-    }
-    chosen = choose_backend("choose_experts", backend, refusals, interpret=interpret).name
-    return (
-        ops[chosen](router, logits, choice_bias, interpret)
-        if chosen in ops
-        else choose_by_xla(router, logits, choice_bias)
+    kernel = choose_kernel_or_xla(
+        "choose_experts", lambda each: each.choose_experts, backend, router, logits, interpret=interpret
     )
+    if kernel is None:
+        return choose_by_xla(router, logits, choice_bias)
+    return kernel(router, logits, choice_bias, interpret)
 
 
 def group_by_expert(
@@ -376,12 +361,10 @@ def group_by_expert(
     """
     if experts.ndim != 2 or (is_token is not None and is_token.shape != experts.shape[:1]):
         raise ValueError(f"experts are {experts.shape}; they must be [T, k], and is_token [T]")
-    ops = {name: each.group_by_expert for name, each in BACKEND_OF_NAME.items() if each.group_by_expert is not None}
-    refusals = dict.fromkeys((*ops, "xla"), refuse_nothing)
-    chosen = choose_backend("group_by_expert", backend, refusals, interpret=interpret).name
-    if chosen in ops:
-        return ops[chosen](experts, num_experts, is_token, interpret)
-    return sort_by_expert(experts, num_experts, is_token)
+    kernel = choose_kernel_or_xla("group_by_expert", lambda each: each.group_by_expert, backend, interpret=interpret)
+    if kernel is None:
+        return sort_by_expert(experts, num_experts, is_token)
+    return kernel(experts, num_experts, is_token, interpret)
 
 
 def grouped_product(
@@ -417,12 +400,10 @@ def grouped_product(
             f"x is {x.shape} and weights are {weights.shape}; they must be [{num_rows}, in] and "
             f"[{groups.num_experts}, out, in]"
         )
-    ops = {name: each.grouped_product for name, each in BACKEND_OF_NAME.items() if each.grouped_product is not None}
-    refusals = {
-        name: functools.partial(BACKEND_OF_NAME[name].refuse_grouped_product, x, groups, weights) for name in ops
-    }
-    chosen = choose_backend("grouped_product", backend, refusals, interpret=interpret)
-    return ops[chosen.name](x, groups, weights, of_tokens, interpret)
+    multiply = choose_kernel(
+        "grouped_product", lambda each: each.grouped_product, backend, x, groups, weights, interpret=interpret
+    )
+    return multiply(x, groups, weights, of_tokens, interpret)
 
 
 def gated_product(
@@ -459,14 +440,11 @@ def gated_product(
             f"activation is {activation!r} and weights are {weights.shape} {weights.dtype}; they must be one of "
             f"{', '.join(ACTIVATIONS)} and [E, 2 F, in] in a format of more than a byte"
         )
-    ops = {name: each.gated_product for name, each in BACKEND_OF_NAME.items() if each.gated_product is not None}
-    refusals = {
-        name: functools.partial(BACKEND_OF_NAME[name].refuse_gated_product, x, groups, weights)
-        for name in (*ops, "xla")
-    }
-    chosen = choose_backend("gated_product", backend, refusals, interpret=interpret).name
-    if chosen in ops:
-        return ops[chosen](x, groups, weights, activation, of_tokens, interpret)
+    kernel = choose_kernel_or_xla(
+        "gated_product", lambda each: each.gated_product, backend, x, groups, weights, interpret=interpret
+    )
+    if kernel is not None:
+        return kernel(x, groups, weights, activation, of_tokens, interpret)
     both = grouped_product(x, groups, weights, of_tokens=of_tokens, backend="xla" if backend == "xla" else "auto")
     gate, up = jnp.split(both, 2, axis=1)
     return ACTIVATIONS[activation](gate) * up
@@ -505,10 +483,10 @@ def quantized_product(
             f"x is {x.shape}, numbers are {weights.numbers.shape}, scales and zeros {of_groups}; they must be [T, I], "
             f"[O, I] and [O, G], with G = {groups} groups of {weights.group}"
         )
-    ops = {name: each.quantized_product for name, each in BACKEND_OF_NAME.items() if each.quantized_product is not None}
-    refusals = {name: functools.partial(BACKEND_OF_NAME[name].refuse_quantized_product, x, weights) for name in ops}
-    chosen = choose_backend("quantized_product", backend, refusals, interpret=interpret)
-    return ops[chosen.name](x, weights, jnp.dtype(x.dtype if dtype is None else dtype), in_parts, interpret)
+    multiply = choose_kernel(
+        "quantized_product", lambda each: each.quantized_product, backend, x, weights, interpret=interpret
+    )
+    return multiply(x, weights, jnp.dtype(x.dtype if dtype is None else dtype), in_parts, interpret)
 
 
 def multiplies_float8(dtype: DTypeLike, weights: ScaledMatrix, *, backend: str = "auto") -> bool:
@@ -522,7 +500,7 @@ def multiplies_float8(dtype: DTypeLike, weights: ScaledMatrix, *, backend: str =
     Raises:
         ValueError: a named backend that can't run here.
     """
-    return has_kernel("float8_product", backend, _float8_refusals(dtype, weights))
+    return has_kernel("float8_product", backend, refusals_of(lambda each: each.float8_product, dtype, weights))
 
 
 def float8_rows(
@@ -546,10 +524,8 @@ def float8_rows(
             f"x is {x.shape} and the activation {activation}; they must be [T, I] and None, or [T, 2, I] and one of "
             f"{', '.join(ACTIVATIONS)}, with an I that is a multiple of {ROW_GROUP}"
         )
-    ops = {name: each.float8_rows for name, each in BACKEND_OF_NAME.items() if each.float8_rows is not None}
-    refusals = dict.fromkeys(ops, refuse_nothing)
-    chosen = choose_backend("float8_product", backend, refusals, interpret=interpret)
-    return ops[chosen.name](x, activation, interpret)
+    round_rows = choose_kernel("float8_product", lambda each: each.float8_rows, backend, interpret=interpret)
+    return round_rows(x, activation, interpret)
 
 
 def float8_product(
@@ -577,10 +553,10 @@ def float8_product(
     if rows.numbers.shape[1:] != (weights.num_inputs,):
         shapes = f"rows are {rows.numbers.shape} and numbers are {weights.numbers.shape}"
         raise ValueError(f"{shapes}; they must be [T, I] and [O, I]")
-    ops = {name: each.float8_product for name, each in BACKEND_OF_NAME.items() if each.float8_product is not None}
-    refusals = _float8_refusals(rows.dtype, weights)
-    chosen = choose_backend("float8_product", backend, refusals, interpret=interpret)
-    return ops[chosen.name](rows, weights, jnp.dtype(dtype or rows.dtype), in_parts, interpret)
+    multiply = choose_kernel(
+        "float8_product", lambda each: each.float8_product, backend, rows.dtype, weights, interpret=interpret
+    )
+    return multiply(rows, weights, jnp.dtype(dtype or rows.dtype), in_parts, interpret)
 
 
 def ordered_product(
@@ -608,20 +584,13 @@ def ordered_product(
     if x.ndim != 2 or weights.ndim != 2 or x.shape[1] != weights.shape[1]:
         raise ValueError(f"x is {x.shape} and weights are {weights.shape}; they must be [T, I] and [O, I]")
     result = jnp.dtype(dtype or x.dtype)
-    ops = {name: each.ordered_product for name, each in BACKEND_OF_NAME.items() if each.ordered_product is not None}
-    refusals = {
-        name: functools.partial(BACKEND_OF_NAME[name].refuse_ordered_product, x, weights) for name in (*ops, "xla")
-    }
-    chosen = choose_backend("ordered_product", backend, refusals, interpret=interpret).name
-    if chosen in ops:
-        return ops[chosen](x, weights, result, in_parts, interpret)
+    kernel = choose_kernel_or_xla(
+        "ordered_product", lambda each: each.ordered_product, backend, x, weights, interpret=interpret
+    )
+    if kernel is not None:
+        return kernel(x, weights, result, in_parts, interpret)
     rows = x.astype(weights.dtype)
     return jnp.einsum("td,nd->tn", rows, weights, preferred_element_type=jnp.float32).astype(result)
-
-
-def _float8_refusals(dtype: DTypeLike, weights: ScaledMatrix) -> dict[str, Refusal]:
-    having = {name: each for name, each in BACKEND_OF_NAME.items() if each.float8_product is not None}
-    return {name: functools.partial(each.refuse_float8_product, dtype, weights) for name, each in having.items()}
 
 
 def _check_update(update: Update, x: jax.Array) -> None:

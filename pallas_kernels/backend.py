@@ -6,7 +6,8 @@ lists and chooses them. A backend gets checked arguments. It knows no scales, wh
 """
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 import jax
 from jax.typing import DTypeLike
@@ -176,81 +177,26 @@ class OrderedProduct(Protocol):
         ...
 
 
-class RefuseStore(Protocol):
-    """Says why a backend can't store."""
-
-    def __call__(self, kv: PagedKv, /) -> str | None:
-        """The reason in words, or None when it can."""
-        ...
-
-
-class RefuseRotateAndStore(Protocol):
-    """Says why a backend can't take a fused product."""
-
-    def __call__(self, qkv: FusedQkv, kv: PagedKv, /) -> str | None:
-        """The reason in words, or None when it can."""
-        ...
-
-
-class RefuseAddAndNorm(Protocol):
-    """Says why a backend can't add and normalize."""
-
-    def __call__(self, x: jax.Array, update: Update, /) -> str | None:
-        """The reason in words, or None when it can."""
-        ...
-
-
-class RefuseGroupedProduct(Protocol):
-    """Says why a backend can't multiply groups of rows."""
-
-    def __call__(self, x: jax.Array, groups: Groups, weights: jax.Array, /) -> str | None:
-        """The reason in words, or None when it can."""
-        ...
-
-
-class RefuseChooseExperts(Protocol):
-    """Says why a backend can't choose experts."""
-
-    def __call__(self, router: Router, logits: jax.Array, /) -> str | None:
-        """The reason in words, or None when it can."""
-        ...
-
-
-class RefuseQuantizedProduct(Protocol):
-    """Says why a backend can't multiply quantized weights."""
-
-    def __call__(self, x: jax.Array, weights: ScaledMatrix, /) -> str | None:
-        """The reason in words, or None when it can."""
-        ...
-
-
-class RefuseFloat8Product(Protocol):
-    """Says why a backend can't multiply rows in float8."""
-
-    def __call__(self, dtype: DTypeLike, weights: ScaledMatrix, /) -> str | None:
-        """The reason in words, or None when it can; `dtype` is that of the rows before."""
-        ...
-
-
-class RefuseOrderedProduct(Protocol):
-    """Says why a backend can't multiply in one order."""
-
-    def __call__(self, x: jax.Array, weights: jax.Array, /) -> str | None:
-        """The reason in words, or None when it can."""
-        ...
-
-
-class RefuseAttention(Protocol):
-    """Says why a backend can't attend."""
-
-    def __call__(self, q: jax.Array, kv: PagedKv, /) -> str | None:
-        """The reason in words, or None when it can."""
-        ...
-
-
 def refuse_nothing(*_arguments: object) -> str | None:
     """The refusal of a backend that takes every call."""
     return None
+
+
+RunT = TypeVar("RunT")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel(Generic[RunT]):
+    """One op on one backend.
+
+    Attributes:
+        run: computes it.
+        refuse: says why a call is impossible, in words, or None. It gets the arrays of the call that decide, as the
+            public function names them.
+    """
+
+    run: RunT
+    refuse: Callable[..., str | None] = refuse_nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,43 +205,31 @@ class Backend:
 
     name: str
     """The name that `backend=` and the tuning tables use."""
-    decode: Decode
-    extend: Extend
-    store: Store | None = None
+    decode: Kernel[Decode]
+    extend: Kernel[Extend]
+    store: Kernel[Store] | None = None
     """None where the backend has attention only."""
-    rotate_and_store: RotateAndStore | None = None
+    rotate_and_store: Kernel[RotateAndStore] | None = None
     """None where XLA splits, normalizes and rotates before a store."""
-    add_and_norm: AddAndNorm | None = None
+    add_and_norm: Kernel[AddAndNorm] | None = None
     """None where XLA does it."""
-    grouped_product: GroupedProduct | None = None
+    grouped_product: Kernel[GroupedProduct] | None = None
     """None where XLA multiplies tile by tile."""
-    quantized_product: QuantizedProduct | None = None
+    quantized_product: Kernel[QuantizedProduct] | None = None
     """None where XLA widens the weights."""
-    gated_product: GatedProduct | None = None
+    gated_product: Kernel[GatedProduct] | None = None
     """None where XLA computes the gated unit after a `grouped_product`."""
-    choose_experts: ChooseExperts | None = None
+    choose_experts: Kernel[ChooseExperts] | None = None
     """None where XLA scores, ranks and normalizes."""
-    group_by_expert: GroupByExpert | None = None
+    group_by_expert: Kernel[GroupByExpert] | None = None
     """None where XLA sorts."""
-    float8_rows: Float8Rows | None = None
-    float8_product: Float8Product | None = None
+    float8_rows: Kernel[Float8Rows] | None = None
+    float8_product: Kernel[Float8Product] | None = None
     """None, both, where activations keep their format."""
-    store_and_decode: StoreAndDecode | None = None
+    store_and_decode: Kernel[StoreAndDecode] | None = None
     """None where a store comes first."""
-    ordered_product: OrderedProduct | None = None
+    ordered_product: Kernel[OrderedProduct] | None = None
     """None where the order of sums depends on the number of rows."""
-    refuse_decode: RefuseAttention = refuse_nothing
-    refuse_extend: RefuseAttention = refuse_nothing
-    refuse_store: RefuseStore = refuse_nothing
-    refuse_store_and_decode: RefuseRotateAndStore = refuse_nothing
-    refuse_rotate_and_store: RefuseRotateAndStore = refuse_nothing
-    refuse_add_and_norm: RefuseAddAndNorm = refuse_nothing
-    refuse_grouped_product: RefuseGroupedProduct = refuse_nothing
-    refuse_quantized_product: RefuseQuantizedProduct = refuse_nothing
-    refuse_gated_product: RefuseGroupedProduct = refuse_nothing
-    refuse_choose_experts: RefuseChooseExperts = refuse_nothing
-    refuse_float8_product: RefuseFloat8Product = refuse_nothing
-    refuse_ordered_product: RefuseOrderedProduct = refuse_nothing
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

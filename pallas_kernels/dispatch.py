@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from pallas_kernels import hopper, reference, tpu, tuning, xla
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, Kernel, RunT, refuse_nothing
 from pallas_kernels.native import backend as native
 from pallas_kernels.target import target_device
 from pallas_kernels.triton import backend as triton
@@ -27,6 +27,7 @@ STORE_AND_DECODE_BACKENDS = tuple(name for name, each in BACKEND_OF_NAME.items()
 
 # Says why a backend can't run a call, or None when it can.
 Refusal = Callable[[], str | None]
+KernelOf = Callable[[Backend], Kernel[RunT] | None]
 
 
 class ImpossibleBackend(ValueError):
@@ -42,6 +43,31 @@ _COST_OF_XLA: Mapping[str, str] = {
     "store_kv": "a scatter in each layer, slower where pages are tiled",
 }
 _COST_OF_OTHERS = "several kernels in each layer instead of one"
+
+
+def refusals_of(kernel_of: KernelOf[RunT], *call: object) -> dict[str, Refusal]:
+    """For each backend with the kernel, whether it refuses a call, of which `call` is what decides."""
+    kernels = {name: kernel_of(each) for name, each in BACKEND_OF_NAME.items()}
+    return {name: functools.partial(each.refuse, *call) for name, each in kernels.items() if each is not None}
+
+
+def choose_kernel(op: str, kernel_of: KernelOf[RunT], backend: str, *call: object, interpret: bool) -> RunT:
+    """What computes `op`, of which XLA has a kernel, too. `call` are the arguments of `Kernel.refuse`.
+
+    Raises as `choose_backend`.
+    """
+    chosen = kernel_of(choose_backend(op, backend, refusals_of(kernel_of, *call), interpret=interpret))
+    assert chosen is not None
+    return chosen.run
+
+
+def choose_kernel_or_xla(
+    op: str, kernel_of: KernelOf[RunT], backend: str, *call: object, interpret: bool
+) -> RunT | None:
+    """The same for an op that XLA computes in parts: None if those are chosen, as "xla" or by "auto"."""
+    refusals = {**refusals_of(kernel_of, *call), xla.BACKEND.name: refuse_nothing}
+    chosen = kernel_of(choose_backend(op, backend, refusals, interpret=interpret))
+    return None if chosen is None else chosen.run
 
 
 def choose_backend(op: str, backend: str, refusals: Mapping[str, Refusal], *, interpret: bool = False) -> Backend:

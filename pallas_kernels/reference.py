@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, Kernel
 from pallas_kernels.experts import ACTIVATIONS, Groups, product_dtype, result_dtype
 from pallas_kernels.kept_heads import widened
 from pallas_kernels.options import AttentionOptions
@@ -176,15 +176,14 @@ def ordered_product(x: jax.Array, weights: jax.Array, dtype: DTypeLike, in_parts
 
 BACKEND = Backend(
     "reference",
-    decode_attention,
-    extend_attention,
-    store_kv,
-    rotate_and_store,
-    grouped_product=grouped_product,
-    quantized_product=quantized_product,
-    float8_rows=float8_rows,
-    float8_product=float8_product,
-    store_and_decode=store_and_decode,
-    ordered_product=ordered_product,
-    refuse_rotate_and_store=lambda qkv, kv: refuse_conversion(kv),
+    Kernel(decode_attention),
+    Kernel(extend_attention),
+    Kernel(store_kv),
+    Kernel(rotate_and_store, lambda qkv, kv: refuse_conversion(kv)),
+    grouped_product=Kernel(grouped_product),
+    quantized_product=Kernel(quantized_product),
+    float8_rows=Kernel(float8_rows),
+    float8_product=Kernel(float8_product),
+    store_and_decode=Kernel(store_and_decode),
+    ordered_product=Kernel(ordered_product),
 )

@@ -54,16 +54,14 @@ Each thread counts the completions that it waited for, so all waits for a barrie
   wait forever.
 """
 
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, Kernel
 from pallas_kernels.hopper.decode import decode_attention, refuse_decode
 from pallas_kernels.hopper.extend import extend_attention, refuse_extend
 
 BACKEND = Backend(
     "mosaic_gpu",
-    decode_attention,
-    extend_attention,
-    refuse_decode=refuse_decode,
-    refuse_extend=refuse_extend,
+    Kernel(decode_attention, refuse_decode),
+    Kernel(extend_attention, refuse_extend),
     platform="gpu",
     has_interpreter=True,
 )

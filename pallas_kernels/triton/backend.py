@@ -1,6 +1,6 @@
 """The Triton kernels as a backend, for `dispatch`."""
 
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, Kernel
 from pallas_kernels.triton.add_and_norm import add_and_norm, refuse_add_and_norm
 from pallas_kernels.triton.choose_experts import choose_experts, refuse_choose_experts
 from pallas_kernels.triton.common import refuse_attention
@@ -22,30 +22,19 @@ from pallas_kernels.triton.store import refuse_store, store_kv
 
 BACKEND = Backend(
     "triton",
-    decode_attention,
-    extend_attention,
-    store_kv,
-    rotate_and_store,
-    add_and_norm,
-    grouped_product,
-    quantized_product,
-    gated_product,
-    choose_experts,
-    group_by_expert,
-    float8_rows,
-    float8_product,
-    ordered_product=ordered_product,
-    refuse_decode=refuse_attention,
-    refuse_extend=refuse_attention,
-    refuse_store=refuse_store,
-    refuse_rotate_and_store=refuse_rotate_and_store,
-    refuse_add_and_norm=refuse_add_and_norm,
-    refuse_grouped_product=refuse_grouped_product,
-    refuse_gated_product=refuse_gated_product,
-    refuse_choose_experts=refuse_choose_experts,
-    refuse_quantized_product=refuse_quantized_product,
-    refuse_float8_product=refuse_float8_product,
-    refuse_ordered_product=refuse_ordered_product,
+    Kernel(decode_attention, refuse_attention),
+    Kernel(extend_attention, refuse_attention),
+    Kernel(store_kv, refuse_store),
+    Kernel(rotate_and_store, refuse_rotate_and_store),
+    Kernel(add_and_norm, refuse_add_and_norm),
+    Kernel(grouped_product, refuse_grouped_product),
+    Kernel(quantized_product, refuse_quantized_product),
+    Kernel(gated_product, refuse_gated_product),
+    Kernel(choose_experts, refuse_choose_experts),
+    Kernel(group_by_expert),
+    Kernel(float8_rows),
+    Kernel(float8_product, refuse_float8_product),
+    ordered_product=Kernel(ordered_product, refuse_ordered_product),
     platform="gpu",
     has_interpreter=True,
 )

@@ -1,6 +1,6 @@
 """The ops as plain XLA: what runs on a CPU without the C++ kernels, and what "auto" falls back to anywhere."""
 
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, Kernel
 from pallas_kernels.xla.decode import decode_attention
 from pallas_kernels.xla.extend import extend_attention
 from pallas_kernels.xla.float8_product import float8_product, float8_rows
@@ -10,11 +10,11 @@ from pallas_kernels.xla.store import store_kv
 
 BACKEND = Backend(
     "xla",
-    decode_attention,
-    extend_attention,
-    store_kv,
-    grouped_product=grouped_product,
-    quantized_product=quantized_product,
-    float8_rows=float8_rows,
-    float8_product=float8_product,
+    Kernel(decode_attention),
+    Kernel(extend_attention),
+    Kernel(store_kv),
+    grouped_product=Kernel(grouped_product),
+    quantized_product=Kernel(quantized_product),
+    float8_rows=Kernel(float8_rows),
+    float8_product=Kernel(float8_product),
 )

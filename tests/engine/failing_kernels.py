@@ -18,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels import tuning
+from pallas_kernels.backend import Kernel
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.selftest import __main__ as child
 from pallas_kernels.selftest import cases
@@ -42,7 +43,7 @@ def extend(q: Any, offsets: Any, *rest: Any) -> Any:
     fail()
     owners = jnp.searchsorted(offsets, jnp.arange(len(q)), side="right") - 1
     clipped = (offsets[owners] % 8 != 0) & (HOW == "wrong")
-    return NATIVE.extend(jnp.where(clipped[:, None, None], 0, q), offsets, *rest)
+    return NATIVE.extend.run(jnp.where(clipped[:, None, None], 0, q), offsets, *rest)
 
 
 def product(x: Any, weights: Any, *rest: Any) -> Any:
@@ -51,17 +52,17 @@ def product(x: Any, weights: Any, *rest: Any) -> Any:
     assert REFERENCE.quantized_product is not None
     scale = weights.scale
     spoiled = dataclasses.replace(weights, scale=jnp.broadcast_to(scale[:, :1], scale.shape))
-    return REFERENCE.quantized_product(x, spoiled if HOW == "wrong" else weights, *rest)
+    return REFERENCE.quantized_product.run(x, spoiled if HOW == "wrong" else weights, *rest)
 
 
 def plant() -> None:
     """Replaces the kernel, and leaves the first case of the operation."""
     if OP == "quantized_product":
-        changes: dict[str, Any] = {OP: product, f"refuse_{OP}": lambda *_: None, "platform": None}
+        changes: dict[str, Any] = {OP: Kernel(product), "platform": None}
         BACKEND_OF_NAME["triton"] = dataclasses.replace(TRITON, **changes)  # type: ignore[index]
         tuning.preferred_backends = lambda op: ["triton"]
     else:
-        changes = {"extend": extend}
+        changes = {"extend": Kernel[Any](extend, NATIVE.extend.refuse)}
         BACKEND_OF_NAME["native"] = dataclasses.replace(NATIVE, **changes)  # type: ignore[index]
     make = cases.CASES_OF[OP]
 

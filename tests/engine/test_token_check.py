@@ -18,6 +18,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import token_check
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.kernel_test import KernelTester
+from pallas_kernels.backend import Kernel
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.native import library
 from tests.engine.conftest import MODEL, ConfigMaker
@@ -67,9 +68,9 @@ def test_an_extend_that_is_wrong_for_some_tokens_is_warned_of(
     def clipping(q: Any, offsets: Any, *rest: Any) -> Any:
         """Queries of zeros for sequences whose first token stands at no multiple of 8."""
         owners = jnp.searchsorted(offsets, jnp.arange(len(q)), side="right") - 1
-        return NATIVE.extend(jnp.where((offsets[owners] % 8 != 0)[:, None, None], 0, q), offsets, *rest)
+        return NATIVE.extend.run(jnp.where((offsets[owners] % 8 != 0)[:, None, None], 0, q), offsets, *rest)
 
-    changes: dict[str, Any] = {"extend": clipping}
+    changes: dict[str, Any] = {"extend": Kernel[Any](clipping, NATIVE.extend.refuse)}
     monkeypatch.setitem(BACKEND_OF_NAME, "native", dataclasses.replace(NATIVE, **changes))
     with started(config, ACCELERATOR):
         pass

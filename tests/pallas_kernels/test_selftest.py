@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_op
 
 from pallas_kernels import AttentionOptions, tuning
+from pallas_kernels.backend import Kernel
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.native import library
 from pallas_kernels.selftest import cases, second_opinion
@@ -44,11 +45,10 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch, op: str, spoil: Callable[[jax.A
     right = getattr(BACKEND_OF_NAME["reference"], field) or getattr(BACKEND_OF_NAME["xla"], field)
 
     def kernel(*arguments: Any) -> Any:
-        leaves, tree = jax.tree.flatten(right(*arguments))
+        leaves, tree = jax.tree.flatten(right.run(*arguments))
         return jax.tree.unflatten(tree, [spoil(leaves[0]), *leaves[1:]])
 
-    # Others than the kernel are not asked whether they take the shapes.
-    changes: dict[str, Any] = {field: kernel, f"refuse_{field}": lambda *_: None}
+    changes: dict[str, Any] = {field: Kernel(kernel)}  # which takes all shapes
     replaced = dataclasses.replace(BACKEND_OF_NAME[BACKEND], **changes)
     monkeypatch.setitem(BACKEND_OF_NAME, BACKEND, replaced)
     jax.clear_caches()
@@ -127,10 +127,10 @@ def test_the_kernels_around_experts_pass_and_wrong_choices_fail(monkeypatch: pyt
     assert right is not None
 
     def wrong(*arguments: Any) -> Any:
-        experts, shares = right(*arguments)
+        experts, shares = right.run(*arguments)
         return experts[:, ::-1], shares
 
-    changes: dict[str, Any] = {"choose_experts": wrong}
+    changes: dict[str, Any] = {"choose_experts": Kernel(wrong, right.refuse)}
     replaced = dataclasses.replace(BACKEND_OF_NAME["triton"], **changes)
     monkeypatch.setitem(BACKEND_OF_NAME, "triton", replaced)
     jax.clear_caches()

@@ -145,9 +145,9 @@ def with_new_tokens(case: Case) -> tuple[jax.Array, jax.Array, jax.Array, PagedK
 
 def storing(name: str, spec: ArgSpec) -> Callable[..., tuple[jax.Array, PagedKv]]:
     """`store_and_decode` of a backend."""
-    op = BACKEND_OF_NAME[name].store_and_decode
-    assert op is not None
-    return functools.partial(op, **spec.attention, interpret=name == "mosaic_tpu")
+    kernel = BACKEND_OF_NAME[name].store_and_decode
+    assert kernel is not None
+    return functools.partial(kernel.run, **spec.attention, interpret=name == "mosaic_tpu")
 
 
 def check_store_and_decode(case: Case) -> None:
