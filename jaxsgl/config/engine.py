@@ -327,6 +327,11 @@ class EngineConfig:
                 raise ConfigError(f"{name} works on one host only for now: leave it out, or --nnodes")
 
     @property
+    def unread_steps(self) -> int:
+        """Steps that may be in flight unread while the next one is planned."""
+        return 0 if self.disable_overlap_schedule else 1
+
+    @property
     def draft_model(self) -> str | None:
         """The folder or hub id of the weights that draft; None: none do."""
         if not self.speculation.is_from_weights:

@@ -85,7 +85,7 @@ def serve(
     """
     scheduler = new_scheduler(engine, radix, eos_token_ids, config, retract_every, decode_steps, drafter_of, compile)
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, engine, mailbox, overlap, pages=engine)
+    run_loop(scheduler, engine, mailbox, int(overlap))
     assert scheduler.is_idle
     assert scheduler.cache.num_available == engine.capacity.num_pages - 1
     return mailbox

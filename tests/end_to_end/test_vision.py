@@ -177,7 +177,7 @@ def run(engine: Engine, scheduler: Any, requests: list[Request]) -> Any:
     from jaxsgl.testing.engine import ScriptedMailbox
 
     mailbox = ScriptedMailbox([requests])
-    run_loop(scheduler, engine, mailbox, True, pages=engine)
+    run_loop(scheduler, engine, mailbox, 1)
     return mailbox
 
 

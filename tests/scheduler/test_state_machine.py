@@ -167,9 +167,7 @@ class ServingMachine(RuleBasedStateMachine):
         self.engine = FakeEngine(self.capacity)
         self.leak_check = LeakCheck(self.scheduler, clock=lambda: self.now_s)
         self.news: list[News] = []
-        self.control = Control(
-            self.scheduler, self.engine, self.leak_check, lambda: self.now_s, self.engine, loader=AtOnce()
-        )
+        self.control = Control(self.scheduler, self.engine, self.leak_check, lambda: self.now_s, loader=AtOnce())
         self.numbers = itertools.count()
         self.unanswered: set[int] = set()
         self.unread_allowed = int(overlap)
