@@ -47,10 +47,12 @@ class FaultyBuilder(BatchBuilder):
 class FaultyDecodeBuilder(BatchBuilder):
     """Fails for a decode step that holds a sequence of the poisoned request's length."""
 
-    def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepInputs:
+    def decode(
+        self, rows: IntArray, positions: IntArray, steps: IntArray | None = None, token_ids: IntArray | None = None
+    ) -> StepInputs:
         if len(POISON_PROMPT) + 1 in positions:
             raise Planted
-        return super().decode(rows, positions, steps)
+        return super().decode(rows, positions, steps, token_ids)
 
 
 def failing_method(owner: type, name: str, of: Callable[..., Req | Request | str], when: Callable[[Any], bool]) -> Any:
