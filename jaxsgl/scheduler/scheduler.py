@@ -63,7 +63,7 @@ from jaxsgl.scheduler.speculation.pace import StepCosts
 from jaxsgl.scheduler.speculation.speculation import ReadDrafts, speculation_of
 from jaxsgl.scheduler.state import RetractAlso, SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
-from jaxsgl.scheduler.turns import AllAtOnce, InTurns
+from jaxsgl.scheduler.turns import AllAtOnce
 
 GRAMMAR_WAIT_S = 0.001  # that an idle turn waits for a grammar, so that the loop doesn't spin
 WARNING_INTERVAL_S = 10.0
@@ -149,7 +149,7 @@ class Scheduler:
       mark: notes whose mask is being made.
       drafter_of: makes the drafter of each sample, if `buckets` have programs that verify drafts.
       step_costs: says how many drafts pay.
-      steps_at_once: that the engine runs, one on each pipeline stage or before the first; running requests share them.
+      turns: which running requests decode in a step.
 
     Attributes:
       queue_limits: what the queue takes.
@@ -183,7 +183,7 @@ class Scheduler:
         mark: Mark = NoMark(),
         drafter_of: DrafterOf = drafts_nothing,
         step_costs: StepCosts = StepCosts(),
-        steps_at_once: int = 1,
+        turns: AllAtOnce = AllAtOnce(),
     ) -> None:
         self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
         eos_token_ids = frozenset(eos_token_ids)
@@ -221,7 +221,7 @@ class Scheduler:
             ops=ops,
             ratio=NewTokenRatio(config.schedule_conservativeness),
             timing=timing,
-            turns=AllAtOnce() if steps_at_once == 1 else InTurns(steps_at_once),
+            turns=turns,
             totals=totals,
             adapters=adapters,
             speculation=speculation_of(buckets, drafter_of, cache, step_costs),

@@ -102,7 +102,7 @@ def test_a_prefix_that_ends_at_a_state_yields_the_tokens_of_the_whole_prompt(eng
 
 def test_no_program_copies_the_states(engine: Engine) -> None:
     """They are written in place, whether one token, several steps or chunks move them."""
-    running = engine._state.running
+    running = engine._runner.state.running
     assert running is not None
     dims = {",".join(map(str, array.shape)) for array in (*running.matrices, *running.inputs)}
     is_copy = re.compile(rf"= f32\[(?:{'|'.join(dims)})\]\S* (?:copy|copy-start)\(")

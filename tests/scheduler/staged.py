@@ -9,6 +9,7 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import ToEngine
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.turns import InTurns
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox
 from tests.checked import CheckedScheduler
 
@@ -57,7 +58,7 @@ def serve_staged(
     config: SchedulingConfig = SchedulingConfig(),
 ) -> tuple[ScriptedMailbox, StagedFake]:
     """Runs the loop over `script` until all is served, as an engine of `num_stages` is driven."""
-    scheduler = OneAtATime(sizes, BucketSet.derive(sizes), (), config, steps_at_once=num_stages + depth)
+    scheduler = OneAtATime(sizes, BucketSet.derive(sizes), (), config, turns=InTurns(num_stages + depth))
     mailbox, engine = ScriptedMailbox(script), StagedFake(sizes)
     run_loop(scheduler, engine, mailbox, num_stages - 1 + depth, check_every_step=True)
     assert scheduler.is_idle and scheduler.cache.num_available == sizes.num_pages - 1

@@ -51,6 +51,7 @@ from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck
 from jaxsgl.scheduler.orders.journal import CacheJournal
 from jaxsgl.scheduler.resources.host_tier import LoadRule
+from jaxsgl.scheduler.turns import AllAtOnce, InTurns
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, RetractEvery
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import WatchedScheduler
@@ -169,7 +170,7 @@ class ServingMachine(RuleBasedStateMachine):
             loads=None if self.tier is None else LoadRule(0.0, timeout_s=3.0, least_tokens=1),
             grammars=GrammarsInTurn(VOCAB, lambda: self.now_s),
             drafter_of=knowing(lambda request: output_of(request, self.capacity.limits), drafts, VOCAB),
-            steps_at_once=1 if stages is None else sum(stages),
+            turns=AllAtOnce() if stages is None else InTurns(sum(stages) if overlap else 1),
         )
         self.engine = FakeEngine(self.capacity) if stages is None else StagedFake(self.capacity)
         self.leak_check = LeakCheck(self.scheduler, clock=lambda: self.now_s)

@@ -12,6 +12,7 @@ from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.scheduler.grammars.constraint import Words
 from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.turns import InTurns
 from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.testing.grammars import compile_fake
 from tests.scheduler.serving import VOCAB, capacity, expected, request
@@ -66,7 +67,7 @@ def test_masks_are_made_while_steps_before_are_unread() -> None:
             return super().masks(num_choices)
 
     grammars = GrammarQueue(lambda grammar: compile_fake(grammar, VOCAB), 30.0)
-    scheduler = Watched(sizes, BucketSet.derive(sizes), EOS, grammars=grammars, steps_at_once=4)
+    scheduler = Watched(sizes, BucketSet.derive(sizes), EOS, grammars=grammars, turns=InTurns(4))
     requests = [asking(f"r{i}", range(i, i + 6), fake(i, 40) if i % 2 else None) for i in range(13, 21)]
     mailbox = ScriptedMailbox([requests])
     run_loop(scheduler, StagedFake(sizes), mailbox, 3, check_every_step=True)
