@@ -18,11 +18,13 @@ from jaxsgl import logs, stacks
 from jaxsgl.errors import StartupError, in_one_line
 from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.hosts.leader import Leader
-from jaxsgl.hosts.playing import FixedWeights, LeadEngine
+from jaxsgl.hosts.playing import LeadEngine
 from jaxsgl.ipc import EngineLaunch, EngineMailbox, HostReport, open_mailbox
 from jaxsgl.messages.replies import Replies
 from jaxsgl.parent import be_killed_with_parent, follow_parent
 from jaxsgl.shared_mailbox import SharedMailbox
+
+SHARED_BY_HOSTS = "while several hosts share a model (--nnodes): start all hosts anew"
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox, hosts: H
         # Imported here, so that a broken JAX installation is reported like any other failure to start.
         from jaxsgl import wiring
         from jaxsgl.scheduler.loop import run_loop
+        from jaxsgl.scheduler.served_engine import FixedWeights, ServedEngine, StepsOnly
 
         engine, scheduler = wiring.build(launch.config, mark=launch.endpoints.mask_mark(), hosts=hosts)
         serving = wiring.serving_of(launch.config, engine, scheduler)
@@ -81,13 +84,11 @@ def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox, hosts: H
     mailbox.send(Replies([], serving.load(engine.recompiles, weight_version=engine.weight_store.weight_version)))
     mailbox.announce(engine.info)
     try:
-        overlap = not launch.config.disable_overlap_schedule
-        check = launch.config.check_every_step
+        served: ServedEngine = engine
         if isinstance(hosts, Leader):
-            weights = FixedWeights(launch.config.weight_version)
-            run_loop(serving, LeadEngine(engine, hosts.call), mailbox, overlap, check, weights)
-        else:
-            run_loop(serving, engine, mailbox, overlap, check, engine.weight_store, engine, engine.adapters)
+            weights = FixedWeights(SHARED_BY_HOSTS, launch.config.weight_version)
+            served = StepsOnly(LeadEngine(engine, hosts.call), weights)
+        run_loop(serving, served, mailbox, launch.config.unread_steps, launch.config.check_every_step)
         wiring.keep_prefixes(launch.config, engine, scheduler)
     except Exception as error:
         logger.exception("the engine failed")

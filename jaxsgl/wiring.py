@@ -15,7 +15,7 @@ import zlib
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import numpy as np
@@ -25,8 +25,10 @@ from jaxsgl.cache.host_pages import HostPages, allocate_arena, pages_per_turn
 from jaxsgl.cache.tiers import HostTier
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.constraints.trial import Trial
+from jaxsgl.engine.adapters import EngineAdapters
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.memory import free_host_bytes
+from jaxsgl.engine.stages import StagedEngine
 from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.mask_mark import NoMark
@@ -38,9 +40,11 @@ from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.resources.host_tier import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler, Serving
+from jaxsgl.scheduler.served_engine import FixedWeights, StepsOnly
 from jaxsgl.scheduler.speculation.pace import MeasuredCosts, StepCosts
 from jaxsgl.scheduler.speculation.proposing import Drafters
 from jaxsgl.scheduler.state import RetractAlso
+from jaxsgl.scheduler.turns import AllAtOnce, InTurns
 from jaxsgl.weights import resolve_model_folder
 from pallas_kernels.own_folder import own_folder
 
@@ -56,7 +60,7 @@ RETRACT_VARIABLE = "JAXSGL_TEST_RETRACT"  # for tests
 
 def build(
     config: EngineConfig, limited: bool = True, mark: Mark = NoMark(), hosts: Hosts = Alone()
-) -> tuple[Engine, Scheduler]:
+) -> tuple[AnyEngine, Scheduler]:
     """Loads the model and compiles every bucket (seconds to minutes). Raises `StartupError`.
 
     Args:
@@ -75,8 +79,26 @@ def build(
     return engine, build_scheduler(config, engine, limited, mark=mark)
 
 
-def build_engine(config: EngineConfig, hosts: Hosts = Alone()) -> Engine:
+class ServedStages(StepsOnly):
+    """A `StagedEngine` with the parts that the loop uses; its weights stay as they were loaded.
+
+    Attributes:
+      arch, capacity, buckets, info: as those of `Engine`.
+    """
+
+    def __init__(self, stages: StagedEngine, weight_version: str) -> None:
+        super().__init__(stages, FixedWeights("while stages share a model (--pp-size): start anew", weight_version))
+        self.arch, self.capacity, self.buckets, self.info = stages.arch, stages.capacity, stages.buckets, stages.info
+        self.close = stages.close
+
+
+AnyEngine: TypeAlias = Engine | ServedStages
+
+
+def build_engine(config: EngineConfig, hosts: Hosts = Alone()) -> AnyEngine:
     """Loads the model and compiles every bucket. Raises `StartupError`, on all `hosts` if weights differ."""
+    if config.has_stages:
+        return ServedStages(StagedEngine(config), config.weight_version)
     engine = Engine(config, moves_pages=config.disaggregation.is_on or config.host_kv.is_on, hosts=hosts)
     if hosts.size > 1:
         digest = f"those of norms {norms_digest(engine.weight_store.params):08x}"
@@ -86,7 +108,7 @@ def build_engine(config: EngineConfig, hosts: Hosts = Alone()) -> Engine:
 
 def build_scheduler(
     config: EngineConfig,
-    engine: Engine,
+    engine: AnyEngine,
     limited: bool = True,
     former: Scheduler | None = None,
     mark: Mark = NoMark(),
@@ -118,13 +140,14 @@ def build_scheduler(
         mark=mark,
         drafter_of=Drafters(config.speculation, engine.capacity.media),
         step_costs=_step_costs(engine),
+        turns=InTurns(config.unread_steps + 1) if config.has_stages else AllAtOnce(),
     )
     _load_adapters(config, engine, scheduler, former)
     _take_prefixes(config, engine, scheduler)
     return scheduler
 
 
-def serving_of(config: EngineConfig, engine: Engine, scheduler: Scheduler) -> Serving:
+def serving_of(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler) -> Serving:
     """What stands at the mailbox: `scheduler`, or the side that flags ask for, whose wire is opened.
 
     Raises:
@@ -134,6 +157,7 @@ def serving_of(config: EngineConfig, engine: Engine, scheduler: Scheduler) -> Se
     flags = config.disaggregation
     if not flags.is_on:
         return scheduler
+    assert isinstance(engine, Engine), "pipeline stages and --disaggregation-mode were refused"
     from jaxsgl.scheduler.disagg.decode_side import DecodeSide  # other servers know nothing of it
     from jaxsgl.scheduler.disagg.prefill_side import PrefillSide
     from jaxsgl.scheduler.disagg.rooms import RoomLimits
@@ -177,11 +201,12 @@ def norms_digest(params: Params) -> int:
     return digest
 
 
-def _load_adapters(config: EngineConfig, engine: Engine, scheduler: Scheduler, former: Scheduler | None) -> None:
+def _load_adapters(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler, former: Scheduler | None) -> None:
     """Loads the adapters that flags name, or those of the scheduler before this one. Raises `StartupError`."""
     table, store = scheduler.state.adapters, engine.adapters
     if store is None:
         return
+    assert isinstance(store, EngineAdapters)
     if former is None:
         found = [(LoadAdapter(0, name, folder), store.stage(folder)) for name, folder in config.lora.adapters.items()]
     else:
@@ -193,7 +218,7 @@ def _load_adapters(config: EngineConfig, engine: Engine, scheduler: Scheduler, f
 
 
 def _grammars(
-    config: EngineConfig, scheduling: SchedulingConfig, engine: Engine, eagerly: bool
+    config: EngineConfig, scheduling: SchedulingConfig, engine: AnyEngine, eagerly: bool
 ) -> GrammarQueue | NoGrammars:
     """Compiles grammars for the model that `engine` serves, each after a trial in a helper process.
 
@@ -231,7 +256,7 @@ def _grammars(
     return GrammarQueue(compile, scheduling.grammar_timeout, prepare)
 
 
-def _step_costs(engine: Engine) -> StepCosts:
+def _step_costs(engine: AnyEngine) -> StepCosts:
     """What says how many drafts pay on the device of `engine`."""
     buckets = engine.buckets
     if not buckets.verify_sizes:
@@ -240,11 +265,12 @@ def _step_costs(engine: Engine) -> StepCosts:
     return MeasuredCosts(buckets.decode_sizes, buckets.verify_sizes, free_tokens)
 
 
-def _host_tier(config: EngineConfig, engine: Engine) -> tuple[HostTier | None, LoadRule | None]:
+def _host_tier(config: EngineConfig, engine: AnyEngine) -> tuple[HostTier | None, LoadRule | None]:
     """The tier that flags ask for. Raises `ConfigError` if there is no memory for it."""
     host = config.host_kv
     if not host.is_on:
         return None, None
+    assert isinstance(engine, Engine), "pipeline stages and a host tier were refused"
     layout = engine.page_layout
     arena = allocate_arena(layout.shape(1), layout.host_dtype, host, engine.capacity.num_pages, free_host_bytes())
     logger.info(
@@ -278,7 +304,7 @@ def _retract_also() -> RetractAlso | None:
     return RetractEvery(steps)
 
 
-def file_of_prefixes(config: EngineConfig, engine: Engine) -> Path | None:
+def file_of_prefixes(config: EngineConfig, engine: AnyEngine) -> Path | None:
     """The file of `--kv-file`, whether it is there or not; None without the flag.
 
     Raises `ConfigError` if the folder can't be made, or other users can write to it.
@@ -292,7 +318,7 @@ def file_of_prefixes(config: EngineConfig, engine: Engine) -> Path | None:
     return folder / f"{engine.info.architecture}-{_fingerprint(config, engine)}.kv"
 
 
-def _take_prefixes(config: EngineConfig, engine: Engine, scheduler: Scheduler) -> None:
+def _take_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler) -> None:
     """Fills the host tier with what the last start has kept."""
     path, tier = file_of_prefixes(config, engine), scheduler.cache.tier
     if path is not None and tier is not None:
@@ -302,7 +328,7 @@ def _take_prefixes(config: EngineConfig, engine: Engine, scheduler: Scheduler) -
         logger.info("%d pages of prefixes found in %s, read in %.1f s", count, path, time.monotonic() - start_s)
 
 
-def keep_prefixes(config: EngineConfig, engine: Engine, scheduler: Scheduler) -> None:
+def keep_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler) -> None:
     """Writes all that is cached to the file, as far as host memory holds it. A failure is logged."""
     path, tier = file_of_prefixes(config, engine), scheduler.cache.tier
     if path is None or tier is None:
@@ -320,7 +346,7 @@ def keep_prefixes(config: EngineConfig, engine: Engine, scheduler: Scheduler) ->
     logger.info("%d pages of prefixes kept in %s, in %.1f s", count, path, time.monotonic() - start_s)
 
 
-def _fingerprint(config: EngineConfig, engine: Engine) -> str:
+def _fingerprint(config: EngineConfig, engine: AnyEngine) -> str:
     """Hashes what KV depends on. Files of weights count by name, size and time of change."""
     folder = Path(engine.info.model_path)
     parts = [engine.page_layout.name, engine.info.dtype, str(config.quantization), config.load_format]

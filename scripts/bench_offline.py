@@ -95,11 +95,11 @@ def run(config: OfflineConfig, folder: Path) -> dict[str, Any]:
     requests = greedy_requests(random_jobs(config.num, inputs, outputs, vocab_size, config.engine.random_seed))
     for request in requests:
         check_request(request, limits)
-    overlap = not config.engine.disable_overlap_schedule
+    depth = config.engine.unread_steps
     warm_up = random_jobs(*WARM_UP, vocab_size, config.engine.random_seed + 1)
-    record_run(scheduler, engine, greedy_requests(warm_up), overlap, pages=engine)
+    record_run(scheduler, engine, greedy_requests(warm_up), depth)
     scheduler = build_scheduler(config.engine, engine, limited=False)
-    recording, replies = record_run(scheduler, engine, requests, overlap, config.profile, engine)
+    recording, replies = record_run(scheduler, engine, requests, depth, config.profile)
     engine.close()
     roofline = best(before, ceilings(device.platform))
     done = figures(recording, ModelWork.of(engine), roofline, requests, replies, config.at_running)

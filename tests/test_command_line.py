@@ -63,6 +63,7 @@ PASTED = {
     "--max-running-requests 64": "--max-running-requests 64",
     "--max-num-batched-tokens 2048": "--chunked-prefill-size 2048",
     "--block-size 16": "--page-size 16",
+    "--pipeline-parallel-size 2": "--pp-size 2",
     "--data-parallel-size 2": "--dp-size 2",
     "--dp-size 2": "--dp-size 2",
     "--api-server-count 2": "--tokenizer-worker-num 2",

@@ -121,6 +121,39 @@ def test_replicas_get_devices_of_their_own() -> None:
         parse("--dp-size", "2", "--device-ids", "1")
 
 
+STAGES_REFUSE = (
+    "--nnodes 2 --node-rank 0 --dist-init-addr 127.0.0.1:20000 --tp 2",
+    "--host-kv-gib 1",
+    "--enable-lora",
+    "--speculative-algorithm NGRAM",
+    "--decode-steps 2",
+    "--max-itl-ms 50",
+    "--enable-return-hidden-states",
+    "--enable-return-routed-experts",
+    "--enable-weights-cpu-backup",
+    "--disaggregation-mode prefill",
+)
+
+
+@pytest.mark.parametrize("flags", STAGES_REFUSE)
+def test_pipeline_stages_refuse_what_needs_all_layers_by_name(flags: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flags.split()[0]}.* does not work with pipeline stages for now: leave it"):
+        parse("--pp-size", "2", *flags.split())
+
+
+def test_pipeline_stages_have_devices_of_their_own_and_steps_for_all_of_them() -> None:
+    config = parse("--dp-size", "2", "--tp", "2", "--pp-size", "3")
+    assert config.engine.num_devices == 6
+    assert [config.engine_of(rank).device_ids for rank in range(2)] == [(*range(6),), (*range(6, 12),)]
+    assert parse().engine.unread_steps == 1 and parse("--pp-size", "4").engine.unread_steps == 3
+    assert parse("--pp-size", "2", "--pp-async-batch-depth", "2").engine.unread_steps == 3
+    assert parse("--pp-size", "2", "--disable-overlap-schedule").engine.unread_steps == 0
+    with pytest.raises(ConfigError, match="--tp 1 x --pp-size 2 = 2 different devices"):
+        parse("--pp-size", "2", "--device-ids", "3")
+    with pytest.raises(ConfigError, match="--pp-async-batch-depth is for pipeline stages: give --pp-size"):
+        parse("--pp-async-batch-depth", "1")
+
+
 @pytest.mark.parametrize("name", ["--decode-buckets", "--extend-buckets"])
 def test_sizes_come_from_a_list_or_from_a_file_but_not_from_both(name: str) -> None:
     assert parse("--auto-buckets", "b.json").engine.auto_buckets == "b.json"

@@ -150,9 +150,12 @@ class BatchBuilder:
         self._page_size = page_size
         self._dummy_row = len(table.pages)
 
-    def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepInputs:
+    def decode(
+        self, rows: IntArray, positions: IntArray, steps: IntArray | None = None, token_ids: IntArray | None = None
+    ) -> StepInputs:
         """Decodes one token for each row `[S]`: the row's last sampled token, which goes to `positions [S]`.
 
+        These are `token_ids [S]`, where ~row stands for one that only the device knows; None: all are such.
         With `steps [S]`, uses the program of several steps: each row takes that many, and its pages must reach as far.
         """
         n = len(rows)
@@ -163,7 +166,7 @@ class BatchBuilder:
         if self._buckets.states and num_steps == 1 and self._sampling.any_states(rows):
             bucket = replace(bucket, states=True)
         packed, arrays = _padding(bucket, self._dummy_row)
-        arrays.token_ids[:n] = ~rows
+        arrays.token_ids[:n] = ~rows if token_ids is None else token_ids
         arrays.positions[:n] = positions
         if arrays.rope_positions is not None:
             arrays.rope_positions[:n] = positions + self._sampling.rope_deltas[rows]

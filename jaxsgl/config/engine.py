@@ -170,8 +170,19 @@ class EngineConfig:
     ep: bool = flag(
         False, "the devices of --tp have whole experts instead of a part of each one", alias="--enable-expert-parallel"
     )
+    pp_size: int = flag(
+        1,
+        "pipeline stages of --tp devices each: a stage has some of the layers, and passes on to the next one what it "
+        "computes (docs/scale-out.md)",
+        alias=("--pipeline-parallel-size", "-pp"),
+    )
+    pp_async_batch_depth: int = flag(
+        0, "steps that are launched besides one for each stage, so that the first stage never waits for the host"
+    )
     device_ids: tuple[int, ...] = flag(
-        (), "the devices of --tp by their numbers on this machine, as 2,3 (default: the first ones)"
+        (),
+        "the devices of --tp by their numbers on this machine, as 2,3, those of the first stage first (default: the "
+        "first ones)",
     )
     context_length: int | None = flag(
         None, "tokens of prompt and output together (default: the model's)", alias="--max-model-len"
@@ -278,9 +289,14 @@ class EngineConfig:
             value = getattr(self, name)
             require(value is None or value >= 1, flag_name(name), value, "1 and more")
         require(self.tp >= 1, "--tp", self.tp, "1 and more")
-        ids = self.device_ids
-        if ids and (len(set(ids)) != self.tp or len(ids) != self.tp or min(ids) < 0):
-            raise ConfigError(f"--device-ids are {ids}, but must be --tp {self.tp} different devices, from 0 on")
+        require(self.pp_size >= 1, "--pp-size", self.pp_size, "1 and more")
+        require(0 <= self.pp_async_batch_depth <= 16, "--pp-async-batch-depth", self.pp_async_batch_depth, "0 to 16")
+        ids, number = self.device_ids, self.num_devices
+        if ids and (len(set(ids)) != number or len(ids) != number or min(ids) < 0):
+            of_stages = f" x --pp-size {self.pp_size} = {number}" if self.has_stages else ""
+            raise ConfigError(
+                f"--device-ids are {ids}, but must be --tp {self.tp}{of_stages} different devices, from 0 on"
+            )
         require(1 <= self.decode_steps <= 64, "--decode-steps", self.decode_steps, "1 to 64")
         chunk = self.chunked_prefill_size
         require(chunk is None or chunk == -1 or chunk >= 1, "--chunked-prefill-size", chunk, "-1, or 1 and more")
@@ -299,6 +315,10 @@ class EngineConfig:
             self._check_speculation()
         if self.hosts.are_several:
             self._check_hosts()
+        if self.has_stages:
+            self._check_stages()
+        elif self.pp_async_batch_depth:
+            raise ConfigError("--pp-async-batch-depth is for pipeline stages: give --pp-size, or leave it out")
         for name in ("decode_buckets", "extend_buckets"):
             sizes = getattr(self, name)
             require(all(size >= 1 for size in sizes), flag_name(name), sizes, "sizes of 1 and more")
@@ -325,6 +345,40 @@ class EngineConfig:
         ):
             if is_on:
                 raise ConfigError(f"{name} works on one host only for now: leave it out, or --nnodes")
+
+    def _check_stages(self) -> None:
+        """Raises `ConfigError` for flags that need all layers in one place, or more of a step than one stage knows."""
+        for is_on, name in (
+            (self.hosts.are_several, "--nnodes"),
+            (self.disaggregation.is_on, "--disaggregation-mode"),
+            (self.host_kv.is_on, "--host-kv-gib or --enable-hierarchical-cache"),
+            (self.lora.is_on, "--lora-paths or --enable-lora"),
+            (self.speculation.is_on, "--speculative-algorithm"),
+            (self.decode_steps > 1, "--decode-steps"),
+            (self.scheduling.max_itl_ms is not None, "--max-itl-ms"),
+            (self.enable_return_hidden_states, "--enable-return-hidden-states"),
+            (self.enable_return_routed_experts, "--enable-return-routed-experts"),
+            (self.enable_weights_cpu_backup, "--enable-weights-cpu-backup"),
+        ):
+            if is_on:
+                raise ConfigError(f"{name} does not work with pipeline stages for now: leave it out, or --pp-size")
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the layers are shared out among pipeline stages."""
+        return self.pp_size > 1
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the engine, over all stages."""
+        return self.tp * self.pp_size
+
+    @property
+    def unread_steps(self) -> int:
+        """Steps that may be in flight unread while the next one is planned: of all stages, the last one's is read."""
+        if self.disable_overlap_schedule:
+            return 0
+        return self.pp_size - 1 + self.pp_async_batch_depth if self.has_stages else 1
 
     @property
     def draft_model(self) -> str | None:

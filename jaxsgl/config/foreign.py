@@ -53,8 +53,6 @@ SETTINGS = {
 }
 # Flag -> what to do instead.
 REFUSED = {
-    "--pipeline-parallel-size": "layers are not split among devices: give --tp, which splits each layer",
-    "--pp-size": "layers are not split among devices: give --tp, which splits each layer",
     "--enable-dp-attention": "attention is split by heads: give --dp-size for whole replicas",
     "--cpu-offload-gb": "weights stay on the device: give --quantization, or --tp with more devices",
     "--speculative-config": "give --speculative-algorithm NGRAM or SUFFIX (docs/speculation.md)",

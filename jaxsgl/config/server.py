@@ -249,17 +249,17 @@ class ServerConfig:
         return self.api_key is not None or self.api_key_file is not None
 
     def engine_of(self, rank: int) -> EngineConfig:
-        """The configuration of the replica `rank`, which has `--tp` devices of its own."""
+        """The configuration of the replica `rank`, which has devices of its own."""
         engine, flags = self.engine, self.engine.disaggregation
         if flags.is_on and flags.disaggregation_host is None:  # a prefill server listens where the HTTP port does
             engine = replace(engine, disaggregation=replace(flags, disaggregation_host=self.host))
         if self.dp_size == 1:
             return engine
-        first = rank * engine.tp
+        first = rank * engine.num_devices
         kv = engine.host_kv
         if kv.kv_file is not None:  # replicas hold different prefixes, and would overwrite one file
             kv = replace(kv, kv_file=f"{kv.kv_file}/replica-{rank}")
-        return replace(engine, device_ids=tuple(range(first, first + engine.tp)), host_kv=kv)
+        return replace(engine, device_ids=tuple(range(first, first + engine.num_devices)), host_kv=kv)
 
     @property
     def max_body_bytes(self) -> int:

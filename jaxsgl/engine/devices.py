@@ -37,7 +37,7 @@ def reveal_devices(config: EngineConfig) -> None:
     """
     if is_running():
         return
-    number = 1 + max(config.device_ids, default=config.tp // config.hosts.num_hosts - 1)
+    number = 1 + max(config.device_ids, default=config.num_devices // config.hosts.num_hosts - 1)
     if number > 1 and _HOST_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", number)
     if config.device_ids:
@@ -180,12 +180,22 @@ def mesh_of(config: EngineConfig) -> Mesh:
     return make_mesh([device for rank in sorted(by_host) for device in by_host[rank][:each]])
 
 
+def meshes_of(config: EngineConfig) -> tuple[Mesh, ...]:
+    """The mesh of each pipeline stage, first to last. Raises `ConfigError` if JAX has too few devices."""
+    if not config.has_stages:
+        return (mesh_of(config),)
+    devices = _chosen(config, jax.devices())
+    return tuple(make_mesh(devices[first : first + config.tp]) for first in range(0, len(devices), config.tp))
+
+
 def _chosen(config: EngineConfig, devices: Sequence[jax.Device]) -> list[jax.Device]:
     # Where JAX shows the named GPUs or chips alone, it numbers them anew.
-    are_shown_alone = len(devices) == config.tp and devices[0].platform != "cpu"
-    ids = config.device_ids if config.device_ids and not are_shown_alone else tuple(range(config.tp))
+    are_shown_alone = len(devices) == config.num_devices and devices[0].platform != "cpu"
+    ids = config.device_ids if config.device_ids and not are_shown_alone else tuple(range(config.num_devices))
     if max(ids) >= len(devices):
-        asked = f"--device-ids {','.join(map(str, ids))}" if config.device_ids else f"--tp {config.tp}"
+        asked = f"--tp {config.tp}" + (f" --pp-size {config.pp_size}" if config.has_stages else "")
+        if config.device_ids:
+            asked = f"--device-ids {','.join(map(str, ids))}"
         raise ConfigError(
             f"{asked} needs {max(ids) + 1} devices, but JAX has {len(devices)} ({devices[0].device_kind}): give "
             f"--tp {len(devices)} or less, fewer replicas (--dp-size), or make more devices visible to this process"

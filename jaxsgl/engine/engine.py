@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,23 +20,17 @@ import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.engine_api import EngineOp, PageLayout, PlaceAdapter
-from jaxsgl.batch.inputs import StepFeatures, StepInputs
-from jaxsgl.batch.outputs import NO_OUTPUTS
-from jaxsgl.batch.patches import EncodeInputs, EncodePart
+from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import tokens_in
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import profiler, token_check
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
-from jaxsgl.engine.devices import join_hosts, mesh_of, reveal_devices
-from jaxsgl.engine.draft import own_layers, with_own_layers
 from jaxsgl.engine.drafters import load_drafting, with_drafting
 from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
-from jaxsgl.engine.encoding import TowerParts
-from jaxsgl.engine.fixed_order import asks_for_fixed_order, check_kernels
-from jaxsgl.engine.joining import check_hosts, same_programs
+from jaxsgl.engine.joining import same_programs
 from jaxsgl.engine.kernel_test import KernelTester
-from jaxsgl.engine.kernels import asked_kernels, kernel_flags
-from jaxsgl.engine.launcher import Chosen, DeviceHandle, LaunchedHandle, Launcher
+from jaxsgl.engine.kernels import kernel_flags
+from jaxsgl.engine.launcher import DeviceHandle, LaunchedHandle, Launcher
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.memory import (
     Memory,
@@ -44,29 +38,25 @@ from jaxsgl.engine.memory import (
     keep_small_places,
     least_free_memory,
     loading_weights,
-    start_jax,
 )
+from jaxsgl.engine.opening import in_words, open_model
 from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
-from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_num_rows, choose_states, plan_capacity
+from jaxsgl.engine.sizing import NO_ADAPTERS, STEP_SHARE, PoolSize, choose_num_rows, choose_states, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv, allocate_running
-from jaxsgl.engine.state_flags import check_flags
-from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.step_programs import ProgramSpec, StepPrograms, all_programs, largest_programs, step_bytes
-from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
-from jaxsgl.engine.weight_store import EngineWeightStore, abstract_params, as_kept, read_arch, read_params
+from jaxsgl.engine.step_runner import StepRunner
+from jaxsgl.engine.warmup import CompileCounter
+from jaxsgl.engine.weight_store import EngineWeightStore, abstract_params, read_params
 from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.messages.replies import EngineInfo
-from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
+from jaxsgl.models import ModelArch, abstract_model, kv_cache_flag
 from jaxsgl.models.quantization import FP8_E4M3
-from jaxsgl.weights import load_kv_scales, resolve_model_folder
+from jaxsgl.weights import load_kv_scales
 from jaxsgl.weights.sharding import bytes_on_each_device
-from pallas_kernels.gpu_compiler import choose_mosaic_ptxas, log_compilers, versions_key
 
 logger = logging.getLogger(__name__)
-
-STEP_SHARE = 0.015  # of the memory, for a step before its programs are compiled
 
 
 class Engine:
@@ -105,38 +95,17 @@ class Engine:
           StartupError: flags that don't fit the model or the memory, or a model that can't be loaded.
         """
         start_s = time.monotonic()
-        folder = resolve_model_folder(config.model, config.revision)
-        arch = read_arch(config, folder)
-        check_flags(config, arch)
-        kernels = asked_kernels(config, arch)
-        reveal_devices(config)
-        choose_mosaic_ptxas()
-        tester = KernelTester.of_this_machine() if kernel_tester is None else kernel_tester
-        kernels, verdicts = tester.tested(config, arch, kernels)  # while the device's memory is free
-        check_hosts(folder, arch, kernels, hosts)
-        join_hosts(config)
-        jax_share = start_jax()
-        mesh = mesh_of(config)
-        own_devices = list(mesh.local_devices)
-        device = own_devices[0]  # the devices of a mesh are alike
-        hosts.same("the devices", f"{len(own_devices)} x {device.device_kind}", "let hosts of one kind share a model")
-        platform = device.platform
-        use_compilation_cache(config.compilation_cache_dir, versions_key() if platform == "gpu" else "")
-        if platform == "gpu":
-            log_compilers(device.device_kind)
-        precision = resolve_precision(
-            config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
-        )
+        opened = open_model(config, kernel_tester, hosts)
+        folder, kernels, (mesh,), precision = opened.folder, opened.kernels, opened.meshes, opened.precision
         dtype, activations, kv_dtype = precision
-        self.arch = as_kept(arch, dtype, platform, weight_only=config.weight_only)
+        own_devices = list(mesh.local_devices)
+        device, platform, jax_share = opened.device, opened.platform, opened.jax_share
+        self.arch = opened.arch
         graphdef, shapes = abstract_model(self.arch, dtype, activations)
         check_weights_fit(device, jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
         kv_scales = None
-        adapter_plan = plan_adapters(config.lora, arch)
-        in_fixed_order = asks_for_fixed_order(config, arch, platform, dtype)
-        if in_fixed_order:
-            check_kernels(verdicts)
-        self.compiled = ProgramSet(progress=progress, in_fixed_order=in_fixed_order, threads=hosts.num_threads)
+        adapter_plan = plan_adapters(config.lora, self.arch)
+        self.compiled = opened.program_set(progress, hosts.num_threads)
         pool_size = NO_ADAPTERS if adapter_plan is None else adapter_plan.size
         with loading_weights(device, jax_share):
             params = read_params(config, folder, self.arch, dtype, mesh)
@@ -175,29 +144,28 @@ class Engine:
         self.buckets = self.programs.buckets
         same_programs(self.compiled, self.capacity, hosts)
         with step_failure("the KV pool can't be allocated", memory.account):
-            self._state = jax.block_until_ready(allocate(states, self.capacity, mesh, images))
+            state = jax.block_until_ready(allocate(states, self.capacity, mesh, images))
         self._layer_states, self._mesh = states, mesh
         moves_rows = self.capacity.tower is not None and self.capacity.tower.host_bytes > 0
         with step_failure("the programs that copy pages and rows can't run", memory.account):
             spec = self.programs.spec.state
             self._page_io = PageIo(self.compiled, spec, states, mesh, pages=moves_pages, rows=moves_rows)
-            self._state = self._page_io.run_all(self._state)
+            state = self._page_io.run_all(state)
             self._walls = keep_small_places(own_devices) if platform == "gpu" else []
-        taps = () if self.arch.vision is None else self.arch.vision.deepstack_layers
-        self._tower_parts = TowerParts(self.programs.encode_part, taps)
         self._compiles = CompileCounter()
         self.weight_store = EngineWeightStore(
             config, self.arch, dtype, mesh, kv_scales, params, folder, self._compiles, self._set_pool
         )
         self._params = self.weight_store.leaves
+        self._runner = StepRunner(self.programs, self.arch, self._params, state, self.adapters, self._draft_leaves)
         self._launcher: Launcher | None = None
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account, drafts=drafting is not None)
-        if tester.platform is not None and hosts.size == 1:  # no host has all of the logits
+        if opened.tests_kernels and hosts.size == 1:  # no host has all of the logits
             self._check_tokens(memory.account, min(dtype.itemsize, activations.itemsize))
         if mesh.size > 1:
             self._launcher = Launcher()
         run_masks(self.programs, memory.account)
-        run_tower(self._encode, self.buckets, self.capacity, memory.account)
+        run_tower(self._runner.encode, self.buckets, self.capacity, memory.account)
         self.info = EngineInfo(
             model_path=str(folder),
             architecture=self.arch.name,
@@ -212,7 +180,7 @@ class Engine:
             weight_bytes=sum(array.nbytes for array in self._params),
             warmup_s=time.monotonic() - start_s,
             kv_cache_dtype=kv_cache_flag(kv_dtype),
-            kernels=tuple((each.op, each.backend, each.verdict) for each in verdicts),
+            kernels=tuple((each.op, each.backend, each.verdict) for each in opened.verdicts),
         )
         logger.info("%s", in_words(self.info, config.model, f"{mesh.size} x {device.device_kind}"))
         logger.info(
@@ -233,68 +201,9 @@ class Engine:
         the page table. Raises `JaxsglError` for a bucket that wasn't compiled, and what XLA raises, which a launching
         thread leaves to the handle; after that the engine can't go on.
         """
-        programs = self.programs.of(inputs.bucket)
         if self._launcher is None:
-            return self._launch(programs, inputs)
-        return self._launcher.launch(partial(self._launch, programs, inputs))
-
-    def _launch(self, programs: tuple[jax.stages.Compiled, ...], inputs: StepInputs) -> DeviceHandle:
-        forward, *after = programs
-        out = self._forward(forward, inputs)
-        if inputs.bucket.num_steps > 1:
-            return DeviceHandle(inputs, Chosen(out.tokens))
-        if inputs.masked:
-            choose = partial(self._choose_masked, after, out, inputs)
-            return DeviceHandle(inputs, None, out.outputs, choose)
-        if inputs.features is not None:
-            chosen = self._choose_featured(after[0], out, inputs.features)
-        else:
-            chosen = self._choose(after[0], out) if after else Chosen(out.tokens)
-        return DeviceHandle(inputs, self._completed(after[1:], out, inputs, chosen), out.outputs)
-
-    def _completed(
-        self, programs: Sequence[jax.stages.Compiled], forwarded: Forwarded, inputs: StepInputs, chosen: Chosen
-    ) -> Chosen:
-        """`chosen`, of which `programs` keep what stands, with drafts after it if the step asks for them."""
-        chosen = self._accepted(programs, forwarded, chosen)
-        if not inputs.drafts:
-            return chosen
-        state, num_layers = self._state, self.arch.num_layers
-        own, drafts = self.programs.draft(inputs.bucket)(
-            self._params,
-            self._draft_leaves[-1],
-            own_layers(state.kv, num_layers),
-            state.page_table,
-            state.last_tokens,
-            chosen.tokens,
-            forwarded.ends,
-        )
-        self._state = state._replace(kv=with_own_layers(state.kv, num_layers, own))
-        return chosen._replace(drafts=drafts)
-
-    def _accepted(self, programs: Sequence[jax.stages.Compiled], forwarded: Forwarded, chosen: Chosen) -> Chosen:
-        """`chosen`, of which `programs` keep what stands: one if the step verifies drafts, else none."""
-        for accept in programs:
-            last_tokens, tokens = accept(chosen.tokens, forwarded.runs, self._state.last_tokens)
-            self._state = self._state._replace(last_tokens=last_tokens)
-            chosen = chosen._replace(tokens=tokens)
-        return chosen
-
-    def _forward(self, program: jax.stages.Compiled, inputs: StepInputs) -> Any:
-        """Launches a forward program; returns what it yields, a `Forwarded` or, of several steps, a `Decoded`."""
-        pool: tuple[Sequence[jax.Array], ...] = ()
-        if inputs.bucket.adapter_columns:
-            assert self.adapters is not None
-            pool = (self.adapters.leaves,)
-        elif self._draft_leaves:
-            pool = ((),)
-        for call in inputs.encodes:
-            self._encode(call)
-        for changes in inputs.table_changes:
-            self._state = self._state._replace(page_table=self.programs.set_pages(self._state.page_table, changes))
-        out = program(self._params, self._state, inputs.packed, *pool, *self._draft_leaves)
-        self._state = out.state
-        return out
+            return self._runner.launch(inputs)
+        return self._launcher.launch(partial(self._runner.launch, inputs))
 
     def _check_tokens(self, account: str, itemsize: int) -> None:
         """Warns if extend and decode steps don't agree on real tokens. The state is as before, but for free pages."""
@@ -302,14 +211,15 @@ class Engine:
             return
 
         def run(inputs: StepInputs) -> jax.Array:
-            logits: jax.Array = self._forward(self.programs.of(inputs.bucket)[0], inputs).logits
+            logits: jax.Array = self._runner.forward(self.programs.of(inputs.bucket)[0], inputs).logits
             return logits
 
         with step_failure("steps on real tokens can't run", account):
             apart, of_extend, of_decode = token_check.difference(run, self.buckets, self.capacity)
-        table, last = self._state.page_table, self._state.last_tokens
+        state = self._runner.state
+        table, last = state.page_table, state.last_tokens
         zeros = (jax.device_put(np.zeros(each.shape, each.dtype), each.sharding) for each in (table, last))
-        self._state = self._state._replace(**dict(zip(("page_table", "last_tokens"), zeros, strict=True)))
+        self._runner.state = state._replace(**dict(zip(("page_table", "last_tokens"), zeros, strict=True)))
         if not apart <= token_check.MOST_DIFFERENCE[itemsize]:
             logger.warning(
                 "%d tokens by an extend step, and all but %d by an extend step and these by decode steps, give logits "
@@ -336,7 +246,7 @@ class Engine:
             assert self.adapters is not None, "no flag asked for adapters"
             self.adapters.place(op)
             return
-        self._state = self._page_io.apply(self._state, op, number)
+        self._runner.state = self._page_io.apply(self._runner.state, op, number)
 
     def poll(self, wait: bool = False) -> list[tuple[int, npt.NDArray[Any]]]:
         """See `PageEngine`."""
@@ -347,55 +257,11 @@ class Engine:
         if present:
             kv = allocate_kv(self._layer_states, self.capacity.num_pages, self._mesh)
             running = allocate_running(self._layer_states, self.capacity, self._mesh)
-            self._state = self._state._replace(kv=jax.block_until_ready(kv), running=jax.block_until_ready(running))
+            kv, running = jax.block_until_ready((kv, running))
+            self._runner.state = self._runner.state._replace(kv=kv, running=running)
         else:
-            for array in jax.tree.leaves((self._state.kv, self._state.running)):
+            for array in jax.tree.leaves((self._runner.state.kv, self._runner.state.running)):
                 array.delete()
-
-    def _choose(self, program: jax.stages.Compiled, forwarded: Forwarded) -> Chosen:
-        last_tokens, tokens = program(forwarded.logits, forwarded.sampling, self._state.last_tokens)
-        self._state = self._state._replace(last_tokens=last_tokens)
-        return Chosen(tokens)
-
-    def _choose_masked(
-        self,
-        programs: Sequence[jax.stages.Compiled],
-        forwarded: Forwarded,
-        inputs: StepInputs,
-        masks: npt.NDArray[np.uint32],
-    ) -> Chosen:
-        program, features = programs[0], inputs.features
-        scored = features is not None and features.logprobs
-        copy, mask, score = self.programs.masking(inputs.bucket.num_choices)
-        own = copy(forwarded.logits) if scored else None
-        logits, sampling = mask(forwarded.logits, forwarded.sampling, masks)
-        masked = forwarded._replace(logits=logits, sampling=sampling)
-        if features is None:
-            return self._completed(programs[1:], forwarded, inputs, self._choose(program, masked))
-        chosen = self._choose_featured(program, masked, features)
-        chosen = chosen if own is None else chosen._replace(outputs=score(own, chosen.tokens))
-        return self._completed(programs[1:], forwarded, inputs, chosen)
-
-    def _choose_featured(self, program: jax.stages.Compiled, forwarded: Forwarded, features: StepFeatures) -> Chosen:
-        state = self._state
-        tables = state.edit_tables
-        for setup in features.row_setups:
-            tables = self.programs.set_row(tables, setup)
-        out = program(forwarded.logits, forwarded.sampling, state.last_tokens, tables, features.edit_rows)
-        self._state = state._replace(last_tokens=out.last_tokens, edit_tables=out.edit_tables)
-        return Chosen(out.tokens, out.outputs if features.logprobs else NO_OUTPUTS)
-
-    def _encode(self, call: EncodeInputs | EncodePart) -> jax.Array:
-        """Launches a call of the vision tower, or a part of one; returns the pool of embeddings."""
-        if isinstance(call, EncodePart):
-            assert self._state.images is not None
-            images = self._tower_parts.run(self._params, self._state.images, call)
-            self._state = self._state._replace(images=images)
-            return images
-        program = self.programs.encode(call.bucket)
-        images = program(self._params, self._state.images, call.pixels, call.columns, call.rows)
-        self._state = self._state._replace(images=images)
-        return images
 
     def start_profile(self, folder: str) -> None:
         """Starts to record a trace of device and host; see `profiler.start`."""
@@ -410,7 +276,7 @@ class Engine:
         self._compiles.close()
         if self._launcher is not None:
             self._launcher.close()
-        for array in jax.tree.leaves((self._state, self._params, self._draft_leaves, self._walls)):
+        for array in jax.tree.leaves((self._runner.state, self._params, self._draft_leaves, self._walls)):
             if not array.is_deleted():
                 array.delete()
         if self.adapters is not None:
@@ -459,15 +325,3 @@ def _check_backends(spec: ProgramSpec, buckets: BucketSet, flags: str) -> None:
             spec.forward(bucket).trace()
     except ValueError as error:
         raise ConfigError(f"{flags}: {error}") from error
-
-
-def in_words(info: EngineInfo, model: str, devices: str) -> str:
-    """Returns what is served, on what, and how much fits, in a line."""
-    tested = sorted({backend for _, backend, _ in info.kernels})
-    limits = info.limits
-    return (
-        f"serving {model} ({info.architecture}) on {devices}: {info.dtype}, {info.weight_bytes / 2**30:.2f} GiB of "
-        f"weights, kernels {', '.join(tested) or info.attention_backend}, KV pool of {limits.pool_tokens} tokens in "
-        f"{info.kv_bytes / 2**30:.2f} GiB ({info.kv_cache_dtype}), context of {limits.context_length} tokens, up to "
-        f"{info.max_running_requests} requests at once"
-    )

@@ -104,18 +104,19 @@ class Launcher:
 
     def launch(self, launch: Callable[[], StepHandle]) -> LaunchedHandle:
         """Has a step launched behind all others; returns at once."""
-        return LaunchedHandle(self._put(launch))
+        return LaunchedHandle(self.put(launch))
 
     def settle(self) -> None:
         """Waits until all steps are launched. Raises the error of one that failed."""
-        self._put(lambda: None).result()
+        self.put(lambda: None).result()
 
     def close(self) -> None:
         """Ends the thread, behind the steps that wait for it."""
         self._calls.put(None)
         self._thread.join()
 
-    def _put(self, call: Callable[[], T]) -> Future[T]:
+    def put(self, call: Callable[[], T]) -> Future[T]:
+        """Has something called after all before; returns at once."""
         future: Future[T] = Future()
         self._calls.put((future, call))
         return future

@@ -43,6 +43,7 @@ POOL_TOKENS = {"cpu": 4096}  # of images whose embeddings are kept
 OTHER_POOL_TOKENS = 16384
 HOST_MIB = {"cpu": 1024}  # for embeddings in host memory
 OTHER_HOST_MIB = 4096
+STEP_SHARE = 0.015  # of the memory, for a step before its programs are compiled
 MIN_REQUEST_TOKENS = 2  # one of the prompt and one new
 CPU_FRACTION = 0.25  # of free host memory: other programs use it too
 STATE_PAGE_SIZE = 64  # at least, where prefixes end at states: these are made in blocks of so many tokens

@@ -35,7 +35,7 @@ from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
 from jaxsgl.models.layers import no_states
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.weights import KvScales
-from pallas_kernels import KernelChoice
+from pallas_kernels import AttentionOptions, KernelChoice
 
 SAMPLING_ROWS = 3 + len(COLUMNS)  # of `pack_sampling`
 
@@ -124,10 +124,11 @@ def make_step(
     states: bool = False,
     drafting: Drafting | None = None,
 ) -> Step:
-    """`step(params, state, arrays, adapter_pool, draft_params) -> Stepped` of the model.
+    """`step(params, state, arrays, adapter_pool, draft_params, stream) -> Stepped` of the model.
 
     Padding writes only the dummy page and the dummy row. `adapter_pool` holds the adapters; None: no sequence has one.
-    `draft_params` are those of `drafting`; None: nothing drafts.
+    `draft_params` are those of `drafting`; None: nothing drafts. `stream [T, D]` comes from the pipeline stage before;
+    None: this is the first one.
     """
 
     def step(
@@ -136,15 +137,13 @@ def make_step(
         arrays: StepArrays[jax.Array],
         adapter_pool: PoolWeights | None,
         draft_params: Params | None = None,
+        stream: jax.Array | None = None,
     ) -> Stepped:
         model = nnx.merge(graphdef, params)
         page_size = state.kv.k[0].shape[2]
-        token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
-        table = note_tokens(state.page_table, token_rows, arrays.positions, arrays.slots, page_size)
-        table_SP = pages_of_seqs(table, arrays.rows, arrays.lengths, page_size)
+        table, table_SP = _noted(state, arrays)
         rope_positions = arrays.positions if arrays.rope_positions is None else arrays.rope_positions
-        options = [model.arch.attention_options(layer) for layer in model.arch.attention_layers]
-        pages = Pages(state.kv, table_SP, arrays, kind, options, kernels, kv_scales)
+        pages = Pages(state.kv, table_SP, arrays, kind, _options(model.arch), kernels, kv_scales)
         running = None
         if state.running is not None:
             running = Running(state.running, arrays, kind, page_size, len(state.last_tokens) - 1)
@@ -154,7 +153,8 @@ def make_step(
         if adapter_pool is not None:
             assert arrays.adapters is not None and arrays.column_owners is not None
             adapters = ActiveAdapters(adapter_pool, arrays.adapters, arrays.column_owners)
-        ids, images = _token_ids(arrays.token_ids, state.last_tokens), _image_tokens(state, arrays, model.arch)
+        ids = _token_ids(arrays.token_ids, state.last_tokens) if stream is None else stream
+        images = _image_tokens(state, arrays, model.arch)
         experts: list[jax.Array] | None = [] if states else None
         streams: dict[int, Any] | None = None if drafting is None else dict.fromkeys(drafting.taps)
         hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels, recur, streams)
@@ -197,7 +197,8 @@ def make_forward(
 
     params: leaves of the model's parameters, whose structure is `treedef` (a flat list costs less per call). packed:
     `[packed_len(bucket)]` int32. In a bucket with adapter columns there is one argument more: the leaves
-    of the adapters' pool, whose structure is `pool_treedef`; or none of them, where those of `drafting` follow.
+    of the adapters' pool, whose structure is `pool_treedef`; or none of them, where those of `drafting` follow. A
+    pipeline stage after the first has neither, and then what the stage before passes on.
     """
     step = make_step(graphdef, bucket.kind, kernels, kv_scales, states=bucket.states, drafting=drafting)
     draft_treedef = None if drafting is None else jax.tree.structure(drafting.params)
@@ -208,11 +209,12 @@ def make_forward(
         packed: jax.Array,
         adapter_leaves: Sequence[jax.Array] = (),
         draft_leaves: Sequence[jax.Array] = (),
+        stream: jax.Array | None = None,
     ) -> Forwarded:
         arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
         adapters = jax.tree.unflatten(pool_treedef, adapter_leaves) if bucket.adapter_columns else None
         draft_params = None if draft_treedef is None else jax.tree.unflatten(draft_treedef, draft_leaves)
-        out = step(jax.tree.unflatten(treedef, params), state, arrays, adapters, draft_params)
+        out = step(jax.tree.unflatten(treedef, params), state, arrays, adapters, draft_params, stream)
         ends = None if drafting is None else ends_of(arrays, bucket.kind)
         if bucket.kind == "verify":
             return _verified(out, arrays)._replace(ends=ends)
@@ -220,6 +222,62 @@ def make_forward(
         return Forwarded(out.state, out.tokens, out.logits, sampling, out.outputs, ends=ends)
 
     return forward
+
+
+class Passed(NamedTuple):
+    """What the program of a pipeline stage returns, unless it is the last one.
+
+    Attributes:
+      state: see `Stepped`.
+      stream: `[T, D]` the residual stream, for the next stage.
+    """
+
+    state: DeviceState
+    stream: jax.Array
+
+
+Passing: TypeAlias = Callable[..., Passed]  # as `make_passing` says
+
+
+def make_passing(
+    graphdef: nnx.GraphDef[Decoder],
+    treedef: Any,
+    bucket: Bucket,
+    kernels: KernelChoice,
+    kv_scales: KvScales | None = None,
+) -> Passing:
+    """`passing(params, state, packed, stream) -> Passed` of a pipeline stage that is not the last one, for `bucket`.
+
+    Arguments as for `make_forward`; `stream [T, D]` comes from the stage before; None: this is the first one.
+    """
+
+    def passing(
+        params: list[jax.Array], state: DeviceState, packed: jax.Array, stream: jax.Array | None = None
+    ) -> Passed:
+        arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
+        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
+        table, table_SP = _noted(state, arrays)
+        pages = Pages(state.kv, table_SP, arrays, bucket.kind, _options(model.arch), kernels, kv_scales)
+        rope_positions = arrays.positions if arrays.rope_positions is None else arrays.rope_positions
+        is_token = arrays.slots >= state.kv.k[0].shape[2]  # padding is stored in the dummy page
+        taken = arrays.token_ids if stream is None else stream  # ids that the host knows
+        given = model(taken, rope_positions, pages.attend, is_token, kernels=kernels)
+        return Passed(state._replace(kv=pages.buffers(), page_table=table), given)
+
+    return passing
+
+
+def _noted(state: DeviceState, arrays: StepArrays[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The page table with the pages of a step's tokens, and `[S, P]` the pages of its sequences."""
+    page_size = state.kv.k[0].shape[2]
+    token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
+    table = note_tokens(state.page_table, token_rows, arrays.positions, arrays.slots, page_size)
+    return table, pages_of_seqs(table, arrays.rows, arrays.lengths, page_size)
+
+
+def _options(arch: ModelArch) -> list[AttentionOptions]:
+    """Those of each layer with attention."""
+    return [arch.attention_options(layer) for layer in arch.attention_layers]
 
 
 def _verified(out: Stepped, arrays: StepArrays[jax.Array]) -> Forwarded:

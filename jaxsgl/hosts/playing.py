@@ -14,9 +14,7 @@ import numpy.typing as npt
 from jaxsgl.batch.engine_api import MaskedHandle, StepEngine, StepHandle
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.outputs import HostOutputs
-from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.calls import Call, Choose, Step
-from jaxsgl.messages.orders import MemoryTag
 
 Send: TypeAlias = Callable[[Call], None]
 
@@ -76,33 +74,6 @@ class _ChosenEverywhere:
     def drafts(self) -> npt.NDArray[np.int32]:
         """See `StepHandle`."""
         return self._handle.drafts()
-
-
-class FixedWeights:
-    """The weights of several hosts, which stay as they were loaded; a `WeightStore`.
-
-    Args:
-      weight_version: what they are called.
-    """
-
-    def __init__(self, weight_version: str) -> None:
-        self.weight_version = weight_version
-        self.released: frozenset[MemoryTag] = frozenset()
-
-    def stage_weights(self, folder: str | None) -> object:
-        """Raises `ConfigError`."""
-        raise ConfigError("weights can't be exchanged while several hosts share them (--nnodes): start all hosts anew")
-
-    def swap_weights(self, staged: object, version: str | None) -> None:
-        """Is never called: nothing is staged."""
-        raise AssertionError("nothing was staged")
-
-    def release_memory(self, tag: MemoryTag) -> None:
-        """Raises `ConfigError`."""
-        raise ConfigError("memory can't be released while several hosts share a model (--nnodes): end all hosts")
-
-    def resume_memory(self, tag: MemoryTag, staged: object) -> None:
-        """Does nothing: nothing is released."""
 
 
 def play(calls: Iterable[Call], engine: StepEngine, launched: Callable[[StepHandle], None]) -> None:

@@ -24,7 +24,7 @@ from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import FAMILIES, Family, NormPlaces, QkNorm
 from jaxsgl.models.latent_config import read_latent, read_latent_amplitude
 from jaxsgl.models.layer_config import read_layers
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, MoeMlp
+from jaxsgl.models.layer_spec import WHOLE, DeltaNet, DenseMlp, Latent, LayerSpec, MoeMlp, Stage
 from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format, read_unquantized
@@ -82,6 +82,7 @@ class ModelArch:
       pooling: how they are made here; None: none are served.
       generates: whether tokens are served.
       vision: the tower that makes tokens of images; None: there is none, or images are refused.
+      stage: which of the model's layers `layers` are, if it is a pipeline stage.
     """
 
     name: str
@@ -124,6 +125,7 @@ class ModelArch:
     pooling: PoolingSpec | None = None
     generates: bool = True
     vision: VisionArch | None = None
+    stage: Stage = WHOLE
 
     @property
     def num_layers(self) -> int:
@@ -209,6 +211,16 @@ class ModelArch:
             by_experts=by_experts,
             vocab_padding=-self.vocab_size % num_devices,
         )
+
+    def of_layers(self, first: int, stop: int) -> ModelArch:
+        """The pipeline stage of layers first .. stop - 1."""
+        stage = Stage(first, self.num_layers - stop)
+        return replace(self, layers=self.layers[first:stop], head=self.head if stage.is_last else "none", stage=stage)
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether it has the embedding, to embed tokens or as the head."""
+        return self.stage.is_first or (self.tie_embeddings and self.head == "vocabulary")
 
     def for_context(self, context_length: int) -> ModelArch:
         """The model for sequences of up to `context_length` tokens, which decides on the factors of some ropes."""

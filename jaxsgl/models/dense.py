@@ -95,10 +95,11 @@ class Decoder(Matrices):
         self.arch = arch
         self.activations = activations
         fmt = arch.weight_format if arch.weight_format is not None and arch.weight_format.vocabulary else None
-        self.declare("embedding", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
+        if arch.has_embedding:
+            self.declare("embedding", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
         self.layers = nnx.List([DecoderLayer(arch, spec, dtype) for spec in arch.layers])
         self.vectors = LayerVectors(arch, dtype)
-        self.final_norm = vector((d,), (None,), norm_dtype(arch, dtype), mean=1.0)
+        self.final_norm = vector((d,), (None,), norm_dtype(arch, dtype), mean=1.0) if arch.stage.is_last else None
         if arch.head == "labels":
             self.declare("score", (len(arch.folder_pooling.labels), d), (None, None), dtype, None, fan_in=d)
         elif arch.head == "vocabulary" and not arch.tie_embeddings:
@@ -121,6 +122,8 @@ class Decoder(Matrices):
     ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
 
+        Between two pipeline stages it is the residual stream `[T, D]`: what a stage but the last one returns, and what
+        the next one takes in the place of `token_ids`.
         `attend` or `recur` is called once per layer, in order. Ids outside the vocabulary are clipped to it.
         `is_token [T]` is false where a bucket is padded, which costs no expert's weights; None: all are tokens.
         `adapters` are those of the tokens; None: there are none. `images` take the places of some of the embeddings.
@@ -129,7 +132,7 @@ class Decoder(Matrices):
         layer, each item becomes the residual stream `[T, D]` before that layer, or after the last one.
         """
         arch, vectors = self.arch, self.vectors
-        x_TD = self._embed(token_ids)
+        x_TD = self._embed(token_ids) if arch.stage.is_first else token_ids
         if images is not None:
             x_TD = jnp.where(images.is_image[:, None], images.part(0).astype(x_TD.dtype), x_TD)
         tables = {rope: rope_tables(positions, rope, arch.rope_dim) for rope in self._ropes()}
@@ -160,7 +163,10 @@ class Decoder(Matrices):
             if images is not None and index + 1 < images.num_parts:
                 update_TD = sum_parts(update_TD, x_TD) + images.part(index + 1).astype(x_TD.dtype)
             is_last = index == arch.num_layers - 1
-            next_norm = (self.final_norm[...][None], 0) if is_last else rows.of(vectors.attention_norm, index + 1)
+            if is_last:
+                next_norm = None if self.final_norm is None else (self.final_norm[...][None], 0)
+            else:
+                next_norm = rows.of(vectors.attention_norm, index + 1)
             reader = None
             if not is_last and adapters is None:
                 reader = self.layers[index + 1].mixer.reader(kernels)

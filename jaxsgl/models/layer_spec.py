@@ -13,6 +13,31 @@ from pallas_kernels import Router
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Where the layers of a pipeline stage are in the model: the embedding is on the first one, the head on the last.
+
+    Attributes:
+      layers_before, layers_after: on other stages.
+    """
+
+    layers_before: int = 0
+    layers_after: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds tokens."""
+        return self.layers_before == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the final norm and the head."""
+        return self.layers_after == 0
+
+
+WHOLE = Stage()  # of a model that has one
+
+
+@dataclass(frozen=True)
 class Latent:
     """Attention over a latent (`models/latent.py`).
 

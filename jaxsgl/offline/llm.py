@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
+from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.weight_store import Tree
 from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.messages.orders import (
@@ -175,8 +176,11 @@ class LLM(PoolingLLM):
     def params(self) -> Params:
         """The model's parameters, a tree as `update_weights` takes it. An update doesn't change what was returned.
 
-        Don't donate these arrays to a jitted function, nor delete them: the model is served from them.
+        Don't donate these arrays to a jitted function, nor delete them: the model is served from them. Raises
+        `ConfigError` with pipeline stages, which have a tree each.
         """
+        if not isinstance(self.engine, Engine):
+            raise ConfigError("pipeline stages (pp_size) have no tree of all parameters: leave it out")
         return self.engine.weight_store.params
 
     @property

@@ -87,9 +87,8 @@ class Offline:
         with make_bar(total=total, desc="requests", disable=not use_tqdm) as bar:
             mailbox = OfflineMailbox(requests, self.tokenizer, bar)
             try:
-                overlap = not self.config.disable_overlap_schedule
                 check = self.config.check_every_step
-                run_loop(self._scheduler, self.engine, mailbox, overlap, check, pages=self.engine)
+                run_loop(self._scheduler, self.engine, mailbox, self.config.unread_steps, check)
             except BaseException:  # Ctrl-C too: unfinished requests are dropped, and the next call starts clean
                 self._scheduler = build_scheduler(self.config, self.engine, limited=False, former=self._scheduler)
                 raise
@@ -106,8 +105,6 @@ class Offline:
             self._scheduler,
             self.engine,
             LeakCheck(self._scheduler),
-            weight_store=self.engine.weight_store,
-            adapters=self.engine.adapters,
             loader=loader,
         )
         control.handle(order)

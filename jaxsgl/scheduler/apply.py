@@ -42,8 +42,13 @@ from jaxsgl.scheduler.stopwatch import Stopwatch
 class Builder(Protocol):
     """Makes padded batches; `BatchBuilder` is the real one."""
 
-    def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepInputs:
-        """One token for each row `[S]`, stored at `positions [S]`; or `steps [S]` from there on, in several steps."""
+    def decode(
+        self, rows: IntArray, positions: IntArray, steps: IntArray | None = None, token_ids: IntArray | None = None
+    ) -> StepInputs:
+        """One token for each row `[S]`, stored at `positions [S]`; or `steps [S]` from there on, in several steps.
+
+        They are `token_ids [S]`.
+        """
         ...
 
     def extend(self, works: Sequence[Work]) -> StepInputs:
@@ -252,7 +257,8 @@ class Applier:
     def masks(self, num_choices: int, mark: Mark) -> tuple[Words, list[Reply]]:
         """`[num_choices, ceil(V / 32)]` for the step that was launched last, and replies of requests that end here.
 
-        Called between its forward program and the program that chooses tokens, once all tokens before are collected.
+        Called between its forward program and the program that chooses tokens, once the tokens before of its requests
+        are collected.
         Rows without a constraint may get any token, and so may those of requests that have ended meanwhile: their
         tokens are dropped. A request ends if its output is complete and can't go on, or its grammar can't be followed.
         """
@@ -262,11 +268,13 @@ class Applier:
         for place, (req, number) in enumerate(zip(step.reqs, step.lease_numbers, strict=True)):
             if req.constraint is None or req.lease_number != number or req in step.silent:
                 continue
+            drafts = step.drafts_of(place)
+            assert req.num_launched == len(req.output_ids) + 1 + len(drafts), "its tokens of a step before are not read"
             mark.begin(req.request_id)
             try:
                 of_req = words[step.choices(place)]
                 if req.constraint.mask_into(of_req[0], req.output_ids):
-                    if drafts := step.drafts_of(place):
+                    if drafts:
                         step.bounds[place] = req.constraint.masks_ahead(of_req, req.output_ids, drafts)
                     continue
                 replies.append(Reply(req.request_id, (), FinishReason.STOP, req.cached_tokens, index=req.index))
@@ -353,7 +361,8 @@ class Applier:
             except Exception as error:
                 raise RequestFailure(req) from error
         works += [self._decoding_work_of(req) for req, _ in plan.decodes]
-        reqs = [req for req, _ in (*plan.chunks, *plan.decodes)]
+        decoding = [req for req, _ in plan.decodes]
+        reqs = [*(req for req, _ in plan.chunks), *decoding]
         try:
             inputs = self._builder.extend(works)
         except Exception:
@@ -367,6 +376,7 @@ class Applier:
         for req, num_tokens in plan.decodes:
             if not req.launch_decode(num_tokens):
                 self._requests.moved(req)
+        self._state.turns.launched(self._requests, decoding)
         for resource in self._resources:
             resource.launched(plan.chunks)
         silent = frozenset([req for req, _ in plan.chunks if req.state is State.EXTENDING])
@@ -400,11 +410,12 @@ class Applier:
             if not req.launch_decode(count):
                 self._requests.moved(req)
         rows_S, positions_S = np.array(rows, dtype=np.int32), np.array(positions, dtype=np.int32)
+        ids_S = self._state.turns.token_ids(reqs, rows_S)
         steps_S = None
         if plan.num_steps > 1:
             steps_S = np.array([count for _, count in plan.decodes], dtype=np.int32)
         try:
-            inputs = self._builder.decode(rows_S, positions_S, steps_S)
+            inputs = self._builder.decode(rows_S, positions_S, steps_S, ids_S)
         except Exception:
             self._undo_decodes(plan.decodes)
             blame(
@@ -412,6 +423,7 @@ class Applier:
                 for i, req in enumerate(reqs)
             )
             raise
+        self._state.turns.launched(self._requests, reqs)
         for resource in self._resources:
             inputs = resource.completed(inputs)
         inputs = self._state.speculation.asking(inputs, reqs)
@@ -493,7 +505,8 @@ class Applier:
         row, start = req.lease.row, req.kv_len
         self._cache.grow(req.lease, start + 1)
         positions = req.rope_positions(start, start + 1)
-        return Work(row, np.array([~row], dtype=np.int32), start, True, rope_positions=positions)
+        ids = self._state.turns.token_ids([req], np.array([row], dtype=np.int32))
+        return Work(row, ids, start, True, rope_positions=positions)
 
     def _launched(self, inputs: StepInputs, step: InFlightStep, rows: Sequence[int]) -> None:
         if inputs.table_changes:

@@ -38,7 +38,7 @@ class PlanBuilder:
     Attributes:
       view: the state before.
       ledger: the pages after all what-ifs.
-      decoding: running requests that decode, without those taken back.
+      decoding: running requests that may decode in the step, without those taken back.
       admissions: requests to admit, with what they will hold.
       deferred: of those, the ones that have no chunk yet, as a resource brings a part of their prefix first.
       taken_back: requests to take back to the queue.
@@ -48,7 +48,7 @@ class PlanBuilder:
     def __init__(self, view: SchedulerState) -> None:
         self.view = view
         self.ledger = Ledger(view.cache)
-        self.decoding = list(view.requests.decoding.values())
+        self.decoding = view.turns.to_decode(view.requests)
         self.admissions: dict[Req, Claim] = {}
         self.deferred: dict[Req, Claim] = {}
         self.taken_back: dict[Req, None] = {}
@@ -254,7 +254,9 @@ class ExtendBuilder:
         if not (self._admitted or self._plan.admissions):
             return True
         self.pages_short = max(pages + SPARE_PAGES + self._pages_held - self._ledger.available, 0)
-        if not (self._all_go_on and claim.req.sampling.ignore_eos and self._plan.view.speculation.in_lockstep):
+        view = self._plan.view
+        in_lockstep = view.speculation.in_lockstep and view.turns.in_lockstep
+        if not (self._all_go_on and claim.req.sampling.ignore_eos and in_lockstep):
             return self.pages_short == 0
         if self.pages_short == 0 and max(self._most_output, claim.req.max_new_tokens) <= CLIP_TOKENS:
             return True  # even if no page came free before the last request ends

@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol, cast
 
-from jaxsgl.batch.engine_api import MaskedHandle, PageEngine, StepEngine, StepHandle
-from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
+from jaxsgl.batch.engine_api import MaskedHandle, StepHandle
 from jaxsgl.messages.orders import Abort, News, Shutdown, ToEngine
 from jaxsgl.messages.replies import Replies
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.orders.adapters import AdapterStore
 from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck
-from jaxsgl.scheduler.orders.weights import WeightStore
 from jaxsgl.scheduler.scheduler import Scheduler, Serving
+from jaxsgl.scheduler.served_engine import ServedEngine
 
 
 class Mailbox(Protocol):
@@ -36,28 +34,17 @@ class Mailbox(Protocol):
 
 
 def run_loop(
-    serving: Serving,
-    engine: StepEngine,
-    mailbox: Mailbox,
-    overlap: bool,
-    check_every_step: bool = False,
-    weight_store: WeightStore | None = None,
-    pages: PageEngine | None = None,
-    adapters: AdapterStore | None = None,
+    serving: Serving, engine: ServedEngine, mailbox: Mailbox, depth: int, check_every_step: bool = False
 ) -> None:
     """Serves until a `Shutdown` message comes: gives `serving` messages, and runs the steps of its scheduler.
 
-    With `check_every_step` a leak raises AssertionError, for tests. `weight_store` is the engine's weights and KV pool,
-    if operators may exchange them. `pages` is the engine's part that moves pages and places adapters, if flags need it,
-    `adapters` where it holds adapters.
+    `depth` steps may be in flight unread when a turn ends: 0 without overlap, 1 with it. With `check_every_step` a leak
+    raises AssertionError, for tests.
     """
     scheduler = serving.scheduler
-    needs_ops = scheduler.cache.tier is not None or scheduler.state.capacity.max_adapters > 0
-    assert pages is not None or not needs_ops, "a host tier or adapters need the engine's operations"
     in_flight: deque[StepHandle] = deque()
-    unread_allowed = 1 if overlap else 0
     leak_check = LeakCheck(scheduler)
-    control = Control(serving, engine, leak_check, weight_store=weight_store, adapters=adapters)
+    weights, control = engine.weight_store, Control(serving, engine, leak_check)
     while True:
         for message in mailbox.receive(block=serving.is_idle and not control.is_polling):
             if isinstance(message, Shutdown):
@@ -70,14 +57,13 @@ def run_loop(
         if reads_first:
             _collect(scheduler, in_flight)
         inputs = serving.launch()
-        if pages is not None:
-            for number, op in scheduler.ops.take():  # before the step, which may write to the pages that they free
-                pages.apply(op, number)
+        for number, op in scheduler.ops.take():  # before the step, which may write to the pages that they free
+            engine.apply(op, number)
         if inputs is not None:
             if control.is_active:
                 control.before_step(inputs)
             in_flight.append(engine.submit(inputs))
-        collects = bool(in_flight) and (inputs is None or len(in_flight) > unread_allowed)
+        collects = bool(in_flight) and (inputs is None or len(in_flight) > depth)
         newest_only = len(in_flight) == 1
         if collects and not newest_only:
             _collect(scheduler, in_flight)
@@ -85,12 +71,11 @@ def run_loop(
             cast(MaskedHandle, in_flight[-1]).choose(scheduler.masks(inputs.bucket.num_choices))
         if collects and newest_only:
             _collect(scheduler, in_flight)
-        if pages is not None and scheduler.ops.waiting:
-            scheduler.ops.finished(pages.poll(wait=not (collects or reads_first or in_flight)))
+        if scheduler.ops.waiting:
+            scheduler.ops.finished(engine.poll(wait=not (collects or reads_first or in_flight)))
         news = control.after_turn(collects or reads_first) if control.is_active else []
-        version = weight_store.weight_version if weight_store is not None else DEFAULT_WEIGHT_VERSION
         replies = serving.take_replies()  # first, as the load of an idle scheduler is exact
-        mailbox.send(Replies(replies, serving.load(engine.recompiles, leak_check.num_leaks, version)))
+        mailbox.send(Replies(replies, serving.load(engine.recompiles, leak_check.num_leaks, weights.weight_version)))
         for answer in news:  # after the load, so that an answer never comes before the load that it changed
             mailbox.send(answer)
         if check_every_step:

@@ -234,6 +234,11 @@ class Req:
         return self.state is State.RUNNING and self.num_launched < self.max_new_tokens
 
     @property
+    def is_read(self) -> bool:
+        """Whether all tokens that were sampled for it are read: no step in flight yields one."""
+        return self.num_launched == len(self.output_ids)
+
+    @property
     def is_complete(self) -> bool:
         """Whether its grammar has ended its output, without a stop token."""
         return self.constraint is not None and self.constraint.ended and self.output_ids[-1] not in self.stop_ids

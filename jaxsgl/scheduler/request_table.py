@@ -9,7 +9,7 @@ apply.py and planner.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.replies import Refusal, RefusalKind
@@ -28,7 +28,7 @@ class RequestTable:
       admitted: requests that hold a lease, in order of admission.
       prefetching: of those, the PREFETCHING ones.
       extending: of those, the EXTENDING ones: some of their known tokens are not launched yet.
-      decoding: of those, the RUNNING ones that may decode another token.
+      decoding: of those, the RUNNING ones that may decode another token; see `decoded` for their order.
       num_waiting_tokens: prompt tokens of the waiting requests.
       admission_paused: whether requests of which no sample has been admitted must wait, while the others end.
       epoch: rises when rows and pages may have come free, or another request may be the first of the queue.
@@ -97,6 +97,12 @@ class RequestTable:
             else:
                 self._leave_queue(req)
                 self._remove(req)
+
+    def decoded(self, reqs: Iterable[Req]) -> None:
+        """Puts those of `reqs` that may decode another token at the end of `decoding`, as launched last."""
+        for req in reqs:
+            if self.decoding.pop(req.key, None) is not None:
+                self.decoding[req.key] = req
 
     def pause_admission(self, paused: bool) -> None:
         """Has requests of which no sample was admitted wait from now on, or be admitted again."""

@@ -3,7 +3,7 @@
     receive(messages)  ->  launch() -> StepInputs  ->  collect(tokens)  ->  take_replies()
                            = plan_step + apply
 
-One step may be launched before the tokens of the step before are collected: a plan follows from what has been
+Steps may be launched before the tokens of the steps before are collected: a plan follows from what has been
 launched, not from tokens. If a request turns out to have ended, or was retracted, its extra token is dropped. Pages
 that are freed while a step is in flight may be handed out at once, since steps run in order.
 """
@@ -63,6 +63,7 @@ from jaxsgl.scheduler.speculation.pace import StepCosts
 from jaxsgl.scheduler.speculation.speculation import ReadDrafts, speculation_of
 from jaxsgl.scheduler.state import RetractAlso, SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
+from jaxsgl.scheduler.turns import AllAtOnce
 
 GRAMMAR_WAIT_S = 0.001  # that an idle turn waits for a grammar, so that the loop doesn't spin
 WARNING_INTERVAL_S = 10.0
@@ -148,6 +149,7 @@ class Scheduler:
       mark: notes whose mask is being made.
       drafter_of: makes the drafter of each sample, if `buckets` have programs that verify drafts.
       step_costs: says how many drafts pay.
+      turns: which running requests decode in a step.
 
     Attributes:
       queue_limits: what the queue takes.
@@ -181,6 +183,7 @@ class Scheduler:
         mark: Mark = NoMark(),
         drafter_of: DrafterOf = drafts_nothing,
         step_costs: StepCosts = StepCosts(),
+        turns: AllAtOnce = AllAtOnce(),
     ) -> None:
         self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
         eos_token_ids = frozenset(eos_token_ids)
@@ -218,6 +221,7 @@ class Scheduler:
             ops=ops,
             ratio=NewTokenRatio(config.schedule_conservativeness),
             timing=timing,
+            turns=turns,
             totals=totals,
             adapters=adapters,
             speculation=speculation_of(buckets, drafter_of, cache, step_costs),
@@ -430,9 +434,8 @@ class Scheduler:
     def masks(self, num_choices: int) -> Words:
         """`[num_choices, ceil(V / 32)]` which tokens the step launched last may choose, for a `masked` step.
 
-        `num_choices` is that of its bucket. All steps before it must be collected.
+        `num_choices` is that of its bucket. The steps before it that had its requests must be collected.
         """
-        assert self.state.steps_in_flight == 1, "the tokens of a step before are not read"
         words, replies = self._applier.masks(num_choices, self._mark)
         self._replies += replies
         return words

@@ -20,6 +20,7 @@ from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.resources.images import Images
 from jaxsgl.scheduler.resources.resource import Resource
 from jaxsgl.scheduler.speculation.speculation import Speculation
+from jaxsgl.scheduler.turns import AllAtOnce
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class SchedulerState:
       cache: pages, rows and prefixes.
       ratio: share of their output that is held for running requests.
       timing: how long steps may take.
+      turns: which running requests decode in a step.
       resources: what requests hold besides pages and rows of the KV pool; () on a plain server.
       adapters: LoRA adapters by name; one of the resources, unless it takes none.
       images: one of the resources, if the model has a vision tower; None: it has none.
@@ -57,6 +59,7 @@ class SchedulerState:
     ops: EngineOps
     ratio: NewTokenRatio
     timing: Timing
+    turns: AllAtOnce
     totals: Totals
     adapters: AdapterTable
     speculation: Speculation

@@ -130,7 +130,7 @@ class FakeHandle:
 
 
 class FakeEngine:
-    """A `StepEngine` and `PageEngine` without a model.
+    """A `ServedEngine` without a model, and its own `WeightStore`.
 
     Steps run as late as possible, so that inputs changed meanwhile would show.
 
@@ -183,6 +183,11 @@ class FakeEngine:
             folder, num_steps = self.profiles[-1]
             self.profiles[-1] = folder, num_steps + 1
         return handle
+
+    @property
+    def weight_store(self) -> FakeEngine:
+        """Itself."""
+        return self
 
     @property
     def page_layout(self) -> PageLayout:

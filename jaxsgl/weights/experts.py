@@ -85,9 +85,8 @@ def recipe_of_experts(path: Path, arch: ModelArch, shape_of: ShapeOf) -> Recipe 
     if not isinstance(mlp, MoeMlp):
         return None
     names = NAMES.get(arch.name, ExpertNames())
-    return _OfLayer(names, stored_name(names.block.format(layer), arch), mlp, arch, shape_of).recipe(
-        *map(str, path[3:])
-    )
+    block = names.block.format(arch.stage.layers_before + layer)
+    return _OfLayer(names, stored_name(block, arch), mlp, arch, shape_of).recipe(*map(str, path[3:]))
 
 
 @dataclass(frozen=True)

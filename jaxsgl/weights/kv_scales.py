@@ -44,8 +44,8 @@ def load_kv_scales(folder: Path, arch: ModelArch) -> KvScales:
     tensors = TensorFiles(folder)
     for name in tensors.names():
         place = kv_scale_of(name)
-        if place is not None and place[0] in arch.attention_layers:
-            found[place] = _checked(tensors.scale(name), name, folder, arch)
+        if place is not None and place[0] - arch.stage.layers_before in arch.attention_layers:
+            found[place[0] - arch.stage.layers_before, place[1]] = _checked(tensors.scale(name), name, folder, arch)
     num_scaled = len({layer for layer, _ in found})
     num_layers = len(arch.attention_layers)
     if num_scaled < num_layers:

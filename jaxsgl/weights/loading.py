@@ -27,7 +27,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.weights.assembly import Assembler, Progress, Unfinished, shape_of
 from jaxsgl.weights.converted import is_converted, restore_params
-from jaxsgl.weights.names import Computed, Piece, Tensor
+from jaxsgl.weights.names import Computed, Piece, Tensor, path_in_model
 from jaxsgl.weights.quantized import recipe_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
 from jaxsgl.weights.tensor_files import GivenTensors, TensorFiles
@@ -131,7 +131,7 @@ def random_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh, seed: int) -> P
     root = jax.random.key(seed)
     params = []
     for path, param in nnx.to_flat_state(abstract):
-        key = jax.random.fold_in(root, zlib.crc32(repr(path).encode()))
+        key = jax.random.fold_in(root, zlib.crc32(repr(path_in_model(path, arch)).encode()))
         mean, std = param.get_metadata("mean"), param.get_metadata("std")
         value = _draw(key, param.shape, param.dtype, mean, std, param_sharding(param, mesh))
         params.append((path, param.replace(value)))

@@ -536,13 +536,19 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
 
     if path[0] == "vectors":
         recipe = own.get(path) or OF_ALL_LAYERS[path]
-        rows = [named(recipe.sources, layer) for layer in _layers_of(str(path[1]), arch)]
+        rows = [named(recipe.sources, arch.stage.layers_before + i) for i in _layers_of(str(path[1]), arch)]
         return Recipe(tuple(itertools.chain(*rows)), partial(_stack_layers, recipe.pieces, len(rows)))
     if path[0] != "layers":
         recipe = own.get(path) or OF_MODEL[path]
         return Recipe(named(recipe.sources), recipe.pieces, recipe.computed)
     recipe = own.get(path[2:]) or OF_LAYER[path[2:]]
-    return Recipe(named(recipe.sources, path[1]), recipe.pieces, recipe.computed)
+    return Recipe(named(recipe.sources, path_in_model(path, arch)[1]), recipe.pieces, recipe.computed)
+
+
+def path_in_model(path: Path, arch: ModelArch) -> Path:
+    """The path of a parameter of a pipeline stage in the whole model."""
+    before = arch.stage.layers_before
+    return (path[0], before + path[1], *path[2:]) if path[0] == "layers" and isinstance(path[1], int) else path
 
 
 def _layers_of(vectors: str, arch: ModelArch) -> Iterable[int]:

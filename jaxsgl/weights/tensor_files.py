@@ -254,7 +254,7 @@ def kv_scale_of(name: str) -> tuple[int, str] | None:
 
 def is_harmless(name: str, arch: ModelArch) -> bool:
     """Whether a tensor may be left unread: rope's constants, a head that nothing reads, what predicts further tokens,
-    scales, and the parts beside the decoder.
+    scales, the parts beside the decoder, and those of other pipeline stages.
 
     The scales of the KV cache are read by themselves (`kv_scales.py`), if it is float8.
     """
@@ -267,9 +267,14 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
         return True
     if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
         return True
-    behind = _OF_LAYER.match(name) if arch.name in _PREDICT_MORE else None
-    if behind is not None and int(behind[1]) >= arch.num_layers:
-        return True
+    of_layer, before, after = _OF_LAYER.match(name), arch.stage.layers_before, arch.stage.layers_after
+    if of_layer is not None:
+        place = int(of_layer[1]) - before
+        is_behind = arch.name in _PREDICT_MORE and place >= arch.num_layers
+        if is_behind or -before <= place < 0 or 0 <= place - arch.num_layers < after:
+            return True
+    if (name == "model.embed_tokens.weight" and not arch.has_embedding) or (name == "model.norm.weight" and after):
+        return True  # another stage reads it
     fmt = arch.weight_format
     if fmt is not None and fmt.storage is not None and stored_matrix.is_unused(name, fmt):
         return True

@@ -27,6 +27,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.step_programs import all_keys
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.served_engine import StepsOnly
 from jaxsgl.testing.engine import ScriptedMailbox
 
 
@@ -166,7 +167,7 @@ def steps_of(jobs: Sequence[Job], config: EngineConfig, capacity: Capacity, buck
     )
     engine = CountingEngine()
     requests = greedy_requests(jobs)
-    run_loop(scheduler, engine, ScriptedMailbox([requests]), overlap=not config.disable_overlap_schedule)
+    run_loop(scheduler, StepsOnly(engine), ScriptedMailbox([requests]), depth=config.unread_steps)
     return engine.steps
 
 

@@ -174,7 +174,7 @@ def traced_call(prompt_len: int, output_len: int, real_engine: bool = False) -> 
     trace = Trace()
     mailbox = TracedMailbox([Request(name, prompt, params) for name, prompt in prompts.items()], trace)
     try:
-        run_loop(scheduler, engine, mailbox, overlap=True)
+        run_loop(scheduler, engine, mailbox, depth=1)
     finally:
         trace.stop()
         mailbox.close()

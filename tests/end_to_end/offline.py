@@ -85,7 +85,7 @@ def serve(
     """
     scheduler = new_scheduler(engine, radix, eos_token_ids, config, retract_every, decode_steps, drafter_of, compile)
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, engine, mailbox, overlap, pages=engine)
+    run_loop(scheduler, engine, mailbox, int(overlap))
     assert scheduler.is_idle
     assert scheduler.cache.num_available == engine.capacity.num_pages - 1
     return mailbox
@@ -106,6 +106,6 @@ def first_logits(engine: Engine, prompt: list[int]) -> np.ndarray:
     scheduler.receive([Request("r", prompt, SamplingParams(temperature=0.0, max_tokens=1))])
     while (inputs := scheduler.launch()) is not None:
         (forward,) = engine.programs.of(inputs.bucket)
-        out = forward(engine._params, engine._state, inputs.packed)
-        engine._state = out.state
+        out = forward(engine._params, engine._runner.state, inputs.packed)
+        engine._runner.state = out.state
     return np.asarray(out.logits)[0]

@@ -80,7 +80,7 @@ def test_auto_is_what_the_checkpoint_was_calibrated_for_and_takes_one_byte_a_num
     assert engine.info.kv_cache_dtype == "fp8_e4m3"
     per_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim
     assert engine.info.kv_bytes == per_token * capacity.num_pages * capacity.page_size
-    assert engine.info.kv_bytes == sum(array.nbytes for array in jax.tree.leaves(engine._state.kv))
+    assert engine.info.kv_bytes == sum(array.nbytes for array in jax.tree.leaves(engine._runner.state.kv))
 
 
 def test_queries_attend_to_stored_numbers_also_to_those_of_their_own_step(engine: Engine, folder: Path) -> None:

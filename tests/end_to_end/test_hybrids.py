@@ -82,14 +82,14 @@ def test_a_prefix_that_ends_at_a_state_yields_the_tokens_of_the_whole_prompt(eng
     script: list[list[Any]] = [each for request in first for each in ([request], *[[]] * 80)]
     scheduler = new_scheduler(engine, radix=True)
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, engine, mailbox, overlap=True)
+    run_loop(scheduler, engine, mailbox, depth=1)
     answers = outputs(mailbox, first)
     cached = [ends(mailbox)[request.request_id].cached_tokens for request in first]
     assert cached == [0, 0, *[2 * page] * 3]
     turns = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(prompts, answers, strict=True)]
     second = [Request(f"{i} again", prompt, params) for i, prompt in enumerate(turns)]
     mailbox = ScriptedMailbox([second])
-    run_loop(scheduler, engine, mailbox, overlap=True)
+    run_loop(scheduler, engine, mailbox, depth=1)
     found, whole = outputs(mailbox, second), outputs(serve(engine, [second], radix=False), second)  # another's pages
     assert answers == outputs(serve(engine, [first], radix=False), first)
     # Decodes sum in another order than blocks do: between experts whose shares are nearly equal, that may decide.
@@ -102,7 +102,7 @@ def test_a_prefix_that_ends_at_a_state_yields_the_tokens_of_the_whole_prompt(eng
 
 def test_no_program_copies_the_states(engine: Engine) -> None:
     """They are written in place, whether one token, several steps or chunks move them."""
-    running = engine._state.running
+    running = engine._runner.state.running
     assert running is not None
     dims = {",".join(map(str, array.shape)) for array in (*running.matrices, *running.inputs)}
     is_copy = re.compile(rf"= f32\[(?:{'|'.join(dims)})\]\S* (?:copy|copy-start)\(")

@@ -258,4 +258,4 @@ def test_batches_without_features_leave_the_state_of_features_alone(engine: Engi
 
 
 def edit_tables(engine: Engine) -> list[jax.Array]:
-    return jax.tree.leaves(engine._state.edit_tables)
+    return jax.tree.leaves(engine._runner.state.edit_tables)

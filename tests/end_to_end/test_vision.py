@@ -105,12 +105,14 @@ def test_logits_of_prompts_cut_at_each_token_of_an_image(served: tuple[Engine, A
 def step_logits(engine: Engine, inputs: Any) -> np.ndarray:
     """Logits `[V]` of the step's first sequence."""
     for call in inputs.encodes:
-        engine._encode(call)
+        engine._runner.encode(call)
     (forward,) = engine.programs.of(inputs.bucket)
     for changes in inputs.table_changes:
-        engine._state = engine._state._replace(page_table=engine.programs.set_pages(engine._state.page_table, changes))
-    out = forward(engine._params, engine._state, inputs.packed)
-    engine._state = out.state
+        engine._runner.state = engine._runner.state._replace(
+            page_table=engine.programs.set_pages(engine._runner.state.page_table, changes)
+        )
+    out = forward(engine._params, engine._runner.state, inputs.packed)
+    engine._runner.state = out.state
     return np.asarray(out.logits)[0]
 
 
@@ -177,7 +179,7 @@ def run(engine: Engine, scheduler: Any, requests: list[Request]) -> Any:
     from jaxsgl.testing.engine import ScriptedMailbox
 
     mailbox = ScriptedMailbox([requests])
-    run_loop(scheduler, engine, mailbox, True, pages=engine)
+    run_loop(scheduler, engine, mailbox, 1)
     return mailbox
 
 
@@ -207,7 +209,7 @@ def test_a_tower_run_layer_by_layer_makes_the_embeddings_of_one_call(served: tup
         call = pack([[(item, rows)]], engine.buckets.encode_of(item.num_patches), tower)
         parts = [EncodePart(call, *layers, 4) for layers in ((0, 1), (1, 3), (3, 4))]
         for each in [call] if first == 1 else parts:
-            images = engine._encode(each)
+            images = engine._runner.encode(each)
         made.append(np.asarray(images)[rows])
     assert np.abs(made[0]).max() > 0.1
     np.testing.assert_allclose(made[1], made[0], atol=1e-6, rtol=1e-6)
@@ -219,13 +221,13 @@ def test_tokens_come_between_the_layers_of_an_image(
     engine, model = served
     text, asked = request("text", [], 61, max_tokens=40), request("a", [(1, 8, 10)], 62)
     parts: list[EncodePart] = []
-    run_part = engine._tower_parts.run
+    run_part = engine._runner._tower_parts.run
 
     def noted(params: Any, images: Any, part: EncodePart) -> Any:
         parts.append(part)
         return run_part(params, images, part)
 
-    monkeypatch.setattr(engine._tower_parts, "run", noted)
+    monkeypatch.setattr(engine._runner._tower_parts, "run", noted)
     before = engine.recompiles
     mailbox = serve(engine, [[text], [], [], [], [asked]], config=SchedulingConfig(max_itl_ms=1e-3))
     assert is_greedy(model, text, mailbox.output_ids("text")) and is_greedy(model, asked, mailbox.output_ids("a"))

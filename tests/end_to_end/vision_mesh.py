@@ -45,7 +45,7 @@ def main() -> None:
     turns = []
     for number, seed in enumerate((41, 42, 41)):  # the pool holds one of the two images
         mailbox = ScriptedMailbox([[request(str(number), [(1, 14, 16)], seed)]])
-        run_loop(scheduler, engine, mailbox, True, pages=engine)
+        run_loop(scheduler, engine, mailbox, 1)
         turns.append(mailbox.output_ids(str(number)))
     restored = scheduler.state.totals.restored_images
     print(json.dumps({"answers": answers, "turns": turns, "restored": restored, "recompiles": engine.recompiles}))

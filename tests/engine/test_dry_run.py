@@ -59,11 +59,13 @@ def test_every_program_has_run_when_the_engine_is_ready_and_the_state_is_as_good
     assert ran == {*all_keys(engine.buckets)} - {SET_ROW, SET_PAGES}
     assert engine.recompiles == 0
     fresh = allocate(
-        layer_states(engine.arch, engine.capacity.page_size, engine._state.kv.k[0].dtype), engine.capacity, mesh_of()
+        layer_states(engine.arch, engine.capacity.page_size, engine._runner.state.kv.k[0].dtype),
+        engine.capacity,
+        mesh_of(),
     )
-    for pages, new in zip(jax.tree.leaves(engine._state.kv), jax.tree.leaves(fresh.kv), strict=True):
+    for pages, new in zip(jax.tree.leaves(engine._runner.state.kv), jax.tree.leaves(fresh.kv), strict=True):
         np.testing.assert_array_equal(np.asarray(pages)[1:], np.asarray(new)[1:])  # page 0 is the dummy page
-    for rows, new in zip(jax.tree.leaves(engine._state[1:]), jax.tree.leaves(fresh[1:]), strict=True):
+    for rows, new in zip(jax.tree.leaves(engine._runner.state[1:]), jax.tree.leaves(fresh[1:]), strict=True):
         np.testing.assert_array_equal(np.asarray(rows)[:-1], np.asarray(new)[:-1])  # the last row is the dummy row
     engine.close()
 
@@ -77,7 +79,7 @@ def test_a_program_that_several_steps_need_runs_in_the_smallest() -> None:
 
 
 def test_programs_are_compiled_for_the_state_that_is_allocated_later(engine: Engine, tiny_config: ConfigMaker) -> None:
-    states = layer_states(engine.arch, engine.capacity.page_size, engine._state.kv.k[0].dtype)
+    states = layer_states(engine.arch, engine.capacity.page_size, engine._runner.state.kv.k[0].dtype)
     abstract = abstract_state(states, engine.capacity, mesh_of())
     real = allocate(states, engine.capacity, mesh_of())
 
@@ -98,7 +100,7 @@ def test_where_memory_is_short_the_pool_is_smaller_by_what_the_largest_step_take
     free_bytes = 1 << 20
     small_memory(monkeypatch, free_bytes)
     engine = Engine(tiny_config(max_total_tokens=None), progress=False)
-    page_bytes = layer_states(engine.arch, 4, engine._state.kv.k[0].dtype).page_bytes
+    page_bytes = layer_states(engine.arch, 4, engine._runner.state.kv.k[0].dtype).page_bytes
     sizes = engine.capacity
     tables = edit_table_bytes(sizes.num_rows, sizes.vocab_size)
     tables += page_table_bytes(sizes.num_rows, sizes.max_pages_per_seq)

@@ -77,10 +77,10 @@ def test_a_chunk_that_is_not_the_last_leaves_the_rows_last_token_alone(engine: E
 def test_padding_changes_nothing_but_the_dummy_page_and_the_dummy_row(engine: Engine) -> None:
     driver = Driver(engine)
     driver.generate({0: [5, 6, 7], 1: [8, 9]}, 2)
-    before, last_before = jax.tree.map(np.asarray, engine._state[:2])
+    before, last_before = jax.tree.map(np.asarray, engine._runner.state[:2])
     driver.run(driver.decode({1: 3}))  # a bucket of 4 sequences: 3 are padding
     driver.run(driver.extend((1, [4], 4)))  # a bucket of 16 tokens and 4 sequences
-    after, last_after = jax.tree.map(np.asarray, engine._state[:2])
+    after, last_after = jax.tree.map(np.asarray, engine._runner.state[:2])
     own_page = 1 + engine.capacity.max_pages_per_seq
     for pages_before, pages_after in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         changed = np.flatnonzero((pages_before != pages_after).any(axis=(1, 2, 3)))
@@ -242,7 +242,7 @@ def test_info_describes_the_started_engine(engine: Engine) -> None:
     assert (info.architecture, info.dtype, info.platform) == ("Qwen3ForCausalLM", "float32", "cpu")
     assert info.limits.context_length == 64 and info.limits.pool_tokens == 256 and info.limits.vocab_size == 101
     assert info.eos_token_ids == (1,)
-    assert info.kv_bytes == sum(array.nbytes for array in jax.tree.leaves(engine._state.kv))
+    assert info.kv_bytes == sum(array.nbytes for array in jax.tree.leaves(engine._runner.state.kv))
     assert 0 < info.warmup_s < 300
 
 

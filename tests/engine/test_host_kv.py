@@ -41,7 +41,7 @@ def built(flags: EngineConfig) -> Iterator[tuple[Engine, Scheduler]]:
 def answer(engine: Engine, scheduler: Scheduler, name: str, prompt: list[int]) -> tuple[list[int], Reply]:
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     mailbox = ScriptedMailbox([[Request(name, prompt, params)]])
-    run_loop(scheduler, engine, mailbox, True, check_every_step=True, pages=engine)
+    run_loop(scheduler, engine, mailbox, 1, check_every_step=True)
     return mailbox.output_ids(name), mailbox.replies[-1]
 
 

@@ -172,7 +172,7 @@ class EngineThread:
     def _run(self) -> None:
         self._engines_turn.acquire()
         try:
-            run_loop(self.scheduler, self._engine, self.mailbox or _Mailbox(self), self._overlap)
+            run_loop(self.scheduler, self._engine, self.mailbox or _Mailbox(self), int(self._overlap))
         except _Killed:
             pass
         except BaseException as error:

@@ -99,7 +99,7 @@ async def running(
 
         def serve() -> None:
             try:
-                run_loop(new_scheduler(compiler), FakeEngine(SIZES), mailbox, overlap=True, check_every_step=True)
+                run_loop(new_scheduler(compiler), FakeEngine(SIZES), mailbox, depth=1, check_every_step=True)
             except BaseException as error:  # the test fails with it
                 failures.append(error)
 
@@ -152,7 +152,7 @@ def test_no_sampling_parameter_at_the_edge_of_its_type_fails_the_offline_loop(co
             refused += 1
             continue
         mailbox = ScriptedMailbox([[request]])
-        run_loop(scheduler, FakeEngine(SIZES), mailbox, overlap=True)
+        run_loop(scheduler, FakeEngine(SIZES), mailbox, depth=1)
         ended = [reply for reply in mailbox.replies if reply.finish_reason is not None]
         assert len(ended) == request.sampling.n, (request, mailbox.replies)
         assert not [reply for reply in mailbox.replies if reply.refusal and reply.refusal.kind is RefusalKind.FAILED]

@@ -25,6 +25,7 @@ from jaxsgl.hosts.line import Line, LineLost, Pulse, greet
 from jaxsgl.hosts.playing import LeadEngine
 from jaxsgl.messages.replies import HostsLoad
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.served_engine import StepsOnly
 from jaxsgl.testing.engine import ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.hosts.test_playing import SIZES, Recorded
@@ -144,7 +145,7 @@ def test_calls_of_the_loop_reach_the_other_host_and_it_yields_the_same(
     scheduler = CheckedScheduler(SIZES, BucketSet.derive(SIZES), ())
     playing = world.threads.submit(follower.play, engines[1])
     script = [[request("a", range(40), 20)], [request("b", range(9), 12)]]
-    run_loop(scheduler, LeadEngine(engines[0], leader.call), ScriptedMailbox(script), True)
+    run_loop(scheduler, StepsOnly(LeadEngine(engines[0], leader.call)), ScriptedMailbox(script), 1)
     sent = len(engines[0].steps)
     load = wait_for(lambda: world.reports[0].loads[-1] if world.reports[0].loads[-1].hosts[1].lag_calls == 0 else None)
     assert [host.rank for host in load.hosts] == [0, 1] and not load.leaving

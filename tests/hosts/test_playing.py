@@ -13,14 +13,16 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.engine_api import StepHandle
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.engine_process import SHARED_BY_HOSTS
 from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.calls import Call, Choose, Encoding, Step
-from jaxsgl.hosts.playing import FixedWeights, LeadEngine, play
+from jaxsgl.hosts.playing import LeadEngine, play
 from jaxsgl.messages.orders import Abort, MemoryTag, ToEngine
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.served_engine import FixedWeights, StepsOnly
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.grammars import GrammarsInTurn
@@ -60,7 +62,7 @@ def served(script: list[list[ToEngine]], engine_of: Callable[[FakeEngine], Any])
     grammars = GrammarsInTurn(VOCAB, lambda: 0.0)
     scheduler = CheckedScheduler(SIZES, BucketSet.derive(SIZES), (), grammars=grammars)
     engine, mailbox = Recorded(), ScriptedMailbox(script)
-    run_loop(scheduler, engine_of(engine), mailbox, True)
+    run_loop(scheduler, StepsOnly(engine_of(engine)), mailbox, 1)
     return engine, mailbox
 
 
@@ -130,7 +132,7 @@ def test_arrays_that_go_beyond_what_came_or_hold_objects_are_refused() -> None:
 
 
 def test_weights_that_hosts_share_can_be_renamed_but_neither_exchanged_nor_released() -> None:
-    store = FixedWeights("v1")
+    store = FixedWeights(SHARED_BY_HOSTS, "v1")
     with pytest.raises(ConfigError, match="--nnodes"):
         store.stage_weights("folder")
     with pytest.raises(ConfigError, match="--nnodes"):

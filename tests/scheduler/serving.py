@@ -59,7 +59,7 @@ def serve(
         max_queued_tokens=max_queued_tokens,
     )
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, int(overlap))
     assert scheduler.is_idle
     assert scheduler.cache.num_available == sizes.num_pages - 1
     return mailbox, scheduler

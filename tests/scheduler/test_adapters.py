@@ -14,6 +14,7 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.messages.orders import Abort, Answer, ListAdapters, LoadAdapter, ToEngine, UnloadAdapter
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.served_engine import StepsOnly
 from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox, generate
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import VOCAB, Script, capacity, request
@@ -60,7 +61,7 @@ def serve(
     retract_also = None if retract is None else RetractEvery(retract)
     scheduler = CheckedScheduler(limits, buckets, (), retract_also=retract_also, max_loaded_loras=4)
     engine, mailbox = FakeEngine(limits), Served(script)
-    run_loop(scheduler, engine, mailbox, True, pages=engine, adapters=engine.adapters)
+    run_loop(scheduler, engine, mailbox, 1)
     assert scheduler.is_idle and scheduler.cache.num_available == limits.num_pages - 1
     return mailbox, scheduler, engine
 
@@ -192,7 +193,7 @@ def test_without_adapters_orders_and_requests_for_them_are_refused() -> None:
     sizes = capacity()
     scheduler, engine = CheckedScheduler(sizes, BucketSet.derive(sizes), ()), FakeEngine(sizes)
     mailbox = Served([[load(1, "one", 1), ask("a", "one")]])
-    run_loop(scheduler, engine, mailbox, True)
+    run_loop(scheduler, StepsOnly(engine), mailbox, 1)
     assert "--enable-lora" in mailbox.answers[1].text
     assert mailbox.refusal("a") == "no adapter named one is loaded: none is"
 

@@ -40,7 +40,7 @@ def test_requests_that_arrive_together_share_within_their_salt_under_every_polic
     sizes = capacity(max_extend_tokens=64)
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), SchedulingConfig(schedule_policy=policy))
     mailbox = ScriptedMailbox([[salted(f"r{i}", "ab"[i % 2]) for i in range(6)]])
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap=True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, depth=1)
     cached = [last_reply(mailbox, f"r{i}").cached_tokens for i in range(6)]
     for salt in (0, 1):
         assert sorted(cached[salt::2]) == [0, 56, 56], "the first of each salt computes its whole prompt"

@@ -70,7 +70,7 @@ def served(
         grammars=GrammarQueue(compile, 30.0),
     )
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, int(overlap))
     assert scheduler.is_idle and scheduler.cache.num_available == sizes.num_pages - 1
     return mailbox, scheduler
 
@@ -285,7 +285,7 @@ def test_a_request_that_waits_for_its_grammar_lets_others_pass_and_is_served_the
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), EOS, grammars=GrammarQueue(compile, 30.0))
     held = asking("held", [1, 2], fake(1, 4))
     mailbox = Mailbox([[held, asking("free", [3, 4], None)]])
-    run_loop(scheduler, FakeEngine(sizes), mailbox, True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, 1)
     assert outcome(mailbox, "free")[0] == generate([3, 4], 20, frozenset(EOS), VOCAB)
     assert outcome(mailbox, "held") == constrained(held)
 
@@ -327,7 +327,7 @@ def test_without_a_grammar_queue_requests_with_grammars_are_refused() -> None:
     sizes = capacity()
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), EOS)
     mailbox = ScriptedMailbox([[asking("a", [1], fake(1, 4))]])
-    run_loop(scheduler, FakeEngine(sizes), mailbox, True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, 1)
     assert "--grammar-backend none" in refusal(mailbox, "a")
 
 
@@ -344,7 +344,7 @@ def test_steps_without_grammars_bring_no_masks() -> None:
         sizes, BucketSet.derive(sizes), EOS, grammars=GrammarQueue(lambda grammar: compile_fake(grammar, VOCAB), 30.0)
     )
     script: list[list[ToEngine]] = [[asking("free", range(5), None, 6)]]
-    run_loop(scheduler, Watching(sizes), ScriptedMailbox(script), True)
+    run_loop(scheduler, Watching(sizes), ScriptedMailbox(script), 1)
     assert masked and not any(masked)
 
 

@@ -59,7 +59,7 @@ def profiled(
     sizes = capacity()
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), ())
     mailbox, engine = ScriptedMailbox(script), make_engine(sizes)
-    run_loop(scheduler, engine, mailbox, overlap)
+    run_loop(scheduler, engine, mailbox, int(overlap))
     return mailbox, engine
 
 
@@ -215,7 +215,7 @@ def test_requests_and_commands_go_on_while_a_trace_is_written(running: bool, ove
     sizes = capacity()
     mailbox = WaitingMailbox(script)
     mailbox.engine = SlowDisk(sizes)
-    run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), mailbox.engine, mailbox, overlap)
+    run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), mailbox.engine, mailbox, int(overlap))
     assert list(answers(mailbox)) == [1, 3, 4, 5, 2]
     assert [answers(mailbox)[number].ok for number in (4, 5, 2)] == [False, False, True]
     assert "still being written to /traces" in answers(mailbox)[4].text

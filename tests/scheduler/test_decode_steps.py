@@ -33,7 +33,7 @@ def serve(
 ) -> tuple[ScriptedMailbox, CheckedScheduler]:
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes, decode_steps=decode_steps), eos, config)
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, int(overlap))
     assert scheduler.is_idle
     assert scheduler.cache.num_available == sizes.num_pages - 1
     return mailbox, scheduler

@@ -35,7 +35,7 @@ def serve(
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config, **options)
     mailbox = ScriptedMailbox(script)
     engine = FakeEngine(sizes)
-    run_loop(scheduler, engine, mailbox, True, pages=engine)
+    run_loop(scheduler, engine, mailbox, 1)
     images = scheduler.state.images
     assert scheduler.is_idle and images is not None and images.pool.num_available == images.pool.num_rows
     return mailbox, scheduler
@@ -79,7 +79,7 @@ def test_later_weights_encode_images_again() -> None:
     _, scheduler = serve(capacity(), [[request]])
     scheduler.retire_cache()
     mailbox = ScriptedMailbox([[request]])
-    run_loop(scheduler, FakeEngine(scheduler.state.capacity), mailbox, True)
+    run_loop(scheduler, FakeEngine(scheduler.state.capacity), mailbox, 1)
     assert mailbox.output_ids("a") == expected(request)
     assert scheduler.state.totals.encoded_images == 2
 
@@ -126,7 +126,7 @@ def test_orders_empty_host_memory_of_images(order: str) -> None:
     getattr(scheduler, order)()
     assert scheduler.kept_images is not None and scheduler.kept_images.host.num_bytes == 0
     engine, mailbox = FakeEngine(sizes), ScriptedMailbox([[turns[0]]])
-    run_loop(scheduler, engine, mailbox, True, pages=engine)
+    run_loop(scheduler, engine, mailbox, 1)
     assert scheduler.state.totals.encoded_images == 3
 
 
@@ -221,7 +221,7 @@ def test_a_bound_on_latency_bounds_the_images_encoded_before_a_step(patch_s: flo
     ]
     engine = WatchedEngine(sizes)
     mailbox = ScriptedMailbox([requests[:1], [], [], list(requests[1:])])
-    run_loop(scheduler, engine, mailbox, True)
+    run_loop(scheduler, engine, mailbox, 1)
     assert [mailbox.output_ids(one.request_id) for one in requests] == [expected(one) for one in requests]
     first = next(count for count in engine.num_images if count)
     assert (first if patch_s is None else max(engine.num_images)) == most
@@ -242,12 +242,12 @@ def test_a_bound_on_latency_bounds_the_images_copied_back_before_a_step(embeddin
             latency.collected(seconds * embeddings)
     engine = WatchedEngine(sizes)
     turns = [asked(str(i), [2, (i, 4), 1, (10 + i, 4), 1, (20 + i, 4), 2]) for i in (1, 2)]
-    run_loop(scheduler, engine, ScriptedMailbox(after(*turns)), True, pages=engine)
+    run_loop(scheduler, engine, ScriptedMailbox(after(*turns)), 1)
     images.pool.flush()  # the device lets them go
     repeated = [msgspec.structs.replace(turn, request_id=f"again {turn.request_id}") for turn in turns]
     again = [asked("text", [3], 40), *repeated]
     mailbox = ScriptedMailbox([again[:1], [], [], again[1:]])
-    run_loop(scheduler, engine, mailbox, True, pages=engine)
+    run_loop(scheduler, engine, mailbox, 1)
     assert [mailbox.output_ids(one.request_id) for one in again] == [expected(one) for one in again]
     assert scheduler.state.totals.restored_images == 6
     first = next(count for count in engine.num_restored if count)

@@ -36,7 +36,7 @@ def lose_lock(scheduler: Scheduler) -> None:
 
 def serve_one(scheduler: Scheduler, name: str = "a") -> None:
     sizes = capacity()
-    run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox([[request(name, PROMPT)]]), True)
+    run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox([[request(name, PROMPT)]]), 1)
 
 
 leaks = pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_server_with_a_leak_goes_on_and_reports_its_load(monkeypatch: pytest.M
     scheduler = new_scheduler(sizes)
     scheduler.cache._allocator.allocate(3)
     mailbox = ScriptedMailbox([[request("a", PROMPT)], *[[]] * 9, [request("b", PROMPT)], *[[]] * 9, [DumpState(1)]])
-    run_loop(scheduler, FakeEngine(sizes), mailbox, True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, 1)
     assert mailbox.output_ids("a") == mailbox.output_ids("b") == expected(PROMPT)
     assert (mailbox.loads[0].totals.leaks, mailbox.loads[-1].totals.leaks) == (0, 3)
     (answer,) = (news for news in mailbox.other_news if isinstance(news, Answer))
@@ -153,7 +153,7 @@ def test_with_check_every_step_a_leak_ends_the_loop() -> None:
     sizes = capacity()
     scheduler = Scheduler(sizes, BucketSet.derive(sizes), ())
     script: list[list[ToEngine]] = [[request("a", PROMPT, 30)]]
-    run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox(script), True, check_every_step=True)
+    run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox(script), 1, check_every_step=True)
     scheduler.cache._allocator.allocate(1)
     with pytest.raises(AssertionError, match="in 0 places"):
-        run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox(script), True, check_every_step=True)
+        run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox(script), 1, check_every_step=True)

@@ -72,7 +72,7 @@ def served(
     clock = Clock()
     engine, mailbox = TimedEngine(clock, noise), ScriptedMailbox(script)
     scheduler = CheckedScheduler(SIZES, BucketSet.derive(SIZES), (), config, clock=lambda: clock.now_s)
-    run_loop(scheduler, engine, mailbox, overlap)
+    run_loop(scheduler, engine, mailbox, int(overlap))
     return engine, mailbox
 
 

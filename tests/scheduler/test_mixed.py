@@ -20,7 +20,7 @@ def steps_and_mailbox(
     sizes = capacity(num_pages=400, context=512, max_extend_tokens=32)
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config)
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap=True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, depth=1)
     return scheduler, mailbox
 
 

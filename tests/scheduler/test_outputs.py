@@ -97,7 +97,7 @@ def serve(
     buckets = BucketSet.derive(sizes, decode_steps=decode_steps)
     scheduler = CheckedScheduler(sizes, buckets, (), config, retract_also=also)
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap=True, check_every_step=True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, depth=1, check_every_step=True)
     return mailbox, scheduler
 
 
@@ -173,5 +173,5 @@ def test_a_request_that_asks_for_tokens_alone_has_no_collectors() -> None:
         return []
 
     scheduler = CheckedScheduler(SIZES, BucketSet.derive(SIZES), (), retract_also=note)
-    run_loop(scheduler, FakeEngine(SIZES), ScriptedMailbox([[request("a", PROMPT, 6)]]), overlap=True)
+    run_loop(scheduler, FakeEngine(SIZES), ScriptedMailbox([[request("a", PROMPT, 6)]]), depth=1)
     assert found and all(outputs == () for outputs in found)

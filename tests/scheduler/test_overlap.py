@@ -18,7 +18,7 @@ def seconds_per_step(overlap: bool) -> float:
     engine = FakeEngine(sizes, step_s=DEVICE_S)
     mailbox = ScriptedMailbox([[request("a", range(4), STEPS)]], host_work_s=HOST_S)
     start = time.perf_counter()
-    run_loop(Scheduler(sizes, BucketSet.derive(sizes), ()), engine, mailbox, overlap)
+    run_loop(Scheduler(sizes, BucketSet.derive(sizes), ()), engine, mailbox, int(overlap))
     assert len(mailbox.output_ids("a")) == STEPS
     return (time.perf_counter() - start) / STEPS
 

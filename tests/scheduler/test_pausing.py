@@ -51,7 +51,7 @@ def run(script: Script, overlap: bool, **config: object) -> tuple[Blocking, Chec
     sizes = capacity(max_extend_tokens=16)
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), SchedulingConfig(**config))  # type: ignore[arg-type]
     mailbox = Blocking(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, int(overlap))
     return mailbox, scheduler
 
 
@@ -131,7 +131,7 @@ def test_a_pause_that_retracts_reopens_admission() -> None:
     sizes = capacity(num_pages=60)
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), SchedulingConfig(schedule_conservativeness=0.01))
     mailbox = PausedAtFirstRetraction([[request(f"r{i}", range(i, i + 20), 60) for i in range(8)]])
-    run_loop(scheduler, FakeEngine(sizes), mailbox, True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, 1)
     assert mailbox.paused
     for i in range(8):
         assert mailbox.output_ids(f"r{i}") == expected(range(i, i + 20), 60)
@@ -173,7 +173,7 @@ def test_an_answer_comes_after_the_load_that_it_changed() -> None:
 
     sizes = capacity()
     script: Script = [[PauseGeneration(1, PauseMode.ABORT)], [ContinueGeneration(2)]]
-    run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), FakeEngine(sizes), Ordered(script), True)
+    run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), FakeEngine(sizes), Ordered(script), 1)
     assert order == ["paused True", "Answer", "paused False", "Answer"]
 
 

@@ -31,7 +31,7 @@ def serve_until_pages_run_out() -> WatchedScheduler:
     scheduler = WatchedScheduler(sizes, BucketSet.derive(sizes), (), OPTIMIST)
     requests = [request(f"r{i}", [*range(12), *range(i, i + 20)], 60) for i in range(8)]
     mailbox = ScriptedMailbox([requests[:4], [], [], requests[4:]])
-    run_loop(scheduler, FakeEngine(sizes), mailbox, True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, 1)
     for i in range(8):
         assert mailbox.output_ids(f"r{i}") == expected([*range(12), *range(i, i + 20)], 60)
     assert scheduler.load(0).totals.retractions > 0

@@ -35,7 +35,7 @@ def pooled(request_id: str, prompt: list[int], *label_ids: int, priority: int = 
 def serve(sizes: Capacity, script: Script, **config: Any) -> tuple[ScriptedMailbox, CheckedScheduler]:
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), SchedulingConfig(**config))
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap=True, check_every_step=True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, depth=1, check_every_step=True)
     assert scheduler.cache.num_available == sizes.num_pages - 1
     return mailbox, scheduler
 

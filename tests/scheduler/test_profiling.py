@@ -47,7 +47,7 @@ def profiled(
 ) -> tuple[dict[int, Answer], NotingEngine, ScriptedMailbox]:
     sizes = capacity(max_extend_tokens=16)
     mailbox, engine = ScriptedMailbox(script), make_engine(sizes)
-    run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), engine, mailbox, overlap)
+    run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), engine, mailbox, int(overlap))
     assert not engine.recording
     return {news.number: news for news in mailbox.other_news if isinstance(news, Answer)}, engine, mailbox
 

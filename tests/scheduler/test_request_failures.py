@@ -47,10 +47,12 @@ class FaultyBuilder(BatchBuilder):
 class FaultyDecodeBuilder(BatchBuilder):
     """Fails for a decode step that holds a sequence of the poisoned request's length."""
 
-    def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepInputs:
+    def decode(
+        self, rows: IntArray, positions: IntArray, steps: IntArray | None = None, token_ids: IntArray | None = None
+    ) -> StepInputs:
         if len(POISON_PROMPT) + 1 in positions:
             raise Planted
-        return super().decode(rows, positions, steps)
+        return super().decode(rows, positions, steps, token_ids)
 
 
 def failing_method(owner: type, name: str, of: Callable[..., Req | Request | str], when: Callable[[Any], bool]) -> Any:
@@ -105,7 +107,7 @@ def run(
         [request("r3", OTHERS["r3"], 12)],
     ]
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap, check_every_step=True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, int(overlap), check_every_step=True)
     return mailbox, scheduler
 
 
@@ -162,7 +164,7 @@ def test_a_batch_that_is_dropped_has_told_the_device_nothing(overlap: bool) -> N
     heir, other = request("heir", [*prefix, 1], 6), request("other", OTHERS["r0"], 12)  # which takes the first's row
     script: Script = [[request("first", prefix, 3)], *[[]] * 8, [other], [], [heir, poisoned]]
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap, check_every_step=True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, int(overlap), check_every_step=True)
     assert mailbox.loads[-1].totals.failed_requests == 1
     assert mailbox.loads[-1].totals.cached_prompt_tokens >= 16
     assert mailbox.output_ids("heir") == expected([*prefix, 1], 6)

@@ -29,7 +29,7 @@ def serve(
 ) -> tuple[ScriptedMailbox, CheckedScheduler]:
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config)
     mailbox = ScriptedMailbox([requests])
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, int(overlap))
     assert scheduler.is_idle
     assert scheduler.cache.num_available == sizes.num_pages - 1
     return mailbox, scheduler
@@ -146,7 +146,7 @@ def test_a_request_that_found_no_room_has_no_cached_tokens() -> None:
     holder, tried = patient("holder", range(40), 30), patient("tried", range(40), 30)
     script: Script = [[holder], [], [tried], [], [], [Abort("tried")]]
     mailbox = ScriptedMailbox(script)
-    run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), FakeEngine(sizes), mailbox, True)
+    run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), FakeEngine(sizes), mailbox, 1)
     (reply,) = (reply for reply in mailbox.replies if reply.request_id == "tried")
     assert (reply.finish_reason, reply.cached_tokens) == (FinishReason.ABORT, 0)
 
@@ -200,5 +200,5 @@ def test_retractions_are_logged_at_most_once_in_ten_seconds(caplog: pytest.LogCa
 def test_a_retraction_without_need_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     sizes = capacity()
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), retract_also=RetractEvery(2))
-    run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox([[forgetful("r", range(20), 9)]]), True)
+    run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox([[forgetful("r", range(20), 9)]]), 1)
     assert scheduler.load(0).totals.retractions > 0 and not caplog.messages

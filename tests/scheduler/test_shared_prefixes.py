@@ -46,7 +46,7 @@ def test_64_requests_compute_their_512_common_tokens_once(config: dict[str, Any]
     """Also when the prefix takes four steps: each request waits until all that it shares is computed."""
     scheduler, engine = scheduler_for(chunk, **config)
     mailbox = ScriptedMailbox([[ask(f"r{i}", prompt_of(i)) for i in range(64)]])
-    run_loop(scheduler, engine, mailbox, True)
+    run_loop(scheduler, engine, mailbox, 1)
     totals = scheduler.load(0).totals
     assert totals.prompt_tokens - totals.cached_prompt_tokens == 512 + 64 * 32
     for i in range(64):
@@ -56,7 +56,7 @@ def test_64_requests_compute_their_512_common_tokens_once(config: dict[str, Any]
 def test_the_device_is_told_of_a_cached_prefix_once() -> None:
     scheduler, engine = scheduler_for(2048)
     mailbox = ScriptedMailbox([[ask("first", prompt_of(0))], *[[]] * 4, [ask("second", prompt_of(1), 40)]])
-    run_loop(scheduler, engine, mailbox, True)
+    run_loop(scheduler, engine, mailbox, 1)
     (told,) = [inputs for inputs in scheduler.launched if inputs.table_changes]
     (changes,) = told.table_changes
     assert told.bucket.kind == "extend" and np.count_nonzero(changes[2]) == 512 // 16

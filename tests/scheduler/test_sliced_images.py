@@ -68,7 +68,7 @@ def serve(
 ) -> tuple[ScriptedMailbox, WatchedEngine, CheckedScheduler]:
     scheduler = scheduler_of(sizes, config, patch_s, **options)
     engine, mailbox = WatchedEngine(sizes), ScriptedMailbox(script)
-    run_loop(scheduler, engine, mailbox, True, pages=engine)
+    run_loop(scheduler, engine, mailbox, 1)
     images = scheduler.state.images
     assert scheduler.is_idle and images is not None and images.pool.num_available == images.pool.num_rows
     return mailbox, engine, scheduler

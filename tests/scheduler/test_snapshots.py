@@ -38,7 +38,7 @@ class Server:
             requests.append(Request(f"r{self.count}", list(prompt), params))
             self.count += 1
         mailbox = ScriptedMailbox([requests])
-        run_loop(self.scheduler, self.engine, mailbox, self.overlap)
+        run_loop(self.scheduler, self.engine, mailbox, int(self.overlap))
         found = []
         for request in requests:
             right = generate(request.prompt_ids, max_tokens, frozenset(), VOCAB)

@@ -71,7 +71,7 @@ def serve(
         drafter_of=drafter_of,
     )
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap, check_every_step=True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, int(overlap), check_every_step=True)
     assert scheduler.is_idle
     assert scheduler.cache.num_available == sizes.num_pages - 1, "a page is lost"
     return mailbox, scheduler
@@ -247,7 +247,7 @@ def test_a_run_takes_pages_for_its_tokens_alone() -> None:
     scheduler = Watching(
         sizes, BucketSet.derive(sizes, max_drafts=DRAFTS), (), drafter_of=knowing(truth, "right", VOCAB)
     )
-    run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox([[request("a", PROMPT, 30)]]), True)
+    run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox([[request("a", PROMPT, 30)]]), 1)
     assert held and not any(held)
 
 
@@ -292,7 +292,7 @@ def test_with_nothing_to_propose_steps_and_overlap_are_those_without_speculation
         sizes = capacity()
         scheduler = Watching(sizes, BucketSet.derive(sizes, max_drafts=max_drafts), (), drafter_of=no_drafts)
         requests = [request(f"r{i}", range(i, i + 5), 15 + i) for i in range(4)]
-        run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox([requests]), True)
+        run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox([requests]), 1)
         return [(str(inputs.bucket), inputs.num_tokens) for inputs in scheduler.launched], unread
 
     assert steps(DRAFTS) == steps(0)
@@ -320,7 +320,7 @@ def test_steps_overlap_again_after_some_without_drafts_and_not_before() -> None:
     sizes = capacity()
     scheduler = Watching(sizes, BucketSet.derive(sizes, max_drafts=DRAFTS), (), drafter_of=lambda request: Once())
     mailbox = ScriptedMailbox([[request("a", PROMPT, 40)]])
-    run_loop(scheduler, FakeEngine(sizes), mailbox, True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, 1)
     assert mailbox.output_ids("a") == expected(PROMPT, 40)
     exact = [place for place, count in enumerate(unread[1:-1], 1) if not count]
     assert exact == list(range(exact[0], exact[-1] + 1)) and 8 <= len(exact) <= 10
@@ -391,7 +391,7 @@ def test_a_run_has_the_adapter_of_its_request() -> None:
     engine = FakeEngine(sizes)
     loads = [LoadAdapter(i, "ab"[i], f"{1 + i}r4", False, False) for i in range(2)]
     mailbox = ScriptedMailbox([loads, *[[] for _ in range(200)], [*asked, request("plain", PROMPT, 20)]])
-    run_loop(scheduler, engine, mailbox, True, pages=engine, adapters=engine.adapters)
+    run_loop(scheduler, engine, mailbox, 1)
     assert {name: mailbox.output_ids(name) for name in answers} == answers
     assert totals_of(scheduler).accepted_tokens > 0
 
@@ -408,7 +408,7 @@ def test_tokens_of_a_run_behind_an_image_stand_where_single_ones_would() -> None
         sizes, BucketSet.derive(sizes, max_drafts=DRAFTS), (), drafter_of=knowing(lambda _: output, "half", VOCAB)
     )
     engine, mailbox = FakeEngine(sizes), ScriptedMailbox([[one]])
-    run_loop(scheduler, engine, mailbox, True, pages=engine)
+    run_loop(scheduler, engine, mailbox, 1)
     assert mailbox.output_ids("a") == output
     verified = [inputs for inputs in scheduler.launched if inputs.bucket.kind == "verify"]
     for inputs in verified:

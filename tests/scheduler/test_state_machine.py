@@ -53,6 +53,7 @@ from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck
 from jaxsgl.scheduler.orders.journal import CacheJournal
 from jaxsgl.scheduler.resources.host_tier import LoadRule
+from jaxsgl.scheduler.turns import AllAtOnce, InTurns
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, RetractEvery
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import WatchedScheduler
@@ -60,6 +61,7 @@ from tests.grids import count
 from tests.scheduler.answers import EOS, VOCAB, Answers, output_of
 from tests.scheduler.drafters import KINDS, knowing
 from tests.scheduler.grammars import GrammarsInTurn
+from tests.scheduler.staged import StagedFake
 from tests.scheduler.tiered import check_names, tier_of
 
 NUM_BASES = 3
@@ -119,6 +121,7 @@ class ServingMachine(RuleBasedStateMachine):
         max_drafts=st.sampled_from([0, 0, 1, 3, 9]),
         drafts=st.sampled_from(KINDS),
         snapshots=st.sampled_from([None, None, None, 1, 4, 40]),
+        stages=st.sampled_from([None, None, None, (2, 0), (2, 1), (4, 0), (4, 2)]),
     )
     def start(
         self,
@@ -139,7 +142,11 @@ class ServingMachine(RuleBasedStateMachine):
         max_drafts: int,
         drafts: str,
         snapshots: int | None,
+        stages: tuple[int, int] | None,
     ) -> None:
+        if stages is not None:  # what doesn't go with pipeline stages
+            host, max_drafts, snapshots, decode_steps = None, 0, None, 1
+            config = replace(config, max_itl_ms=None)
         if snapshots is not None:  # what doesn't go with states
             host, max_drafts, config = None, 0, replace(config, enable_mixed_chunk=False)
         if by_priority and config.schedule_policy in PRIORITY_POLICIES:
@@ -165,16 +172,15 @@ class ServingMachine(RuleBasedStateMachine):
             loads=None if self.tier is None else LoadRule(0.0, timeout_s=3.0, least_tokens=1),
             grammars=GrammarsInTurn(VOCAB, lambda: self.now_s),
             drafter_of=knowing(lambda request: output_of(request, self.capacity.limits), drafts, VOCAB),
+            turns=AllAtOnce() if stages is None else InTurns(sum(stages) if overlap else 1),
         )
-        self.engine = FakeEngine(self.capacity)
+        self.engine = FakeEngine(self.capacity) if stages is None else StagedFake(self.capacity)
         self.leak_check = LeakCheck(self.scheduler, clock=lambda: self.now_s)
         self.news: list[News] = []
-        self.control = Control(
-            self.scheduler, self.engine, self.leak_check, lambda: self.now_s, self.engine, loader=AtOnce()
-        )
+        self.control = Control(self.scheduler, self.engine, self.leak_check, lambda: self.now_s, loader=AtOnce())
         self.numbers = itertools.count()
         self.unanswered: set[int] = set()
-        self.unread_allowed = int(overlap)
+        self.unread_allowed = int(overlap) if stages is None else int(overlap) * (sum(stages) - 1)
         self.in_flight: deque[FakeHandle] = deque()
         self.answers = Answers(config)
         self.journal: CacheJournal | None = None

@@ -49,7 +49,7 @@ def test_each_token_but_the_last_has_its_state_once(mixed: bool, retract: bool, 
     scheduler = CheckedScheduler(sizes, buckets, (), config, retract_also=also, drafter_of=drafter_of)
     script: Script = [[request("plain", PROMPT, 12)], [], [asking("a", PROMPT), asking("b", PROMPT[:9], n=2)]]
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap, check_every_step=True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, int(overlap), check_every_step=True)
     for request_id, index, prompt in (("a", 0, PROMPT), ("b", 0, PROMPT[:9]), ("b", 1, PROMPT[:9])):
         replies = [reply for reply in mailbox.replies if (reply.request_id, reply.index) == (request_id, index)]
         sequence = [*prompt, *(token for reply in replies for token in reply.token_ids)]
@@ -75,7 +75,7 @@ def test_without_the_flag_no_program_yields_states() -> None:
 def test_steps_without_such_requests_run_the_plain_programs() -> None:
     sizes = states_capacity()
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), ())
-    run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox([[request("a", PROMPT)]]), overlap=True)
+    run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox([[request("a", PROMPT)]]), depth=1)
     assert not any(inputs.bucket.states for inputs in scheduler.launched)
 
 

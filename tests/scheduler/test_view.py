@@ -25,7 +25,7 @@ def views(script: Script, overlap: bool = True, **sizes: int) -> tuple[list[Engi
     made = capacity(**sizes)
     scheduler = CheckedScheduler(made, new_scheduler(made).state.buckets, ())
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(made), mailbox, overlap)
+    run_loop(scheduler, FakeEngine(made), mailbox, int(overlap))
     texts = [news.text for news in mailbox.other_news if isinstance(news, Answer)]
     return [msgspec.json.decode(text, type=EngineView) for text in texts], scheduler
 

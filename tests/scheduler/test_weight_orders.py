@@ -36,6 +36,7 @@ from jaxsgl.messages.orders import (
 from jaxsgl.messages.replies import CacheEvents, Replies
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.served_engine import StepsOnly
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox, generate, next_token, seed_of
 from tests.cache_mirror import CacheMirror
 from tests.checked import CheckedScheduler
@@ -75,7 +76,7 @@ def run(
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), SchedulingConfig(**config))
     engine = engine or FakeEngine(sizes)
     mailbox = Serving(script)
-    run_loop(scheduler, engine, mailbox, overlap, check_every_step=True, weight_store=engine)
+    run_loop(scheduler, engine, mailbox, int(overlap), check_every_step=True)
     assert scheduler.is_idle and not scheduler.leaks()
     return mailbox, scheduler
 
@@ -269,5 +270,5 @@ def test_weights_can_be_renamed() -> None:
 def test_an_engine_without_weights_refuses() -> None:
     sizes = capacity()
     scheduler, mailbox = CheckedScheduler(sizes, BucketSet.derive(sizes), ()), Serving([[UpdateWeights(1, "new-1")]])
-    run_loop(scheduler, FakeEngine(sizes), mailbox, True)
+    run_loop(scheduler, StepsOnly(FakeEngine(sizes)), mailbox, 1)
     assert not mailbox.answers[1].ok

@@ -34,7 +34,7 @@ def plans_of(script: Script, *, mixed: bool, num_pages: int = 200) -> tuple[list
 
     config = SchedulingConfig(max_prefill_tokens=MAX_PREFILL, enable_mixed_chunk=mixed)
     scheduler, mailbox = Planned(sizes, BucketSet.derive(sizes), (), config), ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, True)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, 1)
     return [plan for plan in plans if plan.chunks], mailbox
 
 

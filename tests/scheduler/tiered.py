@@ -47,7 +47,7 @@ def serve_tiered(
     """Runs the loop over `script` until all is served and written."""
     scheduler = tiered_scheduler(sizes, tier, **kwargs)
     mailbox, engine = ScriptedMailbox(script), FakeEngine(sizes)
-    run_loop(scheduler, engine, mailbox, overlap, check_every_step=True, pages=engine)
+    run_loop(scheduler, engine, mailbox, int(overlap), check_every_step=True)
     assert scheduler.is_idle and not tier.is_writing
     assert scheduler.cache.num_available == sizes.num_pages - 1
     return mailbox, scheduler

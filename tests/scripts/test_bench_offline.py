@@ -21,6 +21,7 @@ from jaxsgl.batch.outputs import HostOutputs
 from jaxsgl.bench.requests import Lengths, greedy_requests, random_jobs
 from jaxsgl.messages.replies import Replies
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.served_engine import StepsOnly
 from jaxsgl.testing.engine import FakeEngine
 from tests.scripts.running import run_script
 
@@ -131,7 +132,7 @@ def test_a_recorded_run_serves_every_request_and_stamps_every_step(overlap: bool
     buckets = BucketSet.derive(CAPACITY)
     scheduler = Scheduler(CAPACITY, buckets, {0})
     jobs = random_jobs(6, Lengths(3, 20), Lengths(2, 9), CAPACITY.vocab_size)
-    recording, news = record_run(scheduler, cast(Any, OneAtATime()), greedy_requests(jobs), overlap)
+    recording, news = record_run(scheduler, StepsOnly(cast(Any, OneAtATime())), greedy_requests(jobs), int(overlap))
     replies = [reply for message in news if isinstance(message, Replies) for reply in message.replies]
     assert sum(len(reply.token_ids) for reply in replies) == sum(job.output_len for job in jobs)
     last = news[-1]
@@ -169,7 +170,7 @@ def test_a_step_that_gets_ready_while_the_host_computes_is_seen_before_it_is_rea
     inputs = scheduler.launch()
     assert inputs is not None
     recording = Recording()
-    engine = RecordingEngine(cast(Any, ComputingEngine()), recording)
+    engine = RecordingEngine(StepsOnly(cast(Any, ComputingEngine())), recording)
     recording.turn_begins()
     handle = engine.submit(inputs)
     recording.turn_begins()

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import msgspec
 
-from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.messages.orders import (
     Answer,
@@ -41,13 +40,14 @@ from jaxsgl.messages.orders import (
     Withdraw,
 )
 from jaxsgl.messages.replies import CacheEvents
-from jaxsgl.scheduler.orders.adapters import AdapterOrders, AdapterStore
+from jaxsgl.scheduler.orders.adapters import AdapterOrders
 from jaxsgl.scheduler.orders.inspection import LeakCheck, dump_state
 from jaxsgl.scheduler.orders.journal import CacheJournal
 from jaxsgl.scheduler.orders.profiling import Profiling
 from jaxsgl.scheduler.orders.view import EngineWatch
-from jaxsgl.scheduler.orders.weights import WeightOrders, WeightStore
+from jaxsgl.scheduler.orders.weights import WeightOrders
 from jaxsgl.scheduler.scheduler import Scheduler, Serving
+from jaxsgl.scheduler.served_engine import ServedEngine
 
 
 class Order(Protocol):
@@ -65,8 +65,6 @@ class Control:
       serving, engine: what the commands are about.
       leak_check: looks for leaks.
       clock: gives seconds.
-      weight_store: the weights and the pool, if the engine has them.
-      adapters: where it holds LoRA adapters, if flags ask for any.
       loader: reads weights and adapters while steps run; threads do if it is None. With one that reads at once, turns
         repeat exactly.
 
@@ -78,11 +76,9 @@ class Control:
     def __init__(
         self,
         serving: Serving,
-        engine: StepEngine,
+        engine: ServedEngine,
         leak_check: LeakCheck,
         clock: Callable[[], float] = time.monotonic,
-        weight_store: WeightStore | None = None,
-        adapters: AdapterStore | None = None,
         loader: Executor | None = None,
     ) -> None:
         self.is_active = False
@@ -95,8 +91,8 @@ class Control:
         self._journal: CacheJournal | None = None  # once the cache is watched
         self._profiling = Profiling(engine, self._answer, lambda: serving.is_idle, clock)
         self._engine_watch = EngineWatch(self._scheduler, clock)
-        self._weights = WeightOrders(serving, weight_store, self._answer, loader)
-        self._adapters = AdapterOrders(serving, adapters, self._answer, loader)
+        self._weights = WeightOrders(serving, engine.weight_store, self._answer, loader)
+        self._adapters = AdapterOrders(serving, engine.adapters, self._answer, loader)
 
     def handle(self, command: Command | Withdraw) -> None:
         """Does what `command` says, or begins it. Its answer comes with `after_turn`, of this turn or a later one."""

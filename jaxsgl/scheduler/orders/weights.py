@@ -86,7 +86,7 @@ class WeightOrders:
 
     Args:
       serving: its scheduler is brought to rest.
-      weight_store: does the work, or None if there is nothing to exchange.
+      weight_store: does the work.
       answer: takes the answers.
       loader: reads weights while steps run; a thread does if it is None.
     """
@@ -94,7 +94,7 @@ class WeightOrders:
     def __init__(
         self,
         serving: Serving,
-        weight_store: WeightStore | None,
+        weight_store: WeightStore,
         answer: Callable[[Answer], None],
         loader: Executor | None = None,
     ) -> None:
@@ -115,15 +115,12 @@ class WeightOrders:
     @property
     def why_paused(self) -> str:
         """What memory is still released, so that generation stays paused; empty if it doesn't."""
-        released = self._weight_store.released if self._weight_store is not None else None
+        released = self._weight_store.released
         return f"generation stays paused until these are back: {_names(released)}" if released else ""
 
     def handle(self, order: WeightOrder) -> None:
         """Carries `order` out after those that came before."""
-        if self._weight_store is None:
-            self._answer(Answer(order.number, False, "this engine has neither weights nor a KV pool in memory"))
-        else:
-            self._waiting.append(order)
+        self._waiting.append(order)
 
     def withdraw(self, number: int) -> None:
         """Drops the order `number`; what it has held up goes on. Weights that are being read are thrown away."""
@@ -135,7 +132,7 @@ class WeightOrders:
     def after_turn(self, collected: bool) -> bool:
         """Advances the order in progress, and answers it once it is done; False if none is left."""
         self._collected = collected
-        if self._turns is None and self._waiting and self._weight_store is not None:
+        if self._turns is None and self._waiting:
             order = self._waiting.popleft()
             self._number, self._turns = order.number, self._begin(order, self._weight_store)
         if self._turns is not None and self._number is not None:

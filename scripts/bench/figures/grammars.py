@@ -28,8 +28,8 @@ from bench.output import figure_parser, write_figures
 
 if TYPE_CHECKING:
     from jaxsgl import LLM, Grammar, SamplingParams
-    from jaxsgl.batch.engine_api import StepEngine
     from jaxsgl.scheduler.grammars.constraint import Constraint, Matcher
+    from jaxsgl.scheduler.served_engine import ServedEngine
 
 VOCAB_SIZE, NUM_TEXTS, ROWS, TOKENS = 151_936, 150_000, 64, 16
 HELD = range(1, ROWS, 2)  # of the mixed runs
@@ -245,7 +245,7 @@ class Run(NamedTuple):
         requests = [Request(str(i), ids, sampling) for i, (ids, sampling) in pairs]
         mailbox = Mailbox(requests, llm.tokenizer, tqdm(disable=True))
         start_s, before = time.process_time(), llm._scheduler.num_steps
-        run_loop(llm._scheduler, cast("StepEngine", engine), mailbox, overlap=True)
+        run_loop(llm._scheduler, cast("ServedEngine", engine), mailbox, depth=1)
         cpu_s = (time.process_time() - start_s) / (llm._scheduler.num_steps - before)
         gaps_s = [later - sooner for sooner, later in pairwise(came_s)]
         tokens = [[token for piece in pieces for token in piece.token_ids] for pieces in mailbox.pieces.values()]

@@ -101,7 +101,7 @@ def chats(scheduler: Scheduler, engine: Engine, num_chats: int, num_turns: int) 
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for turn in range(num_turns):
         mailbox = Round([Request(f"{turn}-{i}", list(text), params) for i, text in enumerate(texts)])
-        run_loop(scheduler, engine, mailbox, overlap=True, pages=engine)
+        run_loop(scheduler, engine, mailbox, depth=1)
         outputs += mailbox.outputs.values()
         for text, output in zip(texts, mailbox.outputs.values(), strict=True):
             text += [*output, *rng.integers(3, 2000, TURN_TOKENS).tolist()]
@@ -118,7 +118,7 @@ def restart(config: EngineConfig, engine: Engine, folder: str) -> list[int]:
     params, computed = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), []
     for _ in range(2):
         scheduler = build_scheduler(config, engine)
-        run_loop(scheduler, engine, Round([Request("a", prompt, params)]), overlap=True, pages=engine)
+        run_loop(scheduler, engine, Round([Request("a", prompt, params)]), depth=1)
         computed.append(scheduler.state.totals.extend_tokens)
         keep_prefixes(config, engine, scheduler)
     return computed

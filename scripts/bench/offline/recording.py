@@ -1,11 +1,11 @@
 """Time stamps of a run of the serving loop, taken between the loop and its engine.
 
-`RecordingEngine` is a `StepEngine` that passes every call on, and stamps when the loop submits a step and when it waits
-for one. The mailbox (`RecordedMailbox` in run.py) stamps where turns begin and messages are sent. A step may become
-ready while the loop computes: a thread waits for such steps and stamps when it saw them ready; the loop's own reading
-counts if it comes first. The thread learns of a step when the loop is about to wait for the step before, since waking
-the thread at another time would cost the loop up to 100 us. The time that recording takes is stamped too, so that no
-figure contains it. Knows no figures.
+`RecordingEngine` is a `ServedEngine` that passes every call on, and stamps when the loop submits a step and when it
+waits for one. The mailbox (`RecordedMailbox` in run.py) stamps where turns begin and messages are sent. A step may
+become ready while the loop computes: a thread waits for such steps and stamps when it saw them ready; the loop's own
+reading counts if it comes first. The thread learns of a step when the loop is about to wait for the step before, since
+waking the thread at another time would cost the loop up to 100 us. The time that recording takes is stamped too, so
+that no figure contains it. Knows no figures.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.engine_api import StepEngine, StepHandle
+from jaxsgl.batch.engine_api import PageLayout, StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs, layout
 from jaxsgl.batch.outputs import HostOutputs
+from jaxsgl.scheduler.served_engine import ServedEngine
 
 StepKind: TypeAlias = Literal["decode", "extend", "mixed", "score", "verify"]
 SWITCH_S = 20e-6  # how long the loop's thread keeps the interpreter while the watching thread waits for it
@@ -186,10 +187,13 @@ class RecordedHandle:
 
 
 class RecordingEngine:
-    """A `StepEngine` that records the steps of another one."""
+    """A `ServedEngine` that records the steps of another one."""
 
-    def __init__(self, engine: StepEngine, recording: Recording) -> None:
+    def __init__(self, engine: ServedEngine, recording: Recording) -> None:
         self._engine, self._recording = engine, recording
+        self.weight_store, self.adapters = engine.weight_store, engine.adapters
+        self.apply, self.poll = engine.apply, engine.poll
+        self.start_profile, self.stop_profile = engine.start_profile, engine.stop_profile
 
     def submit(self, inputs: StepInputs) -> RecordedHandle:
         """See `StepEngine`."""
@@ -203,13 +207,10 @@ class RecordingEngine:
         """See `StepEngine`."""
         return self._engine.recompiles
 
-    def start_profile(self, folder: str) -> None:
-        """See `StepEngine`."""
-        self._engine.start_profile(folder)
-
-    def stop_profile(self) -> None:
-        """See `StepEngine`."""
-        self._engine.stop_profile()
+    @property
+    def page_layout(self) -> PageLayout:
+        """See `PageEngine`."""
+        return self._engine.page_layout
 
 
 def _kind(inputs: StepInputs) -> StepKind:

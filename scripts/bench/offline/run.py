@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.offline.recording import Recording, RecordingEngine
-from jaxsgl.batch.engine_api import PageEngine, StepEngine
 from jaxsgl.batch.inputs import Bucket, StepInputs, packed_len
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.messages.orders import FromEngine, News, Shutdown, StartProfile, ToEngine
@@ -24,6 +23,7 @@ from jaxsgl.messages.replies import Replies
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.served_engine import ServedEngine
 
 _TRIED_STEPS = 200
 _WORK_S = 0.5e-3  # seconds of Python while a step becomes ready
@@ -31,20 +31,16 @@ _WORK_S = 0.5e-3  # seconds of Python while a step becomes ready
 
 def record_run(
     scheduler: Scheduler,
-    engine: StepEngine,
+    engine: ServedEngine,
     requests: Sequence[Request],
-    overlap: bool,
+    depth: int,
     profile: str | None = None,
-    pages: PageEngine | None = None,
 ) -> tuple[Recording, list[FromEngine]]:
-    """Serves `requests` to their end. Returns the recording and all messages that were sent.
-
-    `pages` is the engine again, if the scheduler has a host tier.
-    """
+    """Serves `requests` to their end, `depth` as `run_loop`. Returns the recording and all messages that were sent."""
     recording = Recording()
     mailbox = RecordedMailbox(requests, recording, profile)
     try:
-        run_loop(scheduler, RecordingEngine(engine, recording), mailbox, overlap, pages=pages)
+        run_loop(scheduler, RecordingEngine(engine, recording), mailbox, depth)
     finally:
         recording.close()
     return recording, mailbox.news()

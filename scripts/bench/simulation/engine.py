@@ -83,7 +83,9 @@ class SizesBuilder:
     def __init__(self, buckets: BucketSet, table: PageTable, sampling: SamplingRows, page_size: int) -> None:
         self._buckets = buckets
 
-    def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepSizes:
+    def decode(
+        self, rows: IntArray, positions: IntArray, steps: IntArray | None = None, token_ids: IntArray | None = None
+    ) -> StepSizes:
         """See `BatchBuilder`."""
         n = len(rows)
         bucket = self._buckets.decode(n, num_steps=1 if steps is None else self._buckets.decode_steps)

@@ -29,6 +29,7 @@ from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.served_engine import StepsOnly
 
 MAX_IDLE_CALLS = 1000  # turns of the loop in which no time passes and no message arrives
 
@@ -182,7 +183,7 @@ def simulate(
     clients = Clients(trace, clock, capacity.vocab_size, max_concurrency)
     start_s = time.process_time()
     with nullcontext() if plans is None else _written_plans(plans, clock):
-        run_loop(scheduler, engine, clients, overlap=not config.disable_overlap_schedule)
+        run_loop(scheduler, StepsOnly(engine), clients, depth=config.unread_steps)
     cpu_s = time.process_time() - start_s
     scheduler.check()
     num_steps = sum(counts.steps for counts in engine.counts.values())

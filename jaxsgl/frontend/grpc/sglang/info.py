@@ -132,7 +132,7 @@ def _server_args(info: EngineInfo, config: ServerConfig) -> dict[str, Any]:
         "served_model_name": config.model_name,
         "tp_size": config.engine.tp,
         "dp_size": config.dp_size,
-        "pp_size": 1,
+        "pp_size": config.engine.pp_size,
         "context_length": info.limits.context_length,
         "max_total_tokens": info.limits.pool_tokens,
         "max_running_requests": info.max_running_requests,

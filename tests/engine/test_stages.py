@@ -1,0 +1,92 @@
+"""How layers are cut into pipeline stages, what stages read of a checkpoint, and which models are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.stages import check_stages, cut_layers
+from jaxsgl.errors import ConfigError
+from jaxsgl.models import ModelArch
+from jaxsgl.requests.outputs import LAST_TOKEN
+from jaxsgl.weights import load_params, random_params
+from jaxsgl.weights.tensor_files import is_harmless
+from tests.checkpoints import make_checkpoint
+from tests.plain_model import mesh_of
+
+FLOAT32 = jnp.dtype("float32")
+
+
+@pytest.mark.parametrize(
+    ("layer_bytes", "head", "stages", "cuts"),
+    [
+        ([1] * 8, 0, 2, [(0, 4), (4, 8)]),
+        ([1] * 8, 2, 2, [(0, 5), (5, 8)]),  # the head is as much as two layers
+        ([1] * 8, 100, 4, [(0, 1), (1, 2), (2, 7), (7, 8)]),
+        ([9, 1, 1, 1, 1, 1], 0, 2, [(0, 1), (1, 6)]),  # a dense layer before experts, or the other way round
+        ([1, 1, 1], 0, 3, [(0, 1), (1, 2), (2, 3)]),
+        ([3], 1, 1, [(0, 1)]),
+    ],
+)
+def test_layers_are_cut_so_that_the_largest_stage_has_the_fewest_bytes(
+    layer_bytes: list[int], head: int, stages: int, cuts: list[tuple[int, int]]
+) -> None:
+    found = cut_layers(layer_bytes, head, stages)
+
+    def largest(stage_cuts: list[tuple[int, int]]) -> int:
+        sizes = [sum(layer_bytes[first:stop]) for first, stop in stage_cuts]
+        return max([*sizes[:-1], sizes[-1] + head])
+
+    assert largest(found) == largest(cuts)
+    assert [first for first, _ in found] == [0, *(stop for _, stop in found[:-1])]
+    assert found[-1][1] == len(layer_bytes) and all(first < stop for first, stop in found)
+
+
+@pytest.mark.parametrize("kind", ["llama_untied_llama3_rope", "qwen3"])  # the second one is tied
+def test_stages_read_the_parameters_of_their_own_layers_and_together_all(kind: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path / kind, num_hidden_layers=3)
+    arch = ModelArch.from_folder(folder)
+    whole = dict(nnx.to_flat_state(load_params(folder, arch, FLOAT32, mesh_of())))
+    drawn = dict(nnx.to_flat_state(random_params(arch, FLOAT32, mesh_of(), 5)))
+    seen = set()
+    for first, stop in ((0, 2), (2, 3)):
+        stage = arch.of_layers(first, stop)
+        for load, all_params in (
+            (load_params(folder, stage, FLOAT32, mesh_of()), whole),
+            (random_params(stage, FLOAT32, mesh_of(), 5), drawn),
+        ):
+            for path, param in nnx.to_flat_state(load):
+                place, rows = path, slice(None)
+                if path[0] == "layers":
+                    place = ("layers", int(str(path[1])) + first, *path[2:])
+                elif path[0] == "vectors":
+                    rows = slice(first, stop)
+                seen.add(place)
+                np.testing.assert_array_equal(np.asarray(param[...]), np.asarray(all_params[place][...])[rows])
+        has_embedding = first == 0 or arch.tie_embeddings
+        assert (("embedding",) in dict(nnx.to_flat_state(load))) == has_embedding
+    assert seen == whole.keys()
+
+
+def test_a_stage_leaves_tensors_of_other_stages_unread_and_refuses_what_no_stage_reads(tmp_path: Path) -> None:
+    arch = ModelArch.from_folder(make_checkpoint("qwen3", tmp_path / "model", num_hidden_layers=3))
+    middle = arch.of_layers(1, 2)
+    for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.2.mlp.down_proj.weight", "model.norm.weight"):
+        assert is_harmless(name, middle) and not is_harmless(name, arch)
+    for name in ("model.layers.1.mlp.odd.weight", "model.layers.3.mlp.down_proj.weight", "model.odd.weight"):
+        assert not is_harmless(name, middle)
+
+
+def test_models_that_stages_can_not_serve_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    arch = ModelArch.from_folder(make_checkpoint("qwen3", tmp_path / "model", num_hidden_layers=3))
+    check_stages(EngineConfig(pp_size=3), arch)
+    with pytest.raises(ConfigError, match=r"--pp-size is 4, but .* has 3 layers: give that or less"):
+        check_stages(EngineConfig(pp_size=4), arch)
+    with pytest.raises(ConfigError, match="embeddings and scores for now: leave --pp-size out"):
+        check_stages(EngineConfig(pp_size=2), replace(arch, pooling=LAST_TOKEN))
