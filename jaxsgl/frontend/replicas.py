@@ -20,7 +20,7 @@ import msgspec
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.frontend.engine_link import EngineLink, ReplyStream
 from jaxsgl.frontend.metrics import Replica
-from jaxsgl.frontend.router import ReplicaLoad, Router
+from jaxsgl.frontend.router import Router
 from jaxsgl.messages.orders import Answer, Command, Ping
 from jaxsgl.messages.replies import (
     EngineInfo,
@@ -31,6 +31,7 @@ from jaxsgl.messages.replies import (
     TransferLoad,
     merged_times,
 )
+from jaxsgl.requests.placement import PlaceLoad
 from jaxsgl.requests.request import Request
 
 STATES = ("ready", "paused", "stuck", "draining", "loading", "dead")  # the state of all is that of the first of these
@@ -259,12 +260,12 @@ class Replicas:
 UNANSWERED = -1  # the number of an answer that a replica did not give
 
 
-def load_of(link: EngineLink) -> ReplicaLoad:
+def load_of(link: EngineLink) -> PlaceLoad:
     """Returns what the router must know: the engine's word, or our own calls if it hasn't heard of them yet."""
     load, info = link.load, link.info
     assert info is not None
     num_requests = max(link.num_open, load.num_running + load.num_waiting)
-    return ReplicaLoad(num_requests, load.num_waiting, load.used_tokens / info.limits.pool_tokens)
+    return PlaceLoad(num_requests, load.num_waiting, load.used_tokens / info.limits.pool_tokens)
 
 
 def _by_replica(texts: Mapping[int, str], num_replicas: int) -> list[str]:
