@@ -55,7 +55,6 @@ SETTINGS = {
 REFUSED = {
     "--pipeline-parallel-size": "layers are not split among devices: give --tp, which splits each layer",
     "--pp-size": "layers are not split among devices: give --tp, which splits each layer",
-    "--enable-dp-attention": "attention is split by heads: give --dp-size for whole replicas",
     "--cpu-offload-gb": "weights stay on the device: give --quantization, or --tp with more devices",
     "--speculative-config": "give --speculative-algorithm NGRAM or SUFFIX (docs/speculation.md)",
     "--hf-overrides": "edit the folder's config.json",

@@ -48,6 +48,7 @@ from jaxsgl.engine.memory import (
 )
 from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
+from jaxsgl.engine.rank_flags import check_rank_flags
 from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_num_rows, choose_states, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv, allocate_running
 from jaxsgl.engine.state_flags import check_flags
@@ -60,6 +61,7 @@ from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
 from jaxsgl.models.quantization import FP8_E4M3
+from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from jaxsgl.weights import load_kv_scales, resolve_model_folder
 from jaxsgl.weights.sharding import bytes_on_each_device
 from pallas_kernels.gpu_compiler import choose_mosaic_ptxas, log_compilers, versions_key
@@ -108,6 +110,7 @@ class Engine:
         folder = resolve_model_folder(config.model, config.revision)
         arch = read_arch(config, folder)
         check_flags(config, arch)
+        check_rank_flags(config, arch)
         kernels = asked_kernels(config, arch)
         reveal_devices(config)
         choose_mosaic_ptxas()
@@ -142,7 +145,7 @@ class Engine:
             params = read_params(config, folder, self.arch, dtype, mesh)
             if config.load_format != "dummy" and kv_cache_flag(kv_dtype) == FP8_E4M3:
                 kv_scales = load_kv_scales(folder, self.arch)
-            states = choose_states(config, self.arch, platform, kv_dtype, mesh.size)
+            states = choose_states(config, self.arch, platform, kv_dtype, mesh.shape[TENSOR_AXIS])
             drafting = load_drafting(config, self.arch, precision, states, mesh)
             states = with_drafting(states, drafting, choose_num_rows(config, platform))
             self._draft_leaves: tuple[list[jax.Array], ...] = (
@@ -191,8 +194,15 @@ class Engine:
         )
         self._params = self.weight_store.leaves
         self._launcher: Launcher | None = None
-        run_all(self.submit, self.buckets.all(), self.capacity, memory.account, drafts=drafting is not None)
-        if tester.platform is not None and hosts.size == 1:  # no host has all of the logits
+        run_all(
+            self.submit,
+            self.buckets.all(),
+            self.capacity,
+            memory.account,
+            drafts=drafting is not None,
+            num_ranks=config.num_ranks,
+        )
+        if tester.platform is not None and hosts.size == config.num_ranks == 1:  # else no host or rank has all logits
             self._check_tokens(memory.account, min(dtype.itemsize, activations.itemsize))
         if mesh.size > 1:
             self._launcher = Launcher()
@@ -205,7 +215,7 @@ class Engine:
             limits=self.capacity.limits,
             eos_token_ids=self.arch.eos_token_ids,
             page_size=self.capacity.page_size,
-            max_running_requests=self.capacity.num_rows,
+            max_running_requests=self.capacity.num_rows * config.num_ranks,
             attention_backend=config.attention_backend,
             platform=platform,
             kv_bytes=states.page_bytes * self.capacity.num_pages * mesh.size,

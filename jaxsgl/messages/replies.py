@@ -120,6 +120,16 @@ class TransferLoad(msgspec.Struct, frozen=True, array_like=True):
     hidden_bytes: int = 0
 
 
+class RankLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How busy a rank of the engine is; see `Load`, whose numbers are the sums."""
+
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    used_tokens: int
+    cached_tokens: int
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """How busy the engine is after a turn of the loop.
 
@@ -137,6 +147,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       host: the host tier.
       adapters: the names of the LoRA adapters that requests may name.
       speculation: what became of drafts.
+      ranks: of an engine with data-parallel attention, by rank; () of any other.
     """
 
     num_running: int = 0
@@ -153,6 +164,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     host: HostLoad = msgspec.field(default_factory=HostLoad)
     adapters: tuple[str, ...] = ()
     speculation: SpeculationTotals = msgspec.field(default_factory=SpeculationTotals)
+    ranks: tuple[RankLoad, ...] = ()
 
 
 # Upper bounds of the times by which steps are counted, in seconds.
@@ -231,10 +243,12 @@ class CacheEvents(msgspec.Struct, frozen=True, tag="cache_events"):
 
     Attributes:
       number: of the `WatchCache` that this answers: all that is cached, parents before children. None for news.
+      rank: whose cache it is. Each rank answers a `WatchCache`, in their order.
     """
 
     events: list[CacheEvent]
     number: int | None = None
+    rank: int = 0
 
 
 class RefusalKind(enum.Enum):

@@ -20,7 +20,7 @@ from jaxsgl.scheduler.orders.adapters import AdapterStore
 from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck
 from jaxsgl.scheduler.orders.weights import WeightStore
-from jaxsgl.scheduler.scheduler import Scheduler, Serving
+from jaxsgl.scheduler.serving import AnyScheduler, Serving
 
 
 class Mailbox(Protocol):
@@ -52,7 +52,7 @@ def run_loop(
     `adapters` where it holds adapters.
     """
     scheduler = serving.scheduler
-    needs_ops = scheduler.cache.tier is not None or scheduler.state.capacity.max_adapters > 0
+    needs_ops = any(rank.cache.tier is not None or rank.state.capacity.max_adapters for rank in scheduler.ranks)
     assert pages is not None or not needs_ops, "a host tier or adapters need the engine's operations"
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0
@@ -99,6 +99,6 @@ def run_loop(
             leak_check.when_idle()
 
 
-def _collect(scheduler: Scheduler, in_flight: deque[StepHandle]) -> None:
+def _collect(scheduler: AnyScheduler, in_flight: deque[StepHandle]) -> None:
     step = in_flight.popleft()
     scheduler.collect(step.tokens(), step.outputs(), step.drafts)
