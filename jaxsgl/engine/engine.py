@@ -223,6 +223,7 @@ class Engine:
             warmup_s=time.monotonic() - start_s,
             kv_cache_dtype=kv_cache_flag(kv_dtype),
             kernels=tuple((each.op, each.backend, each.verdict) for each in verdicts),
+            num_ranks=config.num_ranks,
         )
         logger.info("%s", in_words(self.info, config.model, f"{mesh.size} x {device.device_kind}"))
         logger.info(
@@ -473,11 +474,13 @@ def _check_backends(spec: ProgramSpec, buckets: BucketSet, flags: str) -> None:
 
 def in_words(info: EngineInfo, model: str, devices: str) -> str:
     """Returns what is served, on what, and how much fits, in a line."""
+    if info.num_ranks > 1:
+        devices = f"{devices} in {info.num_ranks} ranks"
     tested = sorted({backend for _, backend, _ in info.kernels})
     limits = info.limits
     return (
         f"serving {model} ({info.architecture}) on {devices}: {info.dtype}, {info.weight_bytes / 2**30:.2f} GiB of "
-        f"weights, kernels {', '.join(tested) or info.attention_backend}, KV pool of {limits.pool_tokens} tokens in "
+        f"weights, kernels {', '.join(tested) or info.attention_backend}, KV pool of {info.pool_tokens} tokens in "
         f"{info.kv_bytes / 2**30:.2f} GiB ({info.kv_cache_dtype}), context of {limits.context_length} tokens, up to "
         f"{info.max_running_requests} requests at once"
     )

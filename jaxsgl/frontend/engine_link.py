@@ -242,6 +242,11 @@ class EngineLink:
         return self._info
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine; 1 until it is ready."""
+        return 1 if self._info is None else self._info.num_ranks
+
+    @property
     def is_dead(self) -> bool:
         """Whether the engine has failed or its process has ended."""
         return self._death is not None

@@ -350,7 +350,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     `warmup_s` is the time in seconds that loading and compiling took; `kv_bytes` and `weight_bytes` the
     sizes of all KV buffers and parameters; `kv_cache_dtype` what --kv-cache-dtype came to; `kernels` the
-    operation, backend and verdict of each test of a kernel, none on a CPU.
+    operation, backend and verdict of each test of a kernel, none on a CPU; `num_ranks` how many ranks have attention of
+    their own, whose KV pools each hold the tokens that `limits` says.
     """
 
     model_path: str
@@ -367,6 +368,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     warmup_s: float
     kv_cache_dtype: str = "auto"
     kernels: tuple[tuple[str, str, str], ...] = ()
+    num_ranks: int = 1
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the KV pools of all ranks hold."""
+        return self.num_ranks * self.limits.pool_tokens
 
 
 class HostState(msgspec.Struct, frozen=True, array_like=True):
