@@ -92,7 +92,7 @@ def _nothing(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
 
 
 def _widen(batch: StepInputs, bucket: Bucket, packed: npt.NDArray[np.int32]) -> None:
-    """Writes the fields of `batch` into `packed`, which is padding of `bucket`; what doesn't fit in there is padding."""
+    """Writes the fields of `batch` into `packed`, which is padding of `bucket`; what does not fit is padding."""
     own, wide = batch.arrays, host_views(packed, bucket)
     wide.query_offsets[:] = batch.num_tokens
     if own.token_rows is None and wide.token_rows is not None:  # it decodes, the step does not

@@ -43,7 +43,7 @@ MAX_FLUSH_WAIT_S = 3600.0
 UPDATE_LIMIT_S = 7200.0  # reading weights, and then the longest request
 NOTHING_HELD = dict.fromkeys(
     ("num_running", "num_waiting", "waiting_tokens", "used_tokens", "cached_tokens", "num_retracted"), 0
-)
+) | {"ranks": ()}
 STARTING = "the engine is still starting: try again later"
 
 logger = logging.getLogger(__name__)

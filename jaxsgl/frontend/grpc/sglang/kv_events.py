@@ -4,8 +4,8 @@
 when the batch that it wants next is gone, it has lost data and must start over. The engine sends its events from the
 first subscriber on, and a snapshot whenever a subscriber starts over. `KvStream` is one subscriber: a snapshot or the
 batches that it missed, then news, and the engine's load with them. What the protocol calls a block is a page of our
-KV cache. Replicas and ranks have one log and one count of batches; each batch says whose it is. Never knows a call's context;
-service.py runs the streams.
+KV cache. Replicas and ranks have one log and one count of batches; each batch says whose it is. Never knows a call's
+context; service.py runs the streams.
 """
 
 from __future__ import annotations
