@@ -36,11 +36,14 @@ from jaxsgl.messages.orders import LoadAdapter
 from jaxsgl.models import Params
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.apply import Mark
-from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars
+from jaxsgl.scheduler.grammars.queue import GrammarQueue, Grammars, NoGrammars
+from jaxsgl.scheduler.grammars.shared import grammars_of_ranks
 from jaxsgl.scheduler.orders.adapters import load
+from jaxsgl.scheduler.ranks import RankedScheduler
 from jaxsgl.scheduler.resources.host_tier import LoadRule
-from jaxsgl.scheduler.scheduler import Scheduler, Serving
+from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.served_engine import FixedWeights, StepsOnly
+from jaxsgl.scheduler.serving import AnyScheduler, Serving
 from jaxsgl.scheduler.speculation.pace import MeasuredCosts, StepCosts
 from jaxsgl.scheduler.speculation.proposing import Drafters
 from jaxsgl.scheduler.state import RetractAlso
@@ -60,7 +63,7 @@ RETRACT_VARIABLE = "JAXSGL_TEST_RETRACT"  # for tests
 
 def build(
     config: EngineConfig, limited: bool = True, mark: Mark = NoMark(), hosts: Hosts = Alone()
-) -> tuple[AnyEngine, Scheduler]:
+) -> tuple[AnyEngine, AnyScheduler]:
     """Loads the model and compiles every bucket (seconds to minutes). Raises `StartupError`.
 
     Args:
@@ -73,6 +76,11 @@ def build(
     retract_every()  # fails now, not after minutes
     if config.disaggregation.is_on and not limited:
         raise ConfigError("--disaggregation-mode needs servers behind a gateway, see docs/scale-out.md")
+    if config.dp_size > config.num_ranks and not limited:
+        raise ConfigError(
+            f"--dp-size {config.dp_size} replicas need a server, see docs/scale-out.md: LLM runs one; for ranks of one "
+            "engine add --enable-dp-attention"
+        )
     if config.hosts.are_several and not limited:
         raise ConfigError("--nnodes needs servers, see docs/scale-out.md: LLM runs on one host")
     engine = build_engine(config, hosts)
@@ -110,9 +118,9 @@ def build_scheduler(
     config: EngineConfig,
     engine: AnyEngine,
     limited: bool = True,
-    former: Scheduler | None = None,
+    former: AnyScheduler | None = None,
     mark: Mark = NoMark(),
-) -> Scheduler:
+) -> AnyScheduler:
     """A scheduler with an empty cache for `engine`; the first arguments are those of `build`.
 
     It takes over the adapters of `former`, if it comes in the place of that one.
@@ -123,31 +131,40 @@ def build_scheduler(
     while engine.poll(wait=True):
         pass  # what a scheduler before this one has gathered
     tier, loads = _host_tier(config, engine)
-    scheduler = Scheduler(
-        engine.capacity,
-        engine.buckets,
-        engine.arch.eos_token_ids,
-        scheduling,
-        radix_cache=not config.disable_radix_cache,
-        random_seed=config.random_seed,
-        max_queued_requests=config.max_queued_requests if limited else None,
-        max_queued_tokens=config.max_queued_tokens if limited else None,
-        retract_also=_retract_also(),
-        tier=tier,
-        loads=loads,
-        max_loaded_loras=config.lora.max_loaded_loras,
-        grammars=_grammars(config, scheduling, engine, eagerly=limited),
-        mark=mark,
-        drafter_of=Drafters(config.speculation, engine.capacity.media),
-        step_costs=_step_costs(engine),
-        turns=InTurns(config.unread_steps + 1) if config.has_stages else AllAtOnce(),
-    )
+    grammars = _grammars(config, scheduling, engine, eagerly=limited)
+    num_ranks = config.num_ranks
+
+    def of_rank(rank: int, grammars: Grammars) -> Scheduler:
+        return Scheduler(
+            engine.capacity,
+            engine.buckets,
+            engine.arch.eos_token_ids,
+            scheduling,
+            radix_cache=not config.disable_radix_cache,
+            random_seed=config.random_seed + rank,
+            max_queued_requests=-(-config.max_queued_requests // num_ranks) if limited else None,
+            max_queued_tokens=-(-config.max_queued_tokens // num_ranks) if limited else None,
+            retract_also=_retract_also(),
+            tier=tier,
+            loads=loads,
+            max_loaded_loras=config.lora.max_loaded_loras,
+            grammars=grammars,
+            mark=mark,
+            drafter_of=Drafters(config.speculation, engine.capacity.media),
+            step_costs=_step_costs(engine),
+            turns=InTurns(config.unread_steps + 1) if config.has_stages else AllAtOnce(),
+        )
+
+    if num_ranks > 1:
+        each = enumerate(grammars_of_ranks(grammars, num_ranks))
+        return RankedScheduler([of_rank(rank, own) for rank, own in each], grammars)
+    scheduler = of_rank(0, grammars)
     _load_adapters(config, engine, scheduler, former)
     _take_prefixes(config, engine, scheduler)
     return scheduler
 
 
-def serving_of(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler) -> Serving:
+def serving_of(config: EngineConfig, engine: AnyEngine, scheduler: AnyScheduler) -> Serving:
     """What stands at the mailbox: `scheduler`, or the side that flags ask for, whose wire is opened.
 
     Raises:
@@ -158,6 +175,7 @@ def serving_of(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler) ->
     if not flags.is_on:
         return scheduler
     assert isinstance(engine, Engine), "pipeline stages and --disaggregation-mode were refused"
+    (scheduler,) = scheduler.ranks  # flags refuse more
     from jaxsgl.scheduler.disagg.decode_side import DecodeSide  # other servers know nothing of it
     from jaxsgl.scheduler.disagg.prefill_side import PrefillSide
     from jaxsgl.scheduler.disagg.rooms import RoomLimits
@@ -201,7 +219,7 @@ def norms_digest(params: Params) -> int:
     return digest
 
 
-def _load_adapters(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler, former: Scheduler | None) -> None:
+def _load_adapters(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler, former: AnyScheduler | None) -> None:
     """Loads the adapters that flags name, or those of the scheduler before this one. Raises `StartupError`."""
     table, store = scheduler.state.adapters, engine.adapters
     if store is None:
@@ -210,7 +228,7 @@ def _load_adapters(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler
     if former is None:
         found = [(LoadAdapter(0, name, folder), store.stage(folder)) for name, folder in config.lora.adapters.items()]
     else:
-        known = former.state.adapters.by_name.values()
+        known = former.ranks[0].state.adapters.by_name.values()
         found = [(LoadAdapter(0, each.name, each.folder, each.pinned), store.kept(each.number)) for each in known]
         store.drop_all()
     for order, staged in found:
@@ -328,12 +346,13 @@ def _take_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler
         logger.info("%d pages of prefixes found in %s, read in %.1f s", count, path, time.monotonic() - start_s)
 
 
-def keep_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler) -> None:
+def keep_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: AnyScheduler) -> None:
     """Writes all that is cached to the file, as far as host memory holds it. A failure is logged."""
-    path, tier = file_of_prefixes(config, engine), scheduler.cache.tier
+    cache = scheduler.ranks[0].cache  # of several ranks none has a tier
+    path, tier = file_of_prefixes(config, engine), cache.tier
     if path is None or tier is None:
         return
-    if not scheduler.cache.is_original or engine.weight_store.released:
+    if not cache.is_original or engine.weight_store.released:
         logger.warning("prefixes are not kept: the weights were exchanged or released since the start")
         return
     start_s = time.monotonic()

@@ -370,6 +370,7 @@ def buckets_of(config: EngineConfig, capacity: Capacity) -> BucketSet:
     """The shapes that `config` asks for. Raises `ConfigError` if they can't be read or don't reach the capacity."""
     scheduling, steps, drafts = config.scheduling, config.decode_steps, config.speculation.num_draft_tokens
     alone = capacity.whole_prompts and not scheduling.enable_mixed_chunk  # a prompt beyond --max-prefill-tokens
+    alone = alone and config.num_ranks == 1  # other ranks' sequences share its step
     shared_tokens = scheduling.max_prefill_tokens if alone else None
     if config.auto_buckets is None:
         return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, steps, shared_tokens, drafts)

@@ -20,6 +20,7 @@ from jaxsgl.requests.outputs import MAX_LABELS
 
 ArrayT = TypeVar("ArrayT", bound=Any)
 StepKind: TypeAlias = Literal["decode", "extend", "score", "verify"]
+Axis: TypeAlias = Literal["T", "S", "C"]  # tokens, sequences, tokens to choose
 
 MAX_SNAPSHOTS = 2  # of a chunk
 TABLE_CHANGES = 512  # entries of the page table in one array of changes
@@ -241,6 +242,8 @@ class StepInputs:
         the tokens of the step before.
       encodes: calls of the vision tower, or parts of one, that come before the batch.
       drafts: whether tokens are drafted after it, for the next step to verify; only where the engine can.
+      of_ranks: the batch of each rank, in the bucket of all, where ranks share the step (`joint.py`): `packed` holds
+        theirs one after the other, as do all arrays that go to the device. (): there is one rank.
     """
 
     bucket: Bucket
@@ -252,11 +255,23 @@ class StepInputs:
     masked: bool = False
     encodes: tuple[EncodeInputs | EncodePart, ...] = ()
     drafts: bool = False
+    of_ranks: tuple[StepInputs, ...] = ()
 
     @property
     def num_choices(self) -> int:
         """Real ones of the bucket's `num_choices`."""
         return self.num_tokens if self.bucket.kind == "verify" else self.num_seqs
+
+    def count(self, axis: Axis) -> int:
+        """Real entries of an axis."""
+        return {"T": self.num_tokens, "S": self.num_seqs, "C": self.num_choices}[axis]
+
+    def without_padding(self, array: npt.NDArray[Any], axis: Axis) -> npt.NDArray[Any]:
+        """The real entries of an array whose first axis is `axis`, rank after rank."""
+        if not self.of_ranks:
+            return array[: self.count(axis)]
+        by_rank = array.reshape(len(self.of_ranks), -1, *array.shape[1:])
+        return np.concatenate([part[: rank.count(axis)] for part, rank in zip(by_rank, self.of_ranks, strict=True)])
 
     @property
     def arrays(self) -> StepArrays[npt.NDArray[Any]]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.inputs import Bucket, StepInputs
+from jaxsgl.batch.inputs import Axis, Bucket, StepInputs
 
 ArrayT = TypeVar("ArrayT")
 LeafT = TypeVar("LeafT")
@@ -73,6 +73,11 @@ class Output:
     made_by: Literal["forward", "choice"] = "forward"
     depends_on_model: bool = False
 
+    @property
+    def axis(self) -> Axis:
+        """The first of `shape`."""
+        return cast(Axis, self.shape[0])
+
 
 def _scores(bucket: Bucket) -> bool:
     return bucket.kind == "score"
@@ -123,15 +128,29 @@ def wanted(inputs: StepInputs) -> list[str]:
 
 def on_host(parts: Iterable[StepOutputs[Any]], inputs: StepInputs) -> HostOutputs:
     """NumPy arrays of all `parts` of a step of `inputs`, without padding; waits for the device."""
-    counts = {"T": inputs.num_tokens, "S": inputs.num_seqs, "C": inputs.num_choices}
     return StepOutputs(
         **{
-            name: np.asarray(array)[: counts[OUTPUTS[name].shape[0]]]
+            name: inputs.without_padding(np.asarray(array), OUTPUTS[name].axis)
             for part in parts
             for name, array in part._asdict().items()
             if array is not None
         }
     )
+
+
+def by_rank(outputs: HostOutputs, inputs: StepInputs) -> list[HostOutputs]:
+    """The part of each of `inputs.of_ranks`, of arrays without padding."""
+    parts = []
+    first: dict[Axis, int] = {"T": 0, "S": 0, "C": 0}
+    for rank in inputs.of_ranks:
+        stop = {axis: first[axis] + rank.count(axis) for axis in first}
+        arrays = (
+            None if array is None else array[first[output.axis] : stop[output.axis]]
+            for output, array in zip(OUTPUTS.values(), outputs, strict=True)
+        )
+        parts.append(StepOutputs(*arrays))
+        first = stop
+    return parts
 
 
 def check_outputs(outputs: HostOutputs, inputs: StepInputs) -> None:

@@ -167,6 +167,19 @@ class EngineConfig:
         "(docs/scale-out.md); on a CPU so many virtual ones",
         alias=("--tp-size", "--tensor-parallel-size", "-tp"),
     )
+    dp_size: int = flag(
+        1,
+        "replicas of the model behind this address, each an engine process with --tp devices of its own; a request "
+        "goes to the one that has most of its prompt cached; or the ranks of --enable-dp-attention "
+        "(docs/scale-out.md)",
+        alias=("--data-parallel-size", "-dp"),
+    )
+    enable_dp_attention: bool = flag(
+        False,
+        "one engine, whose --tp devices are --dp-size ranks: each rank has requests, attention and KV cache of its "
+        "own, and all devices share MLPs and experts. For models with fewer kv heads than --tp, whose KV would be "
+        "copied (docs/scale-out.md)",
+    )
     ep: bool = flag(
         False, "the devices of --tp have whole experts instead of a part of each one", alias="--enable-expert-parallel"
     )
@@ -319,6 +332,9 @@ class EngineConfig:
             self._check_stages()
         elif self.pp_async_batch_depth:
             raise ConfigError("--pp-async-batch-depth is for pipeline stages: give --pp-size, or leave it out")
+        require(self.dp_size >= 1, "--dp-size", self.dp_size, "1 and more")
+        if self.num_ranks > 1:
+            self._check_ranks()
         for name in ("decode_buckets", "extend_buckets"):
             sizes = getattr(self, name)
             require(all(size >= 1 for size in sizes), flag_name(name), sizes, "sizes of 1 and more")
@@ -379,6 +395,40 @@ class EngineConfig:
         if self.disable_overlap_schedule:
             return 0
         return self.pp_size - 1 + self.pp_async_batch_depth if self.has_stages else 1
+
+    @property
+    def num_ranks(self) -> int:
+        """R, ranks with attention of their own that the devices are divided into; 1 without data-parallel attention."""
+        return self.dp_size if self.enable_dp_attention else 1
+
+    def _check_ranks(self) -> None:
+        """Raises `ConfigError` for devices that ranks can't divide, and for what needs one rank."""
+        if self.tp % self.num_ranks:
+            raise ConfigError(
+                f"--enable-dp-attention divides the devices of --tp {self.tp} into --dp-size {self.dp_size} equal "
+                f"ranks: give --tp {-(-self.tp // self.num_ranks) * self.num_ranks}, or another --dp-size"
+            )
+        rows = self.max_running_requests
+        if rows is not None and rows < self.num_ranks:
+            raise ConfigError(
+                f"--max-running-requests {rows} leaves some of the {self.num_ranks} ranks of --enable-dp-attention "
+                f"without a row: give {self.num_ranks} or more"
+            )
+        for is_on, name in (
+            (self.disaggregation.is_on, "--disaggregation-mode"),
+            (self.host_kv.is_on, "--host-kv-gib"),
+            (self.lora.is_on, "--enable-lora"),
+            (self.speculation.is_on, "--speculative-algorithm"),
+            (self.decode_steps > 1, "--decode-steps"),
+            (self.scheduling.max_itl_ms is not None, "--max-itl-ms"),
+            (self.has_stages, "--pp-size"),
+            (self.hosts.are_several, "--nnodes"),
+        ):
+            if is_on:
+                raise ConfigError(
+                    f"{name} does not go with --enable-dp-attention yet: leave it out, or leave out "
+                    "--enable-dp-attention, so that --dp-size means whole replicas"
+                )
 
     @property
     def draft_model(self) -> str | None:

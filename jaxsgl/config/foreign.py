@@ -53,7 +53,6 @@ SETTINGS = {
 }
 # Flag -> what to do instead.
 REFUSED = {
-    "--enable-dp-attention": "attention is split by heads: give --dp-size for whole replicas",
     "--cpu-offload-gb": "weights stay on the device: give --quantization, or --tp with more devices",
     "--speculative-config": "give --speculative-algorithm NGRAM or SUFFIX (docs/speculation.md)",
     "--hf-overrides": "edit the folder's config.json",

@@ -59,12 +59,6 @@ class ServerConfig:
         "front-end processes that share both ports and the engine, one core each (docs/operations.md)",
         alias="--api-server-count",
     )
-    dp_size: int = flag(
-        1,
-        "replicas of the model behind this address, each an engine process with devices of its own; a request goes to "
-        "the one that has most of its prompt cached (docs/scale-out.md)",
-        alias=("--data-parallel-size", "-dp"),
-    )
     served_model_name: str | None = flag(
         None, "the model's name in the APIs (default: its folder's name, or its hub id)"
     )
@@ -187,13 +181,14 @@ class ServerConfig:
                 "--responses-store keeps answers in a front-end process, and --tokenizer-worker-num starts several, "
                 "which would not find each other's: give one"
             )
-        require(1 <= self.dp_size <= MAX_REPLICAS, "--dp-size", self.dp_size, f"1 to {MAX_REPLICAS}")
-        if self.dp_size > 1 and self.engine.disaggregation.disaggregation_mode == "prefill":
+        replicas = self.num_replicas
+        require(replicas <= MAX_REPLICAS, "--dp-size", replicas, f"1 to {MAX_REPLICAS}")
+        if replicas > 1 and self.engine.disaggregation.disaggregation_mode == "prefill":
             raise ConfigError("--disaggregation-mode prefill goes with --dp-size 1: start one server per replica")
-        if self.dp_size > 1 and self.engine.device_ids:
+        if replicas > 1 and self.engine.device_ids:
             raise ConfigError("--dp-size gives each replica devices of its own, but --device-ids names some: give one")
         if self.engine.hosts.are_several:
-            for name, value in (("--dp-size", self.dp_size), ("--tokenizer-worker-num", workers)):
+            for name, value in (("--dp-size", replicas), ("--tokenizer-worker-num", workers)):
                 require(value == 1, name, value, "1 with --nnodes; put several such servers behind a gateway")
         if self.batch_dir is not None and workers > 1:
             raise ConfigError("--batch-dir goes with --tokenizer-worker-num 1: one process runs the batches")
@@ -253,13 +248,18 @@ class ServerConfig:
         engine, flags = self.engine, self.engine.disaggregation
         if flags.is_on and flags.disaggregation_host is None:  # a prefill server listens where the HTTP port does
             engine = replace(engine, disaggregation=replace(flags, disaggregation_host=self.host))
-        if self.dp_size == 1:
+        if self.num_replicas == 1:
             return engine
         first = rank * engine.num_devices
         kv = engine.host_kv
         if kv.kv_file is not None:  # replicas hold different prefixes, and would overwrite one file
             kv = replace(kv, kv_file=f"{kv.kv_file}/replica-{rank}")
-        return replace(engine, device_ids=tuple(range(first, first + engine.num_devices)), host_kv=kv)
+        return replace(engine, dp_size=1, device_ids=tuple(range(first, first + engine.num_devices)), host_kv=kv)
+
+    @property
+    def num_replicas(self) -> int:
+        """Engine processes."""
+        return 1 if self.engine.enable_dp_attention else self.engine.dp_size
 
     @property
     def max_body_bytes(self) -> int:

@@ -42,7 +42,8 @@ TOPICS = {
     ),
     "devices": Topic(
         "devices, replicas, kernels and compiled programs",
-        _words("tp ep pp_size pp_async_batch_depth dp_size device_ids attention_backend kernels skip_kernel_test"
+        _words("tp ep pp_size pp_async_batch_depth dp_size enable_dp_attention device_ids attention_backend kernels"
+               " skip_kernel_test"
                " enable_deterministic_inference decode_buckets extend_buckets"
                " auto_buckets compilation_cache_dir"),
     ),

@@ -30,9 +30,10 @@ from jaxsgl.engine.sizing import PoolSize
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.lora import MODULES, PoolArray, adaptable_modules, pool_arrays
+from jaxsgl.models.tensor_parallel import mesh_axes
 from jaxsgl.weights import resolve_model_folder
 from jaxsgl.weights.adapters import AdapterFolder
-from jaxsgl.weights.sharding import MESH_AXIS_OF, replicated
+from jaxsgl.weights.sharding import replicated
 
 PLACE = ProgramKey("place_adapter")
 BLOCK = 16  # columns that one launch writes
@@ -232,7 +233,7 @@ def abstract_pool(
     """Shapes and places of a pool of `num_columns`, by layer."""
 
     def placed(array: PoolArray) -> jax.ShapeDtypeStruct:
-        spec = PartitionSpec(*(None if axis is None else MESH_AXIS_OF[axis] for axis in array.axes))
+        spec = PartitionSpec(*(mesh_axes(axis, mesh) for axis in array.axes))
         return jax.ShapeDtypeStruct(array.shape, dtype, sharding=NamedSharding(mesh, spec))
 
     return [

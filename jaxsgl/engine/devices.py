@@ -166,7 +166,7 @@ def tpu_variables(device_ids: Sequence[int]) -> dict[str, str]:
 def mesh_of(config: EngineConfig) -> Mesh:
     """The mesh of the engine's devices, host after host. Raises `ConfigError` if JAX has too few."""
     if not config.hosts.are_several:
-        return make_mesh(_chosen(config, jax.devices()))
+        return make_mesh(_chosen(config, jax.devices()), config.num_ranks)
     by_host: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         by_host.setdefault(device.process_index, []).append(device)

@@ -17,6 +17,7 @@ from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import empty_step
 from jaxsgl.batch.engine_api import StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs
+from jaxsgl.batch.joint import joined
 from jaxsgl.batch.outputs import check_outputs
 from jaxsgl.batch.patches import EncodeInputs, EncodePart, empty_call
 from jaxsgl.engine.memory import OUT_OF_MEMORY
@@ -34,6 +35,7 @@ def run_all(
     account: str,
     *,
     drafts: bool = False,
+    num_ranks: int = 1,
 ) -> None:
     """Runs a step of padding in so many of `buckets` that each of their programs has run, and waits for each.
 
@@ -45,6 +47,8 @@ def run_all(
     for bucket in covering(buckets):
         with step_failure(f"the program for [{bucket}] can't run", account):
             inputs = replace(empty_step(bucket, capacity.num_rows, capacity.vocab_size), drafts=drafts)
+            if num_ranks > 1:
+                inputs = joined(bucket, [inputs] * num_ranks, capacity.num_rows, capacity.vocab_size)
             step = submit(inputs)
             step.tokens()
             if drafts:

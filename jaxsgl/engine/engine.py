@@ -53,6 +53,7 @@ from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, kv_cache_flag
 from jaxsgl.models.quantization import FP8_E4M3
+from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from jaxsgl.weights import load_kv_scales
 from jaxsgl.weights.sharding import bytes_on_each_device
 
@@ -111,7 +112,7 @@ class Engine:
             params = read_params(config, folder, self.arch, dtype, mesh)
             if config.load_format != "dummy" and kv_cache_flag(kv_dtype) == FP8_E4M3:
                 kv_scales = load_kv_scales(folder, self.arch)
-            states = choose_states(config, self.arch, platform, kv_dtype, mesh.size)
+            states = choose_states(config, self.arch, platform, kv_dtype, mesh.shape[TENSOR_AXIS])
             drafting = load_drafting(config, self.arch, precision, states, mesh)
             states = with_drafting(states, drafting, choose_num_rows(config, platform))
             self._draft_leaves: tuple[list[jax.Array], ...] = (
@@ -159,8 +160,15 @@ class Engine:
         self._params = self.weight_store.leaves
         self._runner = StepRunner(self.programs, self.arch, self._params, state, self.adapters, self._draft_leaves)
         self._launcher: Launcher | None = None
-        run_all(self.submit, self.buckets.all(), self.capacity, memory.account, drafts=drafting is not None)
-        if opened.tests_kernels and hosts.size == 1:  # no host has all of the logits
+        run_all(
+            self.submit,
+            self.buckets.all(),
+            self.capacity,
+            memory.account,
+            drafts=drafting is not None,
+            num_ranks=config.num_ranks,
+        )
+        if opened.tests_kernels and hosts.size == config.num_ranks == 1:  # else no host or rank has all logits
             self._check_tokens(memory.account, min(dtype.itemsize, activations.itemsize))
         if mesh.size > 1:
             self._launcher = Launcher()
@@ -173,7 +181,7 @@ class Engine:
             limits=self.capacity.limits,
             eos_token_ids=self.arch.eos_token_ids,
             page_size=self.capacity.page_size,
-            max_running_requests=self.capacity.num_rows,
+            max_running_requests=self.capacity.num_rows * config.num_ranks,
             attention_backend=config.attention_backend,
             platform=platform,
             kv_bytes=states.page_bytes * self.capacity.num_pages * mesh.size,
@@ -181,6 +189,7 @@ class Engine:
             warmup_s=time.monotonic() - start_s,
             kv_cache_dtype=kv_cache_flag(kv_dtype),
             kernels=tuple((each.op, each.backend, each.verdict) for each in opened.verdicts),
+            num_ranks=config.num_ranks,
         )
         logger.info("%s", in_words(self.info, config.model, f"{mesh.size} x {device.device_kind}"))
         logger.info(

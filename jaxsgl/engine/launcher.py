@@ -78,7 +78,8 @@ class DeviceHandle:
         Raises what the device raised, if the step failed.
         """
         assert self._chosen is not None, "the step waits for masks"
-        return np.asarray(self._chosen.tokens)[..., : self._inputs.num_choices]
+        tokens = np.asarray(self._chosen.tokens)
+        return tokens[..., : self._inputs.num_choices] if tokens.ndim > 1 else self._inputs.without_padding(tokens, "C")
 
     def outputs(self) -> HostOutputs:
         """Waits for the step; what the batch asked for besides tokens."""

@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxsgl.batch.engine_api import PageLayout
 from jaxsgl.models import ModelArch, kv_cache_flag
 from jaxsgl.models.layer_spec import DeltaNet
-from jaxsgl.weights.sharding import MESH_AXIS_OF, replicated
+from jaxsgl.models.tensor_parallel import DATA_AXIS, MESH_AXES_OF, mesh_axes
+from jaxsgl.weights.sharding import replicated
 from pallas_kernels.kept_heads import KeptHeads
 
 
@@ -47,14 +48,14 @@ class StateArray:
     scratch: int = 0
 
     def num_bytes(self, num_devices: int) -> int:
-        """Bytes of one part on each of `num_devices`."""
-        parts = num_devices if any(axis in MESH_AXIS_OF for axis in self.axes) else 1
+        """Bytes of one part on each of `num_devices`, those of a rank."""
+        parts = num_devices if any(axis in MESH_AXES_OF for axis in self.axes) else 1
         return math.prod(self.shape) * self.dtype.itemsize // parts
 
     def sharding(self, mesh: Mesh, num_before: int = 1) -> NamedSharding:
-        """The places of an array whose last dimensions are `shape`, after `num_before` that are not split."""
-        axes = (None if axis is None else MESH_AXIS_OF.get(axis) for axis in self.axes)
-        return NamedSharding(mesh, PartitionSpec(*(None,) * num_before, *axes))
+        """The places of an array whose last dimensions are `shape`, after `num_before`: the first has ranks' parts."""
+        before = DATA_AXIS if mesh.shape[DATA_AXIS] > 1 else None, *(None,) * (num_before - 1)
+        return NamedSharding(mesh, PartitionSpec(*before, *(mesh_axes(axis, mesh) for axis in self.axes)))
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class LayerStates:
     Attributes:
       layers: of each layer.
       page_size: tokens per page.
-      num_devices: that share the arrays.
+      num_devices: that share the arrays, those of a rank.
       kv_copies: so many consecutive kv heads are equal: one of them is enough for the host.
     """
 

@@ -20,6 +20,7 @@ from jaxsgl.engine.kernel_test import KernelTester
 from jaxsgl.engine.kernels import asked_kernels
 from jaxsgl.engine.memory import start_jax
 from jaxsgl.engine.programs import ProgramSet
+from jaxsgl.engine.rank_flags import check_rank_flags
 from jaxsgl.engine.state_flags import check_flags
 from jaxsgl.engine.warmup import use_compilation_cache
 from jaxsgl.engine.weight_store import as_kept, read_arch
@@ -77,6 +78,7 @@ def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: 
     folder = resolve_model_folder(config.model, config.revision)
     arch = read_arch(config, folder)
     check_flags(config, arch)
+    check_rank_flags(config, arch)
     kernels = asked_kernels(config, arch)
     reveal_devices(config)
     choose_mosaic_ptxas()
@@ -106,11 +108,13 @@ def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: 
 
 def in_words(info: EngineInfo, model: str, devices: str) -> str:
     """Returns what is served, on what, and how much fits, in a line."""
+    if info.num_ranks > 1:
+        devices = f"{devices} in {info.num_ranks} ranks"
     tested = sorted({backend for _, backend, _ in info.kernels})
     limits = info.limits
     return (
         f"serving {model} ({info.architecture}) on {devices}: {info.dtype}, {info.weight_bytes / 2**30:.2f} GiB of "
-        f"weights, kernels {', '.join(tested) or info.attention_backend}, KV pool of {limits.pool_tokens} tokens in "
+        f"weights, kernels {', '.join(tested) or info.attention_backend}, KV pool of {info.pool_tokens} tokens in "
         f"{info.kv_bytes / 2**30:.2f} GiB ({info.kv_cache_dtype}), context of {limits.context_length} tokens, up to "
         f"{info.max_running_requests} requests at once"
     )

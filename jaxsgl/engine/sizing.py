@@ -139,9 +139,9 @@ def plan_capacity(
     step_bytes: int = 0,
     adapters: PoolSize = NO_ADAPTERS,
 ) -> Capacity:
-    """All sizes of the engine, whose largest step takes `step_bytes` beside the pool. `adapters` are in memory already.
+    """All sizes of the engine, or of each of its ranks, whose largest step takes `step_bytes` beside the pool.
 
-    Raises `ConfigError` for flags that the model or the memory can't satisfy.
+    `adapters` are in memory already. Raises `ConfigError` for flags that the model or the memory can't satisfy.
     """
     context_length = choose_context_length(config, arch)
     num_rows = _num_rows(config, states, memory)
@@ -150,7 +150,7 @@ def plan_capacity(
     num_pages = choose_num_pages(
         states,
         memory,
-        max_total_tokens=config.max_total_tokens,
+        max_total_tokens=None if config.max_total_tokens is None else config.max_total_tokens // config.num_ranks,
         useful_tokens=num_rows * context_length,
         reserved_bytes=edit_table_bytes(num_rows, arch.vocab_size)
         + page_table_bytes(num_rows, pages_for(context_length, states.page_size))
@@ -180,8 +180,8 @@ def plan_capacity(
 
 
 def choose_num_rows(config: EngineConfig, platform: str) -> int:
-    """Requests that run at once, of a model whose running requests have pages alone."""
-    return config.max_running_requests or ROWS.get(platform, OTHER_ROWS)
+    """Requests that run at once in a rank, of a model whose running requests have pages alone."""
+    return max((config.max_running_requests or ROWS.get(platform, OTHER_ROWS)) // config.num_ranks, 1)
 
 
 def _num_rows(config: EngineConfig, states: LayerStates, memory: Memory) -> int:
@@ -270,7 +270,8 @@ def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, conte
     chunk = config.chunked_prefill_size or CHUNK_TOKENS.get(platform, OTHER_CHUNK_TOKENS)
     if chunk == UNLIMITED:
         return max(context_length, min(scheduling.max_prefill_tokens, num_rows * context_length)) + decodes
-    return min(chunk, context_length, scheduling.max_prefill_tokens + decodes)
+    least = num_rows if config.num_ranks > 1 else 1  # all rows of a rank may decode while another extends
+    return max(min(chunk // config.num_ranks, context_length, scheduling.max_prefill_tokens + decodes), least)
 
 
 def choose_context_length(config: EngineConfig, arch: ModelArch) -> int:

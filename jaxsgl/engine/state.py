@@ -20,7 +20,8 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine.layer_state import LayerStates, StateArray
 from jaxsgl.engine.tables import EditTables, neutral_tables
-from jaxsgl.weights.sharding import replicated
+from jaxsgl.models.tensor_parallel import DATA_AXIS
+from jaxsgl.weights.sharding import by_rank, replicated
 
 
 class KvBuffers(NamedTuple):
@@ -48,7 +49,7 @@ class StateBuffers(NamedTuple):
 
 
 class DeviceState(NamedTuple):
-    """The state of one engine, a pytree.
+    """The state of one engine, a pytree: that of one rank, or of all ranks, each array along its first axis.
 
     Attributes:
       kv: the pages of all layers.
@@ -75,9 +76,9 @@ def abstract_state(
 
     `images` are the length and dtype of a row of the pool of embeddings, if there is one.
     """
-    rows = capacity.num_rows + 1
+    rows = mesh.shape[DATA_AXIS] * (capacity.num_rows + 1)
     tables: list[Any] = [
-        jax.ShapeDtypeStruct(dims, jnp.int32, sharding=replicated(mesh))
+        jax.ShapeDtypeStruct(dims, jnp.int32, sharding=by_rank(mesh))
         for dims in ((rows, capacity.max_pages_per_seq), (rows,), (rows, EDITS_LEN), (rows, capacity.vocab_size))
     ]
     page_table, last_tokens, edits, counts = tables
@@ -108,7 +109,10 @@ def allocate(
         dims = capacity.tower.num_rows + 1, images[0]
         pool = jax.jit(lambda: jnp.zeros(dims, images[1]), out_shardings=replicated(mesh))()
     running = allocate_running(states, capacity, mesh)
-    host = jax.device_put((page_table, last_tokens, tables), replicated(mesh))
+    of_ranks = jax.tree.map(
+        lambda array: np.concatenate([array] * mesh.shape[DATA_AXIS]), (page_table, last_tokens, tables)
+    )
+    host = jax.device_put(of_ranks, by_rank(mesh))
     return DeviceState(kv, *host)._replace(images=pool, running=running)
 
 
@@ -116,7 +120,7 @@ def abstract_kv(states: LayerStates, num_pages: int, mesh: Mesh) -> KvBuffers:
     """Shapes and places of the pages, in the place of arrays."""
 
     def described(array: StateArray) -> Any:
-        dims = num_pages + array.scratch, *array.shape
+        dims = mesh.shape[DATA_AXIS] * (num_pages + array.scratch), *array.shape
         return jax.ShapeDtypeStruct(dims, array.dtype, sharding=array.sharding(mesh))
 
     return KvBuffers(*(tuple(map(described, states.by_page(name))) for name in KvBuffers._fields))

@@ -59,8 +59,9 @@ from jaxsgl.engine.tables import set_pages, set_row
 from jaxsgl.engine.verify import ACCEPTED_DONATES, RUN_ROWS, accept
 from jaxsgl.errors import JaxsglError
 from jaxsgl.models import Decoder, Params
+from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
 from jaxsgl.weights import KvScales
-from jaxsgl.weights.sharding import logits_sharding, replicated
+from jaxsgl.weights.sharding import by_rank, logits_sharding, replicated
 from pallas_kernels import KernelChoice
 
 SET_ROW, SET_PAGES = ProgramKey("set_row"), ProgramKey("set_pages")
@@ -102,7 +103,7 @@ class ProgramSpec:
     @property
     def num_logits(self) -> int:
         """V, and the padding that makes the devices' parts equal."""
-        return -(-self.vocab_size // self.mesh.size) * self.mesh.size
+        return -(-self.vocab_size // self.mesh.shape[TENSOR_AXIS]) * self.mesh.shape[TENSOR_AXIS]
 
     @property
     def mask_words(self) -> int:
@@ -126,7 +127,8 @@ class ProgramSpec:
         """The forward program of `bucket`."""
         leaves, treedef = jax.tree.flatten(self.params)
         pool, pool_treedef = jax.tree.flatten(self.adapters)
-        everywhere: Any = replicated(self.mesh)  # takes the place of an array in the trees of shardings
+        # Shardings take the places of arrays in trees.
+        everywhere, sampling = cast(Any, by_rank(self.mesh)), cast(Any, by_rank(self.mesh, 1))
         state_shardings = jax.tree.map(lambda array: array.sharding, self.state)
         if bucket.num_steps > 1:
             program: Forward | DecodeSteps = make_decode_steps(
@@ -140,8 +142,8 @@ class ProgramSpec:
             logits: Any = logits_sharding(self.mesh)
             found, runs = of_forward(bucket, everywhere), everywhere if bucket.kind == "verify" else None
             ends = None if self.drafting is None else everywhere
-            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, found, runs, ends)
-        arguments: tuple[Any, ...] = (leaves, self.state, self._int32(packed_len(bucket)))
+            shardings = Forwarded(state_shardings, everywhere, logits, sampling, found, runs, ends)
+        arguments: tuple[Any, ...] = (leaves, self.state, self._int32_of_ranks(packed_len(bucket)))
         if bucket.adapter_columns:
             arguments += (pool,)
         if self.drafting is not None:
@@ -174,12 +176,10 @@ class ProgramSpec:
 
         Here and for masks, that is the number of tokens to choose: `Bucket.num_choices`.
         """
-        key, everywhere = ProgramKey(kind, num_seqs), replicated(self.mesh)
-        arguments: tuple[Any, ...] = (
-            self._logits(num_seqs), self._int32(SAMPLING_ROWS, num_seqs), self.state.last_tokens
-        )  # fmt: skip
+        key, everywhere = ProgramKey(kind, num_seqs), by_rank(self.mesh)
+        arguments: tuple[Any, ...] = self._logits(num_seqs), self._sampling(num_seqs), self.state.last_tokens
         if kind == "featured":
-            arguments += (self.state.edit_tables, self._int32(num_seqs))
+            arguments += (self.state.edit_tables, self._int32_of_ranks(num_seqs))
             return Program(key, featured_step, arguments, everywhere, FEATURED_DONATES, self.mesh)
         program = self._bound({"sampled": sample_step, "filtered": filtered_step}[kind])
         return Program(key, program, arguments, everywhere, SAMPLING_DONATES, self.mesh)
@@ -187,16 +187,20 @@ class ProgramSpec:
     def masking(self, num_seqs: int) -> list[Program]:
         """The programs that a step of `num_seqs` padded sequences runs besides if grammars hold it; see masking.py."""
         copied, masked, scored = mask_keys(num_seqs)
-        logits, whole = self._logits(num_seqs), replicated(self.mesh)
-        in_parts = logits_sharding(self.mesh)
-        packed, masks = (
-            self._int32(SAMPLING_ROWS, num_seqs), self._placed((num_seqs, self.mask_words), jnp.uint32)
-        )  # fmt: skip
-        tokens = self._int32(num_seqs)
+        logits, in_parts = self._logits(num_seqs), logits_sharding(self.mesh)
+        packed, tokens = self._sampling(num_seqs), self._int32_of_ranks(num_seqs)
+        masks = self._of_ranks((num_seqs, self.mask_words), jnp.uint32)
         return [
             Program(copied, copy_step, (logits,), in_parts, (), self.mesh),
-            Program(masked, masked_step, (logits, packed, masks), (in_parts, whole), MASKED_DONATES, self.mesh),
-            Program(scored, self._bound(score_step), (logits, tokens), whole, (), self.mesh),
+            Program(
+                masked,
+                masked_step,
+                (logits, packed, masks),
+                (in_parts, by_rank(self.mesh, 1)),
+                MASKED_DONATES,
+                self.mesh,
+            ),
+            Program(scored, self._bound(score_step), (logits, tokens), by_rank(self.mesh), (), self.mesh),
         ]
 
     def encode(self, bucket: EncodeBucket) -> Program:
@@ -237,9 +241,9 @@ class ProgramSpec:
 
     def host_writes(self) -> list[Program]:
         """The programs that write a row of the edit tables, and entries of the page table."""
-        everywhere, tables, table = replicated(self.mesh), self.state.edit_tables, self.state.page_table
-        row = (tables, self._int32(1 + EDITS_LEN + self.vocab_size))
-        pages = (table, self._int32(3, TABLE_CHANGES))
+        everywhere, tables, table = by_rank(self.mesh), self.state.edit_tables, self.state.page_table
+        row = (tables, self._int32_of_ranks(1 + EDITS_LEN + self.vocab_size))
+        pages = (table, self._of_ranks((3, TABLE_CHANGES), jnp.int32, axis=1))
         return [
             Program(SET_ROW, set_row, row, everywhere, SET_ROW_DONATES, self.mesh),
             Program(SET_PAGES, set_pages, pages, everywhere, SET_PAGES_DONATES, self.mesh),
@@ -250,7 +254,20 @@ class ProgramSpec:
         return program if self.num_logits == self.vocab_size else partial(program, vocab_size=self.vocab_size)
 
     def _logits(self, num_seqs: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_seqs, self.num_logits), jnp.float32, sharding=logits_sharding(self.mesh))
+        dims = self.mesh.shape[DATA_AXIS] * num_seqs, self.num_logits
+        return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=logits_sharding(self.mesh))
+
+    def _sampling(self, num_seqs: int) -> jax.ShapeDtypeStruct:
+        return self._of_ranks((SAMPLING_ROWS, num_seqs), jnp.int32, axis=1)
+
+    def _int32_of_ranks(self, length: int) -> jax.ShapeDtypeStruct:
+        return self._of_ranks((length,), jnp.int32)
+
+    def _of_ranks(self, of_rank: tuple[int, ...], dtype: Any, axis: int = 0) -> jax.ShapeDtypeStruct:
+        """An array in which each rank has a part `of_rank`, along `axis` one after the other."""
+        dims = [*of_rank]
+        dims[axis] *= self.mesh.shape[DATA_AXIS]
+        return jax.ShapeDtypeStruct(tuple(dims), dtype, sharding=by_rank(self.mesh, axis))
 
     def _int32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._placed(shape, jnp.int32)

@@ -59,7 +59,7 @@ def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
     if arch.vision is not None and config.disaggregation.disaggregation_mode == "decode":
         arch = dataclasses.replace(arch, vision=dataclasses.replace(arch.vision, has_tower=False))
     arch = arch.for_context(choose_context_length(config, arch))
-    arch = model_on_devices(arch, config.tp, by_experts=config.ep)
+    arch = model_on_devices(arch, config.tp, by_experts=config.ep, num_ranks=config.num_ranks)
     return dataclasses.replace(arch, weight_format=weight_format(config.quantization, arch.weight_format))
 
 

@@ -43,7 +43,7 @@ MAX_FLUSH_WAIT_S = 3600.0
 UPDATE_LIMIT_S = 7200.0  # reading weights, and then the longest request
 NOTHING_HELD = dict.fromkeys(
     ("num_running", "num_waiting", "waiting_tokens", "used_tokens", "cached_tokens", "num_retracted"), 0
-)
+) | {"ranks": ()}
 STARTING = "the engine is still starting: try again later"
 
 logger = logging.getLogger(__name__)
@@ -240,6 +240,11 @@ class EngineLink:
     def info(self) -> EngineInfo | None:
         """What the engine has said of itself, None until it is ready."""
         return self._info
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine; 1 until it is ready."""
+        return 1 if self._info is None else self._info.num_ranks
 
     @property
     def is_dead(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from jaxsgl.config.hosts import SILENCE_S
 from jaxsgl.frontend.metrics import Histogram, Metrics, Replica, Snapshot
-from jaxsgl.messages.replies import HostState
+from jaxsgl.messages.replies import HostState, RankLoad
 
 Value: TypeAlias = float | Histogram | Mapping[Any, float] | Mapping[Any, Histogram]
 
@@ -36,6 +36,11 @@ class Row:
 def of_each(engine: Snapshot, value: Callable[[Replica], float]) -> dict[str, float]:
     """Returns a value of each replica, by its rank."""
     return {str(rank): value(replica) for rank, replica in enumerate(engine.replicas)}
+
+
+def of_ranks(engine: Snapshot, value: Callable[[RankLoad], float]) -> dict[str, float]:
+    """Returns a value of each rank of an engine with data-parallel attention, by its number; none of any other."""
+    return {str(rank): value(load) for rank, load in enumerate(engine.load.ranks)}
 
 
 def of_hosts(engine: Snapshot, value: Callable[[HostState], float]) -> dict[str, float]:
@@ -113,6 +118,24 @@ ROWS = (
         ("jaxsgl:replica_cached_tokens_total",),
         "Of those, the ones found in the replica's prefix cache.",
         lambda front_end, engine: of_each(engine, lambda replica: replica.load.totals.cached_prompt_tokens),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:rank_running_reqs",),
+        "Samples that hold a row of the rank, with --enable-dp-attention.",
+        lambda front_end, engine: of_ranks(engine, lambda rank: rank.num_running),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:rank_queue_reqs",),
+        "Samples that wait for admission in the rank.",
+        lambda front_end, engine: of_ranks(engine, lambda rank: rank.num_waiting),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:rank_used_tokens",),
+        "KV slots of the rank in pages that running samples need.",
+        lambda front_end, engine: of_ranks(engine, lambda rank: rank.used_tokens),
         labels=("dp_rank",),
     ),
     Row(

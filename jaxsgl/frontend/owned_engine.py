@@ -66,7 +66,7 @@ def how_it_ended(status: int) -> str:
 def owned_engines(config: ServerConfig, command: Sequence[str], line: int | None = None) -> list[OwnedEngine]:
     """Returns a link for each replica, by rank; `command` starts its process. `line` as in `OwnedEngine`."""
     log_style = LogStyle(config.log_level, config.log_format)
-    names = ["engine"] if config.dp_size == 1 else [f"engine {rank}" for rank in range(config.dp_size)]
+    names = ["engine"] if config.num_replicas == 1 else [f"engine {rank}" for rank in range(config.num_replicas)]
     return [OwnedEngine(config.engine_of(rank), log_style, command, line, name) for rank, name in enumerate(names)]
 
 

@@ -20,7 +20,7 @@ import msgspec
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.frontend.engine_link import EngineLink, ReplyStream
 from jaxsgl.frontend.metrics import Replica
-from jaxsgl.frontend.router import ReplicaLoad, Router
+from jaxsgl.frontend.router import Router
 from jaxsgl.messages.orders import Answer, Command, Ping
 from jaxsgl.messages.replies import (
     EngineInfo,
@@ -31,6 +31,7 @@ from jaxsgl.messages.replies import (
     TransferLoad,
     merged_times,
 )
+from jaxsgl.requests.placement import PlaceLoad
 from jaxsgl.requests.request import Request
 
 STATES = ("ready", "paused", "stuck", "draining", "loading", "dead")  # the state of all is that of the first of these
@@ -150,12 +151,20 @@ class Replicas:
             Replica(
                 link.refusal is None,
                 link.load,
-                0 if link.info is None or link.is_dead else link.info.limits.pool_tokens,
+                0 if link.info is None or link.is_dead else link.info.pool_tokens,
                 () if link.info is None else link.info.kernels,
                 link.hosts.hosts,
             )
             for link in self.links
         ]
+
+    @property
+    def places(self) -> list[tuple[EngineLink, int]]:
+        """The ranks of all replicas in the order of their numbers, each as its replica's link and its number there.
+
+        A server has several replicas or an engine of several ranks, not both.
+        """
+        return [(link, rank) for link in self.links for rank in range(link.num_ranks)]
 
     @property
     def heard_s(self) -> float:
@@ -166,8 +175,12 @@ class Replicas:
 
     def open(self, request: Request, rank: int | None = None) -> AbstractContextManager[ReplyStream]:
         """Submits `request` to a replica, to that of `rank` if given; see `EngineLink.open`."""
-        if self._only is not None and not rank:
+        if self._only is not None and rank is None:
             return self._only.open(request)
+        if self._only is not None and 0 <= (rank or 0) < self._only.num_ranks:
+            return self._only.open(
+                request if self._only.num_ranks == 1 else msgspec.structs.replace(request, rank=rank)
+            )
         return self.links[self._rank_for(request, rank)].open(request)
 
     async def abort(self, request_id: str) -> bool:
@@ -237,8 +250,9 @@ class Replicas:
     def _rank_for(self, request: Request, rank: int | None) -> int:
         """Returns the replica for a request. Raises `InvalidRequest` for a rank or an id that can't be."""
         if rank is not None and not 0 <= rank < len(self.links):
+            ranks = len(self.places)
             raise InvalidRequest(
-                f"data_parallel_rank is {rank}, but this server's replicas are 0 to {len(self.links) - 1}: leave it out"
+                f"data_parallel_rank is {rank}, but this server's replicas are 0 to {ranks - 1}: leave it out"
             )
         for link in self.links:
             link.check_id(request.request_id)
@@ -259,12 +273,12 @@ class Replicas:
 UNANSWERED = -1  # the number of an answer that a replica did not give
 
 
-def load_of(link: EngineLink) -> ReplicaLoad:
+def load_of(link: EngineLink) -> PlaceLoad:
     """Returns what the router must know: the engine's word, or our own calls if it hasn't heard of them yet."""
     load, info = link.load, link.info
     assert info is not None
     num_requests = max(link.num_open, load.num_running + load.num_waiting)
-    return ReplicaLoad(num_requests, load.num_waiting, load.used_tokens / info.limits.pool_tokens)
+    return PlaceLoad(num_requests, load.num_waiting, load.used_tokens / info.pool_tokens)
 
 
 def _by_replica(texts: Mapping[int, str], num_replicas: int) -> list[str]:

@@ -175,7 +175,7 @@ class Workers:
         finally:
             for task in (death, *duties):
                 task.cancel()
-        await self._end([EngineDied(rank, reason) for rank in range(self._config.dp_size)], END_S)
+        await self._end([EngineDied(rank, reason) for rank in range(self._config.num_replicas)], END_S)
         return 1
 
     async def drain(self) -> None:

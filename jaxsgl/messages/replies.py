@@ -120,6 +120,16 @@ class TransferLoad(msgspec.Struct, frozen=True, array_like=True):
     hidden_bytes: int = 0
 
 
+class RankLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How busy a rank of the engine is; see `Load`, whose numbers are the sums."""
+
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    used_tokens: int
+    cached_tokens: int
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """How busy the engine is after a turn of the loop.
 
@@ -137,6 +147,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       host: the host tier.
       adapters: the names of the LoRA adapters that requests may name.
       speculation: what became of drafts.
+      ranks: of an engine with data-parallel attention, by rank; () of any other.
     """
 
     num_running: int = 0
@@ -153,6 +164,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     host: HostLoad = msgspec.field(default_factory=HostLoad)
     adapters: tuple[str, ...] = ()
     speculation: SpeculationTotals = msgspec.field(default_factory=SpeculationTotals)
+    ranks: tuple[RankLoad, ...] = ()
 
 
 # Upper bounds of the times by which steps are counted, in seconds.
@@ -231,10 +243,12 @@ class CacheEvents(msgspec.Struct, frozen=True, tag="cache_events"):
 
     Attributes:
       number: of the `WatchCache` that this answers: all that is cached, parents before children. None for news.
+      rank: whose cache it is. Each rank answers a `WatchCache`, in their order.
     """
 
     events: list[CacheEvent]
     number: int | None = None
+    rank: int = 0
 
 
 class RefusalKind(enum.Enum):
@@ -336,7 +350,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     `warmup_s` is the time in seconds that loading and compiling took; `kv_bytes` and `weight_bytes` the
     sizes of all KV buffers and parameters; `kv_cache_dtype` what --kv-cache-dtype came to; `kernels` the
-    operation, backend and verdict of each test of a kernel, none on a CPU.
+    operation, backend and verdict of each test of a kernel, none on a CPU; `num_ranks` how many ranks have attention of
+    their own, whose KV pools each hold the tokens that `limits` says.
     """
 
     model_path: str
@@ -353,6 +368,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     warmup_s: float
     kv_cache_dtype: str = "auto"
     kernels: tuple[tuple[str, str, str], ...] = ()
+    num_ranks: int = 1
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the KV pools of all ranks hold."""
+        return self.num_ranks * self.limits.pool_tokens
 
 
 class HostState(msgspec.Struct, frozen=True, array_like=True):

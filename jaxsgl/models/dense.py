@@ -36,7 +36,7 @@ from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, dequantized, r
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import RopeParams, rope_tables
-from jaxsgl.models.tensor_parallel import num_parts, part_index, sum_of_parts
+from jaxsgl.models.tensor_parallel import num_parts, of_all_ranks, part_index, sum_of_parts
 from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
 from pallas_kernels.choice import AUTO_CHOICE
@@ -137,6 +137,7 @@ class Decoder(Matrices):
             x_TD = jnp.where(images.is_image[:, None], images.part(0).astype(x_TD.dtype), x_TD)
         tables = {rope: rope_tables(positions, rope, arch.rope_dim) for rope in self._ropes()}
         rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
+        all_are_tokens = of_all_ranks(is_token)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
         first = rows.of(vectors.attention_norm, 0)
         read_TD: Rows = x_TD if first is None else rms_norm(x_TD, scale_of(*first, x_TD.dtype), arch.rms_norm_eps)
@@ -153,11 +154,12 @@ class Decoder(Matrices):
             out_norm, next_norm = rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index)
             reader = None if isinstance(layer.mlp, MoE) or mine is not None else layer.mlp.matrix("gate_up", kernels)
             x_TD, read_TD = self._add(x_TD, update_TD, out_norm, next_norm, kernels, reader)
+            of_all_TD = of_all_ranks(read_TD)
             if isinstance(layer.mlp, MoE):
-                assert isinstance(read_TD, jax.Array), "routers read rows as they are"
-                update_TD = layer.mlp(read_TD, is_token, experts, kernels)
+                assert isinstance(of_all_TD, jax.Array), "routers read rows as they are"
+                update_TD = layer.mlp(of_all_TD, all_are_tokens, experts, kernels)
             else:
-                update_TD = layer.mlp(read_TD, adapters=mine, kernels=kernels)
+                update_TD = layer.mlp(of_all_TD, adapters=mine, kernels=kernels)
                 if experts is not None:
                     experts.append(jnp.zeros((len(read_TD), 0), jnp.int32))
             if images is not None and index + 1 < images.num_parts:

@@ -23,7 +23,7 @@ from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
-from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
+from jaxsgl.models.tensor_parallel import num_parts, num_ranks, on_first_part, sum_for_this_rank, sum_of_parts
 from pallas_kernels import FusedQkv, KernelChoice
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta import DeltaTokens
@@ -323,7 +323,8 @@ class MLP(Matrices):
     ) -> jax.Array:
         """`[T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them.
 
-        Not `summed`, it is what this device adds to the result, for a sum that the caller makes.
+        `x_TD` is of the tokens of all ranks, the result of this rank's alone. Not `summed`, it is what this device adds
+        to the result, for a sum that the caller makes.
         """
         gate_up = product(x_TD, self.matrix("gate_up", kernels))
         if self.gate_up_bias is not None:
@@ -336,7 +337,10 @@ class MLP(Matrices):
             gated = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
             return last_product(gated, down, self.down_bias, adapters.of_output("down_proj", gated))
         rows = gated_rows(gate_up, self.activation, down)
-        return last_product(rows, down, self.down_bias) if summed else _part_of_product(rows, down, self.down_bias)
+        if summed and num_ranks() == 1:
+            return last_product(rows, down, self.down_bias)
+        part = _part_of_product(rows, down, self.down_bias, "ffn")
+        return sum_for_this_rank(part) if summed else part
 
 
 def last_product(
@@ -347,7 +351,7 @@ def last_product(
     Devices that share the model have a part of the inputs each, and this is the one sum of their results in a block.
     """
     if num_parts() > 1:
-        out = _part_of_product(x, matrix, bias)
+        out = _part_of_product(x, matrix, bias, "kv_heads")
         return sum_of_parts(out if added is None else out + added)
     out = product_in_parts(x, matrix) if bias is None else product(x, matrix) + bias[...]
     if added is None:
@@ -356,6 +360,6 @@ def last_product(
     return sum_parts(out, x) + added
 
 
-def _part_of_product(x: Rows, matrix: Weights, bias: nnx.Param[jax.Array] | None) -> jax.Array:
+def _part_of_product(x: Rows, matrix: Weights, bias: nnx.Param[jax.Array] | None, logical: str) -> jax.Array:
     out = product(x, matrix)
-    return out if bias is None else out + on_first_part(bias[...]).astype(out.dtype)
+    return out if bias is None else out + on_first_part(bias[...], logical).astype(out.dtype)

@@ -55,7 +55,8 @@ class Matrix:
       zero: `[..., G]` int8, or None for 0.
       order: `[in]` int32, the input that each column multiplies, or None for columns in their order.
       group: how many inputs share a scale; the last group may be cut.
-      is_cut: these are one device's part of the columns, and `order` names inputs of all devices.
+      cut_by: the logical axis of the columns of which these are one device's part; `order` then names inputs of all
+        devices. None: they are all.
       kernels: what its products run on.
       row_bits: of the integers that kernels for int8 on CPUs round activations to.
     """
@@ -65,7 +66,7 @@ class Matrix:
     zero: jax.Array | None
     order: jax.Array | None
     group: int
-    is_cut: bool = False
+    cut_by: str | None = None
     kernels: KernelChoice = AUTO_CHOICE
     row_bits: int = 16
 
@@ -128,15 +129,15 @@ class Matrices(nnx.Module):
         fmt: WeightFormat = numbers.get_metadata("format")
         group, row_bits = fmt.group_of(numbers.shape[-1]), 8 if fmt.rounds_rows else 16
         whole = Matrix(numbers[...], scale, zero, order, group, kernels=kernels, row_bits=row_bits)
-        is_cut = num_parts() > 1 and numbers.get_metadata("axes")[-1] is not None
-        return _with_scales_of_part(whole) if is_cut else whole
+        logical: str | None = numbers.get_metadata("axes")[-1]
+        return whole if logical is None or num_parts(logical) == 1 else _with_scales_of_part(whole, logical)
 
     def _part(self, name: str, part: str) -> jax.Array | None:
         param: nnx.Param[jax.Array] | None = getattr(self, part_name(name, part), None)
         return None if param is None else param[...]
 
 
-def _with_scales_of_part(matrix: Matrix) -> Matrix:
+def _with_scales_of_part(matrix: Matrix, logical: str) -> Matrix:
     """The matrix whose numbers are this device's part of the inputs, with the scales of these, out of all.
 
     A part may begin inside a group. Its inputs are then in smaller groups, of which none has two scales.
@@ -144,18 +145,18 @@ def _with_scales_of_part(matrix: Matrix) -> Matrix:
     scale, zero, order = matrix.scale, matrix.zero, matrix.order
     num_in = matrix.shape[-1]
     if order is not None:
-        order = jax.lax.dynamic_slice_in_dim(order, part_index() * num_in, num_in)
+        order = jax.lax.dynamic_slice_in_dim(order, part_index(logical) * num_in, num_in)
     if scale.shape[-1] == 1:
-        return replace(matrix, order=order, group=num_in, is_cut=True)
+        return replace(matrix, order=order, group=num_in, cut_by=logical)
     group = math.gcd(num_in, matrix.group)
-    first = part_index() * num_in
+    first = part_index(logical) * num_in
     groups = (first + group * jnp.arange(num_in // group, dtype=jnp.int32)) // matrix.group
 
     def of_part(array: jax.Array) -> jax.Array:
         return array.at[..., groups].get(mode="promise_in_bounds")
 
     zero = None if zero is None else of_part(zero)
-    return replace(matrix, scale=of_part(scale), zero=zero, order=order, group=group, is_cut=True)
+    return replace(matrix, scale=of_part(scale), zero=zero, order=order, group=group, cut_by=logical)
 
 
 def part_name(name: str, part: str) -> str:
@@ -213,7 +214,7 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
         return sums.reshape(*sums.shape[:-1], *weights.shape[:-1])
     rows = x_TD.astype(jnp.float32) if target_device().platform == "cpu" else x_TD  # XLA has no 16 bit dot for all CPUs
     if weights.order is not None:
-        rows = (all_parts(rows, axis=1) if weights.is_cut else rows)[:, weights.order]
+        rows = (all_parts(rows, 1, weights.cut_by) if weights.cut_by else rows)[:, weights.order]
     out = _native_product(rows, weights) if weights.zero is None else None
     if out is None and (weights.scale.shape[-1] > 1 or weights.zero is not None):
         out = _grouped_product(rows, weights, dtype, in_parts)

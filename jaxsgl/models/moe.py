@@ -16,7 +16,7 @@ from jaxsgl.models.layers import MLP, vector
 from jaxsgl.models.matrix import Matrices, Matrix, Weights
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
-from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
+from jaxsgl.models.tensor_parallel import num_parts, of_this_rank, on_first_part, part_index, sum_for_this_rank
 from pallas_kernels import (
     Choices,
     Groups,
@@ -74,6 +74,8 @@ class MoE(Matrices):
     ) -> Update:
         """`[T, D]` to `[T, D]`. Tokens where `is_token [T]` is false go to no expert.
 
+        `x_TD` and `is_token` are of the tokens of all ranks, the result and what is `told` of this rank's alone.
+
         On a GPU the results of experts may be left to the reader to add up, which saves a kernel.
 
         The experts of all tokens, `[T, k]` int32, are appended to `told`. With "xla" for `grouped_product` all that
@@ -84,22 +86,22 @@ class MoE(Matrices):
         others = XLA if backend == XLA else AUTO
         experts_Tk, shares_Tk = choose_experts(self.spec.router, self._logits(x_TD), bias_E, backend=others)
         if told is not None:
-            told.append(experts_Tk.astype(jnp.int32))
+            told.append(of_this_rank(experts_Tk.astype(jnp.int32)))
         gate_up = self.matrix("gate_up")
         num_experts = gate_up.shape[0]  # on this device
         if num_experts < self.spec.num_experts:
-            experts_Tk = experts_Tk - part_index() * num_experts  # those of other devices are none here
+            experts_Tk = experts_Tk - part_index("experts") * num_experts  # those of other devices are none here
         groups = group_by_expert(experts_Tk, num_experts, is_token, backend=others)
         gated_MF = self._gated(x_TD, groups, gate_up, backend)
         down_bias = None if self.down_bias is None else self.down_bias[...]
         if down_bias is not None and num_experts == self.spec.num_experts:
-            down_bias = on_first_part(down_bias)
+            down_bias = on_first_part(down_bias, "ffn")
         y_MD = _plus(_product(gated_MF, groups, self.matrix("down"), backend), down_bias, groups)
         choices = Choices(y_MD, groups.place_of, shares_Tk)
-        if self.shared is None and num_parts() == 1 and target_device().platform == "gpu":
+        if self.shared is None and num_parts("experts") == 1 and target_device().platform == "gpu":
             return choices
         out_TD = choices.total()
-        return sum_of_parts(out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD, kernels))
+        return sum_for_this_rank(out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD, kernels))
 
     def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights, backend: str) -> jax.Array:
         """What lies between the two products, `[M, F]`."""
@@ -122,7 +124,7 @@ class MoE(Matrices):
         return product(x_TD, router, jnp.float32) + self.router_bias[...].astype(jnp.float32)
 
     def _shared(self, shared: MLP, x_TD: jax.Array, kernels: KernelChoice) -> jax.Array:
-        out_TD = sum_parts(shared(x_TD, summed=num_parts() == 1, kernels=kernels), x_TD)
+        out_TD = sum_parts(shared(x_TD, summed=num_parts("ffn") == 1, kernels=kernels), x_TD)
         return out_TD * jax.nn.sigmoid(product(x_TD, self.matrix("shared_gate"))) if self.spec.shared_gate else out_TD
 
 

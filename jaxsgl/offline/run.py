@@ -58,7 +58,7 @@ class Offline:
     @property
     def lora_adapters(self) -> tuple[str, ...]:
         """The names of the LoRA adapters that prompts may have."""
-        table = self._scheduler.state.adapters
+        table = self._scheduler.ranks[0].state.adapters
         return () if table is None else table.names
 
     def _adapters(self, given: str | Sequence[str], num_prompts: int) -> list[str]:

@@ -58,7 +58,8 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     name of the LoRA adapter to run with, empty for none. `kv_source` is the server that computes the prompt's KV, if it
     has not proved itself: requests with KV from elsewhere don't share it. Empty if it has, or if it is this server; the
     scheduler of a decode server sets it. Neither `speculative`, whether drafts of its tokens may be verified, nor
-    `prediction_ids`, what its client expects as its output, changes a token of it.
+    `prediction_ids`, what its client expects as its output, changes a token of it. `rank` is the one that must serve it
+    of an engine with data-parallel attention; None: any.
     """
 
     request_id: str
@@ -73,6 +74,7 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     kv_source: str = ""
     speculative: bool = True
     prediction_ids: list[int] = []
+    rank: int | None = None
 
     @property
     def least_output(self) -> int:

@@ -15,7 +15,7 @@ from jaxsgl.messages.replies import Refusal, RefusalKind, Reply
 from jaxsgl.requests.request import FinishReason, Request, check_request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.grammars.constraint import Matcher, TokenLimits
-from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars
+from jaxsgl.scheduler.grammars.queue import Grammars
 from jaxsgl.scheduler.outputs import collectors_of
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.request_table import RequestTable
@@ -44,7 +44,7 @@ class Arrivals:
         random_seed: int,
         applier: Applier,
         stopwatch: Stopwatch,
-        grammars: GrammarQueue | NoGrammars,
+        grammars: Grammars,
     ) -> None:
         self._state = state
         self._requests = state.requests
@@ -103,14 +103,18 @@ class Arrivals:
         samples = self._samples(request)
         if answer is not None:
             self._constrain(samples, answer)
+        for resource in self._state.resources:
+            resource.arrived(samples)  # first, as it may fail at a request, which no list may hold then
+        self.take_over(samples)
+        self._stopwatch.arrived(req.key for req in samples)
+        return replies
+
+    def take_over(self, samples: list[Req], since_s: float | None = None) -> None:
+        """Puts `samples` at the end of the queue, which wait since now, or in another queue `since_s`."""
         for i, req in enumerate(samples):
             req.num_ahead = self._state.num_admitted + len(self._requests.waiting) + i
         self._may_be_admitted(samples[0])
-        for resource in self._state.resources:
-            resource.arrived(samples)  # first, as it may fail at a request, which no list may hold then
-        self._requests.add(samples)
-        self._stopwatch.arrived(req.key for req in samples)
-        return replies
+        self._requests.add(samples, since_s)
 
     def _may_be_admitted(self, arrival: Req) -> None:
         """Has the queue read again if `arrival` may go before the request that found no room."""

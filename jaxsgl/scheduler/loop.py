@@ -17,8 +17,8 @@ from jaxsgl.messages.replies import Replies
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck
-from jaxsgl.scheduler.scheduler import Scheduler, Serving
 from jaxsgl.scheduler.served_engine import ServedEngine
+from jaxsgl.scheduler.serving import AnyScheduler, Serving
 
 
 class Mailbox(Protocol):
@@ -84,6 +84,6 @@ def run_loop(
             leak_check.when_idle()
 
 
-def _collect(scheduler: Scheduler, in_flight: deque[StepHandle]) -> None:
+def _collect(scheduler: AnyScheduler, in_flight: deque[StepHandle]) -> None:
     step = in_flight.popleft()
     scheduler.collect(step.tokens(), step.outputs(), step.drafts)

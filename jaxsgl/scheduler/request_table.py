@@ -61,13 +61,24 @@ class RequestTable:
         """Requests that have not ended, and of which a sample was admitted."""
         return len(self._running_since)
 
-    def add(self, samples: list[Req]) -> None:
-        """Adds all samples of a request that has arrived, at the end of the queue."""
+    def add(self, samples: list[Req], since_s: float | None = None) -> None:
+        """Adds all samples of a request that has arrived, now or `since_s`, at the end of the queue."""
         request_id = samples[0].request_id
         self._samples[request_id] = samples
-        self._waiting_since[request_id] = self._clock()
+        self._waiting_since[request_id] = self._clock() if since_s is None else since_s
         for req in samples:
             self._enqueue(req)
+
+    def withdraw(self, request_id: str) -> float:
+        """Takes away a request of which no sample was admitted; returns since when it waits."""
+        for req in self._samples.pop(request_id):
+            self._leave_queue(req)
+        self.epoch += 1
+        return self._waiting_since.pop(request_id)
+
+    def first_never_admitted(self) -> str | None:
+        """The oldest request of which no sample was admitted yet."""
+        return next(iter(self._waiting_since), None)
 
     def moved(self, req: Req) -> None:
         """Files `req` by its state and lengths, which have just changed; if it was retracted, at the queue's head."""

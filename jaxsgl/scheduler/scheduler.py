@@ -14,7 +14,6 @@ import enum
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -38,7 +37,8 @@ from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION, SchedulingConfig
 from jaxsgl.errors import CheckpointError
 from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import BucketTimes, Load, Refusal, Reply, Totals
+from jaxsgl.messages.replies import BucketTimes, Load, RankLoad, Refusal, Reply, Totals
+from jaxsgl.requests.placement import PlaceLoad
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.apply import Applier, MakeBuilder, Mark
 from jaxsgl.scheduler.arrivals import Arrivals, QueueLimits
@@ -46,7 +46,7 @@ from jaxsgl.scheduler.budget import NewTokenRatio, Timing, pages_held_for
 from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.failure import RequestFailure
 from jaxsgl.scheduler.grammars.constraint import Words
-from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars
+from jaxsgl.scheduler.grammars.queue import Grammars, NoGrammars
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.planner import plan_step
@@ -83,48 +83,6 @@ logger = logging.getLogger(__name__)
 def nothing_drafted() -> npt.NDArray[np.int32]:
     """What a step yields that was not to draft; never called."""
     raise AssertionError("the step was not to draft")
-
-
-class Serving(Protocol):
-    """What stands at the mailbox: a scheduler, or the side of a server that computes one side of each request.
-
-    Steps are collected by the scheduler itself, and operators' orders are about it.
-    """
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """What plans steps."""
-        ...
-
-    @property
-    def wake_fd(self) -> int | None:
-        """A file descriptor that is readable when there is news besides messages; None: there never is."""
-        ...
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing can happen before the next message, or before `wake_fd` is readable."""
-        ...
-
-    def receive(self, messages: Sequence[Request | Abort]) -> None:
-        """Takes new requests and aborts."""
-        ...
-
-    def launch(self) -> StepInputs | None:
-        """Decides the next step; see `Scheduler.launch`."""
-        ...
-
-    def take_replies(self) -> list[Reply]:
-        """All replies since the last call."""
-        ...
-
-    def load(self, recompiles: int, leaks: int = 0, weight_version: str = DEFAULT_WEIGHT_VERSION) -> Load:
-        """How busy it is, and what the caller knows."""
-        ...
-
-    def abort_all(self) -> None:
-        """Ends every request."""
-        ...
 
 
 class Scheduler:
@@ -179,7 +137,7 @@ class Scheduler:
         tier: HostTier | None = None,
         loads: LoadRule | None = None,
         max_loaded_loras: int | None = None,
-        grammars: GrammarQueue | NoGrammars = NoGrammars(),
+        grammars: Grammars = NoGrammars(),
         mark: Mark = NoMark(),
         drafter_of: DrafterOf = drafts_nothing,
         step_costs: StepCosts = StepCosts(),
@@ -265,6 +223,16 @@ class Scheduler:
         return self
 
     @property
+    def ranks(self) -> tuple[Scheduler, ...]:
+        """Itself, as the only one; see `RankedScheduler`."""
+        return (self,)
+
+    @property
+    def buckets(self) -> BucketSet:
+        """Shapes that the engine has compiled."""
+        return self.state.buckets
+
+    @property
     def cache(self) -> CacheManager:
         """Pages, rows and prefixes."""
         return self.state.cache
@@ -307,6 +275,39 @@ class Scheduler:
         """Steps launched so far."""
         return self.state.totals.steps
 
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that are launched and not collected."""
+        return self.state.steps_in_flight
+
+    @property
+    def has_replies(self) -> bool:
+        """Whether `take_replies` would return any."""
+        return bool(self._replies)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Prompt tokens that are not launched yet, cached or not."""
+        return self._requests.num_waiting_tokens + sum(req.extend_left for req in self._requests.extending.values())
+
+    @property
+    def place_load(self) -> PlaceLoad:
+        """How busy it is, for the choice between ranks."""
+        usage = self.cache.used_tokens / self.state.capacity.pool_tokens
+        return PlaceLoad(self.num_running + self.num_waiting, self.num_waiting, usage)
+
+    @property
+    def rank_load(self) -> RankLoad:
+        """The part of its load that is shown of each rank."""
+        requests, cache = self._requests, self.cache
+        return RankLoad(
+            len(requests.admitted),
+            len(requests.waiting),
+            requests.num_waiting_tokens,
+            cache.used_tokens,
+            cache.cached_tokens,
+        )
+
     def receive(self, messages: Sequence[Request | Abort]) -> None:
         """Queues new requests (or refuses them) and ends aborted ones. One for which that fails is ended alone."""
         for message in messages:
@@ -342,14 +343,35 @@ class Scheduler:
 
         An empty pool takes any request, as in planning. What is held for running requests counts as taken.
         """
+        return self._has_room(len(request.prompt_ids), request.sampling.n)
+
+    def _has_room(self, prompt_len: int, num_samples: int) -> bool:
         requests, cache = self._requests, self.cache
         if not (requests.waiting or requests.admitted):
             return True
-        if len(requests.waiting) + request.sampling.n > cache.table.num_free_rows:
+        if len(requests.waiting) + num_samples > cache.table.num_free_rows:
             return False
         held = pages_held_for(list(requests.admitted.values()), self.state.ratio.value, cache)
         held += sum(cache.pages_for(req.prompt_len + 1) for req in requests.waiting.values())
-        return held + cache.pages_for(len(request.prompt_ids) + 1) <= cache.num_available
+        return held + cache.pages_for(prompt_len + 1) <= cache.num_available
+
+    def first_to_move(self) -> str | None:
+        """The request that waits longest, if it may be admitted and no sample of it ever was; it may move."""
+        request_id = self._requests.first_never_admitted()
+        if request_id is None:
+            return None
+        leader = self._requests.samples_of(request_id)[0]
+        return request_id if leader.may_start and not self._requests.admission_paused else None
+
+    def takes_over(self, other: Scheduler, request_id: str) -> bool:
+        """Whether it has room for a request that waits in the queue of `other`; then that moves to its own queue."""
+        samples = other._requests.samples_of(request_id)
+        if not self._has_room(samples[0].prompt_len, len(samples)):
+            return False
+        since_s = other._requests.withdraw(request_id)
+        other._stopwatch.hand_over([req.key for req in samples], self._stopwatch)
+        self._arrivals.take_over(samples, since_s)
+        return True
 
     def num_cached(self, ids: IntArray, namespace: bytes) -> int:
         """Leading full pages of a prompt that the pool has, or that host memory has and that had better be loaded."""

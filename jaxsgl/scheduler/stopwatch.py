@@ -53,6 +53,11 @@ class Stopwatch:
         if self._arrived_s.pop(key, None) is not None:
             self._queue_s.pop(key, None)
 
+    def hand_over(self, keys: Iterable[Key], other: Stopwatch) -> None:
+        """Gives samples that join another queue to the stopwatch of that one."""
+        for key in keys:
+            other._arrived_s[key] = self._arrived_s.pop(key)
+
     def launched(self, bucket: Bucket) -> None:
         """Notes a step that goes to the device."""
         self._in_flight.append((bucket, self._clock()))

@@ -15,6 +15,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ import numpy.typing as npt
 
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.engine_api import EngineOp, Gather, GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
-from jaxsgl.batch.inputs import StepArrays, StepInputs
-from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
+from jaxsgl.batch.inputs import StepArrays, StepFeatures, StepInputs
+from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs, StepOutputs
 from jaxsgl.batch.sampling import EDITS_LEN, IDS, PENALTIES, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
@@ -412,6 +413,102 @@ def _places(stored: Sequence[IntArray], query_offsets: IntArray) -> list[IntArra
         for of_seq, count in zip(stored, counts, strict=False)
         for end in range(len(of_seq) - count, len(of_seq))
     ]
+
+
+class FakeRanksHandle(FakeHandle):
+    """A launched fake step of several ranks, with those `of_ranks`; None: a rank takes no part."""
+
+    def __init__(
+        self,
+        run_oldest: Callable[[], None],
+        inputs: StepInputs,
+        ready_at: float,
+        of_ranks: Sequence[FakeHandle | None],
+    ) -> None:
+        super().__init__(run_oldest, inputs, ready_at)
+        self.of_ranks = of_ranks
+
+    def choose(self, masks: npt.NDArray[np.uint32]) -> None:
+        """Gives each rank its masks."""
+        own = np.split(masks, len(self.of_ranks))
+        for part, masks_of_rank in zip(self.of_ranks, own, strict=True):
+            if part is not None and part.inputs.masked:
+                part.choose(masks_of_rank)
+        self.masks = masks
+
+
+class FakeRanks(FakeEngine):
+    """The engine of several ranks: a `FakeEngine` for each one, with pages and rows of its own.
+
+    Args:
+      capacity: of each rank.
+      num_ranks: R.
+      step_s: how long the fake device takes for a step, in seconds.
+    """
+
+    def __init__(self, capacity: Capacity, num_ranks: int, step_s: float = 0.0) -> None:
+        super().__init__(capacity, step_s)
+        self._ranks = [FakeEngine(capacity) for _ in range(num_ranks)]
+
+    def submit(self, inputs: StepInputs) -> FakeHandle:
+        """Queues a step of all ranks behind the ones before; a rank's part of the arrays goes to its engine."""
+        handle = super().submit(inputs)
+        self._pending.pop()
+        parts = [_as_sent(inputs, rank, self._capacity.num_rows) for rank in range(len(self._ranks))]
+        handles = [
+            engine.submit(part) if part.num_seqs else None for engine, part in zip(self._ranks, parts, strict=True)
+        ]
+        of_ranks = FakeRanksHandle(self.run_oldest, inputs, handle._ready_at, handles)
+        self._pending.append(of_ranks)
+        return of_ranks
+
+    def run_oldest(self) -> None:
+        """Runs the oldest step that has not run yet, in all ranks that take part."""
+        handle = self._pending.popleft()
+        assert isinstance(handle, FakeRanksHandle)
+        assert handle.inputs.masked == (handle.masks is not None), "the masks came late, or for nothing"
+        tokens = [part.tokens() for part in handle.of_ranks if part is not None]
+        outputs = [part.outputs() for part in handle.of_ranks if part is not None]
+        handle.result = np.concatenate(tokens), _side_by_side(outputs), np.zeros((0, 0), np.int32)
+
+    def swap_weights(self, staged: object, version: str | None) -> None:
+        """Serves `staged` weights in all ranks."""
+        super().swap_weights(staged, version)
+        for engine in self._ranks:
+            engine.swap_weights(staged, version)
+
+    def release_memory(self, tag: MemoryTag) -> None:
+        """Refuses steps."""
+        super().release_memory(tag)
+        for engine in self._ranks:
+            engine.release_memory(tag)
+
+    def resume_memory(self, tag: MemoryTag, staged: object) -> None:
+        """Takes steps again, if all is back."""
+        super().resume_memory(tag, staged)
+        for engine in self._ranks:
+            engine.resume_memory(tag, staged)
+
+
+def _as_sent(inputs: StepInputs, rank: int, dummy_row: int) -> StepInputs:
+    """The batch of a rank as its devices get it: cut out of the arrays of all, which must say no more than its own."""
+    num_ranks, own = len(inputs.of_ranks), inputs.of_ranks[rank]
+    features = None
+    if inputs.features is not None:
+        edit_rows, *setups = (
+            np.split(array, num_ranks)[rank] for array in (inputs.features.edit_rows, *inputs.features.row_setups)
+        )
+        setups = [setup for setup in setups if setup[0] != dummy_row]
+        features = StepFeatures(edit_rows, tuple(setups), inputs.features.logprobs)
+    changes = tuple(np.split(array, num_ranks, axis=1)[rank] for array in inputs.table_changes)
+    sent = replace(own, packed=np.split(inputs.packed, num_ranks)[rank], features=features, table_changes=changes)
+    assert own.num_seqs or not (sent.arrays.lengths.any() or sent.arrays.slots.any()), "a rank without a batch computes"
+    return sent
+
+
+def _side_by_side(parts: Sequence[HostOutputs]) -> HostOutputs:
+    """What the ranks of a step yield, one after the other."""
+    return StepOutputs(*(None if arrays[0] is None else np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 class RetractEvery:

@@ -19,13 +19,13 @@ from typing import Any
 from bench.models import COMPILED_SHAPES, QUANTIZED, SHAPES
 from bench.output import figure_parser, write_figures, write_json
 
-MAX_DEVICES = 8
+MAX_DEVICES = 16
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device, and tokens that its pool holds."""
+    """Bytes on each device, and tokens that the pools of all devices hold together."""
 
     weight_bytes: int
     kv_bytes_per_token: float
@@ -40,6 +40,7 @@ def memory_of(folder: Path, device_gib: float, platform: str = "gpu", **flags: A
     from jaxsgl.engine.sizing import choose_states
     from jaxsgl.engine.weight_store import as_kept, read_arch
     from jaxsgl.models import abstract_model, resolve_precision
+    from jaxsgl.models.tensor_parallel import TENSOR_AXIS
     from jaxsgl.weights.sharding import bytes_on_each_device
 
     config = EngineConfig(model=str(folder), **flags)
@@ -51,9 +52,10 @@ def memory_of(folder: Path, device_gib: float, platform: str = "gpu", **flags: A
     mesh = mesh_of(config)
     _, shapes = abstract_model(arch, dtype, activations)
     weights = bytes_on_each_device(shapes, mesh)
-    states = choose_states(config, arch, platform, kv_dtype, mesh.size)
+    states = choose_states(config, arch, platform, kv_dtype, mesh.shape[TENSOR_AXIS])
     per_token = states.page_bytes / states.page_size
-    return Memory(weights, per_token, int((device_gib * GIB * config.mem_fraction_static - weights) / per_token))
+    of_rank = int((device_gib * GIB * config.mem_fraction_static - weights) / per_token)
+    return Memory(weights, per_token, config.num_ranks * of_rank)
 
 
 def _llama(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
@@ -173,6 +175,7 @@ def main(arguments: list[str]) -> None:
     parser = figure_parser(__doc__, __name__)
     parser.add_argument("--model", type=Path, help="folder with config.json")
     parser.add_argument("--tp", type=int, default=1, help=f"devices, {MAX_DEVICES} at most (default 1)")
+    parser.add_argument("--dp-size", type=int, default=1, help="ranks of --enable-dp-attention (default 1: none)")
     parser.add_argument("--quantization", help="as of jaxsgl.serve")
     parser.add_argument("--kv-cache-dtype", default="auto", help="as of jaxsgl.serve")
     parser.add_argument("--platform", default="gpu", choices=("cpu", "gpu", "tpu"))
@@ -186,6 +189,8 @@ def main(arguments: list[str]) -> None:
     if args.model is None:
         parser.error("give --model or --recipes")
     flags = {"tp": args.tp, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+    if args.dp_size > 1:
+        flags |= {"dp_size": args.dp_size, "enable_dp_attention": True}
     found = memory_of(args.model, args.device_gib, args.platform, **flags)
     weights, per_token = found.weight_bytes / GIB, found.kv_bytes_per_token / 1024
     print(

@@ -74,6 +74,9 @@ def answers(
     With `masked`, `MASKED` run among them; their answers come last. Then all run again with drafts.
     """
     speculation = SpeculationConfig(*(("NGRAM", 1) if masked else ()))
+    in_ranks = flags.get("enable_dp_attention", False)
+    if in_ranks:
+        speculation = SpeculationConfig()
     llm = LLM(folder, **FLAGS, scheduling=SchedulingConfig(enable_mixed_chunk=True), speculation=speculation, **flags)
     requests = REQUESTS[:3] if only_greedy else [*REQUESTS, *(MASKED if masked else [])]
     prompts, params = (list(each) for each in zip(*requests, strict=True))
@@ -86,7 +89,7 @@ def answers(
             for key, done in llm.engine.compiled.compilations.items()
         },
     }
-    if masked:
+    if masked and not in_ranks:
         found["speculated"] = _speculated(llm, prompts, params, [each["token_ids"] for each in found["completions"]])
     if other is not None:
         llm.release_memory_occupation()

@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model on `tp` devices."""
+    """A model on `tp` devices, in `ranks` with attention of their own."""
 
     kind: str
     tp: int
@@ -55,14 +55,32 @@ class Case:
     flags: tuple[tuple[str, Any], ...] = ()
     updated: bool = False  # whether memory is released and weights are exchanged, too
     masked: bool = False  # whether tokens of some requests are held to masks
+    ranks: int = 1
 
     @property
     def sums(self) -> int:
         """How many sums over devices a step has: of the embedding, of each attention and each MLP; of OLMo's norm."""
         return 1 + (3 if self.kind == "olmo2" else 2) * NUM_LAYERS
 
+    @property
+    def exchange(self) -> dict[str, int]:
+        """The exchanges of a step. Ranks gather tokens and scatter sums once a layer, and gather who is padding."""
+        shared = {"all-reduce": self.sums, "all-gather": 1} if self.tp > self.ranks else {}
+        if self.ranks == 1:
+            return shared
+        return {**shared, "all-gather": shared.get("all-gather", 0) + NUM_LAYERS + 1, "reduce-scatter": NUM_LAYERS}
 
-DAILY = [Case("olmo2", 4, updated=True), Case("qwen3_moe", 2, ep=True, masked=True)]
+    @property
+    def choice(self) -> dict[str, int]:
+        """The exchanges of a program that samples: none where each device has the whole vocabulary."""
+        return {"all-to-all": 1, "all-gather": 1} if self.tp > self.ranks else {}
+
+
+DAILY = [
+    Case("olmo2", 4, updated=True),
+    Case("qwen3_moe", 2, ep=True, masked=True),
+    Case("qwen3_moe", 4, ranks=2, masked=True),
+]
 # With activations as they are: rounded ones follow the inputs that a device has, which may turn a nearly equal token.
 INT8: tuple[tuple[str, Any], ...] = (("quantization", "int8"), ("weight_only", True))
 NIGHTLY_CASES = [
@@ -71,6 +89,13 @@ NIGHTLY_CASES = [
     Case("qwen3", 4, flags=INT8, updated=True),
     Case("qwen3_moe", 2, ep=True, flags=INT8),
     Case("qwen3", 2, flags=(("quantization", "fp8"), ("kv_cache_dtype", "fp8_e4m3"))),
+    *(
+        Case(kind, 8, ep, masked=True, ranks=ranks)
+        for kind in (*EXPERTS, "deepseek_v3")
+        for ranks in (2, 4, 8)
+        for ep in (False, True)
+    ),
+    Case("qwen3", 8, flags=INT8, ranks=4, updated=True),
 ]
 
 
@@ -102,16 +127,22 @@ def test_devices_that_share_a_model_give_the_answers_of_one(cases: list[Case], t
         return {"folder": folder[case.kind, 0], "flags": given, "other": other, "masked": case.masked}
 
     of_one = {(case.kind, case.flags): job(case, {}) for case in sorted(cases, key=lambda case: case.updated)}
-    found = answers_of([*of_one.values(), *(job(case, {"tp": case.tp, "ep": case.ep}) for case in cases)])
+    of_many = [job(case, flags_of(case)) for case in cases]
+    found = answers_of([*of_one.values(), *of_many])
     expected = dict(zip(of_one, found, strict=False))
     for case, answer in zip(cases, found[len(of_one) :], strict=True):
         check_equal(answer, expected[case.kind, case.flags], case)
         assert answer["recompiles"] == 0, case
         exchanged = answer["collectives"]
-        sums = {"all-reduce": case.sums, "all-gather": 1}
-        assert exchanged["forward decode"] == exchanged["forward extend"] == sums, case
-        assert exchanged["sampled"] == exchanged["filtered"] == {"all-to-all": 1, "all-gather": 1}, case
+        assert exchanged["forward decode"] == exchanged["forward extend"] == case.exchange, case
+        assert exchanged["sampled"] == exchanged["filtered"] == case.choice, case
         assert exchanged["set_row"] == exchanged["set_pages"] == {}, case
+
+
+def flags_of(case: Case) -> dict[str, Any]:
+    if case.ranks == 1:
+        return {"tp": case.tp, "ep": case.ep}
+    return {"tp": case.tp, "ep": case.ep, "dp_size": case.ranks, "enable_dp_attention": True}
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="two servers for each kind; by night")
@@ -152,7 +183,7 @@ def check_equal(answer: dict[str, Any], expected: dict[str, Any], case: Case) ->
     atol = 3e-3 if case.flags else 1e-4
     held = [token for each in answer["completions"][len(REQUESTS) :] for token in each["token_ids"]]
     assert set(held) <= set(ALLOWED) and len(held) == (16 if case.masked else 0), case
-    if case.masked:
+    if case.masked and case.ranks == 1:
         drafted = answer["speculated"]
         assert drafted["token_ids"] == [each["token_ids"] for each in answer["completions"]], case
         assert drafted["accepted"] > 10, case

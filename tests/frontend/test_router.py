@@ -7,13 +7,14 @@ from collections import deque
 
 import pytest
 
-from jaxsgl.frontend.router import MAX_PAGES, PrefixIndex, ReplicaLoad, Router, choose, page_names
+from jaxsgl.frontend.router import MAX_PAGES, PrefixIndex, Router, choose, page_names
+from jaxsgl.requests.placement import PlaceLoad
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 
 pytestmark = pytest.mark.unit
 
-IDLE = ReplicaLoad()
+IDLE = PlaceLoad()
 PAGE = 4
 
 
@@ -29,8 +30,8 @@ def names(prompt: list[int]) -> list[int]:
     return page_names(prompt, PAGE)
 
 
-def busy(num_requests: int, num_waiting: int = 0, token_usage: float = 0.0) -> ReplicaLoad:
-    return ReplicaLoad(num_requests, num_waiting, token_usage)
+def busy(num_requests: int, num_waiting: int = 0, token_usage: float = 0.0) -> PlaceLoad:
+    return PlaceLoad(num_requests, num_waiting, token_usage)
 
 
 def test_the_longest_cached_prefix_wins() -> None:
@@ -74,7 +75,7 @@ def test_a_replica_with_far_more_requests_than_the_mean_is_skipped(loads: list[i
 
 
 @pytest.mark.parametrize("overloaded", [busy(9, num_waiting=8), busy(1, token_usage=0.8)])
-def test_an_overloaded_replica_gets_no_request_while_another_is_not(overloaded: ReplicaLoad) -> None:
+def test_an_overloaded_replica_gets_no_request_while_another_is_not(overloaded: PlaceLoad) -> None:
     prompt = list(range(40))
     known = index(prompt, [])
     assert choose(names(prompt), known, [overloaded, busy(30, num_waiting=7, token_usage=0.79)]) == 1

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.models import COMPILED_SHAPES, QUANTIZED
+from bench.output import write_json
+
+from tests.grids import daily
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,3 +26,26 @@ def test_recipes_have_the_memory_that_the_sizing_computes() -> None:
     for name, table in tables.items():
         assert table in pages[name], f"docs/recipes/{name}.md lacks:\n{table}"
         assert " -" not in table.replace(" --", ""), "a model that doesn't fit"
+
+
+QWEN3_235B = COMPILED_SHAPES["qwen3-235b-a22b"]
+FP8 = {"quantization_config": QUANTIZED["fp8"]}
+
+
+def pool_tokens(folder: Path, *flags: str) -> int:
+    """Tokens of KV on H200s."""
+    command = [sys.executable, "scripts/check", "memory", "--model", str(folder), "--device-gib", "140", *flags]
+    subprocess.run([*command, "--json", str(folder / "found.json")], cwd=ROOT, check=True, capture_output=True)
+    return int(json.loads((folder / "found.json").read_text())["pool_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "ranks", "least"), daily([(QWEN3_235B | FP8, 8, 2, 1.9), (QWEN3_235B, 16, 4, 3.7)], every=2)
+)
+def test_ranks_hold_the_kv_that_devices_would_hold_copies_of(
+    config: dict[str, Any], tp: int, ranks: int, least: float, tmp_path: Path
+) -> None:
+    """Four kv heads: 8 devices that share each layer hold each number twice, 16 hold it four times."""
+    write_json(tmp_path / "config.json", config)
+    shared = pool_tokens(tmp_path, "--tp", str(tp))
+    assert pool_tokens(tmp_path, "--tp", str(tp), "--dp-size", str(ranks)) >= least * shared

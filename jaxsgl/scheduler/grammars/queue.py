@@ -17,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.replies import Refusal, RefusalKind
@@ -33,6 +33,31 @@ _ANY = AnyTokens()
 MAX_KNOWN, MAX_KNOWN_CHARS, MAX_KNOWN_BYTES = 256, 1 << 24, 128 << 20
 
 logger = logging.getLogger(__name__)
+
+
+class Grammars(Protocol):
+    """What a scheduler takes: a `GrammarQueue`, its rank's part of one, or `NoGrammars`."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their grammars."""
+        ...
+
+    def ask(self, request_id: str, grammar: Grammar | None) -> Answer | None:
+        """See `GrammarQueue`."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """See `GrammarQueue`."""
+        ...
+
+    def poll(self) -> list[tuple[str, Answer]]:
+        """See `GrammarQueue`."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """See `GrammarQueue`."""
+        ...
 
 
 class NoGrammars:

@@ -21,7 +21,7 @@ from jaxsgl.errors import StartupError
 from jaxsgl.messages.orders import AdapterOrder, Answer, ListAdapters, LoadAdapter, UnloadAdapter
 from jaxsgl.scheduler.adapter import Adapter
 from jaxsgl.scheduler.resources.adapters import AdapterTable
-from jaxsgl.scheduler.scheduler import Serving
+from jaxsgl.scheduler.serving import Serving
 
 IDLE_POLL_S = 0.05
 
@@ -86,7 +86,7 @@ class AdapterOrders:
         loader: Executor | None = None,
     ) -> None:
         self._serving = serving
-        self._table = serving.scheduler.state.adapters
+        self._table = serving.scheduler.ranks[0].state.adapters  # of several ranks none takes any
         self._store = store
         self._answer = answer
         self._reading: deque[_Reading] = deque()

@@ -41,13 +41,13 @@ from jaxsgl.messages.orders import (
 )
 from jaxsgl.messages.replies import CacheEvents
 from jaxsgl.scheduler.orders.adapters import AdapterOrders
-from jaxsgl.scheduler.orders.inspection import LeakCheck, dump_state
+from jaxsgl.scheduler.orders.inspection import LeakCheck, dump_scheduler
 from jaxsgl.scheduler.orders.journal import CacheJournal
 from jaxsgl.scheduler.orders.profiling import Profiling
 from jaxsgl.scheduler.orders.view import EngineWatch
 from jaxsgl.scheduler.orders.weights import WeightOrders
-from jaxsgl.scheduler.scheduler import Scheduler, Serving
 from jaxsgl.scheduler.served_engine import ServedEngine
+from jaxsgl.scheduler.serving import AnyScheduler, Serving
 
 
 class Order(Protocol):
@@ -88,7 +88,7 @@ class Control:
         self._clock = clock
         self._orders: list[Order] = []
         self._news: list[News] = []
-        self._journal: CacheJournal | None = None  # once the cache is watched
+        self._journals: tuple[CacheJournal, ...] = ()  # of each rank, once the cache is watched
         self._profiling = Profiling(engine, self._answer, lambda: serving.is_idle, clock)
         self._engine_watch = EngineWatch(self._scheduler, clock)
         self._weights = WeightOrders(serving, engine.weight_store, self._answer, loader)
@@ -113,7 +113,7 @@ class Control:
                 if self._engine_watch not in self._orders:
                     self._orders.append(self._engine_watch)
             case StartProfile():
-                started = self._profiling.start(command, self._scheduler.state.steps_in_flight)
+                started = self._profiling.start(command, self._scheduler.steps_in_flight)
                 if started and self._profiling not in self._orders:
                     self._orders.append(self._profiling)
             case StopProfile(number):
@@ -138,14 +138,14 @@ class Control:
     def before_step(self, inputs: StepInputs) -> None:
         """A step is about to be launched; the loop calls it only while there is something to do."""
         stage = "decode" if inputs.bucket.kind in ("decode", "verify") else "extend"
-        self._profiling.before_step(stage, self._scheduler.state.steps_in_flight)
+        self._profiling.before_step(stage, self._scheduler.steps_in_flight)
         self._engine_watch.before_step(inputs)
 
     def after_turn(self, collected: bool) -> list[News]:
         """Advances all orders after a turn of the loop, in which a step was `collected` or not; returns the news."""
         self._orders = [order for order in self._orders if order.after_turn(collected)]
         self._report_cache_events()
-        self.is_active = bool(self._orders or self._journal)
+        self.is_active = bool(self._orders or self._journals)
         self.is_polling = self._profiling.is_writing or self._weights.is_active or self._adapters.is_active
         news, self._news = self._news, []
         return news
@@ -177,28 +177,30 @@ class Control:
 
     def _dump(self, check: bool) -> str:
         scheduler = self._scheduler
-        state = dump_state(scheduler.state, scheduler.is_paused, scheduler.last_plan)
+        state = dump_scheduler(scheduler)
         if check:
             state["leaks"] = self._leak_check.run()
         state["leaks_total"] = self._leak_check.num_leaks
         return msgspec.json.encode(state).decode()
 
     def _watch(self, number: int) -> None:
-        if self._journal is None:
-            self._journal = CacheJournal(self._scheduler.cache)
-        self._report_cache_events()  # the snapshot holds them already
-        self._news.append(CacheEvents(self._journal.snapshot(), number))
+        if not self._journals:
+            self._journals = tuple(CacheJournal(rank.cache) for rank in self._scheduler.ranks)
+        self._report_cache_events()  # the snapshots hold them already
+        for rank, journal in enumerate(self._journals):
+            self._news.append(CacheEvents(journal.snapshot(), number, rank))
 
     def _report_cache_events(self) -> None:
-        events = self._journal.take() if self._journal is not None else []
-        if events:
-            self._news.append(CacheEvents(events))
+        for rank, journal in enumerate(self._journals):
+            events = journal.take()
+            if events:
+                self._news.append(CacheEvents(events, rank=rank))
 
 
 class _Pause:
     """A pause of generation, as trainers order it to change the weights; complete once no step is in flight."""
 
-    def __init__(self, command: PauseGeneration, scheduler: Scheduler, answer: Callable[[Answer], None]) -> None:
+    def __init__(self, command: PauseGeneration, scheduler: AnyScheduler, answer: Callable[[Answer], None]) -> None:
         self.command = command
         self._scheduler = scheduler
         self._answer = answer
@@ -220,7 +222,7 @@ class _Flush:
     def __init__(
         self,
         command: FlushCache,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         clock: Callable[[], float],
         answer: Callable[[Answer], None],
     ) -> None:

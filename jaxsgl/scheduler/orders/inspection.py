@@ -16,7 +16,7 @@ from jaxsgl.cache.manager import CacheManager
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.request_table import RequestTable
-from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.serving import AnyScheduler
 from jaxsgl.scheduler.state import SchedulerState
 
 MAX_LISTED = 256  # requests in a dump; the queue may hold thousands
@@ -27,8 +27,16 @@ MAX_LOGGED = 10  # leaks of one check
 logger = logging.getLogger(__name__)
 
 
+def dump_scheduler(scheduler: AnyScheduler) -> dict[str, Any]:
+    """The scheduler's state as JSON takes it; of several ranks, that of each one."""
+    each = [dump_state(rank.state, rank.is_paused, rank.last_plan) for rank in scheduler.ranks]
+    if len(each) == 1:
+        return each[0]
+    return {"paused": scheduler.is_paused, "steps_in_flight": scheduler.steps_in_flight, "ranks": each}
+
+
 def dump_state(state: SchedulerState, paused: bool, last_plan: StepPlan | None) -> dict[str, Any]:
-    """The scheduler's state as JSON takes it, the first `MAX_LISTED` waiting and running requests included."""
+    """The state of a scheduler or a rank, the first `MAX_LISTED` waiting and running requests included."""
     requests = state.requests
     return {
         "paused": paused,
@@ -60,7 +68,7 @@ class LeakCheck:
       num_leaks: found so far.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, scheduler: AnyScheduler, clock: Callable[[], float] = time.monotonic) -> None:
         self._scheduler = scheduler
         self._clock = clock
         self._known: set[str] = set()

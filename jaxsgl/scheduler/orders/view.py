@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -23,7 +23,9 @@ from jaxsgl.cache.prefix import TreeNode
 from jaxsgl.messages.orders import WatchEngine
 from jaxsgl.messages.replies import BucketTimes
 from jaxsgl.scheduler.orders.inspection import dump_requests
+from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.serving import AnyScheduler
 from jaxsgl.scheduler.stopwatch import bucket_name
 
 MAX_STEPS = 256  # that are kept, the newest ones
@@ -126,7 +128,7 @@ class EngineWatch:
       clock: gives seconds.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, scheduler: AnyScheduler, clock: Callable[[], float] = time.monotonic) -> None:
         self._scheduler = scheduler
         self._clock = clock
         self._until_s = 0.0
@@ -147,7 +149,7 @@ class EngineWatch:
     @cached_property
     def _shapes(self) -> list[Shape]:
         """Kind and size of all compiled programs, ascending; those that differ in how they sample are one here."""
-        compiled = reversed(self._scheduler.state.buckets.all())
+        compiled = reversed(self._scheduler.buckets.all())
         return [*dict.fromkeys((bucket.kind, bucket_name(bucket)) for bucket in compiled)]
 
     def before_step(self, inputs: StepInputs) -> None:
@@ -161,7 +163,7 @@ class EngineWatch:
 
         Of two steps in one turn each is noted with half of their time.
         """
-        num_ended = len(self._launched) - self._scheduler.state.steps_in_flight
+        num_ended = len(self._launched) - self._scheduler.steps_in_flight
         if collected and num_ended > 0:
             all_s = self._all_s()
             ms, self._timed_s = (all_s - self._timed_s) / num_ended * 1000, all_s
@@ -174,37 +176,75 @@ class EngineWatch:
         return sum(times.seconds for times in self._scheduler.bucket_times())
 
 
-def view_of(scheduler: Scheduler, shapes: Iterable[Shape], steps: list[StepView]) -> EngineView:
+def view_of(scheduler: AnyScheduler, shapes: Iterable[Shape], steps: list[StepView]) -> EngineView:
     """What `scheduler`, whose programs have these `shapes`, holds now; changes nothing."""
-    state = scheduler.state
-    requests, cache = state.requests, state.cache
-    leases = [req.lease for req in requests.admitted.values() if req.lease is not None]
-    prefixes = cache.prefixes
-    locked = prefixes.num_pages - prefixes.num_evictable
-    per_cell, cells = _cells(cache.page_states(leases))
+    ranks = scheduler.ranks
+    blocked = [rank.state.blocked.value for rank in ranks if rank.state.blocked]
+    running, waiting = (
+        [line for rank in ranks for line in dump_requests(reqs_of(rank), rank.state.requests, MAX_LISTED)][:MAX_LISTED]
+        for reqs_of in (_running, _waiting)
+    )
+    tree, tree_pages = _tree(ranks)
     return EngineView(
         last_step=steps[-1].number if steps else 0,
         paused=scheduler.is_paused,
-        blocked=state.blocked.value if state.blocked else None,
-        num_running=len(requests.admitted),
-        num_waiting=len(requests.waiting),
-        max_running=state.capacity.num_rows,
-        pages=PagesView(
-            page_size=cache.page_size,
-            free=cache.num_free,
-            evictable=prefixes.num_evictable,
-            locked=locked,
-            owned=cache.num_pages - 1 - cache.num_free - prefixes.num_pages,
-            pages_per_cell=per_cell,
-            cells=cells,
-        ),
-        tree=prefixes.outline(MAX_NODES),
-        tree_pages=prefixes.num_pages,
-        running=dump_requests(requests.admitted.values(), requests, MAX_LISTED),
-        waiting=dump_requests(requests.waiting.values(), requests, MAX_LISTED),
+        blocked=blocked[0] if blocked else None,
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        max_running=sum(rank.state.capacity.num_rows for rank in ranks),
+        pages=_pages(ranks),
+        tree=tree,
+        tree_pages=tree_pages,
+        running=running,
+        waiting=waiting,
         steps=steps,
         buckets=_buckets(shapes, scheduler.bucket_times()),
-        resources={name: value for resource in state.resources for name, value in resource.dump().items()},
+        resources={
+            name: value
+            for rank in ranks
+            for resource in rank.state.resources
+            for name, value in resource.dump().items()
+        },
+    )
+
+
+def _running(rank: Scheduler) -> Iterable[Req]:
+    return rank.state.requests.admitted.values()
+
+
+def _waiting(rank: Scheduler) -> Iterable[Req]:
+    return rank.state.requests.waiting.values()
+
+
+def _tree(ranks: Sequence[Scheduler]) -> tuple[list[TreeNode], int]:
+    """The trees of all ranks next to each other, and how many pages they have."""
+    nodes: list[TreeNode] = []
+    for rank in ranks:
+        first = len(nodes)
+        nodes += [
+            node if node.parent < 0 else node._replace(parent=first + node.parent)
+            for node in rank.cache.prefixes.outline(MAX_NODES // len(ranks))
+        ]
+    return nodes, sum(rank.cache.prefixes.num_pages for rank in ranks)
+
+
+def _pages(ranks: Sequence[Scheduler]) -> PagesView:
+    """The pools of all ranks, one after the other."""
+    states = []
+    for rank in ranks:
+        leases = [req.lease for req in rank.state.requests.admitted.values() if req.lease is not None]
+        states.append(rank.cache.page_states(leases))
+    caches = [rank.cache for rank in ranks]
+    prefixes = [cache.prefixes for cache in caches]
+    per_cell, cells = _cells(np.concatenate(states))
+    return PagesView(
+        page_size=caches[0].page_size,
+        free=sum(cache.num_free for cache in caches),
+        evictable=sum(each.num_evictable for each in prefixes),
+        locked=sum(each.num_pages - each.num_evictable for each in prefixes),
+        owned=sum(cache.num_pages - 1 - cache.num_free - cache.prefixes.num_pages for cache in caches),
+        pages_per_cell=per_cell,
+        cells=cells,
     )
 
 

@@ -31,7 +31,8 @@ from jaxsgl.messages.orders import (
     UpdateWeights,
     WeightOrder,
 )
-from jaxsgl.scheduler.scheduler import PauseReason, Serving
+from jaxsgl.scheduler.scheduler import PauseReason
+from jaxsgl.scheduler.serving import Serving
 
 IDLE_POLL_S = 0.05
 
@@ -236,7 +237,7 @@ class WeightOrders:
             scheduler.pause_admission(True)
         else:
             scheduler.pause(PauseReason.UPDATE)
-        while self._collected or scheduler.state.steps_in_flight or (mode is UpdateMode.WAIT and self._must_wait()):
+        while self._collected or scheduler.steps_in_flight or (mode is UpdateMode.WAIT and self._must_wait()):
             yield
 
     def _must_wait(self) -> bool:

@@ -131,7 +131,7 @@ def _server_args(info: EngineInfo, config: ServerConfig) -> dict[str, Any]:
         "tokenizer_path": info.model_path,
         "served_model_name": config.model_name,
         "tp_size": config.engine.tp,
-        "dp_size": config.dp_size,
+        "dp_size": config.engine.dp_size,
         "pp_size": config.engine.pp_size,
         "context_length": info.limits.context_length,
         "max_total_tokens": info.limits.pool_tokens,

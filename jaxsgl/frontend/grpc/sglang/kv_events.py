@@ -4,8 +4,8 @@
 when the batch that it wants next is gone, it has lost data and must start over. The engine sends its events from the
 first subscriber on, and a snapshot whenever a subscriber starts over. `KvStream` is one subscriber: a snapshot or the
 batches that it missed, then news, and the engine's load with them. What the protocol calls a block is a page of our
-KV cache. Replicas have one log and one count of batches; each batch says whose it is. Never knows a call's context;
-service.py runs the streams.
+KV cache. Replicas and ranks have one log and one count of batches; each batch says whose it is. Never knows a call's
+context; service.py runs the streams.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class DataLoss(JaxsglError):
 
 @dataclass(frozen=True)
 class _Stored:
-    """What a replica has cached, and the number of the last batch that this includes."""
+    """What a replica has cached, by rank, and the number of the last batch that this includes."""
 
-    pages: list[PagesStored]
+    pages: dict[int, list[PagesStored]]
     last: int
 
 
@@ -71,7 +71,8 @@ class KvLog:
         self._batches: deque[common_pb2.KvEventBatch] = deque()
         self._num_blocks = 0
         self._event_ids = itertools.count(1)
-        self._snapshots: dict[tuple[int, int], asyncio.Future[_Stored]] = {}  # by rank and number of the command
+        self._snapshots: dict[tuple[int, int], asyncio.Future[_Stored]] = {}  # by replica and number of the command
+        self._parts: dict[tuple[int, int], dict[int, list[PagesStored]]] = {}  # of those, what ranks have answered
         self._losses: list[asyncio.Task[None]] = []
         self._watching = False
         self._news = asyncio.Event()
@@ -84,8 +85,8 @@ class KvLog:
         """
         if not self._watching:
             self._watching = True  # from now on: a subscriber that resumes later must find no gap
-            for rank, link in enumerate(self._engine.links):
-                link.watch(partial(self._take, rank))
+            for replica, link in enumerate(self._engine.links):
+                link.watch(partial(self._take, replica))
                 if len(self._engine.links) > 1:
                     self._losses.append(asyncio.create_task(self._lose_at_death_of(link)))
         alive = {rank: link for rank, link in enumerate(self._engine.links) if not link.is_dead}
@@ -94,15 +95,14 @@ class KvLog:
             for rank, link in alive.items():
                 asked[rank, link.send_command(WatchCache)] = asyncio.get_running_loop().create_future()
             self._snapshots.update(asked)
-            parts = {rank: await part for (rank, _), part in asked.items()}
+            parts = [await part for part in asked.values()]
         finally:
             for key in asked:
                 self._snapshots.pop(key, None)
+                self._parts.pop(key, None)
         # What came after the first answer comes again, after the chunks.
-        chunks = snapshot_chunks(
-            {rank: part.pages for rank, part in parts.items()}, min(part.last for part in parts.values())
-        )
-        return chunks
+        stored = {rank: pages for part in parts for rank, pages in part.pages.items()}
+        return snapshot_chunks(stored, min(part.last for part in parts))
 
     def after(self, number: int) -> int:
         """Returns the number of the last batch that a subscriber has seen if it asks to resume from `number`.
@@ -143,17 +143,18 @@ class KvLog:
                 snapshot.set_exception(DataLoss("a replica has died, and its cache with it: start from 0"))
         self._wake()
 
-    def _take(self, rank: int, news: News) -> None:
+    def _take(self, replica: int, news: News) -> None:
         if not isinstance(news, CacheEvents):
             return
+        rank = replica + news.rank
         if news.number is None:
             self._append(rank, news)
-        elif (rank, news.number) in self._snapshots:
-            snapshot = self._snapshots[rank, news.number]
-            if not snapshot.done():
-                self.last = self.last or len(self._engine.links)
-                pages = [event for event in news.events if isinstance(event, PagesStored)]
-                snapshot.set_result(_Stored(pages, self.last))
+        elif (key := (replica, news.number)) in self._snapshots:
+            parts = self._parts.setdefault(key, {})
+            parts[rank] = [event for event in news.events if isinstance(event, PagesStored)]
+            if len(parts) == self._engine.links[replica].num_ranks and not self._snapshots[key].done():
+                self.last = self.last or len(self._engine.places)
+                self._snapshots[key].set_result(_Stored(parts, self.last))
 
     def _append(self, rank: int, news: CacheEvents) -> None:
         self.last += 1
@@ -220,9 +221,9 @@ class KvStream:
     def _loads(self) -> Iterator[common_pb2.KvEventBatch]:
         """Yields, for each replica whose load is due, a batch with it and no event, under the last number."""
         self._check_engine()
-        for rank, link in enumerate(self._engine.links):
+        for rank, (link, _) in enumerate(self._engine.places):
             sent, sent_s = self._sent.get(rank, (None, -HEARTBEAT_S))
-            due_s = HEARTBEAT_S if link.load == sent else LOOK_S
+            due_s = HEARTBEAT_S if self._busy(rank).load == sent else LOOK_S
             if link.is_dead or time.monotonic() - sent_s < due_s:
                 continue
             batch = common_pb2.KvEventBatch(sequence_number=self._seen, timestamp=time.time(), dp_rank=rank)
@@ -245,7 +246,7 @@ class KvStream:
 
     def _silence_s(self, rank: int) -> float | None:
         """Returns the seconds since the engine said something or was given work; None while it has none."""
-        link = self._engine.links[rank]
+        link, _ = self._engine.places[rank]
         if not link.num_running:
             self._busy_since_s.pop(rank, None)
             return None

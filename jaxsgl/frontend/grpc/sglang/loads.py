@@ -7,11 +7,12 @@ the engine's latest load; service.py and kv_events.py call them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
 
+import msgspec
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
@@ -27,11 +28,28 @@ SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
 
 @dataclass(frozen=True)
 class Busy:
-    """A replica at one moment, of which both shapes are made."""
+    """A replica or a rank at one moment, of which both shapes are made."""
 
     info: EngineInfo
     load: Load
     rates: Rates
+
+    def of_rank(self, rank: int) -> Busy:
+        """The part of a rank, of an engine that has several; how much of the rates is its own is not known."""
+        count = self.info.num_ranks
+        if count == 1:
+            return self
+        info = msgspec.structs.replace(
+            self.info,
+            max_running_requests=self.info.max_running_requests // count,
+            kv_bytes=self.info.kv_bytes // count,
+            weight_bytes=self.info.weight_bytes // count,
+        )
+        load = self.load
+        if load.ranks:  # an engine that starts has none yet
+            load = msgspec.structs.replace(load, **msgspec.structs.asdict(load.ranks[rank]))
+        rates = replace(self.rates, busy_tokens_per_s=self.rates.busy_tokens_per_s / count)
+        return Busy(info, load, rates)
 
     @property
     def token_usage(self) -> float:

@@ -122,8 +122,8 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
 
     @answers_errors
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
-        """Returns how busy each replica is."""
-        ranks = range(len(self._engine.links))
+        """Returns how busy each replica is, or each rank."""
+        ranks = range(len(self._engine.places))
         check_loads_request(request, len(ranks))
         rank = request.dp_rank if request.HasField("dp_rank") else None
         return loads_response([self._busy(rank) for rank in ranks], request.include, rank)
@@ -250,5 +250,6 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         return replace(prompt, media=sources_of(inputs), items=items)
 
     def _busy(self, rank: int) -> Busy:
-        link = self._engine.links[rank]
-        return Busy(link.info or self._generator.model.info, link.load, self._metrics.of_replicas[rank].rates())
+        link, of_engine = self._engine.places[rank]
+        rates = self._metrics.of_replicas[self._engine.links.index(link)].rates()
+        return Busy(link.info or self._generator.model.info, link.load, rates).of_rank(of_engine)

@@ -176,8 +176,8 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
 
     @router.get("/get_load")
     async def get_load() -> list[dict[str, int]]:
-        """How busy each replica is, in short."""
-        loads = [link.load for link in front_end.engine.links]
+        """How busy each replica is, or each rank, in short."""
+        loads = [load for link in front_end.engine.links for load in link.load.ranks or (link.load,)]
         return [
             {
                 "dp_rank": rank,

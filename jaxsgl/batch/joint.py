@@ -1,0 +1,148 @@
+"""One step of several ranks: each has built its own batch, and all of them go into one bucket, which one program runs.
+
+Ranks decide alone what they compute (`scheduler/ranks.py`), so their batches differ in kind and size. The step has the
+smallest bucket that holds each of them: it extends if any rank does, and a rank that decodes then computes its tokens
+as chunks of one. A rank without work is padding. Each array that goes to the device is those of the ranks one after
+the other, of equal lengths, so that a device gets its rank's part. Never knows requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import cache
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.build import empty_step
+from jaxsgl.batch.inputs import Bucket, StepFeatures, StepInputs, host_views
+from jaxsgl.batch.sampling import SamplingArrays, Variant, neutral_edits, row_setup
+from jaxsgl.cache.pages import IntArray
+
+
+def common_bucket(buckets: BucketSet, batches: Sequence[StepInputs]) -> Bucket:
+    """The smallest of `buckets` that holds each of `batches`, of which there is at least one.
+
+    They take one step, verify nothing, and have neither adapters nor images.
+    """
+    of_batches = [batch.bucket for batch in batches]
+    kinds = {bucket.kind for bucket in of_batches}
+    pools, states = any(bucket.pools for bucket in of_batches), any(bucket.states for bucket in of_batches)
+    variant = Variant(*(any(flags) for flags in zip(*map(_variant, of_batches), strict=True)))
+    num_tokens, num_seqs = (max(getattr(batch, name) for batch in batches) for name in ("num_tokens", "num_seqs"))
+    if kinds == {"decode"}:
+        bucket = buckets.decode(num_seqs, variant)
+    elif "score" in kinds:
+        bucket = buckets.score(num_tokens, variant)
+    elif pools:
+        bucket = buckets.pool(num_tokens, num_seqs, variant)
+    else:
+        bucket = buckets.extend(num_tokens, num_seqs, variant)
+    return replace(bucket, states=True) if states else bucket
+
+
+def _variant(bucket: Bucket) -> Variant:
+    return Variant(bucket.sampled, bucket.featured, bucket.filtered)
+
+
+def joined(bucket: Bucket, batches: Sequence[StepInputs | None], num_rows: int, vocab_size: int) -> StepInputs:
+    """The step of all ranks in `bucket`; of a rank without a batch it computes nothing.
+
+    Args:
+      bucket: holds each of the batches, see `common_bucket`.
+      batches: by rank.
+      num_rows: of each rank.
+      vocab_size: V.
+    """
+    nothing = _nothing(bucket, num_rows, vocab_size)
+    packed = np.tile(nothing.packed, len(batches))
+    parts = []
+    for batch, own in zip(batches, np.split(packed, len(batches)), strict=True):
+        if batch is not None and batch.bucket == bucket:
+            own[:] = batch.packed
+        elif batch is not None:
+            _widen(batch, bucket, own)
+        own.flags.writeable = False
+        part = replace(nothing, features=None, table_changes=()) if batch is None else batch
+        parts.append(replace(part, bucket=bucket, packed=own))
+    packed.flags.writeable = False
+    features = None
+    if bucket.featured:
+        parts = _with_features(parts, num_rows)
+        features = _together([part.features for part in parts if part.features], num_rows, vocab_size)
+    return StepInputs(
+        bucket,
+        packed,
+        num_seqs=sum(part.num_seqs for part in parts),
+        num_tokens=sum(part.num_tokens for part in parts),
+        features=features,
+        table_changes=_side_by_side([part.table_changes for part in parts], nothing.table_changes[0], axis=1),
+        masked=any(part.masked for part in parts),
+        of_ranks=tuple(parts),
+    )
+
+
+@cache
+def _nothing(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
+    return empty_step(bucket, num_rows, vocab_size)
+
+
+def _widen(batch: StepInputs, bucket: Bucket, packed: npt.NDArray[np.int32]) -> None:
+    """Writes the fields of `batch` into `packed`, which is padding of `bucket`; what does not fit is padding."""
+    own, wide = batch.arrays, host_views(packed, bucket)
+    wide.query_offsets[:] = batch.num_tokens
+    if own.token_rows is None and wide.token_rows is not None:  # it decodes, the step does not
+        wide.token_rows[: batch.num_tokens] = own.rows[: batch.num_tokens]
+    for field in fields(own):
+        array, into = getattr(own, field.name), getattr(wide, field.name)
+        if isinstance(array, SamplingArrays):
+            for values, column in zip(array, into, strict=True):
+                column[: batch.num_choices] = values[: batch.num_choices]
+        elif array is not None:
+            part = tuple(slice(min(sizes)) for sizes in zip(array.shape, into.shape, strict=True))
+            into[part] = array[part]
+
+
+def _with_features(parts: Sequence[StepInputs], num_rows: int) -> list[StepInputs]:
+    """`parts` of a featured bucket, with the dummy row for sequences that edit nothing, and scored if any is."""
+    logprobs = any(part.features is not None and part.features.logprobs for part in parts)
+    completed = []
+    for part in parts:
+        edit_rows = np.full(part.bucket.num_choices, num_rows, np.int32)
+        if part.features is not None:
+            edit_rows[: part.num_choices] = part.features.edit_rows[: part.num_choices]
+        edit_rows.flags.writeable = False
+        setups = () if part.features is None else part.features.row_setups
+        completed.append(replace(part, features=StepFeatures(edit_rows, setups, logprobs)))
+    return completed
+
+
+def _together(of_ranks: Sequence[StepFeatures], num_rows: int, vocab_size: int) -> StepFeatures:
+    edit_rows = np.concatenate([features.edit_rows for features in of_ranks])
+    edit_rows.flags.writeable = False
+    setups = [features.row_setups for features in of_ranks]
+    return StepFeatures(
+        edit_rows, _side_by_side(setups, _neutral_setup(num_rows, vocab_size), axis=0), of_ranks[0].logprobs
+    )
+
+
+@cache
+def _neutral_setup(num_rows: int, vocab_size: int) -> IntArray:
+    """Changes nothing of the edit tables but the dummy row."""
+    return row_setup(num_rows, neutral_edits(), np.zeros(vocab_size, np.int32))
+
+
+def _side_by_side(
+    of_ranks: Sequence[tuple[npt.NDArray[Any], ...]], neutral: npt.NDArray[Any], axis: int
+) -> tuple[npt.NDArray[Any], ...]:
+    """The first arrays of all ranks in one, then the second ones, ..., with `neutral` where a rank has no more."""
+    found = []
+    for arrays in zip_longest(*of_ranks, fillvalue=neutral):
+        together = np.concatenate(arrays, axis=axis)
+        together.flags.writeable = False
+        found.append(together)
+    return tuple(found)
