@@ -20,7 +20,7 @@ TOOL_CALL_PARSERS = (
     "auto", "none",
     "hermes", "qwen3_coder", "glm45", "llama3", "mistral", "mistral_v11", "kimi_k2", "deepseek_v31", "deepseek_v3",
     "minimax_m2", "granite", "phi4_mini", "olmo3", "pythonic",
-    "json", "gpt-oss",
+    "gemma4", "json", "gpt-oss",
     "qwen", "qwen25", "smollm3", "qwen3_xml", "glm", "glm47", "llama3_json", "llama4_json", "llama4_pythonic", "lfm2",
     "minimax-m2", "deepseek-v3", "deepseekv3", "deepseekv31", "phi4_mini_json", "openai",
 )  # fmt: skip
@@ -164,6 +164,11 @@ class ServerConfig:
         False,
         "the line in which a request ends, with its tokens and times, at level info instead of debug",
         alias="--enable-log-requests",
+    )
+    otlp_traces_endpoint: str | None = flag(
+        None,
+        "collector that takes a span of each request, as http://localhost:4317; needs the extra otel "
+        "(docs/operations.md)",
     )
     log_format: str = flag("text", "lines for people or JSON objects for machines", choices=LOG_FORMATS)
 

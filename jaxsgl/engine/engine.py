@@ -42,7 +42,15 @@ from jaxsgl.engine.memory import (
 from jaxsgl.engine.opening import in_words, open_model
 from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
-from jaxsgl.engine.sizing import NO_ADAPTERS, STEP_SHARE, PoolSize, choose_num_rows, choose_states, plan_capacity
+from jaxsgl.engine.sizing import (
+    NO_ADAPTERS,
+    STEP_SHARE,
+    PoolSize,
+    choose_num_rows,
+    choose_states,
+    few_sizes,
+    plan_capacity,
+)
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv, allocate_running
 from jaxsgl.engine.step_programs import ProgramSpec, StepPrograms, all_programs, largest_programs, step_bytes
 from jaxsgl.engine.step_runner import StepRunner
@@ -54,6 +62,7 @@ from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, kv_cache_flag
 from jaxsgl.models.quantization import FP8_E4M3
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
+from jaxsgl.start_parts import StartParts
 from jaxsgl.weights import load_kv_scales
 from jaxsgl.weights.sharding import bytes_on_each_device
 
@@ -95,9 +104,10 @@ class Engine:
         Raises:
           StartupError: flags that don't fit the model or the memory, or a model that can't be loaded.
         """
-        start_s = time.monotonic()
+        start_s, parts = time.monotonic(), StartParts()
         opened = open_model(config, kernel_tester, hosts)
         folder, kernels, (mesh,), precision = opened.folder, opened.kernels, opened.meshes, opened.precision
+        parts.end("devices and kernels")
         dtype, activations, kv_dtype = precision
         own_devices = list(mesh.local_devices)
         device, platform, jax_share = opened.device, opened.platform, opened.jax_share
@@ -122,6 +132,7 @@ class Engine:
             self.adapters: EngineAdapters | None = None
             if adapter_plan is not None:
                 self.adapters = EngineAdapters(adapter_plan, self.arch, activations, mesh, self.compiled)
+        parts.end("weights")
 
         abstract = abstract_params(params)
         images = None if self.arch.vision is None else (self.arch.vision.row_len, activations)
@@ -142,6 +153,7 @@ class Engine:
             self.capacity, self.programs = _compile(
                 config, self.arch, states, memory, self.compiled, spec_of, beside_bytes, pool_size
             )
+        parts.end("programs")
         self.buckets = self.programs.buckets
         same_programs(self.compiled, self.capacity, hosts)
         with step_failure("the KV pool can't be allocated", memory.account):
@@ -174,6 +186,8 @@ class Engine:
             self._launcher = Launcher()
         run_masks(self.programs, memory.account)
         run_tower(self._runner.encode, self.buckets, self.capacity, memory.account)
+        parts.end("running each once")
+        logger.debug("the engine's start: %s", parts)
         self.info = EngineInfo(
             model_path=str(folder),
             architecture=self.arch.name,
@@ -185,7 +199,7 @@ class Engine:
             attention_backend=config.attention_backend,
             platform=platform,
             kv_bytes=states.page_bytes * self.capacity.num_pages * mesh.size,
-            weight_bytes=sum(array.nbytes for array in self._params),
+            weight_bytes=num_bytes(self._params),
             warmup_s=time.monotonic() - start_s,
             kv_cache_dtype=kv_cache_flag(kv_dtype),
             kernels=tuple((each.op, each.backend, each.verdict) for each in opened.verdicts),
@@ -311,7 +325,8 @@ def _compile(
     guess = 0 if config.max_total_tokens else round(STEP_SHARE * memory.all_bytes)
     capacity = plan_capacity(config, arch, states, memory, guess, adapters)
     while True:
-        buckets, spec = buckets_of(config, capacity), spec_of(capacity)
+        spec = spec_of(capacity)
+        buckets = buckets_of(config, capacity, few_sizes(memory.platform, num_bytes(spec.params)))
         _check_backends(spec, buckets, kernel_flags(config))
         largest = list(largest_programs(spec, buckets))
         compiled.add(largest)
@@ -323,6 +338,11 @@ def _compile(
         logger.info("%d pages do not fit next to a step: %d do", capacity.num_pages, fitting.num_pages)
         compiled.forget({program.key for program in largest})
         capacity = fitting
+
+
+def num_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree, or of what stands for them, on all devices together."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _check_backends(spec: ProgramSpec, buckets: BucketSet, flags: str) -> None:
