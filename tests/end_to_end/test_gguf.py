@@ -1,4 +1,4 @@
-"""A server started from a GGUF file answers as one of the same numbers in safetensors does, with the file's tokenizer."""
+"""A server of a GGUF file answers as one of the same numbers in safetensors, with the file's tokenizer."""
 
 from __future__ import annotations
 
