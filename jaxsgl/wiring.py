@@ -375,7 +375,7 @@ def _fingerprint(config: EngineConfig, engine: AnyEngine) -> str:
     parts.append(str(config.random_seed) if config.load_format == "dummy" else "")
     parts.append((folder / "config.json").read_text())
     heads = () if config.draft_model is None else resolve_model_folder(config.draft_model).glob("*.safetensors")
-    for file in (*sorted(folder.glob("*.safetensors")), *sorted(heads)):
+    for file in (*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.gguf")), *sorted(heads)):
         status = file.stat()
         parts.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()

@@ -108,7 +108,9 @@ class SchedulingConfig:
 class EngineConfig:
     """What the engine process needs: the model, the KV cache, the scheduler and the compiled shapes."""
 
-    model: str = flag(BUNDLED_MODEL, "local folder or hub id (default: the bundled model)", alias="--model-path")
+    model: str = flag(
+        BUNDLED_MODEL, "local folder, GGUF file or hub id (default: the bundled model)", alias="--model-path"
+    )
     revision: str | None = flag(
         None, "branch, tag or commit of the hub id: of its configuration, weights and tokenizer (default: main)"
     )

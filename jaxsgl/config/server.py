@@ -289,9 +289,11 @@ class ServerConfig:
 
     @functools.cached_property
     def model_name(self) -> str:
-        """The model's name in the APIs: of a folder its own name, of one in the hub's cache the hub id."""
+        """The model's name in the APIs: of a folder or GGUF file its own name, of one in the hub's cache the hub id."""
         given = self.engine.model
         folder = Path(given).expanduser()
+        if not self.served_model_name and folder.suffix == ".gguf" and folder.is_file():
+            return folder.stem
         if self.served_model_name or not folder.is_dir():
             return self.served_model_name or given
         folder = folder.resolve() if folder.name in ("", "..") else folder.absolute()

@@ -42,7 +42,7 @@ from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.preprocess.settings import load_settings
 from jaxsgl.sandbox import SandboxCrash
 from jaxsgl.text.dialects import dialect_of
-from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
+from jaxsgl.text.tokenizer import Tokenizer, is_gguf, load_tokenizer
 
 if TYPE_CHECKING:
     from jaxsgl.frontend.ports import Ports
@@ -295,8 +295,9 @@ class Server:
         loop = asyncio.get_running_loop()
         engine = self._config.engine
         template = template_of(self._config.chat_template)
+        model = (await starting).model_path if is_gguf(engine.model) else engine.model
         loading = loop.run_in_executor(
-            self._threads, load_tokenizer, engine.model, engine.revision, self._config.split_special_tokens, template
+            self._threads, load_tokenizer, model, engine.revision, self._config.split_special_tokens, template
         )
         try:
             either: set[asyncio.Future[Any]] = {starting, loading}

@@ -267,8 +267,6 @@ class ModelArch:
 def _what_it_has(folder: Path) -> str:
     """Says what a folder without a configuration holds instead, if that is known."""
     names = [path.name for path in folder.iterdir()]
-    if any(name.endswith(".gguf") for name in names):
-        return ", but GGUF files, which are not read here: serve the checkpoint in safetensors that they were made of"
     if "adapter_config.json" in names:
         return ", but an adapter: serve its base model, and give the adapter as --lora-paths NAME=FOLDER"
     return ""

@@ -27,7 +27,7 @@ from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck
 from jaxsgl.text.sample import Piece, Sample, detokenizer_of
 from jaxsgl.text.stop_regex import check_patterns
-from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
+from jaxsgl.text.tokenizer import Tokenizer, is_gguf, load_tokenizer
 from jaxsgl.wiring import build, build_scheduler
 
 UseTqdm: TypeAlias = bool | Callable[..., Any]  # or what makes a bar in place of the class tqdm
@@ -42,7 +42,8 @@ class Offline:
     def __init__(self, model: str = BUNDLED_MODEL, **flags: Any) -> None:
         self.config = EngineConfig(model=model, **flags)
         self.engine, self._scheduler = build(self.config, limited=False)
-        self.tokenizer = load_tokenizer(model, self.config.revision)
+        made = self.engine.info.model_path
+        self.tokenizer = load_tokenizer(made if is_gguf(model) else model, self.config.revision)
 
     def _encode(self, prompt: Prompt) -> Encoded:
         try:

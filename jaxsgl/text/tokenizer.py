@@ -335,6 +335,14 @@ class Tokenizer:
         return self._tokenizer
 
 
+def is_gguf(model: str) -> bool:
+    """Whether the model is a GGUF file, or a folder of some: the engine makes the folder that has the tokenizer."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+    return path.suffix == ".gguf" and path.is_file()
+
+
 def load_tokenizer(
     model: str, revision: str | None = None, split_special_tokens: bool = False, chat_template: str | None = None
 ) -> Tokenizer:

@@ -33,8 +33,9 @@ from jaxsgl.models.matrix import part_name, without_zeros
 from jaxsgl.models.quantization import AT_LOAD, WeightFormat
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from jaxsgl.weights.assembly import size
+from jaxsgl.weights.gguf_tensors import open_tensors
 from jaxsgl.weights.sharding import check_divisible, param_sharding
-from jaxsgl.weights.tensor_files import TensorFiles, kv_scale_of
+from jaxsgl.weights.tensor_files import kv_scale_of
 
 # The version of how parameters are named, fused and ordered. Raise it with every change in `names.py` or `models/` that
 # gives a parameter another meaning; `tests/weights/test_converted.py` notices most of them.
@@ -68,7 +69,7 @@ def save_converted(source: Path, folder: Path, params: Params) -> None:
         for path in source.glob(pattern):
             if not path.name.endswith(".safetensors.index.json"):
                 shutil.copyfile(path, folder / path.name)
-    tensors = TensorFiles(source)
+    tensors = open_tensors(source)
     scales = {name: tensors.scale(name) for name in tensors.names() if kv_scale_of(name) is not None}
     (folder / KV_SCALES).write_bytes(save(scales))
     arrays = {_name(path): param[...] for path, param in nnx.to_flat_state(params)}

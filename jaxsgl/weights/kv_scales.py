@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.weights.tensor_files import TensorFiles, kv_scale_of
+from jaxsgl.weights.gguf_tensors import open_tensors
+from jaxsgl.weights.tensor_files import kv_scale_of
 
 # One number, one for each kv head `[K]`, or None for 1; float32.
 Scale: TypeAlias = npt.NDArray[np.float32] | None
@@ -41,7 +42,7 @@ def load_kv_scales(folder: Path, arch: ModelArch) -> KvScales:
     Raises `CheckpointError` for scales that are not positive, and for a layer with neither one of them nor K.
     """
     found: dict[tuple[int, str], npt.NDArray[np.float32]] = {}
-    tensors = TensorFiles(folder)
+    tensors = open_tensors(folder)
     for name in tensors.names():
         place = kv_scale_of(name)
         if place is not None and place[0] - arch.stage.layers_before in arch.attention_layers:

@@ -1,4 +1,4 @@
-"""Finds a model's folder, and makes its sharded parameters: read from safetensors files or drawn at random.
+"""Finds a model's folder, and makes its sharded parameters: read from files or drawn at random.
 
 Parameters are made one after another, a few small ones at a time: the host never holds more than `IN_FLIGHT_BYTES` or
 one parameter beside what the devices hold, on a CPU nothing beside the parameters. Knows no tensor names (`names.py`),
@@ -27,6 +27,8 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.weights.assembly import Assembler, Progress, Unfinished, shape_of
 from jaxsgl.weights.converted import is_converted, restore_params
+from jaxsgl.weights.gguf_folder import folder_of_gguf, gguf_of
+from jaxsgl.weights.gguf_tensors import GgufTensors, open_tensors
 from jaxsgl.weights.names import Computed, Piece, Tensor, path_in_model
 from jaxsgl.weights.quantized import recipe_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
@@ -57,7 +59,7 @@ def load_params(source: Path | Mapping[str, Any], arch: ModelArch, dtype: jnp.dt
     if isinstance(source, Path) and is_converted(source):
         return restore_params(source, arch, dtype, mesh)
     check_divisible(arch, mesh)
-    tensors = TensorFiles(source) if isinstance(source, Path) else GivenTensors(source)
+    tensors = open_tensors(source) if isinstance(source, Path) else GivenTensors(source)
     _, abstract = abstract_model(arch, dtype)
     plan = [_find(path, param, tensors, arch) for path, param in nnx.to_flat_state(abstract)]
     tensors.refuse_unread(arch)
@@ -89,12 +91,15 @@ def load_params(source: Path | Mapping[str, Any], arch: ModelArch, dtype: jnp.dt
 
 
 def _find(
-    path: tuple[Hashable, ...], param: nnx.Param[jax.Array], tensors: TensorFiles | GivenTensors, arch: ModelArch
+    path: tuple[Hashable, ...],
+    param: nnx.Param[jax.Array],
+    tensors: TensorFiles | GgufTensors | GivenTensors,
+    arch: ModelArch,
 ) -> _Made:
     """Says what the (abstract) parameter at `path` is made of; reads nothing."""
     recipe = recipe_of(path, param, arch, tensors.shape)
     found = tuple(tensors.tensor(source, arch) for source in recipe.sources)
-    pieces = tuple(recipe.pieces(arch, found))
+    pieces = tuple(tensors.pieces(recipe, arch, found))
     if arch.vocab_padding and param.get_metadata("axes")[0] == "vocab":
         pieces = _with_vocab_padding(pieces, arch)
     shape = shape_of(pieces)
@@ -157,6 +162,8 @@ HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 def resolve_model_folder(name_or_path: str, revision: str | None = None) -> Path:
     """The local folder of that name, else the hub's snapshot of that id, downloaded or from the hub's cache.
 
+    Of a GGUF file, or a folder with one and no other weights, it is a folder that is made of the file.
+
     `revision` is a branch, tag or commit of a hub id (None: its main branch). With `HF_HUB_OFFLINE` set, only the cache
     is looked into. Raises `CheckpointError`, which says why neither was found.
     """
@@ -166,10 +173,14 @@ def resolve_model_folder(name_or_path: str, revision: str | None = None) -> Path
             raise CheckpointError(
                 f"--revision is {revision}, but {name_or_path} is a local folder: leave it out, or name a hub id"
             )
-        return folder
+        gguf = gguf_of(folder)
+        return folder if gguf is None else folder_of_gguf(gguf, beside=folder)
+    if folder.suffix == ".gguf" and folder.is_file():
+        return folder_of_gguf(folder)
     if folder.is_file():
-        kind = "a GGUF file, which is not read here" if folder.suffix == ".gguf" else "a file"
-        raise CheckpointError(f"{name_or_path} is {kind}: name a folder with a checkpoint in safetensors, or a hub id")
+        raise CheckpointError(
+            f"{name_or_path} is a file: name a GGUF file, a folder with a checkpoint in safetensors, or a hub id"
+        )
     tried = f"model {name_or_path}: {folder.absolute()} is not a folder"
     if HUB_ID.fullmatch(name_or_path) is None:
         raise CheckpointError(f"{tried}, and it is not a hub id (owner/name) either")

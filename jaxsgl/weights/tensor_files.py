@@ -19,7 +19,7 @@ import math
 import mmap
 import re
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ import numpy.typing as npt
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.weights import stored_matrix
-from jaxsgl.weights.names import Source, own_name, sizes, with_model_prefix
+from jaxsgl.weights.names import Piece, Recipe, Source, Tensor, own_name, sizes, with_model_prefix
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -55,32 +55,59 @@ class StoredTensor(NamedTuple):
     num_bytes: int
 
 
-class MappedFile:
-    """One safetensors file. Raises `CheckpointError` if it is truncated or something else."""
+class MappedBytes:
+    """A file mapped into memory. Raises `OSError`, or `ValueError` for one that is empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self.tensors = _read_header(self._map)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); fetch it again") from error
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.address: int = self._bytes.ctypes.data
         self.num_bytes = len(self._map)
 
-    def array(self, name: str) -> npt.NDArray[Any]:
-        """A tensor's numbers; reads nothing."""
-        stored = self.tensors[name]
-        flat = self._bytes[stored.start : stored.start + stored.num_bytes]
-        return flat.view(DTYPES[stored.dtype]).reshape(stored.shape)
+    def part(self, start: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Bytes of the file; reads nothing."""
+        return self._bytes[start : start + num_bytes]
 
     def release(self, first: int, end: int) -> None:
         """Gives back the memory of the pages that hold the bytes `first` to `end`; the numbers stay readable."""
         first -= first % mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):  # not everywhere
             self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
+class MappedFile(MappedBytes):
+    """One safetensors file. Raises `CheckpointError` if it is truncated or something else."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            super().__init__(path)
+            self.tensors = _read_header(self._map)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); fetch it again") from error
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """A tensor's numbers; reads nothing."""
+        stored = self.tensors[name]
+        return self.part(stored.start, stored.num_bytes).view(DTYPES[stored.dtype]).reshape(stored.shape)
+
+
+class MappedFiles:
+    """Files whose memory is given back by the numbers that lie in it."""
+
+    def __init__(self, files: Iterable[MappedBytes]) -> None:
+        self._by_address = sorted(files, key=lambda file: file.address)
+        self._addresses = [file.address for file in self._by_address]
+
+    def release(self, numbers: npt.NDArray[Any]) -> None:
+        """Gives back the memory of mapped pages that hold `numbers`; does nothing for an array that isn't mapped."""
+        first, end = np.lib.array_utils.byte_bounds(numbers)
+        index = bisect_right(self._addresses, first) - 1
+        if index >= 0:
+            file = self._by_address[index]
+            if end <= file.address + file.num_bytes:
+                file.release(first - file.address, end - file.address)
 
 
 class TensorFiles:
@@ -95,8 +122,7 @@ class TensorFiles:
         for file in files:
             file.tensors = {ours[stored]: tensor for stored, tensor in file.tensors.items()}
             self._file_of.update(dict.fromkeys(file.tensors, file))
-        self._by_address = sorted(files, key=lambda file: file.address)
-        self._addresses = [file.address for file in self._by_address]
+        self.release = MappedFiles(files).release
         self._unread = set(self._file_of)
 
     def tensor(self, source: Source, arch: ModelArch) -> npt.NDArray[Any]:
@@ -131,14 +157,9 @@ class TensorFiles:
         """A small tensor of any float dtype and shape, in float32."""
         return self._file_of[name].array(name).astype(np.float32)
 
-    def release(self, numbers: npt.NDArray[Any]) -> None:
-        """Gives back the memory of mapped pages that hold `numbers`; does nothing for an array that isn't mapped."""
-        first, end = np.lib.array_utils.byte_bounds(numbers)
-        index = bisect_right(self._addresses, first) - 1
-        if index >= 0:
-            file = self._by_address[index]
-            if end <= file.address + file.num_bytes:
-                file.release(first - file.address, end - file.address)
+    def pieces(self, recipe: Recipe, arch: ModelArch, found: tuple[Tensor, ...]) -> Iterator[Piece]:
+        """What `recipe` makes of its tensors."""
+        return recipe.pieces(arch, found)
 
     def refuse_unread(self, arch: ModelArch) -> None:
         """Raises `CheckpointError` for tensors that no parameter was made of, except harmless ones."""
@@ -179,7 +200,9 @@ def _listed_files(folder: Path) -> list[Path]:
     if not index.is_file():
         found = sorted(folder.glob("*.safetensors"))
         if not found:
-            raise CheckpointError(f"{folder} has no *.safetensors files; other weight formats are not supported")
+            raise CheckpointError(
+                f"{folder} has no *.safetensors files; other weight formats but GGUF are not supported"
+            )
         return found
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -221,6 +244,10 @@ class GivenTensors:
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor; None if there is none of that name."""
         return tuple(self._tensors[name].shape) if name in self._tensors else None
+
+    def pieces(self, recipe: Recipe, arch: ModelArch, found: tuple[Tensor, ...]) -> Iterator[Piece]:
+        """What `recipe` makes of its tensors."""
+        return recipe.pieces(arch, found)
 
     def release(self, numbers: npt.NDArray[Any]) -> None:
         """Nothing to give back: the tensors are the trainer's."""

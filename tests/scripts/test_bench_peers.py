@@ -159,7 +159,7 @@ def test_prefixes_are_shared_by_hand_only_where_there_are_some() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "q8_0"])
 def test_a_gguf_file_holds_the_checkpoints_weights(tmp_path: Path, tiny_model: Path, dtype: str) -> None:
-    gguf = pytest.importorskip("gguf", reason="gguf comes with llama-cpp-python's installation, not with the tests'")
+    import gguf
     from bench.peers.gguf_file import write_gguf
 
     path = tmp_path / "model.gguf"
