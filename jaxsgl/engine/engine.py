@@ -143,11 +143,9 @@ class Engine:
             if config.load_format != "dummy" and kv_cache_flag(kv_dtype) == FP8_E4M3:
                 kv_scales = load_kv_scales(folder, self.arch)
             states = choose_states(config, self.arch, platform, kv_dtype, mesh.size)
-            drafting = load_drafting(config, self.arch, precision, states, mesh)
+            drafting = load_drafting(config, folder, self.arch, precision, states, mesh)
             states = with_drafting(states, drafting, choose_num_rows(config, platform))
-            self._draft_leaves: tuple[list[jax.Array], ...] = (
-                () if drafting is None else (jax.tree.leaves(drafting.params),)
-            )
+            self._draft_leaves: list[jax.Array] = jax.tree.leaves(drafting.params)
             jax.block_until_ready(params)  # so that memory in use is what will stay in use
             self.adapters: EngineAdapters | None = None
             if adapter_plan is not None:
@@ -191,7 +189,7 @@ class Engine:
         )
         self._params = self.weight_store.leaves
         self._launcher: Launcher | None = None
-        run_all(self.submit, self.buckets.all(), self.capacity, memory.account, drafts=drafting is not None)
+        run_all(self.submit, self.buckets.all(), self.capacity, memory.account, drafts=drafting.num_drafts > 0)
         if tester.platform is not None and hosts.size == 1:  # no host has all of the logits
             self._check_tokens(memory.account, min(dtype.itemsize, activations.itemsize))
         if mesh.size > 1:
@@ -259,17 +257,17 @@ class Engine:
         chosen = self._accepted(programs, forwarded, chosen)
         if not inputs.drafts:
             return chosen
-        state, num_layers = self._state, self.arch.num_layers
+        state = self._state
         own, drafts = self.programs.draft(inputs.bucket)(
             self._params,
-            self._draft_leaves[-1],
-            own_layers(state.kv, num_layers),
+            self._draft_leaves,
+            own_layers(state.kv, self.programs.spec.drafting),
             state.page_table,
             state.last_tokens,
             chosen.tokens,
             forwarded.ends,
         )
-        self._state = state._replace(kv=with_own_layers(state.kv, num_layers, own))
+        self._state = state._replace(kv=with_own_layers(state.kv, own))
         return chosen._replace(drafts=drafts)
 
     def _accepted(self, programs: Sequence[jax.stages.Compiled], forwarded: Forwarded, chosen: Chosen) -> Chosen:
@@ -282,17 +280,15 @@ class Engine:
 
     def _forward(self, program: jax.stages.Compiled, inputs: StepInputs) -> Any:
         """Launches a forward program; returns what it yields, a `Forwarded` or, of several steps, a `Decoded`."""
-        pool: tuple[Sequence[jax.Array], ...] = ()
+        pool: Sequence[jax.Array] = ()
         if inputs.bucket.adapter_columns:
             assert self.adapters is not None
-            pool = (self.adapters.leaves,)
-        elif self._draft_leaves:
-            pool = ((),)
+            pool = self.adapters.leaves
         for call in inputs.encodes:
             self._encode(call)
         for changes in inputs.table_changes:
             self._state = self._state._replace(page_table=self.programs.set_pages(self._state.page_table, changes))
-        out = program(self._params, self._state, inputs.packed, *pool, *self._draft_leaves)
+        out = program(self._params, self._state, inputs.packed, pool, self._draft_leaves)
         self._state = out.state
         return out
 

@@ -85,7 +85,7 @@ def recipe_of_experts(path: Path, arch: ModelArch, shape_of: ShapeOf) -> Recipe 
     if not isinstance(mlp, MoeMlp):
         return None
     names = NAMES.get(arch.name, ExpertNames())
-    return _OfLayer(names, stored_name(names.block.format(layer), arch), mlp, arch, shape_of).recipe(
+    return _OfLayer(names, stored_name(names.block.format(arch.first_layer + layer), arch), mlp, arch, shape_of).recipe(
         *map(str, path[3:])
     )
 

@@ -17,7 +17,7 @@ from jaxsgl.config.features import HostKvConfig, SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
 from tests.engine.conftest import MODEL, ConfigMaker
-from tests.engine.driving import Driver, Plain
+from tests.engine.driving import Driver, Plain, few_programs
 
 PROMPTS = {0: list(range(3, 20)), 1: [7], 2: [9, 8, 7, 6, 5, 4, 3], 3: list(range(90, 70, -1))}
 NUM_DRAFTS = 6  # more than a page has tokens
@@ -31,7 +31,9 @@ def drafting(folder: Path | str) -> SpeculationConfig:
 def driver(tiny_config: ConfigMaker) -> Iterator[Driver]:
     """Random weights of the same seed on both sides."""
     flags = drafting(tiny_config().model)
-    engine = Engine(tiny_config(speculation=flags, grammar_backend="none"), progress=False)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        few_programs(monkeypatch)
+        engine = Engine(tiny_config(speculation=flags, grammar_backend="none"), progress=False)
     yield Driver(engine)
     engine.close()
 

@@ -1,11 +1,13 @@
-"""What an EAGLE-3 head drafts through steps, pages and batches is what it drafts after the whole text at once."""
+"""What a head drafts through steps, pages and batches is what it drafts after the whole text at once: EAGLE-3's, and a
+checkpoint's own layer after the last one.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,15 @@ from jaxsgl.errors import CheckpointError, StartupError
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.eagle import EagleArch
 from tests.engine.conftest import ConfigMaker
-from tests.engine.driving import Driver
+from tests.engine.driving import Driver, few_programs
 from tests.engine.eagle_heads import PlainHead, random_head, write_specforge, write_speculators
+from tests.engine.next_layers import PlainNextLayer, write_next_layer
 from tests.grids import NIGHTLY
 from tests.plain_model import causal_attend
 
 PROMPTS = {0: list(range(3, 20)), 1: [7, 8], 2: [9, 8, 7, 6, 5, 4, 3, 30], 3: list(range(90, 70, -1))}
 NUM_DRAFTS = 3
-FORMATS = ("specforge", "speculators")
+HEADS = ("specforge", "glm4_moe", "speculators", "deepseek_v3")
 TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 IS_SHARED = TWO_DEVICES in os.environ.get("XLA_FLAGS", "")
 
@@ -39,7 +42,7 @@ IS_SHARED = TWO_DEVICES in os.environ.get("XLA_FLAGS", "")
 class HeadDriver(Driver):
     """Drives an engine with a random head, and knows what that drafts."""
 
-    def __init__(self, engine: Engine, head: PlainHead) -> None:
+    def __init__(self, engine: Engine, head: PlainHead | PlainNextLayer) -> None:
         super().__init__(engine)
         self.head = head
 
@@ -70,26 +73,37 @@ def streams_of(engine: Engine, taps: Sequence[int]) -> Any:
     return of_text
 
 
-@pytest.fixture(scope="module", params=FORMATS if NIGHTLY and not IS_SHARED else FORMATS[:1])
+@pytest.fixture(scope="module", params=HEADS if NIGHTLY and not IS_SHARED else HEADS[:2])
 def driver(
     request: pytest.FixtureRequest, tiny_config: ConfigMaker, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HeadDriver]:
     folder = tmp_path_factory.mktemp("head")
-    if request.param == "specforge":
+    flags: dict[str, Any] = {"grammar_backend": "none", "tp": 2 if IS_SHARED else 1}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        few_programs(monkeypatch)
+        make = with_eagle if request.param.startswith("spec") else with_next_layer
+        driver = make(request.param, folder, lambda **changes: Engine(tiny_config(**flags, **changes), progress=False))
+    yield driver
+    driver.engine.close()
+
+
+def with_eagle(kind: str, folder: Path, start: Callable[..., Engine]) -> HeadDriver:
+    if kind == "specforge":
         weights, taps = random_head(1, 40), (1, 2, 0)
         write_specforge(folder, weights, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, -1]})
     else:
         weights, taps = random_head(2, 101), (0, 2, 1)
         write_speculators(folder, weights, taps, norm_before_residual=True)
-    flags = SpeculationConfig("EAGLE3", NUM_DRAFTS, speculative_draft_model_path=str(folder))
-    engine = Engine(
-        tiny_config(speculation=flags, grammar_backend="none", tp=2 if IS_SHARED else 1),
-        progress=False,
-    )
+    engine = start(speculation=SpeculationConfig("EAGLE3", NUM_DRAFTS, speculative_draft_model_path=str(folder)))
     embedding = np.asarray(jax.tree.leaves(engine.weight_store.params["embedding"])[0])
-    after_norm = request.param == "speculators"
-    yield HeadDriver(engine, PlainHead(weights, embedding, streams_of(engine, taps), after_norm))
-    engine.close()
+    return HeadDriver(engine, PlainHead(weights, embedding, streams_of(engine, taps), kind == "speculators"))
+
+
+def with_next_layer(kind: str, folder: Path, start: Callable[..., Engine]) -> HeadDriver:
+    head = write_next_layer(kind, folder)
+    flags = SpeculationConfig("NEXTN", NUM_DRAFTS)
+    engine = start(speculation=flags, model=str(head.folder), load_format="auto", context_length=64)
+    return HeadDriver(engine, head)
 
 
 @pytest.mark.parametrize("chunk", [16, 7, 4])
@@ -134,14 +148,12 @@ def test_drafts_follow_what_a_verify_step_keeps(driver: HeadDriver, num_right: i
     assert drafts == [driver.expected([*ids, token]) for ids, token in zip(texts.values(), tokens, strict=True)]
 
 
-def test_a_head_of_another_stream_drafts_otherwise(driver: HeadDriver) -> None:
-    """A test of these tests: an oracle that reads its streams one layer off doesn't agree."""
+def test_a_head_that_reads_a_token_too_early_drafts_otherwise(driver: HeadDriver) -> None:
+    """A test of these tests: an oracle whose states are one token off doesn't agree."""
     prompt = PROMPTS[0]
     tokens, drafts = driver.drafted(driver.extend((0, prompt[:16], 0)))
-    right = driver.head
-    off_by_one = PlainHead(right._weights, right._embedding, lambda ids: np.roll(right._streams(ids), 1, axis=0))
     ids = [*prompt[:16], *tokens]
-    assert drafts == [driver.expected(ids)] != [off_by_one.drafts(ids, NUM_DRAFTS)]
+    assert drafts == [driver.expected(ids)] != [driver.head.shifted().drafts(ids, NUM_DRAFTS)]
 
 
 @pytest.mark.skipif(not NIGHTLY or IS_SHARED, reason="by night; the tests above in a process with two devices")
