@@ -25,12 +25,16 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError, StartupError
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.eagle import EagleArch
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
+from tests.end_to_end.offline import outputs, serve
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, few_programs
 from tests.engine.eagle_heads import PlainHead, random_head, write_specforge, write_speculators
 from tests.engine.next_layers import PlainNextLayer, write_next_layer
 from tests.grids import NIGHTLY
 from tests.plain_model import causal_attend
+from tests.scheduler.drafters import Asking
 
 PROMPTS = {0: list(range(3, 20)), 1: [7, 8], 2: [9, 8, 7, 6, 5, 4, 3, 30], 3: list(range(90, 70, -1))}
 NUM_DRAFTS = 3
@@ -154,6 +158,39 @@ def test_a_head_that_reads_a_token_too_early_drafts_otherwise(driver: HeadDriver
     tokens, drafts = driver.drafted(driver.extend((0, prompt[:16], 0)))
     ids = [*prompt[:16], *tokens]
     assert drafts == [driver.expected(ids)] != [driver.head.shifted().drafts(ids, NUM_DRAFTS)]
+
+
+class Judge(Asking):
+    """Checks that what the device drafts is what the head drafts after its request's whole text at once."""
+
+    def __init__(self, driver: HeadDriver) -> None:
+        super().__init__()
+        self.driver, self.judged = driver, 0
+
+    def propose(self, most: int) -> tuple[int, ...]:
+        drafts = super().propose(most)
+        if drafts:
+            self.judged += 1
+            assert list(drafts) == self.driver.expected(self.known)[:most]
+        return drafts
+
+
+@pytest.mark.parametrize("retract_every", [None, 4])
+def test_drafts_are_those_of_the_text_after_cached_prefixes_and_retraction(
+    driver: HeadDriver, retract_every: int | None
+) -> None:
+    """And answers are those without."""
+    prompts = [PROMPTS[3], [*PROMPTS[3][:13], 40, 41], [*PROMPTS[3], 50], PROMPTS[2]]
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    asked = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    judges = [Judge(driver) for _ in asked]
+    script: list[list[Request]] = [asked[:1], *[[]] * 15, asked[1:]]
+    found = serve(
+        driver.engine, script, retract_every=retract_every, drafter_of=lambda asked: judges[int(asked.request_id)]
+    )
+    assert outputs(found, asked) == outputs(serve(driver.engine, [asked]), asked)
+    assert sum(reply.cached_tokens for reply in found.replies) >= 8
+    assert min(judge.judged for judge in judges) > 3
 
 
 @pytest.mark.skipif(not NIGHTLY or IS_SHARED, reason="by night; the tests above in a process with two devices")
