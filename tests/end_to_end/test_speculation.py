@@ -127,6 +127,7 @@ def test_programs_that_verify_are_compiled_where_flags_ask_for_them_alone(engine
     assert sorted({bucket.num_tokens for bucket in verified}) == [6, 12, 24, 36]
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(not NIGHTLY, reason="by night; by day the bundled head drafts on the device")
 def test_answers_are_those_without_the_checkpoints_next_layer(tmp_path: Path) -> None:
     model = write_next_layer("glm4_moe", tmp_path, vocab_size=VOCAB_SIZE).folder

@@ -102,7 +102,13 @@ class Plain:
 
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines compile greedy steps alone, and of those that verify the largest, unless it is night."""
+    few_sizes(monkeypatch)
     if not NIGHTLY:
         monkeypatch.setattr(buckets, "VARIANTS", (buckets.GREEDY,))
+
+
+def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines compile the largest of the steps that verify alone, unless it is night."""
+    if not NIGHTLY:
         all_sizes = buckets._verify_sizes
         monkeypatch.setattr(buckets, "_verify_sizes", lambda *sizes: all_sizes(*sizes)[-1:])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,19 @@ from flax import nnx
 
 from jaxsgl.batch.build import Work
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.config.features import SpeculationConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.features import HostKvConfig, SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError, StartupError
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.eagle import EagleArch
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.speculation.pace import StepCosts
+from jaxsgl.scheduler.speculation.speculation import Speculating
+from jaxsgl.testing.engine import ScriptedMailbox
+from jaxsgl.wiring import build_scheduler
 from tests.end_to_end.offline import outputs, serve
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, few_programs
@@ -46,9 +52,9 @@ IS_SHARED = TWO_DEVICES in os.environ.get("XLA_FLAGS", "")
 class HeadDriver(Driver):
     """Drives an engine with a random head, and knows what that drafts."""
 
-    def __init__(self, engine: Engine, head: PlainHead | PlainNextLayer) -> None:
+    def __init__(self, config: EngineConfig, head: PlainHead | PlainNextLayer, engine: Engine) -> None:
         super().__init__(engine)
-        self.head = head
+        self.config, self.head = config, head
 
     def expected(self, ids: Sequence[int]) -> list[int]:
         return self.head.drafts(ids, NUM_DRAFTS)
@@ -82,32 +88,34 @@ def driver(
     request: pytest.FixtureRequest, tiny_config: ConfigMaker, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HeadDriver]:
     folder = tmp_path_factory.mktemp("head")
-    flags: dict[str, Any] = {"grammar_backend": "none", "tp": 2 if IS_SHARED else 1}
+    host = HostKvConfig(host_kv_gib=0.001, host_kv_write_policy="write_through")
+    flags: dict[str, Any] = {"grammar_backend": "none", "tp": 2 if IS_SHARED else 1, "host_kv": host}
     with pytest.MonkeyPatch.context() as monkeypatch:
         few_programs(monkeypatch)
         make = with_eagle if request.param.startswith("spec") else with_next_layer
-        driver = make(request.param, folder, lambda **changes: Engine(tiny_config(**flags, **changes), progress=False))
+        driver = make(request.param, folder, lambda **changes: tiny_config(**flags, **changes))
     yield driver
     driver.engine.close()
 
 
-def with_eagle(kind: str, folder: Path, start: Callable[..., Engine]) -> HeadDriver:
+def with_eagle(kind: str, folder: Path, config_of: ConfigMaker) -> HeadDriver:
     if kind == "specforge":
         weights, taps = random_head(1, 40), (1, 2, 0)
         write_specforge(folder, weights, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, -1]})
     else:
         weights, taps = random_head(2, 101), (0, 2, 1)
         write_speculators(folder, weights, taps, norm_before_residual=True)
-    engine = start(speculation=SpeculationConfig("EAGLE3", NUM_DRAFTS, speculative_draft_model_path=str(folder)))
+    config = config_of(speculation=SpeculationConfig("EAGLE3", NUM_DRAFTS, speculative_draft_model_path=str(folder)))
+    engine = Engine(config, progress=False, moves_pages=True)
     embedding = np.asarray(jax.tree.leaves(engine.weight_store.params["embedding"])[0])
-    return HeadDriver(engine, PlainHead(weights, embedding, streams_of(engine, taps), kind == "speculators"))
+    return HeadDriver(config, PlainHead(weights, embedding, streams_of(engine, taps), kind == "speculators"), engine)
 
 
-def with_next_layer(kind: str, folder: Path, start: Callable[..., Engine]) -> HeadDriver:
+def with_next_layer(kind: str, folder: Path, config_of: ConfigMaker) -> HeadDriver:
     head = write_next_layer(kind, folder)
     flags = SpeculationConfig("NEXTN", NUM_DRAFTS)
-    engine = start(speculation=flags, model=str(head.folder), load_format="auto", context_length=64)
-    return HeadDriver(engine, head)
+    config = config_of(speculation=flags, model=str(head.folder), load_format="auto", context_length=64)
+    return HeadDriver(config, head, Engine(config, progress=False, moves_pages=True))
 
 
 @pytest.mark.parametrize("chunk", [16, 7, 4])
@@ -191,6 +199,24 @@ def test_drafts_are_those_of_the_text_after_cached_prefixes_and_retraction(
     assert outputs(found, asked) == outputs(serve(driver.engine, [asked]), asked)
     assert sum(reply.cached_tokens for reply in found.replies) >= 8
     assert min(judge.judged for judge in judges) > 3
+
+
+def test_drafts_are_those_of_the_text_after_a_load_from_host_memory(driver: HeadDriver) -> None:
+    engine, scheduler = driver.engine, build_scheduler(driver.config, driver.engine)
+    judges: dict[str, Judge] = {}
+    speculation = scheduler.state.speculation
+    assert isinstance(speculation, Speculating)
+    speculation._drafter_of = lambda request: judges.setdefault(request.request_id, Judge(driver))
+    speculation._costs = StepCosts()  # any number of drafts pays, however busy the machine is
+    chats = [[3 + (7 * i + 11 * n) % 90 for i in range(37)] for n in range(8)]  # more than the pool holds
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for turn in range(2):
+        for i, chat in enumerate(chats):
+            mailbox = ScriptedMailbox([[Request(f"{turn} {i}", chat.copy(), params)]])
+            run_loop(scheduler, engine, mailbox, True, pages=engine)
+            chat += [*mailbox.output_ids(f"{turn} {i}"), 5, 6]
+    assert scheduler.load(0).host.loaded_tokens > 80
+    assert len(judges) == 16 and min(judge.judged for judge in judges.values()) > 0
 
 
 @pytest.mark.skipif(not NIGHTLY or IS_SHARED, reason="by night; the tests above in a process with two devices")

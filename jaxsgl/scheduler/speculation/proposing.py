@@ -21,7 +21,7 @@ from jaxsgl.scheduler.speculation.pace import Pace
 from jaxsgl.scheduler.speculation.sources import FromDevice, Prediction, PromptLookup, Source
 from jaxsgl.scheduler.speculation.suffix import PastAnswers, SuffixLookup
 
-LONG_MATCH = (2, 4)  # tokens of a match, at least and at most, that may be right where the drafts of weights aren't
+LONG_MATCH = (3, 8)  # tokens of a match, at least and at most, that may be right where the drafts of weights aren't
 
 
 class Proposing(Drafter):
