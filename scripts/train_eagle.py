@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from bench.output import command_parser, write_json
-from optax.contrib import MuonDimensionNumbers, muon
 from safetensors.flax import load_file
 from tiny import eagle, model
+from tiny.optimizer import make_optimizer
 from train_tiny import DRILL_FROM, FOLDER, SKILLS, Rows, encode, held_out, pack
 
 OUT = FOLDER.parent / "bundled_head"
@@ -54,27 +54,10 @@ def batch_loss(params: model.Params, target: model.Params, rows: Rows, places: n
     return losses / total
 
 
-def make_optimizer(params: model.Params) -> optax.GradientTransformation:
-    """As in `train_tiny.py`: Muon for the layer's matrices, Adam for all other weights."""
-
-    def schedule(peak: float) -> optax.Schedule:
-        rise = optax.linear_schedule(0.0, peak, RISE)
-        return optax.join_schedules([rise, optax.linear_schedule(peak, 0.0, FALL_UNTIL - RISE)], [RISE])
-
-    axes = {
-        name: MuonDimensionNumbers(reduction_axis=1, output_axis=0) if "proj" in name or "fc" in name else None
-        for name in params
-    }
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        muon(
-            schedule(MATRIX_RATE),
-            weight_decay=0.01,
-            adam_b2=0.98,
-            adam_learning_rate=schedule(OTHER_RATE),
-            muon_weight_dimension_numbers=lambda _: axes,
-        ),
-    )
+def schedule(peak: float) -> optax.Schedule:
+    """A rate by step."""
+    rise = optax.linear_schedule(0.0, peak, RISE)
+    return optax.join_schedules([rise, optax.linear_schedule(peak, 0.0, FALL_UNTIL - RISE)], [RISE])
 
 
 def train(out: Path, steps: int, seed: int) -> dict[str, float]:
@@ -82,7 +65,7 @@ def train(out: Path, steps: int, seed: int) -> dict[str, float]:
     started, started_cpu = time.time(), time.process_time()
     target, tokenizer = model.load_folder(FOLDER)
     params = eagle.init_params(seed, target)
-    optimizer = make_optimizer(params)
+    optimizer = make_optimizer(params, schedule, MATRIX_RATE, OTHER_RATE)
     state: tuple[Any, Any] = (params, optimizer.init(params))
 
     @partial(jax.jit, donate_argnums=0)

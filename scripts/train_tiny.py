@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from bench.output import command_parser, write_json
-from optax.contrib import MuonDimensionNumbers, muon
 from safetensors.numpy import load_file, save_file
 from tiny import documents, model
 from tiny.corpus import SINGLE_TURN
 from tiny.documents import Document
+from tiny.optimizer import make_optimizer
 from tiny.start_weights import init_params
 from tokenizers import Tokenizer
 
@@ -152,29 +152,12 @@ def batch_loss(params: model.Params, batch: list[Rows]) -> jax.Array:
     return losses / weights
 
 
-def make_optimizer() -> optax.GradientTransformation:
-    """Muon (orthogonalized momentum; Jordan et al. 2024) for the layers' matrices: about a third fewer steps here."""
-
-    def schedule(peak: float) -> optax.Schedule:
-        rise = optax.linear_schedule(0.0, peak, 50)
-        fall = optax.linear_schedule(peak, 0.0, AGAIN_FROM - DECAY_FROM)
-        again = optax.linear_schedule(peak / 3, 0.0, STEPS - AGAIN_FROM)
-        return optax.join_schedules([rise, fall, again], [DECAY_FROM, AGAIN_FROM])
-
-    axes = {
-        name: MuonDimensionNumbers(reduction_axis=1, output_axis=0) if "proj" in name else None
-        for name in init_params(0)
-    }
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        muon(
-            schedule(MATRIX_RATE),
-            weight_decay=0.01,
-            adam_b2=0.98,
-            adam_learning_rate=schedule(OTHER_RATE),
-            muon_weight_dimension_numbers=lambda _: axes,
-        ),
-    )
+def schedule(peak: float) -> optax.Schedule:
+    """A rate by step."""
+    rise = optax.linear_schedule(0.0, peak, 50)
+    fall = optax.linear_schedule(peak, 0.0, AGAIN_FROM - DECAY_FROM)
+    again = optax.linear_schedule(peak / 3, 0.0, STEPS - AGAIN_FROM)
+    return optax.join_schedules([rise, fall, again], [DECAY_FROM, AGAIN_FROM])
 
 
 def save_state(path: Path, step: int, state: object) -> None:
@@ -189,7 +172,7 @@ def train(out: Path, steps: int, seed: int, state_file: Path | None) -> dict[str
     started = time.time()
     tokenizer = model.train_tokenizer(tokenizer_texts(seed))
     params = init_params(seed)
-    optimizer = make_optimizer()
+    optimizer = make_optimizer(params, schedule, MATRIX_RATE, OTHER_RATE)
     state = (params, optimizer.init(params))
     first = 0
     if state_file and state_file.exists():

@@ -52,7 +52,11 @@ def test_the_page_size_is_a_word_or_a_number(capsys: pytest.CaptureFixture[str])
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size is 0"),
         (["--grpc-port", "70000"], "--grpc-port is 70000"),
         (["--disaggregation-mode", "decode", "--disable-radix-cache"], "which --disable-radix-cache switches off"),
-        (["--speculative-algorithm", "NEXTN"], "not built yet: give NGRAM, SUFFIX, which guess"),
+        (["--speculative-algorithm", "EAGLE"], "not built yet: give NGRAM, SUFFIX, which guess"),
+        (
+            ["--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", "m"],
+            "goes with --speculative-algorithm EAGLE3 or STANDALONE",
+        ),
         (["--speculative-algorithm", "STANDALONE"], "with --speculative-draft-model-path"),
         (["--speculative-algorithm", "EAGLE3", "--model", "m"], "with --speculative-draft-model-path"),
         (["--speculative-algorithm", "EAGLE3", "--disaggregation-mode", "decode"], "does not go with --disaggregation"),
@@ -63,7 +67,7 @@ def test_the_page_size_is_a_word_or_a_number(capsys: pytest.CaptureFixture[str])
         (["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "32"], "is 32, but must be 1 to 31"),
         (
             ["--speculative-num-draft-tokens", "3"],
-            "goes with --speculative-algorithm NGRAM or SUFFIX or EAGLE3 or STANDALONE",
+            "goes with --speculative-algorithm NGRAM or SUFFIX or EAGLE3 or STANDALONE or NEXTN",
         ),
         (
             ["--speculative-algorithm", "SUFFIX", "--speculative-ngram-max-match-window-size", "5"],

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from jaxsgl.config.features import (
+    DRAFTING_FROM_OTHER_WEIGHTS,
     DisaggregationConfig,
     HostKvConfig,
     LoraConfig,
@@ -434,27 +435,27 @@ class EngineConfig:
 
     @property
     def draft_model(self) -> str | None:
-        """The folder or hub id of the weights that draft; None: none do."""
-        if not self.speculation.is_from_weights:
+        """The folder or hub id of weights besides the model's that draft; None: none do."""
+        if self.speculation.speculative_algorithm not in DRAFTING_FROM_OTHER_WEIGHTS:
             return None
         return self.speculation.speculative_draft_model_path or BUNDLED_HEAD
 
     def _check_speculation(self) -> None:
         """Raises `ConfigError` for flags that leave no token to guess, or guess it in another way."""
         speculation = self.speculation
-        if speculation.is_from_weights:
-            algorithm = speculation.speculative_algorithm
+        algorithm = speculation.speculative_algorithm
+        if algorithm in DRAFTING_FROM_OTHER_WEIGHTS:
             has_default = algorithm == "EAGLE3" and self.model == BUNDLED_MODEL
             if speculation.speculative_draft_model_path is None and not has_default:
                 raise ConfigError(
                     f"--speculative-algorithm {algorithm} drafts with weights of its own: name their folder or hub id "
                     "with --speculative-draft-model-path"
                 )
-            if self.disaggregation.is_on:
-                raise ConfigError(
-                    f"--speculative-algorithm {algorithm} does not go with --disaggregation-mode yet: give NGRAM or "
-                    "SUFFIX to the decode servers"
-                )
+        if speculation.is_from_weights and self.disaggregation.is_on:
+            raise ConfigError(
+                f"--speculative-algorithm {algorithm} does not go with --disaggregation-mode yet: give NGRAM or "
+                "SUFFIX to the decode servers"
+            )
         if self.decode_steps > 1:
             raise ConfigError(
                 f"--decode-steps {self.decode_steps} decodes several tokens before one is read, and "

@@ -29,11 +29,13 @@ MAX_ADAPTER_NAME_CHARS = 256
 MAX_ADAPTERS = 1024
 
 DRAFTING_FROM_TEXT = ("NGRAM", "SUFFIX")
-DRAFTING_FROM_WEIGHTS = ("EAGLE3", "STANDALONE")
+DRAFTING_FROM_OTHER_WEIGHTS = ("EAGLE3", "STANDALONE")
+DRAFTING_FROM_WEIGHTS = (*DRAFTING_FROM_OTHER_WEIGHTS, "NEXTN")
 DRAFTING = (*DRAFTING_FROM_TEXT, *DRAFTING_FROM_WEIGHTS)
-DRAFTING_LATER = ("EAGLE", "NEXTN")  # SGLang's
+DRAFTING_LATER = ("EAGLE",)  # SGLang's
 NUM_DRAFT_TOKENS = 7
 NUM_TOKENS_OF_CHAIN = 5  # each one is a step of the drafting model
+NUM_TOKENS_OF_NEXT = 3  # the layer was trained for the first one
 MAX_DRAFT_TOKENS = 31
 MATCH_WINDOW = (2, 4)
 MAX_MATCH_WINDOW = 32
@@ -230,13 +232,14 @@ class SpeculationConfig:
         "how the next tokens are guessed, which one step then verifies together; answers stay the same. NGRAM: what "
         "followed the same tokens earlier in prompt and output; SUFFIX: likewise, by how often it did, and in earlier "
         "answers with --speculative-suffix-cache-mib; EAGLE3: what a head says that was trained for the model; "
-        "STANDALONE: what a smaller model says (default: not at all; docs/speculation.md)",
+        "STANDALONE: what a smaller model says; NEXTN: what the checkpoint's own layer after the last one says "
+        "(default: not at all; docs/speculation.md)",
         choices=(*DRAFTING, *DRAFTING_LATER),
     )
     speculative_num_draft_tokens: int | None = flag(
         None,
         f"tokens of a request that one step verifies at most (default: {NUM_DRAFT_TOKENS}; EAGLE3 "
-        f"and STANDALONE: {NUM_TOKENS_OF_CHAIN})",
+        f"and STANDALONE: {NUM_TOKENS_OF_CHAIN}, NEXTN: {NUM_TOKENS_OF_NEXT})",
     )
     speculative_ngram_min_match_window_size: int | None = flag(
         None, f"NGRAM: tokens that must have stood earlier, at least (default: {MATCH_WINDOW[0]})"
@@ -269,6 +272,8 @@ class SpeculationConfig:
     def num_draft_tokens(self) -> int:
         """Tokens of a request that one step verifies at most; 0 if none is."""
         default = NUM_TOKENS_OF_CHAIN if self.is_from_weights else NUM_DRAFT_TOKENS
+        if self.speculative_algorithm == "NEXTN":
+            default = NUM_TOKENS_OF_NEXT
         return (self.speculative_num_draft_tokens or default) if self.is_on else 0
 
     @property
@@ -286,7 +291,7 @@ class SpeculationConfig:
                 f"guess from texts alone, or {' or '.join(DRAFTING_FROM_WEIGHTS)}"
             )
         for name, algorithms in (
-            ("speculative_draft_model_path", DRAFTING_FROM_WEIGHTS),
+            ("speculative_draft_model_path", DRAFTING_FROM_OTHER_WEIGHTS),
             ("speculative_num_draft_tokens", DRAFTING),
             ("speculative_ngram_min_match_window_size", ("NGRAM",)),
             ("speculative_ngram_max_match_window_size", ("NGRAM",)),

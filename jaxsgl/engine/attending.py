@@ -1,17 +1,18 @@
 """Attention of a step's layers over the KV pages: each layer stores what is new in its pages, then attends to all.
 
-Called by `step`, and by what drafts, with its own layers. Knows the step's arrays and no model.
+Called by `step`, and by what drafts, with its own layers. Knows where a step's tokens lie and no model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsgl.batch.inputs import StepArrays, StepKind
+from jaxsgl.batch.inputs import StepKind
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.models.layers import LatentQkv, Qkv
 from jaxsgl.models.tensor_parallel import num_parts, of_this_part
@@ -30,6 +31,25 @@ from pallas_kernels.kept_heads import widened
 from pallas_kernels.paged_kv import Scale
 
 
+class Places(Protocol):
+    """Where a step's tokens lie; fields of `StepArrays`."""
+
+    @property
+    def slots(self) -> jax.Array:
+        """`[T]` where each token's K and V go."""
+        ...
+
+    @property
+    def lengths(self) -> jax.Array:
+        """`[S]` KV tokens of each sequence, the step's included."""
+        ...
+
+    @property
+    def query_offsets(self) -> jax.Array:
+        """`[S + 1]` which tokens are whose."""
+        ...
+
+
 class Pages:
     """The KV pages during one trace: each layer that has some replaces its pair, so that XLA sees one in-place update
     per buffer.
@@ -42,7 +62,7 @@ class Pages:
         self,
         kv: KvBuffers,
         page_table_SP: jax.Array,
-        arrays: StepArrays[jax.Array],
+        places: Places,
         kind: StepKind,
         options: Sequence[AttentionOptions],
         kernels: KernelChoice,
@@ -50,14 +70,14 @@ class Pages:
     ) -> None:
         self._k, self._v = list(kv.k), list(kv.v)  # no values where layers keep latents
         self._page_table = page_table_SP
-        self._arrays, self._kind, self._options, self._kernels = arrays, kind, options, kernels
+        self._places, self._kind, self._options, self._kernels = places, kind, options, kernels
         self._scales = scales or KvScales.of_one(len(kv.k))
 
     def attend(self, place: int, qkv: Qkv, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
         if isinstance(qkv, LatentQkv):
             return self._attend_latent(place, qkv)
-        a, kernels, head_dim = self._arrays, self._kernels, qkv.head_dim
+        a, kernels, head_dim = self._places, self._kernels, qkv.head_dim
         options = self._options[place].for_heads(head_dim)
         old = self._k[place], self._v[place]
         scales = _of_heads(self._scales.k[place]), _of_heads(self._scales.v[place])
@@ -77,7 +97,7 @@ class Pages:
 
     def _attend_latent(self, place: int, qkv: LatentQkv) -> jax.Array:
         """The same over entries, whose values are a part of themselves; `[T, N, C]`."""
-        a, kernels = self._arrays, self._kernels
+        a, kernels = self._places, self._kernels
         options = self._options[place].for_heads(qkv.head_dim)
         pages = store_entries(self._k[place], qkv.entries, a.slots)
         self._k[place] = pages
@@ -89,6 +109,19 @@ class Pages:
             backend = kernels.paged_extend_attention
             out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, backend=backend)
         return out_TNH[..., : qkv.value_dim]
+
+    def store(self, place: int, qkv: Qkv, sinks: jax.Array | None = None) -> jax.Array:
+        """Stores this step's K and V of the layer, and attends to nothing: zeros, of `attend`'s shape."""
+        a, kernels = self._places, self._kernels
+        if isinstance(qkv, LatentQkv):
+            self._k[place] = store_entries(self._k[place], qkv.entries, a.slots)
+            return jnp.zeros((*qkv.queries.shape[:2], qkv.value_dim), qkv.queries.dtype)
+        paged = PagedKv(self._k[place], self._v[place], self._page_table, a.lengths)
+        q_TNH, kv = rotate_and_store(
+            qkv, paged, a.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv
+        )
+        self._k[place], self._v[place] = kv.k, kv.v
+        return jnp.zeros((*q_TNH.shape[:2], qkv.head_dim), q_TNH.dtype)
 
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""

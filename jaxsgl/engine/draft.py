@@ -14,8 +14,9 @@ The draft program is launched right after the tokens are chosen; the host takes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,12 @@ from flax import nnx
 
 from jaxsgl.batch.inputs import StepArrays, StepKind
 from jaxsgl.cache.pages import page_of, pages_for, slots_on, tokens_in
+from jaxsgl.engine.attending import Pages
 from jaxsgl.engine.layer_state import LayerState
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.engine.tables import pages_of_seqs
-from jaxsgl.models import Decoder, Params
-from pallas_kernels import AttentionOptions, FusedQkv, KernelChoice, PagedKv, store_and_decode
+from jaxsgl.models import Attend, Decoder, Params
+from pallas_kernels import AttentionOptions, KernelChoice
 
 DRAFT_DONATES = (2,)  # kv
 
@@ -54,67 +56,91 @@ def ends_of(arrays: StepArrays[jax.Array], kind: StepKind) -> Ends:
     return Ends(arrays.sample_rows, arrays.token_rows, arrays.positions + 1)
 
 
-class Attending(Protocol):
-    """Stores the keys and values of a token of each sequence in a layer of the drafter, and attends; `[S, N, H]`."""
+class Seen(NamedTuple):
+    """What a forward program shows of its step.
 
-    def __call__(self, layer: int, qkv: FusedQkv, options: AttentionOptions, /) -> jax.Array:
-        """`layer` counts the drafter's own."""
-        ...
+    Attributes:
+      model: the model.
+      token_ids: `[T]`, as the device knows them.
+      hidden: `[T, D]` final hidden states, normalized.
+      streams: the residual streams `[T, D]` that are tapped.
+      arrays, kind: the step.
+      table_SP: pages of its sequences.
+      kernels: what it runs on.
+    """
+
+    model: Decoder
+    token_ids: jax.Array
+    hidden: jax.Array
+    streams: dict[int, jax.Array]
+    arrays: StepArrays[jax.Array]
+    kind: StepKind
+    table_SP: jax.Array
+    kernels: KernelChoice
 
 
-class Drafting(Protocol):
-    """A model that drafts. Arrays of its methods are those of a trace."""
+class Link(NamedTuple):
+    """One step of all chains of a draft program.
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The residual streams of the model that it reads; see `Decoder.__call__`."""
-        ...
+    Attributes:
+      model: the model.
+      carried: `[S, ..]` what the step before left, or `begin`.
+      tokens, positions: `[S]` the tokens to go on from.
+      attend: attends in the drafter's own layers.
+      kernels: what it runs on.
+    """
 
-    @property
-    def params(self) -> Params:
-        """Its parameters, or their shapes."""
-        ...
+    model: Decoder
+    carried: jax.Array
+    tokens: jax.Array
+    positions: jax.Array
+    attend: Attend
+    kernels: KernelChoice
 
-    @property
-    def num_drafts(self) -> int:
-        """k, the tokens of a chain."""
-        ...
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Drafting:
+    """Nothing drafts. Others do. Arrays of its methods are those of a trace.
+
+    Attributes:
+      params: parameters, or their shapes.
+      taps: the residual streams of the model that are read; see `Decoder.__call__`.
+      num_drafts: k, the tokens of a chain; 0: there are no chains.
+      options: of the layers that attend, which come first.
+    """
+
+    params: Params = field(default_factory=lambda: nnx.State({}))
+    taps: tuple[int, ...] = ()
+    num_drafts: int = 0
+    options: tuple[AttentionOptions, ...] = ()
 
     def layers(self, scratch_pages: int) -> tuple[LayerState, ...]:
         """What it keeps by page, and in `scratch_pages` more."""
-        ...
+        return ()
 
-    def read(
-        self,
-        params: Params,
-        model: Decoder,
-        token_ids: jax.Array,
-        streams: dict[int, jax.Array],
-        arrays: StepArrays[jax.Array],
-        kind: StepKind,
-        kv: KvBuffers,
-        table_SP: jax.Array,
-        kernels: KernelChoice,
-    ) -> KvBuffers:
+    @cached_property
+    def num_layers(self) -> int:
+        """The number of them."""
+        return len(self.layers(0))
+
+    def read(self, params: Params, seen: Seen, kv: KvBuffers) -> KvBuffers:
         """`kv`, its own layers, with what it needs of the step's tokens."""
-        ...
+        return kv
+
+    def ends(self, arrays: StepArrays[jax.Array], kind: StepKind) -> Ends | None:
+        """What chains need of a step's sequences; None: there are no chains."""
+        return ends_of(arrays, kind) if self.num_drafts else None
 
     def begin(self, params: Params, kv: KvBuffers, last_slots: jax.Array) -> jax.Array:
         """What a chain begins with, `[S, ..]`; `last_slots` are of the tokens before each sequence's newest one."""
-        ...
+        raise NotImplementedError("nothing drafts")
 
-    def step(
-        self,
-        params: Params,
-        model: Decoder,
-        carried: jax.Array,
-        tokens: jax.Array,
-        positions: jax.Array,
-        attend: Attending,
-        kernels: KernelChoice,
-    ) -> tuple[jax.Array, jax.Array]:
-        """What the next step begins with, and the likeliest token after `tokens [S]` at `positions [S]`."""
-        ...
+    def step(self, params: Params, link: Link) -> tuple[jax.Array, jax.Array]:
+        """What the next step begins with, and the likeliest token `[S]` after those of `link`."""
+        raise NotImplementedError("nothing drafts")
+
+
+NO_DRAFTING = Drafting()
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,10 +196,10 @@ class DraftProgram:
             weights, of_drafter, place = jax.lax.optimization_barrier((leaves, draft_leaves, place))
             model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
             params = jax.tree.unflatten(self.draft_treedef, of_drafter)
-            pages = _ChainPages(kv, table_SP, positions + place, scratch, pages_SW, positions, self.kernels)
-            carried, tokens = drafting.step(
-                params, model, carried, tokens, positions + place, pages.attend, self.kernels
-            )
+            places = _places(positions + place, positions, pages_SW, table_SP, page_size)
+            pages = Pages(kv, table_SP, places, "decode", drafting.options, self.kernels)
+            link = Link(model, carried, tokens, positions + place, pages.attend, self.kernels)
+            carried, tokens = drafting.step(params, link)
             return (pages.buffers(), carried, tokens), tokens
 
         first = kv, carried, last_tokens[ends.rows]
@@ -216,39 +242,22 @@ def _pages_of_chain(num_drafts: int, page_size: int) -> int:
     return pages_for(page_size - 1 + num_drafts, page_size)
 
 
-class _ChainPages:
-    """The drafter's layers at one step of all chains."""
+class _ChainPlaces(NamedTuple):
+    """Where the tokens of one step of all chains lie; see `Places`."""
 
-    def __init__(
-        self,
-        kv: KvBuffers,
-        table_SP: jax.Array,
-        positions: jax.Array,
-        scratch: Scratch,
-        pages_SW: jax.Array,
-        starts: jax.Array,
-        kernels: KernelChoice,
-    ) -> None:
-        page_size = scratch.page_size
-        self._k, self._v = list(kv.k), list(kv.v)
-        self._table, self._kernels = table_SP, kernels
-        self._lengths = jnp.minimum(positions + 1, tokens_in(table_SP.shape[1], page_size))
-        place = page_of(positions, page_size) - page_of(starts, page_size)
-        page = jnp.take_along_axis(pages_SW, place[:, None], axis=1)[:, 0]
-        self._slots = slots_on(page, positions, page_size)
+    slots: jax.Array
+    lengths: jax.Array
+    query_offsets: jax.Array
 
-    def attend(self, layer: int, qkv: FusedQkv, options: AttentionOptions) -> jax.Array:
-        """See `Attending`."""
-        paged = PagedKv(self._k[layer], self._v[layer], self._table, self._lengths)
-        out, kv = store_and_decode(
-            qkv, paged, self._slots, options, None, backend=self._kernels.store_and_decode, parts=self._kernels
-        )
-        self._k[layer], self._v[layer] = kv.k, kv.v
-        return kv.kept(qkv.num_kv_heads).own_numbers(out, qkv.head_dim)
 
-    def buffers(self) -> KvBuffers:
-        """The layers as the step left them."""
-        return KvBuffers(tuple(self._k), tuple(self._v))
+def _places(
+    positions: jax.Array, starts: jax.Array, pages_SW: jax.Array, table_SP: jax.Array, page_size: int
+) -> _ChainPlaces:
+    """Those of tokens at `positions [S]` of chains that began at `starts [S]`."""
+    place = page_of(positions, page_size) - page_of(starts, page_size)
+    page = jnp.take_along_axis(pages_SW, place[:, None], axis=1)[:, 0]
+    lengths = jnp.minimum(positions + 1, tokens_in(table_SP.shape[1], page_size))
+    return _ChainPlaces(slots_on(page, positions, page_size), lengths, jnp.arange(len(positions) + 1, dtype=jnp.int32))
 
 
 def slots_of_positions(table_SP: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
@@ -273,11 +282,12 @@ def _with_scratch(table_SP: jax.Array, pages_SW: jax.Array, first_page: jax.Arra
     return table_SP.at[jnp.arange(len(table_SP))[:, None], places].set(pages_SW, mode="drop")
 
 
-def own_layers(kv: KvBuffers, num_layers: int) -> KvBuffers:
-    """The layers after the model's `num_layers`."""
+def own_layers(kv: KvBuffers, drafting: Drafting) -> KvBuffers:
+    """The layers of `drafting`, which come last."""
+    num_layers = len(kv.k) - drafting.num_layers
     return KvBuffers(kv.k[num_layers:], kv.v[num_layers:])
 
 
-def with_own_layers(kv: KvBuffers, num_layers: int, own: KvBuffers) -> KvBuffers:
-    """`kv` with these in their places."""
-    return KvBuffers(kv.k[:num_layers] + own.k, kv.v[:num_layers] + own.v)
+def with_own_layers(kv: KvBuffers, own: KvBuffers) -> KvBuffers:
+    """`kv` with these as its last layers."""
+    return KvBuffers(kv.k[: len(kv.k) - len(own.k)] + own.k, kv.v[: len(kv.v) - len(own.v)] + own.v)

@@ -12,80 +12,48 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxsgl.batch.inputs import StepArrays, StepKind
 from jaxsgl.engine import vocabulary
 from jaxsgl.engine.attending import Pages
-from jaxsgl.engine.draft import Attending
+from jaxsgl.engine.draft import Drafting, Link, Seen
 from jaxsgl.engine.layer_state import LayerState
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.errors import ConfigError
-from jaxsgl.models import Decoder, ModelArch, Params, Qkv
-from pallas_kernels import FusedQkv, KernelChoice
+from jaxsgl.models import Decoder, ModelArch, Params
 
 
-@dataclass(frozen=True, eq=False)
-class ModelDrafting:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelDrafting(Drafting):
     """See `Drafting`.
 
     Attributes:
-      graphdef, params, arch: the model.
+      graphdef: the model.
       kept: what its layers keep.
-      num_drafts: k.
     """
 
     graphdef: nnx.GraphDef[Decoder]
-    params: Params
-    arch: ModelArch
     kept: tuple[LayerState, ...]
-    num_drafts: int
-    taps: tuple[int, ...] = ()
 
     def layers(self, scratch_pages: int) -> tuple[LayerState, ...]:
         """See `Drafting`."""
         return tuple(layer.with_scratch(scratch_pages) for layer in self.kept)
 
-    def read(
-        self,
-        params: Params,
-        model: Decoder,
-        token_ids: jax.Array,
-        streams: dict[int, jax.Array],
-        arrays: StepArrays[jax.Array],
-        kind: StepKind,
-        kv: KvBuffers,
-        table_SP: jax.Array,
-        kernels: KernelChoice,
-    ) -> KvBuffers:
+    def read(self, params: Params, seen: Seen, kv: KvBuffers) -> KvBuffers:
         """See `Drafting`. Nothing reads the last hidden states, so that XLA leaves the end of the last layer out."""
-        options = [self.arch.attention_options(layer) for layer in range(self.arch.num_layers)]
-        pages = Pages(kv, table_SP, arrays, kind, options, kernels)
-        is_token = arrays.slots >= kv.k[0].shape[2]
-        nnx.merge(self.graphdef, params)(token_ids, arrays.positions, pages.attend, is_token, kernels=kernels)
+        pages = Pages(kv, seen.table_SP, seen.arrays, seen.kind, self.options, seen.kernels)
+        is_token = seen.arrays.slots >= kv.k[0].shape[2]
+        own = nnx.merge(self.graphdef, params)
+        own(seen.token_ids, seen.arrays.positions, pages.attend, is_token, kernels=seen.kernels)
         return pages.buffers()
 
     def begin(self, params: Params, kv: KvBuffers, last_slots: jax.Array) -> jax.Array:
         """See `Drafting`: nothing but tokens."""
         return jnp.zeros((len(last_slots), 0), jnp.float32)
 
-    def step(
-        self,
-        params: Params,
-        model: Decoder,
-        carried: jax.Array,
-        tokens: jax.Array,
-        positions: jax.Array,
-        attend: Attending,
-        kernels: KernelChoice,
-    ) -> tuple[jax.Array, jax.Array]:
+    def step(self, params: Params, link: Link) -> tuple[jax.Array, jax.Array]:
         """See `Drafting`."""
-
-        def attend_layer(layer: int, qkv: Qkv, sinks: jax.Array | None) -> jax.Array:
-            assert isinstance(qkv, FusedQkv) and sinks is None, "check_draft_model refuses such models"
-            return attend(layer, qkv, self.arch.attention_options(layer).for_heads(qkv.head_dim))
-
         own = nnx.merge(self.graphdef, params)
-        hidden = own(tokens, positions, attend_layer, kernels=kernels)
-        return carried, vocabulary.greedy(own.logits(hidden))
+        hidden = own(link.tokens, link.positions, link.attend, kernels=link.kernels)
+        return link.carried, vocabulary.greedy(own.logits(hidden))
 
 
 def check_draft_model(arch: ModelArch, target: ModelArch, context_length: int) -> None:

@@ -123,11 +123,9 @@ class Engine:
             if config.load_format != "dummy" and kv_cache_flag(kv_dtype) == FP8_E4M3:
                 kv_scales = load_kv_scales(folder, self.arch)
             states = choose_states(config, self.arch, platform, kv_dtype, mesh.shape[TENSOR_AXIS])
-            drafting = load_drafting(config, self.arch, precision, states, mesh)
+            drafting = load_drafting(config, folder, self.arch, precision, states, mesh)
             states = with_drafting(states, drafting, choose_num_rows(config, platform))
-            self._draft_leaves: tuple[list[jax.Array], ...] = (
-                () if drafting is None else (jax.tree.leaves(drafting.params),)
-            )
+            self._draft_leaves: list[jax.Array] = jax.tree.leaves(drafting.params)
             jax.block_until_ready(params)  # so that memory in use is what will stay in use
             self.adapters: EngineAdapters | None = None
             if adapter_plan is not None:
@@ -177,7 +175,7 @@ class Engine:
             self.buckets.all(),
             self.capacity,
             memory.account,
-            drafts=drafting is not None,
+            drafts=drafting.num_drafts > 0,
             num_ranks=config.num_ranks,
         )
         if opened.tests_kernels and hosts.size == config.num_ranks == 1:  # else no host or rank has all logits

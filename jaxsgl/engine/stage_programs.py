@@ -50,7 +50,7 @@ class StageSpec(ProgramSpec):
         stream = () if self.stage.is_first else (self._stream(bucket),)
         if self.stage.is_last:
             program = super().forward(bucket)
-            return replace(program, arguments=(*program.arguments, (), (), *stream))
+            return replace(program, arguments=(*program.arguments, *stream))
         leaves, treedef = jax.tree.flatten(self.params)
         passing = make_passing(self.graphdef, treedef, bucket, self.kernels, self.kv_scales)
         state_shardings = jax.tree.map(lambda array: array.sharding, self.state)

@@ -7,7 +7,7 @@ a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -36,6 +36,12 @@ class KvBuffers(NamedTuple):
     def by_layer(self) -> list[tuple[jax.Array, ...]]:
         """The arrays of each layer."""
         return list(zip(*(arrays for arrays in self if arrays), strict=True))
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[tuple[jax.Array, ...]]) -> KvBuffers:
+        """The inverse of `by_layer`, of layers that are alike."""
+        k, *v = zip(*layers, strict=True)
+        return cls(k, *v) if v else cls(k, ())
 
 
 class StateBuffers(NamedTuple):

@@ -26,7 +26,7 @@ from jaxsgl.batch.outputs import NO_OUTPUTS, StepOutputs
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
 from jaxsgl.engine import outputs, sampler, vocabulary
 from jaxsgl.engine.attending import Pages
-from jaxsgl.engine.draft import Drafting, Ends, ends_of, own_layers, with_own_layers
+from jaxsgl.engine.draft import NO_DRAFTING, Drafting, Ends, Seen, own_layers, with_own_layers
 from jaxsgl.engine.recurring import Running
 from jaxsgl.engine.state import DeviceState
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
@@ -122,13 +122,13 @@ def make_step(
     kv_scales: KvScales | None = None,
     *,
     states: bool = False,
-    drafting: Drafting | None = None,
+    drafting: Drafting = NO_DRAFTING,
 ) -> Step:
     """`step(params, state, arrays, adapter_pool, draft_params, stream) -> Stepped` of the model.
 
     Padding writes only the dummy page and the dummy row. `adapter_pool` holds the adapters; None: no sequence has one.
-    `draft_params` are those of `drafting`; None: nothing drafts. `stream [T, D]` comes from the pipeline stage before;
-    None: this is the first one.
+    `draft_params` are those of `drafting`. `stream [T, D]` comes from the pipeline stage before; None: this is
+    the first one.
     """
 
     def step(
@@ -136,7 +136,7 @@ def make_step(
         state: DeviceState,
         arrays: StepArrays[jax.Array],
         adapter_pool: PoolWeights | None,
-        draft_params: Params | None = None,
+        draft_params: Params,
         stream: jax.Array | None = None,
     ) -> Stepped:
         model = nnx.merge(graphdef, params)
@@ -156,7 +156,7 @@ def make_step(
         ids = _token_ids(arrays.token_ids, state.last_tokens) if stream is None else stream
         images = _image_tokens(state, arrays, model.arch)
         experts: list[jax.Array] | None = [] if states else None
-        streams: dict[int, Any] | None = None if drafting is None else dict.fromkeys(drafting.taps)
+        streams: dict[int, Any] = dict.fromkeys(drafting.taps)
         hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels, recur, streams)
         found: StepOutputs[jax.Array] = NO_OUTPUTS if experts is None else outputs.of_tokens(hidden, experts)
         last = hidden if kind in ("decode", "verify") else _last_of_each(hidden, arrays.query_offsets)
@@ -171,12 +171,8 @@ def make_step(
             last_tokens = state.last_tokens
         found = outputs.of_heads(model, hidden, last, logits if model.arch.generates else None, arrays, found)
         kv = pages.buffers()
-        if drafting is not None:
-            assert draft_params is not None and streams is not None
-            num_layers = model.arch.num_layers
-            own = own_layers(kv, num_layers)
-            own = drafting.read(draft_params, model, ids, streams, arrays, kind, own, table_SP, kernels)
-            kv = with_own_layers(kv, num_layers, own)
+        seen = Seen(model, ids, hidden, streams, arrays, kind, table_SP, kernels)
+        kv = with_own_layers(kv, drafting.read(draft_params, seen, own_layers(kv, drafting)))
         kept = None if running is None else running.buffers()
         state = DeviceState(kv, table, last_tokens, state.edit_tables, state.images, kept)
         return Stepped(state, tokens, logits, found)
@@ -191,17 +187,17 @@ def make_forward(
     kernels: KernelChoice,
     kv_scales: KvScales | None = None,
     pool_treedef: Any = None,
-    drafting: Drafting | None = None,
+    drafting: Drafting = NO_DRAFTING,
 ) -> Forward:
     """`forward(params, state, packed) -> Forwarded` for `bucket`, whether it is `sampled` and `featured` or not.
 
     params: leaves of the model's parameters, whose structure is `treedef` (a flat list costs less per call). packed:
-    `[packed_len(bucket)]` int32. In a bucket with adapter columns there is one argument more: the leaves
-    of the adapters' pool, whose structure is `pool_treedef`; or none of them, where those of `drafting` follow. A
-    pipeline stage after the first has neither, and then what the stage before passes on.
+    `[packed_len(bucket)]` int32. Then come the leaves of the adapters' pool, whose structure is
+    `pool_treedef`, in a bucket with adapter columns, else none; and those of `drafting`, if it has any.
+    A pipeline stage after the first has neither, and then what the stage before passes on.
     """
     step = make_step(graphdef, bucket.kind, kernels, kv_scales, states=bucket.states, drafting=drafting)
-    draft_treedef = None if drafting is None else jax.tree.structure(drafting.params)
+    draft_treedef = jax.tree.structure(drafting.params)
 
     def forward(
         params: list[jax.Array],
@@ -213,9 +209,9 @@ def make_forward(
     ) -> Forwarded:
         arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
         adapters = jax.tree.unflatten(pool_treedef, adapter_leaves) if bucket.adapter_columns else None
-        draft_params = None if draft_treedef is None else jax.tree.unflatten(draft_treedef, draft_leaves)
+        draft_params = jax.tree.unflatten(draft_treedef, draft_leaves)
         out = step(jax.tree.unflatten(treedef, params), state, arrays, adapters, draft_params, stream)
-        ends = None if drafting is None else ends_of(arrays, bucket.kind)
+        ends = drafting.ends(arrays, bucket.kind)
         if bucket.kind == "verify":
             return _verified(out, arrays)._replace(ends=ends)
         sampling = pack_sampling(arrays, out.tokens)
@@ -306,7 +302,11 @@ def make_decode_steps(
     step = make_step(graphdef, bucket.kind, kernels, kv_scales)
 
     def decode_steps(
-        params: list[jax.Array], state: DeviceState, packed: jax.Array, adapter_leaves: Sequence[jax.Array] = ()
+        params: list[jax.Array],
+        state: DeviceState,
+        packed: jax.Array,
+        adapter_leaves: Sequence[jax.Array] = (),
+        draft_leaves: Sequence[jax.Array] = (),  # none: nothing drafts where several steps are launched at once
     ) -> Decoded:
         first = unpack(packed, bucket, jax.lax.bitcast_convert_type)
 
@@ -316,7 +316,7 @@ def make_decode_steps(
             weights, leaves, i = jax.lax.optimization_barrier((params, adapter_leaves, i))
             adapters = jax.tree.unflatten(pool_treedef, leaves) if bucket.adapter_columns else None
             arrays = arrays_of_step(first, i, state)
-            out = step(jax.tree.unflatten(treedef, weights), state, arrays, adapters)
+            out = step(jax.tree.unflatten(treedef, weights), state, arrays, adapters, NO_DRAFTING.params)
             if not bucket.sampled:
                 return out.state, out.tokens
             tokens = vocabulary.sample(

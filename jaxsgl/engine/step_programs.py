@@ -25,7 +25,7 @@ from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, packed_len
 from jaxsgl.batch.outputs import of_forward
 from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, TowerCapacity
 from jaxsgl.batch.sampling import EDITS_LEN
-from jaxsgl.engine.draft import DRAFT_DONATES, Drafting, DraftProgram, Ends, own_layers
+from jaxsgl.engine.draft import DRAFT_DONATES, NO_DRAFTING, Drafting, DraftProgram, Ends, own_layers
 from jaxsgl.engine.encoding import (
     ENCODE_DONATES,
     PART_DONATES,
@@ -81,7 +81,7 @@ class ProgramSpec:
       adapters: shapes and places of the adapters' pool, or None if the engine has none.
       tower: what the vision tower encodes, if there is one.
       masks: whether steps may be held to grammars.
-      drafting: what drafts after steps; None: nothing does.
+      drafting: what drafts after steps.
     """
 
     graphdef: nnx.GraphDef[Decoder]
@@ -93,7 +93,7 @@ class ProgramSpec:
     adapters: list[dict[str, jax.ShapeDtypeStruct]] | None = None
     tower: TowerCapacity | None = None
     masks: bool = False
-    drafting: Drafting | None = None
+    drafting: Drafting = NO_DRAFTING
 
     @property
     def vocab_size(self) -> int:
@@ -119,7 +119,7 @@ class ProgramSpec:
             programs.append(self.sampling(bucket.sampling, bucket.num_choices))
         if after[1:]:
             programs.append(self.accepting(bucket.num_choices))
-        if self.drafting is not None:
+        if self.drafting.num_drafts:
             programs.append(self.draft(bucket))
         return programs
 
@@ -141,14 +141,11 @@ class ProgramSpec:
             )
             logits: Any = logits_sharding(self.mesh)
             found, runs = of_forward(bucket, everywhere), everywhere if bucket.kind == "verify" else None
-            ends = None if self.drafting is None else everywhere
+            ends = everywhere if self.drafting.num_drafts else None
             shardings = Forwarded(state_shardings, everywhere, logits, sampling, found, runs, ends)
-        arguments: tuple[Any, ...] = (leaves, self.state, self._int32_of_ranks(packed_len(bucket)))
-        if bucket.adapter_columns:
-            arguments += (pool,)
-        if self.drafting is not None:
-            arguments += () if bucket.adapter_columns else ((),)
-            arguments += (jax.tree.leaves(self.drafting.params),)
+        draft_leaves = jax.tree.leaves(self.drafting.params)
+        of_adapters: Any = pool if bucket.adapter_columns else ()
+        arguments = leaves, self.state, self._int32_of_ranks(packed_len(bucket)), of_adapters, draft_leaves
         return Program(ProgramKey("forward", bucket), program, arguments, shardings, FORWARD_DONATES, self.mesh)
 
     def accepting(self, num_tokens: int) -> Program:
@@ -159,14 +156,13 @@ class ProgramSpec:
 
     def draft(self, bucket: Bucket) -> Program:
         """The program that drafts after a step of `bucket`."""
-        assert self.drafting is not None
         leaves, treedef = jax.tree.flatten(self.params)
         draft_leaves, draft_treedef = jax.tree.flatten(self.drafting.params)
         program = DraftProgram(self.drafting, self.graphdef, treedef, draft_treedef, self.kernels)
         choices: Any = self._int32(bucket.num_choices)
         rows: Any = self._int32(bucket.num_seqs)
         state, ends = self.state, Ends(rows, choices, choices)
-        kv = own_layers(state.kv, len(state.kv.k) - len(self.drafting.layers(0)))
+        kv = own_layers(state.kv, self.drafting)
         arguments = leaves, draft_leaves, kv, state.page_table, state.last_tokens, choices, ends
         shardings = jax.tree.map(lambda array: array.sharding, kv), replicated(self.mesh)
         return Program(draft_key(bucket), program, arguments, shardings, DRAFT_DONATES, self.mesh)
@@ -347,7 +343,7 @@ def step_bytes(programs: ProgramSet, spec: ProgramSpec, buckets: Iterable[Bucket
     """
 
     def stages(bucket: Bucket) -> list[StageBytes]:
-        of_draft = [] if spec.drafting is None else [programs.bytes_of(draft_key(bucket))]
+        of_draft = [programs.bytes_of(draft_key(bucket))] if spec.drafting.num_drafts else []
         return [*of_choice(bucket), *of_draft]
 
     def of_choice(bucket: Bucket) -> list[StageBytes]:

@@ -38,7 +38,7 @@ class StepRunner:
       params: leaves of its parameters; the list may be filled anew between steps.
       state: before the first step.
       adapters: LoRA adapters; None: no flag asks for any.
-      draft_leaves: parameters of what drafts, in a tuple; (): nothing does.
+      draft_leaves: parameters of what drafts; (): nothing does.
 
     Attributes:
       state: after the steps that were launched.
@@ -51,14 +51,13 @@ class StepRunner:
         params: list[jax.Array],
         state: DeviceState,
         adapters: EngineAdapters | None = None,
-        draft_leaves: tuple[list[jax.Array], ...] = (),
+        draft_leaves: Sequence[jax.Array] = (),
     ) -> None:
         self.state = state
         self._programs = programs
-        self._num_layers = arch.num_layers
         self._params = params
         self._adapters = adapters
-        self._draft_leaves = draft_leaves
+        self._draft_leaves = list(draft_leaves)
         taps = () if arch.vision is None else arch.vision.deepstack_layers
         self._tower_parts = TowerParts(programs.encode_part, taps)
 
@@ -87,17 +86,17 @@ class StepRunner:
         chosen = self._accepted(programs, forwarded, chosen)
         if not inputs.drafts:
             return chosen
-        state, num_layers = self.state, self._num_layers
+        state = self.state
         own, drafts = self._programs.draft(inputs.bucket)(
             self._params,
-            self._draft_leaves[-1],
-            own_layers(state.kv, num_layers),
+            self._draft_leaves,
+            own_layers(state.kv, self._programs.spec.drafting),
             state.page_table,
             state.last_tokens,
             chosen.tokens,
             forwarded.ends,
         )
-        self.state = state._replace(kv=with_own_layers(state.kv, num_layers, own))
+        self.state = state._replace(kv=with_own_layers(state.kv, own))
         return chosen._replace(drafts=drafts)
 
     def _accepted(self, programs: Sequence[jax.stages.Compiled], forwarded: Forwarded, chosen: Chosen) -> Chosen:
@@ -110,19 +109,15 @@ class StepRunner:
 
     def forward(self, program: jax.stages.Compiled, inputs: StepInputs, stream: tuple[jax.Array, ...] = ()) -> Any:
         """Launches a forward program; returns what it yields, a `Forwarded` or, of several steps, a `Decoded`."""
-        pool: tuple[Sequence[jax.Array], ...] = ()
+        pool: Sequence[jax.Array] = ()
         if inputs.bucket.adapter_columns:
             assert self._adapters is not None
-            pool = (self._adapters.leaves,)
-        elif self._draft_leaves:
-            pool = ((),)
-        elif stream:
-            pool = (), ()
+            pool = self._adapters.leaves
         for call in inputs.encodes:
             self.encode(call)
         for changes in inputs.table_changes:
             self.state = self.state._replace(page_table=self._programs.set_pages(self.state.page_table, changes))
-        out = program(self._params, self.state, inputs.packed, *pool, *self._draft_leaves, *stream)
+        out = program(self._params, self.state, inputs.packed, pool, self._draft_leaves, *stream)
         self.state = out.state
         return out
 

@@ -38,7 +38,7 @@ from jaxsgl.weights.sharding import make_mesh, model_on_devices
 from pallas_kernels.native import library as native_library
 
 # What may differ between checkpoints that are served one after the other: the server keeps what it began with.
-_FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context", "folder_pooling", "pooling")
+_FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context", "folder_pooling", "pooling", "next_layer")
 
 Tree: TypeAlias = Params | Mapping[Any, Any] | Sequence[Any]
 

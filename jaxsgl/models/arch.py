@@ -82,7 +82,8 @@ class ModelArch:
       pooling: how they are made here; None: none are served.
       generates: whether tokens are served.
       vision: the tower that makes tokens of images; None: there is none, or images are refused.
-      stage: which of the model's layers `layers` are, if it is a pipeline stage.
+      stage: which of the model's layers `layers` are, if they are not all.
+      next_layer: the checkpoint's layer after these, which predicts one token more; None: there is none.
     """
 
     name: str
@@ -125,6 +126,7 @@ class ModelArch:
     pooling: PoolingSpec | None = None
     generates: bool = True
     vision: VisionArch | None = None
+    next_layer: LayerSpec | None = None
     stage: Stage = WHOLE
 
     @property
@@ -193,6 +195,14 @@ class ModelArch:
         return self.vocab_size + self.vocab_padding
 
     @property
+    def next_arch(self) -> ModelArch | None:
+        """The shape of `next_layer`, as a model of it alone (`models/next_layer.py`); None: there is none."""
+        if self.next_layer is None:
+            return None
+        stage = Stage(self.num_layers, is_next=True)
+        return replace(self, layers=(self.next_layer,), stage=stage, next_layer=None)
+
+    @property
     def stored_kv_heads(self) -> int:
         """The kv heads of the checkpoint."""
         return self.num_kv_heads // self.kv_copies
@@ -248,6 +258,7 @@ class ModelArch:
             weight_format=weight_format,
             stored_format=weight_format if arch.mixture is not None or arch.latent is not None else None,
             layers=tuple(map(lambda spec, kept: replace(spec, unquantized=kept), arch.layers, unquantized)),
+            next_layer=arch.next_layer and replace(arch.next_layer, unquantized=unquantized[-1]),
         )
         config.refuse_unread(arch.name, FAMILIES[arch.name].ignored)
         return arch.for_context(arch.max_context)
@@ -333,6 +344,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         output_gate=family.output_gate,
         head=head,
         vision=read_vision(whole, hidden_size) if family.vision else None,
+        next_layer=layers.next_spec,
     )
 
 
@@ -369,7 +381,7 @@ def _read_quantization(
     config: ConfigFile, modelopt_path: Path, arch: ModelArch
 ) -> tuple[str | None, WeightFormat | None, list[frozenset[str]]]:
     """The KV cache that the checkpoint was calibrated for, how its weights stay quantized, and which of each layer
-    don't.
+    don't, the next one last.
     """
     sources = [(config.path, config.get("quantization_config"))]
     if modelopt_path.is_file():
@@ -380,10 +392,11 @@ def _read_quantization(
             raise CheckpointError(f"{path}: quantization_config holds {values}, but must be an object")
     kv_cache = next(filter(None, (quantization.kv_cache_dtype(values) for _, values in told)), None)
     quantized = [each for each in told if quantization.weights_are_quantized(each[1])]
+    layers = arch.layers if arch.next_layer is None else (*arch.layers, arch.next_layer)
     for each in quantized:
         if not (arch.mixture is not None and experts_are_decoded(each[1])):
-            return kv_cache, read_format(*each), read_unquantized(*each, arch.layers)
-    return kv_cache, None, [frozenset()] * arch.num_layers
+            return kv_cache, read_format(*each), read_unquantized(*each, layers)
+    return kv_cache, None, [frozenset()] * len(layers)
 
 
 def _read_dtype(*configs: ConfigFile) -> str:

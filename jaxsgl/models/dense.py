@@ -87,29 +87,20 @@ class DecoderLayer(nnx.Module):
         return self.delta_net if hasattr(self, "delta_net") else self.attention
 
 
-class Decoder(Matrices):
-    """A decoder-only language model."""
+class DecoderLayers(Matrices):
+    """Layers and the norm after the last one: a residual stream goes in, normalized hidden states come out."""
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:
-        v, d = arch.vocab_rows, arch.hidden_size
         self.arch = arch
         self.activations = activations
-        fmt = arch.weight_format if arch.weight_format is not None and arch.weight_format.vocabulary else None
-        if arch.has_embedding:
-            self.declare("embedding", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
         self.layers = nnx.List([DecoderLayer(arch, spec, dtype) for spec in arch.layers])
         self.vectors = LayerVectors(arch, dtype)
-        self.final_norm = vector((d,), (None,), norm_dtype(arch, dtype), mean=1.0) if arch.stage.is_last else None
-        if arch.head == "labels":
-            self.declare("score", (len(arch.folder_pooling.labels), d), (None, None), dtype, None, fan_in=d)
-        elif arch.head == "vocabulary" and not arch.tie_embeddings:
-            self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
-        has_tower = arch.vision is not None and arch.vision.has_tower
-        self.visual = Tower(arch.vision, dtype, activations) if arch.vision is not None and has_tower else None
+        norm_shape = (arch.hidden_size,)
+        self.final_norm = vector(norm_shape, (None,), norm_dtype(arch, dtype), mean=1.0) if arch.stage.is_last else None
 
-    def __call__(
+    def run(
         self,
-        token_ids: jax.Array,
+        x_TD: jax.Array,
         positions: jax.Array,
         attend: Attend,
         is_token: jax.Array | None = None,
@@ -120,21 +111,11 @@ class Decoder(Matrices):
         recur: Recur = no_states,
         streams: dict[int, Any] | None = None,
     ) -> jax.Array:
-        """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
+        """Final hidden states `[T, D]`, normalized, of tokens whose stream `[T, D]` before the first layer is given.
 
-        Between two pipeline stages it is the residual stream `[T, D]`: what a stage but the last one returns, and what
-        the next one takes in the place of `token_ids`.
-        `attend` or `recur` is called once per layer, in order. Ids outside the vocabulary are clipped to it.
-        `is_token [T]` is false where a bucket is padded, which costs no expert's weights; None: all are tokens.
-        `adapters` are those of the tokens; None: there are none. `images` take the places of some of the embeddings.
-        The chosen experts of each layer are appended to `experts`: `[T, k]` int32, `[T, 0]` of a layer without.
-        `kernels` says what norms, experts and products with quantized weights run on. Of `streams`, by the index of a
-        layer, each item becomes the residual stream `[T, D]` before that layer, or after the last one.
+        Arguments are those of `Decoder.__call__`.
         """
         arch, vectors = self.arch, self.vectors
-        x_TD = self._embed(token_ids) if arch.stage.is_first else token_ids
-        if images is not None:
-            x_TD = jnp.where(images.is_image[:, None], images.part(0).astype(x_TD.dtype), x_TD)
         tables = {rope: rope_tables(positions, rope, arch.rope_dim) for rope in self._ropes()}
         rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
         all_are_tokens = of_all_ranks(is_token)
@@ -177,30 +158,6 @@ class Decoder(Matrices):
         assert isinstance(read_TD, jax.Array), "heads read rows as they are"
         return read_TD
 
-    def embedded(self, token_ids: jax.Array) -> jax.Array:
-        """The rows of the embedding `[T, D]`, without the factor that some models have."""
-        return self._rows(self.matrix("embedding"), token_ids)
-
-    def _embed(self, token_ids: jax.Array) -> jax.Array:
-        """`[T, D]`; the factor is rounded to the weights' dtype, as in training."""
-        embedding = self.matrix("embedding")
-        rows_TD, dtype = self._rows(embedding, token_ids), getattr(embedding, "dtype", self.activations)
-        scale = self.arch.embedding_scale
-        return rows_TD if scale is None else rows_TD * jnp.asarray(scale, dtype).astype(self.activations)
-
-    def _rows(self, matrix: Weights, token_ids: jax.Array) -> jax.Array:
-        """The rows `[T, D]` of a matrix over the vocabulary, whichever device has them."""
-        if num_parts() > 1:
-            token_ids = jnp.clip(token_ids, 0, self.arch.vocab_size - 1)
-            token_ids, is_here = _of_this_part(token_ids, matrix.shape[0])
-        if isinstance(matrix, Matrix):
-            rows_TD = dequantized(matrix.rows(token_ids), self.activations)
-        else:
-            rows_TD = matrix.at[token_ids].get(mode="clip").astype(self.activations)
-        if num_parts() > 1:
-            rows_TD = sum_of_parts(jnp.where(is_here[:, None], rows_TD, jnp.zeros_like(rows_TD)))
-        return rows_TD
-
     def _rope_of(self, spec: LayerSpec) -> RopeParams | None:
         return None if spec.rope is None else self.arch.ropes[spec.rope]
 
@@ -233,6 +190,76 @@ class Decoder(Matrices):
         if reader is not None and rounds_rows(len(x_TD), x_TD.dtype, reader):
             return add_and_norm_in_float8(x_TD, update, *next_norm, eps, backend=kernels.add_and_norm)
         return add_and_norm(x_TD, update, *next_norm, eps, backend=kernels.add_and_norm)
+
+
+class Decoder(DecoderLayers):
+    """A decoder-only language model."""
+
+    def __init__(self, arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:
+        super().__init__(arch, dtype, activations)
+        v, d = arch.vocab_rows, arch.hidden_size
+        fmt = arch.weight_format if arch.weight_format is not None and arch.weight_format.vocabulary else None
+        if arch.has_embedding:
+            self.declare("embedding", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
+        if arch.head == "labels":
+            self.declare("score", (len(arch.folder_pooling.labels), d), (None, None), dtype, None, fan_in=d)
+        elif arch.head == "vocabulary" and not arch.tie_embeddings:
+            self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
+        has_tower = arch.vision is not None and arch.vision.has_tower
+        self.visual = Tower(arch.vision, dtype, activations) if arch.vision is not None and has_tower else None
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        is_token: jax.Array | None = None,
+        adapters: ActiveAdapters | None = None,
+        images: ImageTokens | None = None,
+        experts: list[jax.Array] | None = None,
+        kernels: KernelChoice = AUTO_CHOICE,
+        recur: Recur = no_states,
+        streams: dict[int, Any] | None = None,
+    ) -> jax.Array:
+        """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
+
+        Between two pipeline stages it is the residual stream `[T, D]`: what a stage but the last one returns, and what
+        the next one takes in the place of `token_ids`.
+        `attend` or `recur` is called once per layer, in order. Ids outside the vocabulary are clipped to it.
+        `is_token [T]` is false where a bucket is padded, which costs no expert's weights; None: all are tokens.
+        `adapters` are those of the tokens; None: there are none. `images` take the places of some of the embeddings.
+        The chosen experts of each layer are appended to `experts`: `[T, k]` int32, `[T, 0]` of a layer without.
+        `kernels` says what norms, experts and products with quantized weights run on. Of `streams`, by the index of a
+        layer, each item becomes the residual stream `[T, D]` before that layer, or after the last one.
+        """
+        x_TD = self._embed(token_ids) if self.arch.stage.is_first else token_ids
+        if images is not None:
+            x_TD = jnp.where(images.is_image[:, None], images.part(0).astype(x_TD.dtype), x_TD)
+        return self.run(x_TD, positions, attend, is_token, adapters, images, experts, kernels, recur, streams)
+
+    def embedded(self, token_ids: jax.Array) -> jax.Array:
+        """The rows of the embedding `[T, D]`, without the factor that some models have."""
+        return self._rows(self.matrix("embedding"), token_ids)
+
+    def _embed(self, token_ids: jax.Array) -> jax.Array:
+        """`[T, D]`; the factor is rounded to the weights' dtype, as in training."""
+        embedding = self.matrix("embedding")
+        rows_TD, dtype = self._rows(embedding, token_ids), getattr(embedding, "dtype", self.activations)
+        scale = self.arch.embedding_scale
+        return rows_TD if scale is None else rows_TD * jnp.asarray(scale, dtype).astype(self.activations)
+
+    def _rows(self, matrix: Weights, token_ids: jax.Array) -> jax.Array:
+        """The rows `[T, D]` of a matrix over the vocabulary, whichever device has them."""
+        if num_parts() > 1:
+            token_ids = jnp.clip(token_ids, 0, self.arch.vocab_size - 1)
+            token_ids, is_here = _of_this_part(token_ids, matrix.shape[0])
+        if isinstance(matrix, Matrix):
+            rows_TD = dequantized(matrix.rows(token_ids), self.activations)
+        else:
+            rows_TD = matrix.at[token_ids].get(mode="clip").astype(self.activations)
+        if num_parts() > 1:
+            rows_TD = sum_of_parts(jnp.where(is_here[:, None], rows_TD, jnp.zeros_like(rows_TD)))
+        return rows_TD
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens; V is this device's vocabulary.

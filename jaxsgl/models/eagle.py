@@ -22,9 +22,9 @@ from flax import nnx
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.dense import Params
+from jaxsgl.models.dense import Decoder, Params
 from jaxsgl.models.layer_spec import DenseMlp
-from jaxsgl.models.layers import MLP, last_product, qkv_heads, vector
+from jaxsgl.models.layers import MLP, Attend, last_product, qkv_heads, vector
 from jaxsgl.models.matrix import Matrices
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import rope_tables
@@ -157,17 +157,38 @@ class EagleHead(Matrices):
         if arch.has_embedding:
             self.declare("embedding", (layer.vocab_size, d), (None, None), dtype, None, fan_in=d)
 
-    def projected(self, taps: list[jax.Array]) -> jax.Array:
+    def states(self, streams: dict[int, jax.Array], hidden_TD: jax.Array) -> jax.Array:
         """`[T, D]` of the model's streams `[T, Dt]` each: what the head reads of a token."""
+        taps = [streams[layer] for layer in self.arch.taps]
         return product(jnp.concatenate(taps, axis=-1), self.matrix("fc")).astype(self.activations)
 
-    def embedded(self, token_ids: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        model: Decoder,
+        token_ids: jax.Array,
+        before_TD: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        kernels: KernelChoice,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The states `[T, D]` of tokens whose predecessors' are given, and logits `[T, Vd]` float32 of the tokens after
+        them in its own vocabulary, this device's part.
+        """
+        embedded_TD = self._embedded(token_ids) if self.arch.has_embedding else model.embedded(token_ids)
+        qkv = self._attention(embedded_TD, before_TD, positions)
+        return self._logits(self._output(before_TD, attend(0, qkv, None), kernels))
+
+    def in_model(self, token_ids: jax.Array) -> jax.Array:
+        """The model's ids of its own."""
+        return self.target_ids[...][token_ids]
+
+    def _embedded(self, token_ids: jax.Array) -> jax.Array:
         """`[T, D]`; only if `has_embedding`."""
         embedding = self.matrix("embedding")
         assert isinstance(embedding, jax.Array), "heads are not quantized"
         return embedding.at[token_ids].get(mode="clip").astype(self.activations)
 
-    def attention(self, embedded_TD: jax.Array, hidden_TD: jax.Array, positions_T: jax.Array) -> FusedQkv:
+    def _attention(self, embedded_TD: jax.Array, hidden_TD: jax.Array, positions_T: jax.Array) -> FusedQkv:
         """What the tokens at `positions_T` attend with, each with the hidden state of the token before it.
 
         The token at 0 has none: its key and value are zeros.
@@ -181,17 +202,17 @@ class EagleHead(Matrices):
         cos, sin = rope_tables(positions_T, layer.ropes[0], layer.rope_dim)
         return FusedQkv(fused, cos, sin)
 
-    def output(self, hidden_TD: jax.Array, attended_TNH: jax.Array, kernels: KernelChoice) -> jax.Array:
+    def _output(self, hidden_TD: jax.Array, attended_TNH: jax.Array, kernels: KernelChoice) -> jax.Array:
         """The residual stream `[T, D]` after the layer."""
         x_TD = self._normed(hidden_TD, self.hidden_norm) if self.arch.residual_after_norm else hidden_TD
         x_TD = x_TD + sum_parts(last_product(attended_TNH.reshape(len(x_TD), -1), self.matrix("o"), None), x_TD)
         return x_TD + sum_parts(self.mlp(self._normed(x_TD, self.mlp_norm), kernels=kernels), x_TD)
 
-    def logits(self, output_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Logits `[T, Vd]` float32 of its own vocabulary, this device's part, and the next draft's hidden states."""
+    def _logits(self, output_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What the next draft reads, and the logits."""
         normed = self._normed(output_TD, self.final_norm)
         logits = product(normed, self.matrix("lm_head"), jnp.float32)
-        return logits, normed if self.arch.feeds_normed else output_TD
+        return normed if self.arch.feeds_normed else output_TD, logits
 
     def _normed(self, x_TD: jax.Array, scale: nnx.Param[jax.Array]) -> jax.Array:
         dtype = jnp.promote_types(scale.dtype, x_TD.dtype)

@@ -88,6 +88,7 @@ class Family:
       latent: layers attend over a latent, whose sizes config.json has.
       delta_nets: layers may be gated delta-nets, as `layer_types` or `full_attention_interval` says.
       output_gate: attention's output is multiplied by a sigmoid that comes with the queries.
+      next_layers: after the last layer may be some that predict further tokens, as `num_nextn_predict_layers` says.
       vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`).
       defaults: values of keys that config.json may leave out.
       ignored: keys that the family's reference code ignores, too.
@@ -120,6 +121,7 @@ class Family:
     latent: bool = False
     delta_nets: bool = False
     output_gate: bool = False
+    next_layers: bool = False
     vision: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
@@ -179,6 +181,7 @@ _DEEPSEEK = Family(
     latent=True,
     interleaved_rope=True,
     moe=_DEEPSEEK_MOE,
+    next_layers=True,
     defaults={
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,
@@ -198,7 +201,6 @@ _DEEPSEEK = Family(
         {
             "head_dim",
             "qk_head_dim",
-            "num_nextn_predict_layers",
             "num_mtp_layers",
             "scoring_func",
             "aux_loss_alpha",
@@ -555,7 +557,8 @@ FAMILIES: dict[str, Family] = {
             "partial_rotary_factor": 0.5,
             "rms_norm_eps": 1e-5,
         },
-        ignored=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
+        next_layers=True,
+        ignored=frozenset({"num_mtp_layers"}),
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "DeepseekV2ForCausalLM": replace(

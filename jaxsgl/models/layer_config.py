@@ -5,7 +5,7 @@ Called by `arch`. Knows the keys of transformers 5 and of older folders; `famili
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxsgl.errors import CheckpointError
@@ -28,11 +28,13 @@ class Layers:
       specs: of the layers.
       ropes: those that the specs name by index.
       max_context: the most tokens of one sequence.
+      next_spec: of the layer after these that predicts one token more; None: there is none.
     """
 
     specs: tuple[LayerSpec, ...]
     ropes: tuple[RopeParams, ...]
     max_context: int
+    next_spec: LayerSpec | None
 
 
 def read_layers(config: ConfigFile, family: Family, head_dim: int, latent: Latent | None) -> Layers:
@@ -58,7 +60,15 @@ def read_layers(config: ConfigFile, family: Family, head_dim: int, latent: Laten
         )
         for mlp, each, turned in zip(mlps, types, is_turned, strict=True)
     )
-    return Layers(specs, ropes, max_context)
+    return Layers(specs, ropes, max_context, _read_next(config, family, specs))
+
+
+def _read_next(config: ConfigFile, family: Family, specs: tuple[LayerSpec, ...]) -> LayerSpec | None:
+    """The first of the layers after the last one; it mixes experts, as transformers' and SGLang's code has it."""
+    if not (family.next_layers and config.get("num_nextn_predict_layers", 0)):
+        return None
+    assert family.moe is not None, "such families mix experts"
+    return replace(specs[-1], mlp=_read_mixture(config, family.moe))
 
 
 def _read_turned(config: ConfigFile, family: Family, num_layers: int) -> list[bool]:

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, Params, abstract_model
+from jaxsgl.models.next_layer import abstract_next_layer
 from jaxsgl.weights.assembly import Assembler, Progress, Unfinished, shape_of
 from jaxsgl.weights.converted import is_converted, restore_params
 from jaxsgl.weights.gguf_folder import folder_of_gguf, gguf_of
@@ -61,9 +62,27 @@ def load_params(source: Path | Mapping[str, Any], arch: ModelArch, dtype: jnp.dt
     check_divisible(arch, mesh)
     tensors = open_tensors(source) if isinstance(source, Path) else GivenTensors(source)
     _, abstract = abstract_model(arch, dtype)
-    plan = [_find(path, param, tensors, arch) for path, param in nnx.to_flat_state(abstract)]
+    plan = _find_all(abstract, tensors, arch)
     tensors.refuse_unread(arch)
+    return _filled(plan, tensors, arch, mesh)
 
+
+def load_next_layer(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
+    """The parameters of the layer of `arch`, a `next_arch`, in `folder`; a tree like `abstract_next_layer`'s.
+
+    Its copies of the model's embedding and head are left unread. Errors as of `load_params`.
+    """
+    tensors = TensorFiles(folder)
+    _, abstract = abstract_next_layer(arch, dtype, dtype)
+    return _filled(_find_all(abstract, tensors, arch), tensors, arch, mesh)
+
+
+def _find_all(abstract: Params, tensors: TensorFiles | GivenTensors, arch: ModelArch) -> list[_Made]:
+    return [_find(path, param, tensors, arch) for path, param in nnx.to_flat_state(abstract)]
+
+
+def _filled(plan: list[_Made], tensors: TensorFiles | GivenTensors, arch: ModelArch, mesh: Mesh) -> Params:
+    """Reads what was found."""
     progress = Progress(sum(piece.numbers.nbytes for made in plan for piece in made.pieces))
     params: list[Any] = []
     in_flight: deque[tuple[_Made, Unfinished]] = deque()
@@ -132,7 +151,15 @@ def random_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh, seed: int) -> P
     generator is elementwise, so it can be sharded), unless it has more devices than kv heads: copies of these differ.
     """
     check_divisible(arch, mesh)
-    _, abstract = abstract_model(arch, dtype)
+    return _drawn(abstract_model(arch, dtype)[1], arch, mesh, seed)
+
+
+def random_next_layer(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh, seed: int) -> Params:
+    """Likewise of the layer of a `next_arch`."""
+    return _drawn(abstract_next_layer(arch, dtype, dtype)[1], arch, mesh, seed)
+
+
+def _drawn(abstract: Params, arch: ModelArch, mesh: Mesh, seed: int) -> Params:
     root = jax.random.key(seed)
     params = []
     for path, param in nnx.to_flat_state(abstract):

@@ -143,6 +143,7 @@ def sizes(arch: ModelArch) -> dict[str, int]:
         "KH": arch.stored_kv_heads * arch.head_dim,
         "QKV": (arch.num_heads + 2 * arch.stored_kv_heads) * arch.head_dim,
         "2F": 2 * arch.ffn_size,
+        "2D": 2 * arch.hidden_size,
         "E": mixture.num_experts if mixture else 0,
         "EF": mixture.ffn_size if mixture else 0,
         "2EF": 2 * mixture.ffn_size if mixture else 0,
@@ -345,6 +346,14 @@ OF_MODEL: dict[Path, Recipe] = {
     ("score",): Recipe((Source("score.weight", ("C", "D")),), _as_is),
 }
 
+# Of a `next_arch`: what is around the checkpoint's layer after the last one.
+OF_NEXT_LAYER: dict[Path, Recipe] = {
+    ("token_norm",): Recipe((Source("model.layers.{}.enorm.weight", ("D",)),), _norm),
+    ("state_norm",): Recipe((Source("model.layers.{}.hnorm.weight", ("D",)),), _norm),
+    ("joined",): Recipe((Source("model.layers.{}.eh_proj.weight", ("D", "2D")),), _as_is),
+    ("final_norm",): Recipe((Source("model.layers.{}.shared_head.norm.weight", ("D",)),), _norm),
+}
+
 # A row per layer, in one array.
 OF_ALL_LAYERS: dict[Path, Recipe] = {
     ("vectors", "attention_norm"): Recipe((Source("model.layers.{}.input_layernorm.weight", ("D",)),), _norm),
@@ -529,20 +538,22 @@ def own_name(name: str, arch: ModelArch) -> str | None:
 
 def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     """The recipe of the parameter at `path`, with the layers' indices filled in."""
-    own = OF_FAMILY.get(arch.name, {})
+    own = {**OF_FAMILY.get(arch.name, {}), **(OF_NEXT_LAYER if arch.stage.is_next else {})}
 
-    def named(sources: tuple[Source, ...], layer: Hashable = None) -> tuple[Source, ...]:
-        return tuple(Source(stored_name(source.name.format(layer), arch), source.axes) for source in sources)
+    def named(sources: tuple[Source, ...], layer: int = 0) -> tuple[Source, ...]:
+        place = arch.stage.layers_before + layer
+        return tuple(Source(stored_name(source.name.format(place), arch), source.axes) for source in sources)
 
     if path[0] == "vectors":
         recipe = own.get(path) or OF_ALL_LAYERS[path]
-        rows = [named(recipe.sources, arch.stage.layers_before + i) for i in _layers_of(str(path[1]), arch)]
+        rows = [named(recipe.sources, layer) for layer in _layers_of(str(path[1]), arch)]
         return Recipe(tuple(itertools.chain(*rows)), partial(_stack_layers, recipe.pieces, len(rows)))
     if path[0] != "layers":
         recipe = own.get(path) or OF_MODEL[path]
         return Recipe(named(recipe.sources), recipe.pieces, recipe.computed)
     recipe = own.get(path[2:]) or OF_LAYER[path[2:]]
-    return Recipe(named(recipe.sources, path_in_model(path, arch)[1]), recipe.pieces, recipe.computed)
+    assert isinstance(path[1], int)
+    return Recipe(named(recipe.sources, path[1]), recipe.pieces, recipe.computed)
 
 
 def path_in_model(path: Path, arch: ModelArch) -> Path:

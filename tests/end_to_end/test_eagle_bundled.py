@@ -20,6 +20,7 @@ from jaxsgl.testing.engine import RetractEvery
 from jaxsgl.text.tokenizer import ChatMessage
 from pallas_kernels.native import library
 from tests.end_to_end.test_speculation_bundled import SCHEMA
+from tests.engine.driving import few_sizes
 from tests.grids import NIGHTLY
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
@@ -30,16 +31,18 @@ SKILLS = ("small_talk", "knowledge", "addition", "json_record", "echo", "story",
 @pytest.fixture(scope="module", params=("float32", "bfloat16") if NIGHTLY else ("float32",))
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     """In float32, whose XLA kernels round alike for one token and several as far as answers show; by night, in both."""
-    llm = LLM(
-        dtype=request.param,
-        page_size=8,
-        max_running_requests=4,
-        decode_buckets=(4,),
-        extend_buckets=(64,),
-        chunked_prefill_size=64,
-        context_length=512,
-        speculation=SpeculationConfig("EAGLE3", NUM_DRAFTS),
-    )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        few_sizes(monkeypatch)
+        llm = LLM(
+            dtype=request.param,
+            page_size=8,
+            max_running_requests=4,
+            decode_buckets=(4,),
+            extend_buckets=(64,),
+            chunked_prefill_size=64,
+            context_length=512,
+            speculation=SpeculationConfig("EAGLE3", NUM_DRAFTS),
+        )
     speculation = llm._scheduler.state.speculation
     assert isinstance(speculation, Speculating)
     speculation._costs = StepCosts()  # any number of drafts pays, however busy the machine is
@@ -108,6 +111,19 @@ def test_the_head_guesses_more_of_unseen_chats_than_prompt_lookup(llm: LLM) -> N
     counts = [looked_up(prompt, one.token_ids) for prompt, one in zip(prompts, answers, strict=True)]
     by_lookup = 1 + sum(kept for _, kept in counts) / sum(steps for steps, _ in counts)
     assert accept_length(answers) > 3.5 > 2.5 > by_lookup
+
+
+def test_text_that_repeats_is_looked_up_and_stories_are_the_heads(llm: LLM) -> None:
+    """The head has not learned to copy: alone it keeps fewer than 0.5 drafts a step of echoes."""
+    params = jaxsgl.SamplingParams(max_tokens=60, temperature=0.0)
+    rng = Random("echoes")
+    texts = [text for text in (SINGLE_TURN["echo"][0](rng)[0] for _ in range(40)) if len(text) > 60][:4]
+    echoes = llm.chat(chats_of(texts), params, use_tqdm=False)
+    stories = llm.chat(
+        chats_of(["Tell me a story about a fox.", "Tell me a story about an owl."]), params, use_tqdm=False
+    )
+    assert accept_length(echoes) > 3
+    assert accept_length(stories) > 4
 
 
 def test_the_head_guesses_as_much_after_cached_prefixes_and_retraction(llm: LLM) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
+from jaxsgl.batch import buckets
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.inputs import StepInputs
@@ -19,6 +21,7 @@ from jaxsgl.cache.pages import PageTable
 from jaxsgl.engine.engine import Engine
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.weights import random_params
+from tests.grids import NIGHTLY
 from tests.plain_model import causal_attend, mesh_of
 
 
@@ -95,3 +98,17 @@ class Plain:
         for _ in range(num_tokens):
             ids.append(int(self.logits(ids)[-1].argmax()))
         return ids[len(prompt) :]
+
+
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines compile greedy steps alone, and of those that verify the largest, unless it is night."""
+    few_sizes(monkeypatch)
+    if not NIGHTLY:
+        monkeypatch.setattr(buckets, "VARIANTS", (buckets.GREEDY,))
+
+
+def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines compile the largest of the steps that verify alone, unless it is night."""
+    if not NIGHTLY:
+        all_sizes = buckets._verify_sizes
+        monkeypatch.setattr(buckets, "_verify_sizes", lambda *sizes: all_sizes(*sizes)[-1:])

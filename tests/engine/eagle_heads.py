@@ -93,6 +93,12 @@ class PlainHead:
         self._weights, self._embedding, self._streams = weights, embedding, streams
         self._residual_after_norm = residual_after_norm
 
+    def shifted(self) -> PlainHead:
+        """One that reads the streams of the token before the one before."""
+        head = PlainHead(self._weights, self._embedding, lambda ids: np.roll(self._streams(ids), 1, axis=0))
+        head._residual_after_norm = self._residual_after_norm
+        return head
+
     def drafts(self, ids: Sequence[int], count: int) -> list[int]:
         """The greedy chain after `ids`, of which the model has not computed the last one."""
         states = self._streams(ids[:-1]) @ self._weights["fc.weight"].T

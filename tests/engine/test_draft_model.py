@@ -17,7 +17,8 @@ from jaxsgl.config.features import HostKvConfig, SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
 from tests.engine.conftest import MODEL, ConfigMaker
-from tests.engine.driving import Driver, Plain
+from tests.engine.driving import Driver, Plain, few_programs
+from tests.grids import NIGHTLY
 
 PROMPTS = {0: list(range(3, 20)), 1: [7], 2: [9, 8, 7, 6, 5, 4, 3], 3: list(range(90, 70, -1))}
 NUM_DRAFTS = 6  # more than a page has tokens
@@ -31,7 +32,9 @@ def drafting(folder: Path | str) -> SpeculationConfig:
 def driver(tiny_config: ConfigMaker) -> Iterator[Driver]:
     """Random weights of the same seed on both sides."""
     flags = drafting(tiny_config().model)
-    engine = Engine(tiny_config(speculation=flags, grammar_backend="none"), progress=False)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        few_programs(monkeypatch)
+        engine = Engine(tiny_config(speculation=flags, grammar_backend="none"), progress=False)
     yield Driver(engine)
     engine.close()
 
@@ -66,6 +69,19 @@ def test_it_drafts_what_the_model_says_after_decode_and_verify_steps(
     assert drafts == [answer[kept : kept + NUM_DRAFTS] for answer in answers.values()]
     drafts = drafted(driver, driver.decode({row: len(prompt) + kept - 1 for row, prompt in PROMPTS.items()}))
     assert drafts == [answer[kept + 1 : kept + 1 + NUM_DRAFTS] for answer in answers.values()]
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="by night: another engine")
+def test_in_a_cache_in_float8_it_drafts_what_the_model_says_there(tiny_config: ConfigMaker) -> None:
+    flags = drafting(tiny_config().model)
+    engine = Engine(tiny_config(speculation=flags, grammar_backend="none", kv_cache_dtype="fp8_e4m3"), progress=False)
+    own = Driver(engine)
+    answers = own.generate(PROMPTS, 12)
+    own.generate(PROMPTS, 1)
+    for place in range(3):
+        drafts = drafted(own, own.decode({row: len(prompt) + place for row, prompt in PROMPTS.items()}))
+        assert drafts == [answer[2 + place : 2 + place + NUM_DRAFTS] for answer in answers.values()]
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.speculation.drafter import DeviceDrafts, Drafter, DrafterOf
+from jaxsgl.scheduler.speculation.drafter import NO_DEVICE_DRAFTS, DeviceDrafts, Drafter, DrafterOf
 from jaxsgl.testing.engine import NUM_DRAFTS, likely_next
 
 Truth: TypeAlias = Callable[[Request], list[int]]
@@ -75,6 +75,28 @@ class FromFake(Knowing):
         drafts = self.drafts.tokens(most)
         assert list(drafts) == likely_next(self.known, NUM_DRAFTS, self._vocab_size)[:most], "drafts of other tokens"
         return drafts
+
+
+class Asking(Drafter):
+    """Proposes what the device drafts, however seldom that is right."""
+
+    def __init__(self) -> None:
+        self.known: list[int] = []
+        self.drafts = NO_DEVICE_DRAFTS
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.known += tokens
+        self.drafts = NO_DEVICE_DRAFTS
+
+    @property
+    def asks(self) -> bool:
+        return True
+
+    def take(self, drafts: DeviceDrafts) -> None:
+        self.drafts = drafts
+
+    def propose(self, most: int) -> tuple[int, ...]:
+        return self.drafts.tokens(most)
 
 
 def knowing(truth: Truth, kind: str, vocab_size: int) -> DrafterOf:

@@ -1,5 +1,9 @@
 """`Proposing`: the `Drafter` of one request, which asks its sources in turn, each at its pace.
 
+The source whose drafts were kept most often is asked first. So where weights draft and the text repeats, long matches
+of prompt lookup come before what the weights say, and nothing is drafted on the device while these are all kept; text
+that doesn't repeat is left to the weights.
+
 `Drafters` makes them, as flags and the request say. A request that refuses speculation, or can't have it, has
 `NO_DRAFTS`. wiring.py hands `Drafters` to the scheduler.
 """
@@ -17,12 +21,14 @@ from jaxsgl.scheduler.speculation.pace import Pace
 from jaxsgl.scheduler.speculation.sources import FromDevice, Prediction, PromptLookup, Source
 from jaxsgl.scheduler.speculation.suffix import PastAnswers, SuffixLookup
 
+LONG_MATCH = (3, 8)  # tokens of a match, at least and at most, that may be right where the drafts of weights aren't
+
 
 class Proposing(Drafter):
-    """Proposes what the first of its sources knows that knows anything; each has a pace of its own.
+    """Proposes what the likeliest of its sources knows that knows anything; each has a pace of its own.
 
     Args:
-      sources: the most reliable one first.
+      sources: of those that were right equally often, the first goes first.
       most: drafts of a step.
       prediction: which of `sources` is what the client expects; None: it expects nothing.
       never: tokens that stand for images, and that no step may embed as drafts.
@@ -41,7 +47,8 @@ class Proposing(Drafter):
         self._most = most
         self._prediction = prediction
         self._never = never
-        self._device = device
+        self._device = device or FromDevice()
+        self._copies = False  # the last drafts were not the device's, and all were kept
         self._asked = 0  # which source the last proposal was of: a proposal is judged before there is another one
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -52,7 +59,8 @@ class Proposing(Drafter):
 
     def propose(self, most: int) -> tuple[int, ...]:
         """See `Drafter`."""
-        for number, (source, pace) in enumerate(self._sources):
+        for number in sorted(range(len(self._sources)), key=lambda number: -self._sources[number][1].probability):
+            source, pace = self._sources[number]
             length = min(most, self._most, pace.length)
             drafts = source.propose(length) if length > 0 else ()
             if self._never:
@@ -64,17 +72,18 @@ class Proposing(Drafter):
 
     def judge(self, drafted: int, kept: int) -> None:
         """See `Drafter`."""
-        self._sources[self._asked][1].judge(drafted, kept)
+        source, pace = self._sources[self._asked]
+        pace.judge(drafted, kept)
+        self._copies = kept == drafted and source is not self._device
 
     @property
     def asks(self) -> bool:
-        """See `Drafter`: while the pace of what the device drafts isn't to pause."""
-        return any(source is self._device and pace.length > 0 for source, pace in self._sources)
+        """See `Drafter`: while the pace of what the device drafts isn't to pause, and no other source does well."""
+        return not self._copies and any(source is self._device and pace.length > 0 for source, pace in self._sources)
 
     def take(self, drafts: DeviceDrafts) -> None:
         """See `Drafter`."""
-        if self._device is not None:
-            self._device.take(drafts)
+        self._device.take(drafts)
 
     def end(self) -> None:
         """See `Drafter`."""
@@ -121,7 +130,7 @@ class Drafters:
             prediction = Prediction(request.prediction_ids, len(request.prompt_ids))
             sources.append(prediction)
         device = FromDevice() if config.is_from_weights else None
-        sources.append(self._lookup(request) if device is None else device)
+        sources += [self._lookup(request)] if device is None else [PromptLookup(*LONG_MATCH), device]
         return Proposing(sources, config.num_draft_tokens, prediction, self._placeholders, device)
 
     def _lookup(self, request: Request) -> Source:

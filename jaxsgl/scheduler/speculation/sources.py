@@ -1,5 +1,5 @@
 """Where drafts come from: `PromptLookup` (NGRAM), `Prediction` of what a client expects (OpenAI's `prediction`), and
-`FromDevice`, what a model drafts (EAGLE3).
+`FromDevice`, what weights draft (EAGLE3, NEXTN, STANDALONE).
 
 A source follows one request's tokens and proposes what may come next; how often it was right, and so how much it may
 propose, is pace.py's. suffix.py has one more.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from jaxsgl.scheduler.speculation.drafter import DeviceDrafts
+from jaxsgl.scheduler.speculation.drafter import NO_DEVICE_DRAFTS, DeviceDrafts
 from jaxsgl.scheduler.speculation.occurrences import Occurrences
 
 PREDICTION_CONTEXT = (2, 8)  # tokens that must agree for an answer to be found again in its prediction, and that count
@@ -68,11 +68,11 @@ class FromDevice:
     """Proposes what a step has drafted on the device after the newest token. Any token after it makes that void."""
 
     def __init__(self) -> None:
-        self._drafts: DeviceDrafts | None = None
+        self._drafts = NO_DEVICE_DRAFTS
 
     def extend(self, tokens: Sequence[int]) -> None:
         """See `Source`."""
-        self._drafts = None
+        self._drafts = NO_DEVICE_DRAFTS
 
     def take(self, drafts: DeviceDrafts) -> None:
         """See `Drafter`."""
@@ -80,7 +80,7 @@ class FromDevice:
 
     def propose(self, most: int) -> tuple[int, ...]:
         """See `Source`. Waits for the device the first time."""
-        return () if self._drafts is None else self._drafts.tokens(most)
+        return self._drafts.tokens(most)
 
     def end(self) -> None:
         """See `Source`."""

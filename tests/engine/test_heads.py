@@ -1,4 +1,6 @@
-"""What an EAGLE-3 head drafts through steps, pages and batches is what it drafts after the whole text at once."""
+"""What a head drafts through steps, pages and batches is what it drafts after the whole text at once: EAGLE-3's, and a
+checkpoint's own layer after the last one.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,31 @@ from flax import nnx
 
 from jaxsgl.batch.build import Work
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.config.features import SpeculationConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.features import HostKvConfig, SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError, StartupError
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.eagle import EagleArch
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.speculation.pace import StepCosts
+from jaxsgl.scheduler.speculation.speculation import Speculating
+from jaxsgl.testing.engine import ScriptedMailbox
+from jaxsgl.wiring import build_scheduler
+from tests.end_to_end.offline import outputs, serve
 from tests.engine.conftest import ConfigMaker
-from tests.engine.driving import Driver
+from tests.engine.driving import Driver, few_programs
 from tests.engine.eagle_heads import PlainHead, random_head, write_specforge, write_speculators
+from tests.engine.next_layers import PlainNextLayer, write_next_layer
 from tests.grids import NIGHTLY
 from tests.plain_model import causal_attend
+from tests.scheduler.drafters import Asking
 
 PROMPTS = {0: list(range(3, 20)), 1: [7, 8], 2: [9, 8, 7, 6, 5, 4, 3, 30], 3: list(range(90, 70, -1))}
 NUM_DRAFTS = 3
-FORMATS = ("specforge", "speculators")
+HEADS = ("specforge", "glm4_moe", "speculators", "deepseek_v3")
 TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 IS_SHARED = TWO_DEVICES in os.environ.get("XLA_FLAGS", "")
 
@@ -39,9 +52,9 @@ IS_SHARED = TWO_DEVICES in os.environ.get("XLA_FLAGS", "")
 class HeadDriver(Driver):
     """Drives an engine with a random head, and knows what that drafts."""
 
-    def __init__(self, engine: Engine, head: PlainHead) -> None:
+    def __init__(self, config: EngineConfig, head: PlainHead | PlainNextLayer, engine: Engine) -> None:
         super().__init__(engine)
-        self.head = head
+        self.config, self.head = config, head
 
     def expected(self, ids: Sequence[int]) -> list[int]:
         return self.head.drafts(ids, NUM_DRAFTS)
@@ -70,26 +83,39 @@ def streams_of(engine: Engine, taps: Sequence[int]) -> Any:
     return of_text
 
 
-@pytest.fixture(scope="module", params=FORMATS if NIGHTLY and not IS_SHARED else FORMATS[:1])
+@pytest.fixture(scope="module", params=HEADS if NIGHTLY and not IS_SHARED else HEADS[:2])
 def driver(
     request: pytest.FixtureRequest, tiny_config: ConfigMaker, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HeadDriver]:
     folder = tmp_path_factory.mktemp("head")
-    if request.param == "specforge":
+    host = HostKvConfig(host_kv_gib=0.001, host_kv_write_policy="write_through")
+    flags: dict[str, Any] = {"grammar_backend": "none", "tp": 2 if IS_SHARED else 1, "host_kv": host}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        few_programs(monkeypatch)
+        make = with_eagle if request.param.startswith("spec") else with_next_layer
+        driver = make(request.param, folder, lambda **changes: tiny_config(**flags, **changes))
+    yield driver
+    driver.engine.close()
+
+
+def with_eagle(kind: str, folder: Path, config_of: ConfigMaker) -> HeadDriver:
+    if kind == "specforge":
         weights, taps = random_head(1, 40), (1, 2, 0)
         write_specforge(folder, weights, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, -1]})
     else:
         weights, taps = random_head(2, 101), (0, 2, 1)
         write_speculators(folder, weights, taps, norm_before_residual=True)
-    flags = SpeculationConfig("EAGLE3", NUM_DRAFTS, speculative_draft_model_path=str(folder))
-    engine = Engine(
-        tiny_config(speculation=flags, grammar_backend="none", tp=2 if IS_SHARED else 1),
-        progress=False,
-    )
+    config = config_of(speculation=SpeculationConfig("EAGLE3", NUM_DRAFTS, speculative_draft_model_path=str(folder)))
+    engine = Engine(config, progress=False, moves_pages=True)
     embedding = np.asarray(jax.tree.leaves(engine.weight_store.params["embedding"])[0])
-    after_norm = request.param == "speculators"
-    yield HeadDriver(engine, PlainHead(weights, embedding, streams_of(engine, taps), after_norm))
-    engine.close()
+    return HeadDriver(config, PlainHead(weights, embedding, streams_of(engine, taps), kind == "speculators"), engine)
+
+
+def with_next_layer(kind: str, folder: Path, config_of: ConfigMaker) -> HeadDriver:
+    head = write_next_layer(kind, folder)
+    flags = SpeculationConfig("NEXTN", NUM_DRAFTS)
+    config = config_of(speculation=flags, model=str(head.folder), load_format="auto", context_length=64)
+    return HeadDriver(config, head, Engine(config, progress=False, moves_pages=True))
 
 
 @pytest.mark.parametrize("chunk", [16, 7, 4])
@@ -134,14 +160,63 @@ def test_drafts_follow_what_a_verify_step_keeps(driver: HeadDriver, num_right: i
     assert drafts == [driver.expected([*ids, token]) for ids, token in zip(texts.values(), tokens, strict=True)]
 
 
-def test_a_head_of_another_stream_drafts_otherwise(driver: HeadDriver) -> None:
-    """A test of these tests: an oracle that reads its streams one layer off doesn't agree."""
+def test_a_head_that_reads_a_token_too_early_drafts_otherwise(driver: HeadDriver) -> None:
+    """A test of these tests: an oracle whose states are one token off doesn't agree."""
     prompt = PROMPTS[0]
     tokens, drafts = driver.drafted(driver.extend((0, prompt[:16], 0)))
-    right = driver.head
-    off_by_one = PlainHead(right._weights, right._embedding, lambda ids: np.roll(right._streams(ids), 1, axis=0))
     ids = [*prompt[:16], *tokens]
-    assert drafts == [driver.expected(ids)] != [off_by_one.drafts(ids, NUM_DRAFTS)]
+    assert drafts == [driver.expected(ids)] != [driver.head.shifted().drafts(ids, NUM_DRAFTS)]
+
+
+class Judge(Asking):
+    """Checks that what the device drafts is what the head drafts after its request's whole text at once."""
+
+    def __init__(self, driver: HeadDriver) -> None:
+        super().__init__()
+        self.driver, self.judged = driver, 0
+
+    def propose(self, most: int) -> tuple[int, ...]:
+        drafts = super().propose(most)
+        if drafts:
+            self.judged += 1
+            assert list(drafts) == self.driver.expected(self.known)[:most]
+        return drafts
+
+
+@pytest.mark.parametrize("retract_every", [None, 4])
+def test_drafts_are_those_of_the_text_after_cached_prefixes_and_retraction(
+    driver: HeadDriver, retract_every: int | None
+) -> None:
+    """And answers are those without."""
+    prompts = [PROMPTS[3], [*PROMPTS[3][:13], 40, 41], [*PROMPTS[3], 50], PROMPTS[2]]
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    asked = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    judges = [Judge(driver) for _ in asked]
+    script: list[list[Request]] = [asked[:1], *[[]] * 15, asked[1:]]
+    found = serve(
+        driver.engine, script, retract_every=retract_every, drafter_of=lambda asked: judges[int(asked.request_id)]
+    )
+    assert outputs(found, asked) == outputs(serve(driver.engine, [asked]), asked)
+    assert sum(reply.cached_tokens for reply in found.replies) >= 8
+    assert min(judge.judged for judge in judges) > 3
+
+
+def test_drafts_are_those_of_the_text_after_a_load_from_host_memory(driver: HeadDriver) -> None:
+    engine, scheduler = driver.engine, build_scheduler(driver.config, driver.engine)
+    judges: dict[str, Judge] = {}
+    speculation = scheduler.state.speculation
+    assert isinstance(speculation, Speculating)
+    speculation._drafter_of = lambda request: judges.setdefault(request.request_id, Judge(driver))
+    speculation._costs = StepCosts()  # any number of drafts pays, however busy the machine is
+    chats = [[3 + (7 * i + 11 * n) % 90 for i in range(37)] for n in range(8)]  # more than the pool holds
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for turn in range(2):
+        for i, chat in enumerate(chats):
+            mailbox = ScriptedMailbox([[Request(f"{turn} {i}", chat.copy(), params)]])
+            run_loop(scheduler, engine, mailbox, True, pages=engine)
+            chat += [*mailbox.output_ids(f"{turn} {i}"), 5, 6]
+    assert scheduler.load(0).host.loaded_tokens > 80
+    assert len(judges) == 16 and min(judge.judged for judge in judges.values()) > 0
 
 
 @pytest.mark.skipif(not NIGHTLY or IS_SHARED, reason="by night; the tests above in a process with two devices")
