@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
@@ -74,6 +75,19 @@ def test_masks_are_made_while_steps_before_are_unread() -> None:
     for each in requests:
         assert outcome(mailbox, each.request_id) == constrained(each)
     assert max(unread) == 3
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_stages_are_never_idle_while_there_is_work_for_them(num_stages: int) -> None:
+    """A decode step takes a stage's time; chunks follow each other; an unloaded prompt takes all stages' time once."""
+    _, decoding = serve_staged(capacity(rows=8), [[request(f"r{i}", [i], 20) for i in range(8)]], num_stages)
+    gaps = np.diff(decoding.ends_s)
+    assert set(gaps[num_stages:].tolist()) == {1.0}, "after the prompts, which leave the stages empty"
+    sizes = capacity(max_extend_tokens=8)
+    _, chunks = serve_staged(sizes, [[request("a", range(64), 1)]], num_stages)
+    assert chunks.ends_s[-1] == 8 + num_stages - 1
+    _, alone = serve_staged(sizes, [[request("a", range(8), 1)]], num_stages)
+    assert alone.ends_s == [num_stages]
 
 
 @pytest.mark.parametrize(("num_stages", "depth"), STAGES)
