@@ -9,7 +9,7 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.messages.orders import Abort, ToEngine
+from jaxsgl.messages.orders import Abort, Answer, ContinueGeneration, FlushCache, PauseGeneration, PauseMode, ToEngine
 from jaxsgl.scheduler.grammars.constraint import Words
 from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
@@ -75,6 +75,18 @@ def test_masks_are_made_while_steps_before_are_unread() -> None:
     for each in requests:
         assert outcome(mailbox, each.request_id) == constrained(each)
     assert max(unread) == 3
+
+
+@pytest.mark.parametrize("turns", range(4, 12, 3))
+def test_a_pause_is_complete_and_pages_are_given_back_once_all_stages_are_empty(turns: int) -> None:
+    prompts = {f"r{i}": list(range(i, i + 5)) for i in range(8)}
+    pause: list[ToEngine] = [PauseGeneration(1, PauseMode.RETRACT), FlushCache(2)]
+    script: list[list[ToEngine]] = [[request(name, prompt, 20) for name, prompt in prompts.items()]]
+    script += [*([[]] * turns), pause, *([[]] * 9), [ContinueGeneration(3)]]
+    mailbox, _ = serve_staged(capacity(rows=8), script, 4)
+    assert mailbox.other_news == [Answer(1, True), Answer(2, True), Answer(3, True)]
+    for name, prompt in prompts.items():
+        assert mailbox.output_ids(name) == expected(prompt, 20)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
