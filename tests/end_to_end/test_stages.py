@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from tests.end_to_end.test_tensor_parallel import tokens_served
 from tests.grids import NIGHTLY
 
 ROOT = Path(__file__).parents[2]
@@ -65,3 +66,11 @@ def check_equal(found: dict[str, Any], alone: dict[str, Any], flags: dict[str, A
             continue
         assert answer["token_ids"] == expected["token_ids"], (name, flags)
         np.testing.assert_allclose(answer["scores"], expected["scores"], rtol=0, atol=2e-4)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="two servers; by night")
+def test_a_server_with_stages_gives_the_tokens_of_one_device(tmp_path: Path) -> None:
+    """With overlap, mixed steps and chunks, several requests at once."""
+    folder = make_checkpoint("qwen3", tmp_path / "model", **KINDS["qwen3"])
+    alone = tokens_served(folder, tmp_path / "one", [])
+    assert tokens_served(folder, tmp_path / "stages", ["--pp-size", "2", "--tp", "2"]) == alone
