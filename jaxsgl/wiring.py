@@ -103,6 +103,13 @@ class ServedStages(StepsOnly):
 AnyEngine: TypeAlias = Engine | ServedStages
 
 
+def whole(engine: AnyEngine) -> Engine:
+    """`engine` for what needs all layers in one place. Raises `ConfigError` if it has stages."""
+    if not isinstance(engine, Engine):
+        raise ConfigError("this does not work with pipeline stages (--pp-size): leave them out")
+    return engine
+
+
 def build_engine(config: EngineConfig, hosts: Hosts = Alone()) -> AnyEngine:
     """Loads the model and compiles every bucket. Raises `StartupError`, on all `hosts` if weights differ."""
     if config.has_stages:
@@ -174,7 +181,7 @@ def serving_of(config: EngineConfig, engine: AnyEngine, scheduler: AnyScheduler)
     flags = config.disaggregation
     if not flags.is_on:
         return scheduler
-    assert isinstance(engine, Engine), "pipeline stages and --disaggregation-mode were refused"
+    engine = whole(engine)
     (scheduler,) = scheduler.ranks  # flags refuse more
     from jaxsgl.scheduler.disagg.decode_side import DecodeSide  # other servers know nothing of it
     from jaxsgl.scheduler.disagg.prefill_side import PrefillSide
@@ -288,7 +295,7 @@ def _host_tier(config: EngineConfig, engine: AnyEngine) -> tuple[HostTier | None
     host = config.host_kv
     if not host.is_on:
         return None, None
-    assert isinstance(engine, Engine), "pipeline stages and a host tier were refused"
+    engine = whole(engine)
     layout = engine.page_layout
     arena = allocate_arena(layout.shape(1), layout.host_dtype, host, engine.capacity.num_pages, free_host_bytes())
     logger.info(

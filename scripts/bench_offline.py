@@ -33,7 +33,7 @@ from jaxsgl.config.flags import add_flags, flag, from_flags
 from jaxsgl.engine.memory import start_jax
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.requests.request import check_request
-from jaxsgl.wiring import build, build_scheduler
+from jaxsgl.wiring import build, build_scheduler, whole
 from pallas_kernels.target import target_device
 
 WARM_UP = (8, Lengths(8, 8), Lengths(8, 8))
@@ -102,7 +102,7 @@ def run(config: OfflineConfig, folder: Path) -> dict[str, Any]:
     recording, replies = record_run(scheduler, engine, requests, depth, config.profile)
     engine.close()
     roofline = best(before, ceilings(device.platform))
-    done = figures(recording, ModelWork.of(engine), roofline, requests, replies, config.at_running)
+    done = figures(recording, ModelWork.of(whole(engine)), roofline, requests, replies, config.at_running)
     wanted, got = sum(request.sampling.max_tokens or 0 for request in requests), done["requests"]["output_tokens"]
     if got != wanted:
         raise JaxsglError(f"{got} tokens came, but {wanted} were asked for: no figure of this run means anything")

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
-from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.weight_store import Tree
 from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.messages.orders import (
@@ -40,7 +39,7 @@ from jaxsgl.text.prompts import encode_prediction, with_bad_word_ids
 from jaxsgl.text.sample import Piece, join
 from jaxsgl.text.speculated import Speculated
 from jaxsgl.text.tokenizer import ChatMessage
-from jaxsgl.wiring import keep_prefixes
+from jaxsgl.wiring import keep_prefixes, whole
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -179,9 +178,7 @@ class LLM(PoolingLLM):
         Don't donate these arrays to a jitted function, nor delete them: the model is served from them. Raises
         `ConfigError` with pipeline stages, which have a tree each.
         """
-        if not isinstance(self.engine, Engine):
-            raise ConfigError("pipeline stages (pp_size) have no tree of all parameters: leave it out")
-        return self.engine.weight_store.params
+        return whole(self.engine).weight_store.params
 
     @property
     def weight_version(self) -> str:

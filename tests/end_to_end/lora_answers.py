@@ -16,6 +16,7 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.features import LoraConfig
 from jaxsgl.offline.llm import LLM
 from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.wiring import whole
 from tests.end_to_end.mesh_answers import COLLECTIVE, FLAGS
 
 SCORED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0)
@@ -48,7 +49,7 @@ def answers(folder: str, adapters: dict[str, str], prompts: list[list[int]], fla
         use_tqdm=False,
     )
     sums: dict[bool, list[int]] = {False: [], True: []}
-    for key, done in llm.engine.compiled.compilations.items():
+    for key, done in whole(llm.engine).compiled.compilations.items():
         if isinstance(key.shape, Bucket):
             found = COLLECTIVE.findall(done.compiled.as_text() or "")
             sums[key.shape.adapter_columns > 0].append(found.count("all-reduce"))

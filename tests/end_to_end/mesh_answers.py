@@ -20,6 +20,7 @@ from jaxsgl.offline.llm import LLM, Completion
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.speculation.pace import StepCosts
 from jaxsgl.scheduler.speculation.speculation import Speculating
+from jaxsgl.wiring import whole
 from tests.scheduler.drafters import knowing
 
 NUM_DEVICES = 8
@@ -86,7 +87,7 @@ def answers(
             key.kind + (f" {key.shape.kind}" if isinstance(key.shape, Bucket) else ""): Counter(
                 COLLECTIVE.findall(done.compiled.as_text() or "")
             )
-            for key, done in llm.engine.compiled.compilations.items()
+            for key, done in whole(llm.engine).compiled.compilations.items()
         },
     }
     if masked and not in_ranks:

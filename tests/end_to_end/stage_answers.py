@@ -74,7 +74,9 @@ def script() -> list[list[ToEngine]]:
     turns: list[list[ToEngine]] = [[*first, *aborted()]]
     for i, left in enumerate(aborted()):
         turns += [[]] * (2 + i) + [[Abort(left.request_id)]]
-    return [*turns, *([request] for request in later)]
+    for request in later:
+        turns.append([request])
+    return turns
 
 
 def answers(folder: str, flags: dict[str, Any], retract_every: int | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import jaxsgl
 from jaxsgl.config.engine import BUNDLED_MODEL
 from jaxsgl.offline.llm import LLM
+from jaxsgl.wiring import whole
 from tests import numpy_sampling
 from tests.end_to_end.precision import EXACT, NARROW
 from tests.end_to_end.texts import filler
@@ -130,5 +131,5 @@ def test_scores_are_as_near_to_those_of_transformers_as_the_precision_allows(llm
     least, most = SCORE_ERRORS[llm.config.dtype]
     assert least <= max(errors) < most
     assert np.mean(errors) < most / 10
-    kv_bytes = {leaf.dtype.itemsize for leaf in jax.tree.leaves(llm.engine._runner.state.kv)}
+    kv_bytes = {leaf.dtype.itemsize for leaf in jax.tree.leaves(whole(llm.engine)._runner.state.kv)}
     assert kv_bytes == ({4} if llm.config.dtype == EXACT else {2})

@@ -24,6 +24,7 @@ from jaxsgl.errors import CheckpointError, InvalidRequest
 from jaxsgl.models import ModelArch
 from jaxsgl.offline.llm import LLM
 from jaxsgl.text.ranking import INSTRUCTION, ranking_of
+from jaxsgl.wiring import whole
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.grids import NIGHTLY
 from tests.text.small_tokenizers import byte_level, save
@@ -175,7 +176,7 @@ def test_texts_end_with_what_the_tokenizer_appends_once_and_ids_stay_as_they_are
 
 
 def test_an_embedding_model_neither_generates_nor_scores_tokens(embedder: LLM) -> None:
-    kinds = sorted(key.kind for key in embedder.engine.compiled.compilations)
+    kinds = sorted(key.kind for key in whole(embedder.engine).compiled.compilations)
     assert kinds == ["forward", "forward", "place_adapter", "set_pages", "set_row"], "without and with adapters"
     with pytest.raises(InvalidRequest, match="generates no tokens"):
         embedder.generate("hello")

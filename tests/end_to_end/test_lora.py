@@ -20,6 +20,7 @@ from jaxsgl.errors import CheckpointError, ConfigError, InvalidRequest
 from jaxsgl.models import ModelArch
 from jaxsgl.offline.llm import LLM
 from jaxsgl.weights.adapters import AdapterFolder
+from jaxsgl.wiring import whole
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.weights.peft_adapters import ATTENTION, MLP, adapted_logits, make_adapter
 
@@ -115,7 +116,7 @@ def test_loading_and_unloading_finds_no_old_kv_compiles_nothing_and_keeps_no_mem
 
 
 def test_programs_of_batches_without_adapters_are_those_of_an_engine_that_has_none(llm: LLM) -> None:
-    spec, buckets = llm.engine.programs.spec, llm.engine.buckets.all()
+    spec, buckets = whole(llm.engine).programs.spec, llm.engine.buckets.all()
     without = replace(spec, adapters=None)
     base = [bucket for bucket in buckets if not bucket.adapter_columns]
     assert {replace(bucket, adapter_columns=0) for bucket in buckets} == set(base)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from tests.end_to_end.test_tensor_parallel import tokens_served
 from tests.grids import NIGHTLY
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt_oss": {},
     "qwen3_moe": {"num_experts": 16, "num_hidden_layers": 4},
 }
-DAILY = {"llama_untied_llama3_rope": [{"pp_size": 2}], "qwen3": [{"pp_size": 4, "tp": 2, "pp_async_batch_depth": 1}]}
+DAILY = {"qwen3": [{"pp_size": 2, "tp": 2, "pp_async_batch_depth": 1}]}
 STAGES = [{"pp_size": stages, "tp": tp} for stages in (2, 4) for tp in (1, 2)]
 DEEPER = [{"pp_size": 2, "pp_async_batch_depth": 2}, {"pp_size": 2, "disable_overlap_schedule": True}]
 
@@ -45,7 +46,8 @@ def answers_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", KINDS if NIGHTLY else DAILY)
 def test_stages_give_the_answers_of_one_device(kind: str, tmp_path: Path) -> None:
     """With chunks, prefixes, retraction, aborts, mixed steps, edits, scores and masks; greedy and seeded."""
-    folder = str(make_checkpoint(kind, tmp_path / kind, **KINDS[kind]))
+    sizes = KINDS[kind] if NIGHTLY else {**KINDS[kind], "num_hidden_layers": 2}
+    folder = str(make_checkpoint(kind, tmp_path / kind, **sizes))
     cases: list[dict[str, Any]] = [*STAGES, *DEEPER] if NIGHTLY else DAILY[kind]
     alone, *staged = answers_of([{"folder": folder, "flags": flags, "retract_every": 7} for flags in ({}, *cases)])
     for flags, found in zip(cases, staged, strict=True):
@@ -64,3 +66,11 @@ def check_equal(found: dict[str, Any], alone: dict[str, Any], flags: dict[str, A
             continue
         assert answer["token_ids"] == expected["token_ids"], (name, flags)
         np.testing.assert_allclose(answer["scores"], expected["scores"], rtol=0, atol=2e-4)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="two servers; by night")
+def test_a_server_with_stages_gives_the_tokens_of_one_device(tmp_path: Path) -> None:
+    """With overlap, mixed steps and chunks, several requests at once."""
+    folder = make_checkpoint("qwen3", tmp_path / "model", **KINDS["qwen3"])
+    alone = tokens_served(folder, tmp_path / "one", [])
+    assert tokens_served(folder, tmp_path / "stages", ["--pp-size", "2", "--tp", "2"]) == alone

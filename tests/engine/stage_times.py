@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine import stage_programs, step_programs
+from jaxsgl.engine import stage_programs, step, step_programs
 from jaxsgl.messages.orders import News, ToEngine
 from jaxsgl.messages.replies import Replies
 from jaxsgl.requests.request import Request
@@ -72,8 +72,8 @@ def sleeping(make: Callable[..., Any], field: str) -> Callable[..., Any]:
 def main() -> None:
     folder, num_stages = sys.argv[1], int(sys.argv[2])
     jax.config.update("jax_num_cpu_devices", num_stages)
-    stage_programs.make_passing = sleeping(stage_programs.make_passing, "stream")
-    step_programs.make_forward = sleeping(step_programs.make_forward, "logits")
+    stage_programs.make_passing = sleeping(step.make_passing, "stream")  # type: ignore[attr-defined]
+    step_programs.make_forward = sleeping(step.make_forward, "logits")  # type: ignore[attr-defined]
     config = EngineConfig(
         model=folder,
         load_format="dummy",

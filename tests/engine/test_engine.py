@@ -149,15 +149,15 @@ def test_several_steps_in_one_program_yield_the_tokens_of_single_steps(engine: E
 def test_steps_in_which_a_sequence_takes_no_part_leave_its_pages_and_its_last_token_alone(four_steps: Engine) -> None:
     driver = Driver(four_steps)
     driver.generate({0: [5, 6, 7], 1: [8, 9]}, 2)
-    before = jax.tree.map(np.asarray, four_steps._state.kv)
+    before = jax.tree.map(np.asarray, four_steps._runner.state.kv)
     tokens = four_steps.submit(driver.decode({0: 4, 1: 3}, [1, 4])).tokens()
-    after = jax.tree.map(np.asarray, four_steps._state.kv)
+    after = jax.tree.map(np.asarray, four_steps._runner.state.kv)
     own_page = 1 + four_steps.capacity.max_pages_per_seq
     for pages_before, pages_after in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         changed = np.flatnonzero((pages_before != pages_after).any(axis=(1, 2, 3)))
         assert set(changed.tolist()) <= {0, 2, own_page, own_page + 1}
         assert (pages_before != pages_after)[2].any(axis=(0, 2)).tolist() == [True, False, False, False]
-    assert np.asarray(four_steps._state.last_tokens)[:2].tolist() == [tokens[0, 0], tokens[3, 1]]
+    assert np.asarray(four_steps._runner.state.last_tokens)[:2].tolist() == [tokens[0, 0], tokens[3, 1]]
 
 
 def test_nothing_compiles_after_warm_up(engine: Engine) -> None:

@@ -17,7 +17,7 @@ from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import ScriptedMailbox
-from jaxsgl.wiring import build, build_scheduler
+from jaxsgl.wiring import build, build_scheduler, whole
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Plain
 
@@ -34,7 +34,7 @@ def flags(tiny_config: ConfigMaker) -> EngineConfig:
 @pytest.fixture(scope="module")
 def built(flags: EngineConfig) -> Iterator[tuple[Engine, Scheduler]]:
     engine, scheduler = build(flags)
-    yield engine, scheduler
+    yield whole(engine), scheduler
     engine.close()
 
 

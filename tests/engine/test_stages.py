@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.stages import check_stages, cut_layers
+from jaxsgl.engine.stages import Stage, check_stages, cut_layers
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.requests.outputs import LAST_TOKEN
@@ -90,3 +92,36 @@ def test_models_that_stages_can_not_serve_are_refused_with_the_way_out(tmp_path:
         check_stages(EngineConfig(pp_size=4), arch)
     with pytest.raises(ConfigError, match="embeddings and scores for now: leave --pp-size out"):
         check_stages(EngineConfig(pp_size=2), replace(arch, pooling=LAST_TOKEN))
+
+
+class Runner:
+    """A stage's runner that notes its steps, and fails at one of them."""
+
+    def __init__(self, name: str, log: list[str], fails_at: int = -1) -> None:
+        self.name, self.log, self.fails_at, self.count = name, log, fails_at, 0
+
+    def launch(self, inputs: Any, stream: tuple[jax.Array, ...] = ()) -> jax.Array:
+        self.count += 1
+        if self.count == self.fails_at:
+            raise RuntimeError(f"{self.name} has failed")
+        self.log.append(f"{self.name} step {inputs} from {[int(each) for each in stream]}")
+        return jnp.int32(10 * int(inputs) + len(self.log))
+
+
+def test_stages_launch_steps_in_order_and_one_that_fails_ends_its_step_and_all_after_it() -> None:
+    logs: list[list[str]] = [[], []]
+    stages = [Stage(cast(Any, Runner("first", logs[0], fails_at=3)), mesh_of(), []),
+              Stage(cast(Any, Runner("last", logs[1])), mesh_of(), [])]  # fmt: skip
+    results = []
+    for step in range(4):
+        passed = stages[0].launch(cast(Any, step), None)
+        results.append(stages[1].launch(cast(Any, step), passed))
+    for step in (0, 1):
+        results[step].result()
+    for step in (2, 3):
+        with pytest.raises(RuntimeError, match="first has failed"):
+            results[step].result()
+    assert logs[0] == ["first step 0 from []", "first step 1 from []"]
+    assert logs[1] == ["last step 0 from [1]", "last step 1 from [12]"]
+    for stage in stages:
+        stage.launcher.close()

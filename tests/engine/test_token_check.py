@@ -54,8 +54,8 @@ def test_right_kernels_agree_and_the_state_stays_as_it_was(
 ) -> None:
     prompts = {0: [3, 5, 7], 1: [11, 13, 17, 19, 23]}
     with started(config, KernelTester(None)) as plain, started(config, ACCELERATOR) as checked:
-        assert not np.asarray(checked._state.page_table).any()
-        assert not np.asarray(checked._state.last_tokens).any()
+        assert not np.asarray(checked._runner.state.page_table).any()
+        assert not np.asarray(checked._runner.state.last_tokens).any()
         assert checked.recompiles == 0
         assert Driver(checked).generate(prompts, 4) == Driver(plain).generate(prompts, 4)
     assert "of their norm" not in caplog.text

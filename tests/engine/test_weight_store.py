@@ -25,6 +25,7 @@ from jaxsgl.offline.llm import LLM
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.weights import KvScales
 from jaxsgl.weights.sharding import make_mesh
+from jaxsgl.wiring import whole
 from tests.checkpoints import make_checkpoint
 from tests.grids import NIGHTLY, count
 
@@ -108,10 +109,10 @@ def test_weights_staged_on_another_device_come_to_lie_where_the_old_ones_did(
         assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
         return
     num_compiled = llm.engine.recompiles
-    places = [leaf.sharding for leaf in llm.engine.weight_store.leaves]
+    places = [leaf.sharding for leaf in whole(llm.engine).weight_store.leaves]
     monkeypatch.setattr(weight_store, "_staging_mesh", lambda mesh: make_mesh(jax.devices()[1:2]))
     llm.update_weights(folders[1])
-    assert [leaf.sharding for leaf in llm.engine.weight_store.leaves] == places
+    assert [leaf.sharding for leaf in whole(llm.engine).weight_store.leaves] == places
     assert answers(llm) == expected[1]
     assert llm.engine.recompiles == num_compiled
 
@@ -196,10 +197,10 @@ def test_a_broken_folder_changes_nothing(
     broken = shutil.copytree(folders[1], tmp_path / "broken")
     change, words = BREAK[how]
     change(broken)
-    before = list(llm.engine.weight_store.leaves)
+    before = list(whole(llm.engine).weight_store.leaves)
     with pytest.raises(CheckpointError, match=words):
         llm.update_weights(broken)
-    assert all(map(lambda a, b: a is b, llm.engine.weight_store.leaves, before))
+    assert all(map(lambda a, b: a is b, whole(llm.engine).weight_store.leaves, before))
     assert llm.weight_version == "first"
     assert answers(llm) == expected[0]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.messages.orders import Abort, ToEngine
+from jaxsgl.messages.orders import Abort, Answer, ContinueGeneration, FlushCache, PauseGeneration, PauseMode, ToEngine
 from jaxsgl.scheduler.grammars.constraint import Words
 from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
@@ -74,6 +75,31 @@ def test_masks_are_made_while_steps_before_are_unread() -> None:
     for each in requests:
         assert outcome(mailbox, each.request_id) == constrained(each)
     assert max(unread) == 3
+
+
+@pytest.mark.parametrize("turns", range(4, 12, 3))
+def test_a_pause_is_complete_and_pages_are_given_back_once_all_stages_are_empty(turns: int) -> None:
+    prompts = {f"r{i}": list(range(i, i + 5)) for i in range(8)}
+    pause: list[ToEngine] = [PauseGeneration(1, PauseMode.RETRACT), FlushCache(2)]
+    script: list[list[ToEngine]] = [[request(name, prompt, 20) for name, prompt in prompts.items()]]
+    script += [*([[]] * turns), pause, *([[]] * 9), [ContinueGeneration(3)]]
+    mailbox, _ = serve_staged(capacity(rows=8), script, 4)
+    assert mailbox.other_news == [Answer(1, True), Answer(2, True), Answer(3, True)]
+    for name, prompt in prompts.items():
+        assert mailbox.output_ids(name) == expected(prompt, 20)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_stages_are_never_idle_while_there_is_work_for_them(num_stages: int) -> None:
+    """A decode step takes a stage's time; chunks follow each other; an unloaded prompt takes all stages' time once."""
+    _, decoding = serve_staged(capacity(rows=8), [[request(f"r{i}", [i], 20) for i in range(8)]], num_stages)
+    gaps = np.diff(decoding.ends_s)
+    assert set(gaps[num_stages:].tolist()) == {1.0}, "after the prompts, which leave the stages empty"
+    sizes = capacity(max_extend_tokens=8)
+    _, chunks = serve_staged(sizes, [[request("a", range(64), 1)]], num_stages)
+    assert chunks.ends_s[-1] == 8 + num_stages - 1
+    _, alone = serve_staged(sizes, [[request("a", range(8), 1)]], num_stages)
+    assert alone.ends_s == [num_stages]
 
 
 @pytest.mark.parametrize(("num_stages", "depth"), STAGES)

@@ -160,7 +160,7 @@ class Control:
             self._orders.append(order)
 
     def _pause(self, command: PauseGeneration) -> None:
-        """Launches nothing from now on, so this turn collects the step in flight. A second pause may follow."""
+        """Launches nothing from now on, so that turns collect the steps in flight. A second pause may follow."""
         if command.mode is PauseMode.ABORT:
             self._serving.abort_all()
         self._scheduler.pause()
@@ -206,7 +206,9 @@ class _Pause:
         self._answer = answer
 
     def after_turn(self, collected: bool) -> bool:
-        """Completes the pause: this turn has launched nothing and collected the step that was in flight."""
+        """Completes the pause once nothing is in flight: each turn launches nothing and collects a step."""
+        if self._scheduler.state.steps_in_flight:
+            return True
         if self.command.mode is PauseMode.RETRACT:
             self._scheduler.retract_all()
         self._answer(Answer(self.command.number, True))
@@ -235,7 +237,9 @@ class _Flush:
     def after_turn(self, collected: bool) -> bool:
         """Flushes if nothing is in the way; gives up at the deadline, or if a pause keeps requests from ending."""
         obstacle = self._obstacle()
-        if obstacle is not None and not self._scheduler.is_paused and self._clock() < self._deadline_s:
+        is_pausing = bool(self._scheduler.state.steps_in_flight)  # the pause is to give pages back
+        waits = is_pausing if self._scheduler.is_paused else self._clock() < self._deadline_s
+        if obstacle is not None and waits:
             return True
         if obstacle is None:
             self._scheduler.flush_cache()

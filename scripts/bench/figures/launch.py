@@ -105,7 +105,7 @@ def start(folder: Path, num_devices: int, options: Namespace) -> Loop:
     before = set(threading.enumerate())
     engine, scheduler = wiring.build(config)
     launcher = next((t for t in threading.enumerate() if t.name == "launcher" and t not in before), None)
-    loop = Loop(engine, scheduler, launcher)
+    loop = Loop(wiring.whole(engine), scheduler, launcher)
     params = SamplingParams(temperature=0.0, max_tokens=options.steps + 20, ignore_eos=True)
     loop.scheduler.receive([Request(str(i), [3 + i] * 8, params) for i in range(options.rows)])
     loop.step()
