@@ -16,6 +16,7 @@ from tests.weights.gguf_files import with_tokenizer
 FLAGS = (
     "--dtype", "float32", "--context-length", "128", "--chunked-prefill-size", "32", "--max-running-requests", "2",
     "--decode-buckets", "2", "--extend-buckets", "32", "--decode-steps", "1", "--grammar-backend", "none",
+    "--weight-only",
 )  # fmt: skip
 
 

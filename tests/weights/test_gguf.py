@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
+from jaxsgl.models.matrix import part_name
 from jaxsgl.models.rope import inverse_frequencies
 from jaxsgl.text.tokenizer import load_tokenizer
 from jaxsgl.weights import load_params, resolve_model_folder
@@ -45,8 +47,16 @@ def files_of(kind: str, tmp_path: Path, stored: str = "F32", **flags: Any) -> tu
 
 
 def params_of(folder: Path) -> list[np.ndarray]:
-    params = load_params(folder, ModelArch.from_folder(folder), jnp.dtype(jnp.float32), mesh_of(1))
+    """All parameters, dequantized."""
+    arch = replace(ModelArch.from_folder(folder), weight_format=None, stored_format=None)
+    params = load_params(folder, arch, jnp.dtype(jnp.float32), mesh_of(1))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+
+
+def by_path(folder: Path) -> dict[tuple[Any, ...], np.ndarray]:
+    """The parameters as they are served, by their places in the model."""
+    params = load_params(folder, ModelArch.from_folder(folder), jnp.dtype(jnp.float32), mesh_of(1))
+    return {path: np.asarray(param.get_value()) for path, param in nnx.to_flat_state(params)}
 
 
 @pytest.mark.parametrize("kind", daily(list(KINDS), every=3))
@@ -92,6 +102,24 @@ def test_the_tokenizer_is_the_files_or_the_one_next_to_it(tmp_path: Path) -> Non
     beside = resolve_model_folder(str(tmp_path))
     assert beside != resolve_model_folder(str(path))
     assert (beside / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(("stored", "numbers"), [("Q8_0", "int8"), ("Q4_0", "int4")])
+def test_matrices_in_groups_stay_so(stored: str, numbers: str, tmp_path: Path) -> None:
+    """Those of layers; what the numbers and scales mean is the rounded checkpoint's weights."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    folder = make_checkpoint("llama_tied", tmp_path / "checkpoint", **sizes)
+    path = write_gguf(folder, tmp_path / "model.gguf", "llama", stored)
+    save_file(rounded(folder, stored), folder / "model.safetensors")
+    found, plain = by_path(resolve_model_folder(str(path))), by_path(folder)
+    scales = {place: found.get((*place[:-1], part_name(place[-1], "scale"))) for place in plain}
+    assert {place[-1] for place, scale in scales.items() if scale is not None} == {"qkv", "o", "gate_up", "down"}
+    for place, weights in plain.items():
+        own, scale = found[place], scales[place]
+        if scale is not None:
+            assert own.dtype == numbers
+            own = (own.astype(np.float32).reshape(*scale.shape, 32) * scale[..., None]).reshape(weights.shape)
+        np.testing.assert_array_equal(own, weights)
 
 
 def test_a_model_in_several_files_is_one(tmp_path: Path) -> None:
