@@ -265,8 +265,10 @@ def config_of(
 
 def _quantization(tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """How matrices stay quantized: as they are stored, if all have the same one of these formats."""
-    matrices = (tensor for name, tensor in tensors.items() if name.startswith("blk.") and len(tensor.shape) > 1)
-    kinds = {tensor.kind for tensor in matrices if tensor.kind != "F32"}  # routers, which stay as they are
+    of_layers = (
+        (name, tensor) for name, tensor in tensors.items() if name.startswith("blk.") and len(tensor.shape) > 1
+    )
+    kinds = {tensor.kind for name, tensor in of_layers if "ffn_gate_inp" not in name}  # those are routers
     if len(kinds) == 1 and kinds <= IN_GROUPS:
         return {"quantization_config": {"quant_method": "gguf", "format": kinds.pop()}}
     return {}

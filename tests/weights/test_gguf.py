@@ -104,16 +104,24 @@ def test_the_tokenizer_is_the_files_or_the_one_next_to_it(tmp_path: Path) -> Non
     assert (beside / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.parametrize(("stored", "numbers"), [("Q8_0", "int8"), ("Q4_0", "int4")])
-def test_matrices_in_groups_stay_so(stored: str, numbers: str, tmp_path: Path) -> None:
-    """Those of layers; what the numbers and scales mean is the rounded checkpoint's weights."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    folder = make_checkpoint("llama_tied", tmp_path / "checkpoint", **sizes)
-    path = write_gguf(folder, tmp_path / "model.gguf", "llama", stored)
+@pytest.mark.parametrize(
+    ("kind", "stored", "numbers", "kept"),
+    [
+        ("llama_tied", "Q8_0", "int8", {"qkv", "o", "gate_up", "down"}),
+        ("llama_tied", "Q4_0", "int4", {"qkv", "o", "gate_up", "down"}),
+        ("qwen3_moe", "Q8_0", "int8", {"qkv", "o"}),
+    ],
+)
+def test_matrices_in_groups_stay_so(kind: str, stored: str, numbers: str, kept: set[str], tmp_path: Path) -> None:
+    """Those of layers but experts; what the numbers and scales mean is the rounded checkpoint's weights."""
+    arch, changes = KINDS[kind]
+    sizes = {"moe_intermediate_size": 64} if arch == "qwen3moe" else {}
+    folder = make_checkpoint(kind, tmp_path / "checkpoint", **{**changes, **sizes})
+    path = write_gguf(folder, tmp_path / "model.gguf", arch, stored)
     save_file(rounded(folder, stored), folder / "model.safetensors")
     found, plain = by_path(resolve_model_folder(str(path))), by_path(folder)
     scales = {place: found.get((*place[:-1], part_name(place[-1], "scale"))) for place in plain}
-    assert {place[-1] for place, scale in scales.items() if scale is not None} == {"qkv", "o", "gate_up", "down"}
+    assert {place[-1] for place, scale in scales.items() if scale is not None} == kept
     for place, weights in plain.items():
         own, scale = found[place], scales[place]
         if scale is not None:
