@@ -92,7 +92,7 @@ class GgufTensors:
             if tensor.start + tensor.num_bytes > self._files[tensor.file].num_bytes:
                 raise CheckpointError(f"{self._path(tensor)} is truncated: tensor {name} lies beyond its end")
         self._gguf = gguf_package()
-        blocks = 1 + max(int(name.split(".")[1]) for name in self._tensors if name.startswith("blk."))
+        blocks = 1 + max((int(name.split(".")[1]) for name in self._tensors if name.startswith("blk.")), default=0)
         arch = next(key for key, word in self._gguf.MODEL_ARCH_NAMES.items() if word == table["architecture"])
         self._names = self._gguf.get_tensor_name_map(arch, blocks)
         self._unread = set(self._tensors)
