@@ -196,7 +196,13 @@ def test_a_file_that_cannot_be_served_is_refused_with_its_cause(
         CheckpointError, match=r"has 2 models as GGUF files \(bad.gguf, some-model.gguf\): name the one"
     ):
         resolve_model_folder(str(tmp_path))
+    (tmp_path / "no folder").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
+    bad.write_bytes(whole)
+    with pytest.raises(CheckpointError, match="can't be kept in .*: name a cache with XDG_CACHE_HOME"):
+        resolve_model_folder(str(bad))
     monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a folder"))
     bad.write_bytes(whole)
     with pytest.raises(CheckpointError, match=r"need the gguf package: pip install 'jaxsgl\[gguf\]'"):
         resolve_model_folder(str(bad))
