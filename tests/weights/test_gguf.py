@@ -199,7 +199,7 @@ def test_a_file_that_cannot_be_served_is_refused_with_its_cause(
     (tmp_path / "no folder").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
     bad.write_bytes(whole)
-    with pytest.raises(CheckpointError, match="can't be kept in .*: name a cache with XDG_CACHE_HOME"):
+    with pytest.raises(CheckpointError, match=r"can't be kept in .*: name a cache with XDG_CACHE_HOME"):
         resolve_model_folder(str(bad))
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a folder"))
@@ -236,3 +236,17 @@ def test_texts_begin_with_the_token_that_the_model_was_trained_with(
     save_tokenizer(metadata, tmp_path, "x.gguf")
     ids = load_tokenizer(str(tmp_path)).encode("ab")
     assert ids == [0] * begins + ([3] if words == "llama-bpe" else [1, 2])  # Llama 3 takes whole words
+
+
+def test_a_vocabulary_of_sentencepiece_keeps_its_spaces_and_its_first_token(tmp_path: Path) -> None:
+    metadata = {
+        "general.architecture": "gemma2",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<pad>", "<eos>", "<bos>", "<unk>", "  ", "▁", "a", "▁a"],
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, 4, 1, 1, 1],
+        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, 0.0, -1.0, -2.0, -3.0, -4.0],
+        **{f"tokenizer.ggml.{word}_token_id": i for i, word in enumerate(("padding", "eos", "bos", "unknown"))},
+    }
+    save_tokenizer(metadata, tmp_path, "x.gguf")
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert [tokenizer.encode(text) for text in ("a", "a a", "a  a")] == [[2, 6], [2, 6, 7], [2, 6, 4, 6]]
