@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 BLOCK = 64  # tokens
+_DIRECT = 8  # rows of a part that is inverted row by row
 _L2_EPS = 1e-6
 
 
@@ -228,16 +229,40 @@ def _block(
     since = jnp.exp(jnp.where(lower, total[..., :, None] - total[..., None, :], -jnp.inf))
     system = jnp.where(jnp.tri(BLOCK, k=-1, dtype=bool), beta * _dot("kiah,kibh->kiab", k, k) * since, 0.0)
     known = jnp.concatenate([beta * v, beta * k * jnp.exp(total)[..., None]], axis=-1)
-    solved = jax.lax.linalg.triangular_solve(
-        system + jnp.eye(BLOCK), known, left_side=True, lower=True, unit_diagonal=True
-    )
-    values, keys = jnp.split(solved, (v.shape[-1],), axis=-1)
+    values, keys = jnp.split(_dot("krab,krbc->krac", _inverse(system), known), (v.shape[-1],), axis=-1)
     written = values - _dot("krah,krhv->krav", keys, state)
     read = _dot("krah,krhv->krav", q * jnp.exp(total)[..., None], state)
     read = read + _dot("krab,krbv->krav", _dot("kiah,kibh->kiab", q, k) * since, written)
     left = jnp.exp(total[..., -1:] - total)[..., None]
     state = state * jnp.exp(total[..., -1])[..., None, None] + _dot("krah,krav->krhv", k * left, written)
     return jnp.moveaxis(read, 2, 0), state
+
+
+def _inverse(system: jax.Array) -> jax.Array:
+    """The inverse of I + `system [K, r, 64, 64]`, which is strictly lower triangular.
+
+    Small parts on the diagonal are inverted row by row, then pairs of parts are joined by products. XLA's
+    `triangular_solve` is LAPACK's on a CPU, whose calls wait for each other where several devices share the threads:
+    for ever, if each of them is in such a call.
+    """
+
+    def cut(row: int, column: int, size: int) -> jax.Array:
+        return system[..., row * size : (row + 1) * size, column * size : (column + 1) * size]
+
+    size, unit = _DIRECT, jnp.eye(_DIRECT)
+    parts = jnp.stack([cut(i, i, size) for i in range(BLOCK // size)], axis=2)  # [K, r, 64 / size, size, size]
+    rows = jnp.broadcast_to(unit[:1], (*parts.shape[:3], 1, size))
+    for i in range(1, size):
+        row = unit[i] - (parts[..., i, :i, None] * rows).sum(axis=-2)
+        rows = jnp.concatenate([rows, row[..., None, :]], axis=-2)
+    while size < BLOCK:
+        first, second = rows[:, :, 0::2], rows[:, :, 1::2]
+        between = jnp.stack([cut(2 * i + 1, 2 * i, size) for i in range(BLOCK // size // 2)], axis=2)
+        corner = -_dot("krpab,krpbc->krpac", second, _dot("krpab,krpbc->krpac", between, first))
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        rows = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        size *= 2
+    return rows[:, :, 0]
 
 
 def _dot(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:

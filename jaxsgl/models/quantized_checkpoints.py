@@ -58,6 +58,7 @@ def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
         "modelopt": _modelopt,
         "awq": _awq,
         "gptq": _gptq,
+        "gguf": _gguf,
     }
     if method not in readers:
         raise CheckpointError(f"{path}: weights quantized by {method} are not supported; supported are {SUPPORTED}")
@@ -143,6 +144,13 @@ def _fp8(config: _Reader) -> WeightFormat:
         return WeightFormat("fp8", "float8_e4m3fn", storage=Storage("plain", scale="weight_scale"))
     storage = Storage("plain", scale="weight_scale_inv", block_rows=int(block[0]))
     return WeightFormat("fp8", "float8_e4m3fn", group=int(block[1]), storage=storage)
+
+
+def _gguf(config: _Reader) -> WeightFormat:
+    """Of a folder that `weights/gguf_folder.py` made: blocks of 32 inputs with a scale, read as numbers and scales."""
+    numbers = {"Q8_0": "int8", "Q4_0": "int4"}
+    kind = config.one_of("format", *numbers)
+    return WeightFormat("gguf", numbers[kind], group=32, storage=Storage("plain", scale="weight_scale"))
 
 
 def _compressed_tensors(config: _Reader) -> WeightFormat:

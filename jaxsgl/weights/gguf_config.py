@@ -99,6 +99,7 @@ class _Metadata:
                 )
 
 
+IN_GROUPS = frozenset({"Q8_0", "Q4_0"})  # formats of 32 whole numbers that share a scale
 _HEADS = "attention.head_count"
 _PATTERN = "attention.sliding_window_pattern"
 # Read elsewhere, or of no effect on what a decoder computes.
@@ -259,7 +260,18 @@ def config_of(
         "dtype": _dtype(tensors["token_embd.weight"].kind),
     }
     said.refuse_unread()
-    return {**config, **_biases(config["architectures"][0], tensors)}
+    return {**config, **_biases(config["architectures"][0], tensors), **_quantization(tensors)}
+
+
+def _quantization(tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+    """How matrices stay quantized: as they are stored, if all have the same one of these formats."""
+    of_layers = (
+        (name, tensor) for name, tensor in tensors.items() if name.startswith("blk.") and len(tensor.shape) > 1
+    )
+    kinds = {tensor.kind for name, tensor in of_layers if "ffn_gate_inp" not in name}  # those are routers
+    if len(kinds) == 1 and kinds <= IN_GROUPS:
+        return {"quantization_config": {"quant_method": "gguf", "format": kinds.pop()}}
+    return {}
 
 
 def _biases(architecture: str, tensors: Mapping[str, GgufTensor]) -> dict[str, bool]:

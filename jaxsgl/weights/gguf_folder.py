@@ -66,7 +66,9 @@ def folder_of_gguf(path: Path, beside: Path | None = None) -> Path:
             shutil.copytree(made, folder, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns(TABLE))
             shutil.copyfile(Path(made, TABLE), folder / TABLE)  # the last: it says that the others are there
     except OSError as error:
-        raise CheckpointError(f"{path}: what it says of the model can't be kept in {folder}: {error}") from error
+        raise CheckpointError(
+            f"{path}: what it says of the model can't be kept in {folder} ({error}): name a cache with XDG_CACHE_HOME"
+        ) from error
     logger.info("%s: config.json and tokenizer of its metadata are in %s", path, folder)
     return folder
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
 from jaxsgl.models import ModelArch
-from jaxsgl.weights.gguf_config import FAMILIES
+from jaxsgl.weights.gguf_config import FAMILIES, IN_GROUPS
 from jaxsgl.weights.gguf_file import GgufTensor, gguf_package
 from jaxsgl.weights.gguf_folder import TABLE
 from jaxsgl.weights.names import Piece, Recipe, Source, Tensor, sizes
@@ -28,6 +28,8 @@ from jaxsgl.weights.quantized import Rows
 from jaxsgl.weights.tensor_files import MappedBytes, MappedFiles, TensorFiles
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+_OF_SCALES = "_scale"  # what follows a matrix's name, as Storage.scale has it
+BLOCK, _SCALE_BYTES = 32, 2  # of formats `IN_GROUPS`: numbers of a block, and bytes of the float16 before them
 _SUFFIXES = (".weight", ".bias")
 _IN_PAIRS = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
 _PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -44,6 +46,35 @@ class _Matrix(NamedTuple):
     order: Indices  # of the file's rows, which the checkpoint's are
 
 
+class Blocks:
+    """The numbers of a matrix whose format is one of `IN_GROUPS`, without their scales; a row is read when it is cut.
+
+    Attributes:
+      shape, dtype: `(out, in)`, int8.
+      rows: the bytes of the file.
+    """
+
+    dtype = np.dtype(np.int8)
+
+    def __init__(self, matrix: _Matrix) -> None:
+        assert matrix.tensor.kind in IN_GROUPS, "gguf_config.py says that all matrices are"
+        self.rows, self._order, self._kind = matrix.rows, matrix.order, matrix.tensor.kind
+        self.shape = (len(self.rows), matrix.tensor.shape[-1])
+        self._blocks = self.rows.reshape(len(self.rows), self.shape[1] // BLOCK, -1)  # [out, G, bytes]
+
+    def __getitem__(self, rows: Any) -> npt.NDArray[np.int8]:
+        """`[R, in]` of a slice or of indices `[R]`."""
+        stored = self._blocks[self._order[rows]][..., _SCALE_BYTES:]
+        if self._kind == "Q4_0":  # the first half of a block has the low bits
+            stored = np.concatenate([stored & 15, stored >> 4], axis=-1) - np.uint8(8)
+        return np.ascontiguousarray(stored).view(np.int8).reshape(len(stored), -1)
+
+    def scales(self) -> npt.NDArray[np.float16]:
+        """`[out, G]`, a view where the rows are in order."""
+        scales = self._blocks[..., :_SCALE_BYTES].view(np.float16)[..., 0]
+        return scales if (np.diff(self._order) == 1).all() else scales[self._order]
+
+
 class GgufTensors:
     """The tensors of the folder of a GGUF file; remembers which were asked for."""
 
@@ -56,23 +87,27 @@ class GgufTensors:
             for name, (file, kind, shape, start, num_bytes) in table["tensors"].items()
         }
         self._files = [_mapped(folder / name) for name in table["files"]]
-        self.release = MappedFiles(self._files).release
+        self._mapped = MappedFiles(self._files)
         for name, tensor in self._tensors.items():
             if tensor.start + tensor.num_bytes > self._files[tensor.file].num_bytes:
                 raise CheckpointError(f"{self._path(tensor)} is truncated: tensor {name} lies beyond its end")
         self._gguf = gguf_package()
-        blocks = 1 + max(int(name.split(".")[1]) for name in self._tensors if name.startswith("blk."))
+        blocks = 1 + max((int(name.split(".")[1]) for name in self._tensors if name.startswith("blk.")), default=0)
         arch = next(key for key, word in self._gguf.MODEL_ARCH_NAMES.items() if word == table["architecture"])
         self._names = self._gguf.get_tensor_name_map(arch, blocks)
         self._unread = set(self._tensors)
 
     def tensor(self, source: Source, arch: ModelArch) -> Tensor:
         """The bytes of the tensor of `source`, mapped. Raises `CheckpointError` if it is missing or misshapen."""
-        name, expert = self._stored_name(source.name)
+        name, expert = self._stored_name(source.name.removesuffix(_OF_SCALES))
         if name not in self._tensors:
             raise CheckpointError(f"{self.folder}: tensor {name} is missing, but {arch.name} needs it")
         stored = self._tensors[name]
-        assert source.axes is not None
+        if source.axes is None:
+            self._unread.discard(name)
+            blocks = Blocks(self._matrix(source.name.removesuffix(_OF_SCALES), arch))
+            part: Any = blocks.scales() if source.name.endswith(_OF_SCALES) else blocks
+            return part
         expected = tuple(sizes(arch)[axis] for axis in source.axes)
         shape = stored.shape if expert is None else stored.shape[1:]
         if _without_ones(shape) != _without_ones(expected):
@@ -97,6 +132,9 @@ class GgufTensors:
 
     def pieces(self, recipe: Recipe, arch: ModelArch, found: tuple[Tensor, ...]) -> Iterator[Piece]:
         """What `recipe` makes of its tensors. Of matrices it arranges indices of rows, which are read by these."""
+        if recipe.sources[0].axes is None:  # numbers and scales of matrices that stay quantized
+            yield from recipe.pieces(arch, found)
+            return
         shapes = [tuple(sizes(arch)[axis] for axis in source.axes or ()) for source in recipe.sources]
         if any(len(shape) != 2 or shape[0] == 1 for shape in shapes):
             small = (self._vector(source.name, arch) for source in recipe.sources)
@@ -112,6 +150,10 @@ class GgufTensors:
             matrix = self._matrix(recipe.sources[which].name, arch)
             own_rows = rows[..., 0] - (ends[which] - out)
             yield Piece(place, Rows(own_rows, self._reader(matrix), num_in, _dtype_of(matrix.tensor.kind)))
+
+    def release(self, numbers: Any) -> None:
+        """Gives back the memory of mapped pages that hold `numbers`; does nothing for an array that isn't mapped."""
+        self._mapped.release(numbers.rows if isinstance(numbers, Blocks) else numbers)
 
     def refuse_unread(self, arch: ModelArch) -> None:
         """Raises `CheckpointError` for tensors that no parameter was made of, except those of ropes."""

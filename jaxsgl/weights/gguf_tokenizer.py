@@ -81,8 +81,8 @@ def _begins_and_ends(metadata: Mapping[str, Any], kind: str, words: str, special
 def _as_told(backend: Any, told: Mapping[str, Any]) -> Any:
     """The tokenizer with the added tokens of the file and no others.
 
-    transformers leaves out those with letters that no byte stands for, as DeepSeek's special ones, and adds defaults of
-    its classes beyond the vocabulary.
+    transformers adds defaults of its classes beyond the vocabulary. In one of bytes it leaves out those with letters
+    that no byte stands for, as DeepSeek's special ones.
     """
     from tokenizers import Tokenizer
 
@@ -90,7 +90,8 @@ def _as_told(backend: Any, told: Mapping[str, Any]) -> Any:
     spelled = {token_id: token for token, token_id in model["model"]["vocab"].items()}
     model["added_tokens"] = [each for each in model["added_tokens"] if each["id"] < len(told["tokens"])]
     known = {each["id"] for each in model["added_tokens"]}
-    for token_id, (token, kind) in enumerate(zip(told["tokens"], told.get("token_type") or (), strict=False)):
+    kinds = told.get("token_type") or () if told["tokenizer_type"] == "gpt2" else ()
+    for token_id, (token, kind) in enumerate(zip(told["tokens"], kinds, strict=False)):
         if kind in (_CONTROL, _ADDED) and token_id not in known:
             model["model"]["vocab"][token] = model["model"]["vocab"].pop(spelled[token_id])
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -58,7 +58,7 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
         "retracted": outputs(serve(engine, [requests], retract_every=3), requests),
     }
     shared = rng.integers(3, vocab, 2 * page + 5).tolist()
-    turns = [Request(f"turn {i}", [*shared, *rng.integers(3, vocab, 40).tolist()], greedy) for i in range(4)]
+    turns = [Request(f"turn {i}", [*shared, *rng.integers(3, vocab, 70).tolist()], greedy) for i in range(4)]
     script: list[list[Any]] = [each for turn in turns for each in ([turn], *[[]] * 20)]
     mailbox = ScriptedMailbox(script)
     run_loop(new_scheduler(engine, radix=True), engine, mailbox, overlap=True)

@@ -90,7 +90,7 @@ def test_eos_ids_come_from_the_generation_config_else_the_config(
         ({"layer_types": ["full_attention", "linear_attention"]}, ["layer_types"]),
         ({"embedding_multiplier": 12.0}, ["embedding_multiplier is 12.0", "remove the key"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"quantization_config": {"quant_method": "gguf"}}, ["quantized by gguf", "awq"]),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["quantized by bitsandbytes", "awq"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"hidden_size": None}, ["hidden_size"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers is 0"]),

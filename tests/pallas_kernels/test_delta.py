@@ -136,3 +136,10 @@ def test_states_inside_a_chunk_are_kept_and_gone_on_from_like_those_at_its_end()
         for found, right in zip(after, states, strict=True):
             np.testing.assert_array_equal(found[0], right[0])
             np.testing.assert_array_equal(found[place], right[place])
+
+
+def test_no_call_of_a_library_waits_in_the_loop_over_blocks() -> None:
+    """LAPACK's wait for threads of XLA's pool: devices that share a CPU's waited for each other, for ever."""
+    tokens, of_step, _ = step_of([drawn(40, 0)], [(0, 0, 40)])
+    text = extend.lower(tokens, stale(), of_step).as_text()
+    assert "stablehlo.while" in text and "triangular_solve" not in text and "lapack" not in text

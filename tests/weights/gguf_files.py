@@ -142,7 +142,9 @@ def rounded(folder: Path, kind: str) -> dict[str, np.ndarray]:
     """The tensors of the checkpoint of `folder`, with the numbers that matrices have in the format `kind`."""
     told = gguf.GGMLQuantizationType[kind]
     return {
-        name: gguf.quants.dequantize(quantized(values, told), told) if values.ndim > 1 else values
+        name: gguf.quants.dequantize(quantized(values, told), told)
+        if values.ndim > 1 and not name.endswith("gate.weight")  # routers
+        else values
         for name, values in load_file(folder / "model.safetensors").items()
     }
 

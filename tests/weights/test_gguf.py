@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
+from jaxsgl.models.matrix import part_name
 from jaxsgl.models.rope import inverse_frequencies
 from jaxsgl.text.tokenizer import load_tokenizer
 from jaxsgl.weights import load_params, resolve_model_folder
@@ -45,8 +47,16 @@ def files_of(kind: str, tmp_path: Path, stored: str = "F32", **flags: Any) -> tu
 
 
 def params_of(folder: Path) -> list[np.ndarray]:
-    params = load_params(folder, ModelArch.from_folder(folder), jnp.dtype(jnp.float32), mesh_of(1))
+    """All parameters, dequantized."""
+    arch = replace(ModelArch.from_folder(folder), weight_format=None, stored_format=None)
+    params = load_params(folder, arch, jnp.dtype(jnp.float32), mesh_of(1))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+
+
+def by_path(folder: Path) -> dict[tuple[Any, ...], np.ndarray]:
+    """The parameters as they are served, by their places in the model."""
+    params = load_params(folder, ModelArch.from_folder(folder), jnp.dtype(jnp.float32), mesh_of(1))
+    return {path: np.asarray(param.get_value()) for path, param in nnx.to_flat_state(params)}
 
 
 @pytest.mark.parametrize("kind", daily(list(KINDS), every=3))
@@ -92,6 +102,32 @@ def test_the_tokenizer_is_the_files_or_the_one_next_to_it(tmp_path: Path) -> Non
     beside = resolve_model_folder(str(tmp_path))
     assert beside != resolve_model_folder(str(path))
     assert (beside / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "numbers", "kept"),
+    [
+        ("llama_tied", "Q8_0", "int8", {"qkv", "o", "gate_up", "down"}),
+        ("llama_tied", "Q4_0", "int4", {"qkv", "o", "gate_up", "down"}),
+        ("qwen3_moe", "Q8_0", "int8", {"qkv", "o"}),
+    ],
+)
+def test_matrices_in_groups_stay_so(kind: str, stored: str, numbers: str, kept: set[str], tmp_path: Path) -> None:
+    """Those of layers but experts; what the numbers and scales mean is the rounded checkpoint's weights."""
+    arch, changes = KINDS[kind]
+    sizes = {"moe_intermediate_size": 64} if arch == "qwen3moe" else {}
+    folder = make_checkpoint(kind, tmp_path / "checkpoint", **{**changes, **sizes})
+    path = write_gguf(folder, tmp_path / "model.gguf", arch, stored)
+    save_file(rounded(folder, stored), folder / "model.safetensors")
+    found, plain = by_path(resolve_model_folder(str(path))), by_path(folder)
+    scales = {place: found.get((*place[:-1], part_name(place[-1], "scale"))) for place in plain}
+    assert {place[-1] for place, scale in scales.items() if scale is not None} == kept
+    for place, weights in plain.items():
+        own, scale = found[place], scales[place]
+        if scale is not None:
+            assert own.dtype == numbers
+            own = (own.astype(np.float32).reshape(*scale.shape, 32) * scale[..., None]).reshape(weights.shape)
+        np.testing.assert_array_equal(own, weights)
 
 
 def test_a_model_in_several_files_is_one(tmp_path: Path) -> None:
@@ -160,7 +196,13 @@ def test_a_file_that_cannot_be_served_is_refused_with_its_cause(
         CheckpointError, match=r"has 2 models as GGUF files \(bad.gguf, some-model.gguf\): name the one"
     ):
         resolve_model_folder(str(tmp_path))
+    (tmp_path / "no folder").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
+    bad.write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"can't be kept in .*: name a cache with XDG_CACHE_HOME"):
+        resolve_model_folder(str(bad))
     monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a folder"))
     bad.write_bytes(whole)
     with pytest.raises(CheckpointError, match=r"need the gguf package: pip install 'jaxsgl\[gguf\]'"):
         resolve_model_folder(str(bad))
@@ -194,3 +236,17 @@ def test_texts_begin_with_the_token_that_the_model_was_trained_with(
     save_tokenizer(metadata, tmp_path, "x.gguf")
     ids = load_tokenizer(str(tmp_path)).encode("ab")
     assert ids == [0] * begins + ([3] if words == "llama-bpe" else [1, 2])  # Llama 3 takes whole words
+
+
+def test_a_vocabulary_of_sentencepiece_keeps_its_spaces_and_its_first_token(tmp_path: Path) -> None:
+    metadata = {
+        "general.architecture": "gemma2",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<pad>", "<eos>", "<bos>", "<unk>", "  ", "▁", "a", "▁a"],
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, 4, 1, 1, 1],
+        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, 0.0, -1.0, -2.0, -3.0, -4.0],
+        **{f"tokenizer.ggml.{word}_token_id": i for i, word in enumerate(("padding", "eos", "bos", "unknown"))},
+    }
+    save_tokenizer(metadata, tmp_path, "x.gguf")
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert [tokenizer.encode(text) for text in ("a", "a a", "a  a")] == [[2, 6], [2, 6, 7], [2, 6, 4, 6]]

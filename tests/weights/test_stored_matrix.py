@@ -99,7 +99,6 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "gguf"}, "weights quantized by gguf are not supported; supported are fp8"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized by bitsandbytes"),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "quant_algo is W4A16_AWQ; supported are FP8, NVFP4"),
         ({**FORMATS["modelopt nvfp4"][0], "group_size": 32}, "group_size is 32; supported are 16"),

@@ -1,0 +1,39 @@
+"""Hybrids on two devices yield the tokens of one: chunks, retraction, and prefixes that begin at kept states."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import HYBRID_KINDS, make_checkpoint
+from tests.grids import NIGHTLY
+
+# Unoptimized, since each device's program takes minutes to compile otherwise.
+ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="compiles a model for one device and for two")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", HYBRID_KINDS)
+def test_two_devices_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path, seed=3)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.end_to_end.hybrid_mesh", str(folder)],
+        capture_output=True, text=True, env=ENVIRONMENT, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    one, two = json.loads(done.stdout)
+    for answers in (one, two):
+        assert answers["retracted"] == answers["tokens"]
+        assert answers["cached"] == [0, 0, 128, 128], "a shared beginning is found from the third request on"
+        assert answers["recompiles"] == 0
+    assert two["tokens"] == one["tokens"] and two["turns"] == one["turns"]
+    assert len(set(map(tuple, one["tokens"]))) == len(one["tokens"])  # else any model would agree
+    for whole, part in zip(one["shards"], two["shards"], strict=True):  # each device holds half of the key heads
+        assert math.prod(whole) == 2 * math.prod(part)
