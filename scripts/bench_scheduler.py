@@ -2,7 +2,8 @@
 
 Prints host microseconds per decode step (launch, collect, replies, load) with many running requests; the time to admit
 new requests, also 64 at once beside three quarters of --running; a decode step of 64 free and of 64 constrained
-requests with a vocabulary of 151,936 (processor time, in turns; without the grammars' own work); the launch of a decode
+requests with a vocabulary of 151,936 (processor time, in turns; without the grammars' own work); one of --running
+requests in one rank and in eight ranks of one engine, likewise; the launch of a decode
 step before an empty queue and before 8,000 waiting requests, when rows or pages are short; a step that orders 128
 waiting requests of 4,096 tokens by their prefixes in a radix tree of a million tokens; and the rates of match, insert
 and evict in the radix tree.
@@ -30,7 +31,11 @@ from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.grammars.constraint import ALL, Words
 from jaxsgl.scheduler.grammars.queue import GrammarQueue
+from jaxsgl.scheduler.ranks import RankedScheduler
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.serving import AnyScheduler
+
+NUM_RANKS = 8
 
 
 def decode_and_admission(num_running: int, context: int, page_size: int, steps: int) -> dict[str, float]:
@@ -120,6 +125,37 @@ def constrained_decode(num_running: int, vocab_size: int, page_size: int, steps:
             scheduler.load(0)
             times[kind].append(time.thread_time() - start)
     return {kind: statistics.median(values) for kind, values in times.items()}
+
+
+def decode_in_ranks(num_running: int, num_ranks: int, context: int, page_size: int, steps: int) -> dict[str, float]:
+    """Median processor seconds of a decode step of equally many requests in one rank and in several, in turns."""
+    room = context + steps + 2
+    schedulers: dict[str, AnyScheduler] = {}
+    for name, count in (("one_rank", 1), ("ranks", num_ranks)):
+        rows = num_running // count
+        num_pages = rows * (pages_for(room, page_size) + 1) + 1
+        sizes = Capacity(page_size, num_pages, rows, room, rows * context, 32_000)
+        config = SchedulingConfig(max_prefill_tokens=rows * context)
+        each = [Scheduler(sizes, BucketSet.derive(sizes), {2}, config) for _ in range(count)]
+        schedulers[name] = each[0] if count == 1 else RankedScheduler(each)
+    tokens = np.full(num_running, 5, dtype=np.int32)
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 1)
+    prompts = np.random.default_rng(3).integers(3, 32_000, (num_running, context)).tolist()
+    for scheduler in schedulers.values():
+        scheduler.receive([Request(str(i), prompt, params) for i, prompt in enumerate(prompts)])
+        for _ in range(2):  # one step ahead, as in the overlapped loop
+            launched = scheduler.launch()
+            assert launched is not None and launched.num_seqs == num_running
+    times: dict[str, list[float]] = {name: [] for name in schedulers}
+    for _ in range(steps - 2):
+        for name, scheduler in schedulers.items():
+            start = time.thread_time()
+            scheduler.launch()
+            scheduler.collect(tokens)
+            scheduler.take_replies()
+            scheduler.load(0)
+            times[name].append(time.thread_time() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def admission(num_running: int, num_new: int, prompt_len: int, ignore_eos: bool, page_size: int) -> float:
@@ -267,6 +303,8 @@ def main() -> None:
         figures[name] = 1e3 * min(runs)
     for kind, seconds in constrained_decode(64, 151_936, args.page_size, args.steps).items():
         figures[f"decode_step_of_64_{kind}_us"] = 1e6 * seconds
+    for name, seconds in decode_in_ranks(args.running, NUM_RANKS, 64, args.page_size, args.steps).items():
+        figures[f"decode_step_of_{name}_us"] = 1e6 * seconds
     for short_of, policy in (("rows", "fcfs"), ("pages", "fcfs"), ("pages", "lpm")):
         for num_waiting, seconds in decode_before_queue(short_of, policy, args.page_size, steps=100).items():
             figures[f"{policy}_short_of_{short_of}_before_{num_waiting}_us"] = 1e6 * seconds

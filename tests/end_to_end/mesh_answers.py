@@ -90,6 +90,12 @@ def answers(
             for key, done in whole(llm.engine).compiled.compilations.items()
         },
     }
+    pages = re.compile(rf"= \w+\[{llm.engine.capacity.num_pages},[^=]* (?:copy|transpose|convert)\(")
+    found["kv_copies"] = sum(
+        len(pages.findall(done.compiled.as_text() or ""))
+        for key, done in llm.engine.compiled.compilations.items()
+        if key.kind == "forward"
+    )
     if masked and not in_ranks:
         found["speculated"] = _speculated(llm, prompts, params, [each["token_ids"] for each in found["completions"]])
     if other is not None:
@@ -108,7 +114,7 @@ def _speculated(
 ) -> dict[str, Any]:
     """Tokens of each request if half of its drafts are those that it yields, and how many drafts were accepted."""
     known = {tuple(prompt): list(output) for prompt, output in zip(prompts, outputs, strict=True)}
-    speculation = llm._scheduler.state.speculation
+    speculation = llm._scheduler.ranks[0].state.speculation
     assert isinstance(speculation, Speculating)
     truth = lambda request: known[tuple(request.prompt_ids)]  # noqa: E731
     speculation._drafter_of = knowing(truth, "half", llm.engine.capacity.vocab_size)

@@ -43,7 +43,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
             context_length=512,
             speculation=SpeculationConfig("EAGLE3", NUM_DRAFTS),
         )
-    speculation = llm._scheduler.state.speculation
+    speculation = llm._scheduler.ranks[0].state.speculation
     assert isinstance(speculation, Speculating)
     speculation._costs = StepCosts()  # any number of drafts pays, however busy the machine is
     yield llm
@@ -135,7 +135,7 @@ def test_the_head_guesses_as_much_after_cached_prefixes_and_retraction(llm: LLM)
     first, again = (llm.chat(chats, params, use_tqdm=False)[0] for _ in range(2))
     assert again.cached_tokens > 64 > first.cached_tokens
     assert again.token_ids == first.token_ids
-    state = llm._scheduler.state
+    state = llm._scheduler.ranks[0].state
     state.retract_also = RetractEvery(3)
     retracted = llm.chat(chats, params, use_tqdm=False)[0]
     state.retract_also = None

@@ -28,7 +28,7 @@ def llm() -> Iterator[LLM]:
         chunked_prefill_size=128,
         speculation=SpeculationConfig("NGRAM", 7),
     )
-    speculation = llm._scheduler.state.speculation
+    speculation = llm._scheduler.ranks[0].state.speculation
     assert isinstance(speculation, Speculating)
     speculation._costs = StepCosts()  # any number of drafts pays, however busy the machine is
     yield llm

@@ -132,7 +132,7 @@ def test_devices_that_share_a_model_give_the_answers_of_one(cases: list[Case], t
     expected = dict(zip(of_one, found, strict=False))
     for case, answer in zip(cases, found[len(of_one) :], strict=True):
         check_equal(answer, expected[case.kind, case.flags], case)
-        assert answer["recompiles"] == 0, case
+        assert answer["recompiles"] == answer["kv_copies"] == 0, case
         exchanged = answer["collectives"]
         assert exchanged["forward decode"] == exchanged["forward extend"] == case.exchange, case
         assert exchanged["sampled"] == exchanged["filtered"] == case.choice, case
@@ -146,7 +146,9 @@ def flags_of(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="two servers for each kind; by night")
-@pytest.mark.parametrize("case", [Case(kind, 4, ep=kind in EXPERTS) for kind in KINDS], ids=str)
+@pytest.mark.parametrize(
+    "case", [*(Case(kind, 4, ep=kind in EXPERTS) for kind in KINDS), Case("qwen3_moe", 4, ranks=2)], ids=str
+)
 def test_a_server_on_several_devices_gives_the_tokens_of_one(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +156,8 @@ def test_a_server_on_several_devices_gives_the_tokens_of_one(
     monkeypatch.setenv(RETRACT_VARIABLE, "7")
     folder = make_checkpoint(case.kind, tmp_path / "model", **KINDS[case.kind])
     alone = tokens_served(folder, tmp_path / "one", [])
-    shared = tokens_served(folder, tmp_path / "several", ["--tp", str(case.tp), *["--ep"] * case.ep])
+    in_ranks = ["--dp-size", str(case.ranks), "--enable-dp-attention"] * (case.ranks > 1)
+    shared = tokens_served(folder, tmp_path / "several", ["--tp", str(case.tp), *["--ep"] * case.ep, *in_ranks])
     assert shared == alone
 
 

@@ -34,7 +34,7 @@ def flags(tiny_config: ConfigMaker) -> EngineConfig:
 @pytest.fixture(scope="module")
 def built(flags: EngineConfig) -> Iterator[tuple[Engine, Scheduler]]:
     engine, scheduler = build(flags)
-    yield whole(engine), scheduler
+    yield whole(engine), scheduler.ranks[0]
     engine.close()
 
 

@@ -104,7 +104,7 @@ class RankedMachine(ServingMachine):
             )
             for own in grammars_of_ranks(grammars, num_ranks)
         ]
-        self.scheduler = RankedScheduler(self.ranks, grammars, lambda: self.now_s)
+        self.scheduler = RankedScheduler(self.ranks, grammars, lambda: self.now_s)  # type: ignore[assignment]
         self.engine = FakeRanks(self.capacity, num_ranks)
         self.leak_check = LeakCheck(self.scheduler, clock=lambda: self.now_s)
         self.news: list[News] = []

@@ -117,7 +117,7 @@ def restart(config: EngineConfig, engine: Engine, folder: str) -> list[int]:
     prompt = np.random.default_rng(1).integers(3, 2000, KNOWN_TOKENS).tolist()
     params, computed = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), []
     for _ in range(2):
-        scheduler = build_scheduler(config, engine)
+        (scheduler,) = build_scheduler(config, engine).ranks
         run_loop(scheduler, engine, Round([Request("a", prompt, params)]), depth=1)
         computed.append(scheduler.state.totals.extend_tokens)
         keep_prefixes(config, engine, scheduler)
@@ -141,7 +141,7 @@ def main(arguments: list[str]) -> None:
         hosts = {policy: HostKvConfig(host_kv_gib=HOST_GIB, host_kv_write_policy=policy) for policy in WRITE_POLICIES}
         for _ in range(args.rounds):
             for name, host in {"no tier": HostKvConfig(), **hosts}.items():
-                scheduler = build_scheduler(replace(config, host_kv=host), engine)
+                (scheduler,) = build_scheduler(replace(config, host_kv=host), engine).ranks
                 results.setdefault(name, []).append(chats(scheduler, engine, args.chats, args.turns))
         engine.close()
         config = config_of(folder, KNOWN_TOKENS + 200)

@@ -103,7 +103,8 @@ def start(folder: Path, num_devices: int, options: Namespace) -> Loop:
         chunked_prefill_size=16 * options.rows, max_total_tokens=options.rows * (context + 32),
     )  # fmt: skip
     before = set(threading.enumerate())
-    engine, scheduler = wiring.build(config)
+    engine, built = wiring.build(config)
+    (scheduler,) = built.ranks
     launcher = next((t for t in threading.enumerate() if t.name == "launcher" and t not in before), None)
     loop = Loop(wiring.whole(engine), scheduler, launcher)
     params = SamplingParams(temperature=0.0, max_tokens=options.steps + 20, ignore_eos=True)

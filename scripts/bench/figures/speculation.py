@@ -170,7 +170,7 @@ def with_drafters(llm: LLM, wrong: dict[tuple[int, ...], list[int]] | None) -> N
             return Drafters(config)(request)
         return Proposing([Wrong(wrong)], config.num_draft_tokens)
 
-    llm._scheduler.state.speculation.drafter_of = drafter_of  # type: ignore[method-assign]
+    llm._scheduler.ranks[0].state.speculation.drafter_of = drafter_of  # type: ignore[method-assign]
 
 
 def prompts_of(llm: LLM, text: str, num: int) -> list[list[int]]:

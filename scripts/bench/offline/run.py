@@ -22,15 +22,15 @@ from jaxsgl.messages.orders import FromEngine, News, Shutdown, StartProfile, ToE
 from jaxsgl.messages.replies import Replies
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.served_engine import ServedEngine
+from jaxsgl.scheduler.serving import AnyScheduler
 
 _TRIED_STEPS = 200
 _WORK_S = 0.5e-3  # seconds of Python while a step becomes ready
 
 
 def record_run(
-    scheduler: Scheduler,
+    scheduler: AnyScheduler,
     engine: ServedEngine,
     requests: Sequence[Request],
     depth: int,

@@ -195,6 +195,7 @@ def flat_load(load: Load) -> dict[str, Any]:
         name: msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
         for name, value in msgspec.structs.asdict(load).items()
     }
+    fields["ranks"] = [msgspec.structs.asdict(rank) for rank in load.ranks]
     del fields["step_times"]  # /metrics shows them
     totals = fields.pop("totals")
     return {**fields, **{f"{name}_total": count for name, count in totals.items()}}
