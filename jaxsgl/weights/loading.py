@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ from jaxsgl.weights.sharding import check_divisible, param_sharding
 from jaxsgl.weights.tensor_files import GivenTensors, TensorFiles
 
 IN_FLIGHT_BYTES = 512 << 20  # of parameters that are read at the same time, unless one alone is larger
+
+AnyTensors: TypeAlias = TensorFiles | GgufTensors | GivenTensors
 
 
 class _Made(NamedTuple):
@@ -77,11 +79,11 @@ def load_next_layer(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh)
     return _filled(_find_all(abstract, tensors, arch), tensors, arch, mesh)
 
 
-def _find_all(abstract: Params, tensors: TensorFiles | GivenTensors, arch: ModelArch) -> list[_Made]:
+def _find_all(abstract: Params, tensors: AnyTensors, arch: ModelArch) -> list[_Made]:
     return [_find(path, param, tensors, arch) for path, param in nnx.to_flat_state(abstract)]
 
 
-def _filled(plan: list[_Made], tensors: TensorFiles | GivenTensors, arch: ModelArch, mesh: Mesh) -> Params:
+def _filled(plan: list[_Made], tensors: AnyTensors, arch: ModelArch, mesh: Mesh) -> Params:
     """Reads what was found."""
     progress = Progress(sum(piece.numbers.nbytes for made in plan for piece in made.pieces))
     params: list[Any] = []
@@ -112,7 +114,7 @@ def _filled(plan: list[_Made], tensors: TensorFiles | GivenTensors, arch: ModelA
 def _find(
     path: tuple[Hashable, ...],
     param: nnx.Param[jax.Array],
-    tensors: TensorFiles | GgufTensors | GivenTensors,
+    tensors: AnyTensors,
     arch: ModelArch,
 ) -> _Made:
     """Says what the (abstract) parameter at `path` is made of; reads nothing."""

@@ -61,10 +61,10 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
     turns = [Request(f"turn {i}", [*shared, *rng.integers(3, vocab, 70).tolist()], greedy) for i in range(4)]
     script: list[list[Any]] = [each for turn in turns for each in ([turn], *[[]] * 20)]
     mailbox = ScriptedMailbox(script)
-    run_loop(new_scheduler(engine, radix=True), engine, mailbox, overlap=True)
+    run_loop(new_scheduler(engine, radix=True), engine, mailbox, depth=1)
     found["turns"] = outputs(mailbox, turns)
     found["cached"] = [ends(mailbox)[turn.request_id].cached_tokens for turn in turns]
-    states = engine._state.running
+    states = engine._runner.state.running
     assert states is not None
     found["shards"] = [list(array.addressable_shards[0].data.shape) for array in (states.matrices[0], states.inputs[0])]
     found["recompiles"] = engine.recompiles

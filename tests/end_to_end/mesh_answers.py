@@ -93,7 +93,7 @@ def answers(
     pages = re.compile(rf"= \w+\[{llm.engine.capacity.num_pages},[^=]* (?:copy|transpose|convert)\(")
     found["kv_copies"] = sum(
         len(pages.findall(done.compiled.as_text() or ""))
-        for key, done in llm.engine.compiled.compilations.items()
+        for key, done in whole(llm.engine).compiled.compilations.items()
         if key.kind == "forward"
     )
     if masked and not in_ranks:

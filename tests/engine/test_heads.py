@@ -204,7 +204,7 @@ def test_drafts_are_those_of_the_text_after_cached_prefixes_and_retraction(
 def test_drafts_are_those_of_the_text_after_a_load_from_host_memory(driver: HeadDriver) -> None:
     engine, scheduler = driver.engine, build_scheduler(driver.config, driver.engine)
     judges: dict[str, Judge] = {}
-    speculation = scheduler.state.speculation
+    speculation = scheduler.ranks[0].state.speculation
     assert isinstance(speculation, Speculating)
     speculation._drafter_of = lambda request: judges.setdefault(request.request_id, Judge(driver))
     speculation._costs = StepCosts()  # any number of drafts pays, however busy the machine is
@@ -213,7 +213,7 @@ def test_drafts_are_those_of_the_text_after_a_load_from_host_memory(driver: Head
     for turn in range(2):
         for i, chat in enumerate(chats):
             mailbox = ScriptedMailbox([[Request(f"{turn} {i}", chat.copy(), params)]])
-            run_loop(scheduler, engine, mailbox, True, pages=engine)
+            run_loop(scheduler, engine, mailbox, depth=1)
             chat += [*mailbox.output_ids(f"{turn} {i}"), 5, 6]
     assert scheduler.load(0).host.loaded_tokens > 80
     assert len(judges) == 16 and min(judge.judged for judge in judges.values()) > 0

@@ -108,9 +108,7 @@ class RankedMachine(ServingMachine):
         self.engine = FakeRanks(self.capacity, num_ranks)
         self.leak_check = LeakCheck(self.scheduler, clock=lambda: self.now_s)
         self.news: list[News] = []
-        self.control = Control(
-            self.scheduler, self.engine, self.leak_check, lambda: self.now_s, self.engine, loader=AtOnce()
-        )
+        self.control = Control(self.scheduler, self.engine, self.leak_check, lambda: self.now_s, loader=AtOnce())
         self.numbers = itertools.count()
         self.unanswered: set[int] = set()
         self.unread_allowed = int(overlap)
@@ -207,7 +205,7 @@ def ranked(sizes: Capacity, num_ranks: int, config: SchedulingConfig = Schedulin
 
 def serve(scheduler: Steps, sizes: Capacity, script: Sequence[Sequence[Request | Abort]]) -> ScriptedMailbox:
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeRanks(sizes, len(scheduler.ranks)), mailbox, overlap=True)
+    run_loop(scheduler, FakeRanks(sizes, len(scheduler.ranks)), mailbox, depth=1)
     assert scheduler.is_idle and not scheduler.leaks()
     return mailbox
 

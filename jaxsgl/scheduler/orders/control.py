@@ -207,7 +207,7 @@ class _Pause:
 
     def after_turn(self, collected: bool) -> bool:
         """Completes the pause once nothing is in flight: each turn launches nothing and collects a step."""
-        if self._scheduler.state.steps_in_flight:
+        if self._scheduler.steps_in_flight:
             return True
         if self.command.mode is PauseMode.RETRACT:
             self._scheduler.retract_all()
@@ -237,7 +237,7 @@ class _Flush:
     def after_turn(self, collected: bool) -> bool:
         """Flushes if nothing is in the way; gives up at the deadline, or if a pause keeps requests from ending."""
         obstacle = self._obstacle()
-        is_pausing = bool(self._scheduler.state.steps_in_flight)  # the pause is to give pages back
+        is_pausing = bool(self._scheduler.steps_in_flight)  # the pause is to give pages back
         waits = is_pausing if self._scheduler.is_paused else self._clock() < self._deadline_s
         if obstacle is not None and waits:
             return True

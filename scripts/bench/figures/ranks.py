@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from bench.output import figure_parser, write_figures
 from bench.simulation.engine import Clock
 from bench.simulation.run import Clients
-
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
@@ -27,6 +27,7 @@ from jaxsgl.bench.traces import DEFAULTS, TraceConfig, made_up
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.ranks import RankedScheduler
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.served_engine import StepsOnly
 from jaxsgl.scheduler.serving import AnyScheduler
 
 VOCAB_SIZE, PAGE_SIZE, CONTEXT = 32_000, 16, 4096
@@ -86,7 +87,7 @@ def served(trace: TraceConfig, num_ranks: int, seed: int, step_s: float, token_s
     ranks = [Scheduler(sizes, BucketSet.derive(sizes), (), clock=lambda: clock.now_s) for _ in range(num_ranks)]
     scheduler: AnyScheduler = ranks[0] if num_ranks == 1 else RankedScheduler(ranks, clock=lambda: clock.now_s)
     clients = Clients(made_up(trace, seed), clock, VOCAB_SIZE)
-    run_loop(scheduler, TimedEngine(clock, step_s, token_s / num_ranks), clients, overlap=True)
+    run_loop(scheduler, StepsOnly(TimedEngine(clock, step_s, token_s / num_ranks)), clients, depth=1)
     totals = scheduler.load(0).totals
     real = totals.extend_tokens + totals.decode_rows
     return {
