@@ -26,6 +26,7 @@ from jaxsgl.batch.engine_api import PageEngine
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.joint import common_bucket, joined
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs, by_rank
+from jaxsgl.cache.pages import full_pages
 from jaxsgl.cache.prefix import namespace_of
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.orders import Abort
@@ -144,7 +145,7 @@ class RankedScheduler:
         cached = [rank.cache.peek(ids, namespace).num_pages for rank in self.ranks]
         loads = [rank.place_load for rank in self.ranks]
         busy = [(rank.num_pending_tokens, load.num_requests) for rank, load in zip(self.ranks, loads, strict=True)]
-        return placement.choose(len(ids) // self._capacity.page_size, cached, loads, busy)
+        return placement.choose(full_pages(len(ids), self._capacity.page_size), cached, loads, busy)
 
     def launch(self) -> StepInputs | None:
         """Decides the next step of all ranks and counts it as launched; None if no rank has anything to do."""

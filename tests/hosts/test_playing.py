@@ -115,8 +115,8 @@ def test_what_is_decoded_is_what_was_encoded() -> None:
             np.testing.assert_array_equal(mine, theirs)
 
 
-def test_a_call_has_all_that_a_step_has_but_images_which_flags_refuse() -> None:
-    assert {*Step.__struct_fields__, "encodes"} == {field.name for field in dataclasses.fields(StepInputs)}
+def test_a_call_has_all_that_a_step_has_but_images_and_ranks_which_flags_refuse() -> None:
+    assert {*Step.__struct_fields__, "encodes", "of_ranks"} == {field.name for field in dataclasses.fields(StepInputs)}
 
 
 def test_arrays_that_go_beyond_what_came_or_hold_objects_are_refused() -> None:
