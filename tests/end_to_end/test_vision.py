@@ -109,7 +109,7 @@ def step_logits(engine: Engine, inputs: Any) -> np.ndarray:
     (forward,) = engine.programs.of(inputs.bucket)
     for changes in inputs.table_changes:
         engine._state = engine._state._replace(page_table=engine.programs.set_pages(engine._state.page_table, changes))
-    out = forward(engine._params, engine._state, inputs.packed)
+    out = engine._forward(forward, inputs)
     engine._state = out.state
     return np.asarray(out.logits)[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,7 +15,7 @@ from tests.checkpoints import load_reference, make_checkpoint
 NUM_LAYERS = 2
 
 
-def write_next_layer(kind: str, folder: Path, **changes: object) -> PlainNextLayer:
+def write_next_layer(kind: str, folder: Path, **changes: Any) -> PlainNextLayer:
     """Writes a checkpoint of `kind` whose next layer is that of another one with another seed."""
     model = make_checkpoint(kind, folder / "model", seed=3, num_hidden_layers=NUM_LAYERS, **changes)
     other = make_checkpoint(kind, folder / "other", seed=4, num_hidden_layers=NUM_LAYERS, **changes)

@@ -47,6 +47,7 @@ from tests.scheduler.drafters import Asking
 from tests.scheduler.memory_wire import Network
 from tests.scheduler.sides import PREFILL, Worker, at, run
 
+pytestmark = pytest.mark.timeout(1200)
 PROMPTS = {0: list(range(3, 20)), 1: [7, 8], 2: [9, 8, 7, 6, 5, 4, 3, 30], 3: list(range(90, 70, -1))}
 NUM_DRAFTS = 3
 HEADS = ("specforge", "glm4_moe", "speculators", "deepseek_v3")
@@ -224,7 +225,7 @@ def test_drafts_are_those_of_the_text_after_a_load_from_host_memory(driver: Head
     assert len(judges) == 16 and min(judge.judged for judge in judges.values()) > 0
 
 
-@pytest.mark.skipif(IS_SHARED, reason="by night: another engine")
+@pytest.mark.skipif(not NIGHTLY or IS_SHARED, reason="by night: another engine")
 def test_drafts_are_those_of_the_text_after_another_server_computed_the_prompt(driver: HeadDriver) -> None:
     """The pages that travel have the head's layers: the state of the prompt's last token, too."""
     engines = Engine(driver.config, progress=False, moves_pages=True), driver.engine
