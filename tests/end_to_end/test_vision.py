@@ -104,14 +104,8 @@ def test_logits_of_prompts_cut_at_each_token_of_an_image(served: tuple[Engine, A
 
 def step_logits(engine: Engine, inputs: Any) -> np.ndarray:
     """Logits `[V]` of the step's first sequence."""
-    for call in inputs.encodes:
-        engine._encode(call)
     (forward,) = engine.programs.of(inputs.bucket)
-    for changes in inputs.table_changes:
-        engine._state = engine._state._replace(page_table=engine.programs.set_pages(engine._state.page_table, changes))
-    out = engine._forward(forward, inputs)
-    engine._state = out.state
-    return np.asarray(out.logits)[0]
+    return np.asarray(engine._forward(forward, inputs).logits)[0]
 
 
 def test_an_image_is_encoded_once_and_a_second_turn_computes_new_tokens_only(served: tuple[Engine, Any]) -> None:
