@@ -195,7 +195,7 @@ def serving_of(config: EngineConfig, engine: AnyEngine, scheduler: AnyScheduler)
         layout.dtype,
         layout.page_shape,
         layout.page_bytes,
-        f"{engine.arch.name} with norms {norms_digest(engine.weight_store.params):08x}",
+        _weights_name(config, engine),
         0 if tower is None else tower.row_bytes,
         flags.disaggregation_transfer_backend,
     )
@@ -210,6 +210,15 @@ def serving_of(config: EngineConfig, engine: AnyEngine, scheduler: AnyScheduler)
     )
     kind = PrefillSide if is_prefill else DecodeSide
     return kind(scheduler, wire, layout, limits, lambda: engine.weight_store.weight_version)
+
+
+def _weights_name(config: EngineConfig, engine: Engine) -> str:
+    """Of the model, and of what drafts for it: its part of a page is of use to the same weights alone."""
+    name = f"{engine.arch.name} with norms {norms_digest(engine.weight_store.params):08x}"
+    if not config.speculation.is_from_weights:
+        return name
+    drafting = engine.programs.spec.drafting
+    return f"{name} and {config.speculation.speculative_algorithm} with norms {norms_digest(drafting.params):08x}"
 
 
 def norms_digest(params: Params) -> int:

@@ -59,7 +59,6 @@ def test_the_page_size_is_a_word_or_a_number(capsys: pytest.CaptureFixture[str])
         ),
         (["--speculative-algorithm", "STANDALONE"], "with --speculative-draft-model-path"),
         (["--speculative-algorithm", "EAGLE3", "--model", "m"], "with --speculative-draft-model-path"),
-        (["--speculative-algorithm", "EAGLE3", "--disaggregation-mode", "decode"], "does not go with --disaggregation"),
         (
             ["--speculative-algorithm", "NGRAM", "--speculative-draft-model-path", "m"],
             "goes with --speculative-algorithm EAGLE3 or STANDALONE",

@@ -451,20 +451,15 @@ class EngineConfig:
                     f"--speculative-algorithm {algorithm} drafts with weights of its own: name their folder or hub id "
                     "with --speculative-draft-model-path"
                 )
-        if speculation.is_from_weights and self.disaggregation.is_on:
-            raise ConfigError(
-                f"--speculative-algorithm {algorithm} does not go with --disaggregation-mode yet: give NGRAM or "
-                "SUFFIX to the decode servers"
-            )
         if self.decode_steps > 1:
             raise ConfigError(
                 f"--decode-steps {self.decode_steps} decodes several tokens before one is read, and "
                 "--speculative-algorithm reads each step's: give one of them"
             )
-        if self.disaggregation.disaggregation_mode == "prefill":
+        if self.disaggregation.disaggregation_mode == "prefill" and not speculation.is_from_weights:
             raise ConfigError(
-                "--speculative-algorithm guesses tokens of answers, of which a prefill server generates none: give it "
-                "to the decode servers"
+                f"--speculative-algorithm {algorithm} guesses tokens of answers, of which a prefill server generates "
+                "none: give it to the decode servers"
             )
         if self.is_embedding:
             raise ConfigError("--speculative-algorithm guesses tokens, but --is-embedding generates none: give one")

@@ -106,6 +106,5 @@ def first_logits(engine: Engine, prompt: list[int]) -> np.ndarray:
     scheduler.receive([Request("r", prompt, SamplingParams(temperature=0.0, max_tokens=1))])
     while (inputs := scheduler.launch()) is not None:
         (forward,) = engine.programs.of(inputs.bucket)
-        out = forward(engine._params, engine._runner.state, inputs.packed)
-        engine._runner.state = out.state
+        out = engine._runner.forward(forward, inputs)
     return np.asarray(out.logits)[0]

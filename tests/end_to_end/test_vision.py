@@ -104,16 +104,8 @@ def test_logits_of_prompts_cut_at_each_token_of_an_image(served: tuple[Engine, A
 
 def step_logits(engine: Engine, inputs: Any) -> np.ndarray:
     """Logits `[V]` of the step's first sequence."""
-    for call in inputs.encodes:
-        engine._runner.encode(call)
     (forward,) = engine.programs.of(inputs.bucket)
-    for changes in inputs.table_changes:
-        engine._runner.state = engine._runner.state._replace(
-            page_table=engine.programs.set_pages(engine._runner.state.page_table, changes)
-        )
-    out = forward(engine._params, engine._runner.state, inputs.packed)
-    engine._runner.state = out.state
-    return np.asarray(out.logits)[0]
+    return np.asarray(engine._runner.forward(forward, inputs).logits)[0]
 
 
 def test_an_image_is_encoded_once_and_a_second_turn_computes_new_tokens_only(served: tuple[Engine, Any]) -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from msgspec.structs import replace as changed
 
 from jaxsgl.batch.build import Work
 from jaxsgl.batch.inputs import StepInputs
@@ -24,11 +25,13 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import HostKvConfig, SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError, StartupError
+from jaxsgl.frontend.legs import leg_sampling
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.eagle import EagleArch
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.speculation.drafter import drafts_nothing
 from jaxsgl.scheduler.speculation.pace import StepCosts
 from jaxsgl.scheduler.speculation.speculation import Speculating
 from jaxsgl.testing.engine import ScriptedMailbox
@@ -41,7 +44,10 @@ from tests.engine.next_layers import PlainNextLayer, write_next_layer
 from tests.grids import NIGHTLY
 from tests.plain_model import causal_attend
 from tests.scheduler.drafters import Asking
+from tests.scheduler.memory_wire import Network
+from tests.scheduler.sides import PREFILL, Worker, at, run
 
+pytestmark = pytest.mark.timeout(1200)
 PROMPTS = {0: list(range(3, 20)), 1: [7, 8], 2: [9, 8, 7, 6, 5, 4, 3, 30], 3: list(range(90, 70, -1))}
 NUM_DRAFTS = 3
 HEADS = ("specforge", "glm4_moe", "speculators", "deepseek_v3")
@@ -217,6 +223,32 @@ def test_drafts_are_those_of_the_text_after_a_load_from_host_memory(driver: Head
             chat += [*mailbox.output_ids(f"{turn} {i}"), 5, 6]
     assert scheduler.load(0).host.loaded_tokens > 80
     assert len(judges) == 16 and min(judge.judged for judge in judges.values()) > 0
+
+
+@pytest.mark.skipif(not NIGHTLY or IS_SHARED, reason="by night: another engine")
+def test_drafts_are_those_of_the_text_after_another_server_computed_the_prompt(driver: HeadDriver) -> None:
+    """The pages that travel have the head's layers: the state of the prompt's last token, too."""
+    engines = Engine(driver.config, progress=False, moves_pages=True), driver.engine
+    network, judges = Network(), dict[str, Judge]()
+    prefill, decode = (
+        Worker(network, address, engine.capacity, engine=engine, overlap=False, drafter_of=drafter_of)
+        for address, engine, drafter_of in (
+            (PREFILL, engines[0], drafts_nothing),
+            (None, engines[1], lambda request: judges.setdefault(request.request_id, Judge(driver))),
+        )
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    asked = [Request(str(row), prompt, params) for row, prompt in PROMPTS.items()]
+    for number, request in enumerate(asked):
+        prefill.receive(changed(at(request, number), sampling=leg_sampling(params, "prefill")))
+        decode.receive(at(request, number))
+    run(network, prefill, decode)
+    own = serve(driver.engine, [asked])
+    assert [decode.outputs[request.request_id, 0] for request in asked] == outputs(own, asked)
+    assert len(judges) == len(asked) and min(judge.judged for judge in judges.values()) > 2
+    for worker in (prefill, decode):
+        worker.check_empty()
+    engines[0].close()
 
 
 @pytest.mark.skipif(not NIGHTLY or IS_SHARED, reason="by night; the tests above in a process with two devices")

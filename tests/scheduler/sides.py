@@ -30,6 +30,9 @@ PREFILL = ("prefill", 8998)
 class Worker:
     """A side, its scheduler, engine and wire, driven turn by turn as the loop does.
 
+    Args:
+      engine: a real one in a fake one's place, of `sizes`; its weights have no version.
+
     Attributes:
       outputs, prompt_logprobs: what clients got, by sample and by request.
       ended: how each sample ended, or why its request was refused.
@@ -46,19 +49,21 @@ class Worker:
         max_rooms: int = 1000,
         overlap: bool = True,
         tier: HostTier | None = None,
+        engine: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.engine = FakeEngine(sizes)
+        self.engine = engine or FakeEngine(sizes)
+        buckets = engine.buckets if engine else BucketSet.derive(sizes)
         self.wire = MemoryWire(network, address)
         layout = self.engine.page_layout
         self.tier, self.holds_gathers = tier, False
         if tier is not None:
             kwargs |= {"tier": tier, "loads": LoadRule(0.0, 5.0, least_tokens=1)}
-        self.scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), kwargs.pop("eos", ()), clock=clock, **kwargs)
+        self.scheduler = CheckedScheduler(sizes, buckets, kwargs.pop("eos", ()), clock=clock, **kwargs)
         kind = DecodeSide if address is None else PrefillSide
         limits = RoomLimits(layout.page_bytes, staging_pages * layout.page_bytes, max_rooms, 30.0)
         self.side: DecodeSide | PrefillSide = kind(
-            self.scheduler, self.wire, layout, limits, lambda: self.engine.weight_version, clock
+            self.scheduler, self.wire, layout, limits, lambda: getattr(self.engine, "weight_version", ""), clock
         )
         self.sizes, self.clock = sizes, clock
         self.last_turn_s: float | None = None

@@ -168,7 +168,7 @@ class Speculating(Speculation):
 
     def asking(self, inputs: StepInputs, reqs: Sequence[Req]) -> StepInputs:
         """See `Speculation`."""
-        asks = any(req.drafter.asks and not req.sampling.penalizes for req in reqs)
+        asks = any(req.drafter.asks and req.num_left > 1 and not req.sampling.penalizes for req in reqs)
         may = inputs.bucket.num_steps == 1 and self._room(len(reqs)) > 0
         return replace(inputs, drafts=True) if asks and may else inputs
 
