@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.config.engine import EngineConfig, Limits
-from jaxsgl.config.features import DisaggregationConfig
+from jaxsgl.config.engine import EngineConfig, Limits, SchedulingConfig
+from jaxsgl.config.features import DisaggregationConfig, HostKvConfig, LoraConfig, SpeculationConfig
 from jaxsgl.config.flags import add_flags, from_flags, public_flags
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, InvalidRequest
@@ -257,3 +257,29 @@ def test_a_secret_that_others_can_read_or_guess_is_refused(tmp_path: Path, text:
         DisaggregationConfig(disaggregation_secret_file=str(tmp_path / "missing")).read_secret()
     with pytest.raises(ConfigError, match="not a regular file"):
         DisaggregationConfig(disaggregation_secret_file="/dev/null").read_secret()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"tp": 8, "dp_size": 3}, "give --tp 9"),
+        ({"max_running_requests": 3}, "give 4 or more"),
+        ({"decode_steps": 2}, "--decode-steps"),
+        ({"scheduling": SchedulingConfig(max_itl_ms=50)}, "--max-itl-ms"),
+        ({"speculation": SpeculationConfig("NGRAM")}, "--speculative-algorithm"),
+        ({"host_kv": HostKvConfig(host_kv_gib=1)}, "--host-kv-gib"),
+        ({"lora": LoraConfig(enable_lora=True)}, "--enable-lora"),
+    ],
+)
+def test_ranks_refuse_what_they_can_not_divide(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(**{"tp": 4, "dp_size": 4, "enable_dp_attention": True, **flags})
+
+
+def test_dp_size_means_ranks_of_one_engine_or_replicas() -> None:
+    replicas = ServerConfig(EngineConfig(tp=2, dp_size=4))
+    assert (replicas.num_replicas, replicas.engine.num_ranks) == (4, 1)
+    assert replicas.engine_of(3).device_ids == (6, 7) and replicas.engine_of(3).dp_size == 1
+    ranks = ServerConfig(EngineConfig(tp=8, dp_size=4, enable_dp_attention=True))
+    assert (ranks.num_replicas, ranks.engine.num_ranks) == (1, 4)
+    assert ranks.engine_of(0) == ranks.engine

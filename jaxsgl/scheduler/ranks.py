@@ -160,6 +160,8 @@ class RankedScheduler:
         inputs = joined(bucket, batches, self._capacity.num_rows, self._capacity.vocab_size)
         self._in_flight.append(inputs)
         self._stopwatch.launched(bucket)
+        for rank in self.ranks:  # with --decode-first the next step decodes, whichever rank has extended
+            rank.state.extended_last = bucket.kind != "decode"
         self._count(inputs)
         return inputs
 

@@ -78,7 +78,8 @@ def answers(
     in_ranks = flags.get("enable_dp_attention", False)
     if in_ranks:
         speculation = SpeculationConfig()
-    llm = LLM(folder, **FLAGS, scheduling=SchedulingConfig(enable_mixed_chunk=True), speculation=speculation, **flags)
+    scheduling = SchedulingConfig(enable_mixed_chunk=True)
+    llm = LLM(folder, **{**FLAGS, **flags}, scheduling=scheduling, speculation=speculation)
     requests = REQUESTS[:3] if only_greedy else [*REQUESTS, *(MASKED if masked else [])]
     prompts, params = (list(each) for each in zip(*requests, strict=True))
     found: dict[str, Any] = {

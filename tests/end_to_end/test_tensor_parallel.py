@@ -43,6 +43,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     **EXPERTS,
 }
+# Further kinds in ranks: with groups of experts, and with sinks, windows and biases.
+IN_RANKS: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"n_routed_experts": 16, "vocab_size": 201},
+    "gpt_oss": {"num_local_experts": 8},
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ NIGHTLY_CASES = [
     Case("qwen3", 2, flags=(("quantization", "fp8"), ("kv_cache_dtype", "fp8_e4m3"))),
     *(
         Case(kind, 8, ep, masked=True, ranks=ranks)
-        for kind in (*EXPERTS, "deepseek_v3")
+        for kind in (*EXPERTS, *IN_RANKS, "deepseek_v3")
         for ranks in (2, 4, 8)
         for ep in (False, True)
     ),
@@ -108,7 +113,7 @@ def answers_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-OF_KINDS = [[case for case in NIGHTLY_CASES if case.kind == kind] for kind in KINDS]
+OF_KINDS = [[case for case in NIGHTLY_CASES if case.kind == kind] for kind in (*KINDS, *IN_RANKS)]
 
 
 @pytest.mark.timeout(1800 if NIGHTLY else 900)
@@ -116,7 +121,7 @@ OF_KINDS = [[case for case in NIGHTLY_CASES if case.kind == kind] for kind in KI
 def test_devices_that_share_a_model_give_the_answers_of_one(cases: list[Case], tmp_path: Path) -> None:
     """With overlap, mixed steps, chunks and retraction: greedy, sampled and edited tokens, and scores."""
     folder = {
-        (kind, seed): str(make_checkpoint(kind, tmp_path / f"{kind} {seed}", seed=seed, **KINDS[kind]))
+        (kind, seed): str(make_checkpoint(kind, tmp_path / f"{kind} {seed}", seed=seed, **(KINDS | IN_RANKS)[kind]))
         for kind in dict.fromkeys(each.kind for each in cases)
         for seed in (0, 1)
     }
@@ -142,7 +147,8 @@ def test_devices_that_share_a_model_give_the_answers_of_one(cases: list[Case], t
 def flags_of(case: Case) -> dict[str, Any]:
     if case.ranks == 1:
         return {"tp": case.tp, "ep": case.ep}
-    return {"tp": case.tp, "ep": case.ep, "dp_size": case.ranks, "enable_dp_attention": True}
+    of_all = {"max_running_requests": 2 * case.ranks, "max_total_tokens": 200 * case.ranks}  # a rank has its part
+    return {"tp": case.tp, "ep": case.ep, "dp_size": case.ranks, "enable_dp_attention": True, **of_all}
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="two servers for each kind; by night")

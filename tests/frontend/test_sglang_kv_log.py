@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from played_link import PlayedLink
 
@@ -64,6 +65,27 @@ def test_numbers_start_at_1_and_go_on() -> None:
         assert await follow(log, engine) == [4], "a snapshot has the number of the last batch that it includes"
         engine.tell(13)
         assert page_of(log, 5) == 13
+
+    asyncio.run(scenario())
+
+
+def test_ranks_of_one_engine_answer_and_report_each_for_itself() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        engine.link._info = msgspec.structs.replace(INFO, num_ranks=2)
+        log = KvLog(engine.all)
+        asking = asyncio.ensure_future(log.snapshot())
+        await asyncio.sleep(0)
+        command = engine.link.sent.pop()
+        assert isinstance(command, WatchCache)
+        engine.link.receive(CacheEvents([PagesStored([10], [10, 10], None)], command.number, rank=0))
+        await asyncio.sleep(0)
+        assert not asking.done(), "a rank has not answered yet"
+        engine.link.receive(CacheEvents([PagesStored([20], [20, 20], None)], command.number, rank=1))
+        assert [chunk.dp_rank for chunk in await asking] == [0, 1]
+        engine.link.receive(CacheEvents([PagesRemoved([20])], rank=1))
+        batch = log.get(log.last)
+        assert batch is not None and batch.dp_rank == 1
 
     asyncio.run(scenario())
 

@@ -24,6 +24,7 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.bench.requests import OUTPUT_TOKEN
 from jaxsgl.bench.traces import DEFAULTS, TraceConfig, made_up
+from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.ranks import RankedScheduler
 from jaxsgl.scheduler.scheduler import Scheduler
@@ -79,12 +80,15 @@ class TimedEngine:
         """Does nothing."""
 
 
-def served(trace: TraceConfig, num_ranks: int, seed: int, step_s: float, token_s: float) -> dict[str, float]:
+def served(
+    trace: TraceConfig, num_ranks: int, config: SchedulingConfig, seed: int, step_s: float, token_s: float
+) -> dict[str, float]:
     """Padded tokens for each real one, and the share of prompt tokens that was cached."""
     clock = Clock()
     num_pages = POOL_TOKENS // PAGE_SIZE // num_ranks + 1
     sizes = Capacity(PAGE_SIZE, num_pages, ROWS // num_ranks, CONTEXT, CHUNK // num_ranks, VOCAB_SIZE)
-    ranks = [Scheduler(sizes, BucketSet.derive(sizes), (), clock=lambda: clock.now_s) for _ in range(num_ranks)]
+    buckets = BucketSet.derive(sizes)
+    ranks = [Scheduler(sizes, buckets, (), config, clock=lambda: clock.now_s) for _ in range(num_ranks)]
     scheduler: AnyScheduler = ranks[0] if num_ranks == 1 else RankedScheduler(ranks, clock=lambda: clock.now_s)
     clients = Clients(made_up(trace, seed), clock, VOCAB_SIZE)
     run_loop(scheduler, StepsOnly(TimedEngine(clock, step_s, token_s / num_ranks)), clients, depth=1)
@@ -106,11 +110,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--request-rate", type=float, default=40.0, help="arrivals a second (default 40)")
     parser.add_argument("--step-us", type=float, default=8000.0, help="of each step (default 8000)")
     parser.add_argument("--token-us", type=float, default=5.0, help="of each token, on all devices (default 5)")
+    parser.add_argument("--decode-first", action="store_true", help="as of jaxsgl.serve")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     trace = TraceConfig(trace=args.trace, num_prompts=args.num_prompts, request_rate=args.request_rate)
+    config = SchedulingConfig(decode_first=args.decode_first)
     found = {
-        name: served(trace, count, args.seed, args.step_us * 1e-6, args.token_us * 1e-6)
+        name: served(trace, count, config, args.seed, args.step_us * 1e-6, args.token_us * 1e-6)
         for name, count in (("one rank", 1), (f"{args.ranks} ranks", args.ranks))
     }
     for name, figures in found.items():

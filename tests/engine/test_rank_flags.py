@@ -1,0 +1,44 @@
+"""Models that ranks can't serve, or would serve no better, are refused with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.rank_flags import check_rank_flags
+from jaxsgl.engine.weight_store import read_arch
+from jaxsgl.errors import ConfigError
+from tests.checkpoints import make_checkpoint
+
+SIZES: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 64, "vocab_size": 200}
+
+
+def check(folder: Path, tp: int, ranks: int) -> None:
+    config = EngineConfig(model=str(folder), tp=tp, dp_size=ranks, enable_dp_attention=True)
+    check_rank_flags(config, read_arch(config, folder))
+
+
+def test_a_dense_model_whose_heads_suffice_gains_nothing(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path, **SIZES)
+    with pytest.raises(ConfigError, match=r"gains nothing.*--dp-size alone means whole replicas"):
+        check(folder, tp=4, ranks=2)
+    check(folder, tp=8, ranks=2)  # its four heads would have two copies each
+
+
+def test_a_mixture_and_latents_may_have_ranks(tmp_path: Path) -> None:
+    check(make_checkpoint("qwen3_moe", tmp_path / "moe", num_experts=8), tp=2, ranks=2)
+    check(make_checkpoint("deepseek_v3", tmp_path / "latent"), tp=4, ranks=4)
+
+
+def test_states_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keeps states"):
+        check(make_checkpoint("qwen3_5", tmp_path), tp=2, ranks=2)
+
+
+def test_sizes_that_devices_can_not_share_are_refused_with_those_that_can(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path, **{**SIZES, "intermediate_size": 72})
+    with pytest.raises(ConfigError, match=r"16 devices can't share .* 72 units in an MLP: give --tp 2, 4 or 8"):
+        check(folder, tp=16, ranks=2)
