@@ -1,7 +1,7 @@
 """The documents that the bundled model is trained on and measured with: turns in chat markup, and plain completions.
 
 A `Document` is a list of pieces; the model must produce the pieces with a positive loss weight. Owns the markup and the
-loss weights. Never knows models or training. Called by `train_tiny.py`.
+loss weights. Never knows models or training. Called by `make/model.py`.
 """
 
 from __future__ import annotations

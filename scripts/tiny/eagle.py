@@ -4,7 +4,7 @@ A head drafts tokens from what its model computed (EAGLE-3, arXiv 2503.01840). F
 token i and three residual streams of the model at token i - 1, the newest that there are; for token i + 2 its own
 output takes their place, and so on. It is stored in SpecForge's format. As in serving, the first token of a text, which
 has no streams before it, is a key and a value of zeros. Never knows corpora or serving, and shares no code with the
-engine. Called by `train_eagle.py`.
+engine. Called by `make/head.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns the checkpoint in Hugging Face's layout. Never knows corpora, optimizers or serving: this forward pass is dense and
 batched for training. It shares no code with the engine's paged one, so that the two check each other. Called by
-`train_tiny.py`.
+`make/model.py`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ descent alone would need more tokens to find that than this whole training has, 
 heads. All weights are trained afterwards.
 
 The residual stream has four parts at first: the token, a constant, the token before, and the token before that one.
-Owns only these numbers. Called by `train_tiny.py`.
+Owns only these numbers. Called by `make/model.py`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Train the EAGLE-3 head of the bundled model, or measure a trained one.
 
-    python scripts/train_eagle.py                 # minutes on 2 cores; writes jaxsgl/bundled_head
-    python scripts/train_eagle.py --evaluate      # how many drafts in a row are right, by skill, on unseen chats
+    python scripts/make head                 # minutes on 2 cores; writes jaxsgl/bundled_head
+    python scripts/make head --evaluate      # how many drafts in a row are right, by skill, on unseen chats
 
 Owns the recipe. The head learns the model's distribution of the next token on documents like those that trained the
-model (`train_tiny.py`), with its own output in the place of the model's streams for the later drafts of a chain, as in
+model (`make/model.py`), with its own output in the place of the model's streams for the later drafts of a chain, as in
 serving. All randomness is seeded. `--evaluate` follows expected texts without decoding, which greedy answers are where
 the model is right. Needs optax and safetensors in addition to what jaxsgl needs.
 """
@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from bench.output import command_parser, write_json
+from bench.output import figure_parser, write_figures
 from safetensors.flax import load_file
 from tiny import eagle, model
 from tiny.optimizer import make_optimizer
-from train_tiny import DRILL_FROM, FOLDER, SKILLS, Rows, encode, held_out, pack
+
+from make.model import DRILL_FROM, FOLDER, SKILLS, Rows, encode, held_out, pack
 
 OUT = FOLDER.parent / "bundled_head"
 SEED = 34
@@ -126,16 +127,15 @@ def evaluate(folder: Path, samples: int) -> dict[str, float]:
     return result
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Trains or measures, prints the figures and writes them."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="folder of the head to write or measure")
     parser.add_argument("--steps", type=int, default=STEPS, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=SEED, help="default %(default)s")
     parser.add_argument("--evaluate", action="store_true", help="measure the folder instead of training")
     parser.add_argument("--samples", type=int, default=20, help="documents per skill when measuring")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.evaluate:
         figures = evaluate(args.out, args.samples)
         for skill, tokens in figures.items():
@@ -143,9 +143,4 @@ def main() -> None:
     else:
         figures = train(args.out, args.steps, args.seed)
         print(figures)
-    if args.json:
-        write_json(args.json, figures)
-
-
-if __name__ == "__main__":
-    main()
+    write_figures(args.json, **figures)

@@ -1,7 +1,7 @@
 """Train the bundled model from scratch on generated text, or measure a trained one.
 
-    python scripts/train_tiny.py                 # 40 minutes on 2 shared cores; writes jaxsgl/bundled_model
-    python scripts/train_tiny.py --evaluate      # exact-match accuracy of each skill on unseen documents
+    python scripts/make model                 # 40 minutes on 2 shared cores; writes jaxsgl/bundled_model
+    python scripts/make model --evaluate      # exact-match accuracy of each skill on unseen documents
 
 Owns the recipe: mixture of documents, their packing into rows, optimizer, schedule. All randomness is seeded, and batch
 i depends on (seed, i) alone, so a killed run resumes with `--state` where it stopped. The first steps use rows of 256
@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from bench.output import command_parser, write_json
+from bench.output import figure_parser, write_figures
+from bench.processes import ROOT
 from safetensors.numpy import load_file, save_file
 from tiny import documents, model
 from tiny.corpus import SINGLE_TURN
@@ -31,7 +32,7 @@ from tiny.optimizer import make_optimizer
 from tiny.start_weights import init_params
 from tokenizers import Tokenizer
 
-FOLDER = Path(__file__).resolve().parent.parent / "jaxsgl" / "bundled_model"
+FOLDER = ROOT / "jaxsgl" / "bundled_model"
 SEED = 20
 STEPS = 1950
 DECAY_FROM = 1150  # from this step on the rates fall to zero
@@ -252,26 +253,20 @@ def evaluate(folder: Path, samples: int) -> dict[str, float]:
     return result
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Trains or measures, prints the figures and writes them."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="model folder to write or measure")
     parser.add_argument("--steps", type=int, default=STEPS, help="stop after this many (default: all %(default)s)")
     parser.add_argument("--seed", type=int, default=SEED, help="default %(default)s")
     parser.add_argument("--state", type=Path, metavar="FILE", help="keep the trainer's state here; resume from it")
     parser.add_argument("--evaluate", action="store_true", help="measure the folder instead of training")
     parser.add_argument("--samples", type=int, default=200, help="documents per skill when measuring")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.evaluate:
         figures = evaluate(args.out, args.samples)
         for skill, accuracy in figures.items():
             print(f"{skill:24} {accuracy:6.1%}")
     else:
         figures = train(args.out, args.steps, args.seed, args.state)
-    if args.json:
-        write_json(args.json, figures)
-
-
-if __name__ == "__main__":
-    main()
+    write_figures(args.json, **figures)
