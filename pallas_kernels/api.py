@@ -16,13 +16,16 @@ from pallas_kernels.choice import AUTO, AUTO_CHOICE, KernelChoice
 from pallas_kernels.dispatch import BACKEND_OF_NAME, Refusal, choose_backend, has_kernel
 from pallas_kernels.experts import ACTIVATIONS, Choices, Groups, sort_by_expert
 from pallas_kernels.kept_heads import widened
+from pallas_kernels.native import packed_product as packed_native
 from pallas_kernels.norm import Update, add_then_norm
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.order import is_order_fixed
+from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, Scale, check_pages, per_head_scale, to_format
 from pallas_kernels.qkv import FusedQkv, check_qkv
 from pallas_kernels.routing import Router, choose_by_xla
 from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows, rounded_rows
+from pallas_kernels.xla.grouped_product import packed_product as packed_in_xla
 from pallas_kernels.xla.store import store_pages
 
 _DEFAULTS = AttentionOptions()
@@ -423,6 +426,37 @@ def grouped_product(
     }
     chosen = choose_backend("grouped_product", backend, refusals, interpret=interpret)
     return ops[chosen.name](x, groups, weights, of_tokens, interpret)
+
+
+def grouped_packed_product(
+    x: jax.Array,
+    groups: Groups,
+    weights: PackedMatrix,
+    *,
+    of_tokens: bool = False,
+    dtype: str = "bfloat16",
+    row_bits: int = 16,
+    backend: str = "auto",
+) -> jax.Array:
+    """`grouped_product` with weights that are kept as small as they are published; `[M, out]` in x's dtype.
+
+    Args:
+        x, groups, of_tokens: as for `grouped_product`.
+        weights: `[E, out, in]`.
+        dtype: what floats become in products.
+        row_bits: of the integers that rows become where C++ multiplies int4.
+        backend: "native", "xla" or "auto".
+
+    Raises:
+        ValueError: another backend, or one that can't run here.
+    """
+    refusals: dict[str, Refusal] = {
+        "native": functools.partial(packed_native.refuse, x, weights),
+        "xla": lambda: None,
+    }
+    if choose_backend("grouped_product", backend, refusals).name == "xla":
+        return packed_in_xla(x, groups, weights, of_tokens, dtype)
+    return packed_native.grouped_product(x, groups, weights, of_tokens, dtype, row_bits)
 
 
 def gated_product(

@@ -18,6 +18,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, Precision, abstract_model, kv_cache_flag
 from jaxsgl.models.eagle import EagleArch, abstract_head
 from jaxsgl.weights import load_head, resolve_model_folder
+from jaxsgl.weights.converted import is_converted
 from jaxsgl.weights.sharding import model_on_devices
 
 
@@ -61,7 +62,9 @@ def _load_model(
     arch = ModelArch.from_folder(folder)
     check_draft_model(arch, target, context_length)
     arch = model_on_devices(arch.for_context(context_length), mesh.size, by_experts=False)
-    arch = as_kept(arch, precision.weights, platform)
+    if is_converted(folder):
+        arch = replace(arch, may_pack=False)
+    arch = as_kept(arch, precision.weights, platform, mesh.size)
     heads = kept_heads(platform, arch, mesh.size, states.page_size)
     kept = layer_states(arch, states.page_size, precision.kv, mesh.size, heads).layers
     is_alike = kept[0] == states.layers[0] and arch.kv_copies == target.kv_copies

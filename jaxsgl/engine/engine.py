@@ -128,7 +128,7 @@ class Engine:
             config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
         )
         dtype, activations, kv_dtype = precision
-        self.arch = as_kept(arch, dtype, platform, weight_only=config.weight_only)
+        self.arch = as_kept(arch, dtype, platform, mesh.size, weight_only=config.weight_only)
         graphdef, shapes = abstract_model(self.arch, dtype, activations)
         check_weights_fit(device, jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
         kv_scales = None

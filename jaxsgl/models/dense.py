@@ -94,7 +94,7 @@ class Decoder(Matrices):
         v, d = arch.vocab_rows, arch.hidden_size
         self.arch = arch
         self.activations = activations
-        fmt = arch.weight_format if arch.weight_format is not None and arch.weight_format.vocabulary else None
+        fmt = None if arch.weight_format is None else arch.weight_format.of_vocabulary
         self.declare("embedding", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
         self.layers = nnx.List([DecoderLayer(arch, spec, dtype) for spec in arch.layers])
         self.vectors = LayerVectors(arch, dtype)

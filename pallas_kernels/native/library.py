@@ -25,7 +25,12 @@ from pallas_kernels.target import processor_flags, processor_maker
 PAGED_ATTENTION, ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_rows_product"
 GROUPED_PRODUCT = "jaxsgl_grouped_product"
 INT8_PRODUCT, GROUPED_INT8_PRODUCT = "jaxsgl_int8_product", "jaxsgl_grouped_int8_product"
+GROUPED_INT4_PRODUCT, GROUPED_KEPT_PRODUCT = "jaxsgl_grouped_int4_product", "jaxsgl_grouped_kept_product"
 ROW_SUMS = "jaxsgl_row_sums"
+_TARGETS = (
+    PAGED_ATTENTION, ROWS_PRODUCT, GROUPED_PRODUCT, INT8_PRODUCT, GROUPED_INT8_PRODUCT, GROUPED_INT4_PRODUCT,
+    GROUPED_KEPT_PRODUCT, ROW_SUMS,
+)  # fmt: skip
 AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps products from using AMX
 
 _FOLDER = Path(__file__).parent
@@ -132,7 +137,7 @@ def tile_refusal(kernels: ctypes.CDLL) -> str | None:
 
 def _register(library: ctypes.CDLL, suffix: str = "") -> None:
     """Give XLA the library's functions, under their names and a suffix."""
-    for target in (PAGED_ATTENTION, ROWS_PRODUCT, GROUPED_PRODUCT, INT8_PRODUCT, GROUPED_INT8_PRODUCT, ROW_SUMS):
+    for target in _TARGETS:
         function = jax.ffi.pycapsule(getattr(library, target.removeprefix("jaxsgl_")))
         jax.ffi.register_ffi_target(f"{target}{suffix}", function, platform="cpu")
 

@@ -175,7 +175,7 @@ void MultiplyAll(xla::ffi::ThreadPool pool, const Product& p) {
 // The same as pieces of a grouped product (grouped_product.h).
 template <typename Number>
 struct Pieces {
-  using Weight = uint16_t;
+  using Product = jaxsgl::Product;
   static constexpr int64_t kMost = kMaxTokens, kRows = 4 * kShare;
 
   static int64_t Most(const Product&) { return kMost; }
