@@ -34,7 +34,7 @@ _TARGETS = (
 AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps products from using AMX
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("attention.cc", "product.cc", "product_int8.cc", "sums.cc"))
+_SOURCE = _FOLDER / "kernels.cc"
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
 _BFLOAT16 = "avx512_bf16"  # as Linux lists it among the processor's flags
@@ -162,7 +162,7 @@ def _compiled(compiler: str, flags: frozenset[str], folder: Path | None = None) 
         subprocess.SubprocessError: the compiler fails (its messages are in `stderr`) or takes too long.
     """
     version = _run(compiler, "--version")
-    texts = [path.read_text() for path in (*_SOURCES, *sorted(_FOLDER.glob("*.h")))]
+    texts = [_SOURCE.name, *(path.read_text() for path in sorted((*_FOLDER.glob("*.cc"), *_FOLDER.glob("*.h"))))]
     depends_on = (*texts, version, *_OPTIONS, metadata.version("jaxlib"), *sorted(flags))
     key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
     if folder is None:
@@ -174,7 +174,7 @@ def _compiled(compiler: str, flags: frozenset[str], folder: Path | None = None) 
         handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".unfinished")
         os.close(handle)
         try:
-            _run(compiler, *_OPTIONS, f"-isystem{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", unfinished)
+            _run(compiler, *_OPTIONS, f"-isystem{jax.ffi.include_dir()}", str(_SOURCE), "-o", unfinished)
             Path(unfinished).replace(path)
         finally:
             Path(unfinished).unlink(missing_ok=True)
