@@ -127,7 +127,8 @@ class EngineConfig:
         None,
         "quantize the weights of an unquantized checkpoint as they are loaded, with a scale for each output channel: "
         "int8 also the embedding and the output head, fp8 (e4m3) the layers only; int4 the layers in groups of 64 "
-        "inputs, and the rest in int8; quantized checkpoints need no flag, and any other value must be their method (docs/quantization.md)",
+        "inputs, and the rest in int8; quantized checkpoints need no flag, and any other value must be their method "
+        "(docs/quantization.md)",
         choices=QUANTIZATIONS,
         alias="-q",
     )

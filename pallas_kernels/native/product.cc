@@ -12,7 +12,6 @@
 #include <string_view>
 
 #include "grouped_product.h"
-#include "kept_weights.h"
 #include "product_float32.h"
 #include "tiles.h"
 
@@ -22,6 +21,7 @@
 #else
 #include "product_narrow.h"
 #endif
+#include "kept_weights.h"
 
 namespace ffi = xla::ffi;
 
