@@ -20,7 +20,9 @@ NUM_ROWS = [1, 2, 3, 7, 8, 9, 31, 300]
 SHAPES = [(32, 32, 0, False), (96, 1056, 0, True), (64, 160, 64, True), (1056, 256, 128, False)]  # group 0: one scale
 
 
-def int4_matrix(lead: tuple[int, ...], num_out: int, num_in: int, group: int, zeros: bool) -> tuple[np.ndarray, ...]:
+def int4_matrix(
+    lead: tuple[int, ...], num_out: int, num_in: int, group: int, zeros: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Numbers, scales and zeros."""
     rng = np.random.default_rng(num_out + num_in)
     num_groups = -(-num_in // group) if group else 1

@@ -138,7 +138,7 @@ PACKINGS = {
 
 @pytest.mark.parametrize("name", daily(list(PACKINGS), every=3))
 def test_a_cpu_packs_what_its_kernels_take_without_loss(name: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
     folder = quantize_folder(make_checkpoint("qwen3", tmp_path / "plain", **sizes), tmp_path / "stored", name)
     arch, plain = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant")
     assert arch.weight_format is not None
