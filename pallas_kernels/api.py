@@ -18,6 +18,7 @@ from pallas_kernels.kept_heads import widened
 from pallas_kernels.norm import Update, add_then_norm
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.order import is_order_fixed
+from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, Scale, check_pages, per_head_scale, to_format
 from pallas_kernels.qkv import FusedQkv, check_qkv
 from pallas_kernels.routing import Router, choose_by_xla
@@ -404,6 +405,34 @@ def grouped_product(
         "grouped_product", lambda each: each.grouped_product, backend, x, groups, weights, interpret=interpret
     )
     return multiply(x, groups, weights, of_tokens, interpret)
+
+
+def grouped_packed_product(
+    x: jax.Array,
+    groups: Groups,
+    weights: PackedMatrix,
+    *,
+    of_tokens: bool = False,
+    dtype: str = "bfloat16",
+    row_bits: int = 16,
+    backend: str = "auto",
+) -> jax.Array:
+    """`grouped_product` with weights that are kept as small as they are published; `[M, out]` in x's dtype.
+
+    Args:
+        x, groups, of_tokens: as for `grouped_product`.
+        weights: `[E, out, in]`.
+        dtype: what floats become in products.
+        row_bits: of the integers that rows become where C++ multiplies int4.
+        backend: "native", "xla" or "auto".
+
+    Raises:
+        ValueError: another backend, or one that can't run here.
+    """
+    multiply = choose_kernel(
+        "grouped_product", lambda each: each.grouped_packed_product, backend, x, weights, interpret=False
+    )
+    return multiply(x, groups, weights, of_tokens, dtype, row_bits)
 
 
 def gated_product(

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.experts import Groups
 from pallas_kernels.norm import Update
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.routing import Router
@@ -107,6 +108,16 @@ class GroupedProduct(Protocol):
 
     def __call__(self, x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
         """x `[T, in]` with `of_tokens`, else `[M, in]`, times weights `[E, out, in]`; `[M, out]` in `result_dtype`."""
+        ...
+
+
+class GroupedPackedProduct(Protocol):
+    """`grouped_packed_product` on one backend."""
+
+    def __call__(
+        self, x: jax.Array, groups: Groups, weights: PackedMatrix, of_tokens: bool, dtype: str, row_bits: int
+    ) -> jax.Array:
+        """As `GroupedProduct`, with packed weights; `[M, out]` in x's dtype."""
         ...
 
 
@@ -230,6 +241,8 @@ class Backend:
     """None where a store comes first."""
     ordered_product: Kernel[OrderedProduct] | None = None
     """None where the order of sums depends on the number of rows."""
+    grouped_packed_product: Kernel[GroupedPackedProduct] | None = None
+    """None where weights are not kept packed."""
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

@@ -32,7 +32,7 @@ BUNDLED_HEAD = str(Path(__file__).parents[1] / "bundled_head")  # of EAGLE-3
 AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
-QUANTIZATIONS = ("int8", "fp8", "awq", "gptq", "compressed-tensors", "modelopt")
+QUANTIZATIONS = ("int8", "int4", "fp8", "awq", "gptq", "compressed-tensors", "modelopt")
 DEFAULT_WEIGHT_VERSION = "default"  # SGLang's
 LOAD_FORMATS = ("auto", "dummy")
 GRAMMAR_BACKENDS = ("llguidance", "none")
@@ -129,8 +129,9 @@ class EngineConfig:
     quantization: str | None = flag(
         None,
         "quantize the weights of an unquantized checkpoint as they are loaded, with a scale for each output channel: "
-        "int8 also the embedding and the output head, fp8 (e4m3) the layers only; quantized checkpoints need no flag, "
-        "and any other value must be their method (docs/quantization.md)",
+        "int8 also the embedding and the output head, fp8 (e4m3) the layers only; int4 the layers in groups of 64 "
+        "inputs, and the rest in int8; quantized checkpoints need no flag, and any other value must be their method "
+        "(docs/quantization.md)",
         choices=QUANTIZATIONS,
         alias="-q",
     )

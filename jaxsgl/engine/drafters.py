@@ -115,7 +115,9 @@ def _load_model(target: _Target) -> Drafting:
     arch = ModelArch.from_folder(folder)
     check_draft_model(arch, target.arch, context_length)
     arch = model_on_devices(arch.for_context(context_length), mesh.size, by_experts=False)
-    arch = as_kept(arch, precision.weights, platform)
+    if is_converted(folder):
+        arch = replace(arch, may_pack=False)
+    arch = as_kept(arch, precision.weights, platform, mesh.size)
     heads = kept_heads(platform, arch, mesh.size, states.page_size)
     kept = layer_states(arch, states.page_size, precision.kv, mesh.size, heads).layers
     is_alike = kept[0] == states.layers[0] and arch.kv_copies == target.arch.kv_copies

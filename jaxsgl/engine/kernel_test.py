@@ -100,7 +100,7 @@ class KernelTester:
             self.platform,
             cpu_multiplies_bfloat16=cpu_multiplies_bfloat16,
         )
-        kept = as_kept(arch, precision.weights, self.platform, weight_only=config.weight_only)
+        kept = as_kept(arch, precision.weights, self.platform, config.num_devices, weight_only=config.weight_only)
         page_size, heads = choose_pages(config, arch, self.platform, config.tp)
         shapes = kernel_shapes(
             kept, precision, page_size, heads, config.tp, in_fixed_order=config.enable_deterministic_inference

@@ -101,7 +101,7 @@ def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: 
     in_fixed_order = asks_for_fixed_order(config, arch, platform, precision.weights)
     if in_fixed_order:
         check_kernels(verdicts)
-    kept = as_kept(arch, precision.weights, platform, weight_only=config.weight_only)
+    kept = as_kept(arch, precision.weights, platform, config.num_devices, weight_only=config.weight_only)
     tests_kernels = tester.platform is not None
     return Opened(folder, kept, kernels, verdicts, tests_kernels, meshes, jax_share, precision, in_fixed_order)
 

@@ -32,8 +32,9 @@ from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.messages.orders import MemoryTag
 from jaxsgl.models import ModelArch, Params
 from jaxsgl.models.arch import serve_as
-from jaxsgl.models.quantization import AT_LOAD, weight_format
+from jaxsgl.models.quantization import AT_LOAD, WeightFormat, weight_format
 from jaxsgl.weights import KvScales, load_kv_scales, load_params, random_params, resolve_model_folder
+from jaxsgl.weights.converted import is_converted
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
 from pallas_kernels.native import library as native_library
 
@@ -60,22 +61,33 @@ def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
         arch = dataclasses.replace(arch, vision=dataclasses.replace(arch.vision, has_tower=False))
     arch = arch.for_context(choose_context_length(config, arch))
     arch = model_on_devices(arch, config.tp, by_experts=config.ep, num_ranks=config.num_ranks)
+    if is_converted(folder) and (arch.weight_format or arch.expert_format) is not None:
+        arch = dataclasses.replace(arch, may_pack=False)
     return dataclasses.replace(arch, weight_format=weight_format(config.quantization, arch.weight_format))
 
 
-def as_kept(arch: ModelArch, dtype: jnp.dtype, platform: str, *, weight_only: bool = False) -> ModelArch:
-    """The model with its weights in the format in which the platform keeps them, beside others in `dtype`.
+def as_kept(
+    arch: ModelArch, dtype: jnp.dtype, platform: str, num_devices: int, *, weight_only: bool = False
+) -> ModelArch:
+    """The model with its weights in the format in which so many devices of the platform keep them.
+
+    Others are in `dtype`. One CPU packs them, if it has kernels for that.
 
     With `weight_only` no product with integers on a CPU rounds the activations, too.
 
     Raises `ConfigError` for experts that are to be quantized at load where no kernel multiplies them.
     """
     fmt = arch.weight_format
-    if fmt is None or platform == "gpu":
-        return arch
     if platform == "cpu":
         rounds_rows = not weight_only and native_library.multiplies_bytes()
-        return dataclasses.replace(arch, weight_format=fmt.on_cpu(dtype.name, rounds_rows=rounds_rows))
+        packs = arch.may_pack and num_devices == 1 and native_library.load() is None
+
+        def on_cpu(fmt: WeightFormat | None) -> WeightFormat | None:
+            return None if fmt is None else fmt.on_cpu(dtype.name, rounds_rows=rounds_rows, packs=packs)
+
+        return dataclasses.replace(arch, weight_format=on_cpu(fmt), expert_format=on_cpu(arch.expert_format))
+    if fmt is None or platform == "gpu":
+        return arch
     if arch.mixture is not None and fmt.method == AT_LOAD:
         raise ConfigError(f"{arch.name} has experts, which a {platform} can't quantize: leave --quantization out")
     return dataclasses.replace(arch, weight_format=dataclasses.replace(fmt, on_experts=False))
@@ -235,7 +247,8 @@ class EngineWeightStore:
     def _read(self, folder: Path) -> Staged:
         """Reads a folder, into host memory if there are weights on another device that must serve on if this fails."""
         platform = self._mesh.devices.flat[0].platform
-        arch = as_kept(read_arch(self._config, folder), self._dtype, platform, weight_only=self._config.weight_only)
+        arch = read_arch(self._config, folder)
+        arch = as_kept(arch, self._dtype, platform, self._mesh.size, weight_only=self._config.weight_only)
         _check_same_model(arch, self._arch, folder)
         if self._kv_scales is not None and not _equal_scales(load_kv_scales(folder, self._arch), self._kv_scales):
             raise CheckpointError(

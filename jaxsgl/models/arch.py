@@ -27,7 +27,12 @@ from jaxsgl.models.layer_config import read_layers
 from jaxsgl.models.layer_spec import WHOLE, DeltaNet, DenseMlp, Latent, LayerSpec, MoeMlp, Stage
 from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
-from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format, read_unquantized
+from jaxsgl.models.quantized_checkpoints import (
+    EXPERTS_IN_MXFP4,
+    has_quantized_experts,
+    read_format,
+    read_unquantized,
+)
 from jaxsgl.models.rope import RopeParams
 from jaxsgl.models.unserved import why_unserved
 from jaxsgl.models.vision.arch import VisionArch, read_vision
@@ -74,6 +79,9 @@ class ModelArch:
       weight_format: how matrices are quantized; None: not at all.
       stored_format: how the checkpoint has quantized its experts and what makes keys and values of a latent. They are
         dequantized as they are loaded, experts unless `weight_format.of_experts` says otherwise.
+      expert_format: how the checkpoint's experts are quantized where nothing else is (MXFP4). Unless it is packed, they
+        are dequantized as they are loaded.
+      may_pack: quantized matrices may be packed: the folder has them as they were published.
       kv_copies: each kv head of the checkpoint stands for so many consecutive ones of `num_kv_heads`, which are equal.
       by_experts: devices that share the model have whole experts, instead of a part of each one.
       vocab_padding: rows of embedding and head behind the vocabulary, so that devices have equally many.
@@ -118,6 +126,8 @@ class ModelArch:
     kv_cache_dtype: str | None = None
     weight_format: WeightFormat | None = None
     stored_format: WeightFormat | None = None
+    expert_format: WeightFormat | None = None
+    may_pack: bool = True
     kv_copies: int = 1
     by_experts: bool = False
     vocab_padding: int = 0
@@ -182,6 +192,8 @@ class ModelArch:
 
     def format_of(self, layer: LayerSpec, matrix: str) -> WeightFormat | None:
         """The format of a matrix of `layer`, by its name in `LayerSpec.matrices`."""
+        if matrix == "experts" and self.expert_format is not None and self.expert_format.packing:
+            return self.expert_format
         return None if matrix in layer.unquantized else self.weight_format
 
     @property
@@ -251,11 +263,14 @@ class ModelArch:
         spec = read_pooling(folder, config, arch.hidden_size, labels)
         spec = replace_struct(spec, made_for_it=spec.made_for_it or arch.head != "vocabulary")
         arch = replace(arch, folder_pooling=spec)
-        kv_cache_dtype, weight_format, unquantized = _read_quantization(config, folder / MODELOPT_FILE, arch)
+        kv_cache_dtype, weight_format, expert_format, unquantized = _read_quantization(
+            config, folder / MODELOPT_FILE, arch
+        )
         arch = replace(
             arch,
             kv_cache_dtype=kv_cache_dtype,
             weight_format=weight_format,
+            expert_format=expert_format,
             stored_format=weight_format if arch.mixture is not None or arch.latent is not None else None,
             layers=tuple(map(lambda spec, kept: replace(spec, unquantized=kept), arch.layers, unquantized)),
             next_layer=arch.next_layer and replace(arch.next_layer, unquantized=unquantized[-1]),
@@ -379,9 +394,9 @@ def _read_cap(config: ConfigFile, family: Family, key: str) -> float | None:
 
 def _read_quantization(
     config: ConfigFile, modelopt_path: Path, arch: ModelArch
-) -> tuple[str | None, WeightFormat | None, list[frozenset[str]]]:
-    """The KV cache that the checkpoint was calibrated for, how its weights stay quantized, and which of each layer
-    don't, the next one last.
+) -> tuple[str | None, WeightFormat | None, WeightFormat | None, list[frozenset[str]]]:
+    """The KV cache that the checkpoint was calibrated for, how its weights stay quantized, how its experts if it has
+    quantized nothing else, and which matrices of each layer don't, those of the next one last.
     """
     sources = [(config.path, config.get("quantization_config"))]
     if modelopt_path.is_file():
@@ -393,10 +408,12 @@ def _read_quantization(
     kv_cache = next(filter(None, (quantization.kv_cache_dtype(values) for _, values in told)), None)
     quantized = [each for each in told if quantization.weights_are_quantized(each[1])]
     layers = arch.layers if arch.next_layer is None else (*arch.layers, arch.next_layer)
+    expert_format = None
     for each in quantized:
-        if not (arch.mixture is not None and experts_are_decoded(each[1])):
-            return kv_cache, read_format(*each), read_unquantized(*each, layers)
-    return kv_cache, None, [frozenset()] * len(layers)
+        if arch.mixture is None or not has_quantized_experts(each[1]):
+            return kv_cache, read_format(*each), expert_format, read_unquantized(*each, layers)
+        expert_format = EXPERTS_IN_MXFP4
+    return kv_cache, None, expert_format, [frozenset()] * len(layers)
 
 
 def _read_dtype(*configs: ConfigFile) -> str:

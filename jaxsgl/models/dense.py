@@ -198,7 +198,7 @@ class Decoder(DecoderLayers):
     def __init__(self, arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:
         super().__init__(arch, dtype, activations)
         v, d = arch.vocab_rows, arch.hidden_size
-        fmt = arch.weight_format if arch.weight_format is not None and arch.weight_format.vocabulary else None
+        fmt = None if arch.weight_format is None else arch.weight_format.of_vocabulary
         if arch.has_embedding:
             self.declare("embedding", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
         if arch.head == "labels":

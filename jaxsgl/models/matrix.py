@@ -3,7 +3,8 @@
 A quantized matrix `down` has sibling parameters: `down` holds the numbers `[..., in]`, `down_scale` the scales
 `[..., G]` in float32, one for each group of inputs of an output. Some formats add `down_zero` `[..., G]`, what stands
 for zero, and `down_order` `[in]`, which input each column multiplies. A weight is `(number - zero) * scale`. A matrix
-that is not quantized is one parameter, as ever.
+that is not quantized is one parameter, as ever. Where C++ takes numbers of 4 bits two in a byte, all parts are as
+`pallas_kernels.packed` arranges them.
 
 Layers derive from `Matrices` and hand what `matrix` returns to `precision.product`. Never knows checkpoints: metadata
 of each parameter says which part of a matrix it is, and `weights/quantized.py` makes it.
@@ -22,11 +23,21 @@ from jax.typing import DTypeLike
 
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import all_parts, num_parts, part_index
-from pallas_kernels import KernelChoice, ScaledMatrix, ScaledRows, float8_product, float8_rows, multiplies_float8
+from pallas_kernels import (
+    KernelChoice,
+    ScaledMatrix,
+    ScaledRows,
+    float8_product,
+    float8_rows,
+    multiplies_float8,
+    packed,
+)
 from pallas_kernels import quantized_product as product_of_groups
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
 from pallas_kernels.experts import ACTIVATIONS
+from pallas_kernels.native import packed_product
 from pallas_kernels.native import product as native_product
+from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.scaled import per_input, widened
 from pallas_kernels.target import target_device
@@ -34,7 +45,8 @@ from pallas_kernels.target import target_device
 Axes: TypeAlias = tuple[str | None, ...]
 PARTS = ("numbers", "scale", "zero", "order")
 # Standard deviation of random numbers (drawn evenly) that use the whole range of a format.
-_SPREAD = {"int8": 73.0, "int4": 4.0, "float8_e4m3fn": 1.0, "bfloat16": 1.0}
+_SPREAD = {"int8": 73.0, "int4": 4.0, "float4_e2m1fn": 2.9, "float8_e4m3fn": 1.0, "bfloat16": 1.0}
+_ALL_BYTES = 128.0, 256 / 12**0.5  # mean and deviation of random ones
 # With more rows XLA's copy of the scaled weights, 4 bytes a weight on a GPU, costs less time than the kernel would lose
 # to products without conversions: from 810 rows on by the forecasts of predict_gpu.py. Not measured.
 MOST_ROWS_OF_KERNEL = 512
@@ -55,6 +67,7 @@ class Matrix:
       zero: `[..., G]` int8, or None for 0.
       order: `[in]` int32, the input that each column multiplies, or None for columns in their order.
       group: how many inputs share a scale; the last group may be cut.
+      packing, widened_to: of numbers, scale and zero: see `WeightFormat`.
       cut_by: the logical axis of the columns of which these are one device's part; `order` then names inputs of all
         devices. None: they are all.
       kernels: what its products run on.
@@ -66,6 +79,8 @@ class Matrix:
     zero: jax.Array | None
     order: jax.Array | None
     group: int
+    packing: str = ""
+    widened_to: str = "bfloat16"
     cut_by: str | None = None
     kernels: KernelChoice = AUTO_CHOICE
     row_bits: int = 16
@@ -73,10 +88,22 @@ class Matrix:
     @property
     def shape(self) -> tuple[int, ...]:
         """`[..., in]`."""
-        return self.numbers.shape
+        return packed.unpacked_shape(self.packing, self.numbers.shape) if self.packing else self.numbers.shape
+
+    @property
+    def packed(self) -> PackedMatrix:
+        """The parts of a packed matrix."""
+        return PackedMatrix(self.numbers, self.scale, self.zero, self.group, self.packing)
+
+    def unpacked(self) -> Matrix:
+        """The same matrix with numbers of a byte, if it is packed."""
+        if not self.packing:
+            return self
+        numbers, scale, zero = self.packed.unpacked()
+        return replace(self, numbers=numbers, scale=scale, zero=zero, packing="")
 
     def rows(self, ids: jax.Array) -> Matrix:
-        """The rows `ids` of the first axis, clipped to it."""
+        """The rows `ids` of the first axis, clipped to it; not of what is packed."""
 
         def take(array: jax.Array) -> jax.Array:
             return array.at[ids].get(mode="clip")
@@ -102,6 +129,7 @@ class Matrices(nnx.Module):
         if fmt is None:
             setattr(self, name, nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=0.0, std=std))
             return
+        fmt = fmt.of_shape(shape, dtype.name)
         groups = (*shape[:-1], -(-shape[-1] // fmt.group_of(shape[-1])))
         spread = _SPREAD[fmt.numbers]
         parts: dict[str, tuple[tuple[int, ...], Axes, DTypeLike, float, float]] = {
@@ -113,8 +141,13 @@ class Matrices(nnx.Module):
             parts["zero"] = groups, (*axes[:-1], None), jnp.int8, 0.0, 0.0
         if fmt.reorders:
             parts["order"] = shape[-1:], (None,), jnp.int32, 0.0, 0.0
+        if fmt.packing in (packed.INT4, packed.MXFP4):
+            parts["numbers"] = shape, axes, jnp.uint8, *_ALL_BYTES
+        if fmt.packing == packed.MXFP4:
+            exponent = round(math.log2(std / spread)) + packed.MXFP4_BIAS
+            parts["scale"] = groups, parts["scale"][1], jnp.uint8, float(exponent), 0.0
         for part, (dims, part_axes, kind, mean, deviation) in parts.items():
-            zeros = jnp.zeros(dims, kind)
+            zeros = jnp.zeros(packed.part_shape(fmt.packing, part, dims) if fmt.packing else dims, kind)
             param = nnx.Param(zeros, axes=part_axes, mean=mean, std=deviation, part=part, format=fmt)
             setattr(self, part_name(name, part), param)
 
@@ -122,13 +155,14 @@ class Matrices(nnx.Module):
         """The matrix of that name: an array, or a `Matrix` if it is quantized, whose products run on `kernels`."""
         numbers: Any = getattr(self, name)
         if getattr(self, part_name(name, "scale"), None) is None:
-            array: jax.Array = numbers[...]
-            return array
+            plain: jax.Array = numbers[...]
+            return plain
         scale, zero, order = (self._part(name, part) for part in PARTS[1:])
         assert scale is not None
         fmt: WeightFormat = numbers.get_metadata("format")
-        group, row_bits = fmt.group_of(numbers.shape[-1]), 8 if fmt.rounds_rows else 16
-        whole = Matrix(numbers[...], scale, zero, order, group, kernels=kernels, row_bits=row_bits)
+        group = fmt.group_of(packed.unpacked_shape(fmt.packing, numbers[...].shape)[-1])
+        whole = Matrix(numbers[...], scale, zero, order, group, fmt.packing, fmt.widened_to)
+        whole = replace(whole, kernels=kernels, row_bits=8 if fmt.rounds_rows else 16)
         logical: str | None = numbers.get_metadata("axes")[-1]
         return whole if logical is None or num_parts(logical) == 1 else _with_scales_of_part(whole, logical)
 
@@ -168,6 +202,7 @@ def dequantized(weights: Weights, dtype: DTypeLike) -> jax.Array:
     """The weights `[..., in]` in `dtype`, their columns in the order of the inputs. Rounds once, from float32."""
     if not isinstance(weights, Matrix):
         return weights.astype(dtype)
+    weights = weights.unpacked()
     values = _in_column_order(weights, dtype)
     if weights.order is None:
         return values
@@ -202,9 +237,10 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
 
     With `in_parts` it may be parts, `[P, T, ...]` float32, as `precision.product_in_parts` returns them.
 
-    On a CPU, int8 without zeros and bfloat16 have kernels. Otherwise this multiplies in the format of x, with sums in
-    float32. One scale per output is multiplied into the sums, and XLA converts the numbers as it multiplies; those of
-    groups are `pallas_kernels.quantized_product`'s. Many rows are rounded to float8 where `rounds_rows` says so.
+    On a CPU, int8 without zeros, bfloat16 and what is packed have kernels. Otherwise this multiplies in the format of
+    x, with sums in float32. One scale per output is multiplied into the sums, and XLA converts the numbers as it
+    multiplies; those of groups are `pallas_kernels.quantized_product`'s. Many rows are rounded to float8 where
+    `rounds_rows` says so.
     """
     if isinstance(x_TD, jax.Array) and rounds_rows(len(x_TD), x_TD.dtype, weights):
         x_TD = float8_rows(x_TD, backend=weights.kernels.float8_product)
@@ -215,7 +251,8 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
     rows = x_TD.astype(jnp.float32) if target_device().platform == "cpu" else x_TD  # XLA has no 16 bit dot for all CPUs
     if weights.order is not None:
         rows = (all_parts(rows, 1, weights.cut_by) if weights.cut_by else rows)[:, weights.order]
-    out = _native_product(rows, weights) if weights.zero is None else None
+    out = _native_product(rows, weights)
+    weights = weights if out is not None else weights.unpacked()
     if out is None and (weights.scale.shape[-1] > 1 or weights.zero is not None):
         out = _grouped_product(rows, weights, dtype, in_parts)
         if out.ndim == 3:
@@ -249,6 +286,13 @@ def _flat(weights: Matrix) -> ScaledMatrix:
 
 def _native_product(rows_TD: jax.Array, weights: Matrix) -> jax.Array | None:
     """`[T, N]` float32 by a kernel in C++; None where there is none for the format."""
+    if weights.packing:
+        flat = weights.packed.stacked(0)
+        if packed_product.refuse(rows_TD, flat) is not None:
+            return None
+        return packed_product.product(rows_TD, flat, weights.widened_to, weights.row_bits)
+    if weights.zero is not None:
+        return None
     numbers = weights.numbers.reshape(-1, weights.shape[-1])
     scale = weights.scale.reshape(len(numbers), -1)
     if native_product.refuse_int8(rows_TD, numbers, scale, weights.group) is None:

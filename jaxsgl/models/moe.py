@@ -24,6 +24,7 @@ from pallas_kernels import (
     choose_experts,
     gated_product,
     group_by_expert,
+    grouped_packed_product,
     grouped_product,
 )
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
@@ -45,7 +46,7 @@ class MoE(Matrices):
         shared_format: WeightFormat | None,
     ) -> None:
         d, e, f = arch.hidden_size, spec.num_experts, spec.ffn_size
-        fmt = None if expert_format is None else expert_format.of_experts
+        fmt = None if expert_format is None else expert_format.of_experts(((f, d), (d, f)))
         self.spec = spec
         self.activation = arch.activation
         float32 = jnp.dtype(jnp.float32)
@@ -137,6 +138,11 @@ def clamped_unit(clamp: Clamp, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def _product(x: jax.Array, groups: Groups, weights: Weights, backend: str, *, of_tokens: bool = False) -> jax.Array:
     """Rows times the weights `[E, .., in]` of their experts: `[M, out]` in x's dtype. Scales are applied to sums."""
+    if isinstance(weights, Matrix) and weights.packing:
+        return grouped_packed_product(
+            x, groups, weights.packed.stacked(1), of_tokens=of_tokens,
+            dtype=weights.widened_to, row_bits=weights.row_bits, backend=backend,
+        )  # fmt: skip
     numbers = weights.numbers if isinstance(weights, Matrix) else weights
     stacked = numbers.reshape(len(numbers), -1, numbers.shape[-1])
     if _rounds_rows(x, groups, weights, stacked, backend):

@@ -13,9 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxsgl.errors import ConfigError
+from pallas_kernels import packed
 
 FP8_E4M3 = "fp8_e4m3"
 FLOAT8 = "float8_e4m3fn"
+FLOAT4 = "float4_e2m1fn"
+_PACKED_FLOATS = {FLOAT8: packed.FLOAT8, FLOAT4: packed.MXFP4}
 # Producers whose folders may leave the weights as they are and quantize the KV cache alone.
 _MAY_KEEP_WEIGHTS = ("compressed-tensors", "modelopt", "quark")
 
@@ -29,7 +32,7 @@ class Storage:
     Attributes:
       kind: "plain" numbers in `weight`; integers in words of 32 bits: "awq", "gptq", "packed" (compressed-tensors); or
         two floats of 4 bits (e2m1) in a byte, with a scale of all scales: "fp4" (ModelOpt), "packed_fp4"
-        (compressed-tensors).
+        (compressed-tensors); or with powers of two as scales: "mxfp4" (stacks of experts).
       bits: of a number.
       scale: the name of the tensor of scales, instead of `weight`.
       block_rows: how many outputs share a scale.
@@ -51,12 +54,15 @@ class WeightFormat:
 
     Attributes:
       method: where the numbers come from: `AT_LOAD`, or the checkpoint's `quant_method`.
-      numbers: dtype of the numbers: int8, int4, float8_e4m3fn; bfloat16 for float8 on a CPU.
+      numbers: dtype of the numbers: int8, int4, float8_e4m3fn, float4_e2m1fn; bfloat16 for float8 on a CPU.
       group: how many inputs of an output share a scale; None: all.
       has_zeros: numbers have an offset for each scale.
       reorders: columns stand in another order than inputs.
-      vocabulary: whether the embedding and the output head are quantized, too.
+      vocabulary: whether the embedding and the output head are quantized, too, in 8 bits at least.
       on_experts: whether experts are kept so, too, if the format is one that their kernels multiply.
+      packing: how C++ takes the numbers, in as many bits as are published (`pallas_kernels.packed`), where it takes a
+        matrix's sizes; "": as `numbers` says.
+      widened_to: the dtype that packed floats become in products.
       rounds_rows: products with integers round the activations to 8 bits, too, where a kernel does (CPUs).
       storage: of the checkpoint's tensors; None: they are not quantized.
     """
@@ -68,6 +74,8 @@ class WeightFormat:
     reorders: bool = False
     vocabulary: bool = False
     on_experts: bool = True
+    packing: str = ""
+    widened_to: str = "bfloat16"
     rounds_rows: bool = False
     storage: Storage | None = None
 
@@ -81,20 +89,40 @@ class WeightFormat:
         return self.group is not None or self.has_zeros
 
     @property
-    def of_experts(self) -> WeightFormat | None:
-        """The format of experts' matrices: this one, if it has a scale per output; None: they are dequantized.
+    def of_vocabulary(self) -> WeightFormat | None:
+        """The format of the embedding and the output head; None: they are not quantized."""
+        if not self.vocabulary:
+            return None
+        return replace(self, numbers="int8", group=None, packing="") if self.numbers == "int4" else self
 
-        Their kernels multiply numbers, to whose sums scales are applied.
+    def of_experts(self, shapes: Iterable[tuple[int, int]]) -> WeightFormat | None:
+        """The format of experts' matrices of these shapes, or None: they are dequantized.
+
+        Their kernels multiply numbers, to whose sums the scale of an output is applied, and what is packed.
         """
-        is_simple = self.group is None and not self.has_zeros and not self.reorders and self.numbers != "int4"
-        return self if is_simple and self.on_experts else None
+        is_simple = self.group is None and not self.has_zeros and self.numbers != "int4"
+        is_packed = bool(self.packing) and all(self._refusal(shape) is None for shape in shapes)
+        return self if self.on_experts and not self.reorders and (is_simple or is_packed) else None
 
-    def on_cpu(self, dtype: str, *, rounds_rows: bool = False) -> WeightFormat:
+    def of_shape(self, shape: tuple[int, ...], dtype: str) -> WeightFormat:
+        """That of a matrix `[..., out, in]` among others in `dtype`: not packed if kernels don't take its sizes."""
+        if not self.packing or self._refusal(shape) is None:
+            return self
+        return replace(self, packing="").on_cpu(dtype, rounds_rows=self.rounds_rows)
+
+    def _refusal(self, shape: tuple[int, ...]) -> str | None:
+        return packed.refuse(self.packing, shape, self.group_of(shape[-1]))
+
+    def on_cpu(self, dtype: str, *, rounds_rows: bool = False, packs: bool = False) -> WeightFormat:
         """The format in which a CPU keeps such weights beside others in `dtype`, without loss.
 
         Its kernels multiply int8 without offsets, which 4 bits less their offset fit, and bfloat16, which has all
-        numbers of float8.
+        numbers of float8; or where it `packs`, what is packed.
         """
+        if self.numbers == "int4" and packs:
+            return replace(self, packing=packed.INT4, rounds_rows=rounds_rows)
+        if self.numbers in _PACKED_FLOATS and packs:
+            return replace(self, packing=_PACKED_FLOATS[self.numbers], widened_to=dtype)
         if self.numbers == "int4":
             return replace(self, numbers="int8", has_zeros=False, rounds_rows=rounds_rows)
         if self.numbers == "int8":
@@ -105,9 +133,11 @@ class WeightFormat:
 
 
 AT_LOAD = "load"  # quantized while a checkpoint of other numbers is loaded
+GROUP_AT_LOAD = 64  # inputs of int4 that share a scale
 # What --quantization makes of weights. A vocabulary's rows bear int8 well, and float8's rounding less so.
 FORMATS_AT_LOAD = {
     "int8": WeightFormat(AT_LOAD, "int8", vocabulary=True),
+    "int4": WeightFormat(AT_LOAD, "int4", group=GROUP_AT_LOAD, vocabulary=True),
     "fp8": WeightFormat(AT_LOAD, FLOAT8),
 }
 

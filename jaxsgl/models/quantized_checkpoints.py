@@ -15,10 +15,14 @@ from typing import Any
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.layer_spec import LayerSpec
 from jaxsgl.models.quantization import Storage, WeightFormat, modelopt_part
+from pallas_kernels.packed import MXFP4_GROUP
 
 SUPPORTED = (
     "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4, nvfp4), modelopt (FP8, NVFP4), awq "
     "and gptq (4 and 8 bits), mxfp4 (experts)"
+)
+EXPERTS_IN_MXFP4 = WeightFormat(
+    "mxfp4", "float4_e2m1fn", group=MXFP4_GROUP, storage=Storage("mxfp4", 4, scale="_scales")
 )
 FP4_GROUP = 16  # inputs that share a scale in NVFP4
 # Matrices of a layer, by the names of `LayerSpec.matrices`, and the modules that make each, in every spelling.
@@ -105,8 +109,8 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
     ]
 
 
-def experts_are_decoded(config: Mapping[str, Any]) -> bool:
-    """Whether experts' weights become the model's dtype when they are loaded, and all others have it: MXFP4."""
+def has_quantized_experts(config: Mapping[str, Any]) -> bool:
+    """Whether experts are quantized, and nothing else is: MXFP4."""
     return config.get("quant_method") == "mxfp4"
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import MoeMlp
-from jaxsgl.weights.mxfp4 import Mxfp4
+from jaxsgl.weights.mxfp4 import Mxfp4, Mxfp4Scales
 from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, stored_name
 
 ShapeOf = Callable[[str], tuple[int, ...] | None]  # of the checkpoint's tensor of that name; None: there is none
@@ -84,9 +84,22 @@ def recipe_of_experts(path: Path, arch: ModelArch, shape_of: ShapeOf) -> Recipe 
     mlp = arch.layers[layer].mlp
     if not isinstance(mlp, MoeMlp):
         return None
+    return _of_layer(layer, mlp, arch, shape_of).recipe(*map(str, path[3:]))
+
+
+def recipe_of_mxfp4(path: Path, part: str, arch: ModelArch, shape_of: ShapeOf) -> Recipe:
+    """The recipe of a part, "numbers" or "scale", of the stack at `path`, which is kept in MXFP4 as it is published."""
+    layer = path[1]
+    assert isinstance(layer, int)
+    mlp = arch.layers[layer].mlp
+    assert isinstance(mlp, MoeMlp)
+    return _of_layer(layer, mlp, arch, shape_of).part_of_packed(str(path[3]), part)
+
+
+def _of_layer(layer: int, mlp: MoeMlp, arch: ModelArch, shape_of: ShapeOf) -> _OfLayer:
     names = NAMES.get(arch.name, ExpertNames())
     block = names.block.format(arch.stage.layers_before + layer)
-    return _OfLayer(names, stored_name(block, arch), mlp, arch, shape_of).recipe(*map(str, path[3:]))
+    return _OfLayer(names, stored_name(block, arch), mlp, arch, shape_of)
 
 
 @dataclass(frozen=True)
@@ -140,21 +153,41 @@ class _OfLayer:
 
     def _packed(self, name: str) -> Recipe:
         """Of a stack in MXFP4, which is `[E, out, in]`."""
-        tensor = self.block + (self.names.stacked_gate_up if name == "gate_up" else self.names.stacked_down)
-        sources = tuple(Source(tensor + part, None) for part in ("_blocks", "_scales"))
-        return Recipe(sources, partial(self._decoded, name, tensor))
+        return Recipe(self._sources_of_packed(name), partial(self._decoded, name))
 
-    def _decoded(self, name: str, tensor: str, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-        f, d = self.mlp.ffn_size, arch.hidden_size
-        all_blocks, all_scales = tensors
-        shape = Mxfp4(all_blocks, all_scales, tensor).shape
-        expected = (self.mlp.num_experts, *((2 * f, d) if name == "gate_up" else (d, f)))
-        if shape != expected:
-            raise CheckpointError(f"tensor {tensor} in MXFP4 has shape {shape}, but config.json asks for {expected}")
+    def part_of_packed(self, name: str, part: str) -> Recipe:
+        """Of the "numbers" `[E, out, in / 2]` of such a stack, or of its scales `[E, out, in / 32]`, as they are."""
+        return Recipe(self._sources_of_packed(name), partial(self._as_stored, name, part))
+
+    def _sources_of_packed(self, name: str) -> tuple[Source, ...]:
+        tensor = self.block + (self.names.stacked_gate_up if name == "gate_up" else self.names.stacked_down)
+        return tuple(Source(tensor + part, None) for part in ("_blocks", "_scales"))
+
+    def _decoded(self, name: str, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+        tensor = self._check_packed(name, tensors)
         pieces = self._gate_up if name == "gate_up" else _whole
         for blocks, scales in zip(*(pieces(arch, (part,)) for part in tensors), strict=True):
             assert isinstance(blocks.numbers, np.ndarray) and isinstance(scales.numbers, np.ndarray)
             yield Piece(blocks.place, Mxfp4(blocks.numbers, scales.numbers, tensor))
+
+    def _as_stored(self, name: str, part: str, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+        tensor = self._check_packed(name, tensors)
+        blocks, scales = tensors
+        stack = blocks.reshape(*blocks.shape[:2], -1) if part == "numbers" else scales
+        for place, stored in (self._gate_up if name == "gate_up" else _whole)(arch, (stack,)):
+            assert isinstance(stored, np.ndarray)
+            yield Piece(place, stored if part == "numbers" else Mxfp4Scales(stored, tensor))
+
+    def _check_packed(self, name: str, tensors: tuple[Tensor, ...]) -> str:
+        """The stack's name. Raises `CheckpointError` unless it has the shape that config.json asks for."""
+        f, d = self.mlp.ffn_size, self.arch.hidden_size
+        tensor = self._sources_of_packed(name)[0].name.removesuffix("_blocks")
+        blocks, scales = tensors
+        shape = Mxfp4(blocks, scales, tensor).shape
+        expected = (self.mlp.num_experts, *((2 * f, d) if name == "gate_up" else (d, f)))
+        if shape != expected:
+            raise CheckpointError(f"tensor {tensor} in MXFP4 has shape {shape}, but config.json asks for {expected}")
+        return tensor
 
     def _is_transposed(self) -> bool:
         """Whether stacks are `[E, in, out]`."""

@@ -1,4 +1,4 @@
-"""Weights in MXFP4, decoded to bfloat16 as they are read: 4-bit numbers in blocks of 32, each with a power of two.
+"""Weights in MXFP4, kept or decoded to bfloat16: 4-bit numbers in blocks of 32, each with a power of two.
 
 Owns the packing of the OCP Microscaling formats (version 1.0) as gpt-oss stores it. Never knows names of parameters;
 `experts.py` calls it.
@@ -71,8 +71,7 @@ class Mxfp4:
         of_scales: Any = (*rows, ..., whole)
         of_blocks: Any = (*of_scales, slice(None))
         scales = self._scales[of_scales]
-        if scales.size and scales.max() > _MOST_SCALE:
-            raise CheckpointError(f"{self._name}: a scale is 2 ** {int(scales.max()) - _SCALE_BIAS}, or no number")
+        _check_scales(scales, self._name)
         bits = _PAIRS[self._blocks[of_blocks]].view(np.uint16)  # [.., blocks, 32]
         exponents = (scales.astype(np.int16) - _SCALE_BIAS) << _EXPONENT_SHIFT
         moved = bits + exponents.view(np.uint16)[..., None]
@@ -81,6 +80,30 @@ class Mxfp4:
         numbers = np.where(is_normal, moved, bits & ~np.uint16(_NOT_SIGN)).reshape(*scales.shape[:-1], -1)
         offset = whole.start * BLOCK
         return numbers[..., first - offset : end - offset].view(ml_dtypes.bfloat16)
+
+
+class Mxfp4Scales:
+    """The scales of such a stack as they are, checked as they are read. Implements `names.Numbers`.
+
+    Args:
+      scales: uint8.
+      name: of the tensor, for errors.
+    """
+
+    def __init__(self, scales: npt.NDArray[Any], name: str) -> None:
+        self._scales, self._name = scales, name
+        self.shape, self.dtype, self.nbytes = scales.shape, scales.dtype, scales.nbytes
+
+    def __getitem__(self, box: tuple[slice, ...], /) -> npt.NDArray[Any]:
+        """Scales of a part."""
+        scales: npt.NDArray[Any] = self._scales[box]
+        _check_scales(scales, self._name)
+        return scales
+
+
+def _check_scales(scales: npt.NDArray[Any], name: str) -> None:
+    if scales.size and scales.max() > _MOST_SCALE:
+        raise CheckpointError(f"{name}: a scale is 2 ** {int(scales.max()) - _SCALE_BIAS}, or no number")
 
 
 assert sys.byteorder == "little", "the first number of a pair is taken from the low half of a word"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,10 +25,12 @@ from jaxsgl.models import ModelArch
 from jaxsgl.models.matrix import part_name
 from jaxsgl.models.quantization import FLOAT8, WeightFormat
 from jaxsgl.weights import names
-from jaxsgl.weights.experts import ShapeOf, recipe_of_experts
+from jaxsgl.weights.experts import ShapeOf, recipe_of_experts, recipe_of_mxfp4
 from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, recipe_of_tower, sizes
 from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
+from pallas_kernels import packed
 
+SHARES_OF_RANGE = (0.95, 0.9, 0.85, 0.8, 0.75)  # that int4's scales try
 WEIGHTS = "weights"  # a part that is no parameter of its own: numbers, offsets and scales multiplied out
 
 
@@ -46,10 +48,13 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
         return _dequantized(path, recipe, "kv_b", arch) if path[2:] == ("attention", "kv_b") else recipe
     fmt: WeightFormat = param.get_metadata("format")
     whole = (*path[:-1], str(path[-1]).removesuffix(part_name("", part)))
+    if fmt.packing == packed.MXFP4:
+        return recipe_of_mxfp4(whole, part, arch, shape_of)
     recipe = recipe_of_experts(whole, arch, shape_of) or names.recipe_of(whole, arch)
     if fmt.storage is None:
-        return Recipe(recipe.sources, recipe.pieces, QuantizedAtLoad(fmt.numbers, part))
-    return _of_stored(recipe, fmt, part)
+        return Recipe(recipe.sources, recipe.pieces, QuantizedAtLoad(fmt.numbers, part, fmt.group, fmt.packing))
+    stored = _of_stored(recipe, fmt, part)
+    return replace(stored, computed=Packed(part)) if fmt.packing == packed.INT4 and part != "order" else stored
 
 
 def _of_stored(recipe: Recipe, fmt: WeightFormat, part: str) -> Recipe:
@@ -73,27 +78,60 @@ def _dequantized(path: Path, recipe: Recipe, matrix: str, arch: ModelArch) -> Re
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Packs a part of matrices (`pallas_kernels.packed`). Equal ones are one program."""
+
+    part: str
+
+    def __call__(self, arch: ModelArch, of_matrix: jax.Array) -> jax.Array:
+        """Of numbers `[..., out, in]` of 4 bits, or what groups share `[..., out, G]`."""
+        return packed.pack_int4(of_matrix) if self.part == "numbers" else packed.pack_groups(of_matrix)
+
+
+@dataclass(frozen=True)
 class QuantizedAtLoad:
-    """Quantizes with one scale per output. Equal ones are one program."""
+    """Quantizes with one scale per output, or for each `group` inputs of it. Equal ones are one program."""
 
     numbers: str
     part: str
+    group: int | None = None
+    packing: str = ""
 
     def __call__(self, arch: ModelArch, weights: jax.Array) -> jax.Array:
-        """Of `weights [..., in]`, the numbers `[..., in]` or their scales `[..., 1]` float32."""
-        numbers, scale = quantize(weights, FLOAT8 if self.numbers == "bfloat16" else self.numbers)
-        return numbers if self.part == "numbers" else scale
+        """Of `weights [..., in]`, the numbers `[..., in]` or their scales `[..., G]` float32."""
+        numbers, scale = quantize(weights, FLOAT8 if self.numbers == "bfloat16" else self.numbers, self.group)
+        made = numbers if self.part == "numbers" else scale
+        return Packed(self.part)(arch, made) if self.packing == packed.INT4 else made
 
 
-def quantize(weights: jax.Array, numbers: str) -> tuple[jax.Array, jax.Array]:
-    """The nearest numbers `[..., in]` of that dtype, and scales `[..., 1]`; a row's largest number ends the range."""
-    weights = weights.astype(jnp.float32)
+def quantize(weights: jax.Array, numbers: str, group: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """The nearest numbers `[..., in]` of that dtype, and scales `[..., G]`; a group's largest number ends the range.
+
+    Of 4 bits, the range ends a little before the largest number where the squares of all errors are less then.
+    """
+    num_in = weights.shape[-1]
+    group = num_in if group is None else group
+    padding = [(0, 0)] * (weights.ndim - 1) + [(0, -num_in % group)]
+    groups = jnp.pad(weights.astype(jnp.float32), padding).reshape(*weights.shape[:-1], -1, group)
     is_float = jnp.issubdtype(jnp.dtype(numbers), jnp.floating)
     largest = float(jnp.finfo(numbers).max if is_float else jnp.iinfo(numbers).max)
-    scale = jnp.max(jnp.abs(weights), axis=-1, keepdims=True) / largest
+    scale = jnp.max(jnp.abs(groups), axis=-1, keepdims=True) / largest
     scale = jnp.where(scale > 0, scale, 1.0)
-    scaled = jnp.clip(weights / scale, -largest, largest)
-    return (scaled if is_float else jnp.round(scaled)).astype(numbers), scale
+
+    def rounded(scale: jax.Array) -> jax.Array:
+        scaled = jnp.clip(groups / scale, -largest, largest)
+        return scaled if is_float else jnp.round(scaled)
+
+    def squares(scale: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(rounded(scale) * scale - groups), axis=-1, keepdims=True)
+
+    if numbers == "int4":
+        whole, least = scale, squares(scale)
+        for share in SHARES_OF_RANGE:
+            other = squares(whole * share)
+            scale, least = jnp.where(other < least, whole * share, scale), jnp.minimum(other, least)
+    made = rounded(scale).reshape(*weights.shape[:-1], -1)[..., :num_in]
+    return made.astype(numbers), scale[..., 0]
 
 
 @dataclass(frozen=True)

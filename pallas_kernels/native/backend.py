@@ -1,6 +1,7 @@
 """The C++ kernels as a backend. `dispatch` lists it."""
 
 from pallas_kernels.backend import Backend, Kernel
+from pallas_kernels.native import packed_product
 from pallas_kernels.native.attention import decode_attention, extend_attention, refuse_attention
 from pallas_kernels.native.grouped_product import grouped_product, refuse_grouped_product
 
@@ -9,5 +10,6 @@ BACKEND = Backend(
     Kernel(decode_attention, refuse_attention),
     Kernel(extend_attention, refuse_attention),
     grouped_product=Kernel(grouped_product, refuse_grouped_product),
+    grouped_packed_product=Kernel(packed_product.grouped_product, packed_product.refuse),
     platform="cpu",
 )

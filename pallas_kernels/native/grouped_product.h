@@ -5,6 +5,7 @@
 // beside it. Weights are read in place, and those of experts without rows are not read. Called by product.cc.
 //
 // `Pieces` says how rows and weights are multiplied:
+//   Product                                         a product with an expert; MoveToExpert(expert) on that of the first one
 //   Most(product), kRows                            the most rows of a piece; weight rows that a task is cut into
 //   PackedBytes(product, first)                     of the piece that begins at row `first`
 //   PackRows(product, first, packed)
@@ -33,6 +34,12 @@ struct Grouped {
   int64_t experts, places, in, out;
 };
 
+// A product of no rows with the first expert.
+template <typename Weight>
+ProductOf<Weight> WithFirstExpert(const Grouped& g, const Weight* weights) {
+  return {nullptr, weights, nullptr, 0, g.in, g.out};
+}
+
 inline bool SizesFit(const Grouped& g) {
   int64_t left = g.places;
   for (int64_t e = 0; e < g.experts; ++e) {
@@ -42,16 +49,16 @@ inline bool SizesFit(const Grouped& g) {
   return true;
 }
 
-template <typename Weight>
+template <typename Product>
 struct Piece {
-  ProductOf<Weight> product;  // of all rows of the expert
-  int64_t first;              // row of them
-  int64_t packed;             // where its packed rows begin
+  Product product;  // of all rows of the expert
+  int64_t first;    // row of them
+  int64_t packed;   // where its packed rows begin
 };
 
 // Packs the rows of some pieces, `bytes` in all, then multiplies them; each step is spread over the threads.
 template <typename Pieces>
-void MultiplyPieces(xla::ffi::ThreadPool pool, const std::vector<Piece<typename Pieces::Weight>>& pieces, int64_t out,
+void MultiplyPieces(xla::ffi::ThreadPool pool, const std::vector<Piece<typename Pieces::Product>>& pieces, int64_t out,
                     int64_t bytes) {
   char* const packed = Packed<char>(bytes);
   const auto pack = [&](int i) { Pieces::PackRows(pieces[i].product, pieces[i].first, packed + pieces[i].packed); };
@@ -64,15 +71,16 @@ void MultiplyPieces(xla::ffi::ThreadPool pool, const std::vector<Piece<typename 
   const int64_t share = std::clamp<int64_t>(blocks * pieces.size() / (8 * pool.num_threads()), 1, most);
   const int64_t shares = (blocks + share - 1) / share;
   InParallel(pool, int(pieces.size() * shares), [&](int i) {
-    const Piece<typename Pieces::Weight>& piece = pieces[i / shares];
+    const Piece<typename Pieces::Product>& piece = pieces[i / shares];
     const int64_t begin = i % shares * share * Pieces::kRows, end = std::min(begin + share * Pieces::kRows, out);
     Pieces::Multiply(piece.product, piece.first, begin, end - begin, packed + piece.packed);
   });
 }
 
+// `first` is a product with the first expert, of no rows.
 template <typename Pieces>
-void MultiplyGroups(xla::ffi::ThreadPool pool, const Grouped& g, const typename Pieces::Weight* weights) {
-  std::vector<Piece<typename Pieces::Weight>> pieces;
+void MultiplyGroups(xla::ffi::ThreadPool pool, const Grouped& g, const typename Pieces::Product& first) {
+  std::vector<Piece<typename Pieces::Product>> pieces;
   int64_t place = 0, bytes = 0;
   const auto finish = [&] {
     MultiplyPieces<Pieces>(pool, pieces, g.out, bytes);
@@ -80,13 +88,16 @@ void MultiplyGroups(xla::ffi::ThreadPool pool, const Grouped& g, const typename 
     bytes = 0;
   };
   for (int64_t e = 0; e < g.experts; place += g.sizes[e++]) {
-    const ProductOf<typename Pieces::Weight> product{
-        g.tokens ? g.x : g.x + place * g.in, weights + e * g.out * g.in,          g.y + place * g.out, g.sizes[e], g.in,
-        g.out,                               g.tokens ? g.tokens + place : nullptr};
-    for (int64_t first = 0; first < g.sizes[e]; first += Pieces::Most(product)) {
+    typename Pieces::Product product = first;
+    product.MoveToExpert(e);
+    product.x = g.tokens ? g.x : g.x + place * g.in;
+    product.rows = g.tokens ? g.tokens + place : nullptr;
+    product.y = g.y + place * g.out;
+    product.tokens = g.sizes[e];
+    for (int64_t row = 0; row < product.tokens; row += Pieces::Most(product)) {
       if (bytes >= kMostPackedBytes) finish();
-      pieces.push_back({product, first, bytes});
-      bytes += (Pieces::PackedBytes(product, first) + 63) / 64 * 64;
+      pieces.push_back({product, row, bytes});
+      bytes += (Pieces::PackedBytes(product, row) + 63) / 64 * 64;
     }
   }
   finish();

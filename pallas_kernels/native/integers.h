@@ -51,6 +51,19 @@ inline Bits AllIntegers(int x) { return _mm512_set1_epi32(x); }
 inline Bits Xor(Bits a, Bits b) { return _mm512_xor_si512(a, b); }
 inline Bits SubtractIntegers(Bits a, Bits b) { return _mm512_sub_epi32(a, b); }
 inline Bits TimesPowerOfTwo(Bits x, int power) { return _mm512_slli_epi32(x, power); }
+inline Bits AddIntegers(Bits a, Bits b) { return _mm512_add_epi32(a, b); }
+inline Bits TimesIntegers(Bits a, Bits b) { return _mm512_mullo_epi32(a, b); }
+
+// kLanes integers and as many numbers of 8 bits.
+inline Bits PlusBytes(Bits x, const int8_t* p) {
+  return AddIntegers(x, _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+// The low and the high 4 bits of each byte, and every other byte as a number of 16 bits.
+inline Bits LowHalves(Bits x) { return _mm512_and_si512(x, AllBytes(15)); }
+inline Bits HighHalves(Bits x) { return LowHalves(_mm512_srli_epi16(x, 4)); }
+inline Bits EvenBytes(Bits x) { return _mm512_and_si512(x, _mm512_set1_epi16(255)); }
+inline Bits OddBytes(Bits x) { return _mm512_srli_epi16(x, 8); }
 
 // A register of bytes, or the first `count`, a multiple of 32, and zeros.
 inline Bits LoadBytes(const int8_t* p, int count) {
@@ -112,6 +125,15 @@ inline Bits AllIntegers(int x) { return _mm256_set1_epi32(x); }
 inline Bits Xor(Bits a, Bits b) { return _mm256_xor_si256(a, b); }
 inline Bits SubtractIntegers(Bits a, Bits b) { return _mm256_sub_epi32(a, b); }
 inline Bits TimesPowerOfTwo(Bits x, int power) { return _mm256_slli_epi32(x, power); }
+inline Bits AddIntegers(Bits a, Bits b) { return _mm256_add_epi32(a, b); }
+inline Bits TimesIntegers(Bits a, Bits b) { return _mm256_mullo_epi32(a, b); }
+inline Bits PlusBytes(Bits x, const int8_t* p) {
+  return AddIntegers(x, _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline Bits LowHalves(Bits x) { return _mm256_and_si256(x, AllBytes(15)); }
+inline Bits HighHalves(Bits x) { return LowHalves(_mm256_srli_epi16(x, 4)); }
+inline Bits EvenBytes(Bits x) { return _mm256_and_si256(x, _mm256_set1_epi16(255)); }
+inline Bits OddBytes(Bits x) { return _mm256_srli_epi16(x, 8); }
 inline Bits LoadBytes(const int8_t* p, int) { return LoadBits(p); }
 
 inline void StoreBytes(Floats x, int8_t* to) {

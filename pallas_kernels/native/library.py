@@ -27,17 +27,22 @@ from pallas_kernels.target import processor_flags, processor_maker
 PAGED_ATTENTION, ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_rows_product"
 GROUPED_PRODUCT = "jaxsgl_grouped_product"
 INT8_PRODUCT, GROUPED_INT8_PRODUCT = "jaxsgl_int8_product", "jaxsgl_grouped_int8_product"
+GROUPED_INT4_PRODUCT, GROUPED_KEPT_PRODUCT = "jaxsgl_grouped_int4_product", "jaxsgl_grouped_kept_product"
 ROW_SUMS = "jaxsgl_row_sums"
+_TARGETS = (
+    PAGED_ATTENTION, ROWS_PRODUCT, GROUPED_PRODUCT, INT8_PRODUCT, GROUPED_INT8_PRODUCT, GROUPED_INT4_PRODUCT,
+    GROUPED_KEPT_PRODUCT, ROW_SUMS,
+)  # fmt: skip
 AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps products from using AMX
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("attention.cc", "product.cc", "product_int8.cc", "sums.cc"))
+_SOURCES = tuple(_FOLDER / name for name in ("kernels.cc", "product.cc", "product_int8.cc"))
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-w")
 _BFLOAT16 = "avx512_bf16"  # as Linux lists it among the processor's flags
 _TILES = ("amx_tile", "amx_bf16")
 _LEAST = ("avx2", "fma")
-_LONGEST_S = 120
+_LONGEST_S = 300  # on a busy machine
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +139,7 @@ def tile_refusal(kernels: ctypes.CDLL) -> str | None:
 
 def _register(library: ctypes.CDLL, suffix: str = "") -> None:
     """Give XLA the library's functions, under their names and a suffix."""
-    for target in (PAGED_ATTENTION, ROWS_PRODUCT, GROUPED_PRODUCT, INT8_PRODUCT, GROUPED_INT8_PRODUCT, ROW_SUMS):
+    for target in _TARGETS:
         function = jax.ffi.pycapsule(getattr(library, target.removeprefix("jaxsgl_")))
         jax.ffi.register_ffi_target(f"{target}{suffix}", function, platform="cpu")
 
@@ -159,8 +164,15 @@ def _compiled(compiler: str, flags: frozenset[str], folder: Path | None = None) 
         subprocess.SubprocessError: the compiler fails (its messages are in `stderr`) or takes too long.
     """
     version = _run(compiler, "--version")
-    texts = [path.read_text() for path in (*_SOURCES, *sorted(_FOLDER.glob("*.h")))]
-    depends_on = (*texts, version, *_OPTIONS, metadata.version("jaxlib"), *sorted(flags))
+    texts = [path.read_text() for path in sorted((*_FOLDER.glob("*.cc"), *_FOLDER.glob("*.h")))]
+    depends_on = (
+        *(source.name for source in _SOURCES),
+        *texts,
+        version,
+        *_OPTIONS,
+        metadata.version("jaxlib"),
+        *sorted(flags),
+    )
     key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
     if folder is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

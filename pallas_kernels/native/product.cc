@@ -21,6 +21,7 @@
 #else
 #include "product_narrow.h"
 #endif
+#include "kept_weights.h"
 
 namespace ffi = xla::ffi;
 
@@ -87,11 +88,41 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Bu
                   sizes.dimensions()[0], y->dimensions()[0], weights.dimensions()[2], weights.dimensions()[1]};
   if (!SizesFit(g)) return {ffi::ErrorCode::kInvalidArgument, "the experts' sizes exceed the places"};
   if (weights.element_type() == ffi::F32) {
-    MultiplyGroups<FloatPieces>(pool, g, static_cast<const float*>(weights.untyped_data()));
+    MultiplyGroups<FloatPieces>(pool, g, WithFirstExpert(g, static_cast<const float*>(weights.untyped_data())));
     return ffi::Error::Success();
   }
-  const auto bits = static_cast<const uint16_t*>(weights.untyped_data());
-  return InWay(way, [&](auto how) { MultiplyGroups<typename decltype(how)::Part>(pool, g, bits); });
+  const Product first = WithFirstExpert(g, static_cast<const uint16_t*>(weights.untyped_data()));
+  return InWay(way, [&](auto how) { MultiplyGroups<typename decltype(how)::Part>(pool, g, first); });
+}
+
+// The same with weights that are kept in fewer bits than the way multiplies, or than float32's 32.
+template <typename Kept>
+ffi::Error MultiplyKept(ffi::ThreadPool pool, const Grouped& g, const Kept& kept, std::string_view way) {
+  if (way == "float32") {
+    MultiplyGroups<OfKept<FloatPieces, Kept>>(pool, g, {WithFirstExpert<float>(g, nullptr), kept});
+    return ffi::Error::Success();
+  }
+  return InWay(way, [&](auto how) {
+    MultiplyGroups<OfKept<typename decltype(how)::Part, Kept>>(pool, g, {WithFirstExpert<uint16_t>(g, nullptr), kept});
+  });
+}
+
+// Numbers [E, out, in] of float8 with scales [E, out, groups], or [E, out, in / 2] of MXFP4 with bytes [E, out, in / 32].
+ffi::Error GroupedKeptProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> tokens,
+                              ffi::Buffer<ffi::S32> sizes, ffi::AnyBuffer numbers, ffi::AnyBuffer scales,
+                              bool of_tokens, int64_t group, std::string_view way, ffi::ResultBuffer<ffi::F32> y) {
+  const bool is_float8 = scales.element_type() == ffi::F32;
+  const Grouped g{x.typed_data(), of_tokens ? tokens.typed_data() : nullptr, sizes.typed_data(), y->typed_data(),
+                  sizes.dimensions()[0], y->dimensions()[0], numbers.dimensions()[2] * (is_float8 ? 1 : 2),
+                  numbers.dimensions()[1]};
+  if (!SizesFit(g)) return {ffi::ErrorCode::kInvalidArgument, "the experts' sizes exceed the places"};
+  if (g.in % 32 || g.out % 16 || group % 32)
+    return {ffi::ErrorCode::kInvalidArgument, "weights have multiples of 16 by 32, groups of 32"};
+  const auto bytes = static_cast<const uint8_t*>(numbers.untyped_data());
+  if (!is_float8) return MultiplyKept(pool, g, KeptMxfp4{bytes, static_cast<const uint8_t*>(scales.untyped_data())}, way);
+  return MultiplyKept(pool, g, KeptFloat8{reinterpret_cast<const Float8*>(bytes),
+                                          static_cast<const float*>(scales.untyped_data()), group, scales.dimensions()[2]},
+                      way);
 }
 
 }  // namespace
@@ -116,5 +147,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_product, jaxsgl::GroupedProduct,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Attr<bool>("of_tokens")
+                                  .Attr<std::string_view>("way")
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_kept_product, jaxsgl::GroupedKeptProduct,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Attr<bool>("of_tokens")
+                                  .Attr<int64_t>("group")
                                   .Attr<std::string_view>("way")
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -18,6 +18,7 @@ struct ProductOf {
   const int32_t* rows = nullptr;  // [T], the rows of x that are multiplied; null: the first T
 
   const float* Row(int64_t token) const { return x + (rows ? rows[token] : token) * in; }
+  void MoveToExpert(int64_t expert) { weights += expert * out * in; }
 };
 
 using Product = ProductOf<uint16_t>;  // weights are bits of bfloat16; `in` is a multiple of 32, `out` of 16

@@ -163,6 +163,8 @@ void MultiplyColumns(const Int8Product& p, int64_t begin, int64_t first, int tok
 
 // Rows as bytes, up to kFewBytes in tiles, more in columns: as PiecesOfTiles.
 struct PiecesOfBytes {
+  using Product = Int8Product;
+  static constexpr int64_t kRows = jaxsgl::kRows;
   using Few = PiecesOfTiles<Bytes>;
   static constexpr int64_t kFewBytes = 8;
   // As those who round to float8 have it: an input far larger than the others, as models have them, spoils fewer.

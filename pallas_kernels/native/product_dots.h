@@ -192,6 +192,8 @@ void WithTile(int64_t tokens, const Function& f) {
 // Rows in tiles. As pieces of a grouped product (grouped_product.h) are, but packed in `Parts`, by several threads.
 template <typename Form>
 struct PiecesOfTiles {
+  using Product = Int8Product;
+  static constexpr int64_t kRows = jaxsgl::kRows;
   static constexpr int64_t kInputs = kMostInputs;  // of a block, unless the weights have groups
 
   static int64_t Most(const Int8Product&) { return kMostInTiles; }

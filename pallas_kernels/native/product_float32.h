@@ -83,7 +83,7 @@ void WithFewFloats(const FloatProduct& p, const Work& work) {
 }
 
 struct FloatPieces {
-  using Weight = float;
+  using Product = FloatProduct;
   static constexpr int64_t kMost = 64, kRows = 16;
 
   static int64_t Most(const FloatProduct&) { return kMost; }

@@ -14,6 +14,7 @@
 #include "grouped_product.h"
 #include "product_columns.h"
 #include "product_dots.h"
+#include "product_int4.h"
 
 namespace ffi = xla::ffi;
 
@@ -37,23 +38,6 @@ ffi::Error WithBits(int64_t row_bits, const Work& work) {
   return ffi::Error::Success();
 }
 
-template <typename Pieces>
-void MultiplyAll(ffi::ThreadPool pool, const Int8Product& p) {
-  for (int64_t first = 0; first < p.tokens; first += Pieces::Most(p)) {
-    char* const packed = Packed<char>(Pieces::PackedBytes(p, first));
-    const int parts = Pieces::Parts(p, first);
-    const auto pack = [=](int i) { Pieces::PackPart(p, first, i, packed); };
-    if (parts == 1)
-      pack(0);
-    else
-      InParallel(pool, parts, pack);
-    const int64_t steps = p.out / kRows, share = std::clamp<int64_t>(steps / (8 * pool.num_threads()), 1, 16);
-    InParallel(pool, int((steps + share - 1) / share), [&](int i) {
-      Pieces::Multiply(p, first, i * share * kRows, std::min(share, steps - i * share) * kRows, packed);
-    });
-  }
-}
-
 ffi::Error MultiplyInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> weights,
                         ffi::Buffer<ffi::F32> scales, int64_t group, int64_t row_bits, ffi::ResultBuffer<ffi::F32> y) {
   const int64_t groups = scales.dimensions()[1];
@@ -71,23 +55,6 @@ ffi::Error MultiplyInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
   });
 }
 
-// Rows of experts; their results aren't scaled.
-template <typename Pieces>
-struct OfExperts {
-  using Weight = int8_t;
-  static constexpr int64_t kRows = jaxsgl::kRows;
-
-  static Int8Product Of(const ProductOf<int8_t>& p) { return {p, nullptr, 1, Pieces::kInputs}; }
-  static int64_t Most(const ProductOf<int8_t>& p) { return Pieces::Most(Of(p)); }
-  static int64_t PackedBytes(const ProductOf<int8_t>& p, int64_t first) { return Pieces::PackedBytes(Of(p), first); }
-  static void PackRows(const ProductOf<int8_t>& p, int64_t first, char* packed) {
-    for (int i = 0; i < Pieces::Parts(Of(p), first); ++i) Pieces::PackPart(Of(p), first, i, packed);
-  }
-  static void Multiply(const ProductOf<int8_t>& p, int64_t first, int64_t begin, int64_t rows, char* packed) {
-    Pieces::Multiply(Of(p), first, begin, rows, packed);
-  }
-};
-
 // As GroupedProduct of product.cc, with int8 weights [E, out, in].
 ffi::Error GroupedInt8Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> tokens,
                               ffi::Buffer<ffi::S32> sizes, ffi::Buffer<ffi::S8> weights, bool of_tokens,
@@ -96,7 +63,51 @@ ffi::Error GroupedInt8Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
                   sizes.dimensions()[0], y->dimensions()[0], weights.dimensions()[2], weights.dimensions()[1]};
   if (!SizesFit(g)) return {ffi::ErrorCode::kInvalidArgument, "the experts' sizes exceed the places"};
   if (g.in % 32 || g.out % 16) return {ffi::ErrorCode::kInvalidArgument, "weights have multiples of 16 by 32"};
-  return WithBits(row_bits, [&](auto pieces) { MultiplyGroups<OfExperts<decltype(pieces)>>(pool, g, weights.typed_data()); });
+  return WithBits(row_bits, [&](auto pieces) {
+    const Int8Product first{WithFirstExpert(g, weights.typed_data()), nullptr, 1, pieces.kInputs};
+    MultiplyGroups<OfExperts<decltype(pieces)>>(pool, g, first);
+  });
+}
+
+// Calls `work` with the pieces that multiply rows as integers of so many bits with int4 weights.
+template <typename Work>
+ffi::Error WithBitsOfInt4(int64_t row_bits, const Work& work) {
+  if (row_bits == 16) {
+    work(PiecesOfInt4<EightWords>());
+  } else if (row_bits == 8) {
+#ifdef JAXSGL_BYTES
+    work(PiecesOfInt4<EightBytes>());
+#else
+    return {ffi::ErrorCode::kUnimplemented, "these kernels were compiled without products of bytes"};
+#endif
+  } else {
+    return {ffi::ErrorCode::kInvalidArgument, "rows become integers of 8 or 16 bits"};
+  }
+  return ffi::Error::Success();
+}
+
+// x [T, in] times the weights that stand at each place's expert, of [E, out / 16, 8 * in] with scales and, of the same
+// shape or empty, zeros [E, out / 16, 16 * groups]: see product_int4.h. Places, tokens and sizes as in GroupedProduct.
+ffi::Error GroupedInt4Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> tokens,
+                              ffi::Buffer<ffi::S32> sizes, ffi::Buffer<ffi::U8> weights, ffi::Buffer<ffi::F32> scales,
+                              ffi::Buffer<ffi::S8> zeros, bool of_tokens, int64_t group, int64_t row_bits,
+                              ffi::ResultBuffer<ffi::F32> y) {
+  const int64_t groups = scales.dimensions()[2] / kSide;
+  const Grouped g{x.typed_data(), of_tokens ? tokens.typed_data() : nullptr, sizes.typed_data(), y->typed_data(),
+                  sizes.dimensions()[0], y->dimensions()[0], weights.dimensions()[2] / 8, weights.dimensions()[1] * kSide};
+  if (!SizesFit(g)) return {ffi::ErrorCode::kInvalidArgument, "the experts' sizes exceed the places"};
+  if ((groups > 1 && (group > kMostInputs || group % 32)) || g.in % 32 || g.out % kRowsOfInt4)
+    return {ffi::ErrorCode::kInvalidArgument, "groups have 32 to 512 inputs, weights multiples of 32 by 32"};
+  const int8_t* const given = zeros.element_count() ? zeros.typed_data() : nullptr;
+  return WithBitsOfInt4(row_bits, [&](auto pieces) {
+    const Int4Product first{WithFirstExpert(g, weights.typed_data()), scales.typed_data(), given, groups,
+                            groups == 1 ? pieces.kInputs : group};
+    using Of = decltype(pieces);
+    if (g.experts != 1 || g.tokens || g.sizes[0] != g.places) return MultiplyGroups<OfExperts<Of>>(pool, g, first);
+    Int4Product all = first;
+    all.x = g.x, all.y = g.y, all.tokens = g.places;
+    MultiplyAll<Of>(pool, all);
+  });
 }
 
 }  // namespace
@@ -126,5 +137,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_int8_product, jaxsgl::GroupedInt8Product,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S8>>()
                                   .Attr<bool>("of_tokens")
+                                  .Attr<int64_t>("row_bits")
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_int4_product, jaxsgl::GroupedInt4Product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S8>>()
+                                  .Attr<bool>("of_tokens")
+                                  .Attr<int64_t>("group")
                                   .Attr<int64_t>("row_bits")
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "blocks.h"
 #include "integers.h"
 #include "product.h"
 
@@ -27,6 +28,33 @@ struct Int8Product : ProductOf<int8_t> {
   // Of a block's sums of row `row`; the scale of a row's only group is applied to the sum of all blocks.
   float ScaleOfBlock(int64_t row, int64_t b) const { return groups == 1 ? 1.0f : scales[row * groups + b]; }
   float ScaleOfRow(int64_t row) const { return groups == 1 && scales ? scales[row] : 1.0f; }
+};
+
+// Packs the rows of a product and multiplies them, in pieces that threads share.
+template <typename Pieces>
+void MultiplyAll(xla::ffi::ThreadPool pool, const typename Pieces::Product& p) {
+  constexpr int64_t kRows = Pieces::kRows;
+  for (int64_t first = 0; first < p.tokens; first += Pieces::Most(p)) {
+    char* const packed = Packed<char>(Pieces::PackedBytes(p, first));
+    const int parts = Pieces::Parts(p, first);
+    const auto pack = [=](int i) { Pieces::PackPart(p, first, i, packed); };
+    if (parts == 1)
+      pack(0);
+    else
+      InParallel(pool, parts, pack);
+    const int64_t steps = p.out / kRows, share = std::clamp<int64_t>(steps / (8 * pool.num_threads()), 1, 16);
+    InParallel(pool, int((steps + share - 1) / share), [&](int i) {
+      Pieces::Multiply(p, first, i * share * kRows, std::min(share, steps - i * share) * kRows, packed);
+    });
+  }
+}
+
+// Pieces that are packed in parts as those of a grouped product (grouped_product.h).
+template <typename Pieces>
+struct OfExperts : Pieces {
+  static void PackRows(const typename Pieces::Product& p, int64_t first, char* packed) {
+    for (int i = 0; i < Pieces::Parts(p, first); ++i) Pieces::PackPart(p, first, i, packed);
+  }
 };
 
 // Of weights' numbers with so many inputs, lines of the cache in a row, as a power of two.

@@ -22,7 +22,7 @@ constexpr int kStrip = 16;      // tokens: 2 registers
 constexpr int kMaxTokens = 64;  // at a time
 constexpr int kFew = 8;         // tokens that are multiplied one by one
 
-struct Scratch {
+struct ShareScratch {
   alignas(64) float weights[kShare][kDepth];
   alignas(64) float sums[kShare][kMaxTokens];
 };
@@ -62,7 +62,7 @@ inline void WidenRows(const uint16_t* from, const uint16_t* next, int64_t in, in
 // Multiplies weight rows begin .. begin + rows - 1 with the tokens first .. first + tokens - 1, packed [strips, in,
 // kStrip].
 void MultiplyShare(const Product& p, int64_t first, int tokens, int64_t begin, int rows, const float* packed) {
-  thread_local Scratch scratch;
+  thread_local ShareScratch scratch;
   std::memset(scratch.sums, 0, sizeof(scratch.sums));
   const uint16_t* weights = p.weights + begin * p.in;
   for (int64_t i = 0; i < p.in; i += kDepth) {
@@ -175,7 +175,7 @@ void MultiplyAll(xla::ffi::ThreadPool pool, const Product& p) {
 // The same as pieces of a grouped product (grouped_product.h).
 template <typename Number>
 struct Pieces {
-  using Weight = uint16_t;
+  using Product = jaxsgl::Product;
   static constexpr int64_t kMost = kMaxTokens, kRows = 4 * kShare;
 
   static int64_t Most(const Product&) { return kMost; }

@@ -125,7 +125,7 @@ void MultiplyByTiles(xla::ffi::ThreadPool pool, const Product& p) {
 
 // The same as pieces of a grouped product (grouped_product.h).
 struct TilePieces {
-  using Weight = uint16_t;
+  using Product = jaxsgl::Product;
   static constexpr int64_t kMost = kMostTokens, kRows = kPair;
 
   static int64_t Most(const Product&) { return kMost; }

@@ -5,28 +5,60 @@ The fall-back anywhere. `lax.ragged_dot` is none: on CPUs and GPUs XLA makes a p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.experts import Groups, product_dtype, result_dtype, row_tiles
+from pallas_kernels.packed import PackedMatrix
 
 _TILE_ROWS = 16  # the same for all numbers of rows, so that a row's sums are made in the same way
 
 
 def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
     """See `backend.GroupedProduct`. Reads the weights once per tile, those of experts without rows never."""
+
+    def matrix_of(expert: jax.Array) -> jax.Array:
+        matrix: jax.Array = lax.dynamic_index_in_dim(weights, expert, keepdims=False)
+        return matrix
+
+    rows, dtype = x.astype(product_dtype(x, weights)), result_dtype(x, weights)
+    return _by_tiles(rows, groups, matrix_of, weights.shape[1], dtype, of_tokens)
+
+
+def packed_product(
+    x: jax.Array, groups: Groups, weights: PackedMatrix, of_tokens: bool, dtype: str, row_bits: int
+) -> jax.Array:
+    """`[M, out]`: packed weights `[E, out, in]`, those of an expert widened to `dtype` for each tile."""
+
+    def matrix_of(expert: jax.Array) -> jax.Array:
+        mine: PackedMatrix = jax.tree.map(lambda part: lax.dynamic_index_in_dim(part, expert, keepdims=False), weights)
+        return mine.widened(dtype)
+
+    return _by_tiles(x.astype(dtype), groups, matrix_of, weights.shape[-2], x.dtype, of_tokens)
+
+
+def _by_tiles(
+    rows: jax.Array,
+    groups: Groups,
+    matrix_of: Callable[[jax.Array], jax.Array],
+    num_out: int,
+    dtype: DTypeLike,
+    of_tokens: bool,
+) -> jax.Array:
     tiles, num_tiles = row_tiles(groups, _TILE_ROWS)
     num_places = groups.num_places
-    rows, dtype = x.astype(product_dtype(x, weights)), result_dtype(x, weights)
 
     def multiply(index: jax.Array, y: jax.Array) -> jax.Array:
         places = tiles.begins[index] + jnp.arange(_TILE_ROWS, dtype=jnp.int32)
         is_mine = places < tiles.ends[index]
         of_place = groups.tokens.at[places].get(mode="clip") if of_tokens else places
         tile = rows.at[of_place].get(mode="clip")
-        matrix = lax.dynamic_index_in_dim(weights, tiles.experts[index], keepdims=False).astype(rows.dtype)
+        matrix = matrix_of(tiles.experts[index]).astype(rows.dtype)
         out = jnp.einsum("ri,oi->ro", tile, matrix, preferred_element_type=jnp.float32).astype(dtype)
         return y.at[jnp.where(is_mine, places, num_places)].set(out, mode="drop")
 
-    return lax.fori_loop(0, num_tiles, multiply, jnp.zeros((num_places, weights.shape[1]), dtype))
+    return lax.fori_loop(0, num_tiles, multiply, jnp.zeros((num_places, num_out), dtype))

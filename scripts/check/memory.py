@@ -48,7 +48,7 @@ def memory_of(folder: Path, device_gib: float, platform: str = "gpu", **flags: A
     dtype, activations, kv_dtype = resolve_precision(
         config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=lambda: True
     )
-    arch = as_kept(arch, dtype, platform)
+    arch = as_kept(arch, dtype, platform, config.num_devices)
     mesh = mesh_of(config)
     _, shapes = abstract_model(arch, dtype, activations)
     weights = bytes_on_each_device(shapes, mesh)

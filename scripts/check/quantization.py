@@ -74,7 +74,9 @@ def main(arguments: list[str]) -> int:
     """Measures the formats one after another, prints a line each."""
     parser = figure_parser(__doc__, __name__)
     parser.add_argument("--model", default=BUNDLED_MODEL, help="folder or hub id (default: the bundled model)")
-    parser.add_argument("--formats", nargs="+", default=["int8", "fp8"], help="of --quantization (default: int8 fp8)")
+    parser.add_argument(
+        "--formats", nargs="+", default=["int8", "int4", "fp8"], help="of --quantization (default: int8 int4 fp8)"
+    )
     parser.add_argument("--documents", type=int, default=64, help="how many are scored (default 64)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="score its lines instead")
     parser.add_argument("--dtype", default="auto", help="as the server's (default: auto)")

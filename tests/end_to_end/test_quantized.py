@@ -16,7 +16,7 @@ SCORED = jaxsgl.SamplingParams(temperature=0.0, max_tokens=24, logprobs=0)
 PAIRS = [(3, 4), (9, 8), (0, 5), (7, 7), (2, 6)]
 
 
-@pytest.fixture(scope="module", params=daily(["int8", "fp8"], every=2))
+@pytest.fixture(scope="module", params=daily(["int8", "int4", "fp8"], every=3))
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     buckets = {"decode_buckets": (8,), "extend_buckets": (128,), "chunked_prefill_size": 128}
     llm = jaxsgl.LLM(quantization=request.param, dtype="bfloat16", max_running_requests=8, **buckets)
@@ -27,7 +27,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 def test_the_weights_take_the_bytes_of_their_format(llm: LLM) -> None:
     arch = llm.engine.arch
     assert arch.weight_format is not None
-    on_this_machine = {"int8": 1, "bfloat16": 2}[arch.weight_format.numbers]
+    on_this_machine = {"int8": 1, "int4": 0.75, "float8_e4m3fn": 1.3, "bfloat16": 2}[arch.weight_format.numbers]
     assert llm.engine.info.weight_bytes < 1.1 * on_this_machine * 1_970_000
 
 

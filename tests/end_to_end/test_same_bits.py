@@ -62,6 +62,9 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json of ra
     "int8": (BUNDLED, {"quantization": "int8"}),
     "int8 with activations as they are": (BUNDLED, {"quantization": "int8", "weight_only": True}),
     "mixture of int8": (MIXTURE, {"quantization": "int8"}),
+    "int4": (BUNDLED, {"quantization": "int4"}),
+    "mixture of int4": (MIXTURE, {"quantization": "int4"}),
+    "mixture of fp8": (MIXTURE, {"quantization": "fp8"}),
     "fp8": (BUNDLED, {"quantization": "fp8"}),
     "float8 cache": (BUNDLED, {"kv_cache_dtype": "fp8_e4m3"}),
 }

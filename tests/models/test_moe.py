@@ -177,7 +177,7 @@ def test_a_cpu_rounds_rows_unless_weights_alone_are_to_be_quantized(
     monkeypatch.setattr(native_library, "multiplies_bytes", lambda: multiplies)
     arch = replace(read(tmp_path, num_key_value_heads=2, **QWEN3_MOE), weight_format=weight_format("int8", None))
     dtype = jnp.dtype("bfloat16")
-    _, params = abstract_model(as_kept(arch, dtype, "cpu", weight_only=weight_only), dtype)
+    _, params = abstract_model(as_kept(arch, dtype, "cpu", 1, weight_only=weight_only), dtype)
     for path in (("mlp", "down"), ("attention", "o")):
         param: Any = params["layers"][0][path[0]][path[1]]
         assert param.get_metadata("format").rounds_rows == (multiplies and not weight_only)
@@ -187,10 +187,10 @@ def test_experts_are_quantized_at_load_where_a_kernel_multiplies_them(tmp_path: 
     arch = read(tmp_path, num_key_value_heads=2, **QWEN3_MOE)
     flagged, dtype = replace(arch, weight_format=weight_format("int8", None)), jnp.dtype("bfloat16")
     for platform in ("cpu", "gpu"):
-        _, params = abstract_model(as_kept(flagged, dtype, platform), dtype)
+        _, params = abstract_model(as_kept(flagged, dtype, platform, 1), dtype)
         assert params["layers"][0]["mlp"]["down"].dtype == jnp.int8
     with pytest.raises(ConfigError, match="has experts, which a tpu can't quantize: leave --quantization out"):
-        as_kept(flagged, dtype, "tpu")
+        as_kept(flagged, dtype, "tpu", 1)
     stored = replace(flagged, weight_format=WeightFormat("fp8", "float8_e4m3fn", storage=Storage("plain")))
-    _, params = abstract_model(as_kept(stored, dtype, "tpu"), dtype)
+    _, params = abstract_model(as_kept(stored, dtype, "tpu", 1), dtype)
     assert params["layers"][0]["mlp"]["down"].dtype == dtype and params["layers"][0]["attention"]["o"].dtype != dtype

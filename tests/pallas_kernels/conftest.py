@@ -12,7 +12,7 @@ from pallas_kernels.target import processor_flags
 from tests.pallas_kernels.native_builds import compile_library, compile_product, imitation
 from tests.pallas_kernels.native_cases import WAYS
 
-INTEGERS = ("INT8_PRODUCT", "GROUPED_INT8_PRODUCT")
+INTEGERS = ("INT8_PRODUCT", "GROUPED_INT8_PRODUCT", "GROUPED_INT4_PRODUCT")
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +86,7 @@ def each_way(request: pytest.FixtureRequest, native_runs_here: None) -> Iterator
         if request.param == "narrow":
             suffix = request.getfixturevalue("narrow_kernels")
             patch.setattr(library, "has_pairs", lambda: False)
-            for constant in ("PAGED_ATTENTION", "ROWS_PRODUCT", "GROUPED_PRODUCT", *INTEGERS):
+            for constant in ("PAGED_ATTENTION", "ROWS_PRODUCT", "GROUPED_PRODUCT", "GROUPED_KEPT_PRODUCT", *INTEGERS):
                 patch.setattr(library, constant, f"{getattr(library, constant)}{suffix}")
         if request.param == "narrow bytes":
             suffix = request.getfixturevalue("narrow_bytes")

@@ -274,6 +274,49 @@ Call Int8Product(Random& random, XLA_FFI_Handler* handler, int64_t row_bits) {
           {XLA_FFI_DataType_F32, {tokens, out}, std::vector<char>(4 * tokens * out)}};
 }
 
+// With one expert, or several of which some have no rows; with zeros or without.
+Call Int4Product(Random& random, XLA_FFI_Handler* handler, int64_t row_bits) {
+  const int64_t experts = OneOf(random, {1, 1, 3}), group = 32 * OneOf(random, {1, 2, 4, 16}), in = 32 * (1 + Below(random, 40));
+  const int64_t out = 32 * OneOf(random, {1, 2, 3, 9, 33}), groups = Below(random, 2) ? 1 : (in + group - 1) / group;
+  std::vector<int> sizes(experts);
+  for (int& size : sizes) size = OneOf(random, {0, 1, 2, 3, 5, 8, 9, 17, 33, 130, 300});
+  const int64_t places = std::accumulate(sizes.begin(), sizes.end(), int64_t(1)) - Below(random, 2);
+  const int64_t zeros = Below(random, 2) ? experts * out * groups : 0;
+  return {handler,
+          {MakeArray(XLA_FFI_DataType_F32, {places, in}, Floats(random, places * in)),
+           MakeArray(XLA_FFI_DataType_S32, {1}, std::vector<int>(1)),
+           MakeArray(XLA_FFI_DataType_S32, {experts}, sizes),
+           MakeArray(XLA_FFI_DataType_U8, {experts, out / 16, 8 * in}, Codes(random, experts * out * in / 2)),
+           MakeArray(XLA_FFI_DataType_F32, {experts, out / 16, 16 * groups}, Floats(random, experts * out * groups)),
+           MakeArray(XLA_FFI_DataType_S8, {zeros, 1, 1}, Codes(random, zeros))},
+          {{"group", XLA_FFI_DataType_S64, group}, {"of_tokens", XLA_FFI_DataType_PRED, 0},
+           {"row_bits", XLA_FFI_DataType_S64, row_bits}},
+          {XLA_FFI_DataType_F32, {places, out}, std::vector<char>(4 * places * out)}};
+}
+
+// Rows of tokens, which may stand at several places, times experts' float8 in groups or MXFP4.
+Call KeptProduct(Random& random, XLA_FFI_Handler* handler, const char* way) {
+  const int64_t experts = OneOf(random, {1, 2, 4}), tokens = OneOf(random, {1, 2, 7, 40}), in = 32 * (1 + Below(random, 12));
+  const int64_t out = 16 * OneOf(random, {1, 2, 3, 9}), group = 32 * OneOf(random, {1, 2, 4}), groups = (in + group - 1) / group;
+  const bool is_float8 = Below(random, 2);
+  std::vector<int> sizes(experts), of_place;
+  for (int& size : sizes) size = OneOf(random, {0, 1, 2, 5, 17, 70});
+  const int64_t places = std::accumulate(sizes.begin(), sizes.end(), int64_t(1)) - Below(random, 2);
+  for (int i = 0; i < places; ++i) of_place.push_back(Below(random, int(tokens)));
+  if (of_place.empty()) of_place.push_back(0);
+  std::vector<uint8_t> numbers = Codes(random, experts * out * in / (is_float8 ? 1 : 2));
+  return {handler,
+          {MakeArray(XLA_FFI_DataType_F32, {tokens, in}, Floats(random, tokens * in)),
+           MakeArray(XLA_FFI_DataType_S32, {int64_t(of_place.size())}, of_place),
+           MakeArray(XLA_FFI_DataType_S32, {experts}, sizes),
+           MakeArray(XLA_FFI_DataType_U8, {experts, out, in / (is_float8 ? 1 : 2)}, numbers),
+           is_float8 ? MakeArray(XLA_FFI_DataType_F32, {experts, out, groups}, Floats(random, experts * out * groups))
+                     : MakeArray(XLA_FFI_DataType_U8, {experts, out, in / 32}, Codes(random, experts * out * in / 32))},
+          {{"group", XLA_FFI_DataType_S64, is_float8 ? group : 32}, {"of_tokens", XLA_FFI_DataType_PRED, 1},
+           {"way", XLA_FFI_DataType_INVALID, 0, Below(random, 3) ? way : "float32"}},
+          {XLA_FFI_DataType_F32, {places, out}, std::vector<char>(4 * places * out)}};
+}
+
 Call RowSums(Random& random, XLA_FFI_Handler* handler) {
   const int64_t rows = OneOf(random, {0, 1, 2, 3, 7, 33, 64, 200});
   const int64_t n = OneOf(random, {1, 2, 7, 8, 15, 16, 17, 63, 64, 65, 127, 128, 192, 1000, 1024, 40000});
@@ -353,14 +396,17 @@ int main(int argc, char** argv) {
   {
     Pool few(2), more(5);
     for (int i = 0; i < count; ++i) {
-      for (const std::string kernel : {"rows_product", "paged_attention", "int8_product", "int8_product of bytes", "row_sums"}) {
-        if (kernel != "rows_product" && !std::strcmp(way, "tiles")) continue;
-        const bool of_bytes = kernel == "int8_product of bytes";
+      for (const std::string kernel : {"rows_product", "grouped_kept_product", "paged_attention", "int8_product", "int8_product of bytes",
+                                       "grouped_int4_product", "grouped_int4_product of bytes", "row_sums"}) {
+        if (kernel != "rows_product" && kernel != "grouped_kept_product" && !std::strcmp(way, "tiles")) continue;
+        const bool of_bytes = kernel.find(" of bytes") != std::string::npos;
         if (of_bytes && !multiplies_bytes()) continue;
-        XLA_FFI_Handler* const handler = Load(library, of_bytes ? "int8_product" : kernel.c_str());
+        XLA_FFI_Handler* const handler = Load(library, kernel.substr(0, kernel.find(' ')).c_str());
         Call call = kernel == "paged_attention" ? Attention(random, handler, way)
                     : kernel == "int8_product"  ? Int8Product(random, handler, 16)
-                    : of_bytes                  ? Int8Product(random, handler, 8)
+                    : kernel == "int8_product of bytes" ? Int8Product(random, handler, 8)
+                    : kernel == "grouped_int4_product" || of_bytes ? Int4Product(random, handler, of_bytes ? 8 : 16)
+                    : kernel == "grouped_kept_product" ? KeptProduct(random, handler, way)
                     : kernel == "row_sums"      ? RowSums(random, handler)
                                                 : Product(random, handler, way);
         const std::string which = kernel + " of case " + std::to_string(i);

@@ -26,7 +26,7 @@ def compile_library(*options: str) -> Path:
 def compile_product(*options: str, source: str = "product.cc") -> Path:
     """The same without attention, which takes as long to compile again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_SOURCES", tuple(path for path in library._SOURCES if path.name == source))
+        patch.setattr(library, "_SOURCES", (library._FOLDER / source,))
         return compile_library(*options)
 
 

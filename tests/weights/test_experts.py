@@ -20,8 +20,9 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
 from jaxsgl.weights import load_params
+from pallas_kernels.packed import MXFP4, PackedMatrix
 from tests.checkpoints import make_checkpoint
-from tests.plain_model import mesh_of
+from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 
 FILE = "model.safetensors"
 
@@ -118,6 +119,28 @@ def test_experts_in_mxfp4_are_decoded(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found["layers", layer, "mlp", "down"], down)
         in_halves = np.stack([gate_up[:, ::2], gate_up[:, 1::2]], axis=1)
         np.testing.assert_array_equal(found["layers", layer, "mlp", "gate_up"], in_halves)
+
+
+def test_a_cpu_keeps_experts_in_mxfp4_as_they_are_published(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt_oss", tmp_path, intermediate_size=64)
+    pack(folder, seed=1)
+    arch = ModelArch.from_folder(folder)
+    assert arch.expert_format is not None
+    arch = replace(arch, expert_format=arch.expert_format.on_cpu("float32", packs=True))
+    params: Any = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+    decoded, tensors = parameters(folder), load_file(folder / FILE)
+    for layer in range(3):
+        mlp = params["layers"][layer]["mlp"]
+        for name, tensor in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+            numbers, scale = mlp[name][...], mlp[f"{name}_scale"][...]
+            stored = [
+                tensors[f"model.layers.{layer}.mlp.experts.{tensor}_{part}"].numel() for part in ("blocks", "scales")
+            ]
+            assert [numbers.nbytes, scale.nbytes] == stored
+            widened = PackedMatrix(numbers, scale, None, 32, MXFP4).widened("float32")
+            np.testing.assert_array_equal(widened, decoded["layers", layer, "mlp", name])
+    logits = plain_logits(arch, params, list(range(3, 40)))
+    np.testing.assert_array_equal(logits, checkpoint_logits(folder, list(range(3, 40))))
 
 
 def test_experts_in_mxfp4_may_be_quantized_again_at_load(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_the_flag_goes_with_unquantized_checkpoints() -> None:
         weight_format("gptq", None)
     with pytest.raises(ConfigError, match="--quantization is int8, but the checkpoint's weights are quantized already"):
         weight_format("int8", stored)
-    with pytest.raises(ConfigError, match="--quantization is int2, but must be one of int8, fp8, awq"):
+    with pytest.raises(ConfigError, match="--quantization is int2, but must be one of int8, int4, fp8, awq"):
         EngineConfig(quantization="int2")
 
 
@@ -123,6 +123,35 @@ def test_a_quantized_checkpoint_is_its_dequantized_weights(name: str, on_cpu: st
     stored, meant = load_params(folder, arch, dtype, mesh_of()), load_params(folder / "meant", plain, dtype, mesh_of())
     for found, expected in zip(matrices(arch, stored), matrices(plain, meant), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+
+
+# Not what has blocks of 40 by 48, or 8 bits of integers.
+PACKINGS = {
+    "awq": "int4",
+    "gptq desc_act": "int4",
+    "compressed-tensors int4 asymmetric": "int4",
+    "fp8 per tensor": "float8",
+    "fp8 in blocks": "",
+    "compressed-tensors int8": "",
+}
+
+
+@pytest.mark.parametrize("name", daily(list(PACKINGS), every=3))
+def test_a_cpu_packs_what_its_kernels_take_without_loss(name: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
+    folder = quantize_folder(make_checkpoint("qwen3", tmp_path / "plain", **sizes), tmp_path / "stored", name)
+    arch, plain = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant")
+    assert arch.weight_format is not None
+    arch = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=True))
+    dtype = jnp.dtype("float32")
+    stored, meant = load_params(folder, arch, dtype, mesh_of()), load_params(folder / "meant", plain, dtype, mesh_of())
+    for found, expected in zip(matrices(arch, stored), matrices(plain, meant), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+    formats = [param.get_metadata().get("format") for _, param in nnx.to_flat_state(abstract_model(arch, dtype)[1])]
+    packings = {fmt.packing for fmt in formats if fmt is not None}
+    assert packings == {PACKINGS[name]}
+    logits, expected = plain_logits(arch, stored, TOKENS), checkpoint_logits(folder / "meant", TOKENS)
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize(("name", "on_cpu"), daily(list(itertools.product(FORMATS, [None, "float32"])), every=5))

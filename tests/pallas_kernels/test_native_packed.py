@@ -1,0 +1,158 @@
+"""Products with packed weights in C++: those of their numbers to the bit, whatever rows stand side by side."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Groups, group_by_expert, grouped_packed_product, grouped_product, packed
+from pallas_kernels.native import packed_product
+from pallas_kernels.packed import FLOAT8, INT4, MXFP4, PackedMatrix
+from tests.grids import pairwise
+from tests.pallas_kernels import native_cases
+from tests.pallas_kernels.test_native_int8 import FORMS, INPUTS_OF_BLOCK, LARGEST
+
+pytestmark = pytest.mark.usefixtures("each_way")
+
+NUM_ROWS = [1, 2, 3, 7, 8, 9, 31, 300]
+SHAPES = [(32, 32, 0, False), (96, 1056, 0, True), (64, 160, 64, True), (1056, 256, 128, False)]  # group 0: one scale
+
+
+def int4_matrix(
+    lead: tuple[int, ...], num_out: int, num_in: int, group: int, zeros: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers, scales and zeros."""
+    rng = np.random.default_rng(num_out + num_in)
+    num_groups = -(-num_in // group) if group else 1
+    scale = rng.uniform(0.01, 0.1, (*lead, num_out, num_groups)).astype(np.float32)
+    zero = rng.integers(-8, 8, (*lead, num_out, num_groups)) * zeros
+    return rng.integers(-8, 8, (*lead, num_out, num_in)).astype(np.int8), scale, zero.astype(np.int8)
+
+
+def packed_int4(numbers: np.ndarray, scale: np.ndarray, zero: np.ndarray, group: int, zeros: bool) -> PackedMatrix:
+    parts = (packed.pack_int4(jnp.asarray(numbers)), packed.pack_groups(jnp.asarray(scale)))
+    of_zero = packed.pack_groups(jnp.asarray(zero)) if zeros else None
+    return PackedMatrix(*parts, of_zero, group or numbers.shape[-1], INT4)
+
+
+def rows(num_rows: int, num_in: int) -> np.ndarray:
+    rng = np.random.default_rng(num_rows)
+    x = (rng.standard_normal((num_rows, num_in)) * rng.uniform(0, 9, (num_rows, 1))).astype(np.float32)
+    x[:, 7] *= 50
+    return x
+
+
+def by_definition(
+    x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, zero: np.ndarray, group: int, row_bits: int
+) -> np.ndarray:
+    """As `test_native_int8.by_definition`, of numbers less what stands for zero."""
+    largest = np.float32(LARGEST[row_bits])
+    block, out = group or INPUTS_OF_BLOCK[row_bits], np.zeros((len(x), len(numbers)), np.float32)
+    for b, first in enumerate(range(0, x.shape[1], block)):
+        part = x[:, first : first + block]
+        most = np.abs(part).max(1, keepdims=True)
+        integers = np.rint(part * (largest / most)).astype(np.int64)
+        weights = numbers[:, first : first + block].astype(np.int64) - zero[:, [b if group else 0]]
+        dots = (integers @ weights.T).astype(np.float32)
+        factor = most / largest * (scale[:, b] if group else np.float32(1))
+        out = (factor.astype(np.float64) * dots + out).astype(np.float32)
+    return out if group else out * scale[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("each_way", "row_bits", "num_rows", "shape"),
+    [(*form, *case) for form, *case in pairwise(FORMS, NUM_ROWS, SHAPES)],
+    indirect=["each_way"],
+    ids=str,
+)
+def test_sums_of_blocks_of_int4_are_exact(row_bits: int, num_rows: int, shape: tuple[int, int, int, bool]) -> None:
+    num_out, num_in, group, zeros = shape
+    parts, x = int4_matrix((), num_out, num_in, group, zeros), rows(num_rows, num_in)
+    weights = packed_int4(*parts, group, zeros)
+    out = np.asarray(packed_product.product(jnp.asarray(x), weights, row_bits=row_bits))
+    np.testing.assert_array_equal(out, by_definition(x, *parts, group, row_bits))
+
+
+@pytest.mark.parametrize(("each_way", "row_bits"), FORMS, indirect=["each_way"], ids=str)
+def test_a_row_times_int4_comes_out_the_same_in_any_company(row_bits: int) -> None:
+    weights = packed_int4(*int4_matrix((), 64, 512, 64, True), 64, True)
+    x = jnp.asarray(rows(70, 512))
+    together = np.asarray(packed_product.product(x, weights, row_bits=row_bits))
+    for count in (1, 2, 3, 6, 9, 33):
+        alone = np.asarray(packed_product.product(x[:count], weights, row_bits=row_bits))
+        np.testing.assert_array_equal(alone, together[:count])
+
+
+@pytest.mark.parametrize(("each_way", "row_bits"), FORMS, indirect=["each_way"], ids=str)
+def test_rows_get_the_products_with_the_int4_of_their_experts(row_bits: int) -> None:
+    weights = packed_int4(*int4_matrix((3,), 64, 320, 64, True), 64, True)
+    x, groups = jnp.asarray(rows(40, 320)), _groups(40, 3)
+    out = np.asarray(grouped_packed_product(x, groups, weights, of_tokens=True, row_bits=row_bits, backend="native"))
+    for (token, choice), place in np.ndenumerate(groups.place_of):
+        expert = int(groups.experts[place])
+        expected = 0
+        if expert < 3:
+            one = jax.tree.map(lambda part, expert=expert: part[expert], weights)
+            expected = np.asarray(packed_product.product(x[token : token + 1], one, row_bits=row_bits))[0]
+        np.testing.assert_array_equal(out[place], expected, err_msg=f"{token} {choice}")
+
+
+def _groups(num_tokens: int, num_experts: int) -> Groups:
+    """Two choices each; the last expert is none."""
+    experts = np.random.default_rng(0).integers(0, num_experts + 1, (num_tokens, 2))
+    experts[: num_tokens // 2, 0] = 1
+    return group_by_expert(jnp.asarray(experts, jnp.int32), num_experts)
+
+
+def floats(packing: str, group: int) -> PackedMatrix:
+    """Of three experts, 48 by 160."""
+    rng = np.random.default_rng(1)
+    if packing == MXFP4:
+        codes, scale = rng.integers(0, 256, (3, 48, 80)), rng.integers(0, 140, (3, 48, 5))
+        return PackedMatrix(jnp.asarray(codes, jnp.uint8), jnp.asarray(scale, jnp.uint8), None, 32, MXFP4)
+    numbers = jnp.asarray(rng.standard_normal((3, 48, 160)), jnp.float8_e4m3fn)
+    scale = rng.uniform(0.1, 1, (3, 48, -(-160 // group))).astype(np.float32)
+    return PackedMatrix(numbers, jnp.asarray(scale), None, group, FLOAT8)
+
+
+@pytest.mark.parametrize(
+    ("each_way", "kind", "dtype", "num_rows"),
+    pairwise(
+        native_cases.WAYS,
+        [(MXFP4, 32), (FLOAT8, 128), (FLOAT8, 32), (FLOAT8, 160)],
+        ["bfloat16", "float32"],
+        [1, 5, 90],
+    ),
+    indirect=["each_way"],
+    ids=str,
+)
+def test_floats_are_multiplied_as_if_they_had_been_widened_before(
+    kind: tuple[str, int], dtype: str, num_rows: int
+) -> None:
+    weights = floats(*kind)
+    x, groups = jnp.asarray(rows(num_rows, 160)), _groups(num_rows, 3)
+    out = grouped_packed_product(x, groups, weights, of_tokens=True, dtype=dtype, backend="native")
+    in_xla = grouped_packed_product(x, groups, weights, of_tokens=True, dtype=dtype, backend="xla")
+    np.testing.assert_allclose(in_xla, out, atol=1e-2 * np.abs(np.asarray(out)).max())
+    if weights.num_groups > 1:
+        expected = grouped_product(x, groups, weights.widened(dtype), of_tokens=True, backend="native")
+    else:
+        sums = grouped_product(x, groups, weights.numbers.astype(dtype), of_tokens=True, backend="native")
+        expected = sums * weights.scale[..., 0].at[groups.experts].get(mode="fill", fill_value=0)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("each_way", ["widened"], indirect=True)
+def test_other_sizes_and_rows_are_refused() -> None:
+    def reason(packing: str, shape: tuple[int, int], group: int) -> str:
+        return packed.refuse(packing, shape, group) or ""
+
+    assert "the weights are (48, 64); int4 takes multiples of (32, 32)" in reason(INT4, (48, 64), 64)
+    assert "groups have 48 inputs" in reason(INT4, (32, 96), 48)
+    assert "groups have 1024 inputs" in reason(INT4, (32, 2048), 1024)
+    assert "the weights are (40, 64); float8 takes multiples of (16, 32)" in reason(FLOAT8, (40, 64), 32)
+    assert reason(INT4, (32, 2048), 2048) == reason(MXFP4, (16, 64), 32) == reason(FLOAT8, (16, 2880), 128) == ""
+    weights = floats(MXFP4, 32)
+    assert "float32 rows, not bfloat16" in (packed_product.refuse(jnp.zeros((1, 160), jnp.bfloat16), weights) or "")
