@@ -23,6 +23,7 @@ from jaxsgl.ipc import EngineLaunch, EngineMailbox, HostReport, open_mailbox
 from jaxsgl.messages.replies import Replies
 from jaxsgl.parent import be_killed_with_parent, follow_parent
 from jaxsgl.shared_mailbox import SharedMailbox
+from jaxsgl.start_parts import StartParts
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +59,17 @@ def _serve_with_others(launch: EngineLaunch, mailbox: EngineMailbox | SharedMail
 
 def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox, hosts: Hosts) -> int:
     """Serves with the engine of this host, and as host 0 of several with those of all `hosts`; returns the status."""
+    parts = StartParts()
     try:
         # Imported here, so that a broken JAX installation is reported like any other failure to start.
         from jaxsgl import wiring
         from jaxsgl.scheduler.loop import run_loop
 
+        parts.end("imports")
         engine, scheduler = wiring.build(launch.config, mark=launch.endpoints.mask_mark(), hosts=hosts)
         serving = wiring.serving_of(launch.config, engine, scheduler)
+        parts.end("engine and scheduler")
+        logger.debug("the process's start: %s", parts)
     except StartupError as error:
         hosts.fail(str(error))
         mailbox.fail(str(error))

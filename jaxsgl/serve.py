@@ -18,6 +18,7 @@ from jaxsgl.config.server import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, Serve
 from jaxsgl.errors import ConfigError, StartupError
 from jaxsgl.frontend.access import keys_in_file
 from jaxsgl.frontend.owned_engine import ENGINE_COMMAND
+from jaxsgl.start_parts import StartParts
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,11 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
     try:
         fill_in(args, os.environ)
         config = from_flags(ServerConfig, args)
+        parts = StartParts()
         from jaxsgl.frontend.server import serve  # importing gRPC takes a while: bad flags fail before it
 
+        parts.end("imports")
+        logger.debug("the front end's start: %s", parts)
         return asyncio.run(serve(config, engine_command))
     except StartupError as error:
         if args.log_format == "json":

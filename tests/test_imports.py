@@ -23,6 +23,7 @@ COMMON = {
     "proof",
     "sandbox",
     "stacks",
+    "start_parts",
     *(f"config.{name}" for name in CONFIG),
 }
 ALLOWED = {

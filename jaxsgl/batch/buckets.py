@@ -105,6 +105,7 @@ SCORE_STRIDE = 2  # of the sizes of extend programs, every second one has a prog
 MIN_COLUMNS, COLUMN_FACTOR = 16, 4  # sizes of the adapters' pool: each is so many times the next smaller one
 MIN_VERIFY_TOKENS = 64  # of the largest verify step, even if fewer rows run: each may have several drafts
 FEW_SEQS = 8  # most extend steps hold few sequences; per-sequence work in the step is padded to this at least
+FEW_SIZES_FACTOR = 4  # where compiling costs more than padding, each size is so many times the next smaller one
 
 
 @dataclass(frozen=True)
@@ -158,14 +159,20 @@ class BucketSet:
         decode_steps: int = 1,
         shared_tokens: int | None = None,
         max_drafts: int = 0,
+        few_sizes: bool = False,
     ) -> BucketSet:
         """The default shapes for `capacity`. Sizes that are given replace the default ones, as far as batches reach.
+
+        With `few_sizes` the default ones are a quarter of each other: half as many programs, whose padding is cheap.
 
         Raises `ConfigError` if the given sizes don't reach the largest batch.
         """
         rows, tokens = capacity.num_rows, capacity.max_extend_tokens
-        decode_sizes = tuple(sorted(set(decode_sizes))) or _default_decode_sizes(rows)
-        extend_sizes = tuple(sorted(set(extend_sizes))) or doubling(min(MIN_EXTEND_TOKENS, tokens), tokens)
+        default_decode = _few_decode_sizes(rows) if few_sizes else _default_decode_sizes(rows)
+        least = min(MIN_EXTEND_TOKENS, tokens)
+        default_extend = _quarters(least, tokens) if few_sizes else doubling(least, tokens)
+        decode_sizes = tuple(sorted(set(decode_sizes))) or default_decode
+        extend_sizes = tuple(sorted(set(extend_sizes))) or default_extend
         if decode_sizes[-1] < rows:
             raise ConfigError(
                 f"--decode-buckets end at {decode_sizes[-1]}, but {rows} requests may run at once: add {rows}, or "
@@ -340,6 +347,19 @@ def _default_decode_sizes(rows: int) -> tuple[int, ...]:
     return (*doubling(1, min(step, rows)), *range(2 * step, rows, step), *((rows,) if rows > step else ()))
 
 
+def _few_decode_sizes(rows: int) -> tuple[int, ...]:
+    """One, since a request is often alone, and few sizes up to `rows`."""
+    return (1, *_quarters(FEW_SIZES_FACTOR, rows)) if rows > 1 else (1,)
+
+
+def _quarters(least: int, last: int) -> tuple[int, ...]:
+    """`last`, a quarter of it, and so on, as long as that is `least` or more; ascending."""
+    sizes = [last]
+    while sizes[0] >= FEW_SIZES_FACTOR * least:
+        sizes.insert(0, -(-sizes[0] // FEW_SIZES_FACTOR))
+    return tuple(sizes)
+
+
 def _verify_sizes(decode_sizes: tuple[int, ...], rows: int, max_drafts: int) -> tuple[int, ...]:
     """The sizes of decode steps, which sampling programs have anyway, and larger ones where few requests may run."""
     if not max_drafts:
@@ -366,13 +386,17 @@ def doubling(first: int, last: int) -> tuple[int, ...]:
     return (*sizes, last)
 
 
-def buckets_of(config: EngineConfig, capacity: Capacity) -> BucketSet:
-    """The shapes that `config` asks for. Raises `ConfigError` if they can't be read or don't reach the capacity."""
+def buckets_of(config: EngineConfig, capacity: Capacity, few_sizes: bool = False) -> BucketSet:
+    """The shapes that `config` asks for; `few_sizes` of those that it leaves to us.
+
+    Raises `ConfigError` if they can't be read or don't reach the capacity.
+    """
     scheduling, steps, drafts = config.scheduling, config.decode_steps, config.speculation.num_draft_tokens
     alone = capacity.whole_prompts and not scheduling.enable_mixed_chunk  # a prompt beyond --max-prefill-tokens
     shared_tokens = scheduling.max_prefill_tokens if alone else None
     if config.auto_buckets is None:
-        return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, steps, shared_tokens, drafts)
+        decode, extend = config.decode_buckets, config.extend_buckets
+        return BucketSet.derive(capacity, decode, extend, steps, shared_tokens, drafts, few_sizes)
     path = Path(config.auto_buckets)
     suggested = _suggested(path)
     decode = _sizes(path, suggested, "decode_buckets", capacity.num_rows, "requests at once", "--max-running-requests")

@@ -48,7 +48,14 @@ from jaxsgl.engine.memory import (
 )
 from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
-from jaxsgl.engine.sizing import NO_ADAPTERS, PoolSize, choose_num_rows, choose_states, plan_capacity
+from jaxsgl.engine.sizing import (
+    NO_ADAPTERS,
+    PoolSize,
+    choose_num_rows,
+    choose_states,
+    few_sizes,
+    plan_capacity,
+)
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv, allocate_running
 from jaxsgl.engine.state_flags import check_flags
 from jaxsgl.engine.step import Forwarded
@@ -60,6 +67,7 @@ from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
 from jaxsgl.models.quantization import FP8_E4M3
+from jaxsgl.start_parts import StartParts
 from jaxsgl.weights import load_kv_scales, resolve_model_folder
 from jaxsgl.weights.sharding import bytes_on_each_device
 from pallas_kernels.gpu_compiler import choose_mosaic_ptxas, log_compilers, versions_key
@@ -104,7 +112,7 @@ class Engine:
         Raises:
           StartupError: flags that don't fit the model or the memory, or a model that can't be loaded.
         """
-        start_s = time.monotonic()
+        start_s, parts = time.monotonic(), StartParts()
         folder = resolve_model_folder(config.model, config.revision)
         arch = read_arch(config, folder)
         check_flags(config, arch)
@@ -121,6 +129,7 @@ class Engine:
         device = own_devices[0]  # the devices of a mesh are alike
         hosts.same("the devices", f"{len(own_devices)} x {device.device_kind}", "let hosts of one kind share a model")
         platform = device.platform
+        parts.end("devices and kernels")
         use_compilation_cache(config.compilation_cache_dir, versions_key() if platform == "gpu" else "")
         if platform == "gpu":
             log_compilers(device.device_kind)
@@ -152,6 +161,7 @@ class Engine:
             self.adapters: EngineAdapters | None = None
             if adapter_plan is not None:
                 self.adapters = EngineAdapters(adapter_plan, self.arch, activations, mesh, self.compiled)
+        parts.end("weights")
 
         abstract = abstract_params(params)
         images = None if self.arch.vision is None else (self.arch.vision.row_len, activations)
@@ -172,6 +182,7 @@ class Engine:
             self.capacity, self.programs = _compile(
                 config, self.arch, states, memory, self.compiled, spec_of, beside_bytes, pool_size
             )
+        parts.end("programs")
         self.buckets = self.programs.buckets
         same_programs(self.compiled, self.capacity, hosts)
         with step_failure("the KV pool can't be allocated", memory.account):
@@ -198,6 +209,8 @@ class Engine:
             self._launcher = Launcher()
         run_masks(self.programs, memory.account)
         run_tower(self._encode, self.buckets, self.capacity, memory.account)
+        parts.end("running each once")
+        logger.debug("the engine's start: %s", parts)
         self.info = EngineInfo(
             model_path=str(folder),
             architecture=self.arch.name,
@@ -209,7 +222,7 @@ class Engine:
             attention_backend=config.attention_backend,
             platform=platform,
             kv_bytes=states.page_bytes * self.capacity.num_pages * mesh.size,
-            weight_bytes=sum(array.nbytes for array in self._params),
+            weight_bytes=num_bytes(self._params),
             warmup_s=time.monotonic() - start_s,
             kv_cache_dtype=kv_cache_flag(kv_dtype),
             kernels=tuple((each.op, each.backend, each.verdict) for each in verdicts),
@@ -436,7 +449,8 @@ def _compile(
     guess = 0 if config.max_total_tokens else round(STEP_SHARE * memory.all_bytes)
     capacity = plan_capacity(config, arch, states, memory, guess, adapters)
     while True:
-        buckets, spec = buckets_of(config, capacity), spec_of(capacity)
+        spec = spec_of(capacity)
+        buckets = buckets_of(config, capacity, few_sizes(memory.platform, num_bytes(spec.params)))
         _check_backends(spec, buckets, kernel_flags(config))
         largest = list(largest_programs(spec, buckets))
         compiled.add(largest)
@@ -448,6 +462,11 @@ def _compile(
         logger.info("%d pages do not fit next to a step: %d do", capacity.num_pages, fitting.num_pages)
         compiled.forget({program.key for program in largest})
         capacity = fitting
+
+
+def num_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree, or of what stands for them, on all devices together."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _check_backends(spec: ProgramSpec, buckets: BucketSet, flags: str) -> None:

@@ -86,6 +86,7 @@ class ProgramSet:
         self._progress, self._in_fixed_order = progress, in_fixed_order
         self._threads = threads
         self._compilations: dict[ProgramKey, Compilation] = {}
+        self._bytes: dict[ProgramKey, StageBytes] = {}
 
     def __len__(self) -> int:
         return len(self._compilations)
@@ -117,13 +118,20 @@ class ProgramSet:
         """Drops programs, which are to be compiled for other sizes of the state."""
         for key in keys:
             del self._compilations[key]
+            self._bytes.pop(key, None)
 
     def bytes_of(self, key: ProgramKey) -> StageBytes:
         """Device memory of a program; zeros if the platform doesn't report it."""
-        memory = self[key].memory_analysis()
-        if memory is None:
-            return StageBytes(0, 0)
-        return StageBytes(memory.output_size_in_bytes - memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+        if key not in self._bytes:  # XLA takes 2 ms to say it, and each program is part of many steps
+            self._bytes[key] = _bytes_of(self[key])
+        return self._bytes[key]
+
+
+def _bytes_of(program: jax.stages.Compiled) -> StageBytes:
+    memory = program.memory_analysis()
+    if memory is None:
+        return StageBytes(0, 0)
+    return StageBytes(memory.output_size_in_bytes - memory.alias_size_in_bytes, memory.temp_size_in_bytes)
 
 
 def _ordered(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
-"""The server's life: take the ports, start the engine, serve, drain, end. `python -m jaxsgl.serve` runs it.
+"""The server's life: start the engine, take the ports, serve, drain, end. `python -m jaxsgl.serve` runs it.
 
 Owns the order of things at the start and at the end. Never handles a request: that is the business of grpc, http and
-generation.py. The ports are taken before the model is loaded and answer "not ready" meanwhile, so that a port in use
-costs no start-up time. With several front-end processes, each of them is a `Server` that is given its `Share` by the
-parent (workers.py).
+generation.py. The engine process starts first, and imports JAX while this one imports what serves the ports. These are
+taken while the model loads and answer "not ready" meanwhile, so that a port in use costs a second at most. With several
+front-end processes, each of them is a `Server` that is given its `Share` by the parent (workers.py).
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxsgl import logs
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.access import Access
-from jaxsgl.frontend.certificates import load_certificate
+from jaxsgl.frontend.certificates import Certificate, load_certificate
 from jaxsgl.frontend.exposition import StatusLine
-from jaxsgl.frontend.following import FollowingServer, watch_hosts
 from jaxsgl.frontend.generation import FrontEnd, Generator, Peers, ServedModel
-from jaxsgl.frontend.grpc.server import GrpcServer
-from jaxsgl.frontend.http.app import HttpServer, build_app
 from jaxsgl.frontend.listen import Addresses, log_listening, log_ready, raise_file_limit
 from jaxsgl.frontend.media_loader import MediaLoader
 from jaxsgl.frontend.metrics import Metrics
@@ -45,6 +42,9 @@ from jaxsgl.preprocess.settings import load_settings
 from jaxsgl.sandbox import SandboxCrash
 from jaxsgl.text.dialects import dialect_of
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from jaxsgl.frontend.ports import Ports
 
 GRACE_S = 0.2  # calls that arrive at the end get an error that says why; a stopped gRPC server would say CANCELLED
 ENGINE_ERROR_S = 10.0  # a bad model folder breaks the tokenizer too, but the engine's error explains it better
@@ -61,6 +61,8 @@ async def serve(config: ServerConfig, engine_command: Sequence[str] = ENGINE_COM
     raise_file_limit()  # of the processes that are started from here, too
     server: Life
     if config.engine.hosts.rank:
+        from jaxsgl.frontend.following import FollowingServer  # one host needs none of it
+
         server = FollowingServer(config, engine_command)
     elif config.tokenizer_worker_num > 1:
         server = Workers(config, engine_command)
@@ -123,6 +125,26 @@ class Share:
     is_late: bool = False
 
 
+def _ports_of(front_end: FrontEnd, certificate: Certificate | None, listener: socket.socket | None) -> Ports:
+    from jaxsgl.frontend.ports import Ports  # FastAPI and gRPC: they take a while, in which the engine starts
+
+    return Ports(front_end, certificate, listener)
+
+
+class ClosedPorts:
+    """Stands there until there are `Ports`."""
+
+    async def open(self) -> Addresses:
+        """Never called."""
+        raise AssertionError("the ports are made first")
+
+    async def set_serving(self, serving: bool) -> None:
+        """Has no one to tell."""
+
+    async def stop(self) -> None:
+        """Has nothing to stop."""
+
+
 class Server:
     """Both ports and the engine processes together, or what a `share` has of them. Made inside the loop that runs it.
 
@@ -167,9 +189,8 @@ class Server:
         peers = None if share is None else share.peers
         profiles = Profiles(config, self.engine)
         self.front_end = FrontEnd(config, access, self.engine, self._generator, self.metrics, profiles, peers)
-        self._grpc = GrpcServer(self.front_end, self._certificate)
-        listener = None if share is None else share.http
-        self._http = HttpServer(build_app(self.front_end), config, self._certificate, listener)
+        self._listener = None if share is None else share.http
+        self._ports: Ports | ClosedPorts = ClosedPorts()
 
     async def run(self) -> int:
         """Starts, and serves until the engine dies or hangs; returns exit status 1 then. Raises `StartupError`."""
@@ -189,23 +210,23 @@ class Server:
 
     async def start(self) -> Addresses:
         """Starts everything; returns the addresses when requests may come. Raises `StartupError`."""
-        at = None if self._is_late else await self._open_ports()
+        await self.engine.start()
+        self._ports = _ports_of(self.front_end, self._certificate, self._listener)
+        at = None if self._is_late else await self._ports.open()
         if at is not None and not self._shares:
             log_listening(self._config, at)
-        await self.engine.start()
         if self._config.engine.hosts.are_several:
+            from jaxsgl.frontend.following import watch_hosts
+
             self._host_watch = asyncio.create_task(watch_hosts(self.engine.links[0]))
         model = await self._load_model()
         self._generator.serve(model)
-        at = at or await self._open_ports()
+        at = at or await self._ports.open()
         await self.report_health()
         self.serving.set()
         if not self._shares:
             log_ready(self._config, at, time.monotonic() - self._start_s)
         return at
-
-    async def _open_ports(self) -> Addresses:
-        return Addresses(await self._grpc.start(), await self._http.start())
 
     async def drain(self) -> None:
         """Refuses new calls, gives the open ones `--drain-s` seconds to finish, and ends those that are left."""
@@ -223,7 +244,7 @@ class Server:
         """Ends connections and the engine processes. Does not wait for threads that tokenize or download."""
         if self._host_watch is not None:
             self._host_watch.cancel()
-        await asyncio.gather(self._grpc.stop(), self._http.stop())
+        await self._ports.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._closing.close()
         await self.engine.stop()
@@ -235,7 +256,7 @@ class Server:
 
     async def report_health(self) -> None:
         """Tells gRPC's health checks whether requests make sense now."""
-        await self._grpc.set_serving(self.engine.refusal is None)
+        await self._ports.set_serving(self.engine.refusal is None)
 
     def _duties(self) -> list[Coroutine[Any, Any, str | None]]:
         """Returns what runs next to the requests; the parent of several front-end processes does some of it for all."""

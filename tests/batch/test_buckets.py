@@ -75,6 +75,23 @@ def test_sizes_of_large_decode_batches_grow_in_steps_of_an_eighth() -> None:
     assert sizes(257) == (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 257)
 
 
+def test_a_small_model_has_half_as_many_sizes_each_four_times_the_next_smaller_one() -> None:
+    def sizes(rows: int, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        buckets = BucketSet.derive(replace(SIZES, num_rows=rows, max_extend_tokens=tokens), few_sizes=True)
+        assert buckets.decode_sizes[0] == 1, "a request alone is padded to none"
+        return buckets.decode_sizes, buckets.extend_sizes
+
+    assert sizes(32, 512) == ((1, 8, 32), (32, 128, 512))
+    assert sizes(1, 16) == ((1,), (16,))
+    assert sizes(3, 9) == ((1, 3), (9,))
+    assert sizes(64, 100) == ((1, 4, 16, 64), (25, 100))
+
+
+def test_sizes_that_flags_give_hold_for_small_models_too() -> None:
+    config = EngineConfig(decode_buckets=(2, 6), extend_buckets=(8, 32))
+    assert buckets_of(config, SIZES, few_sizes=True) == buckets_of(config, SIZES)
+
+
 @pytest.mark.parametrize(
     ("lists", "message"),
     [({"decode_sizes": (1, 5)}, "--decode-buckets end at 5"), ({"extend_sizes": (8,)}, "--extend-buckets end at 8")],

@@ -45,8 +45,9 @@ def write_compiler(tmp_path: Path, compiles: str, version: str = "compiler 1") -
     return str(path)
 
 
-def runs(tmp_path: Path) -> int:
-    return len((tmp_path / "runs").read_text().splitlines())
+def runs(tmp_path: Path) -> float:
+    """The number of libraries that were made: each takes a run for each source, and one that links."""
+    return len((tmp_path / "runs").read_text().splitlines()) / (len(library._SOURCES) + 1)
 
 
 def names(folder: Path) -> list[str]:
@@ -96,6 +97,16 @@ def test_several_threads_may_compile_at_once(folder: Path, tmp_path: Path) -> No
         made = set(pool.map(lambda _: library._compiled(compiler, FLAGS), range(4)))
     (path,) = made
     assert path.read_text() == "whole\n" and names(folder) == [path.name]
+
+
+def test_sources_are_compiled_at_the_same_time(folder: Path, tmp_path: Path) -> None:
+    others = " ".join(f'"{tmp_path / source.stem}"' for source in library._SOURCES)
+    waits = f'for other in {others}; do until [ -e "$other" ]; do sleep 0.01; done; done'
+    name = f'"{tmp_path}/$(basename "$1" .o)"'
+    made = library._compiled(
+        write_compiler(tmp_path, f'case "$1" in *.o) : > {name}; {waits};; esac; echo library > "$1"'), FLAGS
+    )
+    assert made.read_text() == "library\n", "each waited for all others to have begun"
 
 
 def test_without_xdg_the_folder_is_in_the_home(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
