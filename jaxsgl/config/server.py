@@ -171,6 +171,11 @@ class ServerConfig:
         "the line in which a request ends, with its tokens and times, at level info instead of debug",
         alias="--enable-log-requests",
     )
+    otlp_traces_endpoint: str | None = flag(
+        None,
+        "collector that takes a span of each request, as http://localhost:4317; needs the extra otel "
+        "(docs/operations.md)",
+    )
     log_format: str = flag("text", "lines for people or JSON objects for machines", choices=LOG_FORMATS)
 
     def __post_init__(self) -> None:

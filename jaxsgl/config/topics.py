@@ -74,8 +74,8 @@ TOPICS = {
     ),
     "operations": Topic(
         "logs, profiles and what happens in trouble (docs/operations.md)",
-        _words("log_level log_format access_log log_requests watchdog_s keep_stuck_server profile_dir profile_max_s"
-               " profile_max_mb check_every_step"),
+        _words("log_level log_format access_log log_requests otlp_traces_endpoint watchdog_s keep_stuck_server"
+               " profile_dir profile_max_s profile_max_mb check_every_step"),
     ),
     "scale-out": Topic(
         "several hosts; prefill and decode on servers of their own (docs/scale-out.md)",

@@ -28,6 +28,7 @@ from jaxsgl.frontend.legs import PrefillHosts, leg_sampling
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
+from jaxsgl.frontend.tracing import NO_TRACER, Tracer
 from jaxsgl.frontend.worker_channel import Counts
 from jaxsgl.messages.replies import EngineInfo, RefusalKind, Reply
 from jaxsgl.requests.media import MediaItem
@@ -219,7 +220,8 @@ class Generator:
 
     Long prompts are tokenized in `threads`; `metrics` counts each request; a request that takes longer than `timeout_s`
     seconds is ended; `mode` says which leg of requests this server computes, `prefill_hosts` where prefill may be.
-    Unless it `speculates`, predictions are of no use, and are not read. Each request ends with a line at `log_level`.
+    Unless it `speculates`, predictions are of no use, and are not read. Each request ends with a line at `log_level`,
+    and with a span of `tracer`.
     """
 
     def __init__(
@@ -232,6 +234,7 @@ class Generator:
         prefill_hosts: Sequence[str] = (),
         speculates: bool = False,
         log_level: int = logging.DEBUG,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         self._engine = engine
         self._mode = mode
@@ -241,6 +244,7 @@ class Generator:
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._log_level = log_level
+        self._tracer = tracer
         self._model: ServedModel | None = None
 
     @property
@@ -389,7 +393,8 @@ class Generator:
             generation = Generation(request, stream, detokenizer, timing)
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, stream)
             try:
-                yield generation
+                with self._tracer.request(request, generation, timing):
+                    yield generation
             finally:
                 timer.cancel()
                 if logger.isEnabledFor(self._log_level):
@@ -419,6 +424,7 @@ class FrontEnd:
       metrics: what is counted and timed, in this process.
       profiles: orders of the profiler.
       peers: the other front-end processes, or None if there are none.
+      tracer: makes spans of requests.
     """
 
     config: ServerConfig
@@ -428,6 +434,7 @@ class FrontEnd:
     metrics: Metrics
     profiles: Profiles
     peers: Peers | None = None
+    tracer: Tracer = NO_TRACER
 
     async def num_open(self) -> int:
         """Returns the number of open calls of all front-end processes."""

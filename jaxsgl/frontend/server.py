@@ -35,6 +35,7 @@ from jaxsgl.frontend.model_files import sampling_defaults, template_of
 from jaxsgl.frontend.owned_engine import ENGINE_COMMAND, owned_engines
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
+from jaxsgl.frontend.tracing import tracer_of
 from jaxsgl.frontend.watchdog import watch
 from jaxsgl.frontend.workers import Workers
 from jaxsgl.messages.replies import EngineInfo
@@ -148,7 +149,8 @@ class ClosedPorts:
 class Server:
     """Both ports and the engine processes together, or what a `share` has of them. Made inside the loop that runs it.
 
-    Raises `StartupError` for a certificate, a file of keys or a folder for profiles that doesn't work.
+    Raises `StartupError` for a certificate, a file of keys or a folder for profiles that doesn't work, and for traces
+    without their packages.
 
     Attributes:
       engine: the links to the engine processes.
@@ -174,6 +176,7 @@ class Server:
         self.metrics = Metrics(
             lambda: self.engine.load, log_lines=logs.line_counts(), replicas=lambda: self.engine.each
         )
+        tracer = tracer_of(config.otlp_traces_endpoint, config.model_name)
         legs = config.engine.disaggregation
         self._generator = Generator(
             self.engine,
@@ -184,11 +187,12 @@ class Server:
             legs.disaggregation_prefill_hosts,
             config.engine.speculation.is_on,
             logging.INFO if config.log_requests else logging.DEBUG,
+            tracer,
         )
         self._status = StatusLine(self.metrics)
         peers = None if share is None else share.peers
         profiles = Profiles(config, self.engine)
-        self.front_end = FrontEnd(config, access, self.engine, self._generator, self.metrics, profiles, peers)
+        self.front_end = FrontEnd(config, access, self.engine, self._generator, self.metrics, profiles, peers, tracer)
         self._listener = None if share is None else share.http
         self._ports: Ports | ClosedPorts = ClosedPorts()
 
@@ -247,7 +251,7 @@ class Server:
         await self._ports.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._closing.close()
-        await self.engine.stop()
+        await asyncio.gather(self.engine.stop(), asyncio.to_thread(self.front_end.tracer.flush))
         logger.info("stopped")
 
     def kill(self) -> None:

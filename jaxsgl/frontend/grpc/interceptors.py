@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from jaxsgl.errors import RETRY_AFTER_S, EngineUnavailable, Forbidden, JaxsglError, Overloaded, Unauthenticated
 from jaxsgl.frontend.access import Access, enter
+from jaxsgl.frontend.tracing import Tracer
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"  # probes have no key
 # They operate the server or show what all its clients do, their prompts included: for the administrator, if there is
@@ -54,6 +55,22 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
                 enter(self._access.check(given.encode(), is_order=details.method in ORDERS))
             except (Unauthenticated, Forbidden) as error:
                 return _refusing(error)
+        return await continuation(details)
+
+
+class TraceInterceptor(grpc.aio.ServerInterceptor):
+    """Notes for `tracer` the trace that a call belongs to, if its client says so in the metadata."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        """Returns the method's handler."""
+        self._tracer.enter(dict(details.invocation_metadata))
         return await continuation(details)
 
 

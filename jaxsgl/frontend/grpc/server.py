@@ -14,13 +14,14 @@ from jaxsgl.errors import StartupError
 from jaxsgl.frontend.certificates import Certificate
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.grpc import jaxsgl as jaxsgl_service
-from jaxsgl.frontend.grpc.interceptors import ApiKeyInterceptor, MalformedInterceptor
+from jaxsgl.frontend.grpc.interceptors import ApiKeyInterceptor, MalformedInterceptor, TraceInterceptor
 from jaxsgl.frontend.grpc.jaxsgl import JaxsglService
 from jaxsgl.frontend.grpc.limits import HeldStreams, Timeouts, connection_options
 from jaxsgl.frontend.grpc.sglang import service as sglang_service
 from jaxsgl.frontend.grpc.sglang.service import SglangService
 from jaxsgl.frontend.listen import address_of, max_connections, take_port
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
+from jaxsgl.frontend.tracing import NO_TRACER
 
 SERVICE_NAMES = (jaxsgl_service.SERVICE_NAME, sglang_service.SERVICE_NAME)
 # Calls that wait for the event loop to take them. By default, gRPC silently cancels some calls from 1,000 waiting ones
@@ -43,6 +44,7 @@ class GrpcServer:
         self._server = grpc.aio.server(
             interceptors=[
                 *([ApiKeyInterceptor(access)] if access.guards else []),
+                *([] if front_end.tracer is NO_TRACER else [TraceInterceptor(front_end.tracer)]),
                 HeldStreams(),
                 MalformedInterceptor(timeouts.message_s),
             ],

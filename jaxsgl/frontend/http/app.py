@@ -23,13 +23,22 @@ from jaxsgl.frontend.http import errors, health
 from jaxsgl.frontend.http.acceptor import Acceptor
 from jaxsgl.frontend.http.anthropic import routes as anthropic
 from jaxsgl.frontend.http.connection import Connection
-from jaxsgl.frontend.http.middleware import OPEN_PATHS, REQUEST_ID_HEADER, AccessLog, ApiKey, BodyLimit, RequestIds
+from jaxsgl.frontend.http.middleware import (
+    OPEN_PATHS,
+    REQUEST_ID_HEADER,
+    AccessLog,
+    ApiKey,
+    BodyLimit,
+    RequestIds,
+    TraceParent,
+)
 from jaxsgl.frontend.http.openai import batches
 from jaxsgl.frontend.http.openai import routes as openai
 from jaxsgl.frontend.http.page import live, static
 from jaxsgl.frontend.http.sglang import admin, encode, generate
 from jaxsgl.frontend.http.sites import PageGuard
 from jaxsgl.frontend.listen import address_of, max_connections, take_port
+from jaxsgl.frontend.tracing import NO_TRACER
 
 # `router(front_end) -> APIRouter` of each module.
 ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (
@@ -65,6 +74,8 @@ def build_app(front_end: FrontEnd) -> FastAPI:
     app.add_middleware(PageGuard, config=front_end.config)
     if front_end.config.access_log:
         app.add_middleware(AccessLog)
+    if front_end.tracer is not NO_TRACER:
+        app.add_middleware(TraceParent, tracer=front_end.tracer)
     app.add_middleware(RequestIds)
     return app
 

@@ -20,6 +20,7 @@ from jaxsgl import logs
 from jaxsgl.errors import Forbidden, Unauthenticated
 from jaxsgl.frontend.access import Access, enter
 from jaxsgl.frontend.http.errors import answer, answer_to
+from jaxsgl.frontend.tracing import Tracer
 
 REQUEST_ID_HEADER = "x-request-id"
 STALL_S = 60.0  # how long a client may send nothing of a body that it has begun
@@ -101,6 +102,20 @@ class AccessLog:
             fields = {"client": (scope["client"] or ("-",))[0], "method": scope["method"], "path": scope["path"]}
             fields |= {"status": status or "-", "total_s": now_s() - start_s}
             logger.info("%(client)s %(method)s %(path)r %(status)s, %(total_s).3f s", fields, extra=fields)
+
+
+class TraceParent:
+    """Notes for `tracer` the trace that a request belongs to, if its client says so."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        if scope["type"] == "http":
+            self._tracer.enter(Headers(scope=scope))
+        await self._app(scope, receive, send)
 
 
 class ApiKey:
