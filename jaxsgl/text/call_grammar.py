@@ -150,6 +150,24 @@ class Lark:
         guidance = {**_JSON_SPACES, **({"lenient": True} if lenient else {})}
         return "%json " + json.dumps({**schema, "x-guidance": guidance})
 
+    def unquoted(self, quote: str) -> str:
+        """Adds a rule of any value, as JSON but with bare keys and texts between `quote`; returns its name."""
+        name = "unquoted"
+        if not any(rule.startswith(f"{name}:") for rule in self._rules):
+            text = f"{self.mark(quote)} {self.until(quote, 'VALUE')}"
+            plain = self.json({"type": ["number", "boolean", "null"]})
+            items, pairs = f'({name} ("," {name})*)?', self._pairs(name)
+            self._rules.append(f'{name}: {text} | {plain} | "[" {items} "]" | "{{" {pairs} "}}"')
+        return name
+
+    def unquoted_pairs(self, quote: str) -> str:
+        """Returns the expression of what stands in an object of `unquoted`."""
+        return self._pairs(self.unquoted(quote))
+
+    def _pairs(self, value: str) -> str:
+        pair = f'{self.terminal("KEY", "/[A-Za-z0-9_.-]{1,64}/")} ":" {value}'
+        return f'({pair} ("," {pair})*)?'
+
     def of(self, grammar: Grammar) -> str:
         """Returns the expression of a grammar. Raises `InvalidRequest` for those of `WITHOUT_PLACE`."""
         match grammar.kind:
@@ -227,7 +245,7 @@ class _Writer:
         close = self._close()
         if calls.required or self._content is not None:
             opened = f"{lark.mark(self._opening)} {body} {close}"
-            separator = '"\\n"' if form.close and not form.section else ""
+            separator = '"\\n"' if form.close and not form.section and form.kind != "unquoted" else ""
             several = f"{opened} ({separator} {opened}){{0,{more}}}" if form.one_by_one and more else opened
             several = f"{self._begin_section()} {several} {self._end_section()}"
             others = "" if self._content is None else f" | {lark.of(self._content)}"
@@ -270,6 +288,7 @@ class _Writer:
             "keyed": self._keyed_call,
             "python": self._python_call,
             "invoked": self._invoked_call,
+            "unquoted": self._unquoted_call,
         }[form.kind]
         one = lark.rule(" | ".join(write(name) for name in self._calls.tools))
         if form.one_by_one:
@@ -356,6 +375,30 @@ class _Writer:
         listed = _listed(lark, arguments, [key in required for key in properties])
         return f"{literal(f'{name}(')} {listed} {literal(')')}"
 
+    def _unquoted_call(self, name: str) -> str:
+        lark, form, schema = self._lark, self._form, self._calls.tools[name]
+        head, (properties, required) = literal(f"{form.prefix}{name}{{"), _properties(schema)
+        pairs = {key: f"{literal(f'{key}:')} {self._unquoted(schema, key)}" for key in sorted(properties)}
+        if self._calls.required or name in self._calls.strict:
+            return (
+                f"{head} {_listed(lark, list(pairs.values()), [key in required for key in pairs], ',')} {literal('}')}"
+            )
+        if not pairs:
+            return f"{head} {lark.unquoted_pairs(form.quote)} {literal('}')}"
+        one = lark.rule(" | ".join(pairs.values()))
+        return f"{head} ({one} ({literal(',')} {one})*)? {literal('}')}"
+
+    def _unquoted(self, schema: Mapping[str, Any], key: str) -> str:
+        """Returns the expression of a parameter's value: texts and plain values by the schema, others freely."""
+        lark, quote, value = self._lark, self._form.quote, schema["properties"][key]
+        if is_text(schema, key):
+            mark, choices = lark.mark(quote), [value["const"]] if "const" in value else value.get("enum")
+            one = " | ".join(literal(text) or '""' for text in choices or () if isinstance(text, str))
+            return f"{mark} {lark.rule(one)} {mark}" if one else f"{mark} {lark.until(quote, 'VALUE')}"
+        if isinstance(value, dict) and value.get("type") in ("integer", "number", "boolean", "null"):
+            return lark.json(value, lenient=True)
+        return lark.unquoted(quote)
+
 
 def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Iterable[str]]:
     properties, required = schema.get("properties"), schema.get("required")
@@ -365,11 +408,11 @@ def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Iterable[
     )
 
 
-def _listed(lark: Lark, items: Sequence[str], required: Sequence[bool]) -> str:
+def _listed(lark: Lark, items: Sequence[str], required: Sequence[bool], comma: str = ", ") -> str:
     """Returns the expression of items between commas, of which those that aren't required may be left out."""
     tail, head = "", '""'
     for item, needed in zip(reversed(items), reversed(required), strict=True):
         new_head = lark.rule(f"{item} {tail}" if needed else f"{item} {tail} | {head}")
-        tail = lark.rule(f'", " {item} {tail}' if needed else f'(", " {item})? {tail}')
+        tail = lark.rule(f'"{comma}" {item} {tail}' if needed else f'("{comma}" {item})? {tail}')
         head = new_head
     return head

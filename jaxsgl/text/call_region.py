@@ -58,7 +58,9 @@ class Region:
         """Reads on; returns whether there is more to do."""
         if self._broken_at is not None:
             return self._skip_broken(final)
-        if self._form.kind in ("tagged", "keyed", "invoked") or (self._form.kind == "python" and self._form.close):
+        if self._form.kind in ("tagged", "keyed", "invoked", "unquoted") or (
+            self._form.kind == "python" and self._form.close
+        ):
             return self._read_to_close(final)
         if self._value_start is None:
             return self._find_value(final)
@@ -137,7 +139,9 @@ class Region:
         if end >= 0:
             self._end(end + len(self._form.close), read_calls(self._form, self._text[:end], self._tools))
         elif final:
-            whole = self._form.kind == "python" or self._text.rstrip().endswith(("</function>", "</invoke>"))
+            whole = self._form.kind in ("python", "unquoted") or self._text.rstrip().endswith(
+                ("</function>", "</invoke>")
+            )
             self._end(len(self._text), read_calls(self._form, self._text, self._tools) if whole else None)
         return False
 

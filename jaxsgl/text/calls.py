@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-Kind: TypeAlias = Literal["json", "named_json", "tagged", "keyed", "invoked", "python"]
+Kind: TypeAlias = Literal["json", "named_json", "tagged", "keyed", "invoked", "python", "unquoted"]
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # a tool's name -> the JSON schema of its parameters
 
 _OUTSIDE = frozenset(
@@ -32,7 +32,8 @@ class CallForm:
       kind: what stands between `opens` and `close`. "json": an object with a name and arguments, or a list of such.
         "named_json": a name, `between`, and an object of arguments. "tagged", "keyed": parameters in tags, as
         Qwen3-Coder and GLM write them; "invoked": several such calls in a row, as MiniMax's. "python": a list of calls
-        as in Python.
+        as in Python. "unquoted": a name and an object whose keys have no quotes and whose texts stand between `quote`,
+        as Gemma's.
       opens: each of these texts opens calls, wherever it stands.
       close: ends what `opens` has opened; "": the calls end with their own brackets.
       bare: a bracket that opens calls if the answer begins with it; "": none does.
@@ -45,6 +46,7 @@ class CallForm:
       prefix: what stands before a name of "named_json".
       numbered: a name of "named_json" is followed by a colon and the number of the call.
       tail: what stands before `close`, after space.
+      quote: what begins and ends texts in arguments of "unquoted".
     """
 
     kind: Kind
@@ -60,6 +62,7 @@ class CallForm:
     prefix: str = ""
     numbered: bool = False
     tail: str = ""
+    quote: str = ""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -117,6 +120,7 @@ FORMS: dict[str, CallForm] = {
         "python", opens=("<function_calls>",), close="</function_calls>", one_by_one=False, separator="\n"
     ),
     "pythonic": CallForm("python", bare="[", one_by_one=False, separator=", "),
+    "gemma4": CallForm("unquoted", opens=("<|tool_call>",), close="<tool_call|>", prefix="call:", quote='<|"|>'),
     "json": CallForm("json", bare="{", one_by_one=False),
 }
 _KEYS = ("arguments", "parameters")
@@ -270,6 +274,21 @@ def _read_python(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
     return found
 
 
+_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:]+)\s*:")
+
+
+def _read_unquoted(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
+    match = re.fullmatch(rf"{re.escape(form.prefix)}([^\s{{]+)\s*(\{{.*\}})", text, re.DOTALL)
+    if match is None:
+        return None
+    between = match[2].split(form.quote)  # every second one is a text
+    if any('"' in part for part in between[::2]):
+        return None
+    spelled = [_encoded(part) if number % 2 else _KEY.sub(r'\1"\2":', part) for number, part in enumerate(between)]
+    arguments = _decoded("".join(spelled)) if len(between) % 2 else _BROKEN
+    return [Call(match[1], _encoded(arguments))] if isinstance(arguments, dict) else None
+
+
 def _literal(node: ast.expr) -> Any:
     """Returns the value of a literal; true, false and null are known, too. Raises `ValueError`."""
     for name in ast.walk(node):
@@ -291,6 +310,7 @@ _READERS: dict[Kind, Callable[[CallForm, str, Tools], list[Call] | None]] = {
     "keyed": _read_keyed,
     "invoked": _read_invoked,
     "python": _read_python,
+    "unquoted": _read_unquoted,
 }
 _BROKEN = object()
 

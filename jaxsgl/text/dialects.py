@@ -56,6 +56,7 @@ _CALL_SIGNS = (
     (re.compile(r"<function_calls>"), "olmo3"),
     (re.compile(r"<\|/tool_call\|>"), "phi4_mini"),
     (re.compile(r"<\|tool_call\|>"), "granite"),
+    (re.compile(r"<\|tool_call>"), "gemma4"),
     (re.compile(r"<tool_call>"), "hermes"),
     (re.compile(r"\[TOOL_CALLS\](?s:.*)\[ARGS\]"), "mistral_v11"),
     (re.compile(r"\[TOOL_CALLS\]"), "mistral"),
@@ -107,7 +108,7 @@ class Dialect:
         if self.reasoning is not None:
             found += (self.reasoning.open, self.reasoning.close)
         if self.calls is not None:
-            found += (*self.calls.opens, self.calls.close, self.calls.between, "[CALL_ID]")
+            found += (*self.calls.opens, self.calls.close, self.calls.between, self.calls.quote, "[CALL_ID]")
             found += (*(self.calls.section or ()), *re.findall(r"<[^>]+>", self.calls.prefix))
         return tuple(text for text in found if text)
 

@@ -84,6 +84,7 @@ MINIMAX = (
     '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
     '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
 )
+GEMMA = '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>'
 BOTH: list[tuple[str, object]] = [("weather", PARIS), ("now", {})]
 # (dialect, text, reasoning, content, calls)
 VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
@@ -149,6 +150,14 @@ VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
         [("weather", {"city": "Pa)ris", "days": 2, "exact": True, "units": None}), ("now", {})],
     ),
     ("olmo3", OLMO, "", "", [("weather", PARIS), ("now", {})]),
+    ("gemma4", f"I look.{GEMMA}", "", "I look.", BOTH),
+    (
+        "gemma4",
+        '<|tool_call>call:weather{city:<|"|>a "b", c:{d}\n<|"|>,exact:true,spots:[1,<|"|>x<|"|>,{k:null}]}<tool_call|>',
+        "",
+        "",
+        [("weather", {"city": 'a "b", c:{d}\n', "exact": True, "spots": [1, "x", {"k": None}]})],
+    ),
     ("gpt-oss", HARMONY_CALL, "The user asks.", "", [("weather", PARIS)]),
     ("gpt-oss", f"{HARMONY_CALL}<|call|>", "The user asks.", "", [("weather", PARIS)]),
     ("gpt-oss", "<|channel|>final<|message|>Hello.<|return|>", "", "Hello.", []),
@@ -180,6 +189,10 @@ MALFORMED: list[tuple[str, str, str]] = [
     ("pythonic", "[weather(city=open('x'))]", ""),
     ("pythonic", "[now(", ""),
     ("olmo3", "<function_calls>\nweather(\n</function_calls>", ""),
+    ("gemma4", '<|tool_call>call:weather{city:<|"|>Paris}<tool_call|>', ""),
+    ("gemma4", '<|tool_call>call:weather{"city":<|"|>Paris<|"|>}<tool_call|>', ""),
+    ("gemma4", "<|tool_call>weather{}<tool_call|>", ""),
+    ("gemma4", "<|tool_call>call:now{", ""),
     ("gpt-oss", HARMONY_CALL.replace("2}", "2"), "The user asks."),
 ]
 
@@ -360,6 +373,7 @@ def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
         ("'function<｜tool▁sep｜>' + name + '\\n```json\\n' + arguments", "deepseek_v3", None),
         ("name + '<｜tool▁sep｜>' + arguments", "deepseek_v31", None),
         ("</think>{{ '<minimax:tool_call>' }}<invoke name=", "minimax_m2", "think"),
+        ("<|channel>thought\n{{ '<|tool_call>call:' + name }}", "gemma4", "gemma4"),
         ("[TOOL_CALLS] [", "mistral", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_v11", None),
         ('{"name": function name, "parameters": dictionary of argument', "llama3", None),

@@ -75,11 +75,15 @@ TEXTS = {
     "phi4_mini": ['<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'],
     "pythonic": ['[weather(city="x", unit="C"), now()]'],
     "olmo3": ['<function_calls>\nweather(city="x", days=2)\nnow()\n</function_calls>'],
+    "gemma4": [
+        '<|tool_call>call:weather{city:<|"|>x\ny<|"|>,days:3,unit:<|"|>C<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>'
+    ],
     "json": ['{"name": "weather", "arguments": {"city": "x"}}'],
 }
 PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 SPECIAL = (
     "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", *MARKERS,
+    "<|tool_call>", "<tool_call|>", '<|"|>',
     *{
         mark: None
         for form in FORMS.values()
