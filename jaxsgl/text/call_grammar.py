@@ -327,19 +327,22 @@ class _Writer:
             return f"{literal(f'<parameter name={json.dumps(key)}>')} {value}"
 
         head = f"<invoke name={json.dumps(name)}>\n"
-        return f"{literal(head)} {self._in_order(name, parameter, '</parameter>', chr(10))} {literal('</invoke>')}"
+        parts = self._in_order(name, parameter, "</parameter>", '"\\n"')
+        return f"{literal(head)} {parts} {literal('</invoke>')}"
 
     def _keyed_call(self, name: str) -> str:
-        lark = self._lark
+        lark, line = self._lark, '"\\n"?'  # GLM-4.5 and 4.6 break lines, GLM-4.7 doesn't
         ends = [lark.mark("<arg_key>"), lark.mark("</arg_key>"), lark.mark("<arg_value>"), lark.mark("</arg_value>")]
 
         def parameter(key: str, value: str) -> str:
-            return f'{ends[0]} {literal(key)} {ends[1]} "\\n" {ends[2]} {value}'
+            return f"{ends[0]} {literal(key)} {ends[1]} {line} {ends[2]} {value}"
 
-        return f'{literal(name)} "\\n" {self._in_order(name, parameter, "</arg_value>", chr(10))}'
+        return f"{literal(name)} {line} {self._in_order(name, parameter, '</arg_value>', line)}"
 
     def _in_order(self, name: str, write: Callable[[str, str], str], end: str, behind: str = "") -> str:
-        """Returns the parameters in the schema's order; those that aren't required may be left out.
+        """Returns the parameters in the schema's order, each with the expression `behind` it.
+
+        Those that aren't required may be left out.
 
         A tool without strict arguments, which need not be called, takes them in any order.
         """
@@ -356,7 +359,7 @@ class _Writer:
                 lenient = name not in self._calls.strict
                 value = {**value, **definitions} if isinstance(value, dict) else value
                 expression = f"{lark.json(value, lenient)} {lark.mark(end)}"
-            parts.append(f"{write(key, expression)} {literal(behind)}")
+            parts.append(f"{write(key, expression)} {behind}")
         if not parts:
             return ""
         if not self._calls.required and name not in self._calls.strict:

@@ -52,7 +52,8 @@ TEXTS = {
     ],
     "glm45": [
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>x y</arg_value>\n<arg_key>days</arg_key>\n"
-        "<arg_value>3</arg_value>\n</tool_call>"
+        "<arg_value>3</arg_value>\n</tool_call>",
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>x y</arg_value></tool_call>",  # GLM-4.7
     ],
     "kimi_k2": [
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
