@@ -16,14 +16,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.metrics import Timing
 from jaxsgl.requests.request import Request
-
-if TYPE_CHECKING:
-    from jaxsgl.frontend.generation import Generation
+from jaxsgl.text.sample import End
 
 FLAG = "--otlp-traces-endpoint"
 SPAN_NAME = "llm_request"
@@ -36,6 +34,17 @@ FLUSH_MS = 2000  # for the last spans to reach the collector at the end
 _parent: ContextVar[Mapping[str, str]] = ContextVar("trace parent")
 
 
+class Output(Protocol):
+    """What a request has yielded so far."""
+
+    ends: list[End]
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all samples."""
+        ...
+
+
 class Tracer(Protocol):
     """What makes spans of requests."""
 
@@ -43,7 +52,7 @@ class Tracer(Protocol):
         """Notes the trace that the call of this task belongs to, by its headers or metadata, in lower case."""
         ...
 
-    def request(self, request: Request, generation: Generation, timing: Timing) -> AbstractContextManager[None]:
+    def request(self, request: Request, output: Output, timing: Timing) -> AbstractContextManager[None]:
         """Wraps the life of a request, which has just been submitted."""
         ...
 
@@ -58,7 +67,7 @@ class NoTracer:
     def enter(self, headers: Mapping[str, str]) -> None:
         """See `Tracer`."""
 
-    def request(self, request: Request, generation: Generation, timing: Timing) -> AbstractContextManager[None]:
+    def request(self, request: Request, output: Output, timing: Timing) -> AbstractContextManager[None]:
         """See `Tracer`."""
         return _NOTHING
 
@@ -100,7 +109,7 @@ class OtlpTracer:
         _parent.set({name: headers[name] for name in PARENT_HEADERS if name in headers})
 
     @contextmanager
-    def request(self, request: Request, generation: Generation, timing: Timing) -> Iterator[None]:
+    def request(self, request: Request, output: Output, timing: Timing) -> Iterator[None]:
         """See `Tracer`."""
         start_ns = time.time_ns() - round(timing.total_s * 1e9)
         span = self._tracer.start_span(
@@ -113,7 +122,7 @@ class OtlpTracer:
             raise
         finally:
             total_s = timing.total_s
-            span.set_attributes(attributes_of(request, generation, timing, self._model_name, total_s))
+            span.set_attributes(attributes_of(request, output, timing, self._model_name, total_s))
             span.end(start_ns + round(total_s * 1e9))
 
     def flush(self) -> None:
@@ -122,7 +131,7 @@ class OtlpTracer:
 
 
 def attributes_of(
-    request: Request, generation: Generation, timing: Timing, model_name: str, total_s: float
+    request: Request, output: Output, timing: Timing, model_name: str, total_s: float
 ) -> dict[str, str | int | float]:
     """The attributes of a request's span, as vLLM names them; times in seconds. What never came is left out."""
     sampling, stages, first_token_s = request.sampling, timing.stages, timing.first_token_s
@@ -134,8 +143,8 @@ def attributes_of(
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.n": sampling.n,
         "gen_ai.usage.prompt_tokens": len(request.prompt_ids),
-        "gen_ai.usage.completion_tokens": generation.num_tokens,
-        "gen_ai.response.finish_reasons": ",".join(end.reason.value for end in generation.ends) or "unfinished",
+        "gen_ai.usage.completion_tokens": output.num_tokens,
+        "gen_ai.response.finish_reasons": ",".join(end.reason.value for end in output.ends) or "unfinished",
         "gen_ai.latency.e2e": total_s,
         "gen_ai.latency.time_to_first_token": first_token_s,
         "gen_ai.latency.time_in_queue": None if stages is None else stages.queue_s,
