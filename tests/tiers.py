@@ -28,6 +28,7 @@ TIER_OF_FOLDER = {
     "pallas_kernels": "device",
     "weights": "device",
     "attacks": "server",
+    "clients": "server",
     "end_to_end": "server",
     "frontend": "server",
     "scripts": "server",

@@ -1,0 +1,346 @@
+"""What each client library does against a server of the bundled model: `python client_cases.py NAME URL`.
+
+Runs in an environment of its own (run.py), which has the clients but not jaxsgl. A client's cases are functions of the
+server's URL without a path; a case that returns has passed. The bundled model knows how to write Anna's JSON, and calls
+a tool where a grammar makes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel
+
+ASK = "Give me JSON for Anna, 31, Paris"
+QUESTION: Any = [{"role": "user", "content": ASK}]
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+TOOL: Any = {"type": "function", "function": {"name": "set_city", "description": "Sets the city.", "parameters": CITY}}
+NAMED: Any = {"type": "function", "function": {"name": "set_city"}}
+KEY, MODEL, MAX_TOKENS = "none", "default", 100
+
+Case = Callable[[str], None]
+
+
+class Person(BaseModel):
+    """A person, as the bundled model has learned to write one."""
+
+    name: str
+    age: int
+    city: str
+
+
+ANNA = Person(name="Anna", age=31, city="Paris")
+
+
+def is_anna(text: str | None) -> None:
+    """Raises unless `text` is Anna's JSON."""
+    assert text is not None and Person.model_validate_json(text) == ANNA, text
+
+
+def is_city(arguments: str | dict[str, Any]) -> None:
+    """Raises unless these are arguments of the tool."""
+    given = json.loads(arguments) if isinstance(arguments, str) else arguments
+    assert given.get("city") in ("Paris", "Rome"), arguments
+
+
+def openai_cases() -> dict[str, Case]:
+    """openai: chats and responses."""
+    import openai
+
+    def client(url: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+
+    fields: Any = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": MAX_TOKENS}
+
+    def chat(url: str) -> None:
+        is_anna(client(url).chat.completions.create(**fields).choices[0].message.content)
+
+    def stream(url: str) -> None:
+        parts = client(url).chat.completions.create(**fields, stream=True)
+        is_anna("".join(part.choices[0].delta.content or "" for part in parts))
+
+    def tool(url: str) -> None:
+        answer = client(url).chat.completions.create(**fields, tools=[TOOL], tool_choice=NAMED)
+        (call,) = answer.choices[0].message.tool_calls or ()
+        is_city(call.function.arguments)
+
+    def parse(url: str) -> None:
+        assert client(url).chat.completions.parse(**fields, response_format=Person).choices[0].message.parsed == ANNA
+
+    def responses(url: str) -> None:
+        answer = client(url).responses.create(model=MODEL, input=ASK, temperature=0, max_output_tokens=MAX_TOKENS)
+        is_anna(answer.output_text)
+
+    return {"chat": chat, "stream": stream, "tool": tool, "structured": parse, "responses": responses}
+
+
+def anthropic_cases() -> dict[str, Case]:
+    """anthropic: messages."""
+    import anthropic
+
+    def client(url: str) -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
+
+    greedy = {"temperature": 0}  # the client's methods no longer have it
+    fields: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": MAX_TOKENS, "extra_body": greedy}
+
+    def chat(url: str) -> None:
+        (block,) = client(url).messages.create(**fields).content
+        is_anna(block.text)
+
+    def stream(url: str) -> None:
+        with client(url).messages.stream(**fields) as events:
+            is_anna("".join(events.text_stream))
+
+    def tool(url: str) -> None:
+        tools: Any = [{"name": "set_city", "input_schema": CITY}]
+        answer = client(url).messages.create(**fields, tools=tools, tool_choice={"type": "tool", "name": "set_city"})
+        (block,) = answer.content
+        is_city(block.input)
+
+    return {"chat": chat, "stream": stream, "tool": tool}
+
+
+def litellm_cases() -> dict[str, Case]:
+    """litellm: its completion."""
+    import litellm
+
+    def ask(url: str, **more: Any) -> Any:
+        return litellm.completion(
+            "openai/default", QUESTION, api_base=f"{url}/v1", api_key=KEY, temperature=0, max_tokens=MAX_TOKENS, **more
+        )
+
+    def chat(url: str) -> None:
+        is_anna(ask(url).choices[0].message.content)
+
+    def stream(url: str) -> None:
+        is_anna("".join(part.choices[0].delta.content or "" for part in ask(url, stream=True)))
+
+    def tool(url: str) -> None:
+        (call,) = ask(url, tools=[TOOL], tool_choice=NAMED).choices[0].message.tool_calls
+        is_city(call.function.arguments)
+
+    def structured(url: str) -> None:
+        is_anna(ask(url, response_format=Person).choices[0].message.content)
+
+    return {"chat": chat, "stream": stream, "tool": tool, "structured": structured}
+
+
+def langchain_cases() -> dict[str, Case]:
+    """langchain-openai: its chat model."""
+    from langchain_openai import ChatOpenAI
+
+    def model(url: str) -> Any:
+        fields: Any = {"api_key": KEY, "max_tokens": MAX_TOKENS}
+        return ChatOpenAI(model=MODEL, base_url=f"{url}/v1", temperature=0, max_retries=0, **fields)
+
+    def chat(url: str) -> None:
+        is_anna(model(url).invoke(ASK).content)
+
+    def stream(url: str) -> None:
+        is_anna("".join(part.content for part in model(url).stream(ASK)))
+
+    def tool(url: str) -> None:
+        (call,) = model(url).bind_tools([TOOL], tool_choice="set_city").invoke(ASK).tool_calls
+        is_city(call["args"])
+
+    def structured(url: str) -> None:
+        assert model(url).with_structured_output(Person).invoke(ASK) == ANNA
+
+    return {"chat": chat, "stream": stream, "tool": tool, "structured": structured}
+
+
+def instructor_cases() -> dict[str, Case]:
+    """instructor: the modes of its client for OpenAI."""
+    import instructor
+    import openai
+
+    def case(mode: Any) -> Case:
+        def run(url: str) -> None:
+            client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key=KEY), mode=mode)
+            fields: Any = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": MAX_TOKENS}
+            found = client.chat.completions.create(**fields, response_model=Person, max_retries=0)
+            assert isinstance(found, Person), found
+
+        return run
+
+    modes = instructor.Mode
+    return {mode.name.lower(): case(mode) for mode in (modes.TOOLS, modes.TOOLS_STRICT, modes.JSON_SCHEMA)}
+
+
+def pydantic_ai_cases() -> dict[str, Case]:
+    """pydantic-ai: agents."""
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    def agent(url: str, **more: Any) -> Any:
+        model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=KEY))
+        return Agent(model, model_settings={"temperature": 0, "max_tokens": MAX_TOKENS}, **more)
+
+    def chat(url: str) -> None:
+        is_anna(agent(url).run_sync(ASK).output)
+
+    def stream(url: str) -> None:
+        async def run() -> str:
+            async with agent(url).run_stream(ASK) as result:
+                return await result.get_output()
+
+        is_anna(asyncio.run(run()))
+
+    def structured(url: str) -> None:
+        assert isinstance(agent(url, output_type=Person).run_sync(ASK).output, Person)
+
+    return {"chat": chat, "stream": stream, "structured": structured}
+
+
+def openai_agents_cases() -> dict[str, Case]:
+    """openai-agents: agents over chats and over responses."""
+    import openai
+    from agents import (
+        Agent,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        Runner,
+        set_tracing_disabled,
+    )
+
+    set_tracing_disabled(True)
+
+    def agent(url: str, kind: Any, **more: Any) -> Any:
+        model = kind(MODEL, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY))
+        settings = ModelSettings(temperature=0, max_tokens=MAX_TOKENS)
+        return Agent(name="writer", model=model, model_settings=settings, **more)
+
+    def chat(url: str) -> None:
+        is_anna(Runner.run_sync(agent(url, OpenAIChatCompletionsModel), ASK).final_output)
+
+    def stream(url: str) -> None:
+        async def run() -> Any:
+            result = Runner.run_streamed(agent(url, OpenAIChatCompletionsModel), ASK)
+            async for _ in result.stream_events():
+                pass
+            return result.final_output
+
+        is_anna(asyncio.run(run()))
+
+    def responses(url: str) -> None:
+        is_anna(Runner.run_sync(agent(url, OpenAIResponsesModel), ASK).final_output)
+
+    def structured(url: str) -> None:
+        assert Runner.run_sync(agent(url, OpenAIChatCompletionsModel, output_type=Person), ASK).final_output == ANNA
+
+    return {"chat": chat, "stream": stream, "responses": responses, "structured": structured}
+
+
+def llama_index_cases() -> dict[str, Case]:
+    """llama-index: OpenAILike."""
+    from llama_index.core.llms import ChatMessage
+    from llama_index.llms.openai_like import OpenAILike
+
+    def model(url: str) -> Any:
+        fields: Any = {"is_chat_model": True, "is_function_calling_model": True, "max_tokens": MAX_TOKENS}
+        return OpenAILike(model=MODEL, api_base=f"{url}/v1", api_key=KEY, temperature=0, max_retries=0, **fields)
+
+    messages = [ChatMessage(role="user", content=ASK)]
+
+    def chat(url: str) -> None:
+        is_anna(model(url).chat(messages).message.content)
+
+    def stream(url: str) -> None:
+        is_anna("".join(part.delta or "" for part in model(url).stream_chat(messages)))
+
+    return {"chat": chat, "stream": stream}
+
+
+def smolagents_cases() -> dict[str, Case]:
+    """smolagents: its model for OpenAI's API."""
+    from smolagents import OpenAIModel
+
+    def model(url: str) -> Any:
+        return OpenAIModel(MODEL, api_base=f"{url}/v1", api_key=KEY, temperature=0, max_tokens=MAX_TOKENS)
+
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": ASK}]}]
+
+    def chat(url: str) -> None:
+        is_anna(model(url).generate(messages).content)
+
+    def stream(url: str) -> None:
+        is_anna("".join(part.content or "" for part in model(url).generate_stream(messages)))
+
+    return {"chat": chat, "stream": stream}
+
+
+def haystack_cases() -> dict[str, Case]:
+    """haystack: its generator of chats."""
+    from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.dataclasses import ChatMessage
+    from haystack.utils import Secret
+
+    def ask(url: str, **more: Any) -> str | None:
+        settings = {"temperature": 0, "max_tokens": MAX_TOKENS}
+        generator = OpenAIChatGenerator(
+            Secret.from_token(KEY), MODEL, api_base_url=f"{url}/v1", generation_kwargs=settings, **more
+        )
+        return generator.run([ChatMessage.from_user(ASK)])["replies"][0].text
+
+    def chat(url: str) -> None:
+        is_anna(ask(url))
+
+    def stream(url: str) -> None:
+        parts: list[str] = []
+        ask(url, streaming_callback=lambda part: parts.append(part.content))
+        is_anna("".join(parts))
+
+    return {"chat": chat, "stream": stream}
+
+
+def dspy_cases() -> dict[str, Case]:
+    """dspy: its LM."""
+    import dspy
+
+    def chat(url: str) -> None:
+        lm = dspy.LM("openai/default", api_base=f"{url}/v1", api_key=KEY, temperature=0, max_tokens=MAX_TOKENS)
+        answer = lm(ASK)[0]
+        is_anna(answer if isinstance(answer, str) else answer["text"])
+
+    return {"chat": chat}
+
+
+CLIENTS: dict[str, Callable[[], dict[str, Case]]] = {
+    "openai": openai_cases,
+    "anthropic": anthropic_cases,
+    "litellm": litellm_cases,
+    "langchain-openai": langchain_cases,
+    "instructor": instructor_cases,
+    "pydantic-ai": pydantic_ai_cases,
+    "openai-agents": openai_agents_cases,
+    "llama-index": llama_index_cases,
+    "smolagents": smolagents_cases,
+    "haystack": haystack_cases,
+    "dspy": dspy_cases,
+}
+
+
+def main(name: str, url: str) -> int:
+    """Prints a line of JSON: each case's error, null if it passed. Returns 1 if one failed."""
+    found: dict[str, str | None] = {}
+    for case, run in CLIENTS[name]().items():
+        try:
+            run(url)
+            found[case] = None
+        except Exception as error:
+            traceback.print_exc()
+            found[case] = f"{type(error).__name__}: {error}"
+    print(json.dumps(found))
+    return int(any(found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
