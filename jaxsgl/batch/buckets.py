@@ -105,7 +105,7 @@ SCORE_STRIDE = 2  # of the sizes of extend programs, every second one has a prog
 MIN_COLUMNS, COLUMN_FACTOR = 16, 4  # sizes of the adapters' pool: each is so many times the next smaller one
 MIN_VERIFY_TOKENS = 64  # of the largest verify step, even if fewer rows run: each may have several drafts
 FEW_SEQS = 8  # most extend steps hold few sequences; per-sequence work in the step is padded to this at least
-FEW_SIZES_FACTOR = 4  # where compiling costs more than padding, each size is so many times the next smaller one
+FEW_SIZES_FACTOR = 4  # where few sizes are compiled, each is so many times the next smaller one
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class BucketSet:
     ) -> BucketSet:
         """The default shapes for `capacity`. Sizes that are given replace the default ones, as far as batches reach.
 
-        With `few_sizes` the default ones are a quarter of each other: half as many programs, whose padding is cheap.
+        With `few_sizes` the default ones are a quarter of each other: half as many programs, more padding.
 
         Raises `ConfigError` if the given sizes don't reach the largest batch.
         """

@@ -46,7 +46,7 @@ OTHER_HOST_MIB = 4096
 MIN_REQUEST_TOKENS = 2  # one of the prompt and one new
 CPU_FRACTION = 0.25  # of free host memory: other programs use it too
 STATE_PAGE_SIZE = 64  # at least, where prefixes end at states: these are made in blocks of so many tokens
-SMALL_WEIGHTS = 64 << 20  # bytes: up to these a step takes a few ms, a program more than a second to compile
+SMALL_WEIGHTS = 64 << 20  # bytes; a program of the bundled model, of 4 MB, takes XLA a second or more
 RUNNING_SHARE = 0.5  # of the memory for KV, at most, that states of running requests take by default
 SNAPSHOTS_OF_ROW = 8  # at most
 
@@ -180,7 +180,7 @@ def plan_capacity(
 
 
 def few_sizes(platform: str, weight_bytes: int) -> bool:
-    """Whether half as many compiled sizes are better: padding a step of a small model costs less than a program."""
+    """Whether half as many sizes are compiled: of a small model, whose start is mostly compiling."""
     return platform == "cpu" and weight_bytes < SMALL_WEIGHTS
 
 
