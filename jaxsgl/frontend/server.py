@@ -215,6 +215,14 @@ class Server:
     async def start(self) -> Addresses:
         """Starts everything; returns the addresses when requests may come. Raises `StartupError`."""
         await self.engine.start()
+        starting = asyncio.create_task(self.engine.ready())  # now, so that an engine that dies meanwhile ends the start
+        try:
+            return await self._open(starting)
+        finally:
+            starting.cancel()
+
+    async def _open(self, starting: asyncio.Task[EngineInfo]) -> Addresses:
+        """Opens the ports, and lets requests in once the engine is ready."""
         self._ports = _ports_of(self.front_end, self._certificate, self._listener)
         at = None if self._is_late else await self._ports.open()
         if at is not None and not self._shares:
@@ -223,7 +231,7 @@ class Server:
             from jaxsgl.frontend.following import watch_hosts
 
             self._host_watch = asyncio.create_task(watch_hosts(self.engine.links[0]))
-        model = await self._load_model()
+        model = await self._load_model(starting)
         self._generator.serve(model)
         at = at or await self._ports.open()
         await self.report_health()
@@ -289,9 +297,8 @@ class Server:
             raise StartupError(f"pictures can't be decoded: {crash}") from None
         return loader
 
-    async def _load_model(self) -> ServedModel:
+    async def _load_model(self, starting: asyncio.Task[EngineInfo]) -> ServedModel:
         """Loads the tokenizer while the engine starts; waits for both."""
-        starting = asyncio.create_task(self.engine.ready())
         loop = asyncio.get_running_loop()
         engine = self._config.engine
         template = template_of(self._config.chat_template)
@@ -318,7 +325,6 @@ class Server:
             defaults = sampling_defaults(info.model_path) if self._config.samples_as_the_model_says else {}
             return ServedModel(info, tokenizer, dialect, await self._media_loader(info, tokenizer), defaults)
         finally:
-            starting.cancel()
             loading.cancel()
 
 

@@ -83,7 +83,7 @@ class Collector:
         self._grpc.stop(None)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def collector() -> Iterator[Collector]:
     collector = Collector()
     yield collector
