@@ -20,7 +20,6 @@ from jaxsgl.engine.kernel_test import KernelTester
 from jaxsgl.engine.kernels import asked_kernels
 from jaxsgl.engine.memory import start_jax
 from jaxsgl.engine.programs import ProgramSet
-from jaxsgl.engine.rank_flags import check_rank_flags
 from jaxsgl.engine.state_flags import check_flags
 from jaxsgl.engine.warmup import use_compilation_cache
 from jaxsgl.engine.weight_store import as_kept, read_arch
@@ -78,7 +77,6 @@ def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: 
     folder = resolve_model_folder(config.model, config.revision)
     arch = read_arch(config, folder)
     check_flags(config, arch)
-    check_rank_flags(config, arch)
     kernels = asked_kernels(config, arch)
     reveal_devices(config)
     choose_mosaic_ptxas()

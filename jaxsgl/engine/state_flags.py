@@ -1,6 +1,8 @@
-"""Which flags don't go with models whose layers keep states instead of keys and values (`models/delta_net.py`).
+"""Which flags don't go with which models, once config.json is read. Called by `opening`.
 
-A state holds all tokens before it: it can't go back, and it isn't in pages. Called by `engine`, at start.
+Models whose layers keep states instead of keys and values (`models/delta_net.py`): a state holds all tokens before it,
+so it can't go back, and it isn't in pages. Models that data-parallel attention gains nothing for, or that keep for
+their requests what is not divided among ranks yet. What flags say of each other `EngineConfig` checks.
 """
 
 from __future__ import annotations
@@ -12,8 +14,16 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 
 
+_WAY_OUT = "leave --enable-dp-attention out: --dp-size alone means whole replicas"
+
+
 def check_flags(config: EngineConfig, arch: ModelArch) -> None:
-    """Raises `ConfigError` if the layers of `arch` keep states and a flag, or its checkpoint, doesn't go with them."""
+    """Raises `ConfigError` if a flag, or the checkpoint, doesn't go with `arch`."""
+    _check_states(config, arch)
+    _check_ranks(config, arch)
+
+
+def _check_states(config: EngineConfig, arch: ModelArch) -> None:
     if arch.delta_net is None:
         return
     refused = (
@@ -36,4 +46,22 @@ def check_flags(config: EngineConfig, arch: ModelArch) -> None:
     if arch.weight_format is not None:
         raise ConfigError(
             f"{config.model} has quantized weights, which are not served for {arch.name}: use a checkpoint in bfloat16"
+        )
+
+
+def _check_ranks(config: EngineConfig, arch: ModelArch) -> None:
+    """Raises `ConfigError` if ranks can't serve `arch`, or would gain nothing over heads that devices share."""
+    if config.num_ranks == 1:
+        return
+    if arch.vision is not None:
+        raise ConfigError(
+            f"--enable-dp-attention does not go with {arch.name}, which sees images, yet: serve text alone with "
+            f"--language-only, or {_WAY_OUT}"
+        )
+    if arch.delta_net is not None:
+        raise ConfigError(f"--enable-dp-attention does not go with {arch.name}, which keeps states, yet: {_WAY_OUT}")
+    if arch.mixture is None and arch.kv_copies == 1 and arch.num_kv_heads >= config.tp:
+        raise ConfigError(
+            f"--enable-dp-attention gains nothing: {config.tp} devices can share the {arch.num_kv_heads} kv heads of "
+            f"{arch.name}, and it has no experts: {_WAY_OUT}"
         )

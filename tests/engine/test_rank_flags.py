@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.rank_flags import check_rank_flags
+from jaxsgl.engine.state_flags import check_flags
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.errors import ConfigError
 from tests.checkpoints import make_checkpoint
@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "in
 
 def check(folder: Path, tp: int, ranks: int) -> None:
     config = EngineConfig(model=str(folder), tp=tp, dp_size=ranks, enable_dp_attention=True)
-    check_rank_flags(config, read_arch(config, folder))
+    check_flags(config, read_arch(config, folder))
 
 
 def test_a_dense_model_whose_heads_suffice_gains_nothing(tmp_path: Path) -> None:
