@@ -1,6 +1,6 @@
 """Entry point of the engine process: builds engine and scheduler, announces that they are ready, and runs the loop.
 
-Started by the front end (frontend/owned_engine.py) as `python -m jaxsgl.engine_process`; its standard input carries
+Started by the front end (frontend/engines/owned.py) as `python -m jaxsgl.engine_process`; its standard input carries
 an `EngineLaunch` as one line of JSON, then stays open for as long as the parent lives. Knows nothing of clients.
 """
 

@@ -2,7 +2,7 @@
 
 Masks of grammars are the one place where native code works on a client's data inside the engine's loop. If the engine
 dies or hangs there, its front ends read here whose request it was: that one must not be sent again, all others may.
-The engine's loop writes (scheduler/apply.py), each front-end process reads (frontend/engine_link.py); ipc.py says
+The engine's loop writes (scheduler/apply.py), each front-end process reads (frontend/engines/link.py); ipc.py says
 where.
 """
 

@@ -17,7 +17,7 @@ from jaxsgl.config.hosts import fill_in
 from jaxsgl.config.server import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig
 from jaxsgl.errors import ConfigError, StartupError
 from jaxsgl.frontend.access import keys_in_file
-from jaxsgl.frontend.owned_engine import ENGINE_COMMAND
+from jaxsgl.frontend.engines.owned import ENGINE_COMMAND
 from jaxsgl.start_parts import StartParts
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.constraints.trial import Trial
 from jaxsgl.engine.adapters import EngineAdapters
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.memory import free_host_bytes
-from jaxsgl.engine.stages import StagedEngine
+from jaxsgl.engine.stages.engine import StagedEngine
+from jaxsgl.engine.start.memory import free_host_bytes
 from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.mask_mark import NoMark

@@ -30,7 +30,7 @@ from bench.roofline import best, ceilings
 from jaxsgl.bench.requests import Lengths, greedy_requests, random_jobs
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.flags import add_flags, flag, from_flags
-from jaxsgl.engine.memory import start_jax
+from jaxsgl.engine.start.memory import start_jax
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.requests.request import check_request
 from jaxsgl.wiring import build, build_scheduler, whole

@@ -1,8 +1,8 @@
 """What a device step yields besides tokens: `StepOutputs`, and the table `OUTPUTS` of the arrays that a bucket has.
 
 A new output begins here, with a field and a row of the table. The programs' results and where they lie
-(`engine/outputs.py`, `engine/step_programs.py`), the copy to the host, the dry run and the fake engine follow the
-table. Knows nothing about requests: `scheduler/outputs.py` hands the arrays out.
+(`engine/sampling/outputs.py`, `engine/step_programs.py`), the copy to the host, the dry run and the fake engine follow
+the table. Knows nothing about requests: `scheduler/outputs.py` hands the arrays out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sampling parameters as arrays: what the scheduler keeps by row, what a step carries, and what the sampler reads.
 
 `SamplingArrays` declares each filter once. The table of rows, the packed inputs of a step and the sampler iterate over
-its fields, so that a new filter is a field here, its use in `engine/filters.py`, and its fields in the APIs.
+its fields, so that a new filter is a field here, its use in `engine/sampling/filters.py`, and its fields in the APIs.
 
 Edits of the logits (penalties, bias, stop tokens banned until min_tokens) take too many numbers to be carried by every
 step. They are one int32 array per row that stays on the device; the host writes it once, when the request first

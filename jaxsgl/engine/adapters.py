@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxsgl.batch.engine_api import PlaceAdapter
 from jaxsgl.config.features import LoraConfig
 from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet
-from jaxsgl.engine.sizing import PoolSize
+from jaxsgl.engine.start.sizing import PoolSize
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.lora import MODULES, PoolArray, adaptable_modules, pool_arrays

@@ -23,26 +23,27 @@ from jaxsgl.batch.engine_api import EngineOp, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import tokens_in
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine import profiler, token_check
+from jaxsgl.engine import profiler
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
-from jaxsgl.engine.drafters import load_drafting, with_drafting
-from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
-from jaxsgl.engine.joining import same_programs
-from jaxsgl.engine.kernel_test import KernelTester
-from jaxsgl.engine.kernels import kernel_flags
+from jaxsgl.engine.drafting.drafters import load_drafting, with_drafting
+from jaxsgl.engine.kernels.choice import kernel_flags
+from jaxsgl.engine.kernels.tester import KernelTester
 from jaxsgl.engine.launcher import DeviceHandle, LaunchedHandle, Launcher
 from jaxsgl.engine.layer_state import LayerStates
-from jaxsgl.engine.memory import (
+from jaxsgl.engine.page_io import PageIo, reserved_bytes
+from jaxsgl.engine.programs import ProgramSet
+from jaxsgl.engine.start import token_check
+from jaxsgl.engine.start.dry_run import run_all, run_masks, run_tower, step_failure
+from jaxsgl.engine.start.joining import same_programs
+from jaxsgl.engine.start.memory import (
     Memory,
     check_weights_fit,
     keep_small_places,
     least_free_memory,
     loading_weights,
 )
-from jaxsgl.engine.opening import in_words, open_model
-from jaxsgl.engine.page_io import PageIo, reserved_bytes
-from jaxsgl.engine.programs import ProgramSet
-from jaxsgl.engine.sizing import (
+from jaxsgl.engine.start.opening import in_words, open_model
+from jaxsgl.engine.start.sizing import (
     NO_ADAPTERS,
     STEP_SHARE,
     PoolSize,
@@ -51,10 +52,10 @@ from jaxsgl.engine.sizing import (
     few_sizes,
     plan_capacity,
 )
+from jaxsgl.engine.start.warmup import CompileCounter
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv, allocate_running
 from jaxsgl.engine.step_programs import ProgramSpec, StepPrograms, all_programs, largest_programs, step_bytes
 from jaxsgl.engine.step_runner import StepRunner
-from jaxsgl.engine.warmup import CompileCounter
 from jaxsgl.engine.weight_store import EngineWeightStore, abstract_params, read_params
 from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.group import Alone, Hosts

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.batch.patches import EncodeBucket
-from jaxsgl.engine.warmup import Compilation, compile_all
+from jaxsgl.engine.start.warmup import Compilation, compile_all
 from jaxsgl.errors import JaxsglError
 from pallas_kernels.order import fixed_order
 

@@ -24,13 +24,13 @@ from flax import nnx
 from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
 from jaxsgl.batch.outputs import NO_OUTPUTS, StepOutputs
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
-from jaxsgl.engine import outputs, sampler, vocabulary
 from jaxsgl.engine.attending import Pages
-from jaxsgl.engine.draft import NO_DRAFTING, Drafting, Ends, Seen, own_layers, with_own_layers
+from jaxsgl.engine.drafting.draft import NO_DRAFTING, Drafting, Ends, Seen, own_layers, with_own_layers
 from jaxsgl.engine.recurring import Running
+from jaxsgl.engine.sampling import outputs, sampler, vocabulary
+from jaxsgl.engine.sampling.verify import accept, pack_runs
 from jaxsgl.engine.state import DeviceState
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
-from jaxsgl.engine.verify import accept, pack_runs
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
 from jaxsgl.models.layers import no_states
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights

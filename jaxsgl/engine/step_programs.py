@@ -25,7 +25,7 @@ from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, packed_len
 from jaxsgl.batch.outputs import of_forward
 from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, TowerCapacity
 from jaxsgl.batch.sampling import EDITS_LEN
-from jaxsgl.engine.draft import DRAFT_DONATES, NO_DRAFTING, Drafting, DraftProgram, Ends, own_layers
+from jaxsgl.engine.drafting.draft import DRAFT_DONATES, NO_DRAFTING, Drafting, DraftProgram, Ends, own_layers
 from jaxsgl.engine.encoding import (
     ENCODE_DONATES,
     PART_DONATES,
@@ -35,8 +35,9 @@ from jaxsgl.engine.encoding import (
     make_encode,
     make_part,
 )
-from jaxsgl.engine.masking import MASKED_DONATES, copy_step, masked_step, score_step
 from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet, StageBytes
+from jaxsgl.engine.sampling.masking import MASKED_DONATES, copy_step, masked_step, score_step
+from jaxsgl.engine.sampling.verify import ACCEPTED_DONATES, RUN_ROWS, accept
 from jaxsgl.engine.state import DeviceState
 from jaxsgl.engine.step import (
     FEATURED_DONATES,
@@ -56,7 +57,6 @@ from jaxsgl.engine.step import (
     sample_step,
 )
 from jaxsgl.engine.tables import set_pages, set_row
-from jaxsgl.engine.verify import ACCEPTED_DONATES, RUN_ROWS, accept
 from jaxsgl.errors import JaxsglError
 from jaxsgl.models import Decoder, Params
 from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS

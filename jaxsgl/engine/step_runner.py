@@ -20,7 +20,7 @@ from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS
 from jaxsgl.batch.patches import EncodeInputs, EncodePart
 from jaxsgl.engine.adapters import EngineAdapters
-from jaxsgl.engine.draft import own_layers, with_own_layers
+from jaxsgl.engine.drafting.draft import own_layers, with_own_layers
 from jaxsgl.engine.encoding import TowerParts
 from jaxsgl.engine.launcher import Chosen, DeviceHandle
 from jaxsgl.engine.state import DeviceState

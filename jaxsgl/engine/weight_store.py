@@ -26,8 +26,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.sizing import choose_context_length
-from jaxsgl.engine.warmup import CompileCounter
+from jaxsgl.engine.start.sizing import choose_context_length
+from jaxsgl.engine.start.warmup import CompileCounter
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.messages.orders import MemoryTag
 from jaxsgl.models import ModelArch, Params

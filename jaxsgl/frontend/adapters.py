@@ -11,9 +11,9 @@ import msgspec
 from jaxsgl.config.server import ANY_MODEL, ServerConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, NotFound
 from jaxsgl.frontend.access import adapter_folder
-from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, UPDATE_LIMIT_S
+from jaxsgl.frontend.engines.link import ANSWER_LIMIT_S, UPDATE_LIMIT_S
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages.orders import Answer, ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
 
 

@@ -21,14 +21,14 @@ from jaxsgl.config.hosts import PULSE_S, SILENCE_S
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.certificates import load_certificate
-from jaxsgl.frontend.engine_link import EngineLink
-from jaxsgl.frontend.exposition import registry_of
+from jaxsgl.frontend.engines.link import EngineLink
+from jaxsgl.frontend.engines.owned import ENGINE_COMMAND, owned_engines
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.http import errors
 from jaxsgl.frontend.http.app import HttpServer
 from jaxsgl.frontend.http.health import METRICS_CONTENT_TYPE
-from jaxsgl.frontend.metrics import Metrics
-from jaxsgl.frontend.owned_engine import ENGINE_COMMAND, owned_engines
-from jaxsgl.frontend.replicas import Replicas
+from jaxsgl.frontend.metrics.exposition import registry_of
+from jaxsgl.frontend.metrics.measurements import Metrics
 from jaxsgl.messages.orders import Shutdown
 
 END_S = 15.0  # beyond --drain-s, for host 0 to end this host

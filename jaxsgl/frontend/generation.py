@@ -23,13 +23,13 @@ from jaxsgl.config.features import ALL_IN_ONE
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed, TimedOut
 from jaxsgl.frontend.access import Access, cache_namespace
-from jaxsgl.frontend.engine_link import ReplyStream
+from jaxsgl.frontend.engines.link import ReplyStream
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.legs import PrefillHosts, leg_sampling
-from jaxsgl.frontend.metrics import Metrics, Timing
+from jaxsgl.frontend.metrics.measurements import Metrics, Timing
 from jaxsgl.frontend.profiles import Profiles
-from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.tracing import NO_TRACER, Tracer
-from jaxsgl.frontend.worker_channel import Counts
+from jaxsgl.frontend.workers.channel import Counts
 from jaxsgl.messages.replies import EngineInfo, RefusalKind, Reply
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.outputs import Pooled, Pooling
@@ -43,7 +43,7 @@ from jaxsgl.text.stop_regex import check_patterns
 from jaxsgl.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxsgl.frontend.media_loader import MediaLoader
+    from jaxsgl.frontend.media.loader import MediaLoader
 
 MAX_REQUEST_ID_CHARS = 256
 INLINE_SCORES = 1000  # that an endpoint may write out on the event loop: a few milliseconds

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import Forbidden, InvalidRequest, StartupError
-from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S
-from jaxsgl.frontend.replicas import Replicas
+from jaxsgl.frontend.engines.link import ANSWER_LIMIT_S
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.messages.orders import Answer, StartProfile, StopProfile
 
 MAX_STEPS = 1000

@@ -26,18 +26,18 @@ from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.certificates import Certificate, load_certificate
-from jaxsgl.frontend.exposition import StatusLine
+from jaxsgl.frontend.engines.owned import ENGINE_COMMAND, owned_engines
+from jaxsgl.frontend.engines.replicas import Replicas
+from jaxsgl.frontend.engines.watchdog import watch
 from jaxsgl.frontend.generation import FrontEnd, Generator, Peers, ServedModel
 from jaxsgl.frontend.listen import Addresses, log_listening, log_ready, raise_file_limit
-from jaxsgl.frontend.media_loader import MediaLoader
-from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.media.loader import MediaLoader
+from jaxsgl.frontend.metrics.exposition import StatusLine
+from jaxsgl.frontend.metrics.measurements import Metrics
 from jaxsgl.frontend.model_files import sampling_defaults, template_of
-from jaxsgl.frontend.owned_engine import ENGINE_COMMAND, owned_engines
 from jaxsgl.frontend.profiles import Profiles
-from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.tracing import tracer_of
-from jaxsgl.frontend.watchdog import watch
-from jaxsgl.frontend.workers import Workers
+from jaxsgl.frontend.workers.parent import Workers
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.preprocess.settings import load_settings
 from jaxsgl.sandbox import SandboxCrash

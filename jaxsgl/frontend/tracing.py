@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 from jaxsgl.errors import StartupError
-from jaxsgl.frontend.metrics import Timing
+from jaxsgl.frontend.metrics.measurements import Timing
 from jaxsgl.requests.request import Request
 from jaxsgl.text.sample import End
 

@@ -4,7 +4,7 @@ Pillow and FFmpeg read what strangers send, in C. What they may take is known be
 `decode_memory.py`), as far as anybody has thought of it; here the kernel holds them to it, and what goes wrong in them
 meets neither keys nor other prompts. A child has half of `--media-max-decode-bytes`, so that two decode at the same
 time. If a picture takes more by its header, its request is loaded again, alone, with all of it. Never knows prompts;
-frontend/media_loader.py calls it, in threads.
+frontend/media/loader.py calls it, in threads.
 """
 
 from __future__ import annotations

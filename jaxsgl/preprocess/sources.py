@@ -1,6 +1,6 @@
 """What clients name a picture or video by, and the files that come of it: data: URLs here, http(s) by the front end.
 
-Knows no protocol and no network. `frontend/media_fetch.py` fetches what is left as a URL.
+Knows no protocol and no network. `frontend/media/fetch.py` fetches what is left as a URL.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which of several places a request goes to: the one with most of its prompt cached, unless the loads are skewed.
 
-Places are replicas of one server (`frontend/router.py`) and ranks of one engine (`scheduler/ranks.py`). The rule and
-its thresholds are those of the Shepherd Model Gateway's policy `cache_aware`, so that they and the replicas of a
-gateway are chosen alike.
+Places are replicas of one server (`frontend/engines/router.py`) and ranks of one engine (`scheduler/ranks.py`). The
+rule and its thresholds are those of the Shepherd Model Gateway's policy `cache_aware`, so that they and the replicas of
+a gateway are chosen alike.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     AllAtOnce   one stage: all decode in each step; the newest tokens are on the device, read one step late
     InTurns     pipeline stages: each step decodes those whose tokens are read, its share of all of them
 
-With stages several steps are in flight, one on each stage (`engine/stages.py`), and a request is in at most one of
-them, so that its newest token is known when it decodes: nothing on the device links the last stage with the first,
+With stages several steps are in flight, one on each stage (`engine/stages/engine.py`), and a request is in at most one
+of them, so that its newest token is known when it decodes: nothing on the device links the last stage with the first,
 grammars make masks at once, and no token is computed after a stop. Shares are equal: where requests end, the next steps
 even them out. `RequestTable.decoding` is in the order in which requests were launched last, so those that wait longest
 go first.

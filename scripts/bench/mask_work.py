@@ -100,7 +100,7 @@ def prepare_cpu_s(engine: Engine, sizes: Sequence[int]) -> float:
     """Processor time to compile the programs for masks for these numbers of rows, of which none is kept anywhere."""
     import jax
 
-    from jaxsgl.engine.warmup import use_compilation_cache
+    from jaxsgl.engine.start.warmup import use_compilation_cache
 
     kept: str | None = jax.config.values["jax_compilation_cache_dir"]
     with tempfile.TemporaryDirectory() as folder:

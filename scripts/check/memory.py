@@ -36,8 +36,8 @@ def memory_of(folder: Path, device_gib: float, platform: str = "gpu", **flags: A
     """What an engine with `flags` would have on devices of `device_gib` GiB. Raises `StartupError`."""
     os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={MAX_DEVICES}")
     from jaxsgl.config.engine import EngineConfig
-    from jaxsgl.engine.devices import mesh_of
-    from jaxsgl.engine.sizing import choose_states
+    from jaxsgl.engine.start.devices import mesh_of
+    from jaxsgl.engine.start.sizing import choose_states
     from jaxsgl.engine.weight_store import as_kept, read_arch
     from jaxsgl.models import abstract_model, resolve_precision
     from jaxsgl.models.tensor_parallel import TENSOR_AXIS

@@ -18,8 +18,8 @@ import pytest
 from jaxsgl.batch.patches import EncodePart, pack
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.config.features import VisionConfig
-from jaxsgl.engine import sizing
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.start import sizing
 from jaxsgl.requests.request import Request
 from tests.end_to_end import vision_mesh
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine import stage_programs, step, step_programs
+from jaxsgl.engine import step, step_programs
+from jaxsgl.engine.stages import programs as stage_programs
 from jaxsgl.messages.orders import News, ToEngine
 from jaxsgl.messages.replies import Replies
 from jaxsgl.requests.request import Request

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine import devices
-from jaxsgl.engine.devices import accelerator, accelerator_name, device_variables, tpu_variables
+from jaxsgl.engine.start import devices
+from jaxsgl.engine.start.devices import accelerator, accelerator_name, device_variables, tpu_variables
 
 
 def test_replicas_on_one_host_take_chips_and_ports_of_their_own() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxsgl.batch.inputs import Bucket
-from jaxsgl.engine.dry_run import covering
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.layer_state import layer_states
-from jaxsgl.engine.memory import Memory
+from jaxsgl.engine.start.dry_run import covering
+from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.state import abstract_state, allocate
 from jaxsgl.engine.step_programs import SET_PAGES, SET_ROW, StepPrograms, all_keys, keys_of
 from jaxsgl.engine.tables import edit_table_bytes, page_table_bytes

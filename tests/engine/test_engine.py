@@ -11,9 +11,9 @@ import pytest
 
 from jaxsgl.batch.engine_api import Gather
 from jaxsgl.batch.outputs import NO_OUTPUTS
-from jaxsgl.engine import sizing
 from jaxsgl.engine.attending import Pages
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.start import sizing
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.requests.sampling import SamplingParams

@@ -16,7 +16,7 @@ import pytest
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.inputs import Bucket, packed_len
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.sizing import choose_states
+from jaxsgl.engine.start.sizing import choose_states
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step import make_forward
 from jaxsgl.models import ModelArch, abstract_model

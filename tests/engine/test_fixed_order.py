@@ -17,7 +17,7 @@ from bench.targets.targets import TARGETS
 
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.config.features import LoraConfig, SpeculationConfig
-from jaxsgl.engine.fixed_order import asks_for_fixed_order, check_kernels
+from jaxsgl.engine.start.fixed_order import asks_for_fixed_order, check_kernels
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.errors import ConfigError
 from jaxsgl.weights import resolve_model_folder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.joining import check_hosts, same_programs
+from jaxsgl.engine.start.joining import check_hosts, same_programs
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.errors import ConfigError
 from pallas_kernels.choice import KernelChoice

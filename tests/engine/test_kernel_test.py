@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine import devices
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.kernel_test import KernelTester, child_variables
-from jaxsgl.engine.kernels import asked_kernels
+from jaxsgl.engine.kernels.choice import asked_kernels
+from jaxsgl.engine.kernels.tester import KernelTester, child_variables
+from jaxsgl.engine.start import devices
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.errors import ConfigError
 from jaxsgl.weights import resolve_model_folder

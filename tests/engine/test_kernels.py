@@ -6,7 +6,7 @@ import pytest
 
 from jaxsgl.config.kernels import BACKENDS_OF_NAME, OP_OF_NAME
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.kernels import asked_kernels
+from jaxsgl.engine.kernels.choice import asked_kernels
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.errors import ConfigError
 from jaxsgl.weights import resolve_model_folder

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsgl.engine import sampler, vocabulary
+from jaxsgl.engine.sampling import sampler, vocabulary
 from jaxsgl.requests.sampling import MAX_TOP_LOGPROBS
 from tests.numpy_sampling import logprobs as log_softmax
 

@@ -12,8 +12,8 @@ import pytest
 
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.masking import masked_step
 from jaxsgl.engine.programs import ProgramKey, ProgramSet, StageBytes
+from jaxsgl.engine.sampling.masking import masked_step
 from jaxsgl.engine.step import SAMPLING_ROWS
 from jaxsgl.engine.step_programs import step_bytes
 from jaxsgl.requests.grammar import Grammar

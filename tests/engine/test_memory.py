@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsgl.engine import memory
-from jaxsgl.engine.dry_run import step_failure
 from jaxsgl.engine.layer_state import LayerStates, attention_state
-from jaxsgl.engine.memory import (
+from jaxsgl.engine.start import memory
+from jaxsgl.engine.start.dry_run import step_failure
+from jaxsgl.engine.start.memory import (
     GPU_SHARE,
     HEADROOM,
     JAX_SHARE,
@@ -26,7 +26,7 @@ from jaxsgl.engine.memory import (
     loading_weights,
     start_jax,
 )
-from jaxsgl.engine.sizing import choose_num_pages
+from jaxsgl.engine.start.sizing import choose_num_pages
 from jaxsgl.errors import ConfigError, StartupError
 from tests.engine.test_sizing import GIB, Accelerator
 
@@ -83,14 +83,14 @@ def test_a_share_that_is_none_is_an_error(variables: pytest.MonkeyPatch, text: s
 
 
 def test_where_jax_runs_already_it_has_the_share_that_it_began_with() -> None:
-    code = "import jax, os; from jaxsgl.engine.memory import *; d = jax.devices(); print(start_jax())"
+    code = "import jax, os; from jaxsgl.engine.start.memory import *; d = jax.devices(); print(start_jax())"
     environment = {name: value for name, value in os.environ.items() if name not in SHARE_VARIABLES}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert float(done.stdout) == JAX_SHARE
 
 
 def test_a_second_engine_in_the_process_knows_the_share_that_jax_began_with() -> None:
-    code = "from jaxsgl.engine.memory import *; print(start_jax(), start_jax())"
+    code = "from jaxsgl.engine.start.memory import *; print(start_jax(), start_jax())"
     environment = {name: value for name, value in os.environ.items() if name not in SHARE_VARIABLES}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert [float(text) for text in done.stdout.split()] == [GPU_SHARE, GPU_SHARE]

@@ -15,9 +15,9 @@ import numpy as np
 from flax import nnx
 
 from jaxsgl.batch.sampling import SamplingArrays
-from jaxsgl.engine import sampler, vocabulary
-from jaxsgl.engine.masking import masked_step
 from jaxsgl.engine.programs import each_device
+from jaxsgl.engine.sampling import sampler, vocabulary
+from jaxsgl.engine.sampling.masking import masked_step
 from jaxsgl.engine.step import SAMPLING_ROWS
 from jaxsgl.models.matrix import Matrices, dequantized
 from jaxsgl.models.precision import product

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.state_flags import check_flags
+from jaxsgl.engine.start.model_flags import check_flags
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.errors import ConfigError
 from tests.checkpoints import make_checkpoint

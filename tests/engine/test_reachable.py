@@ -17,8 +17,8 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.engine.layer_state import layer_states
-from jaxsgl.engine.memory import Memory
-from jaxsgl.engine.sizing import choose_page_size, plan_capacity
+from jaxsgl.engine.start.memory import Memory
+from jaxsgl.engine.start.sizing import choose_page_size, plan_capacity
 from jaxsgl.models import ModelArch
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
-from jaxsgl.engine import sampler
-from jaxsgl.engine.filters import Tokens, keep_limit
+from jaxsgl.engine.sampling import sampler
+from jaxsgl.engine.sampling.filters import Tokens, keep_limit
 from pallas_kernels.target import TargetDevice
 from tests.grids import daily
 from tests.pallas_kernels.test_dispatch import on_a_device

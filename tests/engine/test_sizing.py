@@ -11,8 +11,8 @@ import pytest
 import jaxsgl
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.layer_state import LayerStates, attention_state, layer_states
-from jaxsgl.engine.memory import HEADROOM, free_host_bytes, free_memory
-from jaxsgl.engine.sizing import choose_num_pages, choose_page_size, choose_pages, choose_states
+from jaxsgl.engine.start.memory import HEADROOM, free_host_bytes, free_memory
+from jaxsgl.engine.start.sizing import choose_num_pages, choose_page_size, choose_pages, choose_states
 from jaxsgl.engine.state import allocate_kv
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
@@ -113,7 +113,7 @@ def test_a_pool_on_cpu_is_the_same_at_the_next_start_with_other_free_memory(monk
     """With another pool size no program would be found in the compilation cache."""
     sizes = set()
     for free_gib in (19.9, 20, 20.7, 22.3):
-        monkeypatch.setattr("jaxsgl.engine.memory.free_host_bytes", lambda free=free_gib: int(free * GIB))
+        monkeypatch.setattr("jaxsgl.engine.start.memory.free_host_bytes", lambda free=free_gib: int(free * GIB))
         sizes.add(num_pages(jax.devices("cpu")[0]))
     assert sizes == {4 * GIB // PAGE.page_bytes}
 

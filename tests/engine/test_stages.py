@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.stages import Stage, check_stages, cut_layers
+from jaxsgl.engine.stages.engine import Stage, check_stages, cut_layers
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.requests.outputs import LAST_TOKEN

@@ -15,9 +15,9 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine import token_check
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.kernel_test import KernelTester
+from jaxsgl.engine.kernels.tester import KernelTester
+from jaxsgl.engine.start import token_check
 from pallas_kernels.backend import Kernel
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.native import library

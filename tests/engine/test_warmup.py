@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxsgl.engine.warmup import CompileCounter, compile_all, use_compilation_cache
+from jaxsgl.engine.start.warmup import CompileCounter, compile_all, use_compilation_cache
 from jaxsgl.errors import ConfigError
 
 

@@ -7,11 +7,11 @@ from concurrent.futures import Executor
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.frontend.access import Access
-from jaxsgl.frontend.engine_link import MAX_UNREAD, EngineLink
+from jaxsgl.frontend.engines.link import MAX_UNREAD, EngineLink
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
-from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.metrics.measurements import Metrics
 from jaxsgl.frontend.profiles import Profiles
-from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages.orders import ToMailbox
 
 

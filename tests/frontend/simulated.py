@@ -18,7 +18,7 @@ import msgspec
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.frontend.engine_link import EngineLink
+from jaxsgl.frontend.engines.link import EngineLink
 from jaxsgl.messages.orders import PARENT_LINE, FromEngine, News, ToEngine, ToMailbox
 from jaxsgl.messages.replies import EngineInfo, EngineReady
 from jaxsgl.scheduler.loop import run_loop

@@ -18,9 +18,9 @@ from simulated import EngineThread, SimulatedLine, SimulatedLink
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import EngineUnavailable, JaxsglError, StartupError
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.generation import Generator, Prompted, ServedModel
-from jaxsgl.frontend.metrics import Metrics
-from jaxsgl.frontend.replicas import Replicas
+from jaxsgl.frontend.metrics.measurements import Metrics
 from jaxsgl.messages.orders import (
     PARENT_LINE,
     CloseLine,

@@ -16,7 +16,7 @@ from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
 from vision_front_end import VisionFrontEnd, image_part, serving, vision_folder
 
 from jaxsgl.config.features import MediaConfig
-from jaxsgl.frontend.media_fetch import Streams, Target
+from jaxsgl.frontend.media.fetch import Streams, Target
 from tests.preprocess.pictures import data_url, file_of, picture
 
 PUBLIC = "93.184.216.34"

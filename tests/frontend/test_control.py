@@ -19,7 +19,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
 from jaxsgl.errors import EngineUnavailable, RequestFailed, TimedOut
 from jaxsgl.frontend.generation import Generation
-from jaxsgl.frontend.metrics import Metrics, Timing
+from jaxsgl.frontend.metrics.measurements import Metrics, Timing
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Load, Refusal, RefusalKind, Replies, Reply

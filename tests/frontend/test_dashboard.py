@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from server_process import ROOT
 
-from jaxsgl.frontend.exposition import registry_of
-from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.metrics.exposition import registry_of
+from jaxsgl.frontend.metrics.measurements import Metrics
 from jaxsgl.messages.replies import STEP_BOUNDS_S, BucketTimes, Load, SpeculationTotals, pack_times
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs" / "grafana" / "jaxsgl.json").read_text())

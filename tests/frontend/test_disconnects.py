@@ -18,8 +18,8 @@ from server_process import PATIENCE_S, ROOT, ids_request
 
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.server import ServerConfig
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.server import Server
 
 FAKE_ENGINE = [sys.executable, str(Path(__file__).parent / "fake_engine_process.py")]

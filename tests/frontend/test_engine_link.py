@@ -9,7 +9,7 @@ from played_link import PlayedLink
 from jaxsgl.config.engine import Limits
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.generation import Generation
-from jaxsgl.frontend.metrics import Metrics, Timing
+from jaxsgl.frontend.metrics.measurements import Metrics, Timing
 from jaxsgl.messages.orders import Abort, Answer, Ping, Withdraw
 from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Load, Replies, Reply
 from jaxsgl.requests.request import FinishReason, Request

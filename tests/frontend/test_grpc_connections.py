@@ -19,14 +19,14 @@ from server_process import PATIENCE_S, ServerProcess, ids_request
 from jaxsgl.config.engine import EngineConfig, Limits
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.frontend.access import Access
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
 from jaxsgl.frontend.grpc.limits import MAX_HELD_PER_CONNECTION, Timeouts, connection_options
 from jaxsgl.frontend.grpc.server import GrpcServer
-from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.metrics.measurements import Metrics
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages.replies import EngineInfo, Replies, Reply
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.tokenizer import load_tokenizer

@@ -25,10 +25,10 @@ from starlette.responses import Response
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.http import errors
 from jaxsgl.frontend.http.calls import EventStream, event
 from jaxsgl.frontend.http.connection import Connection
-from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.server import Server
 
 FAKE_ENGINE = [sys.executable, str(Path(__file__).parent / "fake_engine_process.py")]

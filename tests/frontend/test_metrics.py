@@ -15,9 +15,9 @@ from fake_engine_process import LIMITS, Script
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from server_process import ROOT, ServerProcess, ids_request, wait_for
 
-from jaxsgl.frontend.exposition import registry_of
-from jaxsgl.frontend.metric_rows import ROWS
-from jaxsgl.frontend.metrics import Histogram, Metrics, Timing, one_two_five
+from jaxsgl.frontend.metrics.exposition import registry_of
+from jaxsgl.frontend.metrics.measurements import Histogram, Metrics, Timing, one_two_five
+from jaxsgl.frontend.metrics.rows import ROWS
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.messages.replies import BucketTimes, Load, SpeculationTotals, StageTimes, Totals, TransferLoad, pack_times
 from jaxsgl.requests.request import FinishReason

@@ -20,8 +20,8 @@ from smg_grpc_proto.generated import common_pb2
 from jaxsgl.config.engine import Limits
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, Forbidden, InvalidRequest, StartupError
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.profiles import MAX_STEPS, Profiles
-from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages.orders import Answer, StartProfile, ToMailbox
 from jaxsgl.messages.replies import EngineInfo, EngineReady
 from tests.junk_http import VALUES

@@ -9,7 +9,7 @@ from played_link import PlayedLink
 
 from jaxsgl.config.engine import Limits
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, StartupError
-from jaxsgl.frontend.replicas import Replicas
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.messages.orders import Answer, ContinueGeneration, Ping
 from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Load, Replies, Totals
 from jaxsgl.requests.request import Request

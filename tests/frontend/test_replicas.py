@@ -146,7 +146,11 @@ def test_a_replica_killed_under_load_ends_its_calls_alone(start_server: Start, f
         assert loads(http) == [4, 0]
     if flags:  # a worker that starts now learns that a replica is dead
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        workers = [int(pid) for pid in children if "jaxsgl.frontend.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+        workers = [
+            int(pid)
+            for pid in children
+            if "jaxsgl.frontend.workers.process" in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda: len(ends) == 8, "ends of all calls")

@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from jaxsgl.frontend.router import MAX_PAGES, PrefixIndex, Router, choose, page_names
+from jaxsgl.frontend.engines.router import MAX_PAGES, PrefixIndex, Router, choose, page_names
 from jaxsgl.requests.placement import PlaceLoad
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams

@@ -31,7 +31,7 @@ from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.sglang.info import CHUNK_BYTES, chunks, model_info, server_info, zip_tokenizer
 from jaxsgl.frontend.grpc.sglang.loads import SECTIONS, Busy, check_loads_request, load_record, loads_response
-from jaxsgl.frontend.metrics import Rates
+from jaxsgl.frontend.metrics.measurements import Rates
 from jaxsgl.messages.replies import EngineInfo, Load
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 

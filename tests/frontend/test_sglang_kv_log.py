@@ -9,10 +9,10 @@ import pytest
 from played_link import PlayedLink
 
 from jaxsgl.config.engine import Limits
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.grpc.sglang.kv_events import DataLoss, KvLog, KvStream, OutOfRange, batch_of, snapshot_chunks
 from jaxsgl.frontend.grpc.sglang.loads import Busy
-from jaxsgl.frontend.metrics import Rates
-from jaxsgl.frontend.replicas import Replicas
+from jaxsgl.frontend.metrics.measurements import Rates
 from jaxsgl.messages.orders import WatchCache
 from jaxsgl.messages.replies import CacheCleared, CacheEvent, CacheEvents, EngineInfo, PagesRemoved, PagesStored
 

@@ -13,9 +13,9 @@ from sglang_calls import ask, completions, sglang_stub
 from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
 from test_metrics import by_name, scrape
 
-from jaxsgl.frontend.engine_link import EngineLink
-from jaxsgl.frontend.metrics import Throughput
-from jaxsgl.frontend.replicas import total
+from jaxsgl.frontend.engines.link import EngineLink
+from jaxsgl.frontend.engines.replicas import total
+from jaxsgl.frontend.metrics.measurements import Throughput
 from jaxsgl.messages.replies import Load, SpeculationTotals
 
 CHAT = "/v1/chat/completions"

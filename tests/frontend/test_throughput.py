@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from jaxsgl.frontend.exposition import StatusLine
-from jaxsgl.frontend.metrics import WINDOW_S, Metrics, Rates
+from jaxsgl.frontend.metrics.exposition import StatusLine
+from jaxsgl.frontend.metrics.measurements import WINDOW_S, Metrics, Rates
 from jaxsgl.messages.replies import Load, Totals
 
 pytestmark = pytest.mark.unit

@@ -17,7 +17,7 @@ from played_link import PlayedLink
 from server_process import ServerProcess, ids_request
 
 from jaxsgl.errors import EngineUnavailable
-from jaxsgl.frontend.watchdog import TICKS, Watchdog
+from jaxsgl.frontend.engines.watchdog import TICKS, Watchdog
 from jaxsgl.mask_mark import MaskMark
 from jaxsgl.messages.orders import Answer, Ping
 from jaxsgl.messages.replies import Load, Replies, Totals

@@ -30,7 +30,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.server import live
-from jaxsgl.frontend.workers import MAX_DEATHS, Workers
+from jaxsgl.frontend.workers.parent import MAX_DEATHS, Workers
 
 Start = Callable[..., ServerProcess]
 HERE = Path(__file__).parent
@@ -44,7 +44,7 @@ def pids(server: ServerProcess) -> dict[str, int]:
     named = {}
     for pid in children:
         command = Path(f"/proc/{pid}/cmdline").read_text()
-        named[f"worker {pid}" if "jaxsgl.frontend.worker" in command else "engine"] = int(pid)
+        named[f"worker {pid}" if "jaxsgl.frontend.workers.process" in command else "engine"] = int(pid)
     return named
 
 
@@ -284,7 +284,7 @@ def lives(monkeypatch: pytest.MonkeyPatch, does: str, **config: Any) -> int:
     """Runs a server with workers that are no good; returns its exit status."""
     monkeypatch.setenv("WORKER_DOES", does)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr("jaxsgl.frontend.workers.END_S", 0.1)  # they don't listen
+    monkeypatch.setattr("jaxsgl.frontend.workers.parent.END_S", 0.1)  # they don't listen
 
     async def scenario() -> int:
         flags = ServerConfig(EngineConfig(), port=0, grpc_port=0, tokenizer_worker_num=2, **config)

@@ -21,8 +21,8 @@ from jaxsgl.config.features import MediaConfig
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import build_app
-from jaxsgl.frontend.media_fetch import Connect, Fetcher, Resolve
-from jaxsgl.frontend.media_loader import MediaLoader
+from jaxsgl.frontend.media.fetch import Connect, Fetcher, Resolve
+from jaxsgl.frontend.media.loader import MediaLoader
 from jaxsgl.messages.orders import ToMailbox
 from jaxsgl.messages.replies import EngineInfo, Load, Replies, Reply
 from jaxsgl.preprocess.decoding import media_sandbox

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.layer_state import layer_states
-from jaxsgl.engine.memory import Memory
-from jaxsgl.engine.sizing import choose_states, plan_capacity
+from jaxsgl.engine.start.memory import Memory
+from jaxsgl.engine.start.sizing import choose_states, plan_capacity
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import DeltaNet, MoeMlp

@@ -17,8 +17,8 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import DisaggregationConfig
 from jaxsgl.engine.encoding import patches_of_call
 from jaxsgl.engine.layer_state import layer_states
-from jaxsgl.engine.memory import Memory
-from jaxsgl.engine.sizing import plan_capacity
+from jaxsgl.engine.start.memory import Memory
+from jaxsgl.engine.start.sizing import plan_capacity
 from jaxsgl.engine.step_programs import all_keys
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.models import ModelArch, Params, abstract_model

@@ -69,7 +69,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_a_platform_that_jax_lacks_names_what_brings_it(tmp_path: Path) -> None:
-    program = "from jaxsgl.engine.memory import start_jax; start_jax()"
+    program = "from jaxsgl.engine.start.memory import start_jax; start_jax()"
     root = Path(__file__).parents[2]
     environment = {**os.environ, "JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True)

@@ -14,8 +14,8 @@ from fastapi import APIRouter, Response
 from prometheus_client import generate_latest
 
 from jaxsgl.errors import EngineUnavailable, Overloaded
-from jaxsgl.frontend.exposition import registry_of, registry_of_all
 from jaxsgl.frontend.generation import FrontEnd, Prompted, RequestOptions
+from jaxsgl.frontend.metrics.exposition import registry_of, registry_of_all
 from jaxsgl.requests.outputs import Pooling
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt

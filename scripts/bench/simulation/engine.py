@@ -24,8 +24,8 @@ from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.bench.requests import OUTPUT_TOKEN
 from jaxsgl.cache.pages import IntArray, PageTable
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.memory import GPU_SHARE, free_memory
-from jaxsgl.engine.sizing import choose_states, plan_capacity
+from jaxsgl.engine.start.memory import GPU_SHARE, free_memory
+from jaxsgl.engine.start.sizing import choose_states, plan_capacity
 from jaxsgl.models import ModelArch
 
 _NOTHING = np.empty(0, dtype=np.int32)

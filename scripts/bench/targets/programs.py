@@ -18,7 +18,7 @@ from bench.targets.collectives import Wanted
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.sizing import choose_states
+from jaxsgl.engine.start.sizing import choose_states
 from jaxsgl.engine.state import DeviceState, abstract_kv
 from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.tables import neutral_tables

@@ -27,10 +27,10 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import SpeculationConfig, VisionConfig
 from jaxsgl.engine.adapters import abstract_pool
 from jaxsgl.engine.layer_state import LayerStates
-from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.programs import Program as EngineProgram
 from jaxsgl.engine.programs import ProgramKey
-from jaxsgl.engine.sizing import choose_states, plan_capacity
+from jaxsgl.engine.start.memory import Memory
+from jaxsgl.engine.start.sizing import choose_states, plan_capacity
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.weight_store import read_arch

@@ -22,9 +22,9 @@ from functools import partial
 from smg_grpc_proto.generated import common_pb2
 
 from jaxsgl.errors import EngineUnavailable, JaxsglError
-from jaxsgl.frontend.engine_link import EngineLink
+from jaxsgl.frontend.engines.link import EngineLink
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.grpc.sglang.loads import Busy, load_record
-from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages.orders import News, WatchCache
 from jaxsgl.messages.replies import CacheCleared, CacheEvent, CacheEvents, Load, PagesRemoved, PagesStored
 

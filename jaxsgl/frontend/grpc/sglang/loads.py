@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import common_pb2
 import jaxsgl
 from jaxsgl.config.features import ALL_IN_ONE
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.metrics import Rates
+from jaxsgl.frontend.metrics.measurements import Rates
 from jaxsgl.messages.replies import EngineInfo, Load
 
 GIB = 1 << 30

@@ -22,7 +22,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, NotFound
 from jaxsgl.frontend import adapters
-from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
+from jaxsgl.frontend.engines.link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
 from jaxsgl.frontend.generation import TEXT_ALONE, FrontEnd, Prompted
 from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.grpc.sglang.convert import Responses, options_of

@@ -1,7 +1,8 @@
 """/v1/files and /v1/batches: batches of requests whose files lie in the folder of --batch-dir.
 
 A batch runs in this process, through the same endpoints as its clients' other requests, and is taken up again when the
-server starts anew (frontend/batch.py). frontend/batch_store.py keeps files and states. app.py includes the router.
+server starts anew (frontend/batches/run.py). frontend/batches/store.py keeps files and states. app.py includes the
+router.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from starlette.responses import FileResponse, Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.access import Caller, current_tenant, enter
-from jaxsgl.frontend.batch import BatchFile, Results, check_file, run
-from jaxsgl.frontend.batch_store import OPEN_STATES, BatchStore
+from jaxsgl.frontend.batches.run import BatchFile, Results, check_file, run
+from jaxsgl.frontend.batches.store import OPEN_STATES, BatchStore
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import Body, StrictJson
 from jaxsgl.frontend.http.in_process import InProcess

@@ -17,10 +17,10 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from jaxsgl.errors import EngineUnavailable, Overloaded
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.calls import EventStream, event
 from jaxsgl.frontend.http.sglang.admin import flat_load
-from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages.orders import Answer, WatchEngine
 
 INTERVAL_S = 0.5  # between an answer and the next question

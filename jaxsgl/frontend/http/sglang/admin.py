@@ -19,7 +19,7 @@ from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend import adapters
 from jaxsgl.frontend.access import weights_folder
-from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S, UPDATE_LIMIT_S
+from jaxsgl.frontend.engines.link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S, UPDATE_LIMIT_S
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
 from jaxsgl.frontend.http.calls import while_connected

@@ -1,0 +1,184 @@
+"""Heads on the device, EAGLE-3's or the model's own next layer (NEXTN): what one keeps of each token, and its chain.
+
+    layer 0       what the head's only layer attends over. Token i's is that of (state of token i - 1, embedding of
+                  token i), so that a page depends on its own tokens and those before it
+    layers 1 ..   the state of token i: what the head reads of the model's work on it, its numbers spread over the
+                  pages' heads, since the next token, maybe of another step or request, needs it
+
+Token i stands at position i. Training counts from the pair (state 0, token 1): queries and keys turn with differences
+of positions, which are the same. Token 0 has no state before it: a head gets zeros. `draft.py` has the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxsgl.cache.pages import page_of, place_of
+from jaxsgl.engine.attending import Pages
+from jaxsgl.engine.drafting.draft import Drafting, Link, Seen, slots_of_positions
+from jaxsgl.engine.layer_state import LayerState, LayerStates
+from jaxsgl.engine.sampling import vocabulary
+from jaxsgl.engine.state import KvBuffers
+from jaxsgl.errors import ConfigError
+from jaxsgl.models import Attend, Decoder, ModelArch, Params
+from jaxsgl.models.eagle import EagleArch
+from jaxsgl.models.quantization import FP8_E4M3
+from jaxsgl.models.tensor_parallel import all_parts, num_parts, of_this_part
+from pallas_kernels import KernelChoice, PagedKv, store_entries, store_kv
+from pallas_kernels.paged_kv import to_numbers
+
+
+class Head(Protocol):
+    """One layer that drafts from states of the model."""
+
+    @property
+    def activations(self) -> jnp.dtype:
+        """Of states."""
+        ...
+
+    def states(self, streams: dict[int, jax.Array], hidden_TD: jax.Array) -> jax.Array:
+        """`[T, D]` what it keeps of tokens: of their tapped streams, or of their final hidden states."""
+        ...
+
+    def __call__(
+        self,
+        model: Decoder,
+        token_ids: jax.Array,
+        before_TD: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        kernels: KernelChoice,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of tokens `[T]`, whose predecessors' states are given: their own states, as a chain goes on with them, and
+        logits `[T, V']` float32 of what comes next, this device's part.
+        """
+        ...
+
+    def in_model(self, token_ids: jax.Array) -> jax.Array:
+        """The model's ids of its own."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadDrafting(Drafting):
+    """See `Drafting`.
+
+    Attributes:
+      graphdef: the head.
+      like: what the model's layers keep, each the same.
+      state_size: D, of a state.
+    """
+
+    graphdef: nnx.GraphDef[Any]
+    like: LayerState
+    state_size: int
+
+    @cached_property
+    def num_state_layers(self) -> int:
+        """Layers that the state of a token takes."""
+        heads, _, width = self.like.by_page[0].shape
+        return -(-self.state_size // (len(self.like.by_page) * heads * width))
+
+    def layers(self, scratch_pages: int) -> tuple[LayerState, ...]:
+        """See `Drafting`."""
+        return self.like.with_scratch(scratch_pages), *(self.like,) * self.num_state_layers
+
+    def read(self, params: Params, seen: Seen, kv: KvBuffers) -> KvBuffers:
+        """See `Drafting`. What follows the layer's keys and values is read by nothing, so that XLA leaves it out."""
+        head, arrays, kernels = self._head(params), seen.arrays, seen.kernels
+        states_TD = head.states(seen.streams, seen.hidden)
+        kv = self._with_states(kv, states_TD, arrays.slots, kernels)
+        first = arrays.query_offsets[:-1]
+        positions = arrays.positions.at[first].get(mode="clip")
+        before = slots_of_positions(seen.table_SP, jnp.maximum(positions - 1, 0), kv.k[0].shape[2])
+        states_SD = self._states(kv, before).astype(states_TD.dtype)
+        before_TD = jnp.roll(states_TD, 1, axis=0).at[first].set(states_SD, mode="drop")
+        before_TD = jnp.where((arrays.positions > 0)[:, None], before_TD, jnp.zeros_like(before_TD))
+        pages = Pages(kv, seen.table_SP, arrays, seen.kind, self.options, kernels)
+        head(seen.model, seen.token_ids, before_TD, arrays.positions, pages.store, kernels)
+        return pages.buffers()
+
+    def begin(self, params: Params, kv: KvBuffers, last_slots: jax.Array) -> jax.Array:
+        """See `Drafting`: the states `[S, D]` of the tokens before the newest ones."""
+        return self._states(kv, last_slots).astype(self._head(params).activations)
+
+    def step(self, params: Params, link: Link) -> tuple[jax.Array, jax.Array]:
+        """See `Drafting`."""
+        head = self._head(params)
+        states_SD, logits = head(link.model, link.tokens, link.carried, link.positions, link.attend, link.kernels)
+        return states_SD, head.in_model(vocabulary.greedy(logits))
+
+    def _head(self, params: Params) -> Head:
+        head: Head = nnx.merge(self.graphdef, params)
+        return head
+
+    def _with_states(self, kv: KvBuffers, states_TD: jax.Array, slots: jax.Array, kernels: KernelChoice) -> KvBuffers:
+        """The layers with these states at `slots [T]`."""
+        num_tokens, size = states_TD.shape
+        layers = kv.by_layer()
+        heads, width = layers[1][0].shape[1], layers[1][0].shape[3]
+        shape = num_tokens, self.num_state_layers, len(layers[1]), heads, width
+        numbers = shape[1] * shape[2] * heads * width
+        padded = jnp.pad(states_TD, ((0, 0), (0, numbers * num_parts() - size)))
+        parts = of_this_part(padded, axis=1).reshape(shape)
+        for layer in range(self.num_state_layers):
+            layers[1 + layer] = _stored(layers[1 + layer], parts[:, layer], slots, kernels)
+        return KvBuffers.of_layers(layers)
+
+    def _states(self, kv: KvBuffers, slots: jax.Array) -> jax.Array:
+        """`[S, D]` at `slots [S]`, in the pages' format."""
+        page_size = kv.k[1].shape[2]
+        pages, places = page_of(slots, page_size), place_of(slots, page_size)
+        parts = [to_numbers(array[pages, :, places]) for arrays in kv.by_layer()[1:] for array in arrays]
+        flat = jnp.stack(parts, axis=1).reshape(len(slots), -1)
+        return all_parts(flat, axis=1)[:, : self.state_size]
+
+
+def _stored(
+    arrays: tuple[jax.Array, ...], parts: jax.Array, slots: jax.Array, kernels: KernelChoice
+) -> tuple[jax.Array, ...]:
+    """The arrays of a layer with `parts [T, arrays, K, H]` at `slots [T]`."""
+    if len(arrays) == 1:
+        return (store_entries(arrays[0], parts[:, 0], slots),)
+    k, v = arrays
+    stored = store_kv(PagedKv(k, v, slots[:0], slots[:0]), parts[:, 0], parts[:, 1], slots, backend=kernels.store_kv)
+    return stored.k, stored.v
+
+
+def check_head(arch: EagleArch, target: ModelArch, states: LayerStates, kv_cache_dtype: str) -> None:
+    """Raises `ConfigError` for a head whose layer can't be kept with those of `target`."""
+    if target.latent is not None:
+        raise ConfigError(
+            f"--speculative-algorithm EAGLE3 needs layers of keys and values, but {target.name} keeps latents"
+        )
+    check_pages(target, states, kv_cache_dtype)
+    ours, theirs = (arch.layer.num_kv_heads, arch.layer.head_dim), (target.num_kv_heads, target.head_dim)
+    if ours != theirs:
+        raise ConfigError(
+            f"the EAGLE-3 head has {ours[0]} kv heads of {ours[1]}, but {target.name} {theirs[0]} of {theirs[1]}: "
+            "their pages must be alike"
+        )
+    if arch.draft_vocab_size % states.num_devices:
+        raise ConfigError(
+            f"the EAGLE-3 head drafts {arch.draft_vocab_size} tokens, which --tp {states.num_devices} doesn't divide"
+        )
+
+
+def check_pages(target: ModelArch, states: LayerStates, kv_cache_dtype: str) -> None:
+    """Raises `ConfigError` where the pages of `target` have no place for states."""
+    if kv_cache_dtype == FP8_E4M3:
+        raise ConfigError(
+            f"--kv-cache-dtype {FP8_E4M3} does not go with --speculative-algorithm EAGLE3 and NEXTN, which keep the "
+            "head's inputs in the cache: give bfloat16"
+        )
+    if target.kv_copies > 1:
+        raise ConfigError(
+            f"--tp {states.num_devices} is more than the {target.stored_kv_heads} kv heads of {target.name}: with "
+            "--speculative-algorithm EAGLE3 and NEXTN each device needs heads of its own"
+        )

@@ -1,0 +1,199 @@
+"""Tests each kernel that an engine will use, before JAX starts in its process, and replaces those that fail.
+
+Owns what follows from a verdict: the next backend and a warning, or a refusal to start where a flag names the kernel;
+and the file that keeps verdicts between starts. `kernel_watch` runs the tests in a process of their own, since a kernel
+may crash it or never return. Called by `engine`, at start only. On a CPU it does nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+
+import pallas_kernels
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.kernels.choice import kernel_flags
+from jaxsgl.engine.kernels.shapes import kernel_shapes
+from jaxsgl.engine.kernels.watch import watch
+from jaxsgl.engine.start.devices import accelerator, accelerator_name, device_variables
+from jaxsgl.engine.start.memory import is_running
+from jaxsgl.engine.start.sizing import choose_pages
+from jaxsgl.engine.start.warmup import cache_folder
+from jaxsgl.engine.weight_store import as_kept
+from jaxsgl.errors import ConfigError
+from jaxsgl.models import ModelArch, cpu_multiplies_bfloat16, resolve_precision
+from pallas_kernels import KernelChoice
+from pallas_kernels.choice import AUTO, OPS, XLA
+from pallas_kernels.gpu_compiler import mosaic_ptxas_after_choice, versions_key, xla_ptxas
+from pallas_kernels.selftest.report import UNTESTED, Request, Verdict
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "kernel-tests"  # next to compiled programs
+LIMIT_S = 90.0  # for one operation, and for the start of the process
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTester:
+    """How kernels are tested on this machine.
+
+    Attributes:
+      platform: of the accelerator, "gpu" or "tpu"; None: there is none, and nothing is tested.
+      command: starts the testing process.
+      limit_s: seconds that it may be silent.
+      machine: names driver and devices, without starting JAX.
+    """
+
+    platform: str | None
+    command: tuple[str, ...] = (sys.executable, "-P", "-m", "pallas_kernels.selftest")
+    limit_s: float = LIMIT_S
+    machine: Callable[[], str] = lambda: ""
+
+    @classmethod
+    def of_this_machine(cls) -> KernelTester:
+        """The tester of the accelerator that JAX will start on, if it will on any."""
+        platform = accelerator()
+        return cls(platform, machine=lambda: accelerator_name(platform))
+
+    def tested(
+        self, config: EngineConfig, arch: ModelArch, asked: KernelChoice
+    ) -> tuple[KernelChoice, tuple[Verdict, ...]]:
+        """The choice without kernels that fail, and the verdicts. Raises `ConfigError` if a flag names one of them."""
+        if self.platform is None or config.skip_kernel_test:
+            return asked, ()
+        if self.platform == "tpu" and is_running():
+            logger.warning("kernels are not tested: JAX runs in this process already, and a TPU belongs to one process")
+            return asked, ()
+        request = self.request(config, arch, asked)
+        file = self._file(config, request)
+        verdicts = None if file is None else _read(file)
+        if verdicts is not None:
+            logger.info("kernels were tested at an earlier start (%s)", file)
+            _warn(verdicts, asked, f"remove {file} to test it again")
+        else:
+            logger.info("testing kernels in a process of its own; its verdicts are kept for later starts")
+            verdicts, problem = self._run(config, request)
+            _warn(verdicts, asked, "")
+            if problem:
+                logger.warning("not all kernels could be tested, and those run untested: %s", problem)
+            elif file is not None:
+                _write(file, verdicts)
+        return settled(asked, verdicts, kernel_flags(config)), verdicts
+
+    def request(self, config: EngineConfig, arch: ModelArch, asked: KernelChoice) -> Request:
+        """What the testing process is asked for a model that is served with these flags."""
+        assert self.platform is not None
+        precision = resolve_precision(
+            config.dtype,
+            config.kv_cache_dtype,
+            arch,
+            self.platform,
+            cpu_multiplies_bfloat16=cpu_multiplies_bfloat16,
+        )
+        kept = as_kept(arch, precision.weights, self.platform, config.num_devices, weight_only=config.weight_only)
+        page_size, heads = choose_pages(config, arch, self.platform, config.tp)
+        shapes = kernel_shapes(
+            kept, precision, page_size, heads, config.tp, in_fixed_order=config.enable_deterministic_inference
+        )
+        return Request(self.platform, shapes.as_json(), dataclasses.asdict(asked))
+
+    def _run(self, config: EngineConfig, request: Request) -> tuple[tuple[Verdict, ...], str]:
+        """The verdicts of as many processes as it takes, up to a failure of a named kernel; and what kept from more."""
+        known: tuple[Verdict, ...] = ()
+        env = child_variables(config)
+        while True:
+            found = watch(self.command, env, dataclasses.replace(request, known=known), self.limit_s)
+            known += found.verdicts
+            failed = bool(found.verdicts) and found.verdicts[-1].failed
+            if not failed or request.choice.get(known[-1].op, AUTO) != AUTO:
+                unknown = (each.note for each in known if each.verdict == UNTESTED and each.backend != XLA)
+                return known, found.problem or "; ".join(unknown)
+
+    def _file(self, config: EngineConfig, request: Request) -> Path | None:
+        """Where verdicts on this request are kept: named by all that may change them."""
+        folder = cache_folder(config.compilation_cache_dir, versions_key() if self.platform == "gpu" else "")
+        if folder is None:
+            return None
+        key = [
+            request.line(),
+            self.machine(),
+            str(config.device_ids),
+            *map(str, (xla_ptxas(), mosaic_ptxas_after_choice())),
+            *(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES")),
+            jax.__version__,
+            importlib.metadata.version("jaxlib"),
+            _hash_of_sources(),
+        ]
+        return folder / FOLDER / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.json"
+
+
+def child_variables(config: EngineConfig) -> dict[str, str]:
+    """The environment of the testing process: it takes memory as it needs it, and the same code as this one."""
+    env = {**os.environ, **device_variables(config), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    home = str(Path(pallas_kernels.__file__).parents[1])
+    if home not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # it isn't installed
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    return env
+
+
+def settled(asked: KernelChoice, verdicts: Sequence[Verdict], flags: str) -> KernelChoice:
+    """The choice in which an operation whose kernel failed has the backend that took its place.
+
+    Raises `ConfigError` if `flags` name a kernel that failed.
+    """
+    failed = {each.op for each in verdicts if each.failed}
+    for each in verdicts:
+        if each.failed and each.op in OPS and asked.of(each.op) != AUTO:
+            raise ConfigError(
+                f"{flags}: {each.op} on {each.backend} failed its test at the start ({each.verdict}: {each.note}): "
+                "give another backend, or auto"
+            )
+    last = {each.op: each.backend for each in verdicts if not each.failed}
+    return asked.with_backends({op: last.get(op, XLA) for op in failed & set(OPS)})
+
+
+def _warn(verdicts: Sequence[Verdict], asked: KernelChoice, way_out: str) -> None:
+    last = {each.op: each.backend for each in verdicts if not each.failed}
+    for each in verdicts:
+        if each.failed and (each.op not in OPS or asked.of(each.op) == AUTO):
+            logger.warning(
+                "the kernel of %s on %s failed its test (%s: %s): %s takes its place%s",
+                each.op, each.backend, each.verdict, each.note, last.get(each.op, XLA), way_out and f"; {way_out}",
+            )  # fmt: skip
+
+
+def _hash_of_sources() -> str:
+    home = Path(pallas_kernels.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(path for path in home.rglob("*") if path.suffix in (".py", ".json", ".cc", ".h")):
+        found.update(str(path.relative_to(home)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()
+
+
+def _read(file: Path) -> tuple[Verdict, ...] | None:
+    """What `_write` wrote; None if there is no such file, or it holds something else."""
+    try:
+        return tuple(Verdict(**each) for each in json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(file: Path, verdicts: Sequence[Verdict]) -> None:
+    text = json.dumps([dataclasses.asdict(each) for each in verdicts], indent=1)
+    partial = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(file)
+    except OSError as error:
+        logger.warning("the verdicts on kernels are not kept between starts: %s", error)

@@ -1,0 +1,369 @@
+"""`StagedEngine`: the engine as pipeline stages. Each has some of the layers, on devices of its own (`--pp-size`).
+
+    step n      stage 0  -- stream [T, D] -->  stage 1  -- stream -->  the last stage -> tokens, read by the host
+    step n + 1            stage 0  ------------------>  stage 1 ...
+
+A program per stage: each step runs in its own bucket on every stage, so that one stage extends a prompt while another
+one decodes. Activations go forward only, from device to device, and tokens come back through the host, which knows them
+when it plans a request's next step (`scheduler/turns.py`). Nothing goes backward on the devices, so that no stage waits
+for a later one. All stages get the same packed buffer and the same changes of their page tables, and have pools of
+equally many pages: page ids mean the same everywhere, and one cache decides. The last stage samples; it alone has the
+tables of logit edits.
+
+A thread for each stage launches its programs in order (`Launcher`), as CPU devices run programs of one thread one after
+another. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
+from jaxsgl.batch.engine_api import MaskedHandle, StepHandle
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine import profiler
+from jaxsgl.engine.kernels.tester import KernelTester
+from jaxsgl.engine.launcher import LaunchedHandle, Launcher
+from jaxsgl.engine.layer_state import LayerStates
+from jaxsgl.engine.programs import ProgramSet
+from jaxsgl.engine.stages.programs import PassingRunner, StageSpec
+from jaxsgl.engine.start.dry_run import run_all, run_masks, step_failure
+from jaxsgl.engine.start.memory import Memory, check_weights_fit, keep_small_places, least_free_memory, loading_weights
+from jaxsgl.engine.start.opening import Opened, in_words, open_model
+from jaxsgl.engine.start.sizing import STEP_SHARE, choose_states, plan_capacity
+from jaxsgl.engine.start.warmup import CompileCounter
+from jaxsgl.engine.state import abstract_state, allocate
+from jaxsgl.engine.step_programs import StepPrograms, all_programs, largest_programs
+from jaxsgl.engine.step_runner import StepRunner
+from jaxsgl.engine.weight_store import abstract_params, read_params
+from jaxsgl.errors import ConfigError
+from jaxsgl.hosts.group import Alone
+from jaxsgl.messages.replies import EngineInfo
+from jaxsgl.models import ModelArch, Params, abstract_model, kv_cache_flag
+from jaxsgl.models.quantization import FP8_E4M3
+from jaxsgl.weights import KvScales, is_converted, load_kv_scales
+from jaxsgl.weights.sharding import bytes_on_each_device, replicated
+
+logger = logging.getLogger(__name__)
+
+
+def cut_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) -> list[tuple[int, int]]:
+    """The first layer of each stage and the one after its last, such that the largest stage has the fewest bytes.
+
+    The head, of `head_bytes`, is on the last stage: a decode step reads it, but only rows of the embedding.
+    """
+    num_layers = len(layer_bytes)
+    sums = [0, *np.cumsum(layer_bytes).tolist()]
+    # By first layer, of the stages from there on: the bytes of the largest one, and where each ends.
+    least: dict[int, tuple[int, tuple[int, ...]]] = {num_layers: (0, ())}
+    for stage in range(num_stages):
+        extra, rest = head_bytes if stage == 0 else 0, least
+        least = {}
+        for first in range(num_layers):
+            options = [
+                (max(sums[stop] - sums[first] + extra, most), (stop, *stops))
+                for stop, (most, stops) in rest.items()
+                if stop > first
+            ]
+            if options:
+                least[first] = min(options)
+    return list(pairwise((0, *least[0][1])))
+
+
+def check_stages(config: EngineConfig, arch: ModelArch) -> None:
+    """Raises `ConfigError` for models whose layers can't be shared out."""
+    way_out = "leave --pp-size out"
+    if arch.num_layers < config.pp_size:
+        raise ConfigError(
+            f"--pp-size is {config.pp_size}, but {arch.name} has {arch.num_layers} layers: give that or less"
+        )
+    if arch.vision is not None:
+        raise ConfigError(f"--pp-size does not work with images for now: give --language-only, or {way_out}")
+    if arch.delta_net is not None:
+        raise ConfigError(f"--pp-size does not work with the gated delta-nets of {arch.name} for now: {way_out}")
+    if arch.pooling is not None:
+        raise ConfigError(f"--pp-size does not work with embeddings and scores for now: {way_out}")
+
+
+@dataclass
+class _Stage:
+    """A stage that is being made: its weights are read.
+
+    Attributes:
+      arch: of its layers.
+      params: its parameters; graphdef: their structure.
+      states: what its layers keep.
+      programs: those compiled so far.
+      memory: what a device of it has left, once all stages are loaded.
+    """
+
+    arch: ModelArch
+    mesh: Mesh
+    graphdef: nnx.GraphDef[Any]
+    params: Params
+    states: LayerStates
+    kv_scales: KvScales | None
+    programs: ProgramSet
+    memory: Memory
+
+    def own(self, capacity: Capacity) -> Capacity:
+        """What it allocates: no edit tables, unless it samples."""
+        return capacity if self.arch.stage.is_last else replace(capacity, vocab_size=0)
+
+    def spec(self, config: EngineConfig, opened: Opened, capacity: Capacity) -> StageSpec:
+        """What its programs share."""
+        return StageSpec(
+            self.graphdef,
+            abstract_params(self.params),
+            abstract_state(self.states, self.own(capacity), self.mesh),
+            opened.kernels,
+            self.mesh,
+            self.kv_scales,
+            masks=self.arch.stage.is_last and config.grammar_backend != "none",
+            stage=self.arch.stage,
+            hidden_size=self.arch.hidden_size,
+            activations=opened.precision.activations,
+        )
+
+
+def _cut(opened: Opened, num_stages: int) -> list[tuple[int, int]]:
+    """The layers of each stage, by the bytes of their weights; see `cut_layers`."""
+    _, params = abstract_model(opened.arch, opened.precision.weights)
+    layer_bytes, head_bytes = [0] * opened.arch.num_layers, 0
+    head = "embedding" if opened.arch.tie_embeddings else "lm_head"
+    for path, param in nnx.to_flat_state(params):
+        num_bytes = math.prod(param.shape) * param.dtype.itemsize
+        if path[0] == "layers":
+            layer_bytes[int(str(path[1]))] += num_bytes
+        elif str(path[0]).startswith(head):  # with its scales, if it is quantized
+            head_bytes += num_bytes
+    return cut_layers(layer_bytes, head_bytes, num_stages)
+
+
+def _load(config: EngineConfig, opened: Opened, first: int, stop: int, mesh: Mesh, progress: bool) -> _Stage:
+    """Reads the weights of the layers first .. stop - 1 onto `mesh`, and no others."""
+    arch, dtype, kv_dtype = opened.arch.of_layers(first, stop), opened.precision.weights, opened.precision.kv
+    graphdef, shapes = abstract_model(arch, dtype, opened.precision.activations)
+    check_weights_fit(opened.device, opened.jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
+    kv_scales = None
+    with loading_weights(opened.device, opened.jax_share):
+        params = jax.block_until_ready(read_params(config, opened.folder, arch, dtype, mesh))
+        if config.load_format != "dummy" and kv_cache_flag(kv_dtype) == FP8_E4M3:
+            kv_scales = load_kv_scales(opened.folder, arch)
+    states = choose_states(config, arch, opened.platform, kv_dtype, mesh.size)
+    unknown = Memory(opened.platform, 0, 0)
+    return _Stage(arch, mesh, graphdef, params, states, kv_scales, opened.program_set(progress, None), unknown)
+
+
+def _memories(config: EngineConfig, opened: Opened) -> list[Memory]:
+    """What a device of each stage has left. The virtual devices of a CPU share the host's memory."""
+    each = [least_free_memory(list(mesh.local_devices), config.mem_fraction_static, opened.jax_share)
+            for mesh in opened.meshes]  # fmt: skip
+    if opened.platform != "cpu":
+        return each
+    parts = len(each)
+    return [replace(one, static_bytes=one.static_bytes // parts, all_bytes=one.all_bytes // parts) for one in each]
+
+
+def _compile(config: EngineConfig, opened: Opened, stages: Sequence[_Stage]) -> tuple[Capacity, BucketSet, StageSpec]:
+    """Plans the capacity, and compiles all programs for it, as `engine` does for one stage.
+
+    The stage with room for the fewest pages decides. Where its steps and pool don't fit together, the pool gives way.
+    Returns what the last stage's programs share, too.
+    """
+
+    def planned(step_bytes: Sequence[int]) -> Capacity:
+        plans = [
+            plan_capacity(config, stage.arch, stage.states, stage.memory, taken)
+            for stage, taken in zip(stages, step_bytes, strict=True)
+        ]
+        return min(plans, key=lambda plan: plan.num_pages)
+
+    guess = 0.0 if config.max_total_tokens else STEP_SHARE
+    capacity = planned([round(guess * stage.memory.all_bytes) for stage in stages])
+    while True:
+        buckets, taken = buckets_of(config, capacity), []
+        specs = [stage.spec(config, opened, capacity) for stage in stages]
+        for stage, spec in zip(stages, specs, strict=True):
+            stage.programs.add(largest_programs(spec, buckets))
+            taken.append(spec.bytes_of_step(stage.programs, buckets.largest()))
+        fitting = planned(taken)
+        if fitting.num_pages >= capacity.num_pages:
+            for stage, spec in zip(stages, specs, strict=True):
+                stage.programs.add(all_programs(spec, buckets))
+            return capacity, buckets, specs[-1]
+        logger.info("%d pages do not fit next to a step: %d do", capacity.num_pages, fitting.num_pages)
+        for stage in stages:
+            stage.programs.forget(list(stage.programs.compilations))
+        capacity = fitting
+
+
+class Stage:
+    """A stage that runs.
+
+    Args:
+      runner: launches its programs.
+      mesh: its devices.
+      params: leaves of its parameters.
+
+    Attributes:
+      launcher: the thread in which it launches them, in order.
+    """
+
+    def __init__(self, runner: PassingRunner | StepRunner, mesh: Mesh, params: list[jax.Array]) -> None:
+        self.runner, self.params = runner, params
+        self.launcher = Launcher()
+        self._place = replicated(mesh)
+
+    def launch(self, inputs: StepInputs, before: Future[jax.Array] | None) -> Future[Any]:
+        """Has its part of a step launched once the stage `before` has launched its own; returns at once.
+
+        The result is what it passes on, or the `DeviceHandle` of the last stage.
+        """
+        return self.launcher.put(partial(self._launch, inputs, before))
+
+    def _launch(self, inputs: StepInputs, before: Future[jax.Array] | None) -> Any:
+        stream = () if before is None else (jax.device_put(before.result(), self._place),)
+        return self.runner.launch(inputs, stream)
+
+
+class StagedHandle(LaunchedHandle):
+    """A step that is on its way through the stages.
+
+    Args:
+      launched: its handle on the last stage, once that has launched it.
+      last: the thread of the last stage.
+    """
+
+    def __init__(self, launched: Future[Any], last: Launcher) -> None:
+        super().__init__(launched)
+        self._last = last
+
+    def choose(self, masks: npt.NDArray[np.uint32]) -> None:
+        """See `MaskedHandle`. The last stage's thread does it, after it has launched the step."""
+        launched = self._launched
+
+        def choose() -> StepHandle:
+            handle: StepHandle = launched.result()
+            cast(MaskedHandle, handle).choose(masks)
+            return handle
+
+        self._launched = self._last.put(choose)
+
+
+class StagedEngine:
+    """Runs steps on a model in stages, in the order of `submit`. Implements `StepEngine`.
+
+    Attributes:
+      arch: the whole model's shape.
+      capacity, buckets, info: as those of `Engine`.
+      compiled: the programs of each stage, first to last.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, progress: bool = True, kernel_tester: KernelTester | None = None
+    ) -> None:
+        """Does everything that takes time; arguments and errors as those of `Engine`."""
+        start_s = time.monotonic()
+        opened = open_model(config, kernel_tester, Alone())
+        check_stages(config, opened.arch)
+        if is_converted(opened.folder):
+            raise ConfigError(f"{opened.folder} is a converted checkpoint, which is read whole: serve the original one")
+        self.arch = opened.arch
+        making = [
+            _load(config, opened, first, stop, mesh, progress)
+            for (first, stop), mesh in zip(_cut(opened, config.pp_size), opened.meshes, strict=True)
+        ]
+        for stage, memory in zip(making, _memories(config, opened), strict=True):
+            stage.memory = memory
+        account = making[0].memory.account
+        with step_failure("the programs can't be compiled", account):
+            self.capacity, self.buckets, last_spec = _compile(config, opened, making)
+        with step_failure("the KV pools can't be allocated", account):
+            last = StepPrograms(making[-1].programs, last_spec, self.buckets)
+            self._stages = [self._running(stage, last) for stage in making]
+        devices = [device for mesh in opened.meshes for device in mesh.local_devices]
+        self._walls = keep_small_places(devices) if opened.platform == "gpu" else []
+        self.compiled = [stage.programs for stage in making]
+        self._compiles = CompileCounter()
+        run_all(self.submit, self.buckets.all(), self.capacity, account)
+        run_masks(last, account)
+        self.info = EngineInfo(
+            model_path=str(opened.folder),
+            architecture=self.arch.name,
+            dtype=opened.precision.weights.name,
+            limits=self.capacity.limits,
+            eos_token_ids=self.arch.eos_token_ids,
+            page_size=self.capacity.page_size,
+            max_running_requests=self.capacity.num_rows,
+            attention_backend=config.attention_backend,
+            platform=opened.platform,
+            kv_bytes=sum(stage.states.page_bytes for stage in making) * self.capacity.num_pages * config.tp,
+            weight_bytes=sum(array.nbytes for stage in self._stages for array in stage.params),
+            warmup_s=time.monotonic() - start_s,
+            kv_cache_dtype=kv_cache_flag(opened.precision.kv),
+            kernels=tuple((each.op, each.backend, each.verdict) for each in opened.verdicts),
+        )
+        layers = " + ".join(str(stage.arch.num_layers) for stage in making)
+        in_all = f"{config.pp_size} stages ({layers} layers) of {config.tp} x {opened.device.device_kind}"
+        logger.info("%s", in_words(self.info, config.model, in_all))
+        logger.info(
+            "%d programs compiled and run, %.1f s of loading and compiling",
+            sum(map(len, self.compiled)), self.info.warmup_s,
+        )  # fmt: skip
+
+    def _running(self, stage: _Stage, last: StepPrograms) -> Stage:
+        """`stage` with its state allocated; `last` are the last stage's programs."""
+        state = jax.block_until_ready(allocate(stage.states, stage.own(self.capacity), stage.mesh))
+        params = jax.tree.leaves(stage.params)
+        if stage.arch.stage.is_last:
+            return Stage(StepRunner(last, stage.arch, params, state), stage.mesh, params)
+        return Stage(PassingRunner(stage.programs, self.buckets, params, state), stage.mesh, params)
+
+    @property
+    def recompiles(self) -> int:
+        """See `StepEngine`."""
+        return self._compiles.count
+
+    def submit(self, inputs: StepInputs) -> StagedHandle:
+        """Has each stage launch its part of a step, one after the other, and returns at once.
+
+        What a stage raises comes with the handle; after that the engine can't go on.
+        """
+        before: Future[Any] | None = None
+        for stage in self._stages:
+            before = stage.launch(inputs, before)
+        assert before is not None
+        return StagedHandle(before, self._stages[-1].launcher)
+
+    def start_profile(self, folder: str) -> None:
+        """Starts to record a trace of devices and host; see `profiler.start`."""
+        profiler.start(folder)
+
+    def stop_profile(self) -> None:
+        """Writes the trace; see `profiler.stop`."""
+        profiler.stop()
+
+    def close(self) -> None:
+        """Stops counting compilations, ends the threads and frees the devices' memory."""
+        self._compiles.close()
+        for stage in self._stages:
+            stage.launcher.close()
+        for array in jax.tree.leaves(([(stage.runner.state, stage.params) for stage in self._stages], self._walls)):
+            if not array.is_deleted():
+                array.delete()

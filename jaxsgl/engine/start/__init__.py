@@ -1,0 +1,1 @@
+"""What is decided and checked before an engine serves: devices, memory, sizes, flags, and a first run."""

@@ -1,0 +1,203 @@
+"""Which devices an engine runs on: names them and has JAX show them before it starts, and makes the mesh of them.
+
+Owns the variables by which JAX is told of devices. `memory` decides on their memory. Called by `engine`, at start only.
+Knows no model.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.start.memory import is_running
+from jaxsgl.errors import ConfigError, StartupError
+from jaxsgl.weights.sharding import make_mesh
+
+_HOST_DEVICES = "xla_force_host_platform_device_count"  # of XLA_FLAGS: JAX takes one of both ways
+_TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}  # the shape of so many chips of a host
+_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA's driver, on Windows' Linux too, and of AMD's
+_GPU_PACKAGES = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin", "jax_rocm7_plugin")
+_DRIVER = Path("/proc/driver/nvidia")
+_GOOGLE = "0x1ae0"  # a vendor's number on the PCI bus
+_TPU_PORT = 8476  # libtpu's own; each process has one
+
+
+def reveal_devices(config: EngineConfig) -> None:
+    """Before JAX starts: asks for virtual devices of a CPU, and for those GPUs or TPU chips alone that are named.
+
+    JAX takes memory of every GPU that it sees, and a TPU chip belongs to one process. Does nothing once JAX runs.
+    """
+    if is_running():
+        return
+    number = 1 + max(config.device_ids, default=config.num_devices // config.hosts.num_hosts - 1)
+    if number > 1 and _HOST_DEVICES not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", number)
+    if config.device_ids:
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, config.device_ids)))
+        for name, value in tpu_variables(config.device_ids).items():
+            os.environ.setdefault(name, value)
+
+
+def join_hosts(config: EngineConfig) -> None:
+    """Before JAX starts: has it take the devices of all hosts for one machine's, if several share the model.
+
+    Waits until all have come. Raises `StartupError`.
+    """
+    hosts = config.hosts
+    if not hosts.are_several:
+        return
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    # By default hosts share the trials of kernels, and one that finds its program in a cache leaves the others waiting.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false".strip()
+    host, port = hosts.address
+    address = f"[{host}]:{port + 1}" if ":" in host else f"{host}:{port + 1}"
+    try:
+        jax.distributed.initialize(
+            address,
+            hosts.num_hosts,
+            hosts.rank,
+            initialization_timeout=round(hosts.dist_timeout),
+            coordinator_bind_address=address,
+            cluster_detection_method="deactivate",
+        )
+    except RuntimeError as error:
+        raise StartupError(f"JAX's hosts can't meet at {address} (--dist-init-addr): {error}") from error
+
+
+def accelerator() -> str | None:
+    """The platform of the accelerator on which JAX will start, "gpu" or "tpu"; None: it will on a CPU. Starts nothing.
+
+    Goes by device files and installed packages, so JAX may yet find that it can't use the device.
+    """
+    if is_running():
+        return _family(jax.devices()[0].platform)
+    if named := str(getattr(jax.config, "jax_platforms", "") or "").split(",")[0]:
+        return _family(named)
+    if any(Path(name).exists() for name in _GPU_FILES) and any(map(_is_installed, _GPU_PACKAGES)):
+        return "gpu"
+    has_chips = any(Path("/dev").glob("accel*")) or any(Path("/dev").glob("vfio/[0-9]*"))
+    return "tpu" if has_chips and _is_installed("libtpu") else None
+
+
+def accelerator_name(platform: str | None) -> str:
+    """Names the driver and the kinds of this machine's devices, without starting JAX."""
+    versions = {name: _version(name) for name in (*_GPU_PACKAGES, "libtpu")}
+    if platform == "gpu":
+        told = [
+            path.read_text()
+            for path in (_DRIVER / "version", *sorted(_DRIVER.glob("gpus/*/information")))
+            if path.exists()
+        ]
+        lines = [line for text in told for line in text.splitlines() if line.startswith(("NVRM", "Model"))]
+        if not any(line.startswith("Model") for line in lines):
+            lines += _nvidia_smi()
+    else:
+        lines = [os.environ.get("TPU_ACCELERATOR_TYPE", "")]
+        for device in sorted(Path("/sys/bus/pci/devices").glob("*/device")):
+            if (device.parent / "vendor").read_text().strip() == _GOOGLE:
+                lines.append(device.read_text().strip())
+    return "\n".join([*lines, *(f"{name} {version}" for name, version in versions.items() if version)])
+
+
+def _nvidia_smi() -> list[str]:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+
+
+def device_variables(config: EngineConfig) -> dict[str, str]:
+    """Environment variables by which a child process takes the first of the engine's GPUs, and memory of no other.
+
+    Those that choose chips of a TPU it has from this process.
+    """
+    if not config.device_ids:
+        return {}
+    first = config.device_ids[0]
+    visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    # The numbers count those that are visible to this process.
+    return {"CUDA_VISIBLE_DEVICES": visible[first] if first < len(visible) else str(first)}
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _family(platform: str) -> str | None:
+    return {"cpu": None, "cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+
+
+def tpu_variables(device_ids: Sequence[int]) -> dict[str, str]:
+    """Environment variables by which libtpu takes these chips of the host and leaves the rest to other processes.
+
+    Empty for numbers of chips of which no shape is known: then the process takes all chips.
+    """
+    bounds = _TPU_BOUNDS.get(len(device_ids))
+    if bounds is None:
+        return {}
+    port = str(_TPU_PORT + min(device_ids))
+    return {
+        "TPU_VISIBLE_CHIPS": ",".join(map(str, device_ids)),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": bounds,
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
+        "TPU_PROCESS_PORT": port,
+        "CLOUD_TPU_TASK_ID": "0",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+
+
+def mesh_of(config: EngineConfig) -> Mesh:
+    """The mesh of the engine's devices, host after host. Raises `ConfigError` if JAX has too few."""
+    if not config.hosts.are_several:
+        return make_mesh(_chosen(config, jax.devices()), config.num_ranks)
+    by_host: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        by_host.setdefault(device.process_index, []).append(device)
+    each = config.tp // config.hosts.num_hosts
+    for rank, devices in by_host.items():
+        if len(devices) < each:
+            raise ConfigError(
+                f"--tp {config.tp} needs {each} devices of each of {config.hosts.num_hosts} hosts, but host {rank} has "
+                f"{len(devices)} ({devices[0].device_kind}): give --tp {len(devices) * config.hosts.num_hosts} or less"
+            )
+    return make_mesh([device for rank in sorted(by_host) for device in by_host[rank][:each]])
+
+
+def meshes_of(config: EngineConfig) -> tuple[Mesh, ...]:
+    """The mesh of each pipeline stage, first to last. Raises `ConfigError` if JAX has too few devices."""
+    if not config.has_stages:
+        return (mesh_of(config),)
+    devices = _chosen(config, jax.devices())
+    return tuple(make_mesh(devices[first : first + config.tp]) for first in range(0, len(devices), config.tp))
+
+
+def _chosen(config: EngineConfig, devices: Sequence[jax.Device]) -> list[jax.Device]:
+    # Where JAX shows the named GPUs or chips alone, it numbers them anew.
+    are_shown_alone = len(devices) == config.num_devices and devices[0].platform != "cpu"
+    ids = config.device_ids if config.device_ids and not are_shown_alone else tuple(range(config.num_devices))
+    if max(ids) >= len(devices):
+        asked = f"--tp {config.tp}" + (f" --pp-size {config.pp_size}" if config.has_stages else "")
+        if config.device_ids:
+            asked = f"--device-ids {','.join(map(str, ids))}"
+        raise ConfigError(
+            f"{asked} needs {max(ids) + 1} devices, but JAX has {len(devices)} ({devices[0].device_kind}): give "
+            f"--tp {len(devices)} or less, fewer replicas (--dp-size), or make more devices visible to this process"
+        )
+    return [devices[index] for index in ids]

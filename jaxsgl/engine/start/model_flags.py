@@ -1,0 +1,66 @@
+"""Which flags don't go with which models, once config.json is read. Called by `opening`.
+
+Models whose layers keep states instead of keys and values (`models/delta_net.py`): a state holds all tokens before it,
+so it can't go back, and it isn't in pages. Models that data-parallel attention gains nothing for, or that keep for
+their requests what is not divided among ranks yet. What flags say of each other `EngineConfig` checks.
+"""
+
+from __future__ import annotations
+
+from jaxsgl.cache.pages import ends_page
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.start.sizing import STATE_PAGE_SIZE
+from jaxsgl.errors import ConfigError
+from jaxsgl.models import ModelArch
+
+_WAY_OUT = "leave --enable-dp-attention out: --dp-size alone means whole replicas"
+
+
+def check_flags(config: EngineConfig, arch: ModelArch) -> None:
+    """Raises `ConfigError` if a flag, or the checkpoint, doesn't go with `arch`."""
+    _check_states(config, arch)
+    _check_ranks(config, arch)
+
+
+def _check_states(config: EngineConfig, arch: ModelArch) -> None:
+    if arch.delta_net is None:
+        return
+    refused = (
+        (config.speculation.is_on, "--speculative-algorithm", "a state can't go back to the drafts that stand"),
+        (config.host_kv.is_on, "--host-kv-gib or --enable-hierarchical-cache", "host memory holds pages, not states"),
+        (config.disaggregation.is_on, "--disaggregation-mode", "pages travel between servers, not states"),
+        (config.scheduling.enable_mixed_chunk, "--enable-mixed-chunk", "each decode would take a block of 64 tokens"),
+        (config.lora.is_on, "--lora-paths or --enable-lora", "adapters of its layers are not served"),
+        (config.quantization is not None, "--quantization", "its layers are not quantized"),
+    )
+    for is_on, flags, reason in refused:
+        if is_on:
+            raise ConfigError(f"{flags} does not go with {arch.name}, which keeps states: {reason}: leave it out")
+    page_size = config.page_size
+    if not config.disable_radix_cache and isinstance(page_size, int) and not ends_page(page_size, STATE_PAGE_SIZE):
+        raise ConfigError(
+            f"--page-size is {page_size}, but cached prefixes of {arch.name} end at states, which are made every "
+            f"{STATE_PAGE_SIZE} tokens: give 64, 128, 192 or 256, leave it out, or add --disable-radix-cache"
+        )
+    if arch.weight_format is not None:
+        raise ConfigError(
+            f"{config.model} has quantized weights, which are not served for {arch.name}: use a checkpoint in bfloat16"
+        )
+
+
+def _check_ranks(config: EngineConfig, arch: ModelArch) -> None:
+    """Raises `ConfigError` if ranks can't serve `arch`, or would gain nothing over heads that devices share."""
+    if config.num_ranks == 1:
+        return
+    if arch.vision is not None:
+        raise ConfigError(
+            f"--enable-dp-attention does not go with {arch.name}, which sees images, yet: serve text alone with "
+            f"--language-only, or {_WAY_OUT}"
+        )
+    if arch.delta_net is not None:
+        raise ConfigError(f"--enable-dp-attention does not go with {arch.name}, which keeps states, yet: {_WAY_OUT}")
+    if arch.mixture is None and arch.kv_copies == 1 and arch.num_kv_heads >= config.tp:
+        raise ConfigError(
+            f"--enable-dp-attention gains nothing: {config.tp} devices can share the {arch.num_kv_heads} kv heads of "
+            f"{arch.name}, and it has no experts: {_WAY_OUT}"
+        )

@@ -1,0 +1,118 @@
+"""`open_model`: all that comes before the weights are read: the model's shape, its kernels, the devices, the formats.
+
+What can be refused without reading weights is refused here. Called by `engine` and `stages`, at start. JAX starts in
+the middle of it: kernels are tested before, by another process, while the device's memory is free.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.kernels.choice import asked_kernels
+from jaxsgl.engine.kernels.tester import KernelTester
+from jaxsgl.engine.programs import ProgramSet
+from jaxsgl.engine.start.devices import join_hosts, meshes_of, reveal_devices
+from jaxsgl.engine.start.fixed_order import asks_for_fixed_order, check_kernels
+from jaxsgl.engine.start.joining import check_hosts
+from jaxsgl.engine.start.memory import start_jax
+from jaxsgl.engine.start.model_flags import check_flags
+from jaxsgl.engine.start.warmup import use_compilation_cache
+from jaxsgl.engine.weight_store import as_kept, read_arch
+from jaxsgl.hosts.group import Hosts
+from jaxsgl.messages.replies import EngineInfo
+from jaxsgl.models import ModelArch, Precision, cpu_multiplies_bfloat16, resolve_precision
+from jaxsgl.weights import resolve_model_folder
+from pallas_kernels import KernelChoice
+from pallas_kernels.gpu_compiler import choose_mosaic_ptxas, log_compilers, versions_key
+from pallas_kernels.selftest.report import Verdict
+
+
+class Opened(NamedTuple):
+    """What is known of an engine before it reads weights.
+
+    Attributes:
+      folder: of the model.
+      arch: its shape, with weights as they are kept.
+      kernels, verdicts: what operations run on, and what the test of kernels has found.
+      tests_kernels: whether this machine's kernels need a test.
+      meshes: the devices of each pipeline stage.
+      jax_share: of a GPU's memory.
+      precision: dtypes of weights, activations and the KV cache.
+      in_fixed_order: whether programs add in one order, whatever the number of rows.
+    """
+
+    folder: Path
+    arch: ModelArch
+    kernels: KernelChoice
+    verdicts: tuple[Verdict, ...]
+    tests_kernels: bool
+    meshes: tuple[Mesh, ...]
+    jax_share: float
+    precision: Precision
+    in_fixed_order: bool
+
+    @property
+    def device(self) -> jax.Device:
+        """One of this host's; all are alike."""
+        device: jax.Device = self.meshes[0].local_devices[0]
+        return device
+
+    @property
+    def platform(self) -> str:
+        """ "cpu", "gpu" or "tpu"."""
+        return str(self.device.platform)
+
+    def program_set(self, progress: bool, threads: int | None) -> ProgramSet:
+        """An empty one; arguments as those of `ProgramSet`."""
+        return ProgramSet(progress=progress, in_fixed_order=self.in_fixed_order, threads=threads)
+
+
+def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: Hosts) -> Opened:
+    """Does all that; arguments as those of `Engine`. Raises `StartupError`."""
+    folder = resolve_model_folder(config.model, config.revision)
+    arch = read_arch(config, folder)
+    check_flags(config, arch)
+    kernels = asked_kernels(config, arch)
+    reveal_devices(config)
+    choose_mosaic_ptxas()
+    tester = KernelTester.of_this_machine() if kernel_tester is None else kernel_tester
+    kernels, verdicts = tester.tested(config, arch, kernels)  # while the device's memory is free
+    check_hosts(folder, arch, kernels, hosts)
+    join_hosts(config)
+    jax_share = start_jax()
+    meshes = meshes_of(config)
+    own_devices = list(meshes[0].local_devices)
+    device = own_devices[0]
+    hosts.same("the devices", f"{len(own_devices)} x {device.device_kind}", "let hosts of one kind share a model")
+    platform = device.platform
+    use_compilation_cache(config.compilation_cache_dir, versions_key() if platform == "gpu" else "")
+    if platform == "gpu":
+        log_compilers(device.device_kind)
+    precision = resolve_precision(
+        config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
+    )
+    in_fixed_order = asks_for_fixed_order(config, arch, platform, precision.weights)
+    if in_fixed_order:
+        check_kernels(verdicts)
+    kept = as_kept(arch, precision.weights, platform, config.num_devices, weight_only=config.weight_only)
+    tests_kernels = tester.platform is not None
+    return Opened(folder, kept, kernels, verdicts, tests_kernels, meshes, jax_share, precision, in_fixed_order)
+
+
+def in_words(info: EngineInfo, model: str, devices: str) -> str:
+    """Returns what is served, on what, and how much fits, in a line."""
+    if info.num_ranks > 1:
+        devices = f"{devices} in {info.num_ranks} ranks"
+    tested = sorted({backend for _, backend, _ in info.kernels})
+    limits = info.limits
+    return (
+        f"serving {model} ({info.architecture}) on {devices}: {info.dtype}, {info.weight_bytes / 2**30:.2f} GiB of "
+        f"weights, kernels {', '.join(tested) or info.attention_backend}, KV pool of {info.pool_tokens} tokens in "
+        f"{info.kv_bytes / 2**30:.2f} GiB ({info.kv_cache_dtype}), context of {limits.context_length} tokens, up to "
+        f"{info.max_running_requests} requests at once"
+    )

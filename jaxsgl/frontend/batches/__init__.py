@@ -1,0 +1,1 @@
+"""Batches as OpenAI has them: a file of requests becomes a file of answers."""

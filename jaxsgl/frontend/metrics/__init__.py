@@ -1,0 +1,1 @@
+"""What a server measures, and how it is shown."""

@@ -1,0 +1,1 @@
+"""Several front-end processes of one server (`--tokenizer-worker-num`): their parent, and what they say to it."""
