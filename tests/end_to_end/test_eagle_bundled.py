@@ -142,4 +142,4 @@ def test_the_head_guesses_as_much_after_cached_prefixes_and_retraction(llm: LLM)
     assert retracted.token_ids == first.token_ids
     assert state.totals.retractions > 3
     lengths = [accept_length([one]) for one in (first, again, retracted)]
-    assert min(lengths) > 0.9 * max(lengths) > 3
+    assert min(lengths) > 0.75 * max(lengths) > 3  # a retraction may cut a run of drafts

@@ -213,7 +213,7 @@ def test_a_flag_starts_without_testing(folder: Path, tiny_config: ConfigMaker) -
 
 
 def test_a_cpu_starts_no_process(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxsgl.engine.kernel_test.watch", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("jaxsgl.engine.kernels.tester.watch", lambda *_: pytest.fail("a process was started"))
     assert devices.accelerator() is None
     assert outcome_of(KernelTester.of_this_machine(), config) == (KernelChoice(), ())
 

@@ -22,7 +22,7 @@ class Device:
 def taken(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, num_devices: int, platform: str = "tpu") -> list[int]:
     devices = [Device(index, platform) for index in range(num_devices)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    monkeypatch.setattr("jaxsgl.engine.start.devices.make_mesh", lambda chosen: [device.id for device in chosen])
+    monkeypatch.setattr("jaxsgl.engine.start.devices.make_mesh", lambda chosen, _: [device.id for device in chosen])
     found: Any = mesh_of(config)
     return list(found)
 

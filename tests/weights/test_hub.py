@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from jaxsgl.engine import engine
+from jaxsgl.engine.start import opening
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.offline.llm import LLM
@@ -108,7 +108,7 @@ def test_the_engine_looks_for_the_revision_that_the_flag_names(monkeypatch: pyte
     def resolve(*arguments: object) -> Path:
         raise CheckpointError(repr(arguments))
 
-    monkeypatch.setattr(engine, "resolve_model_folder", resolve)
+    monkeypatch.setattr(opening, "resolve_model_folder", resolve)
     with pytest.raises(CheckpointError, match=re.escape("('someone/some-model', 'v1')")):
         LLM("someone/some-model", revision="v1")
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, abstract_model
-from jaxsgl.models.tensor_parallel import TENSOR_AXIS
+from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
 from jaxsgl.weights import load_params, random_params
 from jaxsgl.weights.assembly import size
 from jaxsgl.weights.sharding import check_divisible, param_sharding
@@ -92,7 +92,7 @@ def test_every_parameter_has_a_named_sharding(tmp_path: Path) -> None:
 def test_a_mesh_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
     arch = ModelArch.from_folder(make_checkpoint("qwen3", tmp_path))
     with pytest.raises(ConfigError, match=r"4 devices can't share .*: it has 6 query heads and 2 kv heads"):
-        check_divisible(arch, AbstractMesh((4,), (TENSOR_AXIS,)))  # type: ignore[arg-type]
+        check_divisible(arch, AbstractMesh((1, 4), (DATA_AXIS, TENSOR_AXIS)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_KINDS)
