@@ -107,10 +107,11 @@ class WeightFormat:
     def of_shape(self, shape: tuple[int, ...], dtype: str) -> WeightFormat:
         """That of a matrix `[..., out, in]` among others in `dtype`: not packed if kernels don't take its sizes.
 
-        Nor is float8 with one scale an output, which bfloat16's kernel multiplies faster from twice the memory.
+        Nor is float8 with one scale an output, which bfloat16's kernel multiplies: widening float8 in blocks inside the
+        product was measured to take 1.5 times as long as bfloat16 (docs/quantization.md).
         """
-        is_faster_wide = self.packing == packed.FLOAT8 and self.group is None
-        if not self.packing or (self._refusal(shape) is None and not is_faster_wide):
+        is_left_wide = self.packing == packed.FLOAT8 and self.group is None
+        if not self.packing or (self._refusal(shape) is None and not is_left_wide):
             return self
         return replace(self, packing="").on_cpu(dtype, rounds_rows=self.rounds_rows)
 

@@ -91,7 +91,7 @@ def answers(
             for key, done in whole(llm.engine).compiled.compilations.items()
         },
     }
-    pages = re.compile(rf"= \w+\[{llm.engine.capacity.num_pages},[^=]* (?:copy|transpose|convert)\(")
+    pages = re.compile(rf"= \w+\[{llm.engine.capacity.num_pages},\d+,\d+,\d+\][^=]* (?:copy|transpose|convert)\(")
     found["kv_copies"] = sum(
         len(pages.findall(done.compiled.as_text() or ""))
         for key, done in whole(llm.engine).compiled.compilations.items()

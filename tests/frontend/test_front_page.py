@@ -132,7 +132,8 @@ def test_the_stream_tells_of_a_start_and_ends_with_the_server(start_server: Star
     server = start_server()
     server.wait_until_ready()
     with connect(server) as http, server.stub() as stub:
-        call = stub.Generate(ids_request(Script.HANG))
+        call = stub.Generate(ids_request(Script.PAUSE))
+        next(call)  # it is open
         events = looks(http)
         assert next(events)["state"] == "ready"
         server.interrupt()
