@@ -4,7 +4,7 @@ One engine with random weights serves the same chats without a tier and with eac
 process. Prints prompt tokens that were computed, output tokens per second of wall time and per second of processor
 time, and whether all tokens were equal. Then it keeps a prompt of 4,000 tokens in a file, takes a new scheduler, and
 prints what the first request with that prompt computes. On a machine that other programs use, trust processor time.
-Reproduce the figures of docs/performance.md with:
+Reproduce the figures of docs/prefix-cache.md with:
 
     python scripts/bench host_kv
 """
