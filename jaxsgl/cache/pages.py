@@ -23,7 +23,7 @@ DUMMY_PAGE = 0
 
 
 class PageState(enum.IntEnum):
-    """Where a page is; see the invariants of docs/architecture.md."""
+    """Where a page is; see the invariants in CONTRIBUTING.md."""
 
     FREE = 0  # on the free list
     EVICTABLE = 1  # in the prefix cache, and no request uses it
