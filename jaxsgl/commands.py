@@ -29,7 +29,7 @@ COMMANDS = {
     "client": Command("jaxsgl.client", "send one prompt to a running server"),
     "run-batch": Command("jaxsgl.offline.run_batch", "answer a file of OpenAI's batch requests"),
     "bench": Command("jaxsgl.bench.__main__", "load a running server, and show its latencies and throughput"),
-    "convert": Command("jaxsgl.convert", "convert a checkpoint, so that it is read faster"),
+    "convert": Command("jaxsgl.convert", "convert a checkpoint to Orbax's format, which any number of devices restore"),
     "completion": Command("jaxsgl.completion", "print what completes commands and flags in a shell"),
 }
 
