@@ -14,6 +14,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 CURRENT = [
     page for page in PAGES if "notes" not in page.parts and page.name != "CHANGELOG.md"
 ]  # dated pages may name files of their time, these only files of today
+MOST_WORDS = 40_000  # of the current pages together, tables and commands included, as `wc -w` counts them
 TOPS = ("jaxsgl", "pallas_kernels", "scripts", "tests", "docs", "benchmarks", ".ci")
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -84,6 +85,12 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path, paths: frozenset[str]) -> None:
     assert not missing_paths(page, paths)
+
+
+def test_pages_stay_short_enough_to_be_read() -> None:
+    words = {str(page.relative_to(ROOT)): len(page.read_text().split()) for page in CURRENT}
+    longest = sorted(words, key=words.__getitem__, reverse=True)[:5]
+    assert sum(words.values()) < MOST_WORDS, f"cut, or move what was measured to docs/notes; the longest: {longest}"
 
 
 def test_broken_links_and_missing_paths_are_found(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ Reads the files of a tree and imports none of them.
   `itertools.count()`, in jaxsgl.
 - A registry of compiled programs is a file of jaxsgl/engine that lowers programs (`X.lower()`).
 - Circles of imports are groups of modules of jaxsgl and pallas_kernels that import each other.
-- Words of docs are those of docs/ without docs/notes.
+- Words are those of docs/ without docs/notes, and of the pages on top but the changelog, as `wc -w` counts them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ def count(tree: Path) -> dict[str, int | str | dict[str, int]]:
     package = tree / "jaxsgl"
     lines = {path: len(path.read_text().splitlines()) for path in package.rglob("*.py")}
     commands = [*(tree / "scripts").glob("*.py"), *(tree / "scripts").glob("*/__main__.py")]
-    words = [len(page.read_text().split()) for page in (tree / "docs").rglob("*.md") if "notes" not in page.parts]
+    pages = {*tree.glob("*.md"), *(tree / "docs").rglob("*.md")} - {
+        *(tree / "docs/notes").glob("*"),
+        tree / "CHANGELOG.md",
+    }
     return {
         "branches on optional parts": _by_file(tree, "scheduler", lambda node: branches(node, PARTS)),
         "branches on what a request or step may have": _by_file(tree, "scheduler", lambda node: branches(node, HELD)),
@@ -68,7 +71,9 @@ def count(tree: Path) -> dict[str, int | str | dict[str, int]]:
         "lines in jaxsgl": sum(lines.values()),
         f"files of more than {LARGE} lines": sum(number > LARGE for number in lines.values()),
         f"files of less than {SMALL} lines": sum(number < SMALL for number in lines.values()),
-        "words of docs without notes": sum(words),
+        "words of docs without notes": {
+            str(page.relative_to(tree)): len(page.read_text().split()) for page in sorted(pages)
+        },
         "commands on top of scripts": len(commands),
     }
 
