@@ -352,7 +352,7 @@ class DisaggregationConfig:
         "computes the rest",
     )
     disaggregation_bootstrap_timeout_s: float = flag(
-        30.0, "seconds that a request waits for a sign of its other leg; then it is refused"
+        30.0, "seconds that a request waits for a sign of its other side; then it is refused"
     )
     disaggregation_peer_timeout_s: float = flag(
         5.0, "seconds of silence after which a prefill or decode server counts as dead; it says every second it lives"
