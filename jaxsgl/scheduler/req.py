@@ -29,8 +29,8 @@ import numpy as np
 from jaxsgl.batch.patches import token_positions
 from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.cache.host_pages import HostPage
+from jaxsgl.cache.manager import namespace_of
 from jaxsgl.cache.pages import IntArray, Lease
-from jaxsgl.cache.prefix import namespace_of
 from jaxsgl.requests.media import MediaItem, hash_ids
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import MAX_SEED

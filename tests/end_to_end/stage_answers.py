@@ -18,7 +18,7 @@ from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.scheduler.turns import AllAtOnce, InTurns
+from jaxsgl.scheduler.request_table import AllAtOnce, InTurns
 from jaxsgl.testing.engine import RetractEvery, ScriptedMailbox
 from jaxsgl.testing.grammars import compile_fake
 from jaxsgl.wiring import build_engine

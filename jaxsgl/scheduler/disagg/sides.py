@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxsgl.batch.engine_api import PageLayout
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.cache.manager import namespace_of
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.cache.prefix import namespace_of
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Load, Refusal, Reply
