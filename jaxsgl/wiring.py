@@ -36,8 +36,7 @@ from jaxsgl.messages.orders import LoadAdapter
 from jaxsgl.models import Params
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.apply import Mark
-from jaxsgl.scheduler.grammars.queue import GrammarQueue, Grammars, NoGrammars
-from jaxsgl.scheduler.grammars.shared import grammars_of_ranks
+from jaxsgl.scheduler.grammars.queue import GrammarQueue, Grammars, NoGrammars, grammars_of_ranks
 from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.ranks import RankedScheduler
 from jaxsgl.scheduler.request_table import AllAtOnce, InTurns

@@ -15,7 +15,7 @@ from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter
 from jaxsgl.scheduler.speculation.pace import LONGEST_WAIT, Pace, shares
 from jaxsgl.scheduler.speculation.proposing import Drafters
 from jaxsgl.scheduler.speculation.sources import Prediction, PromptLookup
-from jaxsgl.text.speculated import Speculated
+from jaxsgl.text.sample import Speculated
 
 NGRAM = SpeculationConfig("NGRAM")
 

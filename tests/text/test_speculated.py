@@ -8,8 +8,7 @@ from jaxsgl.messages.replies import Reply, Run
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.detokenizer import NoText
-from jaxsgl.text.sample import End, Sample
-from jaxsgl.text.speculated import Speculated
+from jaxsgl.text.sample import End, Sample, Speculated
 
 
 class Letters(NoText):

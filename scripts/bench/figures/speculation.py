@@ -34,7 +34,7 @@ from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.speculation.drafter import Drafter
 from jaxsgl.scheduler.speculation.proposing import Drafters, Proposing
-from jaxsgl.text.speculated import Speculated
+from jaxsgl.text.sample import Speculated
 from jaxsgl.text.tokenizer import ChatMessage
 
 TEXTS = ("repeated", "echo", "story", "counting", "wrong")
