@@ -24,7 +24,7 @@ from jaxsgl.batch.outputs import HostOutputs
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.messages.replies import Reply, TokenLogprob
 from jaxsgl.requests.outputs import Pooled, Pooling, PoolingSpec, TokenStates
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 
 
 class StepPart(NamedTuple):

@@ -34,8 +34,7 @@ from jaxsgl.cache.host_pages import HostPage
 from jaxsgl.cache.manager import namespace_of
 from jaxsgl.cache.pages import IntArray, Lease
 from jaxsgl.requests.media import MediaItem, hash_ids
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import MAX_SEED
+from jaxsgl.requests.request import MAX_SEED, FinishReason, Request
 from jaxsgl.scheduler.grammars.constraint import Constraint, Matcher, TokenLimits
 from jaxsgl.scheduler.outputs import OutputCollector
 from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter

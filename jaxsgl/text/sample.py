@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.replies import Reply, Run, TokenLogprob
 from jaxsgl.requests.outputs import TokenStates
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.detokenizer import Detokenizer
 from jaxsgl.text.stop_regex import StopRegex
 from jaxsgl.text.tokenizer import Tokenizer

@@ -35,8 +35,7 @@ from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.ipc import Endpoints, EngineMailbox
 from jaxsgl.messages.orders import FromEngine, News, Shutdown, ToEngine
 from jaxsgl.messages.replies import Replies
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing import engine as testing

@@ -14,8 +14,7 @@ import jax
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.request_table import AllAtOnce, InTurns

@@ -46,9 +46,8 @@ from jaxsgl.messages.orders import (
     WeightOrder,
 )
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.outputs import POOLING_SAMPLING, Pooling, PoolingSpec
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.outputs import Pooling, PoolingSpec
+from jaxsgl.requests.request import POOLING_SAMPLING, Request, SamplingParams
 from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck
 from jaxsgl.scheduler.orders.journal import CacheJournal

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from jaxsgl.messages.replies import Reply, Run
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.detokenizer import NoText
 from jaxsgl.text.sample import End, Sample, Speculated
 

@@ -28,8 +28,7 @@ from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.outputs import Pooling, check_dimensions, embedding_of
-from jaxsgl.requests.request import FinishReason
-from jaxsgl.requests.sampling import SamplingParams, check_counts
+from jaxsgl.requests.request import FinishReason, SamplingParams, check_counts
 from jaxsgl.text.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece, Speculated
 from jaxsgl.text.tokenizer import Turn
