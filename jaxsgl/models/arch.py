@@ -22,7 +22,8 @@ from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import FAMILIES, Family, NormPlaces, QkNorm
-from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
+from jaxsgl.models.latent_config import read_latent, read_latent_amplitude
+from jaxsgl.models.layer_config import read_layers
 from jaxsgl.models.layer_spec import WHOLE, DeltaNet, DenseMlp, Latent, LayerSpec, MoeMlp, Stage
 from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
