@@ -13,7 +13,7 @@ _HOME = {
     "LLM": "jaxsgl.offline.llm",
     "EngineConfig": "jaxsgl.config.engine",
     "Grammar": "jaxsgl.requests.grammar",
-    "SamplingParams": "jaxsgl.requests.sampling",
+    "SamplingParams": "jaxsgl.requests.request",
 }
 
 

@@ -36,10 +36,10 @@ from jaxsgl.messages.orders import LoadAdapter
 from jaxsgl.models import Params
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.apply import Mark
-from jaxsgl.scheduler.grammars.queue import GrammarQueue, Grammars, NoGrammars
-from jaxsgl.scheduler.grammars.shared import grammars_of_ranks
+from jaxsgl.scheduler.grammars.queue import GrammarQueue, Grammars, NoGrammars, grammars_of_ranks
 from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.ranks import RankedScheduler
+from jaxsgl.scheduler.request_table import AllAtOnce, InTurns
 from jaxsgl.scheduler.resources.host_tier import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.served_engine import FixedWeights, StepsOnly
@@ -47,7 +47,6 @@ from jaxsgl.scheduler.serving import AnyScheduler, Serving
 from jaxsgl.scheduler.speculation.pace import MeasuredCosts, StepCosts
 from jaxsgl.scheduler.speculation.proposing import Drafters
 from jaxsgl.scheduler.state import RetractAlso
-from jaxsgl.scheduler.turns import AllAtOnce, InTurns
 from jaxsgl.weights import resolve_model_folder
 from pallas_kernels.own_folder import own_folder
 

@@ -27,8 +27,7 @@ from jaxsgl.cache.pages import as_pages, pages_for
 from jaxsgl.cache.radix import RadixCache
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.grammars.constraint import ALL, Words
 from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.ranks import RankedScheduler

@@ -13,10 +13,10 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.budget import PageCount
+from jaxsgl.scheduler.in_flight import ReadDrafts
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.scheduler import Scheduler, nothing_drafted
-from jaxsgl.scheduler.speculation.speculation import ReadDrafts
 from tests.fingerprint import fingerprint
 
 

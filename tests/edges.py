@@ -21,8 +21,7 @@ import grpc
 import httpx
 from google.protobuf.descriptor import MethodDescriptor
 
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from tests.junk_grpc import METHODS, sensible
 from tests.junk_http import GOOD_BODIES
 from tests.junk_messages import spoil

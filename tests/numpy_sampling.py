@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 MASK = 2**32 - 1

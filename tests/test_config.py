@@ -12,8 +12,7 @@ from jaxsgl.config.features import DisaggregationConfig, HostKvConfig, LoraConfi
 from jaxsgl.config.flags import add_flags, from_flags, public_flags
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, InvalidRequest
-from jaxsgl.requests.request import Request, check_request, max_new_tokens
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams, check_request, max_new_tokens
 
 LIMITS = Limits(vocab_size=100, context_length=64, pool_tokens=48)
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS, Grammar
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 
 
 class City(pydantic.BaseModel):

@@ -12,7 +12,7 @@ import pytest
 from bench.imports import circles, import_graph, parsed
 
 ROOT = Path(__file__).parent.parent
-CONFIG = ("engine", "features", "flags", "hosts", "kernels", "secrets")
+CONFIG = ("engine", "features", "flags", "hosts", "kernels")
 COMMON = {
     "requests",
     "errors",
@@ -20,7 +20,7 @@ COMMON = {
     "logs",
     "mask_mark",
     "parent",
-    "proof",
+    "shared_secret",
     "sandbox",
     "stacks",
     "start_parts",

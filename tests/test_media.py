@@ -24,8 +24,7 @@ from jaxsgl.requests.media import (
     unpack_images,
 )
 from jaxsgl.requests.media import sglang_pad_id as pad_id_of
-from jaxsgl.requests.request import Rendezvous, Request, check_request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Rendezvous, Request, SamplingParams, check_request
 
 IMAGE, VIDEO = 90, 91
 LIMITS = MediaLimits(IMAGE, VIDEO, patch_size=4, max_items=3, max_patches=64, max_request_patches=96)

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,7 @@ from jaxsgl.messages.replies import (
     Reply,
     Totals,
 )
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.shared_mailbox import LOAD_S, SharedMailbox
 
 INFO = EngineInfo(

@@ -11,8 +11,7 @@ import torch
 import transformers
 
 from jaxsgl.requests.media import Grid, MediaItem, digest_of, patches_of
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 
 VOCAB = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253

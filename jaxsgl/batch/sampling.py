@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.requests.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxsgl.requests.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 ArrayT = TypeVar("ArrayT", bound=Any)
 Bits: TypeAlias = type[np.int32] | type[np.float32]  # of 32 bits each, so that one int32 array holds all fields

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 
 OUTPUT = -1  # seed of a piece that is the output of an earlier turn
 OUTPUT_TOKEN = 0  # stands for tokens of an output whose ids are not known; prompts have other ids

@@ -6,10 +6,23 @@
                               locked by us    request
 
 Knows token ids and lengths, but no request states, budgets or batches. Called by the scheduler alone.
+
+A namespace separates prefixes of equal tokens whose KV must not be shared:
+
+    common                         b""
+    under a request's salt         the salt as UTF-8
+    of an adapter                  _ADAPTER, 16 bytes that stand for one loading of it, the salt as UTF-8
+    of KV from an unproved server  _SOURCE, 16 bytes that stand for its address, what it would be otherwise
+    of weights that were replaced  _RETIRED, 8 bytes that count replacements, what it was before
+
+UTF-8 has no byte 0xfd, 0xfe or 0xff, and what follows them is of fixed length, so no salt reaches into another
+namespace. The prefix tree has a root for each namespace, and names of pages begin with it. The scheduler makes a
+namespace once for each request.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,9 +44,57 @@ from jaxsgl.cache.pages import (
     pages_for,
     tokens_in,
 )
-from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, PrefixCache, retired
-from jaxsgl.cache.snapshots import NoSnapshots, SnapshotBooks
+from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, PrefixCache
 from jaxsgl.cache.tiers import HostTier
+
+_SOURCE = b"\xfd"
+_ADAPTER = b"\xfe"
+_RETIRED = b"\xff"
+
+
+def namespace_of(cache_salt: str, adapter: str | None = None, source: str = "") -> bytes:
+    """The namespace of a request's prefixes.
+
+    `adapter` stands for one loading of an adapter, in this start of the server and any other, since pages in host
+    memory outlive both: loading other weights under the same name must give another text. `source` is that of
+    `Request.kv_source`.
+    """
+    namespace = cache_salt.encode("utf-8", "surrogatepass")
+    if adapter is not None:
+        namespace = _ADAPTER + _digest(adapter) + namespace
+    return _SOURCE + _digest(source) + namespace if source else namespace
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def retired(number: int) -> bytes:
+    """What comes before all namespaces of the weights that were replaced as number `number`."""
+    return _RETIRED + number.to_bytes(8, "big")
+
+
+class SnapshotBooks:
+    """What the manager does with states that are kept with prefixes. This one: of a model whose layers keep none.
+
+    Attributes:
+      num_dropped: snapshots that were taken from the tree for others so far.
+    """
+
+    num_dropped = 0
+
+    def begin(self, lease: Lease, match: Match) -> None:
+        """The lease's first step is to read the state that `match` found."""
+
+    def release(self, lease: Lease, num_tokens: int) -> None:
+        """Keeps the newest border of a lease within its `num_tokens` tokens, which are in the tree by now."""
+
+    def drop(self, lease: Lease) -> None:
+        """Takes all places of the lease back."""
+
+    def wrong(self, leases: Iterable[Lease]) -> list[str]:
+        """What is wrong with places, given all leases."""
+        return []
 
 
 class CacheManager:
@@ -52,7 +113,7 @@ class CacheManager:
         table: PageTable,
         prefixes: PrefixCache,
         tier: HostTier | None = None,
-        snapshots: SnapshotBooks = NoSnapshots(),
+        snapshots: SnapshotBooks = SnapshotBooks(),
     ) -> None:
         self.page_size = page_size
         self.table = table

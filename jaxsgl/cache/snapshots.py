@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
+from jaxsgl.cache.manager import SnapshotBooks
 from jaxsgl.cache.pages import IntArray, Lease, full_pages
 from jaxsgl.cache.prefix import NO_PAGES, Insertion, Match, Peek
 from jaxsgl.cache.radix import Node, RadixCache
@@ -117,48 +118,7 @@ def _is_whole(node: Hashable, num_pages: int) -> bool:
     return cast(Node, node).snapshot is not None and num_pages == len(cast(Node, node).pages)
 
 
-class SnapshotBooks(Protocol):
-    """What a cache manager does with snapshots."""
-
-    num_dropped: int
-
-    def begin(self, lease: Lease, match: Match) -> None:
-        """The lease's first step is to read the state that `match` found."""
-        ...
-
-    def release(self, lease: Lease, num_tokens: int) -> None:
-        """Keeps the newest border of a lease within its `num_tokens` tokens, which are in the tree by now."""
-        ...
-
-    def drop(self, lease: Lease) -> None:
-        """Takes all places of the lease back."""
-        ...
-
-    def wrong(self, leases: Iterable[Lease]) -> list[str]:
-        """What is wrong with places, given all leases."""
-        ...
-
-
-class NoSnapshots:
-    """The books of a model whose layers keep no states."""
-
-    num_dropped = 0
-
-    def begin(self, lease: Lease, match: Match) -> None:
-        """Nothing is read."""
-
-    def release(self, lease: Lease, num_tokens: int) -> None:
-        """Nothing to keep."""
-
-    def drop(self, lease: Lease) -> None:
-        """Nothing to take back."""
-
-    def wrong(self, leases: Iterable[Lease]) -> list[str]:
-        """Nothing can be."""
-        return []
-
-
-class Snapshots:
+class Snapshots(SnapshotBooks):
     """The places of snapshots, and who has which.
 
     Attributes:

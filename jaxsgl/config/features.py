@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from jaxsgl.config.flags import check_choices, flag, flag_name, require
-from jaxsgl.config.secrets import MIN_SECRET_BYTES, is_this_machine, read_secret
 from jaxsgl.errors import ConfigError
+from jaxsgl.shared_secret import MIN_SECRET_BYTES, is_this_machine, read_secret
 
 HASH_IDS = ("digest", "sglang")
 _DOMAIN = re.compile(r"\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?(:[0-9]{1,5})?")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from jaxsgl.config.flags import flag, require
-from jaxsgl.config.secrets import is_this_machine, read_secret
 from jaxsgl.errors import ConfigError
+from jaxsgl.shared_secret import is_this_machine, read_secret
 
 AUTO = "auto"
 DIST_PORT = 20000  # of host 0, where its launcher names none

@@ -24,18 +24,19 @@ from flax import nnx
 from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
 from jaxsgl.batch.outputs import NO_OUTPUTS, StepOutputs
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
+from jaxsgl.cache.pages import ends_page
 from jaxsgl.engine.attending import Pages
 from jaxsgl.engine.drafting.draft import NO_DRAFTING, Drafting, Ends, Seen, own_layers, with_own_layers
-from jaxsgl.engine.recurring import Running
 from jaxsgl.engine.sampling import outputs, sampler, vocabulary
 from jaxsgl.engine.sampling.verify import accept, pack_runs
-from jaxsgl.engine.state import DeviceState
+from jaxsgl.engine.state import DeviceState, StateBuffers
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
 from jaxsgl.models.layers import no_states
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.weights import KvScales
 from pallas_kernels import AttentionOptions, KernelChoice
+from pallas_kernels.delta import DeltaStates, DeltaTokens, Sequences, delta_decode, delta_extend
 
 SAMPLING_ROWS = 3 + len(COLUMNS)  # of `pack_sampling`
 
@@ -431,3 +432,37 @@ def _image_tokens(state: DeviceState, arrays: StepArrays[jax.Array], arch: Model
 def _last_of_each(hidden: jax.Array, query_offsets: jax.Array) -> jax.Array:
     """Hidden states `[S, D]` of each sequence's last token; of any token for padding sequences."""
     return hidden[jnp.maximum(query_offsets[1:] - 1, 0)]
+
+
+class Running:
+    """The states of running requests during one trace: each layer that has some replaces its arrays."""
+
+    def __init__(
+        self, states: StateBuffers, arrays: StepArrays[jax.Array], kind: StepKind, page_size: int, dummy_row: int
+    ) -> None:
+        assert kind != "verify", "a state can't go back to the drafts that stand"
+        self._layers = [DeltaStates(*arrays_of_layer) for arrays_of_layer in zip(*states, strict=True)]
+        self._arrays, self._kind = arrays, kind
+        self._kept_to = None
+        if kind == "decode" and arrays.snapshot_to is not None:
+            is_kept = ends_page(arrays.positions + 1, page_size) & (arrays.snapshot_to != dummy_row)
+            self._kept_to = jnp.where(is_kept, arrays.snapshot_to, -1)
+
+    def recur(self, place: int, tokens: DeltaTokens) -> jax.Array:
+        """Moves the states of the layer over this step's tokens; `[T, K', r, v]`."""
+        a, states = self._arrays, self._layers[place]
+        if self._kind == "decode":
+            out, self._layers[place] = delta_decode(tokens, states, a.positions, a.rows, self._kept_to)
+        else:
+            starts = a.lengths - (a.query_offsets[1:] - a.query_offsets[:-1])
+            kept: list[jax.Array | None] = [a.snapshot_at, a.snapshot_to]
+            none = jnp.zeros((0, len(a.rows)), jnp.int32)
+            at, to = (none if each is None else each for each in kept)
+            source = a.rows if a.state_from is None else a.state_from
+            seqs = Sequences(a.query_offsets, starts, source, a.rows, at, to)
+            out, self._layers[place] = delta_extend(tokens, states, seqs)
+        return out
+
+    def buffers(self) -> StateBuffers:
+        """The states as the layers left them."""
+        return StateBuffers(*zip(*self._layers, strict=True))

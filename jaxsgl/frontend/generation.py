@@ -33,8 +33,7 @@ from jaxsgl.frontend.workers.channel import Counts
 from jaxsgl.messages.replies import EngineInfo, RefusalKind, Reply
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.outputs import Pooled, Pooling
-from jaxsgl.requests.request import Rendezvous, Request, check_num_scores, check_request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Rendezvous, Request, SamplingParams, check_num_scores, check_request
 from jaxsgl.text.detokenizer import Detokenizer, NoText
 from jaxsgl.text.dialects import Dialect
 from jaxsgl.text.prompts import IdsPrompt, Prompt, encode_prediction, num_bad_chars, tokenize_all, with_bad_word_ids

@@ -13,8 +13,7 @@ import msgspec
 
 from jaxsgl.config.features import ALL_IN_ONE, networks_and_names
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.requests.request import Rendezvous
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Rendezvous, SamplingParams
 
 MAX_HOST_CHARS = 255
 MAX_ROOM = (1 << 63) - 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxsgl.errors import CheckpointError, InvalidRequest, StartupError
 from jaxsgl.json_file import read_object
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 
 DEFAULTS_FILE = "generation_config.json"
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # vLLM's and SGLang's

@@ -13,8 +13,8 @@ from functools import partial
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import Generation, Generator, Pause, RequestOptions, prompted_all
-from jaxsgl.requests.outputs import POOLING_SAMPLING, Pooled, Pooling, PoolingSpec
-from jaxsgl.requests.request import Request
+from jaxsgl.requests.outputs import Pooled, Pooling, PoolingSpec
+from jaxsgl.requests.request import POOLING_SAMPLING, Request
 from jaxsgl.text.prompts import IdsPrompt, Prompt
 from jaxsgl.text.ranking import Pair, ranking_of
 from jaxsgl.text.tokenizer import Truncation

@@ -3,7 +3,7 @@
     other host (connects)   Hello         Proof              Introduction                Fact     Pulse      Leave
     host 0 (listens)               Hello        Proof                      Accepted          Verdict   calls    Bye
 
-`Hello` has a protocol, whether there is a secret, and a nonce; `Proof` is that of jaxsgl/proof.py. Host 0 says nothing
+`Hello` has a protocol, whether there is a secret, and a nonce; `Proof` is that of shared_secret.py. Host 0 says nothing
 before a valid Hello, and decodes nothing of a host that has not proved itself. A frame is a head, a message as
 MessagePack, and the bytes of its arrays. Frames are neither encrypted nor signed. Both sides say every `PULSE_S`
 seconds that they live. Knows no engine; leader.py and follower.py hold the ends.
@@ -24,7 +24,7 @@ import msgspec
 
 from jaxsgl.config.hosts import SILENCE_S
 from jaxsgl.hosts.calls import Call, Choose, Encoding, Step
-from jaxsgl.proof import NONCE_BYTES, PROOF_BYTES, endpoint, is_proof, proof
+from jaxsgl.shared_secret import NONCE_BYTES, PROOF_BYTES, endpoint, is_proof, proof
 
 PROTOCOL = 1
 GREETING_S = 5.0

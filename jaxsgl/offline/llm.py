@@ -33,11 +33,9 @@ from jaxsgl.offline.media import has_parts, read_chat
 from jaxsgl.offline.pooling import PoolingLLM
 from jaxsgl.offline.run import Encoded, Prompt, UseTqdm, as_list, per_prompt
 from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.text.prompts import encode_prediction, with_bad_word_ids
-from jaxsgl.text.sample import Piece, join
-from jaxsgl.text.speculated import Speculated
+from jaxsgl.text.sample import Piece, Speculated, join
 from jaxsgl.text.tokenizer import ChatMessage
 from jaxsgl.wiring import keep_prefixes, whole
 

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.offline.run import Encoded, Offline, Prompt, UseTqdm, as_list, per_prompt
 from jaxsgl.requests.outputs import (
-    POOLING_SAMPLING,
     Floats,
     Pooled,
     Pooling,
@@ -19,7 +18,7 @@ from jaxsgl.requests.outputs import (
     class_scores,
     embedding_of,
 )
-from jaxsgl.requests.request import Request
+from jaxsgl.requests.request import POOLING_SAMPLING, Request
 from jaxsgl.text.ranking import ranking_of
 from jaxsgl.text.sample import Piece, join
 

@@ -20,9 +20,9 @@ import msgspec
 from jaxsgl.config.features import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.decode_room import DecodeRoom
+from jaxsgl.preprocess.placeholders import Visual
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
-from jaxsgl.preprocess.visuals import Visual
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.sandbox import Limits, Sandbox, SandboxCrash, SandboxLimit
 

@@ -19,10 +19,10 @@ from jaxsgl.preprocess.decode_memory import animation_bytes, still_bytes
 from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.movies import Movie, is_movie
 from jaxsgl.preprocess.patches import Pixels, frame_size, image_size, patches_of_frames
+from jaxsgl.preprocess.placeholders import Part, Visual
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
 from jaxsgl.preprocess.strips import scaled, upright_size
-from jaxsgl.preprocess.visuals import Part, Visual
 from jaxsgl.requests.media import digest_of
 
 MAX_PIXELS = 1 << 25  # of a picture: 8K

@@ -12,8 +12,36 @@ from dataclasses import dataclass
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.settings import ProcessorSettings
-from jaxsgl.preprocess.visuals import Part, Visual
-from jaxsgl.requests.media import MediaItem, sglang_pad_id
+from jaxsgl.requests.media import Grid, MediaItem, sglang_pad_id
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one run of placeholder tokens stands for: a picture, or a temporal patch of a video.
+
+    Attributes:
+      digest, grid, pixels: as in `MediaItem`.
+      time_s: of a temporal patch, the mean of its first and last frame's; None: a picture.
+    """
+
+    digest: bytes
+    grid: Grid
+    pixels: bytes
+    time_s: float | None = None
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of the grid."""
+        t, h, w = self.grid
+        return t * h * w
+
+
+@dataclass(frozen=True)
+class Visual:
+    """A picture, which has one part, or a video."""
+
+    parts: tuple[Part, ...]
+    is_video: bool
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.requests.sampling import SamplingParams
 
 MAX_LABELS = 16  # tokens whose logits one request may ask for
 MAX_STATE_NUMBERS = 1 << 23  # of one request: 32 MB in memory, 160 MB as JSON
@@ -26,8 +25,6 @@ MAX_STATE_NUMBERS = 1 << 23  # of one request: 32 MB in memory, 160 MB as JSON
 PoolingKind: TypeAlias = Literal["last", "mean"]
 Activation: TypeAlias = Literal["softmax", "sigmoid", "none"]
 Floats: TypeAlias = npt.NDArray[np.float32]
-
-POOLING_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)  # it ends where it would sample
 
 
 class PoolingSpec(msgspec.Struct, frozen=True):
@@ -155,25 +152,6 @@ class TokenStates(msgspec.Struct, frozen=True, array_like=True):
 
     hidden: bytes = b""
     experts: bytes = b""
-
-
-def check_states(sampling: SamplingParams, num_tokens: int, spec: StatesSpec | None) -> None:
-    """Raises `InvalidRequest` for states of up to `num_tokens` tokens that a server with `spec` doesn't return."""
-    asked, per_token = (sampling.return_hidden_states, sampling.return_routed_experts), 0
-    for name, flag, wanted in zip(("hidden_states", "routed_experts"), ("hidden", "experts"), asked, strict=True):
-        if wanted and not (spec is not None and getattr(spec, flag)):
-            needs = "" if flag == "hidden" else ", and serve a model with a mixture of experts"
-            raise InvalidRequest(
-                f"return_{name} is true, but the server returns none: start it with "
-                f"--enable-return-{name.replace('_', '-')}{needs}"
-            )
-        if wanted and spec is not None:
-            per_token += spec.hidden_size if flag == "hidden" else spec.num_layers * spec.top_k
-    if num_tokens * per_token > MAX_STATE_NUMBERS:
-        raise InvalidRequest(
-            f"the states of {num_tokens} tokens may be {num_tokens * per_token} numbers, but {MAX_STATE_NUMBERS} are "
-            "the most: shorten the prompt or lower max_tokens"
-        )
 
 
 def hidden_states(parts: Sequence[TokenStates], spec: StatesSpec) -> npt.NDArray[np.float32]:

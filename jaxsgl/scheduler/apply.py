@@ -30,13 +30,11 @@ from jaxsgl.messages.replies import Reply, Run
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
 from jaxsgl.scheduler.grammars.constraint import ALL, Bound, Words
-from jaxsgl.scheduler.in_flight import InFlightStep
+from jaxsgl.scheduler.in_flight import InFlightStep, ReadDrafts, Stopwatch
 from jaxsgl.scheduler.outputs import with_outputs
 from jaxsgl.scheduler.plan import Admission, Part, StepPlan, WhyNot
 from jaxsgl.scheduler.req import Req, State
-from jaxsgl.scheduler.speculation.speculation import ReadDrafts
 from jaxsgl.scheduler.state import SchedulerState
-from jaxsgl.scheduler.stopwatch import Stopwatch
 
 
 class Builder(Protocol):
@@ -82,7 +80,7 @@ class Applier:
       state: the scheduler's state.
       builder: makes the batches.
       sampling: sampling parameters by row, which the builder reads.
-      stopwatch: is told of admissions, first tokens, ends and steps.
+      stopwatch: measures steps.
     """
 
     def __init__(self, state: SchedulerState, builder: Builder, sampling: SamplingRows, stopwatch: Stopwatch) -> None:
@@ -158,7 +156,7 @@ class Applier:
         state.speculation.collected(step, runs, drafts)
         state.totals.output_tokens += num_tokens
         for place, reply in enumerate(replies[: step.num_chunks]):
-            if reply.token_ids and (times := self._stopwatch.first_token((reply.request_id, reply.index))):
+            if reply.token_ids and (times := self._requests.first_token((reply.request_id, reply.index))):
                 replies[place] = msgspec.structs.replace(reply, times=times)
         replies += ends
         return replies
@@ -299,7 +297,7 @@ class Applier:
 
     def _end_with_prompt(self, req: Req) -> Reply:
         """Ends a request that samples no token; its only reply."""
-        times = self._stopwatch.first_token(req.key)
+        times = self._requests.first_token(req.key)
         reply = Reply(req.request_id, (), FinishReason.LENGTH, req.cached_tokens, index=req.index, times=times)
         reply = with_outputs(reply, req.outputs)
         self.end(req)
@@ -327,8 +325,6 @@ class Applier:
             resource.left(req, ends=True)
         lease = req.finish()
         self._state.speculation.ended(req)
-        if not req.output_ids:
-            self._stopwatch.ended(req.key)
         self._requests.moved(req)
         if lease is not None:
             if stored is not None:
@@ -347,7 +343,6 @@ class Applier:
         req.admit(lease, admission.cached_tokens)
         for resource in self._resources:
             resource.admitted(req)
-        self._stopwatch.admitted(req.key)
         self._requests.moved(req)
         state.num_admitted += 1
         state.totals.prompt_tokens += req.prompt_len

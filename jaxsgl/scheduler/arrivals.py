@@ -8,19 +8,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+import numpy as np
+
 from jaxsgl.config.engine import Limits
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Refusal, RefusalKind, Reply
+from jaxsgl.requests.outputs import LAST_TOKEN, PoolingSpec
 from jaxsgl.requests.request import FinishReason, Request, check_request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.grammars.constraint import Matcher, TokenLimits
 from jaxsgl.scheduler.grammars.queue import Grammars
-from jaxsgl.scheduler.outputs import collectors_of
+from jaxsgl.scheduler.outputs import HiddenStates, OutputCollector, PooledPrompt, PromptLogprobs, SampledLogprobs
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.state import SchedulerState
-from jaxsgl.scheduler.stopwatch import Stopwatch
 
 
 class Arrivals:
@@ -32,7 +34,6 @@ class Arrivals:
       eos_token_ids: tokens that end every request that doesn't ignore them.
       random_seed: seed for the seeds of requests that bring none.
       applier: ends requests that may hold pages.
-      stopwatch: times their waiting.
       grammars: compiles grammars, or refuses them.
     """
 
@@ -43,7 +44,6 @@ class Arrivals:
         eos_token_ids: frozenset[int],
         random_seed: int,
         applier: Applier,
-        stopwatch: Stopwatch,
         grammars: Grammars,
     ) -> None:
         self._state = state
@@ -52,7 +52,6 @@ class Arrivals:
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(random_seed)
         self._applier = applier
-        self._stopwatch = stopwatch
         self._grammars = grammars
 
     def refusal(self, request: Request) -> Refusal | None:
@@ -106,7 +105,6 @@ class Arrivals:
         for resource in self._state.resources:
             resource.arrived(samples)  # first, as it may fail at a request, which no list may hold then
         self.take_over(samples)
-        self._stopwatch.arrived(req.key for req in samples)
         return replies
 
     def take_over(self, samples: list[Req], since_s: float | None = None) -> None:
@@ -118,7 +116,7 @@ class Arrivals:
 
     def _may_be_admitted(self, arrival: Req) -> None:
         """Has the queue read again if `arrival` may go before the request that found no room."""
-        failed = self._state.standing_failure
+        failed = self._state.failed_admission  # one that no longer stands is void already
         if failed is not None and self._state.policy.may_precede(arrival, failed.head, self._requests.in_turn()):
             self._requests.reordered()
 
@@ -183,6 +181,24 @@ class Arrivals:
             self._applier.end(req)
         self._forget(request_id)
         return Reply(request_id, refusal=refusal)
+
+
+def collectors_of(request: Request, index: int, spec: PoolingSpec | None) -> tuple[OutputCollector, ...]:
+    """The collectors of sample `index` of a request, on a server that pools as `spec` says.
+
+    Sample 0 collects the log-probabilities of the prompt for all samples.
+    """
+    sampling = request.sampling
+    collectors: list[OutputCollector] = []
+    if sampling.prompt_logprobs is not None and index == 0:
+        collectors.append(PromptLogprobs(sampling.prompt_logprobs, np.array(request.prompt_ids, dtype=np.int32)))
+    if sampling.logprobs is not None:
+        collectors.append(SampledLogprobs(sampling.logprobs))
+    if request.pooling is not None:
+        collectors.append(PooledPrompt(request.pooling, spec or LAST_TOKEN, len(request.prompt_ids)))
+    if sampling.wants_states:
+        collectors.append(HiddenStates(sampling))
+    return tuple(collectors)
 
 
 class QueueLimits:

@@ -437,7 +437,7 @@ class FailedAdmission:
     While requests wait for pages, only decode steps are launched, and each of them would order the queue and try its
     first request again. The try must fail as long as no request arrives that may go first, none ends, is retracted or
     aborted, and nothing is extended or flushed. Owners of what may come free count that in their `epoch`, and a try of
-    another epoch than now says nothing any more (`SchedulerState.standing_failure`). What still changes is that running
+    another epoch than now says nothing any more (`epoch_of` in planner.py). What still changes is that running
     requests come nearer to their ends and the share of output that is held for them falls; `ratio_steps_short` and
     `Forecast.steps_short` say how many decode steps that takes.
 

@@ -19,23 +19,20 @@ HostArray: TypeAlias = npt.NDArray[Any]
 
 
 class EngineOps:
-    """Numbers operations, and keeps them until the engine has them or what they bring has come."""
+    """Numbers operations, and keeps them until the engine has them or what they bring has come.
+
+    Attributes:
+      queued: operations that the engine does not have yet. `take` is to be called if there are any.
+      waiting: operations whose results have not come.
+    """
 
     def __init__(self) -> None:
+        self.queued = 0
+        self.waiting = 0
         self._queue: list[tuple[int, EngineOp]] = []
         self._after_step: list[tuple[int, EngineOp]] = []
         self._done: dict[int, Callable[[HostArray], None]] = {}
         self._num_ops = 0
-
-    @property
-    def waiting(self) -> int:
-        """Operations whose results have not come."""
-        return len(self._done)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether an operation waits for the engine, or its result is to come."""
-        return bool(self._queue or self._after_step or self._done)
 
     def submit(
         self, op: EngineOp, done: Callable[[HostArray], None] | None = None, *, after_step: bool = False
@@ -46,15 +43,19 @@ class EngineOps:
         """
         self._num_ops += 1
         (self._after_step if after_step else self._queue).append((self._num_ops, op))
+        self.queued += 1
         if done is not None:
+            self.waiting += 1
             self._done[self._num_ops] = done
 
     def take(self) -> list[tuple[int, EngineOp]]:
         """The operations to apply now, in order, each with its number."""
         taken, self._queue, self._after_step = self._queue, self._after_step, []
+        self.queued -= len(taken)
         return taken
 
     def finished(self, results: Iterable[tuple[int, HostArray]]) -> None:
         """Hands over what operations of these numbers have brought."""
         for number, array in results:
+            self.waiting -= 1
             self._done.pop(number)(array)

@@ -1,16 +1,32 @@
-"""`InFlightStep`: a step that is launched and not collected. apply.py makes it, and asks it who gets what it yields."""
+"""Steps that are launched and not collected: who gets what they yield, how long they take, and who is told of them.
+
+apply.py makes an `InFlightStep` and asks it who gets what it yields. `Stopwatch` measures steps. `Speculation` hears of
+each step from its plan on, and says whether those in flight must be read before the next plan; a server that doesn't
+speculate has the one here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from jaxsgl.batch.inputs import Bucket, StepInputs
+from jaxsgl.messages.replies import STEP_BOUNDS_S, BucketTimes, Load, Run, pack_times
+from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.grammars.constraint import NO_BOUND, Bound
 from jaxsgl.scheduler.outputs import StepPart
+from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter
+
+NEWS_S = 1.0
+ReadDrafts: TypeAlias = Callable[[], npt.NDArray[np.int32]]  # `[S, k]`, see `StepHandle.drafts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +110,123 @@ class InFlightStep:
         """Of a step that verifies: what it computes of the `count`-th token, from 0 on, of the request's run."""
         first = self.offsets[place] + count
         return StepPart(first, first, 1, self.starts[place] + count, True)
+
+
+class Stopwatch:
+    """How long steps take, for metrics; decides nothing.
+
+    A decode step costs two looks at the clock and one count; the message of all counts is made anew once in `NEWS_S`
+    seconds, and when the engine becomes idle. `clock` gives seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._in_flight: deque[tuple[Bucket, float]] = deque()
+        self._last_end_s = 0.0
+        self._times: dict[tuple[str, int, int, int], BucketTimes] = {}
+        self._told = b""
+        self._told_s = 0.0
+        self._has_news = False
+
+    def launched(self, bucket: Bucket) -> None:
+        """Notes a step that goes to the device."""
+        self._in_flight.append((bucket, self._clock()))
+
+    def collected(self) -> float:
+        """Returns the seconds of the oldest step in flight, which has ended, and counts them.
+
+        It began at its launch or when the one before ended.
+        """
+        bucket, launched_s = self._in_flight.popleft()
+        began_s, self._last_end_s = max(launched_s, self._last_end_s), self._clock()
+        seconds = self._last_end_s - began_s
+        key = (bucket.kind, bucket.num_tokens, bucket.num_seqs, bucket.num_steps)
+        times = self._times.get(key)
+        if times is None:
+            counts = [0] * (len(STEP_BOUNDS_S) + 1)
+            times = self._times[key] = BucketTimes(bucket.kind, bucket_name(bucket), counts, 0.0)
+        times.counts[bisect_left(STEP_BOUNDS_S, seconds)] += 1
+        times.seconds += seconds
+        self._has_news = True
+        return seconds
+
+    def bucket_times(self) -> list[BucketTimes]:
+        """The times of all steps that have ended."""
+        return [*self._times.values()]
+
+    def step_times(self, is_idle: bool) -> bytes:
+        """Returns the times of all steps, as `Load.step_times`; up to `NEWS_S` old unless the engine `is_idle`."""
+        if self._has_news and (is_idle or self._last_end_s - self._told_s >= NEWS_S):
+            self._told = pack_times([*self._times.values()])
+            self._told_s, self._has_news = self._last_end_s, False
+        return self._told
+
+
+def bucket_name(bucket: Bucket) -> str:
+    """The shape in short: rows of a decode step (x steps, if there are several); tokens x sequences of others."""
+    if bucket.kind == "decode":
+        return f"{bucket.num_seqs}" if bucket.num_steps == 1 else f"{bucket.num_seqs}x{bucket.num_steps}"
+    return f"{bucket.num_tokens}x{bucket.num_seqs}"
+
+
+class Drafts(NamedTuple):
+    """What a step verifies.
+
+    Attributes:
+      tokens: of each request that decodes; () if nothing is verified.
+      num_pages: that they take besides those of a token each.
+      dropped: requests that proposed drafts for which there is no room.
+    """
+
+    tokens: tuple[tuple[int, ...], ...] = ()
+    num_pages: int = 0
+    dropped: frozenset[Req] = frozenset()
+
+
+NOTHING = Drafts()
+
+
+class Speculation:
+    """Of a server that doesn't speculate. `Speculating` is the other.
+
+    Attributes:
+      reads_first: whether the step in flight is to be read before the next one is planned.
+      in_lockstep: whether each decode step yields one token of each request, as forecasts of ends suppose.
+    """
+
+    reads_first = False
+    in_lockstep = True
+
+    def drafter_of(self, request: Request) -> Drafter:
+        """The drafter of a sample of `request`."""
+        return NO_DRAFTS
+
+    def drafts(self, decodes: Sequence[Req], steps_in_flight: int, num_pages: int) -> Drafts:
+        """What the next step verifies if `decodes` decode in it.
+
+        Args:
+          decodes: the requests.
+          steps_in_flight: those that are not read.
+          num_pages: that may be taken besides those of a token each.
+        """
+        return NOTHING
+
+    def asking(self, inputs: StepInputs, reqs: Sequence[Req]) -> StepInputs:
+        """`inputs` of a step that chooses a token for each of `reqs`; it drafts on the device if they ask for it."""
+        return inputs
+
+    def launched(self, plan: StepPlan) -> None:
+        """A step of `plan` is launched."""
+
+    def collected(self, step: InFlightStep, runs: Sequence[tuple[Req, int, Run]], drafts: ReadDrafts) -> None:
+        """The oldest step in flight is read; `runs`: (request, drafts accepted, run) of those that it verified.
+
+        `drafts` waits for what it has drafted on the device, if it was to.
+        """
+
+    def ended(self, req: Req) -> None:
+        """`req` has ended, perhaps by tokens of a step that is being collected."""
+
+    def add_to(self, load: Load) -> Load:
+        """`load` with counts of drafts."""
+        return load

@@ -42,6 +42,7 @@ def run_loop(
     raises AssertionError, for tests.
     """
     scheduler = serving.scheduler
+    ops = scheduler.ops
     in_flight: deque[StepHandle] = deque()
     leak_check = LeakCheck(scheduler)
     weights, control = engine.weight_store, Control(serving, engine, leak_check)
@@ -57,8 +58,9 @@ def run_loop(
         if reads_first:
             _collect(scheduler, in_flight)
         inputs = serving.launch()
-        for number, op in scheduler.ops.take():  # before the step, which may write to the pages that they free
-            engine.apply(op, number)
+        if ops.queued:
+            for number, op in ops.take():  # before the step, which may write to the pages that they free
+                engine.apply(op, number)
         if inputs is not None:
             if control.is_active:
                 control.before_step(inputs)
@@ -71,8 +73,8 @@ def run_loop(
             cast(MaskedHandle, in_flight[-1]).choose(scheduler.masks(inputs.bucket.num_choices))
         if collects and newest_only:
             _collect(scheduler, in_flight)
-        if scheduler.ops.waiting:
-            scheduler.ops.finished(engine.poll(wait=not (collects or reads_first or in_flight)))
+        if ops.waiting:
+            ops.finished(engine.poll(wait=not (collects or reads_first or in_flight)))
         news = control.after_turn(collects or reads_first) if control.is_active else []
         replies = serving.take_replies()  # first, as the load of an idle scheduler is exact
         mailbox.send(Replies(replies, serving.load(engine.recompiles, leak_check.num_leaks, weights.weight_version)))

@@ -5,8 +5,8 @@
     add_to(reply)             hands over what has come, with the request's next tokens, or as its only answer
     restart()                 the request was retracted: it computes its known tokens again
 
-A new output is a collector here, in `collectors_of`, and a row of the table in `batch/outputs.py`. Collectors never
-know steps or plans. apply.py calls them; `Req` answers for them what plans need to know.
+A new output is a collector here, in `collectors_of` (arrivals.py), and a row of the table in `batch/outputs.py`.
+Collectors never know steps or plans. apply.py calls them; `Req` answers for them what plans need to know.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from jaxsgl.batch.build import Work
 from jaxsgl.batch.outputs import HostOutputs
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.messages.replies import Reply, TokenLogprob
-from jaxsgl.requests.outputs import LAST_TOKEN, Pooled, Pooling, PoolingSpec, TokenStates
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.outputs import Pooled, Pooling, PoolingSpec, TokenStates
+from jaxsgl.requests.request import SamplingParams
 
 
 class StepPart(NamedTuple):
@@ -252,24 +251,6 @@ class HiddenStates(OutputCollector):
         states = TokenStates(b"".join(self._hidden), b"".join(self._experts))
         self._hidden, self._experts = [], []
         return replace_struct(reply, states=states)
-
-
-def collectors_of(request: Request, index: int, spec: PoolingSpec | None) -> tuple[OutputCollector, ...]:
-    """The collectors of sample `index` of a request, on a server that pools as `spec` says.
-
-    Sample 0 collects the log-probabilities of the prompt for all samples.
-    """
-    sampling = request.sampling
-    collectors: list[OutputCollector] = []
-    if sampling.prompt_logprobs is not None and index == 0:
-        collectors.append(PromptLogprobs(sampling.prompt_logprobs, np.array(request.prompt_ids, dtype=np.int32)))
-    if sampling.logprobs is not None:
-        collectors.append(SampledLogprobs(sampling.logprobs))
-    if request.pooling is not None:
-        collectors.append(PooledPrompt(request.pooling, spec or LAST_TOKEN, len(request.prompt_ids)))
-    if sampling.wants_states:
-        collectors.append(HiddenStates(sampling))
-    return tuple(collectors)
 
 
 def with_outputs(reply: Reply, collectors: Iterable[OutputCollector]) -> Reply:

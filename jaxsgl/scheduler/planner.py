@@ -21,9 +21,9 @@ from jaxsgl.scheduler import policy
 from jaxsgl.scheduler.budget import HORIZON_STEPS, Claim, FailedAdmission
 from jaxsgl.scheduler.extend_step import ExtendBuilder, PlanBuilder, new_pages
 from jaxsgl.scheduler.failure import blame
+from jaxsgl.scheduler.in_flight import NOTHING, Drafts
 from jaxsgl.scheduler.plan import Admission, Part, StepPlan, WhyNot
 from jaxsgl.scheduler.req import Req
-from jaxsgl.scheduler.speculation.speculation import NOTHING, Drafts
 from jaxsgl.scheduler.state import SchedulerState
 
 ONE_EACH = itertools.repeat(1)
@@ -47,6 +47,11 @@ def _plan_alone(view: SchedulerState, req: Req) -> None:
     planner = _Planner(view)
     in_order = view.policy.order([req], view.num_admitted, planner.peek)
     ExtendBuilder(planner, [], []).admit_in_order(in_order)
+
+
+def epoch_of(view: SchedulerState) -> int:
+    """Rises whenever something comes free that a request may have waited for, as the owners of it count."""
+    return view.requests.epoch + view.cache.epoch + sum([resource.epoch for resource in view.resources])
 
 
 class _Planner(PlanBuilder):
@@ -204,7 +209,7 @@ class _Planner(PlanBuilder):
         """
         view = self.view
         if self._would_fail_again():
-            self._blocked, self._failed_admission = view.blocked, view.standing_failure
+            self._blocked, self._failed_admission = view.blocked, self._standing_failure
             return []
         while True:
             continuing = [Claim.held(req) for req in view.requests.extending.values() if req not in self.taken_back] + [
@@ -227,16 +232,22 @@ class _Planner(PlanBuilder):
             chunks = step.finished()
             if not (chunks or continuing or self.is_working):
                 if first is not None:
-                    self._note_failure(first, 0 if view.standing_failure is None else step.steps_short)
+                    self._note_failure(first, 0 if self._standing_failure is None else step.steps_short)
                 elif step.passed_over:  # until something comes free
                     self._note_failure(None, HORIZON_STEPS)
             if chunks or not continuing or self.decoding or view.steps_in_flight or self.is_working:
                 return chunks
             self._retract_one(policy.retractable(self.admitted))
 
+    @property
+    def _standing_failure(self) -> FailedAdmission | None:
+        """The last try to admit, if it failed and nothing has come free since."""
+        failed = self.view.failed_admission
+        return failed if failed is not None and failed.epoch == epoch_of(self.view) else None
+
     def _would_fail_again(self) -> bool:
         """Whether the last try to admit failed and nothing has changed since that could make room."""
-        failed = self.view.standing_failure
+        failed = self._standing_failure
         if failed is None or not failed.steps or self.taken_back:
             return False
         if failed.head is None or not self.view.policy.by_prefix or failed.num_evicted == self.view.cache.num_evicted:
@@ -254,7 +265,7 @@ class _Planner(PlanBuilder):
         if head is not None and self._outranks(head):
             steps = 0  # what the requests that it may preempt give back grows with every step
         pages = 0 if head is None else self.peek(head).num_pages
-        self._failed_admission = FailedAdmission(head, pages, view.cache.num_evicted, view.epoch, steps)
+        self._failed_admission = FailedAdmission(head, pages, view.cache.num_evicted, epoch_of(view), steps)
 
     def _waiting_in_order(self) -> Iterator[Req]:
         """The requests to admit, in order; none, with the reason in `_blocked`, if none can be admitted."""

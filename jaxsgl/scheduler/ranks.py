@@ -26,8 +26,8 @@ from jaxsgl.batch.engine_api import PageEngine
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.joint import common_bucket, joined
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs, by_rank
+from jaxsgl.cache.manager import namespace_of
 from jaxsgl.cache.pages import full_pages
-from jaxsgl.cache.prefix import namespace_of
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import BucketTimes, Load, RankLoad, Reply, Totals
@@ -37,10 +37,9 @@ from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.grammars.constraint import ALL, Words
 from jaxsgl.scheduler.grammars.queue import Grammars, NoGrammars
+from jaxsgl.scheduler.in_flight import ReadDrafts, Stopwatch
 from jaxsgl.scheduler.plan import WhyNot
 from jaxsgl.scheduler.scheduler import GRAMMAR_WAIT_S, PauseReason, Scheduler, nothing_drafted
-from jaxsgl.scheduler.speculation.speculation import ReadDrafts
-from jaxsgl.scheduler.stopwatch import Stopwatch
 
 STEP_TOTALS = ("steps", "decode_rows", "decode_rows_padded", "extend_tokens", "extend_tokens_padded")
 

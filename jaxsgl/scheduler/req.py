@@ -21,7 +21,9 @@ Only apply.py calls the methods that change a request, and the host tier (resour
 from __future__ import annotations
 
 import enum
+import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -29,17 +31,47 @@ import numpy as np
 from jaxsgl.batch.patches import token_positions
 from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.cache.host_pages import HostPage
+from jaxsgl.cache.manager import namespace_of
 from jaxsgl.cache.pages import IntArray, Lease
-from jaxsgl.cache.prefix import namespace_of
 from jaxsgl.requests.media import MediaItem, hash_ids
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import MAX_SEED
-from jaxsgl.scheduler.adapter import Adapter
+from jaxsgl.requests.request import MAX_SEED, FinishReason, Request
 from jaxsgl.scheduler.grammars.constraint import Constraint, Matcher, TokenLimits
 from jaxsgl.scheduler.outputs import OutputCollector
 from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter
 
 Key: TypeAlias = tuple[str, int]  # request id, index of the sample
+
+
+@dataclass(eq=False, slots=True)
+class Adapter:
+    """One loading of a LoRA adapter, as requests have it.
+
+    `resources/adapters.py` owns it and is the only one that changes it; a request keeps the one that it named at its
+    arrival, whatever is loaded under that name later.
+
+    Attributes:
+      number: of the loading; never used again.
+      name, folder, rank, pinned, alias: see `LoadAdapter`.
+      digest: of what was read, equal on servers that have read the same.
+      loading: stands for this loading in namespaces; unlike that of any other server.
+      num_requests: samples that have it and have not ended.
+      num_admitted: of those, the ones that hold a row.
+      place: its small number on the device, 0 while it isn't there.
+      last_used: counts uses; the order of them is all that matters.
+    """
+
+    number: int
+    name: str
+    folder: str
+    rank: int
+    pinned: bool
+    digest: str = ""
+    alias: str = ""
+    loading: str = field(default_factory=lambda: uuid.uuid4().hex)
+    num_requests: int = 0
+    num_admitted: int = 0
+    place: int = 0
+    last_used: int = 0
 
 
 class State(enum.Enum):

@@ -2,17 +2,31 @@
 
 `moved(req)` files a request again after its state or lengths changed; everything else is a query. A request waits until
 the first of its samples is admitted, and runs from then on until all samples have ended, retracted or not. Time that
-passes while generation is paused counts like any other. Knows no pages and decides nothing; called by scheduler.py,
-apply.py and planner.py.
+passes while generation is paused counts like any other. Knows no pages; called by scheduler.py, apply.py and
+planner.py.
+
+Turns say which running requests decode in the next step, and what a step knows of their newest tokens:
+
+    AllAtOnce   one stage: all decode in each step; the newest tokens are on the device, read one step late
+    InTurns     pipeline stages: each step decodes those whose tokens are read, its share of all of them
+
+With stages several steps are in flight, one on each stage (`engine/stages/engine.py`), and a request is in at most one
+of them, so that its newest token is known when it decodes: nothing on the device links the last stage with the first,
+grammars make masks at once, and no token is computed after a stop. Shares are equal: where requests end, the next steps
+even them out. `RequestTable.decoding` is in the order in which requests were launched last, so those that wait longest
+go first.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
+
+from jaxsgl.cache.pages import IntArray
 from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.messages.replies import Refusal, RefusalKind
+from jaxsgl.messages.replies import Refusal, RefusalKind, StageTimes
 from jaxsgl.scheduler.req import Key, Req, State
 
 
@@ -50,6 +64,8 @@ class RequestTable:
         self._clock = clock
         self._waiting_since: OrderedDict[str, float] = OrderedDict()  # both in order of time: the first is due first
         self._running_since: OrderedDict[str, float] = OrderedDict()
+        self._arrived_s: dict[Key, float] = {}  # of samples without a token
+        self._queue_s: dict[Key, float] = {}  # of those, the admitted ones
 
     @property
     def num_retracted(self) -> int:
@@ -65,14 +81,16 @@ class RequestTable:
         """Adds all samples of a request that has arrived, now or `since_s`, at the end of the queue."""
         request_id = samples[0].request_id
         self._samples[request_id] = samples
-        self._waiting_since[request_id] = self._clock() if since_s is None else since_s
+        self._waiting_since[request_id] = arrived_s = self._clock() if since_s is None else since_s
         for req in samples:
+            self._arrived_s[req.key] = arrived_s
             self._enqueue(req)
 
     def withdraw(self, request_id: str) -> float:
         """Takes away a request of which no sample was admitted; returns since when it waits."""
         for req in self._samples.pop(request_id):
             self._leave_queue(req)
+            del self._arrived_s[req.key]
         self.epoch += 1
         return self._waiting_since.pop(request_id)
 
@@ -151,6 +169,13 @@ class RequestTable:
         since_s = self._running_since.get(request_id)
         return None if since_s is None else self._clock() - since_s
 
+    def first_token(self, key: Key) -> StageTimes | None:
+        """Returns the times of a sample whose token has just been read; None if it had one before."""
+        arrived_s, queue_s = self._arrived_s.pop(key, None), self._queue_s.pop(key, None)
+        if arrived_s is None or queue_s is None:
+            return None
+        return StageTimes(queue_s, self._clock() - arrived_s - queue_s)
+
     def overdue(self) -> list[tuple[str, Refusal]]:
         """The requests that have waited or run for too long, each with what to tell its client."""
         found: list[tuple[str, Refusal]] = []
@@ -194,10 +219,18 @@ class RequestTable:
             return
         self.num_waiting_tokens -= req.prompt_len
         self._retracted.discard(req.key)
-        if req.lease is not None and self._waiting_since.pop(req.request_id, None) is not None:
-            self._running_since[req.request_id] = self._clock()
+        if req.lease is None:
+            return
+        now_s = self._clock()
+        if self._waiting_since.pop(req.request_id, None) is not None:
+            self._running_since[req.request_id] = now_s
+        if req.key in self._arrived_s and req.key not in self._queue_s:
+            self._queue_s[req.key] = now_s - self._arrived_s[req.key]
 
     def _remove(self, req: Req) -> None:
+        if not req.output_ids:  # the times of one with its first token are still to be asked for
+            self._arrived_s.pop(req.key, None)
+            self._queue_s.pop(req.key, None)
         samples = self._samples[req.request_id]
         samples.remove(req)
         if not samples:
@@ -213,3 +246,52 @@ def _waited(limit_s: float) -> Refusal:
 
 def _ran(limit_s: float) -> Refusal:
     return Refusal(RefusalKind.RAN, f"the request ran longer than {limit_s:g} s (--running-timeout-s): ask for less")
+
+
+class AllAtOnce:
+    """Turns of one stage.
+
+    Attributes:
+      in_lockstep: whether each decode step has all running requests, as forecasts of ends suppose.
+    """
+
+    in_lockstep = True
+
+    def to_decode(self, requests: RequestTable) -> list[Req]:
+        """The requests that decode in the next step, if it decodes."""
+        return list(requests.decoding.values())
+
+    def token_ids(self, reqs: Sequence[Req], rows: IntArray) -> IntArray:
+        """`[n]` the newest token of each of `reqs`, of `rows [n]`, as steps embed it: the device knows it by row."""
+        ids: IntArray = ~rows
+        return ids
+
+    def launched(self, requests: RequestTable, reqs: Sequence[Req]) -> None:
+        """A step is launched in which `reqs` decode."""
+
+
+class InTurns(AllAtOnce):
+    """Turns of several stages.
+
+    Args:
+      num_steps: steps among which the running requests are shared out: the stages, and those that wait for the first.
+    """
+
+    in_lockstep = False
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+
+    def to_decode(self, requests: RequestTable) -> list[Req]:
+        """Those whose tokens are read; of all running ones a step's share at most, the longest waiting first."""
+        running = requests.decoding.values()
+        share = -(-len(running) // self._num_steps)
+        return [req for req in running if req.is_read][:share]
+
+    def token_ids(self, reqs: Sequence[Req], rows: IntArray) -> IntArray:
+        """See `AllAtOnce`: they are read."""
+        return np.array([req.output_ids[-1] for req in reqs], dtype=np.int32)
+
+    def launched(self, requests: RequestTable, reqs: Sequence[Req]) -> None:
+        """Moves `reqs` after those that wait for their turn."""
+        requests.decoded(reqs)

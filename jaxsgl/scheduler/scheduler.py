@@ -27,11 +27,11 @@ from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.batch.sampling import MAX_EOS_TOKEN_IDS, SamplingRows
 from jaxsgl.cache.embeddings import EmbeddingRows
 from jaxsgl.cache.host_pages import HostPage
-from jaxsgl.cache.manager import CacheManager
+from jaxsgl.cache.manager import CacheManager, SnapshotBooks
 from jaxsgl.cache.pages import IntArray, Lease, PageTable
 from jaxsgl.cache.prefix import NaiveCache, PrefixCache
 from jaxsgl.cache.radix import RadixCache
-from jaxsgl.cache.snapshots import NoSnapshots, SnapshotCache, Snapshots
+from jaxsgl.cache.snapshots import SnapshotCache, Snapshots
 from jaxsgl.cache.tiers import HostTier
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION, SchedulingConfig
 from jaxsgl.errors import CheckpointError
@@ -47,12 +47,13 @@ from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.failure import RequestFailure
 from jaxsgl.scheduler.grammars.constraint import Words
 from jaxsgl.scheduler.grammars.queue import Grammars, NoGrammars
+from jaxsgl.scheduler.in_flight import ReadDrafts, Stopwatch
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.req import State
-from jaxsgl.scheduler.request_table import RequestTable
+from jaxsgl.scheduler.request_table import AllAtOnce, RequestTable
 from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.resources.host_tier import HostCopies, LoadRule
 from jaxsgl.scheduler.resources.images import Images, KeptImages
@@ -60,10 +61,8 @@ from jaxsgl.scheduler.resources.resource import Resource
 from jaxsgl.scheduler.resources.states import States
 from jaxsgl.scheduler.speculation.drafter import DrafterOf, drafts_nothing
 from jaxsgl.scheduler.speculation.pace import StepCosts
-from jaxsgl.scheduler.speculation.speculation import ReadDrafts, speculation_of
+from jaxsgl.scheduler.speculation.speculation import speculation_of
 from jaxsgl.scheduler.state import RetractAlso, SchedulerState
-from jaxsgl.scheduler.stopwatch import Stopwatch
-from jaxsgl.scheduler.turns import AllAtOnce
 
 GRAMMAR_WAIT_S = 0.001  # that an idle turn waits for a grammar, so that the loop doesn't spin
 WARNING_INTERVAL_S = 10.0
@@ -159,8 +158,9 @@ class Scheduler:
             prefixes = SnapshotCache(capacity.page_size, capacity.num_rows + 1, capacity.num_snapshots)
             snapshots = Snapshots(prefixes, capacity.page_size)
         assert (tier is None) == (loads is None) and (tier is None or radix_cache)
-        books = NoSnapshots() if snapshots is None else snapshots
-        cache = CacheManager(capacity.num_pages, capacity.page_size, table, prefixes, tier, books)
+        cache = CacheManager(
+            capacity.num_pages, capacity.page_size, table, prefixes, tier, snapshots or SnapshotBooks()
+        )
         ops, totals, requests = EngineOps(), Totals(), RequestTable(config, clock)
         timing = Timing()
         if config.max_itl_ms is not None:
@@ -211,7 +211,7 @@ class Scheduler:
         builder = make_builder(buckets, table, sampling, capacity.page_size, *of_adapters, **of_states)
         self._applier = Applier(self.state, builder, sampling, self._stopwatch)
         self._arrivals = Arrivals(
-            self.state, self.queue_limits, eos_token_ids, random_seed, self._applier, self._stopwatch, grammars
+            self.state, self.queue_limits, eos_token_ids, random_seed, self._applier, grammars
         )  # fmt: skip
         self._grammars, self._mark = grammars, mark
         self._replies: list[Reply] = []
@@ -243,7 +243,8 @@ class Scheduler:
         has_work = (self._requests.waiting or self._requests.admitted) and not self._pauses
         for resource in self._resources:
             has_work = has_work or resource.has_work(bool(self._pauses))
-        return not (has_work or self.state.ops.has_work or self.state.steps_in_flight or self._replies)
+        ops = self.state.ops
+        return not (has_work or ops.queued or ops.waiting or self.state.steps_in_flight or self._replies)
 
     @property
     def is_paused(self) -> bool:
@@ -369,7 +370,6 @@ class Scheduler:
         if not self._has_room(samples[0].prompt_len, len(samples)):
             return False
         since_s = other._requests.withdraw(request_id)
-        other._stopwatch.hand_over([req.key for req in samples], self._stopwatch)
         self._arrivals.take_over(samples, since_s)
         return True
 

@@ -12,15 +12,14 @@ from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.replies import Totals
 from jaxsgl.scheduler.budget import FailedAdmission, NewTokenRatio, Timing
 from jaxsgl.scheduler.engine_ops import EngineOps
+from jaxsgl.scheduler.in_flight import Speculation
 from jaxsgl.scheduler.plan import WhyNot
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.req import Req
-from jaxsgl.scheduler.request_table import RequestTable
+from jaxsgl.scheduler.request_table import AllAtOnce, RequestTable
 from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.resources.images import Images
 from jaxsgl.scheduler.resources.resource import Resource
-from jaxsgl.scheduler.speculation.speculation import Speculation
-from jaxsgl.scheduler.turns import AllAtOnce
 
 
 @dataclass(slots=True)
@@ -42,7 +41,7 @@ class SchedulerState:
       totals: counters since the start.
       admission_closed: a retraction closes admission until a request ends: those retracted would only come back.
       blocked: why admission stopped at the last step that tried it; None if no request had to wait.
-      failed_admission: the last try to admit, if it failed; see `standing_failure`.
+      failed_admission: the last try to admit, if it failed; its `epoch` says whether that still stands.
       extended_last: whether the last step extended prompts.
       steps_in_flight: steps that are launched and not collected.
       num_admitted: admissions so far.
@@ -71,17 +70,6 @@ class SchedulerState:
     extended_last: bool = False
     steps_in_flight: int = 0
     num_admitted: int = 0
-
-    @property
-    def epoch(self) -> int:
-        """Rises whenever something comes free that a request may have waited for, as the owners of it count."""
-        return self.requests.epoch + self.cache.epoch + sum([resource.epoch for resource in self.resources])
-
-    @property
-    def standing_failure(self) -> FailedAdmission | None:
-        """The last try to admit, if it failed and nothing has come free since."""
-        failed = self.failed_admission
-        return failed if failed is not None and failed.epoch == self.epoch else None
 
 
 RetractAlso: TypeAlias = Callable[[SchedulerState], Sequence[Req]]

@@ -16,7 +16,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.outputs import OUTPUTS, HostOutputs, StepOutputs, check_outputs, wanted
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.requests.sampling import MAX_TOP_LOGPROBS
+from jaxsgl.requests.request import MAX_TOP_LOGPROBS
 
 _RANKS = range(MAX_TOP_LOGPROBS)
 

@@ -18,8 +18,7 @@ from msgspec.structs import replace
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.sources import Source
 from jaxsgl.requests.media import MediaItem
-from jaxsgl.requests.request import check_prompt_len
-from jaxsgl.requests.sampling import MAX_ALLOWED_TOKEN_IDS, SamplingParams
+from jaxsgl.requests.request import MAX_ALLOWED_TOKEN_IDS, SamplingParams, check_prompt_len
 from jaxsgl.text.infill import infill_ids
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, Turn, num_bytes_of
 

@@ -2,26 +2,72 @@
 
 `StopStrings` holds back text that may be the beginning of a stop string and lets all other text through at once; a
 match of stop_regex (stop_regex.py) ends the text before it gets there. `Sample` owns what is held back of one sample,
-and decides where its text ends. Never knows a protocol or a process: servers (generation.py) and the offline `LLM` feed
-it.
+and decides where its text ends; `Speculated` adds up what became of its drafts. Never knows a protocol or a process:
+servers (generation.py) and the offline `LLM` feed it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
 
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
-from jaxsgl.messages.replies import Reply, TokenLogprob
+from jaxsgl.messages.replies import Reply, Run, TokenLogprob
 from jaxsgl.requests.outputs import TokenStates
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.detokenizer import Detokenizer
-from jaxsgl.text.speculated import Speculated
 from jaxsgl.text.stop_regex import StopRegex
 from jaxsgl.text.tokenizer import Tokenizer
+
+
+@dataclass
+class Speculated:
+    """Steps that verified drafts of one sample; those in which it had none are not counted.
+
+    Attributes:
+      histogram: such steps by how many of their drafts are in the output.
+      draft_tokens: drafts of them.
+      accepted_prediction_tokens, rejected_prediction_tokens: drafts that the request's prediction gave, by whether they
+        are in the output.
+    """
+
+    histogram: list[int] = field(default_factory=list)
+    draft_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+    def add(self, run: Run, num_tokens: int) -> None:
+        """Counts the drafts of a step, of whose tokens the output has the first `num_tokens`."""
+        kept = min(run.kept, num_tokens)
+        self.histogram += [0] * (kept + 1 - len(self.histogram))
+        self.histogram[kept] += 1
+        self.draft_tokens += run.drafted
+        if run.of_prediction:
+            self.accepted_prediction_tokens += kept
+            self.rejected_prediction_tokens += run.drafted - kept
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that verified drafts."""
+        return sum(self.histogram)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafts in the output."""
+        return sum(kept * steps for kept, steps in enumerate(self.histogram))
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens of such a step on average: the drafts that it kept, and the one that it sampled; 0 without a step."""
+        return 1 + self.accepted_tokens / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of the drafts that is in the output."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
 
 class End(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from jaxsgl.proof import NONCE_BYTES, PROOF_BYTES, is_proof, proof
+from jaxsgl.shared_secret import NONCE_BYTES, PROOF_BYTES, is_proof, proof
 from jaxsgl.transfer.frames import PROTOCOL, Geometry, WireError
 
 GREETING_S = 10.0  # for all of it, however many reads it takes

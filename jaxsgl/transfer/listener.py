@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from jaxsgl.errors import StartupError
-from jaxsgl.proof import endpoint
+from jaxsgl.shared_secret import endpoint
 from jaxsgl.transfer.frames import WireError
 from jaxsgl.transfer.greeting import GREETING_S, Greeting
 

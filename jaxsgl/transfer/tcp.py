@@ -28,7 +28,7 @@ from functools import partial
 
 import numpy as np
 
-from jaxsgl.proof import endpoint
+from jaxsgl.shared_secret import endpoint
 from jaxsgl.transfer.frames import (
     HEAD_BYTES,
     Done,

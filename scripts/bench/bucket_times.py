@@ -20,7 +20,7 @@ from jaxsgl.cache.pages import IntArray, tokens_in
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.programs import ProgramKey, ProgramSet
 from jaxsgl.engine.step_programs import all_keys, keys_of
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 
 SAMPLING = {
     "greedy": GREEDY,

@@ -19,7 +19,7 @@ from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, PageTable, pages_for
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 STEPS = "BENCH_STEPS"  # variable of the environment: what a variant of bench step measures, as JSON

@@ -10,7 +10,8 @@ sending of its last reply. Start-up is not part of it. `FakeEngine` stands in fo
 not counted. --real-engine starts the bundled model instead, and counts the files of `jaxsgl/engine/` too.
 
 A call crosses a file if the function and the nearest caller in `jaxsgl` stand in different files. Modules for
-operators' orders, preemption and retraction are listed if they took part: this call asks for none of them.
+operators' orders, retraction, speculation and other things that this call does not ask for are listed if they took
+part.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.ipc import Endpoints, EngineMailbox
 from jaxsgl.messages.orders import FromEngine, News, Shutdown, ToEngine
 from jaxsgl.messages.replies import Replies
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing import engine as testing
@@ -44,7 +44,10 @@ from jaxsgl.testing import engine as testing
 PACKAGE = Path(jaxsgl.__file__).resolve().parent
 STAND_IN = "testing/"  # the fake engine and its parts
 CAPACITY = Capacity(16, 64, 8, 256, 128, 1024)  # page size, pages, rows, context, tokens of an extend, vocabulary
-UNASKED = re.compile(r"paus|flush|profil|retract|command|control|adapter|images|host_|latency|grammar|constraint|kept")
+UNASKED = re.compile(
+    r"paus|flush|profil|retract|command|control|adapter|images|host_|latency|grammar|constraint|kept|"
+    r"speculat|draft|snapshot|outputs|engine_ops|ranks|side"
+)
 
 
 @dataclass

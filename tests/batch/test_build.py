@@ -11,7 +11,7 @@ from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, host_views, packed_len
 from jaxsgl.batch.sampling import COLUMNS, SamplingRows
 from jaxsgl.cache.pages import IntArray, PageTable
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 from tests.checked import arrays_of
 
 SIZES = Capacity(page_size=4, num_pages=40, num_rows=6, context_length=24, max_extend_tokens=32, vocab_size=100)

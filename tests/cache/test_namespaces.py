@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxsgl.cache.host_pages import extend_names
-from jaxsgl.cache.prefix import namespace_of, retired
+from jaxsgl.cache.manager import namespace_of, retired
 from jaxsgl.cache.radix import RadixCache
 
 PAGES = np.arange(8, dtype=np.int32).reshape(2, 4)

@@ -16,7 +16,7 @@ import httpx
 
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 
 PATIENCE_S = 200.0
 DEFAULTS = SamplingParams()

@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import ScriptedMailbox
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve

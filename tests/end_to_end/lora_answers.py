@@ -15,7 +15,7 @@ import msgspec
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.features import LoraConfig
 from jaxsgl.offline.llm import LLM
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 from jaxsgl.wiring import whole
 from tests.end_to_end.mesh_answers import COLLECTIVE, FLAGS
 

@@ -17,7 +17,7 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.offline.llm import LLM, Completion
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 from jaxsgl.scheduler.speculation.pace import StepCosts
 from jaxsgl.scheduler.speculation.speculation import Speculating
 from jaxsgl.wiring import whole

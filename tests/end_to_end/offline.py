@@ -13,8 +13,7 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.messages.orders import ToEngine
 from jaxsgl.messages.replies import Reply
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.grammars.constraint import Matcher
 from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.loop import run_loop

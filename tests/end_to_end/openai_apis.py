@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxsgl.config.engine import BUNDLED_MODEL
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 from jaxsgl.text.tokenizer import load_tokenizer
 from tests.end_to_end.apis import Answer, OverHttp, Prompt, Sample, given, is_chat, same_names
 

@@ -9,7 +9,7 @@ import grpc
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
 
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 from tests.end_to_end.apis import PATIENCE_S, Answer, OverHttp, Prompt, Sample, given, same_names
 
 SGLANG_NAMES = same_names(

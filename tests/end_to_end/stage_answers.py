@@ -14,11 +14,10 @@ import jax
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.scheduler.turns import AllAtOnce, InTurns
+from jaxsgl.scheduler.request_table import AllAtOnce, InTurns
 from jaxsgl.testing.engine import RetractEvery, ScriptedMailbox
 from jaxsgl.testing.grammars import compile_fake
 from jaxsgl.wiring import build_engine

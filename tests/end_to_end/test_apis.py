@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from jaxsgl.config.engine import BUNDLED_MODEL
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 from tests import numpy_sampling
 from tests.end_to_end.apis import PATIENCE_S, Answer, Api, OwnGrpc, Prompt, Sample, events_of, ids_of
 from tests.end_to_end.openai_apis import OpenAIChat, OpenAICompletions

@@ -19,8 +19,7 @@ from jaxsgl.engine import weight_store
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
 from tests.checkpoints import (
     FAMILY_KINDS,

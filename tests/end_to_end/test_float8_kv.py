@@ -17,8 +17,7 @@ from flax import nnx
 
 from jaxsgl.engine.engine import Engine
 from jaxsgl.models import ModelArch, Qkv, abstract_model
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
 from pallas_kernels.paged_kv import FLOAT8, to_format
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint

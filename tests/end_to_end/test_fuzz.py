@@ -22,7 +22,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 from tests.end_to_end.apis import PATIENCE_S, OwnGrpc
 from tests.end_to_end.openai_apis import OpenAIChat, OpenAICompletions
 from tests.end_to_end.servers import RunningServer, check_log, running_server

@@ -16,8 +16,7 @@ from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.config.features import DisaggregationConfig, HostKvConfig, LoraConfig, SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import ScriptedMailbox
 from tests.checkpoints import HYBRID_KINDS, make_checkpoint

@@ -10,8 +10,7 @@ import pytest
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages.orders import Abort, ContinueGeneration, PauseGeneration, PauseMode, ToEngine
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve, small_pool
 from tests.grids import count

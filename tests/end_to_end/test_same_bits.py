@@ -13,8 +13,7 @@ import pytest
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages.replies import TokenLogprob
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.testing.engine import ScriptedMailbox
 from pallas_kernels.native import library, sums
 from tests.end_to_end.offline import serve

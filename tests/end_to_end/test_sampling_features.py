@@ -16,8 +16,7 @@ import torch
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages.replies import Reply, TokenLogprob
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
+from jaxsgl.requests.request import MAX_LOGIT_BIAS, FinishReason, Request, SamplingParams
 from jaxsgl.testing.engine import ScriptedMailbox
 from tests import numpy_sampling
 from tests.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, load_reference, make_checkpoint

@@ -14,8 +14,7 @@ from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.testing.grammars import FakeMatcher, compile_fake
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint

@@ -21,8 +21,7 @@ from jaxsgl.engine import step, step_programs
 from jaxsgl.engine.stages import programs as stage_programs
 from jaxsgl.messages.orders import News, ToEngine
 from jaxsgl.messages.replies import Replies
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.wiring import build

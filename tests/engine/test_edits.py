@@ -11,7 +11,7 @@ import pytest
 
 from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, neutral_tables, set_row
-from jaxsgl.requests.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxsgl.requests.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from tests import numpy_sampling
 
 VOCAB, ROWS = 397, 5

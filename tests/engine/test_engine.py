@@ -16,7 +16,7 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.start import sizing
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.errors import ConfigError, JaxsglError
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 from pallas_kernels import AttentionOptions, FusedQkv, KernelChoice
 from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.native import library

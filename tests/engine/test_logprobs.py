@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxsgl.engine.sampling import sampler, vocabulary
-from jaxsgl.requests.sampling import MAX_TOP_LOGPROBS
+from jaxsgl.requests.request import MAX_TOP_LOGPROBS
 from tests.numpy_sampling import logprobs as log_softmax
 
 

@@ -17,7 +17,7 @@ from jaxsgl.engine.sampling.masking import masked_step
 from jaxsgl.engine.step import SAMPLING_ROWS
 from jaxsgl.engine.step_programs import step_bytes
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, Plain
 

@@ -20,8 +20,7 @@ from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.start.sizing import choose_page_size, plan_capacity
 from jaxsgl.models import ModelArch
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.speculation.drafter import Drafter, DrafterOf
 from tests.engine.conftest import MODEL

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from jaxsgl.engine import weight_store
 from jaxsgl.errors import CheckpointError, EngineUnavailable
 from jaxsgl.offline.llm import LLM
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 from jaxsgl.weights import KvScales
 from jaxsgl.weights.sharding import make_mesh
 from jaxsgl.wiring import whole

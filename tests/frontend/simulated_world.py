@@ -38,8 +38,7 @@ from jaxsgl.messages.orders import (
     WatchCache,
 )
 from jaxsgl.messages.replies import EngineInfo
-from jaxsgl.requests.request import FinishReason
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, SamplingParams
 from jaxsgl.testing.engine import generate
 from jaxsgl.text.prompts import IdsPrompt
 from jaxsgl.text.tokenizer import Tokenizer

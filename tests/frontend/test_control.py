@@ -23,8 +23,7 @@ from jaxsgl.frontend.metrics.measurements import Metrics, Timing
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Load, Refusal, RefusalKind, Replies, Reply
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.detokenizer import NoText
 
 INFO, LOADS = pb.GetServerInfoRequest(), pb.GetLoadsRequest()

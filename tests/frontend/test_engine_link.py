@@ -12,8 +12,7 @@ from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics.measurements import Metrics, Timing
 from jaxsgl.messages.orders import Abort, Answer, Ping, Withdraw
 from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Load, Replies, Reply
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.detokenizer import NoText
 
 pytestmark = pytest.mark.unit

@@ -16,8 +16,7 @@ from jaxsgl.errors import EngineUnavailable
 from jaxsgl.ipc import MAX_SOCKET_PATH, Endpoints, EngineLine, EngineLines, EngineMailbox
 from jaxsgl.messages.orders import Abort, FromEngine, OpenLine, Shutdown, ToEngine, first_number
 from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Refusal, RefusalKind, Replies, Reply
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.shared_mailbox import SharedMailbox
 
 pytestmark = pytest.mark.unit

@@ -22,8 +22,7 @@ from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.messages.replies import Replies, Reply
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ from jaxsgl.errors import EngineUnavailable, InvalidRequest, StartupError
 from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.messages.orders import Answer, ContinueGeneration, Ping
 from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Load, Replies, Totals
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 
 pytestmark = pytest.mark.unit
 

@@ -17,7 +17,7 @@ from server_process import ServerProcess
 from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.access import Caller, enter
 from jaxsgl.frontend.http.openai.conversation import ResponsesRequest, chat_of
-from jaxsgl.frontend.http.openai.response_store import ResponseStore, Stored
+from jaxsgl.frontend.http.openai.responses import ResponseStore, Stored
 
 PATH = "/v1/responses"
 WEATHER: FunctionToolParam = {

@@ -9,8 +9,7 @@ import pytest
 
 from jaxsgl.frontend.engines.router import MAX_PAGES, PrefixIndex, Router, choose, page_names
 from jaxsgl.requests.placement import PlaceLoad
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 
 pytestmark = pytest.mark.unit
 

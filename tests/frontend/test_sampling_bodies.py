@@ -18,7 +18,7 @@ from jaxsgl.frontend.http.openai.chat import prepare_chat
 from jaxsgl.frontend.http.openai.completions import _sampling as completion_sampling
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, sampling_of
 from jaxsgl.frontend.http.sglang.schemas import SamplingBody
-from jaxsgl.requests.sampling import BOUNDS, SamplingParams
+from jaxsgl.requests.request import BOUNDS, SamplingParams
 from jaxsgl.text.tokenizer import Tokenizer
 
 SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}

@@ -9,7 +9,7 @@ from server_process import ServerProcess, ids_request, wait_for
 
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.requests.sampling import MAX_SEED
+from jaxsgl.requests.request import MAX_SEED
 from jaxsgl.text.tokenizer import ChatMessage, Tokenizer
 
 TEXT = "hello 🦊 龘 world"

@@ -10,7 +10,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.grpc.sglang.convert import options_of
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 
 pytestmark = pytest.mark.unit
 

@@ -21,8 +21,7 @@ from jaxsgl.frontend.engines.watchdog import TICKS, Watchdog
 from jaxsgl.mask_mark import MaskMark
 from jaxsgl.messages.orders import Answer, Ping
 from jaxsgl.messages.replies import Load, Replies, Totals
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

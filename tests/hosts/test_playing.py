@@ -19,8 +19,7 @@ from jaxsgl.hosts.calls import Call, Choose, Encoding, Step
 from jaxsgl.hosts.playing import LeadEngine, play
 from jaxsgl.messages.orders import Abort, MemoryTag, ToEngine
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.served_engine import FixedWeights, StepsOnly
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox

@@ -20,8 +20,7 @@ from jaxsgl.models import ModelArch, abstract_model, moe
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp
 from jaxsgl.models.moe import MoE, clamped_unit
 from jaxsgl.models.quantization import Storage, WeightFormat, weight_format
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
 from pallas_kernels import Router, choose_experts, group_by_expert
 from pallas_kernels.native import library as native_library

@@ -13,9 +13,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.loading import Bounds, load
+from jaxsgl.preprocess.placeholders import Part
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageFile
-from jaxsgl.preprocess.visuals import Part
 from tests.grids import daily
 from tests.preprocess.pictures import SETTINGS, SMALL, file_of, picture
 

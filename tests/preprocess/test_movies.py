@@ -14,8 +14,8 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import movies
 from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.loading import Bounds, load, sampled_frames
+from jaxsgl.preprocess.placeholders import Visual
 from jaxsgl.preprocess.sources import ImageFile, VideoFile
-from jaxsgl.preprocess.visuals import Visual
 from tests.preprocess.pictures import SMALL, file_of, movie, picture
 
 av = pytest.importorskip("av", reason="PyAV, the extra `video`, is not installed")

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.preprocess.placeholders import Tokens, expand, expand_videos, write_videos
-from jaxsgl.preprocess.visuals import Part, Visual
+from jaxsgl.preprocess.placeholders import Part, Tokens, Visual, expand, expand_videos, write_videos
 from jaxsgl.requests.media import FIRST_HASH_ID, MediaLimits, check_media, hash_ids, sglang_pad_id
 from tests.preprocess.pictures import SMALL
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.replies import RefusalKind
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.scheduler.grammars.queue import Answer, GrammarQueue
 from jaxsgl.testing.engine import next_allowed
 from jaxsgl.testing.grammars import compile_fake

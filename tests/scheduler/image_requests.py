@@ -7,8 +7,7 @@ import numpy as np
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.requests.media import MediaItem, MediaLimits, digest_of, patches_of
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.testing.device import image_ids
 from jaxsgl.testing.engine import generate
 from tests.scheduler.serving import VOCAB

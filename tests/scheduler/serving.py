@@ -8,8 +8,7 @@ from typing import TypeAlias
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.messages.orders import ToEngine
 from jaxsgl.messages.replies import Reply
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox, generate

@@ -12,7 +12,7 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import ToEngine
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.scheduler.turns import InTurns
+from jaxsgl.scheduler.request_table import InTurns
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox
 from tests.checked import CheckedScheduler
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import PageTable, pages_for
 from jaxsgl.cache.radix import RadixCache
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.budget import Claim, Forecast, Ledger, pages_held_for, pages_to_come
 from jaxsgl.scheduler.req import Req
 

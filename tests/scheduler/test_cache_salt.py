@@ -10,8 +10,7 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config.engine import POLICIES, SchedulingConfig
 from jaxsgl.messages.orders import FlushCache, WatchCache
 from jaxsgl.messages.replies import CacheEvents, PagesRemoved, PagesStored
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.cache_mirror import CacheMirror, cached_prefixes

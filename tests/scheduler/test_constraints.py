@@ -21,8 +21,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.messages.replies import RefusalKind, Reply
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.scheduler.grammars.constraint import ALL, Words
 from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop

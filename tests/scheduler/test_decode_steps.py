@@ -11,8 +11,7 @@ from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.messages.replies import Reply
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler

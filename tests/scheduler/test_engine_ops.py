@@ -54,10 +54,10 @@ def test_operations_on_what_the_decided_step_writes_wait_for_the_next_turn_and_c
     ops.submit(Gather((1,)))
     ops.submit(Gather((2,)), after_step=True)
     ops.submit(Gather((3,)))
-    assert [op for _, op in ops.take()] == [Gather((1,)), Gather((3,))] and ops.has_work
+    assert [op for _, op in ops.take()] == [Gather((1,)), Gather((3,))] and ops.queued == 1
     ops.submit(Gather((4,)))
     assert [op for _, op in ops.take()] == [Gather((2,)), Gather((4,))]
-    assert ops.take() == [] and not ops.has_work
+    assert ops.take() == [] and not ops.queued
 
 
 def test_results_go_to_who_asked_and_keep_the_queue_at_work_until_they_have_come() -> None:
@@ -69,6 +69,6 @@ def test_results_go_to_who_asked_and_keep_the_queue_at_work_until_they_have_come
     for name in ("a", "b"):
         ops.submit(Gather((1,)), partial(take, name))
     (first, _), (second, _) = ops.take()
-    assert ops.waiting == 2 and ops.has_work
+    assert ops.waiting == 2 and not ops.queued
     ops.finished([(second, np.array([2])), (first, np.array([1]))])
-    assert got == [("b", 2), ("a", 1)] and not ops.has_work
+    assert got == [("b", 2), ("a", 1)] and not ops.waiting

@@ -14,8 +14,7 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config.engine import POLICIES, SchedulingConfig
 from jaxsgl.messages.orders import Abort
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler import extend_step
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.budget import HORIZON_STEPS, Forecast

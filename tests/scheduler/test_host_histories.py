@@ -13,8 +13,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.cache.tiers import WRITE_AFTER_REUSE, WRITE_THROUGH
 from jaxsgl.messages.orders import Abort
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.testing.engine import RetractEvery
 from tests.checked import CheckedScheduler
 from tests.choices import Choices, check_histories

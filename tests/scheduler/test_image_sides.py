@@ -13,8 +13,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.disagg.decode_side import DecodeSide
 from jaxsgl.testing.engine import RetractEvery
 from tests.grids import count

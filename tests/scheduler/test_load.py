@@ -9,8 +9,7 @@ import pytest
 
 from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.messages.replies import Load, RefusalKind, Totals
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from tests.scheduler.serving import capacity, expected, finish_reason, last_reply, new_scheduler, request, serve
 
 both_loops = pytest.mark.parametrize("overlap", [True, False])

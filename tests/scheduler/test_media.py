@@ -10,8 +10,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.messages.orders import WatchCache
 from jaxsgl.messages.replies import CacheEvents, PagesStored
 from jaxsgl.requests.media import MediaItem, MediaLimits, digest_of
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from tests.scheduler.serving import Script, capacity, expected, last_reply, serve
 
 PLACEHOLDER = 900

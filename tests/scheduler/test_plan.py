@@ -12,8 +12,7 @@ from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import IntArray, Lease
 from jaxsgl.cache.prefix import Peek
 from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.req import Req

@@ -11,8 +11,7 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages.replies import RefusalKind, Reply
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.policy import MAX_OVERTAKEN, MAX_REORDERED
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import FakeEngine

@@ -12,9 +12,8 @@ from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.orders import Abort
-from jaxsgl.requests.outputs import POOLING_SAMPLING, Pooling, PoolingKind, PoolingSpec
-from jaxsgl.requests.request import Request, check_request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.outputs import Pooling, PoolingKind, PoolingSpec
+from jaxsgl.requests.request import POOLING_SAMPLING, Request, SamplingParams, check_request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from jaxsgl.testing.outputs import hidden_state, label_logit

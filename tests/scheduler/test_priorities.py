@@ -8,8 +8,7 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.testing.engine import FakeEngine
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected

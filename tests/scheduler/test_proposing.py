@@ -8,14 +8,13 @@ import pytest
 from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.messages.replies import Run
 from jaxsgl.requests.media import MediaLimits
-from jaxsgl.requests.outputs import POOLING_SAMPLING, Pooling
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.outputs import Pooling
+from jaxsgl.requests.request import POOLING_SAMPLING, Request, SamplingParams
 from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter
 from jaxsgl.scheduler.speculation.pace import LONGEST_WAIT, Pace, shares
 from jaxsgl.scheduler.speculation.proposing import Drafters
 from jaxsgl.scheduler.speculation.sources import Prediction, PromptLookup
-from jaxsgl.text.speculated import Speculated
+from jaxsgl.text.sample import Speculated
 
 NGRAM = SpeculationConfig("NGRAM")
 

@@ -26,8 +26,7 @@ from jaxsgl.messages.orders import Abort, Answer, News
 from jaxsgl.messages.replies import CacheEvents
 from jaxsgl.requests.outputs import PoolingSpec
 from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars
-from jaxsgl.scheduler.grammars.shared import grammars_of_ranks
+from jaxsgl.scheduler.grammars.queue import GrammarQueue, NoGrammars, grammars_of_ranks
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck

@@ -14,8 +14,7 @@ from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.replies import RefusalKind
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.outputs import PromptLogprobs
 from jaxsgl.scheduler.policy import Policy

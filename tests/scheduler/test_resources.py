@@ -29,10 +29,9 @@ from jaxsgl.messages.orders import Abort, LoadAdapter
 from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.media import MediaLimits, patches_of
 from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.scheduler.adapter import Adapter
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.orders.adapters import load
-from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.req import Adapter, Req
 from jaxsgl.scheduler.resources.adapters import AdapterDraft
 from jaxsgl.scheduler.resources.host_tier import HostDraft
 from jaxsgl.scheduler.resources.images import ImageDraft

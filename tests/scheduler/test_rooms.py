@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.disagg.decode import DecodeRooms
 from jaxsgl.scheduler.disagg.prefill import PrefillRooms
 from jaxsgl.scheduler.disagg.rooms import Action, Refuse, RoomLimits, Send

@@ -8,8 +8,7 @@ import pytest
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.messages.orders import Abort
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.testing.engine import ScriptedMailbox, next_token
 from tests.scheduler.serving import VOCAB, Script, capacity, expected, new_scheduler, request, serve
 

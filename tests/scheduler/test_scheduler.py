@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import MAX_MIN_TOKENS, SamplingParams
+from jaxsgl.requests.request import MAX_MIN_TOKENS, FinishReason, Request, SamplingParams
 from jaxsgl.testing.engine import FakeEngine, generate
 from tests.scheduler.serving import (
     VOCAB,

@@ -10,8 +10,7 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config.engine import POLICIES, SchedulingConfig
 from jaxsgl.messages.orders import Abort
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.policy import MAX_OVERTAKEN
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox

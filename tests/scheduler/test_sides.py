@@ -18,8 +18,7 @@ from jaxsgl.frontend.legs import leg_sampling
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.scheduler.disagg.decode import DecodeState
 from jaxsgl.scheduler.disagg.decode_side import DecodeSide
 from jaxsgl.scheduler.disagg.prefill import PrefillState

@@ -11,8 +11,7 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.snapshots import SnapshotCache, Snapshots
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox, generate
 from tests.checked import CheckedScheduler

@@ -16,8 +16,7 @@ from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort, LoadAdapter, ToEngine
 from jaxsgl.messages.replies import Run, SpeculationTotals
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.in_flight import InFlightStep
 from jaxsgl.scheduler.loop import run_loop

@@ -17,8 +17,7 @@ from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.speculation.drafter import Drafter
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, RetractEvery
 from tests.checked import CheckedScheduler

@@ -46,14 +46,13 @@ from jaxsgl.messages.orders import (
     WeightOrder,
 )
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.outputs import POOLING_SAMPLING, Pooling, PoolingSpec
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.outputs import Pooling, PoolingSpec
+from jaxsgl.requests.request import POOLING_SAMPLING, Request, SamplingParams
 from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck
 from jaxsgl.scheduler.orders.journal import CacheJournal
+from jaxsgl.scheduler.request_table import AllAtOnce, InTurns
 from jaxsgl.scheduler.resources.host_tier import LoadRule
-from jaxsgl.scheduler.turns import AllAtOnce, InTurns
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, RetractEvery
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import WatchedScheduler

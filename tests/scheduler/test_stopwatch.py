@@ -10,8 +10,8 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import STEP_BOUNDS_S, BucketTimes, Reply, StageTimes, unpack_times
+from jaxsgl.scheduler.in_flight import NEWS_S
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.scheduler.stopwatch import NEWS_S, Stopwatch
 from tests.scheduler.serving import capacity, request
 
 SIZES = capacity(rows=1, max_extend_tokens=16)
@@ -58,19 +58,14 @@ def test_a_first_token_brings_the_times_of_waiting_and_prefill() -> None:
 
 
 def test_a_request_that_ends_without_a_token_is_forgotten() -> None:
-    stopwatch = Stopwatch(Clock())
-    stopwatch.arrived([("a", 0)])
-    stopwatch.admitted(("a", 0))
-    stopwatch.ended(("a", 0))
-    assert stopwatch.first_token(("a", 0)) is None
     engine = Engine()
     for number in range(3):
         engine.scheduler.receive([request(str(number), range(24), 3)])
         engine.step(0.25)
         engine.scheduler.receive([Abort(str(number))])
         engine.scheduler.take_replies()
-    held = engine.scheduler._stopwatch
-    assert not held._arrived_s and not held._queue_s
+    held = engine.scheduler.state.requests
+    assert held.first_token(("0", 0)) is None and not held._arrived_s and not held._queue_s
 
 
 def test_times_of_steps_are_counted_by_bucket() -> None:

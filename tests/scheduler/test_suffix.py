@@ -5,8 +5,7 @@ import random
 import pytest
 
 from jaxsgl.config.features import SpeculationConfig
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.speculation.proposing import Drafters
 from jaxsgl.scheduler.speculation.suffix import BYTES_A_TOKEN, PastAnswers, SuffixLookup
 

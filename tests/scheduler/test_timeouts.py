@@ -11,8 +11,7 @@ from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind, Reply
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import FakeEngine, FakeHandle
 from tests.scheduler.serving import capacity, expected, request

@@ -12,8 +12,7 @@ from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts
-from jaxsgl.requests.request import Request, check_request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams, check_request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox
 from jaxsgl.testing.outputs import hidden_state

@@ -13,7 +13,7 @@ from jaxsgl.messages.orders import Abort, Answer, ContinueGeneration, FlushCache
 from jaxsgl.scheduler.grammars.constraint import Words
 from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.scheduler.turns import InTurns
+from jaxsgl.scheduler.request_table import InTurns
 from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.testing.grammars import compile_fake
 from tests.scheduler.serving import VOCAB, capacity, expected, request

@@ -25,6 +25,11 @@ def test_start_up_and_the_stand_in_for_the_device_are_not_counted(figures):
     assert all("config" not in name for name in figures["files"])
 
 
+def test_a_plain_call_takes_no_detour_through_what_it_did_not_ask_for(figures):
+    assert figures["unasked"] == []
+    assert figures["num_files"] <= 20
+
+
 def test_figures_agree_with_each_other(figures):
     assert figures["num_files"] == len(figures["files"]) <= figures["num_functions"] <= figures["num_calls"]
     assert figures["num_calls"] == sum(figures["files"].values())

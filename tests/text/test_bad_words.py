@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.requests.sampling import MAX_ALLOWED_TOKEN_IDS, SamplingParams
+from jaxsgl.requests.request import MAX_ALLOWED_TOKEN_IDS, SamplingParams
 from jaxsgl.text.prompts import with_bad_word_ids
 from jaxsgl.text.tokenizer import Tokenizer
 

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from jaxsgl.messages.replies import Reply, Run
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.detokenizer import NoText
-from jaxsgl.text.sample import End, Sample
-from jaxsgl.text.speculated import Speculated
+from jaxsgl.text.sample import End, Sample, Speculated
 
 
 class Letters(NoText):

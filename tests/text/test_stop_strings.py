@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.replies import Reply
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.sample import Piece, Sample, StopStrings, join
 from jaxsgl.text.stop_regex import StopRegex, check_patterns
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer

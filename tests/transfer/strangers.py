@@ -7,7 +7,7 @@ import select
 import socket
 import threading
 
-from jaxsgl.proof import endpoint
+from jaxsgl.shared_secret import endpoint
 from jaxsgl.transfer.frames import Geometry
 from jaxsgl.transfer.greeting import greeting
 

@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from jaxsgl.proof import endpoint
+from jaxsgl.shared_secret import endpoint
 from jaxsgl.transfer.frames import Geometry, WireError, page_bytes_of
 from jaxsgl.transfer.greeting import Greeting, greeting
 from tests.grids import count

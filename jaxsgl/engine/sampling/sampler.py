@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxsgl.batch.sampling import SamplingArrays
 from jaxsgl.engine.sampling.filters import Tokens, keep_limit
-from jaxsgl.requests.sampling import MAX_TOP_LOGPROBS
+from jaxsgl.requests.request import MAX_TOP_LOGPROBS
 from pallas_kernels.sums import log_sum_exp, row_sums
 from pallas_kernels.target import target_device
 

@@ -5,7 +5,7 @@
 
 A program per stage: each step runs in its own bucket on every stage, so that one stage extends a prompt while another
 one decodes. Activations go forward only, from device to device, and tokens come back through the host, which knows them
-when it plans a request's next step (`scheduler/turns.py`). Nothing goes backward on the devices, so that no stage waits
+when it plans a request's next step (`InTurns`). Nothing goes backward on the devices, so that no stage waits
 for a later one. All stages get the same packed buffer and the same changes of their page tables, and have pools of
 equally many pages: page ids mean the same everywhere, and one cache decides. The last stage samples; it alone has the
 tables of logit edits.

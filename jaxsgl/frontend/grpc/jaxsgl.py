@@ -28,11 +28,9 @@ from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.outputs import Pooling, check_dimensions, embedding_of
-from jaxsgl.requests.request import FinishReason
-from jaxsgl.requests.sampling import SamplingParams, check_counts
+from jaxsgl.requests.request import FinishReason, SamplingParams, check_counts
 from jaxsgl.text.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
-from jaxsgl.text.sample import Piece
-from jaxsgl.text.speculated import Speculated
+from jaxsgl.text.sample import Piece, Speculated
 from jaxsgl.text.tokenizer import Turn
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Jaxsgl"].full_name

@@ -21,7 +21,7 @@ from jaxsgl.frontend.certificates import Certificate
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors, health
 from jaxsgl.frontend.http.acceptor import Acceptor
-from jaxsgl.frontend.http.anthropic import routes as anthropic
+from jaxsgl.frontend.http.anthropic import messages as anthropic
 from jaxsgl.frontend.http.connection import Connection
 from jaxsgl.frontend.http.middleware import (
     OPEN_PATHS,

@@ -24,18 +24,19 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import RequestOptions
 from jaxsgl.frontend.legs import rendezvous
 from jaxsgl.preprocess.sources import MAX_FRAMES
-from jaxsgl.requests.request import MAX_CACHE_SALT_CHARS, PRIORITY_BOUNDS
-from jaxsgl.requests.sampling import (
+from jaxsgl.requests.request import (
     BOUNDS,
     LOGIT_BIAS_BOUNDS,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_LOGIT_BIAS,
     MAX_STOP_REGEX_CHARS,
     MAX_STOP_REGEXES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    PRIORITY_BOUNDS,
     Bounds,
     SamplingParams,
 )

@@ -17,7 +17,7 @@ from jaxsgl.errors import EngineUnavailable, Overloaded
 from jaxsgl.frontend.generation import FrontEnd, Prompted, RequestOptions
 from jaxsgl.frontend.metrics.exposition import registry_of, registry_of_all
 from jaxsgl.requests.outputs import Pooling
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt
 
 GENERATE_S = 20.0  # for one token, as in SGLang

@@ -18,10 +18,9 @@ from jaxsgl.config.features import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.media.fetch import Fetcher
 from jaxsgl.preprocess.decoding import MAX_DECODING, Decoder
-from jaxsgl.preprocess.placeholders import expand, expand_videos, tokens_of, write_videos
+from jaxsgl.preprocess.placeholders import Visual, expand, expand_videos, tokens_of, write_videos
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import IMAGE_KINDS, VIDEO_KINDS, Budget, Source, VideoSource, files_of, is_remote
-from jaxsgl.preprocess.visuals import Visual
 from jaxsgl.requests.media import MediaItem, MediaLimits
 from jaxsgl.sandbox import Sandbox
 from jaxsgl.text.prompts import IdsPrompt, Prompt

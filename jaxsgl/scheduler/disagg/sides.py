@@ -27,15 +27,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxsgl.batch.engine_api import PageLayout
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.cache.manager import namespace_of
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.cache.prefix import namespace_of
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Load, Refusal, Reply
 from jaxsgl.requests.media import hash_ids
 from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.scheduler.adapter import Adapter
 from jaxsgl.scheduler.disagg.rooms import Action, Answer, Drop, Gather, Refuse, RoomLimits, Rooms, Send, Start
+from jaxsgl.scheduler.req import Adapter
 from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.transfer.frames import Pages, Room, Rows, room_of

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 

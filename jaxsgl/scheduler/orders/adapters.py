@@ -19,7 +19,7 @@ import msgspec
 
 from jaxsgl.errors import StartupError
 from jaxsgl.messages.orders import AdapterOrder, Answer, ListAdapters, LoadAdapter, UnloadAdapter
-from jaxsgl.scheduler.adapter import Adapter
+from jaxsgl.scheduler.req import Adapter
 from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.serving import Serving
 

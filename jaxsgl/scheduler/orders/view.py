@@ -22,11 +22,11 @@ from jaxsgl.cache.pages import PageState
 from jaxsgl.cache.prefix import TreeNode
 from jaxsgl.messages.orders import WatchEngine
 from jaxsgl.messages.replies import BucketTimes
+from jaxsgl.scheduler.in_flight import bucket_name
 from jaxsgl.scheduler.orders.inspection import dump_requests
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.serving import AnyScheduler
-from jaxsgl.scheduler.stopwatch import bucket_name
 
 MAX_STEPS = 256  # that are kept, the newest ones
 MAX_LISTED = 64  # requests of each kind

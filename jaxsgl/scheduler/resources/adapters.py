@@ -23,10 +23,9 @@ from jaxsgl.batch.sampling import AdapterRows
 from jaxsgl.cache.prefix import Peek
 from jaxsgl.messages.orders import LoadedAdapter
 from jaxsgl.messages.replies import Load
-from jaxsgl.scheduler.adapter import Adapter
 from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.plan import Action, WhyNot
-from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.req import Adapter, Req
 from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.resources.resource import PlanInTheMaking, Resource, ResourceDraft
 

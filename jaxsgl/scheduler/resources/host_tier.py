@@ -206,7 +206,7 @@ class HostCopies(Resource):
         edges = self.cache.prefixes.edges()
         self.tier.write_all(page for edge in edges for page in edge.pages.tolist())
         ops = self._ops
-        while self.tier.has_to_write or ops.has_work:
+        while self.tier.has_to_write or ops.queued or ops.waiting:
             if self.tier.has_to_write:
                 self._write(Write(self.tier.to_write()))
             for number, op in ops.take():

@@ -1,4 +1,4 @@
-"""`Speculation`: which drafts the next step verifies, whether steps are read before the next one is planned, counts.
+"""`Speculating`: which drafts the next step verifies, whether steps are read before the next one is planned, counts.
 
     not speculating, or nothing is proposed   overlapped decode: step N + 1 is planned before step N is read
     something is proposed                     N is read, drafts follow its tokens, N + 1 verifies them
@@ -12,28 +12,24 @@ planner.py asks for drafts, loop.py whether to read first. Proposals are those o
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple, TypeAlias
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.messages.replies import Load, Run, SpeculationTotals
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.in_flight import InFlightStep
+from jaxsgl.scheduler.in_flight import NOTHING, Drafts, InFlightStep, ReadDrafts, Speculation
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, DeviceDrafts, Drafter, DrafterOf
 from jaxsgl.scheduler.speculation.pace import StepCosts, shares
 
 PATIENCE = 8  # decode steps without drafts
-ReadDrafts: TypeAlias = Callable[[], npt.NDArray[np.int32]]  # `[S, k]`, see `StepHandle.drafts`
 ROWS_A_DRAFT = 8  # at most: all rows wait for the host where any has drafts, and only those with drafts gain
 
 
@@ -46,69 +42,6 @@ class WhyPlain(enum.Enum):
     MIXED = "mixed"  # the step extends prompts
     SEVERAL = "several_steps"  # the program takes several steps (--decode-steps)
     LAST = "last_token"  # it may generate one token more
-
-
-class Drafts(NamedTuple):
-    """What a step verifies.
-
-    Attributes:
-      tokens: of each request that decodes; () if nothing is verified.
-      num_pages: that they take besides those of a token each.
-      dropped: requests that proposed drafts for which there is no room.
-    """
-
-    tokens: tuple[tuple[int, ...], ...] = ()
-    num_pages: int = 0
-    dropped: frozenset[Req] = frozenset()
-
-
-NOTHING = Drafts()
-
-
-class Speculation:
-    """Of a server that doesn't speculate. `Speculating` is the other.
-
-    Attributes:
-      reads_first: whether the step in flight is to be read before the next one is planned.
-      in_lockstep: whether each decode step yields one token of each request, as forecasts of ends suppose.
-    """
-
-    reads_first = False
-    in_lockstep = True
-
-    def drafter_of(self, request: Request) -> Drafter:
-        """The drafter of a sample of `request`."""
-        return NO_DRAFTS
-
-    def drafts(self, decodes: Sequence[Req], steps_in_flight: int, num_pages: int) -> Drafts:
-        """What the next step verifies if `decodes` decode in it.
-
-        Args:
-          decodes: the requests.
-          steps_in_flight: those that are not read.
-          num_pages: that may be taken besides those of a token each.
-        """
-        return NOTHING
-
-    def asking(self, inputs: StepInputs, reqs: Sequence[Req]) -> StepInputs:
-        """`inputs` of a step that chooses a token for each of `reqs`; it drafts on the device if they ask for it."""
-        return inputs
-
-    def launched(self, plan: StepPlan) -> None:
-        """A step of `plan` is launched."""
-
-    def collected(self, step: InFlightStep, runs: Sequence[tuple[Req, int, Run]], drafts: ReadDrafts) -> None:
-        """The oldest step in flight is read; `runs`: (request, drafts accepted, run) of those that it verified.
-
-        `drafts` waits for what it has drafted on the device, if it was to.
-        """
-
-    def ended(self, req: Req) -> None:
-        """`req` has ended, perhaps by tokens of a step that is being collected."""
-
-    def add_to(self, load: Load) -> Load:
-        """`load` with counts of drafts."""
-        return load
 
 
 class Speculating(Speculation):

@@ -25,8 +25,7 @@ from jaxsgl.config.features import WRITE_POLICIES, HostKvConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages.orders import News, Shutdown, ToEngine
 from jaxsgl.messages.replies import Replies, Reply
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.wiring import build_scheduler, keep_prefixes

@@ -18,7 +18,7 @@ from bench.output import figure_parser, write_figures
 from jaxsgl.batch.sampling import SamplingRows, pack_edits, row_setup
 from jaxsgl.engine.step import featured_step, filtered_step, sample_step
 from jaxsgl.engine.tables import neutral_tables, set_row
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import SamplingParams
 
 SHAPES = "32x1024,8x151936"
 CALLS, REPEATS = 5, 7

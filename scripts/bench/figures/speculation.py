@@ -30,11 +30,10 @@ from bench.output import figure_parser, write_figures
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.flags import add_flags, from_flags
 from jaxsgl.offline.llm import LLM
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.speculation.drafter import Drafter
 from jaxsgl.scheduler.speculation.proposing import Drafters, Proposing
-from jaxsgl.text.speculated import Speculated
+from jaxsgl.text.sample import Speculated
 from jaxsgl.text.tokenizer import ChatMessage
 
 TEXTS = ("repeated", "echo", "story", "counting", "wrong")

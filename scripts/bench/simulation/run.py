@@ -25,8 +25,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.messages.orders import News, Shutdown, ToEngine
 from jaxsgl.messages.replies import Replies, Reply
 from jaxsgl.models import ModelArch
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.served_engine import StepsOnly

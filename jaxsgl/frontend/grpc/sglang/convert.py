@@ -20,8 +20,7 @@ from jaxsgl.frontend.legs import rendezvous
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.outputs import StatesSpec, TokenStates, hidden_states
-from jaxsgl.requests.request import FinishReason, Rendezvous
-from jaxsgl.requests.sampling import SamplingParams, check_counts
+from jaxsgl.requests.request import FinishReason, Rendezvous, SamplingParams, check_counts
 from jaxsgl.text.sample import End, Piece
 
 # Field -> what to do instead. Ignoring one of them would give an answer that the client did not ask for.

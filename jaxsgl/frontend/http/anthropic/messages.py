@@ -2,7 +2,7 @@
 
 A `Message` owns the blocks of one answer: each piece of text opens, extends and closes them, and makes events of that.
 A whole answer is what a stream ends with. conversation.py makes a chat of the body; OpenAI's chat.py prepares it.
-routes.py calls `answer_messages` and `count_tokens`.
+app.py includes the router. Its errors have Anthropic's shape (errors.py).
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from fastapi import APIRouter
 from pydantic_core import from_json
 from starlette.responses import Response
 
 from jaxsgl.errors import RequestFailed
+from jaxsgl.frontend.adapters import adapter_of
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.anthropic.conversation import chat_of
 from jaxsgl.frontend.http.anthropic.schemas import CountTokensRequest, MessagesRequest
-from jaxsgl.frontend.http.calls import EventStream, start_all
+from jaxsgl.frontend.http.bodies import StrictJson
+from jaxsgl.frontend.http.calls import EventStream, start_all, while_connected
 from jaxsgl.frontend.http.openai.chat import chat_prompt, prepare_chat
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.openai.tools import AnswerForm, bounds_reasoning, tool_use
@@ -180,3 +183,23 @@ def _usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> di
 
 def _event(kind: str, **fields: Any) -> bytes:
     return f"event: {kind}\ndata: ".encode() + encode({"type": kind, **fields}) + b"\n\n"
+
+
+def router(front_end: FrontEnd) -> APIRouter:
+    """Returns the endpoints, for `front_end`."""
+    router = APIRouter(route_class=StrictJson)
+
+    @router.post("/v1/messages")
+    @while_connected
+    async def messages(body: MessagesRequest) -> Response:
+        """The assistant's next turn, whole or streamed."""
+        return await answer_messages(front_end, body, adapter_of(front_end, body.model, body.lora_path))
+
+    @router.post("/v1/messages/count_tokens")
+    @while_connected
+    async def count(body: CountTokensRequest) -> Response:
+        """How many tokens a conversation has."""
+        adapter_of(front_end, body.model, body.lora_path)
+        return await count_tokens(front_end, body)
+
+    return router

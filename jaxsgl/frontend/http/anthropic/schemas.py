@@ -21,7 +21,7 @@ from jaxsgl.frontend.http.bodies import (
     within,
 )
 from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from jaxsgl.requests.sampling import BOUNDS, MAX_STOP_STRINGS
+from jaxsgl.requests.request import BOUNDS, MAX_STOP_STRINGS
 
 Blocks = Annotated[
     str | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)],

@@ -55,8 +55,7 @@ from jaxsgl.frontend.http.openai.tools import (
     tool_use,
 )
 from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource
-from jaxsgl.requests.request import Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.text.answer import PlainParser
 from jaxsgl.text.call_stream import Part
 from jaxsgl.text.prompts import ChatPrompt

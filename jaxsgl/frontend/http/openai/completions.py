@@ -33,8 +33,7 @@ from jaxsgl.frontend.http.openai.replies import (
 )
 from jaxsgl.frontend.http.openai.schemas import CompletionRequest, sampling_of
 from jaxsgl.messages.replies import TokenLogprob
-from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.infill import end_ids
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece

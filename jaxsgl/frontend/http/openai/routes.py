@@ -28,8 +28,7 @@ from jaxsgl.frontend.http.openai.ranking import (
     answer_score,
 )
 from jaxsgl.frontend.http.openai.replies import encode, json_response, name_of
-from jaxsgl.frontend.http.openai.response_store import ResponseStore
-from jaxsgl.frontend.http.openai.responses import answer_responses
+from jaxsgl.frontend.http.openai.responses import ResponseStore, answer_responses
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jaxsgl.messages.orders import LoadedAdapter
 from jaxsgl.requests.request import check_token_ids

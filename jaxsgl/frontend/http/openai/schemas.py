@@ -42,7 +42,7 @@ from jaxsgl.frontend.http.bodies import (
 )
 from jaxsgl.frontend.http.grammars import Constrained, grammar_of
 from jaxsgl.preprocess.sources import MAX_FRAMES
-from jaxsgl.requests.sampling import BOUNDS, MAX_SEED, SamplingParams
+from jaxsgl.requests.request import BOUNDS, MAX_SEED, SamplingParams
 
 MAX_TOOLS = 512
 MAX_MESSAGES = 8192

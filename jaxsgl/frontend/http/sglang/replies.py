@@ -17,8 +17,7 @@ from jaxsgl.frontend.http.openai.replies import MIN_LOGPROB, experts_text, name_
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.outputs import StatesSpec, TokenStates, hidden_states
 from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.text.sample import End, Piece
-from jaxsgl.text.speculated import Speculated
+from jaxsgl.text.sample import End, Piece, Speculated
 from jaxsgl.text.tokenizer import Tokenizer
 
 Scored: TypeAlias = tuple[float | None, int, str | None]  # log-probability, token id, its text if asked for

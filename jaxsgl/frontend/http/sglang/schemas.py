@@ -30,7 +30,7 @@ from jaxsgl.frontend.http.bodies import (
     within,
 )
 from jaxsgl.frontend.http.grammars import GrammarText, Schema, Tag
-from jaxsgl.requests.sampling import BOUNDS
+from jaxsgl.requests.request import BOUNDS
 
 MAX_FILES = 1024  # of a prompt; how many a model takes is known later
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
