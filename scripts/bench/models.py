@@ -116,6 +116,26 @@ TINY_SHAPES = {
     "tiny-moe": _qwen3_moe(256, 2, 4, 256, 128)
     | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2},
 }
+# EAGLE-3 heads, by their models, as SpecForge stores them.
+HEADS: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12_288,
+        "vocab_size": 151_936,
+        "draft_vocab_size": 32_000,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 40_960,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    }
+}
 # As FP8 and AWQ releases describe themselves; "NAME-fp8" is a shape with the first.
 QUANTIZED = {
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
@@ -132,6 +152,13 @@ def write_config(shape: str, folder: Path) -> Path:
     write_json(
         folder / "config.json", (SHAPES | COMPILED_SHAPES | TINY_SHAPES)[plain if quantized else shape] | quantized
     )
+    return folder
+
+
+def write_head_config(model: str, folder: Path) -> Path:
+    """Writes the config.json of the head that drafts for the shape `model`; returns `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", HEADS[model])
     return folder
 
 

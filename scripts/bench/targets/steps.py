@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from bench.models import write_config
+from bench.models import HEADS, write_config, write_head_config
 from bench.targets.collectives import Wanted
 from bench.targets.programs import Program, bytes_on_one_device, on_one_device, placed, weights_on_one_device
 from bench.targets.targets import Target
@@ -26,6 +26,8 @@ from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import SpeculationConfig, VisionConfig
 from jaxsgl.engine.adapters import abstract_pool
+from jaxsgl.engine.drafting.drafters import with_drafting
+from jaxsgl.engine.drafting.heads import HeadDrafting
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.programs import Program as EngineProgram
 from jaxsgl.engine.programs import ProgramKey
@@ -35,6 +37,7 @@ from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
+from jaxsgl.models.eagle import EagleArch, abstract_head
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.lora import adaptable_modules
 from pallas_kernels import KernelChoice
@@ -73,7 +76,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 class Served:
     """A model as the engine would serve it on a mesh of chips: everything that its programs' shapes depend on.
 
-    `params` are shapes that lie on the mesh.
+    `params` are shapes that lie on the mesh. `head` drafts for the model, where one is in `HEADS`.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Served:
     buckets: BucketSet
     params: Params
     mesh: Mesh
+    head: EagleArch | None = None
 
     def bucket(self, kind: str, size: int, sampling: str) -> Bucket:
         """The bucket of a batch of the table."""
@@ -167,7 +171,9 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
         return None
     capacity = plan_capacity(config, arch, states, Memory(platform, static, target.memory_bytes - weights))
     shared = name if mesh.size == 1 else f"{name}-tp{mesh.size}"
-    return Served(shared, arch, dtype, states, capacity, buckets_of(config, capacity), params, mesh)
+    takes_head = name in HEADS and mesh.size == 1 and kv_cache_dtype == "auto"
+    head = EagleArch.from_folder(write_head_config(name, folder / f"{name}-head"), arch) if takes_head else None
+    return Served(shared, arch, dtype, states, capacity, buckets_of(config, capacity), params, mesh, head)
 
 
 def placed_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
@@ -219,6 +225,8 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
         yield program
     yield from _mask_programs(spec, model, pages, facts)
     yield from _verify_programs(spec, model, backend, pages, facts)
+    if model.head is not None:
+        yield from _head_programs(spec, model, backend, pages, facts)
     if model.name == MODELS[0]:
         pool = abstract_pool(arch, adaptable_modules(arch), ADAPTER_COLUMNS, model.dtype, mesh)
         bucket = dataclasses.replace(model.bucket("decode", DECODE_ROWS[-1], "greedy"), adapter_columns=ADAPTER_COLUMNS)
@@ -246,6 +254,36 @@ def _verify_programs(
     accepting = spec.accepting(VERIFY_TOKENS)
     name = program_name(model, accepting.key, "any")
     yield Program(name, "any", accepting.trace, pages, num_donated=0, on_matrix_units=False, facts=facts)
+
+
+def _head_programs(
+    spec: ProgramSpec, model: Served, backend: str, pages: Any, facts: dict[str, int]
+) -> Iterator[Program]:
+    """Yields a verify step that keeps what an EAGLE-3 head reads, and the programs that draft after steps."""
+    assert model.head is not None
+    head = dataclasses.replace(model.head, taps=tuple(range(1, COMPILED_LAYERS)))  # of the layers that are compiled
+    graphdef, params = abstract_head(head, model.dtype, model.dtype)
+    states = dataclasses.replace(model.states, layers=model.states.layers[:COMPILED_LAYERS])
+    drafting = HeadDrafting(
+        graphdef=graphdef,
+        params=nnx.from_flat_state([(path, placed(param, model.mesh)) for path, param in nnx.to_flat_state(params)]),
+        taps=head.taps,
+        num_drafts=NUM_DRAFTS,
+        options=(head.layer.attention_options(0),),
+        like=states.layers[0],
+        state_size=head.layer.hidden_size,
+    )
+    state = abstract_state(with_drafting(states, drafting, model.capacity.num_rows), model.capacity, model.mesh)
+    spec = dataclasses.replace(spec, state=state, drafting=drafting)
+    verify, decode = model.buckets.verify(VERIFY_TOKENS), model.buckets.decode(DECODE_ROWS[1])
+    for each, num_layers in (
+        (spec.forward(verify), COMPILED_LAYERS + drafting.num_layers),
+        (spec.draft(verify), drafting.num_layers),
+        (spec.draft(decode), drafting.num_layers),
+    ):
+        shape = each.key.shape.num_tokens if isinstance(each.key.shape, Bucket) else each.key.shape
+        name = f"{model.name} eagle3 {each.key.kind or 'verify'} {shape} {backend}"
+        yield Program(name, backend, each.trace, pages, 2 * num_layers, on_matrix_units=False, facts=facts)
 
 
 def _of_decoder(params: Params) -> Params:
