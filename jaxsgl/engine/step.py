@@ -146,7 +146,7 @@ def make_step(
         pages = Pages(state.kv, table_SP, arrays, kind, _options(model.arch), kernels, kv_scales)
         running = None
         if state.running is not None:
-            running = Running(state.running, arrays, kind, page_size, len(state.last_tokens) - 1)
+            running = Running(state.running, arrays, kind, page_size, len(state.last_tokens) - 1, kernels.delta_decode)
         recur = no_states if running is None else running.recur
         is_token = arrays.slots >= page_size  # padding is stored in the dummy page
         adapters = None

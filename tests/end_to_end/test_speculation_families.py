@@ -54,7 +54,8 @@ def with_drafts(engine: Engine, plain: ScriptedMailbox, asked: Sequence[Request]
 def test_answers_of_a_family_are_those_without_drafts(family: str, tmp_path: Path) -> None:
     engine = Engine(EngineConfig(model=str(make_checkpoint(family, tmp_path, seed=3)), **FLAGS), progress=False)
     vocab_size = engine.capacity.vocab_size
-    asked, of_tests = requests(vocab_size), {"compile": lambda grammar: compile_fake(grammar, vocab_size)}
+    asked = requests(vocab_size)
+    of_tests: Any = {"compile": lambda grammar: compile_fake(grammar, vocab_size)}
     plain = serve(engine, [asked], **of_tests)
     for kind, more in (("half", {"retract_every": 7}), ("right", {"overlap": False})):
         assert outputs(with_drafts(engine, plain, asked, kind, **of_tests, **more), asked) == outputs(plain, asked)

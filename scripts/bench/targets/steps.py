@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -49,6 +50,8 @@ MODELS = (
     "qwen3-8b-awq",
     "qwen3-30b-a3b",
     "phi3-mini",
+    "qwen3.5-9b",
+    "deepseek-v2-lite",
 )  # of `bench.models`; a model more is a line more
 ORDERED_MODELS = ("qwen3-0.6b", "qwen3-8b", "phi3-mini")  # of 16 bits, without experts
 SHARED_MODELS = (
@@ -89,6 +92,17 @@ class Served:
     mesh: Mesh
     head: EagleArch | None = None
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether each layer attends by a kernel. XLA computes delta-nets, and attention over latents."""
+        return all(layer.mixer == "attention" for layer in self.arch.layers)
+
+    def backends(self, target: Target) -> tuple[str, ...]:
+        """Those of attention to compile for the target; XLA attends over latents."""
+        if self.arch.latent is not None:
+            return ("xla",)
+        return target.backends if self.mesh.size == 1 else target.backends[-1:]
+
     def bucket(self, kind: str, size: int, sampling: str) -> Bucket:
         """The bucket of a batch of the table."""
         buckets = self.buckets
@@ -97,7 +111,8 @@ class Served:
 
     def table(self) -> Iterator[tuple[str, Bucket | EncodeBucket]]:
         """Yields the steps of the table, such as "decode 256 greedy", each with its shape."""
-        for kind, size in (*(("decode", rows) for rows in DECODE_ROWS), ("extend", EXTEND_TOKENS)):
+        rows = [rows for rows in DECODE_ROWS if rows <= self.buckets.decode_sizes[-1]]
+        for kind, size in (*(("decode", each) for each in rows), ("extend", EXTEND_TOKENS)):
             for sampling in SAMPLINGS:
                 yield f"{kind} {size} {sampling}", self.bucket(kind, size, sampling)
         if self.buckets.encode:
@@ -216,15 +231,17 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
             program = dataclasses.replace(
                 program,
                 backend=backend,
-                num_donated=2 * COMPILED_LAYERS,
-                num_layers=model.arch.num_layers,
+                num_donated=len(jax.tree.leaves(state.kv)),
+                states=tuple({array.shape for array in jax.tree.leaves(state.running)}),
+                num_layers=model.arch.num_layers if model.has_kernels else None,
                 page_table=(key.shape.num_seqs, model.capacity.max_pages_per_seq),
-                weight_bytes=model.weight_bytes(),
+                weight_bytes=model.weight_bytes() if model.has_kernels else 0,
                 argument_bytes=bytes_on_one_device((_of_decoder(leaves), state)),
             )
         yield program
     yield from _mask_programs(spec, model, pages, facts)
-    yield from _verify_programs(spec, model, backend, pages, facts)
+    if not model.states.row_bytes:  # else nothing speculates
+        yield from _verify_programs(spec, model, backend, pages, facts)
     if model.head is not None:
         yield from _head_programs(spec, model, backend, pages, facts)
     if model.name == MODELS[0]:
@@ -250,7 +267,8 @@ def _verify_programs(
     for size in sorted(sizes):
         forward = spec.forward(model.buckets.verify(size))
         name = program_name(model, forward.key, backend)
-        yield Program(name, backend, forward.trace, pages, 2 * COMPILED_LAYERS, on_matrix_units=False, facts=facts)
+        num_arrays = len(jax.tree.leaves(spec.state.kv))
+        yield Program(name, backend, forward.trace, pages, num_arrays, on_matrix_units=False, facts=facts)
     accepting = spec.accepting(VERIFY_TOKENS)
     name = program_name(model, accepting.key, "any")
     yield Program(name, "any", accepting.trace, pages, num_donated=0, on_matrix_units=False, facts=facts)
@@ -308,7 +326,7 @@ def programs_of_models(
         model = served(name, target, mesh, folder, kv_cache_dtype)
         if model is None:
             continue
-        for backend in target.backends if mesh.size == 1 else target.backends[-1:]:
+        for backend in model.backends(target):
             for each in engine_programs(model, backend):
                 before = found.get(each.name)
                 found[each.name] = dataclasses.replace(each, steps=(*before.steps, *each.steps)) if before else each
