@@ -188,6 +188,30 @@ class OrderedProduct(Protocol):
         ...
 
 
+class DeltaDecode(Protocol):
+    """`delta_decode` on one backend."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        decay: jax.Array,
+        beta: jax.Array,
+        matrices: jax.Array,
+        place: jax.Array,
+        has_state: jax.Array,
+        kept_to: jax.Array,
+        interpret: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        """q and k `[S, K, h]`, v `[S, K, r, v]`, decay and beta `[S, K, r]`, states `[P, K, r, h, v]`, all float32.
+
+        Returns what is read, as v, and the states: those at place `[S]` (zeros unless has_state `[S]`) after the token,
+        also at kept_to `[S]` where that is not -1.
+        """
+        ...
+
+
 def refuse_nothing(*_arguments: object) -> str | None:
     """The refusal of a backend that takes every call."""
     return None
@@ -243,6 +267,8 @@ class Backend:
     """None where the order of sums depends on the number of rows."""
     grouped_packed_product: Kernel[GroupedPackedProduct] | None = None
     """None where weights are not kept packed."""
+    delta_decode: Kernel[DeltaDecode] | None = None
+    """None where XLA gathers states and scatters them."""
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

@@ -29,6 +29,7 @@ class KernelChoice:
     """Of rows that are rounded to float8; with "xla" none are."""
     store_and_decode: str = AUTO
     """Of a decode whose kernel stores too; "xla": of the parts above, each on its own backend."""
+    delta_decode: str = AUTO
 
     @classmethod
     def of_attention(cls, backend: str) -> KernelChoice:

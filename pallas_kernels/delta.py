@@ -1,4 +1,5 @@
-"""The gated delta rule over states that are kept between steps, and the convolution before it; in XLA.
+"""The gated delta rule over states that are kept between steps, and the convolution before it; in XLA, but for what a
+backend has of a decode.
 
 A state is a matrix `[h, v]` for each value head, and the last inputs of the convolution. For each token
 
@@ -24,6 +25,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+
+from pallas_kernels.dispatch import choose_kernel_or_xla
 
 BLOCK = 64  # tokens
 _DIRECT = 8  # rows of a part that is inverted row by row
@@ -86,23 +89,42 @@ class Sequences(NamedTuple):
 
 
 def delta_decode(
-    tokens: DeltaTokens, states: DeltaStates, positions: jax.Array, place: jax.Array, kept_to: jax.Array | None = None
+    tokens: DeltaTokens,
+    states: DeltaStates,
+    positions: jax.Array,
+    place: jax.Array,
+    kept_to: jax.Array | None = None,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
 ) -> tuple[jax.Array, DeltaStates]:
     """What each of S sequences reads from its state after one token more, `[S, K, r, v]` float32, and the states.
 
     `positions [S]` are the tokens'; states are at `place [S]`, and go to `kept_to [S]` besides where that is not -1.
+    `backend` has the op, or is "auto" or "xla"; `interpret` runs a Pallas one in its interpreter. Raises `ValueError`
+    for one that can't run here.
     """
+    kernel = choose_kernel_or_xla(
+        "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
+    )
     has_state = positions > 0
     before = _or_zeros(has_state, states.inputs[place])
     window = jnp.concatenate([before, tokens.mixed.astype(jnp.float32)[:, None]], axis=1)
     taps = jnp.moveaxis(tokens.taps, -1, 0)
     q, k, v = _heads((window * taps).sum(axis=1), tokens)
+    inputs = states.inputs.at[place].set(window[:, 1:], mode="promise_in_bounds")
+    if kernel is not None:
+        nowhere = jnp.full_like(place, -1)
+        to = nowhere if kept_to is None else kept_to
+        decay = jnp.exp(tokens.log_decay)
+        out, matrices = kernel(q, k, v, decay, tokens.beta, states.matrices, place, has_state, to, interpret)
+        inputs = inputs.at[jnp.where(to < 0, len(inputs), to)].set(window[:, 1:], mode="drop")
+        return out, DeltaStates(matrices, inputs)
     state = _or_zeros(has_state, states.matrices[place]) * jnp.exp(tokens.log_decay)[..., None, None]
     k, q = k[:, :, None, :, None], q[:, :, None, :, None]
     change = (v - (state * k).sum(axis=-2)) * tokens.beta[..., None]
     state = state + k * change[..., None, :]
     matrices = states.matrices.at[place].set(state, mode="promise_in_bounds")
-    inputs = states.inputs.at[place].set(window[:, 1:], mode="promise_in_bounds")
     after = DeltaStates(matrices, inputs)
     return (state * q).sum(axis=-2), after if kept_to is None else _copied(after, place, kept_to)
 

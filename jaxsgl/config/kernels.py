@@ -21,6 +21,7 @@ OP_OF_NAME = {
     "experts": "grouped_product",
     "quantized": "quantized_product",
     "float8": "float8_product",
+    "states": "delta_decode",
 }
 BACKENDS_OF_NAME = {
     "decode": ATTENTION_BACKENDS,
@@ -32,6 +33,7 @@ BACKENDS_OF_NAME = {
     "experts": ("auto", "xla", "native", "triton", "mosaic_tpu", "reference"),
     "quantized": ("auto", "xla", "triton", "reference"),
     "float8": ("auto", "xla", "triton", "reference"),
+    "states": ("auto", "xla", "triton"),
 }
 
 

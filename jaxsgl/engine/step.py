@@ -147,7 +147,7 @@ def make_step(
         pages = Pages(state.kv, table_SP, arrays, kind, _options(model.arch), kernels, kv_scales)
         running = None
         if state.running is not None:
-            running = Running(state.running, arrays, kind, page_size, len(state.last_tokens) - 1)
+            running = Running(state.running, arrays, kind, page_size, len(state.last_tokens) - 1, kernels.delta_decode)
         recur = no_states if running is None else running.recur
         is_token = arrays.slots >= page_size  # padding is stored in the dummy page
         adapters = None
@@ -438,11 +438,17 @@ class Running:
     """The states of running requests during one trace: each layer that has some replaces its arrays."""
 
     def __init__(
-        self, states: StateBuffers, arrays: StepArrays[jax.Array], kind: StepKind, page_size: int, dummy_row: int
+        self,
+        states: StateBuffers,
+        arrays: StepArrays[jax.Array],
+        kind: StepKind,
+        page_size: int,
+        dummy_row: int,
+        backend: str,
     ) -> None:
         assert kind != "verify", "a state can't go back to the drafts that stand"
         self._layers = [DeltaStates(*arrays_of_layer) for arrays_of_layer in zip(*states, strict=True)]
-        self._arrays, self._kind = arrays, kind
+        self._arrays, self._kind, self._backend = arrays, kind, backend
         self._kept_to = None
         if kind == "decode" and arrays.snapshot_to is not None:
             is_kept = ends_page(arrays.positions + 1, page_size) & (arrays.snapshot_to != dummy_row)
@@ -452,7 +458,9 @@ class Running:
         """Moves the states of the layer over this step's tokens; `[T, K', r, v]`."""
         a, states = self._arrays, self._layers[place]
         if self._kind == "decode":
-            out, self._layers[place] = delta_decode(tokens, states, a.positions, a.rows, self._kept_to)
+            out, self._layers[place] = delta_decode(
+                tokens, states, a.positions, a.rows, self._kept_to, backend=self._backend
+            )
         else:
             starts = a.lengths - (a.query_offsets[1:] - a.query_offsets[:-1])
             kept: list[jax.Array | None] = [a.snapshot_at, a.snapshot_to]

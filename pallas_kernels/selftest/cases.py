@@ -33,6 +33,7 @@ from pallas_kernels.api import (
     store_kv,
 )
 from pallas_kernels.choice import AUTO, XLA, KernelChoice
+from pallas_kernels.delta import DeltaStates, DeltaTokens, delta_decode
 from pallas_kernels.experts import Groups, sort_by_expert
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv, numbers_dtype, to_numbers
@@ -51,6 +52,7 @@ TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 2e-2}
 FLOAT8_TOLERANCE = 8e-2
 ROW, EPS, NUM_PARTS = 1, 1e-6, 4  # of norms: the layer's row, what is added to squares, and parts of an update
 MANY_ROWS, MOST_EXPERTS, EXPERT_TOKENS, LONGEST_WINDOW = 256, 16, 67, 8192
+STATE_POSITIONS, STATES_KEPT = (0, 7, 130, 1, 0), (-1, 8, -1, 7, 9)  # of rows that decode, and where they go besides
 LONG_ROW = 50_000  # as the scores of a vocabulary
 MATRIX_ROWS, MOST_OUTPUTS = ((5, 300), (33, 100)), 2000  # rows of matrices by turns, for each of a kernel's tiles
 
@@ -421,6 +423,43 @@ def ordered_cases(shapes: KernelShapes) -> Iterator[Case]:
         )
 
 
+def state_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """Sequences with states and without, of which some are kept besides; other places must stay as they were."""
+    for shape in shapes.states:
+        keys = jax.random.split(jax.random.key(12), 6)
+        heads, num_seqs = (shape.key_heads, shape.group), len(STATE_POSITIONS)
+        channels = 2 * shape.key_size + shape.group * shape.value_size
+        tokens = DeltaTokens(
+            normal(keys[0], 1.0, shape=(num_seqs, shape.key_heads, channels), dtype=jnp.dtype(shapes.dtype)),
+            normal(keys[1], 1.0, shape=(shape.key_heads, channels, shape.taps), dtype=jnp.dtype(jnp.float32)),
+            -jax.random.uniform(keys[2], (num_seqs, *heads)),
+            jax.random.uniform(keys[3], (num_seqs, *heads)),
+            shape.key_size,
+        )
+        states = DeltaStates(*(
+            normal(key, 1.0, shape=(2 * num_seqs, *dims), dtype=jnp.dtype(jnp.float32))
+            for key, dims in zip(
+                keys[4:],
+                ((*heads, shape.key_size, shape.value_size), (shape.taps - 1, shape.key_heads, channels)),
+                strict=True,
+            )
+        ))  # fmt: skip
+        where = jnp.array(STATE_POSITIONS), jnp.arange(num_seqs)[::-1] + 1, jnp.array(STATES_KEPT)
+        yield Case(
+            f"{num_seqs} rows, {shape.key_heads} x {shape.group} states of {shape.key_size} x {shape.value_size}",
+            TOLERANCE["float32"],
+            functools.partial(_decoded_states, tokens, states, where),
+            functools.partial(_decoded_states, tokens, states, where, XLA, False),
+        )
+
+
+def _decoded_states(
+    tokens: DeltaTokens, states: DeltaStates, where: tuple[jax.Array, ...], backend: str, interpret: bool
+) -> list[jax.Array]:
+    out, after = _delta_jit(tokens, states, *where, backend=backend, interpret=interpret)
+    return [each.reshape(len(each), -1) for each in (out, *after)]
+
+
 def _ordered(x: jax.Array, weights: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
     return [_ordered_jit(x, weights, backend=backend, interpret=interpret)]
 
@@ -457,6 +496,7 @@ CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
     "quantized_product": quantized_cases,
     "float8_product": float8_cases,
     "ordered_product": ordered_cases,
+    "delta_decode": state_cases,
 }
 
 _decode_jit = jax.jit(paged_decode_attention, static_argnames=("options", "backend", "interpret"))
@@ -473,6 +513,7 @@ _quantized_jit = jax.jit(
     functools.partial(quantized_product, dtype=jnp.float32), static_argnames=("in_parts", "backend", "interpret")
 )
 _ordered_jit = jax.jit(functools.partial(ordered_product, dtype=jnp.float32), static_argnames=("backend", "interpret"))
+_delta_jit = jax.jit(delta_decode, static_argnames=("backend", "interpret"))
 _rows_jit = jax.jit(float8_rows, static_argnames=("activation", "backend", "interpret"))
 
 

@@ -50,6 +50,22 @@ class MatrixShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class StateShape:
+    """The state of a gated delta-net's layer."""
+
+    key_heads: int
+    """K."""
+    group: int
+    """r: value heads of each."""
+    key_size: int
+    """h."""
+    value_size: int
+    """v."""
+    taps: int
+    """Tokens that its convolution reads."""
+
+
+@dataclasses.dataclass(frozen=True)
 class KernelShapes:
     """The kernels' arguments but for their numbers of sequences and tokens. Letters as in the ops' docstrings."""
 
@@ -80,13 +96,14 @@ class KernelShapes:
     experts: tuple[ExpertShape, ...] = ()
     matrices: tuple[MatrixShape, ...] = ()
     """Those that are quantized, but for experts'."""
+    states: tuple[StateShape, ...] = ()
     in_fixed_order: bool = False
     """Whether sums have one order (`order`), those of products and norms too."""
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes."""
         values = dataclasses.asdict(self)
-        return {**values, **{name: list(values[name]) for name in ("attention", "experts", "matrices")}}
+        return {**values, **{name: list(values[name]) for name in _TUPLES}}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> KernelShapes:
@@ -94,4 +111,8 @@ class KernelShapes:
         attention = tuple(AttentionOptions(**each) for each in values["attention"])
         experts = tuple(ExpertShape(**each) for each in values["experts"])
         matrices = tuple(MatrixShape(**each) for each in values["matrices"])
-        return cls(**{**values, "attention": attention, "experts": experts, "matrices": matrices})
+        states = tuple(StateShape(**each) for each in values["states"])
+        return cls(**{**values, "attention": attention, "experts": experts, "matrices": matrices, "states": states})
+
+
+_TUPLES = ("attention", "experts", "matrices", "states")

@@ -5,6 +5,7 @@ from pallas_kernels.triton.add_and_norm import add_and_norm, refuse_add_and_norm
 from pallas_kernels.triton.choose_experts import choose_experts, refuse_choose_experts
 from pallas_kernels.triton.common import refuse_attention
 from pallas_kernels.triton.decode import decode_attention
+from pallas_kernels.triton.delta_decode import delta_decode, refuse_delta_decode
 from pallas_kernels.triton.extend import extend_attention
 from pallas_kernels.triton.float8_product import float8_product, refuse_float8_product
 from pallas_kernels.triton.float8_rows import float8_rows
@@ -35,6 +36,7 @@ BACKEND = Backend(
     Kernel(float8_rows),
     Kernel(float8_product, refuse_float8_product),
     ordered_product=Kernel(ordered_product, refuse_ordered_product),
+    delta_decode=Kernel(delta_decode, refuse_delta_decode),
     platform="gpu",
     has_interpreter=True,
 )

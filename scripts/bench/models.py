@@ -74,6 +74,53 @@ COMPILED_SHAPES = {
         "sliding_window": 2047,
         "pad_token_id": 0,
     },
+    # Three of four layers are gated delta-nets.
+    "qwen3.5-9b": _qwen3(4096, 32, 16, 12_288, head_dim=256, vocab=248_320, tied=False)
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_key_value_heads": 4,
+        "rope_theta": 10_000_000.0,
+        "max_position_embeddings": 262_144,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    # Layers attend over a latent of 576 numbers.
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 10_944,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.0,
+        "vocab_size": 102_400,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 163_840,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
 }
 
 
@@ -116,6 +163,26 @@ TINY_SHAPES = {
     "tiny-moe": _qwen3_moe(256, 2, 4, 256, 128)
     | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2},
 }
+# EAGLE-3 heads, by their models, as SpecForge stores them.
+HEADS: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12_288,
+        "vocab_size": 151_936,
+        "draft_vocab_size": 32_000,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 40_960,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    }
+}
 # As FP8 and AWQ releases describe themselves; "NAME-fp8" is a shape with the first.
 QUANTIZED = {
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
@@ -132,6 +199,13 @@ def write_config(shape: str, folder: Path) -> Path:
     write_json(
         folder / "config.json", (SHAPES | COMPILED_SHAPES | TINY_SHAPES)[plain if quantized else shape] | quantized
     )
+    return folder
+
+
+def write_head_config(model: str, folder: Path) -> Path:
+    """Writes the config.json of the head that drafts for the shape `model`; returns `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", HEADS[model])
     return folder
 
 

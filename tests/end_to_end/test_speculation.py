@@ -48,7 +48,7 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
     {"temperature": 0.0, "grammar": Grammar.regex("1 17")},
     {"temperature": 1.0, "seed": 8, "grammar": Grammar.regex("2 40")},
-    {"temperature": 1.0, "seed": 9, "allowed_token_ids": tuple(range(0, VOCAB_SIZE, 2)), "logprobs": 0},
+    {"temperature": 1.0, "seed": 9, "allowed_token_ids": tuple(range(0, 200, 2)), "logprobs": 0},
 ]
 
 
@@ -61,12 +61,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     engine.close()
 
 
-def requests() -> list[Request]:
+def requests(vocab_size: int = VOCAB_SIZE) -> list[Request]:
     """One of each kind of parameters, whose ends come at any place of a run."""
     rng = np.random.default_rng(1)
     asked = []
     for number, params in enumerate(PARAMS):
-        prompt = rng.integers(3, VOCAB_SIZE, 5 + 7 * number).tolist()
+        prompt = rng.integers(3, vocab_size, 5 + 7 * number).tolist()
         asked.append(Request(f"r{number}", prompt, SamplingParams(max_tokens=14 + number, **params)))
     return asked
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.delta import BLOCK, DeltaStates, DeltaTokens, Sequences, delta_decode, delta_extend
+from pallas_kernels.selftest.cases import state_cases
+from pallas_kernels.selftest.shapes import KernelShapes, StateShape
 from tests.plain_model import plain_recur
 
 HEADS, GROUP, KEY, VALUE, TAPS = 2, 3, 6, 5, 4
@@ -17,6 +21,7 @@ PLACES = 7
 DUMMY = PLACES - 1
 NUM_TOKENS, NUM_SEQS = 320, 6  # of a padded step
 ATOL = 5e-6
+A_MODEL = KernelShapes(2, 2, 16, 16, 32, "float32", "float32", "float32")
 
 extend = jax.jit(delta_extend)
 decode = jax.jit(delta_decode)
@@ -100,6 +105,16 @@ def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0() 
     for each, right, dummy in zip(states, kept, dummies, strict=True):
         np.testing.assert_array_equal(each[4], right)
         np.testing.assert_array_equal(each[DUMMY], dummy)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (32, 64)])
+def test_a_kernel_of_the_gpus_decodes_and_keeps_states_as_xla_does(size: tuple[int, int]) -> None:
+    shapes = replace(A_MODEL, states=(StateShape(2, 3, *size, TAPS),))
+    (case,) = state_cases(shapes)
+    for found, right in zip(case.call("triton", True), case.right(), strict=True):
+        np.testing.assert_allclose(found, right, atol=ATOL)
+    with pytest.raises(ValueError, match="states are 6 x 5; it takes a power of two from 16, by a multiple of 16"):
+        delta_decode(drawn(1, 0), stale(), jnp.zeros(1, int), jnp.zeros(1, int), backend="triton", interpret=True)
 
 
 FIELDS = ("mixed", "log_decay", "beta")

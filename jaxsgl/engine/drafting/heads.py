@@ -133,9 +133,7 @@ class HeadDrafting(Drafting):
 
     def _states(self, kv: KvBuffers, slots: jax.Array) -> jax.Array:
         """`[S, D]` at `slots [S]`, in the pages' format."""
-        page_size = kv.k[1].shape[2]
-        pages, places = page_of(slots, page_size), place_of(slots, page_size)
-        parts = [to_numbers(array[pages, :, places]) for arrays in kv.by_layer()[1:] for array in arrays]
+        parts = [to_numbers(_entries(array, slots)) for arrays in kv.by_layer()[1:] for array in arrays]
         flat = jnp.stack(parts, axis=1).reshape(len(slots), -1)
         return all_parts(flat, axis=1)[:, : self.state_size]
 
@@ -149,6 +147,18 @@ def _stored(
     k, v = arrays
     stored = store_kv(PagedKv(k, v, slots[:0], slots[:0]), parts[:, 0], parts[:, 1], slots, backend=kernels.store_kv)
     return stored.k, stored.v
+
+
+def _entries(pages: jax.Array, slots: jax.Array) -> jax.Array:
+    """`[S, K, H]` of `pages [P, K, page, H]` at `slots [S]`.
+
+    Reads rows of H numbers by their index: for a gather over P and the third axis a TPU first copies all pages, into a
+    layout with these two next to each other.
+    """
+    _, heads, page_size, width = pages.shape
+    first = page_of(slots, page_size) * (heads * page_size) + place_of(slots, page_size)
+    rows = first[:, None] + page_size * jnp.arange(heads, dtype=jnp.int32)
+    return pages.reshape(-1, width)[rows]
 
 
 def check_head(arch: EagleArch, target: ModelArch, states: LayerStates, kv_cache_dtype: str) -> None:

@@ -9,11 +9,11 @@ import dataclasses
 import math
 
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import DenseMlp
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp
 from jaxsgl.models.layers import norm_dtype, qkv_heads
 from jaxsgl.models.precision import Precision
 from pallas_kernels.kept_heads import KeptHeads
-from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape
+from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape, StateShape
 
 
 def kernel_shapes(
@@ -47,8 +47,18 @@ def kernel_shapes(
         rotates_first=arch.rotates_first,
         experts=_expert_shapes(arch, precision, num_devices),
         matrices=_matrix_shapes(arch, num_devices),
+        states=_state_shapes(arch, num_devices),
         in_fixed_order=in_fixed_order,
     )
+
+
+def _state_shapes(arch: ModelArch, num_devices: int) -> tuple[StateShape, ...]:
+    """Of the layers that keep some."""
+    nets = [layer.mixer for layer in arch.layers if isinstance(layer.mixer, DeltaNet)]
+    shapes = (
+        StateShape(net.key_heads // num_devices, net.group, net.key_size, net.value_size, net.taps) for net in nets
+    )
+    return tuple(dict.fromkeys(shapes))
 
 
 def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> tuple[ExpertShape, ...]:

@@ -122,7 +122,7 @@ def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict
 def _launches(program: Program, text: str, dumps: Path) -> dict[str, Any]:
     pages = program.cache.shape
     words = (*pages[:-1], pages[-1] // 4) if program.cache.dtype.itemsize == 1 else None  # as Triton reads float8
-    uncounted = [dims for dims in (pages, words, program.page_table) if dims is not None]
+    uncounted = [dims for dims in (pages, words, program.page_table, *program.states) if dims is not None]
     layers = None if program.num_layers is None else (program.num_donated // 2, program.num_layers)
     return launch_report(text, dumps, uncounted, layers, program.weight_bytes, program.wanted)
 
@@ -148,10 +148,11 @@ def _cache_problems(program: Program, memory: Any, hlo: str) -> list[str]:
     # The pages of a small chip are no larger than the logits of a step; what makes pages is found below in any case.
     if memory.temp_size_in_bytes >= program.cache_bytes and program.facts is None:
         problems.append(f"{memory.temp_size_in_bytes} temporary bytes could hold a cache array")
-    shape = re.escape("[" + ",".join(map(str, program.cache.shape)) + "]")
-    made_by = set(re.findall(rf"= \w+{shape}\S* ([\w-]+)\(", hlo))
-    if copies := made_by & {"copy", "copy-start", "convert", "transpose", "gather"}:
-        problems.append(f"arrays of the cache's shape are made by {', '.join(sorted(copies))}")
+    for shape, name in ((program.cache.shape, "cache"), *((shape, "states") for shape in program.states)):
+        of_shape = re.escape("[" + ",".join(map(str, shape)) + "]")
+        made_by = set(re.findall(rf"= \w+{of_shape}\S* ([\w-]+)\(", hlo))
+        if copies := made_by & {"copy", "copy-start", "convert", "transpose", "gather"}:
+            problems.append(f"arrays of the {name}'s shape are made by {', '.join(sorted(copies))}")
     return problems
 
 

@@ -44,8 +44,10 @@ class Program:
       trace: traces it; must be called inside `Target.traced_for`. An engine's takes `in_fixed_order`.
       cache: shape and dtype of one of its cache arrays, on one device.
       num_donated: number of cache arrays that it updates in place.
+      states: shapes of a layer's arrays by row, which it updates in place as well.
       on_matrix_units: whether its products must run on matrix units; float32 products stay exact, on other units.
-      num_layers: of the model that a forward program of few layers stands for; None: the program is complete.
+      num_layers: of the model that a forward program of few layers stands for; None: the program is complete, or its
+        layers are not alike.
       page_table: shape of its page table, if it has one.
       steps: the engine's steps that run it, such as "qwen3-0.6b triton decode 256 greedy".
       facts: see `Served.facts`.
@@ -67,6 +69,7 @@ class Program:
     weight_bytes: int = 0
     argument_bytes: int | None = None
     wanted: Wanted | None = None
+    states: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_step(self) -> bool:

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from bench.models import write_config
+from bench.models import HEADS, write_config, write_head_config
 from bench.targets.collectives import Wanted
 from bench.targets.programs import Program, bytes_on_one_device, on_one_device, placed, weights_on_one_device
 from bench.targets.targets import Target
@@ -26,6 +27,8 @@ from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import SpeculationConfig, VisionConfig
 from jaxsgl.engine.adapters import abstract_pool
+from jaxsgl.engine.drafting.drafters import with_drafting
+from jaxsgl.engine.drafting.heads import HeadDrafting
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.programs import Program as EngineProgram
 from jaxsgl.engine.programs import ProgramKey
@@ -35,6 +38,7 @@ from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
+from jaxsgl.models.eagle import EagleArch, abstract_head
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.lora import adaptable_modules
 from pallas_kernels import KernelChoice
@@ -46,6 +50,8 @@ MODELS = (
     "qwen3-8b-awq",
     "qwen3-30b-a3b",
     "phi3-mini",
+    "qwen3.5-9b",
+    "deepseek-v2-lite",
 )  # of `bench.models`; a model more is a line more
 ORDERED_MODELS = ("qwen3-0.6b", "qwen3-8b", "phi3-mini")  # of 16 bits, without experts
 SHARED_MODELS = (
@@ -73,7 +79,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 class Served:
     """A model as the engine would serve it on a mesh of chips: everything that its programs' shapes depend on.
 
-    `params` are shapes that lie on the mesh.
+    `params` are shapes that lie on the mesh. `head` drafts for the model, where one is in `HEADS`.
     """
 
     name: str
@@ -84,6 +90,18 @@ class Served:
     buckets: BucketSet
     params: Params
     mesh: Mesh
+    head: EagleArch | None = None
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether each layer attends by a kernel. XLA computes delta-nets, and attention over latents."""
+        return all(layer.mixer == "attention" for layer in self.arch.layers)
+
+    def backends(self, target: Target) -> tuple[str, ...]:
+        """Those of attention to compile for the target; XLA attends over latents."""
+        if self.arch.latent is not None:
+            return ("xla",)
+        return target.backends if self.mesh.size == 1 else target.backends[-1:]
 
     def bucket(self, kind: str, size: int, sampling: str) -> Bucket:
         """The bucket of a batch of the table."""
@@ -93,7 +111,8 @@ class Served:
 
     def table(self) -> Iterator[tuple[str, Bucket | EncodeBucket]]:
         """Yields the steps of the table, such as "decode 256 greedy", each with its shape."""
-        for kind, size in (*(("decode", rows) for rows in DECODE_ROWS), ("extend", EXTEND_TOKENS)):
+        rows = [rows for rows in DECODE_ROWS if rows <= self.buckets.decode_sizes[-1]]
+        for kind, size in (*(("decode", each) for each in rows), ("extend", EXTEND_TOKENS)):
             for sampling in SAMPLINGS:
                 yield f"{kind} {size} {sampling}", self.bucket(kind, size, sampling)
         if self.buckets.encode:
@@ -167,7 +186,9 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
         return None
     capacity = plan_capacity(config, arch, states, Memory(platform, static, target.memory_bytes - weights))
     shared = name if mesh.size == 1 else f"{name}-tp{mesh.size}"
-    return Served(shared, arch, dtype, states, capacity, buckets_of(config, capacity), params, mesh)
+    takes_head = name in HEADS and mesh.size == 1 and kv_cache_dtype == "auto"
+    head = EagleArch.from_folder(write_head_config(name, folder / f"{name}-head"), arch) if takes_head else None
+    return Served(shared, arch, dtype, states, capacity, buckets_of(config, capacity), params, mesh, head)
 
 
 def placed_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
@@ -210,15 +231,19 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
             program = dataclasses.replace(
                 program,
                 backend=backend,
-                num_donated=2 * COMPILED_LAYERS,
-                num_layers=model.arch.num_layers,
+                num_donated=len(jax.tree.leaves(state.kv)),
+                states=tuple({array.shape for array in jax.tree.leaves(state.running)}),
+                num_layers=model.arch.num_layers if model.has_kernels else None,
                 page_table=(key.shape.num_seqs, model.capacity.max_pages_per_seq),
-                weight_bytes=model.weight_bytes(),
+                weight_bytes=model.weight_bytes() if model.has_kernels else 0,
                 argument_bytes=bytes_on_one_device((_of_decoder(leaves), state)),
             )
         yield program
     yield from _mask_programs(spec, model, pages, facts)
-    yield from _verify_programs(spec, model, backend, pages, facts)
+    if not model.states.row_bytes:  # else nothing speculates
+        yield from _verify_programs(spec, model, backend, pages, facts)
+    if model.head is not None:
+        yield from _head_programs(spec, model, backend, pages, facts)
     if model.name == MODELS[0]:
         pool = abstract_pool(arch, adaptable_modules(arch), ADAPTER_COLUMNS, model.dtype, mesh)
         bucket = dataclasses.replace(model.bucket("decode", DECODE_ROWS[-1], "greedy"), adapter_columns=ADAPTER_COLUMNS)
@@ -242,10 +267,41 @@ def _verify_programs(
     for size in sorted(sizes):
         forward = spec.forward(model.buckets.verify(size))
         name = program_name(model, forward.key, backend)
-        yield Program(name, backend, forward.trace, pages, 2 * COMPILED_LAYERS, on_matrix_units=False, facts=facts)
+        num_arrays = len(jax.tree.leaves(spec.state.kv))
+        yield Program(name, backend, forward.trace, pages, num_arrays, on_matrix_units=False, facts=facts)
     accepting = spec.accepting(VERIFY_TOKENS)
     name = program_name(model, accepting.key, "any")
     yield Program(name, "any", accepting.trace, pages, num_donated=0, on_matrix_units=False, facts=facts)
+
+
+def _head_programs(
+    spec: ProgramSpec, model: Served, backend: str, pages: Any, facts: dict[str, int]
+) -> Iterator[Program]:
+    """Yields a verify step that keeps what an EAGLE-3 head reads, and the programs that draft after steps."""
+    assert model.head is not None
+    head = dataclasses.replace(model.head, taps=tuple(range(1, COMPILED_LAYERS)))  # of the layers that are compiled
+    graphdef, params = abstract_head(head, model.dtype, model.dtype)
+    states = dataclasses.replace(model.states, layers=model.states.layers[:COMPILED_LAYERS])
+    drafting = HeadDrafting(
+        graphdef=graphdef,
+        params=nnx.from_flat_state([(path, placed(param, model.mesh)) for path, param in nnx.to_flat_state(params)]),
+        taps=head.taps,
+        num_drafts=NUM_DRAFTS,
+        options=(head.layer.attention_options(0),),
+        like=states.layers[0],
+        state_size=head.layer.hidden_size,
+    )
+    state = abstract_state(with_drafting(states, drafting, model.capacity.num_rows), model.capacity, model.mesh)
+    spec = dataclasses.replace(spec, state=state, drafting=drafting)
+    verify, decode = model.buckets.verify(VERIFY_TOKENS), model.buckets.decode(DECODE_ROWS[1])
+    for each, num_layers in (
+        (spec.forward(verify), COMPILED_LAYERS + drafting.num_layers),
+        (spec.draft(verify), drafting.num_layers),
+        (spec.draft(decode), drafting.num_layers),
+    ):
+        shape = each.key.shape.num_tokens if isinstance(each.key.shape, Bucket) else each.key.shape
+        name = f"{model.name} eagle3 {each.key.kind or 'verify'} {shape} {backend}"
+        yield Program(name, backend, each.trace, pages, 2 * num_layers, on_matrix_units=False, facts=facts)
 
 
 def _of_decoder(params: Params) -> Params:
@@ -270,7 +326,7 @@ def programs_of_models(
         model = served(name, target, mesh, folder, kv_cache_dtype)
         if model is None:
             continue
-        for backend in target.backends if mesh.size == 1 else target.backends[-1:]:
+        for backend in model.backends(target):
             for each in engine_programs(model, backend):
                 before = found.get(each.name)
                 found[each.name] = dataclasses.replace(each, steps=(*before.steps, *each.steps)) if before else each
