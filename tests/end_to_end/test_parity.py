@@ -1,6 +1,6 @@
 """Greedy tokens equal those of transformers, whatever the page size, the chunk size, the cache and the loop.
 
-Forty-eight prompts of 1 to 700 tokens, most of which share prefixes, are submitted at once.
+Forty-eight prompts of 1 to `LONGEST` tokens, most of which share prefixes, are submitted at once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_logits
 from tests.end_to_end.offline import first_logits, outputs, serve
-from tests.grids import NIGHTLY, covering
+from tests.grids import NIGHTLY, count, covering
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("fully_optimized")]
 
 KINDS = ("llama_tied", "llama_untied_llama3_rope", "qwen2", "qwen3")
 NEW_TOKENS = 8
 UNLIMITED = -1
-CONTEXT = 720
+LONGEST = count(350, 700)
+CONTEXT = LONGEST + 20
 # One of each family, page size and chunk.
 DAILY = [("llama_untied_llama3_rope", 16, 64), ("qwen2", 64, UNLIMITED), ("qwen3", 1, 64)]
 POINTS = covering(KINDS, [1, 16, 64], [64, UNLIMITED]) if NIGHTLY else DAILY
@@ -35,12 +36,14 @@ LOOPS = [(radix, overlap) for radix in (True, False) for overlap in (True, False
 
 
 def prompts() -> list[list[int]]:
-    """Three texts of 700 tokens, cut at many places, some with another ending; and prompts that share nothing."""
+    """Three texts of `LONGEST` tokens, cut at many places, some with another ending; and prompts that share nothing."""
     rng = random.Random(5)
-    texts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(700)] for _ in range(3)]
-    lengths = [1, 2, 15, 16, 17, 63, 64, 65, 100, 128, 300, 512, 699, 700]
+    texts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(LONGEST)] for _ in range(3)]
+    lengths = [1, 2, 15, 16, 17, 63, 64, 65, 100, 128, 300, (300 + LONGEST) // 2, LONGEST - 1, LONGEST]
     shared = [text[:length] for text in texts for length in lengths]
-    own_ends = [texts[0][:n] + [rng.randrange(3, VOCAB_SIZE) for _ in range(7)] for n in (30, 64, 333, 690)]
+    own_ends = [
+        texts[0][:n] + [rng.randrange(3, VOCAB_SIZE) for _ in range(7)] for n in (30, 64, LONGEST // 2, LONGEST - 10)
+    ]
     return [*shared, *own_ends, [5], texts[1][:64]]
 
 
