@@ -175,6 +175,7 @@ def test_scores_of_a_prompt_are_those_of_the_prompt_alone(engine: Engine) -> Non
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="an engine for each point of the grid")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["bfloat16", "mixture", "int8", "mixture of int4", "float8 cache"])
 def test_chunks_rows_pools_and_pages_leave_no_trace(kind: str, tmp_path: Path) -> None:
     requests = requests_of(logprobs=3)
