@@ -20,7 +20,7 @@ FLAGS = (
     "--max-running-requests", "32", "--decode-buckets", "4,32", "--extend-buckets", "64", "--context-length", "48",
     "--chunked-prefill-size", "64", "--max-total-tokens", "2048", "--page-size", "4", "--check-every-step",
 )  # fmt: skip
-SETS = 8_000
+SETS = 4_000
 AT_ONCE = 24
 
 

@@ -268,9 +268,9 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", range(count(1, 3)))
+@pytest.mark.parametrize("part", range(count(1, 2)))
 def test_what_was_taken_of_any_resource_is_given_back_in_every_end(part: int) -> None:
-    """By night 4,500 histories, in parts that are drawn anew."""
+    """By night 3,000 histories, in parts that are drawn anew."""
     check_histories(lambda choices: History(choices).play(), count(25, 1_500), NUM_BYTES)
 
 
