@@ -13,14 +13,17 @@ ValueT = TypeVar("ValueT")
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Enough points of the axes' product that any two values of two axes meet in one of them; by night, all points.
+    """Points of `covering`; by night, all points of the axes' product, in the same order."""
+    return list(itertools.product(*axes)) if NIGHTLY else covering(*axes)
+
+
+def covering(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Enough points of the axes' product that any two values of two axes meet in one of them, by day and by night.
 
     They are the same in every run, in the product's order: a fixture that is costly to set up belongs on the first
     axis.
     """
-    points = list(itertools.product(*map(range, map(len, axes))))
-    if not NIGHTLY:
-        points = _cover(points)
+    points = _cover(list(itertools.product(*map(range, map(len, axes)))))
     return [tuple(axis[i] for axis, i in zip(axes, point, strict=True)) for point in points]
 
 

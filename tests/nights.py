@@ -20,7 +20,7 @@ from pathlib import Path
 COSTS = Path(__file__).with_name("night_costs.json")
 UNKNOWN_S = 0.1
 LEAST_S = 0.5  # functions whose items take less are not listed
-SOAK_S = 300  # in place of an hour, in slices
+SOAK_S = 120  # in place of an hour, in slices
 
 
 def parse(text: str) -> tuple[int, int]:

@@ -21,4 +21,5 @@ def test_by_day_any_two_values_of_two_axes_meet(monkeypatch: pytest.MonkeyPatch)
 def test_by_night_all_points_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grids, "NIGHTLY", True)
     assert grids.pairwise(*AXES) == list(itertools.product(*AXES))
+    assert len(grids.covering(*AXES)) <= 15
     assert grids.daily("abcde", every=2) == list("abcde") and grids.count(3, 30) == 30

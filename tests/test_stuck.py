@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import NIGHTLY
+
 ROOT = Path(__file__).parent.parent
 STUCK = """
 import ctypes
@@ -26,7 +28,7 @@ def test_after_it():
 pytestmark = pytest.mark.server
 
 
-@pytest.mark.parametrize("num_stuck", [1, 2])
+@pytest.mark.parametrize("num_stuck", [2, *[1] * NIGHTLY])
 def test_stuck_tests_fail_once_and_the_others_run(num_stuck: int, tmp_path: Path) -> None:
     """Also if both workers end at the same time, or the last one, with nothing left to do."""
     for number in range(4):

@@ -46,8 +46,11 @@ ORDER = (
     "scripts",
     "frontend",
 )
-# Files whose servers run the same programs: one worker runs them, one after the other, and compiles these once.
-TOGETHER = {"tests/end_to_end/test_load.py": "tests/end_to_end/test_apis.py"}
+# Files that share a server or a model (tests/end_to_end/conftest.py): one worker runs them, one after the other.
+TOGETHER = {"tests/end_to_end/test_llm.py": "tests/end_to_end/test_bundled_model.py"} | {
+    f"tests/end_to_end/test_{name}.py": "tests/end_to_end/test_apis.py"
+    for name in ("clients_tools", "fuzz", "load", "serve")
+}
 
 _OWN_TIER = re.compile(rf"^pytestmark = .*\bpytest\.mark\.({'|'.join(TIERS)})\b", re.MULTILINE)
 

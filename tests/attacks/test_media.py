@@ -151,7 +151,7 @@ def test_files_with_random_changes_are_taken_or_refused(served: Served) -> None:
     originals = files()
     Path("/proc/self/clear_refs").write_text("5")
     before, statuses = memory_bytes("VmRSS"), set[int]()
-    for number in range(count(70, 3000)):
+    for number in range(count(70, 2000)):
         content, is_video = originals[number % len(originals)]
         url = data_url(mutated(rng, content), "video/mp4" if is_video else "image/png")
         status, text = served.chat(video_part(url) if is_video else image_part(url))

@@ -160,7 +160,7 @@ def test_no_change_of_a_file_ends_a_start_or_brings_a_wrong_page(tmp_path: Path)
     kv_file.save(host, path, PAGE_SIZE)
     data, num_taken = path.read_bytes(), 0
     right = {page.name: host.read([page])[0] for page in host.all()}
-    for _ in range(count(400, 20_000)):
+    for _ in range(count(400, 8_000)):
         changed = bytearray(data)
         for _ in range(rng.randint(1, 3)):
             place = rng.choice((rng.randrange(len(changed)), len(changed) - 1 - rng.randrange(300)))

@@ -88,12 +88,12 @@ def environment() -> str:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[str]:
+def server(flags: Sequence[str] = ()) -> Iterator[str]:
     """A server of the bundled model, until the block ends; gives its URL."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        flags = ("--port", "0", "--grpc-port", "0", "--tool-call-parser", "hermes")
-        command = [sys.executable, "-m", "jaxsgl.serve", *flags]
+        common = ("--port", "0", "--grpc-port", "0", "--tool-call-parser", "hermes")
+        command = [sys.executable, "-m", "jaxsgl.serve", *common, *flags]
         with log.open("wb") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
         try:

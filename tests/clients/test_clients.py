@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Iterator
 
 import pytest
 
-from tests.clients.run import HERE, NAMES
+from tests.clients.run import NAMES, environment, row, run, server
+from tests.end_to_end.servers import COMMON_FLAGS
 from tests.grids import NIGHTLY
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    return environment()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with server(COMMON_FLAGS) as url:
+        yield url
 
 
 @pytest.mark.timeout(3600)  # installs them, the first time
 @pytest.mark.skipif(not NIGHTLY, reason="their packages are installed by night")
-def test_every_case_of_every_client_passes() -> None:
-    done = subprocess.run([sys.executable, str(HERE / "run.py")], capture_output=True, text=True)
-    rows = done.stdout.splitlines()
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-5000:]}"
-    assert [row.split()[0] for row in rows] == list(NAMES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_case_of_a_client_passes(python: str, url: str, name: str) -> None:
+    found = run(python, name, url)
+    assert found and not any(found.values()), row(name, found)

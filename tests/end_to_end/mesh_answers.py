@@ -118,16 +118,19 @@ def _speculated(
     speculation = llm._scheduler.ranks[0].state.speculation
     assert isinstance(speculation, Speculating)
     truth = lambda request: known[tuple(request.prompt_ids)]  # noqa: E731
+    own = speculation._drafter_of
     speculation._drafter_of = knowing(truth, "half", llm.engine.capacity.vocab_size)
     speculation._costs = StepCosts()  # any number of drafts pays
     completions = llm.generate(prompts, params, use_tqdm=False)
+    speculation._drafter_of = own
     accepted = sum(each.speculated.accepted_tokens for each in completions)
     return {"token_ids": [each.token_ids for each in completions], "accepted": accepted}
 
 
 def _tokens(llm: LLM) -> list[list[int]]:
     prompts = [prompt for prompt, _ in REQUESTS[:3]]
-    return [list(each.token_ids) for each in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    answers = llm.generate(prompts, GREEDY, use_tqdm=False, speculative=False)
+    return [list(each.token_ids) for each in answers]
 
 
 def _public(completion: Completion) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from jaxsgl.requests.request import SamplingParams
 from tests import numpy_sampling
 from tests.end_to_end.apis import PATIENCE_S, Answer, Api, OwnGrpc, Prompt, Sample, events_of, ids_of
 from tests.end_to_end.openai_apis import OpenAIChat, OpenAICompletions
-from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, check_log, running_server
+from tests.end_to_end.servers import RunningServer
 from tests.end_to_end.sglang_apis import SglangGrpc, SglangHttp
+from tests.grids import count
 
 EOS = frozenset({1023, 1021})
 TOLERANCE = 1e-3
@@ -35,22 +36,15 @@ Reference: TypeAlias = Callable[[Sequence[int]], np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("server"), COMMON_FLAGS) as running:
-        yield running
-        check_log(running)
-
-
-@pytest.fixture(scope="module")
-def http(server: RunningServer) -> Iterator[httpx.Client]:
+def http(shared_server: RunningServer) -> Iterator[httpx.Client]:
     limits = httpx.Limits(max_connections=64)
-    with httpx.Client(base_url=f"http://{server.http_address}", timeout=PATIENCE_S, limits=limits) as client:
+    with httpx.Client(base_url=f"http://{shared_server.http_address}", timeout=PATIENCE_S, limits=limits) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def apis(server: RunningServer, http: httpx.Client) -> Iterator[dict[str, Api]]:
-    with grpc.insecure_channel(server.address) as channel:
+def apis(shared_server: RunningServer, http: httpx.Client) -> Iterator[dict[str, Api]]:
+    with grpc.insecure_channel(shared_server.address) as channel:
         yield {
             "completions": OpenAICompletions(http),
             "chat": OpenAIChat(http),
@@ -136,12 +130,10 @@ def assert_same(one: Answer, other: Answer) -> None:
             assert [*chain(*first)] == pytest.approx([*chain(*second)], abs=TOLERANCE), name
 
 
-def test_streamed_and_whole_answers_of_a_hundred_random_requests_are_the_same(
-    apis: dict[str, Api], http: httpx.Client
-) -> None:
+def test_streamed_and_whole_answers_of_random_requests_are_the_same(apis: dict[str, Api], http: httpx.Client) -> None:
     rng = random.Random(1)
     requests = []
-    for number in range(100):
+    for number in range(count(50, 100)):
         kind = KINDS[number % len(KINDS)]
         requests.append((apis[kind], random_prompt(rng, kind, http), random_params(rng, kind)))
     both = [(*request, stream) for request in requests for stream in (False, True)]

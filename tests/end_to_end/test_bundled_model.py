@@ -17,25 +17,24 @@ from jaxsgl.config.engine import BUNDLED_MODEL
 from jaxsgl.offline.llm import LLM
 from jaxsgl.wiring import whole
 from tests import numpy_sampling
+from tests.end_to_end.conftest import bundled_model
 from tests.end_to_end.precision import EXACT, NARROW
 from tests.end_to_end.texts import filler
 
 pytestmark = pytest.mark.device
 
 GREEDY = jaxsgl.SamplingParams(temperature=0.0, max_tokens=220)
-CHUNK = 128
 SCORE_ERRORS = {EXACT: (0.0, 1e-3), NARROW: (1e-3, 0.5)}  # bounds of the largest error; scores spread over 20
 
 
 @pytest.fixture(scope="module", params=[EXACT, NARROW])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    yield jaxsgl.LLM(
-        dtype=request.param,
-        max_running_requests=16,
-        decode_buckets=(1, 16),
-        extend_buckets=(32, CHUNK),
-        chunked_prefill_size=CHUNK,
-    )
+    if request.param == EXACT:
+        yield request.getfixturevalue("bundled")
+        return
+    llm = bundled_model(request.param)
+    yield llm
+    llm.close()
 
 
 def ask(llm: LLM, *questions: str, system: str | None = None) -> list[str]:

@@ -17,9 +17,8 @@ from langchain_openai import ChatOpenAI
 from openai.types.chat import ChatCompletionMessage
 from pydantic import BaseModel, SecretStr
 
-from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, check_log, running_server
+from tests.end_to_end.servers import RunningServer
 
-FLAGS = (*COMMON_FLAGS, "--tool-call-parser", "hermes")
 QUESTION: Any = [{"role": "user", "content": "Give me JSON for Anna, 31, Paris"}]
 MAX_TOKENS = 120
 
@@ -47,15 +46,8 @@ NAMED: Any = {"type": "function", "function": {"name": "set_city"}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("server"), FLAGS) as running:
-        yield running
-        check_log(running)
-
-
-@pytest.fixture(scope="module")
-def url(server: RunningServer) -> str:
-    return f"http://{server.http_address}/v1"
+def url(shared_server: RunningServer) -> str:
+    return f"http://{shared_server.http_address}/v1"
 
 
 @pytest.fixture(scope="module")

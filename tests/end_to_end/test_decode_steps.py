@@ -13,6 +13,7 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve
+from tests.grids import NIGHTLY
 
 pytestmark = pytest.mark.device
 
@@ -58,6 +59,7 @@ def random_requests() -> list[Request]:
     return requests
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="an engine of its own; by day test_hybrids.py and test_same_bits.py")
 @pytest.mark.parametrize("retract_every", [None, 5])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_are_those_of_single_steps(engine: Engine, overlap: bool, retract_every: int | None) -> None:

@@ -20,7 +20,7 @@ FLAGS = (
     "--max-running-requests", "32", "--decode-buckets", "4,32", "--extend-buckets", "64", "--context-length", "48",
     "--chunked-prefill-size", "64", "--max-total-tokens", "2048", "--page-size", "4", "--check-every-step",
 )  # fmt: skip
-SETS = 20_000
+SETS = 4_000
 AT_ONCE = 24
 
 
@@ -42,7 +42,7 @@ async def send_all(server: RunningServer, seed: int, num_sets: int) -> Counter[o
 
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not NIGHTLY, reason="takes minutes; tests/frontend/test_edges.py sends fewer, by day")
-def test_twenty_thousand_random_sets_leave_the_server_up(tmp_path: Path) -> None:
+def test_thousands_of_random_sets_leave_the_server_up(tmp_path: Path) -> None:
     with running_server(tmp_path, FLAGS) as server:
         statuses = asyncio.run(send_all(server, 20_000, SETS))
         metrics = httpx.get(f"http://{server.http_address}/metrics").text

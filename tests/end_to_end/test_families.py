@@ -32,12 +32,12 @@ from tests.checkpoints import (
     reference_logits,
 )
 from tests.end_to_end.offline import first_logits, outputs, serve
-from tests.grids import NIGHTLY, daily
+from tests.grids import NIGHTLY
 from tests.plain_model import mesh_of, plain_logits
 
 pytestmark = pytest.mark.device
 
-# By day every third one. The logits of all are compared in tests/models/test_parity.py.
+# The logits of all are compared in tests/models/test_parity.py.
 KINDS = (
     "phi3", "mistral", "olmo2", "olmo3", "glm4", "smollm3", "gemma2", "gemma3", "glm4_moe", "qwen3_moe", "mixtral",
     "gpt_oss", "qwen2_moe", "minimax_m2", "exaone4", "ernie4_5_moe", "granite", "hunyuan", "olmoe", "gemma", "seed_oss",
@@ -70,11 +70,10 @@ def logits_of(folder: Path, sequences: Sequence[Sequence[int]]) -> np.ndarray:
     return logits
 
 
-# Each kind with the page size and the chunk; by night with others, too.
-POINTS = [
-    *((kind, 8, 32) for kind in daily(KINDS, every=7)),
-    *((kind, page_size, chunk) for kind in KINDS for page_size, chunk in ((1, 64), (16, UNLIMITED)) if NIGHTLY),
-]
+# Page sizes and chunks in turn; by day windows, and latents with groups of experts.
+TURNS = ((8, 32), (1, 64), (16, UNLIMITED))
+DAILY = [("gemma3", 8, 32), ("deepseek_v3", 8, 32)]
+POINTS = [(kind, *TURNS[number % 3]) for number, kind in enumerate(KINDS)] if NIGHTLY else DAILY
 
 
 @pytest.mark.parametrize(("kind", "page_size", "chunk"), POINTS)
@@ -120,6 +119,11 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(
             np.testing.assert_allclose(first_logits(engine, request.prompt_ids), logits[2 * i][length - 1], atol=ATOL)
     assert engine.recompiles == 0
     engine.close()
+
+
+def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        ModelArch.from_folder(tmp_path)
 
 
 def test_the_servers_context_limit_reaches_the_ropes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

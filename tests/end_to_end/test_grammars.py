@@ -28,7 +28,7 @@ from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, check_log, run
 from tests.grids import NIGHTLY, count
 
 ROWS = 64 if NIGHTLY else 8
-NUM_SCHEMAS, NUM_REGEXES, NUM_FREE = count(12, 300), count(6, 100), count(6, 100)
+NUM_SCHEMAS, NUM_REGEXES, NUM_FREE = count(12, 150), count(6, 50), count(6, 50)
 LARGE_FLAGS = (
     *EXACT_FLAGS, "--page-size", "16", "--max-total-tokens", "16384", "--max-running-requests", "64",
     "--decode-buckets", "64", "--extend-buckets", "512", "--chunked-prefill-size", "256",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import time
@@ -18,6 +19,7 @@ from tests.end_to_end.hosts import GONE_S, Hosts, running_hosts
 from tests.end_to_end.precision import EXACT_FLAGS
 from tests.end_to_end.servers import running_server
 from tests.grids import NIGHTLY, count
+from tests.text.small_tokenizers import byte_level, save
 
 MODEL: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 65536}
 FLAGS = (
@@ -62,7 +64,9 @@ def weight_mb(log: str) -> float:
 
 @pytest.mark.timeout(900)
 def test_two_hosts_give_the_tokens_of_one_and_a_host_that_is_asked_to_stop_drains_all(tmp_path: Path) -> None:
-    flags = [*FLAGS, "--tp", "2"]
+    model = make_checkpoint("qwen3", tmp_path / "model", **{**MODEL, "intermediate_size": 8192, "vocab_size": 416})
+    save(byte_level(), model)
+    flags = ["--model", str(model), *FLAGS, "--tp", "2"]
     rounds = count(1, 150)
     with running_server(tmp_path, flags) as server:
         alone = tokens(f"http://{server.http_address}", rounds)
@@ -75,10 +79,10 @@ def test_two_hosts_give_the_tokens_of_one_and_a_host_that_is_asked_to_stop_drain
         assert hosts.metric("jaxsgl:host_up") == {"0": 1, "1": 1}
         assert max(hosts.metric("jaxsgl:host_silent_seconds").values()) < SILENT_S
         read = [weight_mb(host.log) for host in hosts.hosts]
-        long = threads.submit(hosts.ask, input_ids=[1, 2, 3], sampling_params={**GREEDY, "max_new_tokens": 300})
+        long = threads.submit(hosts.ask, input_ids=[1, 2, 3], sampling_params={**GREEDY, "max_new_tokens": 450})
         time.sleep(0.2)
         hosts.hosts[1].send(signal.SIGTERM, to_engine=False)
-        assert len(long.result().raise_for_status().json()["output_ids"]) == 300
+        assert len(long.result().raise_for_status().json()["output_ids"]) == 450
         assert hosts.statuses(GONE_S + SLACK_S) == [0, 0]
         logs = [host.log for host in hosts.hosts]
     assert read[0] == read[1] <= 1.01 * read_alone / 2 + 0.1, (read, read_alone)  # MB are shown with one decimal
@@ -128,15 +132,19 @@ def test_a_host_that_dies_or_stands_still_ends_all_and_open_requests_get_its_nam
 
 @pytest.mark.skipif(not NIGHTLY, reason="minutes; by night")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("number,rank,to_engine", [each for each in DEATHS if each[2]])
-def test_idle_hosts_live_on_until_one_dies_or_stands_still(
-    number: signal.Signals, rank: int, to_engine: bool, tmp_path: Path
-) -> None:
-    with running_hosts(tmp_path, 2, [*FLAGS, "--tp", "2"]) as hosts:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_idle_hosts_live_on_until_one_dies_or_stands_still(number: signal.Signals, tmp_path: Path) -> None:
+    """Two pairs idle at the same time; of one the first host's engine gets the signal, of the other the second's."""
+    with contextlib.ExitStack() as stack:
+        pairs = []
+        for rank in (0, 1):
+            (tmp_path / str(rank)).mkdir()
+            pairs.append(stack.enter_context(running_hosts(tmp_path / str(rank), 2, [*FLAGS, "--tp", "2"])))
         time.sleep(IDLE_S)
-        assert hosts.ask(input_ids=[1, 2], sampling_params=GREEDY).status_code == 200
-        hosts.hosts[rank].send(number, to_engine)
-        assert 0 not in hosts.statuses(SILENT_S + SLACK_S + GONE_S)
+        for rank, hosts in enumerate(pairs):
+            assert hosts.ask(input_ids=[1, 2], sampling_params=GREEDY).status_code == 200
+            hosts.hosts[rank].send(number, to_engine=True)
+            assert 0 not in hosts.statuses(SILENT_S + SLACK_S + GONE_S)
 
 
 def wait_until_it_runs(hosts: Hosts) -> None:

@@ -22,7 +22,8 @@ ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZAT
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", HYBRID_KINDS)
 def test_two_devices_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(kind, tmp_path, seed=3)
+    layers = ["linear_attention", "full_attention"]
+    folder = make_checkpoint(kind, tmp_path, seed=3, num_hidden_layers=len(layers), layer_types=layers)
     done = subprocess.run(
         [sys.executable, "-m", "tests.end_to_end.hybrid_mesh", str(folder)],
         capture_output=True, text=True, env=ENVIRONMENT, cwd=Path(__file__).parents[2],

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from tests.checkpoints import make_checkpoint
 from tests.end_to_end.servers import COMMON_FLAGS, check_log, running_server
 
 FLAGS = (
@@ -19,8 +20,8 @@ FLAGS = (
     "--host-kv-write-policy",
     "write_through",
 )
-PROMPT = [5 + i * 7 % 900 for i in range(400)]
-OTHERS = [[5 + (i * 11 + first) % 900 for i in range(400)] for first in range(1, 6)]
+PROMPT = [5 + i * 7 % 240 for i in range(400)]
+OTHERS = [[5 + (i * 11 + first) % 240 for i in range(400)] for first in range(1, 6)]
 
 
 def ask(http: httpx.Client, prompt: list[int]) -> dict[str, Any]:
@@ -33,9 +34,11 @@ def ask(http: httpx.Client, prompt: list[int]) -> dict[str, Any]:
 
 def test_prefixes_come_back_from_host_memory_and_from_the_file_of_the_start_before(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
+    model = make_checkpoint("qwen3", tmp_path / "model")
+    flags = (*FLAGS, "--model", str(model), "--kv-file", str(kept))
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-    with running_server(tmp_path / "first", (*FLAGS, "--kv-file", str(kept))) as server:
+    with running_server(tmp_path / "first", flags) as server:
         with httpx.Client(base_url=f"http://{server.http_address}", timeout=60.0) as http:
             first = ask(http, PROMPT)
             assert first["meta_info"]["cached_tokens"] == 0
@@ -49,7 +52,7 @@ def test_prefixes_come_back_from_host_memory_and_from_the_file_of_the_start_befo
         check_log(server)
     (file,) = kept.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
-    with running_server(tmp_path / "second", (*FLAGS, "--kv-file", str(kept))) as server:
+    with running_server(tmp_path / "second", flags) as server:
         with httpx.Client(base_url=f"http://{server.http_address}", timeout=60.0) as http:
             found = ask(http, PROMPT)
             assert found["output_ids"] == first["output_ids"]

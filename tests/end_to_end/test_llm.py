@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,21 +12,15 @@ from tqdm import tqdm
 import jaxsgl
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.offline.llm import LLM
-from tests.end_to_end.precision import EXACT
 
 pytestmark = pytest.mark.device
 
 
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return jaxsgl.LLM(
-        dtype=EXACT,
-        max_running_requests=4,
-        decode_buckets=(4,),
-        extend_buckets=(64, 512),
-        chunked_prefill_size=512,
-        max_queued_requests=1,
-    )
+def llm(bundled: LLM) -> Iterator[LLM]:
+    before = bundled.engine.recompiles
+    yield bundled
+    assert bundled.engine.recompiles == before
 
 
 GREEDY = jaxsgl.SamplingParams(temperature=0.0, max_tokens=32)
@@ -196,7 +190,6 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_outputs_that_it_repeats(
         [entry.logprob for entry in of_answer], [entry.logprob for entry in answer.logprobs], atol=1e-3
     )
     assert [entry.top[0][0] for entry in of_answer] == answer.token_ids
-    assert llm.engine.recompiles == 0
 
 
 def test_a_bar_of_the_callers_own_counts_the_answers(llm: LLM) -> None:

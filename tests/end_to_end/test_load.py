@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.end_to_end.servers import COMMON_FLAGS, check_log, running_server
+from tests.end_to_end.servers import RunningServer
 from tests.scripts.running import run_command
 
 CONVERSATIONS = (
@@ -14,13 +14,14 @@ CONVERSATIONS = (
 )  # fmt: skip
 
 
-def test_conversations_find_their_earlier_turns_in_the_cache(tmp_path: Path) -> None:
+def test_conversations_find_their_earlier_turns_in_the_cache(shared_server: RunningServer, tmp_path: Path) -> None:
     """All but the question of a turn has been served before; its whole pages are cached."""
     out = tmp_path / "out.jsonl"
-    with running_server(tmp_path, COMMON_FLAGS) as server:
-        for backend, address in (("jaxsgl-grpc", server.address), ("sglang", f"http://{server.http_address}")):
-            run_command("bench", "--backend", backend, "--base-url", address, "--output-file", out, *CONVERSATIONS)
-        check_log(server)
+    for backend, address in (
+        ("jaxsgl-grpc", shared_server.address),
+        ("sglang", f"http://{shared_server.http_address}"),
+    ):
+        run_command("bench", "--backend", backend, "--base-url", address, "--output-file", out, *CONVERSATIONS)
     for found in map(json.loads, out.read_text().splitlines()):
         assert found["completed"] == 9 and found["total_output_tokens"] == 9 * 20
         assert found["total_cached_tokens"] >= 0.5 * found["total_input_tokens"]

@@ -17,7 +17,7 @@ import pytest
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.lora_answers import ALLOWED
 from tests.end_to_end.servers import RunningServer, check_log, running_server
-from tests.grids import NIGHTLY
+from tests.grids import NIGHTLY, count
 from tests.weights.peft_adapters import ATTENTION, MLP, make_adapter
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ FLAGS = (
 
 def test_devices_that_share_a_model_and_its_adapters_give_the_answers_of_one(tmp_path: Path) -> None:
     """By night four, too, which have copies of two kv heads; and weights in int8."""
-    model = make_checkpoint("qwen3", tmp_path / "model", num_attention_heads=8)
+    model = make_checkpoint("qwen3", tmp_path / "model", num_attention_heads=8, num_hidden_layers=count(1, 2))
     adapters = {
         "all": str(make_adapter(model, tmp_path / "all", modules=ATTENTION + MLP, r=8)),
         "kv": str(make_adapter(model, tmp_path / "kv", modules=["k_proj", "v_proj", "down_proj"], seed=1)),

@@ -31,6 +31,9 @@ SIZES: dict[str, Any] = {
     "extend_buckets": (128,), "chunked_prefill_size": 128, "dtype": "float32",
 }  # fmt: skip
 VISION: dict[str, Any] = {"mm_pool_tokens": 256, "mm_max_patches": 256}
+BY_NIGHT = pytest.mark.skipif(
+    not NIGHTLY, reason="starts a server; by day test_scenario.py has pictures and the gateway"
+)
 ROUND, ODD = picture(96, 64), picture(123, 77, seed=1)  # the second one must be resized
 
 
@@ -84,6 +87,7 @@ def ask(client: openai.OpenAI, *pictures: Image.Image) -> tuple[str, list[float]
     return choice.message.content or "", logprobs, usage.prompt_tokens, cached
 
 
+@BY_NIGHT
 @pytest.mark.parametrize(
     "pictures", [(ROUND,), (ROUND, picture(64, 128, seed=2)), (ODD,)], ids=["one", "two", "resized"]
 )
@@ -99,6 +103,7 @@ def test_a_chat_about_pictures_through_the_gateway_equals_the_direct_one(
         assert again[3] >= num_tokens - 5, "its patches have the same names as ours, so all but a page was cached"
 
 
+@BY_NIGHT
 def test_another_picture_is_seen(clients: Clients) -> None:
     """The demo's words hardly depend on the picture, but their probabilities do."""
     one, other = ask(clients.direct, ROUND), ask(clients.direct, picture(96, 64, seed=5))
@@ -106,6 +111,7 @@ def test_another_picture_is_seen(clients: Clients) -> None:
     assert other[3] == 4, "the page before the picture is shared, and no other"
 
 
+@BY_NIGHT
 def test_texts_are_answered_as_the_bundled_model_does(clients: Clients) -> None:
     for client in (clients.direct, clients.gateway):
         messages: Any = [{"role": "user", "content": "What is 3 + 4?"}]

@@ -1,6 +1,6 @@
 """Greedy tokens equal those of transformers, whatever the page size, the chunk size, the cache and the loop.
 
-Forty-eight prompts of 1 to 700 tokens, most of which share prefixes, are submitted at once.
+Forty-eight prompts of 1 to `LONGEST` tokens, most of which share prefixes, are submitted at once.
 """
 
 from __future__ import annotations
@@ -19,23 +19,30 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.requests.request import Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_logits
 from tests.end_to_end.offline import first_logits, outputs, serve
-from tests.grids import daily, pairwise
+from tests.grids import NIGHTLY, count, covering
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("fully_optimized")]
 
 KINDS = ("llama_tied", "llama_untied_llama3_rope", "qwen2", "qwen3")
 NEW_TOKENS = 8
 UNLIMITED = -1
-CONTEXT = 720
+LONGEST = count(350, 700)
+CONTEXT = LONGEST + 20
+# One of each family, page size and chunk.
+DAILY = [("llama_untied_llama3_rope", 16, 64), ("qwen2", 64, UNLIMITED), ("qwen3", 1, 64)]
+POINTS = covering(KINDS, [1, 16, 64], [64, UNLIMITED]) if NIGHTLY else DAILY
+LOOPS = [(radix, overlap) for radix in (True, False) for overlap in (True, False) if NIGHTLY or radix == overlap]
 
 
 def prompts() -> list[list[int]]:
-    """Three texts of 700 tokens, cut at many places, some with another ending; and prompts that share nothing."""
+    """Three texts of `LONGEST` tokens, cut at many places, some with another ending; and prompts that share nothing."""
     rng = random.Random(5)
-    texts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(700)] for _ in range(3)]
-    lengths = [1, 2, 15, 16, 17, 63, 64, 65, 100, 128, 300, 512, 699, 700]
+    texts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(LONGEST)] for _ in range(3)]
+    lengths = [1, 2, 15, 16, 17, 63, 64, 65, 100, 128, 300, (300 + LONGEST) // 2, LONGEST - 1, LONGEST]
     shared = [text[:length] for text in texts for length in lengths]
-    own_ends = [texts[0][:n] + [rng.randrange(3, VOCAB_SIZE) for _ in range(7)] for n in (30, 64, 333, 690)]
+    own_ends = [
+        texts[0][:n] + [rng.randrange(3, VOCAB_SIZE) for _ in range(7)] for n in (30, 64, LONGEST // 2, LONGEST - 10)
+    ]
     return [*shared, *own_ends, [5], texts[1][:64]]
 
 
@@ -68,7 +75,7 @@ def expected_tokens(checkpoint: Path) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize(("kind", "page_size", "chunk"), daily(pairwise(KINDS, [1, 16, 64], [64, UNLIMITED]), every=3))
+@pytest.mark.parametrize(("kind", "page_size", "chunk"), POINTS)
 def test_greedy_tokens_equal_those_of_transformers(
     checkpoint_of: Callable[[str], Path],
     expected_of: Callable[[Path], list[list[int]]],
@@ -95,10 +102,9 @@ def test_greedy_tokens_equal_those_of_transformers(
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts())]
     assert len(requests) >= 48
-    for radix in (True, False):
-        for overlap in (True, False):
-            mailbox = serve(engine, [requests], radix=radix, overlap=overlap)
-            assert outputs(mailbox, requests) == expected, (radix, overlap)
+    for radix, overlap in LOOPS:
+        mailbox = serve(engine, [requests], radix=radix, overlap=overlap)
+        assert outputs(mailbox, requests) == expected, (radix, overlap)
     for prompt in (requests[i].prompt_ids for i in (0, 4, 7, 10, 13)):
         difference = np.abs(first_logits(engine, prompt) - reference_logits(checkpoint, prompt)[-1].numpy())
         assert difference.max() < 1e-3

@@ -17,13 +17,13 @@ from tests.grids import count
 
 pytestmark = pytest.mark.device
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = count(60, 200)
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"), seed=3)
-    return small_pool(folder, decode_buckets=(1, 3, 6), extend_buckets=(16, 48))
+    return small_pool(folder, decode_buckets=(1, 6), extend_buckets=(16, 48))
 
 
 def random_params(rng: random.Random, seed: int) -> SamplingParams:
@@ -84,13 +84,13 @@ CONFIGS = [
 @pytest.mark.parametrize(
     ("seed", "overlap"), [(i % len(CONFIGS), i % 2 == 0) for i in range(count(len(CONFIGS), 2 * len(CONFIGS)))]
 )
-def test_two_hundred_random_requests_yield_their_unbatched_tokens_without_a_recompile(
+def test_random_requests_yield_their_unbatched_tokens_without_a_recompile(
     engine: Engine, seed: int, overlap: bool
 ) -> None:
     """With any policy, mixed steps, forced retraction, preemption and pauses leave no trace in the tokens."""
     rng = random.Random(seed + 100)
     requests = random_requests(seed)
-    aborted = {request.request_id for request in rng.sample(requests, 30)}
+    aborted = {request.request_id for request in rng.sample(requests, NUM_REQUESTS // 7)}
     script: list[list[ToEngine]] = []
     for request in requests:
         script += [[] for _ in range(rng.randint(0, 2))]

@@ -1,4 +1,4 @@
-"""Replicas on real servers: the tokens of one device, and each shared prefix computed on one of them."""
+"""Replicas on real servers: the tokens of one model, and each shared prefix computed on one of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from tests.checkpoints import OF_FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.servers import check_log, running_server
+from tests.end_to_end.test_families import logits_of
 from tests.grids import NIGHTLY, count
 
 VOCAB = min(VOCAB_SIZE, OF_FAMILIES["vocab_size"])
@@ -81,15 +82,15 @@ def test_replicas_compute_each_shared_prefix_once(
     assert min(of_replicas) > sum(of_replicas) / 4, "both replicas work"
 
 
-def test_replicas_of_two_devices_each_give_the_tokens_of_one_device(
-    checkpoint: Path,
-    tmp_path: Path,
-    alone: tuple[list[list[int]], float, list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+def test_replicas_of_two_devices_each_give_the_tokens_of_transformers(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where requests are retracted and prompts are extended beside decodes."""
     monkeypatch.setenv("JAXSGL_TEST_RETRACT", "4")
     flags = ["--tp", "2", "--dp-size", "2", "--max-total-tokens", "800", "--enable-mixed-chunk"]
     tokens, _, of_replicas = served(checkpoint, tmp_path / "mesh", flags)
-    assert tokens == alone[0]
+    asked = prompts()
+    logits = logits_of(checkpoint, [[*prompt, *answer] for prompt, answer in zip(asked, tokens, strict=True)])
+    greedy = [of_one[PREFIX + OWN - 1 : -1].argmax(axis=-1).tolist() for of_one in logits]
+    assert tokens == greedy
     assert min(of_replicas) > 0

@@ -21,16 +21,17 @@ from jaxsgl.testing.engine import ScriptedMailbox
 from tests import numpy_sampling
 from tests.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, load_reference, make_checkpoint
 from tests.end_to_end.offline import serve
+from tests.grids import daily
 
 pytestmark = pytest.mark.device
 
-KINDS = ("llama_untied_llama3_rope", "qwen3")
+KINDS = ("qwen3", "llama_untied_llama3_rope")
 PAGE_SIZE, CHUNK = 4, 48
 EOS = frozenset({EOS_TOKEN_ID})
 TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=daily(KINDS, every=2))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=3)
 

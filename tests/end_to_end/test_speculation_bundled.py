@@ -13,6 +13,7 @@ from jaxsgl.offline.llm import LLM
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.speculation.pace import StepCosts
 from jaxsgl.scheduler.speculation.speculation import Speculating
+from tests.grids import NIGHTLY
 
 pytestmark = pytest.mark.device
 
@@ -48,6 +49,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="by night; by day test_speculation.py and test_speculation_serving.py")
 @pytest.mark.parametrize("predicts", [False, True])
 def test_the_bundled_model_answers_as_without_drafts(llm: LLM, predicts: bool) -> None:
     """By prompt lookup, and with predictions that are right for their first half."""

@@ -12,29 +12,22 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from jaxsgl.config.engine import BUNDLED_MODEL
+from tests.checkpoints import make_checkpoint
 from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, check_log, running_server
 from tests.grids import count
 
-NUM_STREAMS = 64
-NUM_PROMPTS = 16
+NUM_STREAMS = count(24, 64)
+NUM_PROMPTS = count(8, 16)
 PARAMS = {"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The bundled model, the same with other weights, and with weights that end in the middle."""
+    """A model, the same with other weights, and with weights that end in the middle."""
     root = tmp_path_factory.mktemp("folders")
-    first, second, broken = (shutil.copytree(BUNDLED_MODEL, root / name) for name in ("first", "second", "broken"))
-    file = second / "model.safetensors"
-    tensors = load_file(file)
-    noise = torch.Generator().manual_seed(0)
-    for name, tensor in tensors.items():
-        tensors[name] = tensor + 0.5 * tensor.std() * torch.randn(tensor.shape, generator=noise).to(tensor.dtype)
-    save_file(tensors, file)
+    first, second = (make_checkpoint("qwen3", root / name, seed=seed) for seed, name in enumerate(("first", "second")))
+    broken = shutil.copytree(first, root / "broken")
     weights = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     return [first, second, broken]
@@ -107,7 +100,7 @@ def test_updates_under_load(server: RunningServer, http: httpx.Client, folders: 
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
         streams = [threads.submit(stream, number) for number in range(NUM_STREAMS)]
         try:
-            for step in range(count(4, 20)):
+            for step in range(count(4, 12)):
                 name = ("second", "first")[step % 2]
                 if step % 4 == 1:
                     failed = update(http, folders[2], "broken")
@@ -128,7 +121,7 @@ def test_updates_under_load(server: RunningServer, http: httpx.Client, folders: 
 
 
 def test_a_retracted_request_goes_on_as_the_new_weights_would(http: httpx.Client, folders: list[Path]) -> None:
-    num_tokens = 300
+    num_tokens = 1000
     assert update(http, folders[0], "first").json()["success"]
     body = {"input_ids": prompt(5), "stream": True, "sampling_params": {**PARAMS, "max_new_tokens": num_tokens}}
     told: list[tuple[str, list[int]]] = []  # version and all tokens so far, by event

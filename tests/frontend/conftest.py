@@ -24,6 +24,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def ids_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """That of a model without a tokenizer: its servers take ids alone, and are up in a second."""
+    return str(tmp_path_factory.mktemp("ids_only"))
+
+
+@pytest.fixture(scope="session")
 def tokenizer(model_folder: str) -> Tokenizer:
     return load_tokenizer(model_folder)
 

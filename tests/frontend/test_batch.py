@@ -150,12 +150,20 @@ def test_offline_errors_are_answers_and_a_bad_file_starts_nothing(model_folder: 
     assert process.returncode == 2 and b"line 1: it is no JSON" in log
 
 
-@pytest.fixture
-def client(start_server: Start, model_folder: str, tmp_path: Path) -> Iterator[tuple[openai.OpenAI, ServerProcess]]:
-    server = start_server("--batch-dir", str(tmp_path / "batches"), model=model_folder)
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept") / "batches"
+
+
+@pytest.fixture(scope="module")
+def client(
+    model_folder: str, batches: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[openai.OpenAI, ServerProcess]]:
+    server = ServerProcess(tmp_path_factory.mktemp("server"), model_folder, "--batch-dir", str(batches))
     server.wait_until_ready()
     with openai.OpenAI(base_url=f"http://{server.http_address}/v1", api_key="none") as made:
         yield made, server
+    server.end()
 
 
 def ended(client: openai.OpenAI, batch_id: str) -> Any:
@@ -187,36 +195,6 @@ def test_openais_client_runs_a_batch(client: tuple[openai.OpenAI, ServerProcess]
     assert api.files.delete(file.id).deleted
     with pytest.raises(openai.NotFoundError):
         api.files.retrieve(file.id)
-
-
-def test_a_batch_outlives_the_server_and_can_be_cancelled(
-    client: tuple[openai.OpenAI, ServerProcess], start_server: Start, model_folder: str, tmp_path: Path
-) -> None:
-    api, server = client
-    text = line("first", [5]) + line("hangs", [Script.HANG])
-    file = api.files.create(file=("requests.jsonl", text.encode()), purpose="batch")
-    batch = api.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
-
-    def first_is_done(api: openai.OpenAI) -> bool:
-        counts = api.batches.retrieve(batch.id).request_counts
-        return counts is not None and counts.completed == 1
-
-    wait_for(lambda: first_is_done(api), "first answer")
-    server.process.kill()
-    server.process.wait()
-    again = start_server("--batch-dir", str(tmp_path / "batches"), model=model_folder)
-    again.wait_until_ready()
-    with openai.OpenAI(base_url=f"http://{again.http_address}/v1", api_key="none") as api:
-        wait_for(lambda: first_is_done(api), "batch that goes on")
-        with pytest.raises(openai.BadRequestError, match="cancel that first"):
-            api.files.delete(file.id)
-        api.batches.cancel(batch.id)
-        cancelled = ended(api, batch.id)
-        assert (cancelled.status, cancelled.error_file_id) == ("cancelled", None)
-        assert [
-            json.loads(text)["custom_id"] for text in api.files.content(cancelled.output_file_id).text.splitlines()
-        ] == ["first"]
-        wait_for(lambda: "uvicorn" not in again.log and idle(again), "an idle engine")
 
 
 def idle(server: ServerProcess) -> bool:
@@ -258,3 +236,34 @@ def test_tenants_see_their_own_files_alone(start_server: Start, model_folder: st
         assert list(other.files.list()) == [] and list(other.batches.list()) == []
         assert ended(mine, batch.id).status == "completed"
     assert time.time() - batch.created_at < PATIENCE_S
+
+
+def test_a_batch_outlives_the_server_and_can_be_cancelled(
+    client: tuple[openai.OpenAI, ServerProcess], start_server: Start, model_folder: str, batches: Path
+) -> None:
+    """The last test of this server."""
+    api, server = client
+    text = line("first", [5]) + line("hangs", [Script.HANG])
+    file = api.files.create(file=("requests.jsonl", text.encode()), purpose="batch")
+    batch = api.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h")
+
+    def first_is_done(api: openai.OpenAI) -> bool:
+        counts = api.batches.retrieve(batch.id).request_counts
+        return counts is not None and counts.completed == 1
+
+    wait_for(lambda: first_is_done(api), "first answer")
+    server.process.kill()
+    server.process.wait()
+    again = start_server("--batch-dir", str(batches), model=model_folder)
+    again.wait_until_ready()
+    with openai.OpenAI(base_url=f"http://{again.http_address}/v1", api_key="none") as api:
+        wait_for(lambda: first_is_done(api), "batch that goes on")
+        with pytest.raises(openai.BadRequestError, match="cancel that first"):
+            api.files.delete(file.id)
+        api.batches.cancel(batch.id)
+        cancelled = ended(api, batch.id)
+        assert (cancelled.status, cancelled.error_file_id) == ("cancelled", None)
+        assert [
+            json.loads(text)["custom_id"] for text in api.files.content(cancelled.output_file_id).text.splitlines()
+        ] == ["first"]
+        wait_for(lambda: "uvicorn" not in again.log and idle(again), "an idle engine")

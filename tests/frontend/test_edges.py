@@ -129,21 +129,21 @@ def test_no_field_at_the_edge_of_its_type_fails_anything(tokenizer: Tokenizer, c
     async def scenario() -> Counter[object]:
         async with running(tokenizer, compiler) as (http, channel, link), asyncio.timeout(1800):
             openapi = (await http.get("/openapi.json")).json()
-            sets = [edges.random_set(rng, openapi) for _ in range(count(600, 20_000))]
+            sets = [edges.random_set(rng, openapi) for _ in range(count(400, 8_000))]
             statuses = await edges.statuses_of(http, channel, sets, AT_ONCE)
             assert link.load.totals.failed_requests == 0
             return statuses
 
     statuses = asyncio.run(scenario())
-    assert min(statuses[200], statuses[400]) > 50, statuses
-    assert min(statuses[grpc.StatusCode.OK], statuses[grpc.StatusCode.INVALID_ARGUMENT]) > 30, statuses
+    assert min(statuses[200], statuses[400]) > 30, statuses
+    assert min(statuses[grpc.StatusCode.OK], statuses[grpc.StatusCode.INVALID_ARGUMENT]) > 20, statuses
 
 
 def test_no_sampling_parameter_at_the_edge_of_its_type_fails_the_offline_loop(compiler: Compiler) -> None:
     rng = random.Random(17)
     refused = 0
     scheduler = new_scheduler(compiler)
-    for _ in range(count(1000, 20_000)):
+    for _ in range(count(600, 8_000)):
         make = edges.offline_set(rng)
         try:
             request = make()
@@ -156,6 +156,6 @@ def test_no_sampling_parameter_at_the_edge_of_its_type_fails_the_offline_loop(co
         ended = [reply for reply in mailbox.replies if reply.finish_reason is not None]
         assert len(ended) == request.sampling.n, (request, mailbox.replies)
         assert not [reply for reply in mailbox.replies if reply.refusal and reply.refusal.kind is RefusalKind.FAILED]
-    assert 100 < refused < count(1000, 20_000) - 100
+    assert 60 < refused < count(600, 8_000) - 60
     assert scheduler.is_idle
     assert not scheduler.leaks()

@@ -26,9 +26,9 @@ from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 
 
 @pytest.fixture(scope="module")
-def hurried(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def hurried(ids_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that gives each request 0.3 s."""
-    server = ServerProcess(tmp_path_factory.mktemp("hurried"), model_folder, "--request-timeout-s", "0.3")
+    server = ServerProcess(tmp_path_factory.mktemp("hurried"), ids_folder, "--request-timeout-s", "0.3")
     server.wait_until_ready()
     yield server
     server.end()

@@ -14,7 +14,9 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from server_process import ServerProcess
 
-EXAMPLES = 8  # for each operation and mode
+from tests.grids import count
+
+EXAMPLES = count(3, 12)  # for each operation and mode
 
 _SCRIPTED = re.compile("|".join(rf"\b{value}\b" for name, value in vars(Script).items() if name.isupper()))
 

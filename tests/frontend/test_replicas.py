@@ -28,9 +28,9 @@ END_S = 2.0  # for the calls of a replica that was killed
 
 
 @pytest.fixture(scope="module")
-def server(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(ids_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server of two replicas, for the tests that leave it alive."""
-    server = ServerProcess(tmp_path_factory.mktemp("replicas"), model_folder, *TWO)
+    server = ServerProcess(tmp_path_factory.mktemp("replicas"), ids_folder, *TWO)
     server.wait_until_ready()
     yield server
     server.end()

@@ -75,8 +75,8 @@ def test_a_root_that_is_no_folder_is_refused_at_the_start(tmp_path: Path) -> Non
         weights_below(str(tmp_path / "missing"))
 
 
-def test_orders_of_clients_without_a_key_are_refused_by_all_protocols(model_folder: str, tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path, model_folder, any_folder=False)
+def test_orders_of_clients_without_a_key_are_refused_by_all_protocols(ids_folder: str, tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path, ids_folder, any_folder=False)
     server.wait_until_ready()
     with connect(server) as http, grpc.insecure_channel(server.address) as channel:
         for path, body in (

@@ -32,11 +32,11 @@ WRONG = (None, "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", KEY, f"Basic {K
 
 
 @pytest.fixture(scope="module")
-def guarded(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def guarded(ids_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with a key, given in its environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(API_KEY_VARIABLE, KEY)
-        server = ServerProcess(tmp_path_factory.mktemp("guarded"), model_folder)
+        server = ServerProcess(tmp_path_factory.mktemp("guarded"), ids_folder)
     server.wait_until_ready()
     yield server
     server.end()

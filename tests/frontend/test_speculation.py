@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -23,7 +23,7 @@ EXPECTED = {"type": "content", "content": "hello world"}
 
 
 @pytest.fixture(scope="module")
-def server(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def guessing(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Its fake engine keeps one draft of each run: of 2, or of all tokens of a prediction."""
     server = ServerProcess(tmp_path_factory.mktemp("guessing"), model_folder, "--speculative-algorithm", "NGRAM")
     server.wait_until_ready()
@@ -32,8 +32,8 @@ def server(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="module")
-def http(server: ServerProcess) -> Iterator[httpx.Client]:
-    with connect(server) as http:
+def http(guessing: ServerProcess) -> Iterator[httpx.Client]:
+    with connect(guessing) as http:
         yield http
 
 
@@ -80,18 +80,18 @@ def test_what_makes_no_sense_is_refused(http: httpx.Client, path: str, fields: A
     assert message in refusal(http, path, **body, max_tokens=2, **fields)["message"]
 
 
-def test_a_request_may_refuse_to_be_guessed(http: httpx.Client, server: ServerProcess) -> None:
-    before = by_name(scrape(server)[1])["vllm:spec_decode_num_drafts_total"]
+def test_a_request_may_refuse_to_be_guessed(http: httpx.Client, guessing: ServerProcess) -> None:
+    before = by_name(scrape(guessing)[1])["vllm:spec_decode_num_drafts_total"]
     post(http, CHAT, messages=say("hello"), max_tokens=4, speculative=False)
     post(http, "/v1/completions", prompt="hello", max_tokens=4, speculative=False)
     meta = post(http, "/generate", **generate_body(50, 60, max_new_tokens=4), speculative=False)["meta_info"]
     assert (meta["spec_verify_ct"], meta["spec_accept_length"], meta["spec_accept_histogram"]) == (0, 0.0, [])
-    with server.stub() as stub:
+    with guessing.stub() as stub:
         request = ids_request(50, 60, max_tokens=4, stream=False)
         request.speculative = False
         (reply,) = stub.Generate(request)
     assert not reply.HasField("drafts")
-    assert by_name(scrape(server)[1])["vllm:spec_decode_num_drafts_total"] == before
+    assert by_name(scrape(guessing)[1])["vllm:spec_decode_num_drafts_total"] == before
 
 
 def test_generate_says_what_became_of_drafts_under_sglangs_names(http: httpx.Client) -> None:
@@ -107,8 +107,8 @@ def test_generate_says_what_became_of_drafts_under_sglangs_names(http: httpx.Cli
     }
 
 
-def test_both_grpc_services_say_what_became_of_drafts(server: ServerProcess) -> None:
-    with server.stub() as stub:
+def test_both_grpc_services_say_what_became_of_drafts(guessing: ServerProcess) -> None:
+    with guessing.stub() as stub:
         request = ids_request(50, 60, max_tokens=4, stream=False)
         request.prediction = "hello world"
         (reply,) = stub.Generate(request)
@@ -116,7 +116,7 @@ def test_both_grpc_services_say_what_became_of_drafts(server: ServerProcess) -> 
     assert (drafts.steps, drafts.accepted_tokens, list(drafts.histogram)) == (3, 3, [0, 3])
     assert drafts.accepted_prediction_tokens == 3
     assert drafts.draft_tokens == drafts.accepted_prediction_tokens + drafts.rejected_prediction_tokens
-    with sglang_stub(server) as sglang:
+    with sglang_stub(guessing) as sglang:
         (complete,) = completions(sglang, ask(50, 60, max_new_tokens=4))
         assert (complete.spec_accepted_tokens, complete.spec_draft_tokens) == (3, 6)
         (load,) = sglang.GetLoads(sglang_pb.GetLoadsRequest(include=["spec"])).loads
@@ -126,10 +126,10 @@ def test_both_grpc_services_say_what_became_of_drafts(server: ServerProcess) -> 
         assert not load.HasField("speculative")
 
 
-def test_drafts_are_counted_under_vllms_and_sglangs_names(http: httpx.Client, server: ServerProcess) -> None:
-    before = by_name(scrape(server)[1])
+def test_drafts_are_counted_under_vllms_and_sglangs_names(http: httpx.Client, guessing: ServerProcess) -> None:
+    before = by_name(scrape(guessing)[1])
     post(http, "/generate", **generate_body(50, 60, max_new_tokens=6))
-    after = by_name(scrape(server)[1])
+    after = by_name(scrape(guessing)[1])
     grown = {name: after[name] - before.get(name, 0) for name in after if "spec_decode" in name}
     assert grown["vllm:spec_decode_num_drafts_total"] == 5
     assert grown["vllm:spec_decode_num_draft_tokens_total"] == 10
@@ -139,10 +139,8 @@ def test_drafts_are_counted_under_vllms_and_sglangs_names(http: httpx.Client, se
 
 
 def test_a_server_that_does_not_speculate_takes_predictions_and_has_no_use_for_them(
-    start_server: Callable[..., ServerProcess], model_folder: str
+    server: ServerProcess,
 ) -> None:
-    server = start_server(model=model_folder)
-    server.wait_until_ready()
     with connect(server) as http:
         body = {"messages": say("hello world"), "max_tokens": 3}
         answer = post(http, CHAT, **body, prediction=EXPECTED)

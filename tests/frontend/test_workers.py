@@ -93,9 +93,9 @@ def metrics(client: httpx.Client) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def server(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(ids_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server of two workers, for the tests that leave it alive."""
-    server = ServerProcess(tmp_path_factory.mktemp("workers"), model_folder, *TWO)
+    server = ServerProcess(tmp_path_factory.mktemp("workers"), ids_folder, *TWO)
     server.wait_until_ready()
     yield server
     server.end()

@@ -259,9 +259,8 @@ class TieredHistory(SideHistory):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", range(count(1, 4)))
-def test_every_history_of_two_legs_yields_right_tokens_and_leaves_nothing(part: int) -> None:
-    """By night 20,000 histories, in parts that are drawn anew."""
+def test_every_history_of_two_legs_yields_right_tokens_and_leaves_nothing() -> None:
+    """By night 5,000 histories, drawn anew each night."""
     check_histories(lambda choices: SideHistory(choices).play(), count(150, 5_000), NUM_BYTES)
 
 
@@ -269,4 +268,4 @@ def test_every_history_of_two_legs_yields_right_tokens_and_leaves_nothing(part: 
 @pytest.mark.parametrize("part", range(count(1, 8)))
 def test_every_history_of_two_legs_with_host_tiers_yields_right_tokens_and_leaves_no_pin(part: int) -> None:
     """By night 20,000 histories, in parts that are drawn anew."""
-    check_histories(lambda choices: TieredHistory(choices).play(), count(500, 2_500), count(50, 100))
+    check_histories(lambda choices: TieredHistory(choices).play(), count(500, 2_500), count(40, 50))

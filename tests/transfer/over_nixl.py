@@ -28,6 +28,7 @@ from jaxsgl.transfer.frames import Geometry, Grant, Memory, Message, Open, Pages
 from jaxsgl.transfer.nixl import NUM_SLOTS, InMemory, Nixl, Region
 from jaxsgl.transfer.tcp import TcpWire
 from jaxsgl.transfer.wire import Event, News
+from tests.grids import daily
 from tests.transfer.strangers import greet
 from tests.transfer.test_tcp import left, messages, reason, until
 
@@ -79,7 +80,7 @@ def prefill(value: int, num_frames: int, environment: dict[str, str] | None = No
         process.join()
 
 
-@pytest.fixture(params=[{}, OVER_TCP], ids=["any transport", "tcp"])
+@pytest.fixture(params=daily([OVER_TCP, {}], every=2), ids=lambda chosen: "tcp" if chosen else "any transport")
 def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     chosen: dict[str, str] = request.param
     for name, value in chosen.items():
