@@ -12,7 +12,8 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.delta_config import DELTA, read_delta_net, read_delta_types
 from jaxsgl.models.families import Family, MoeFamily
-from jaxsgl.models.layer_spec import Clamp, DenseMlp, Latent, LayerSpec, Mixer, MoeMlp
+from jaxsgl.models.layer_spec import Clamp, DenseMlp, KvHeads, Latent, LayerSpec, Mixer, MoeMlp
+from jaxsgl.models.own_parts_config import check_own_ropes, check_reach, read_own_types, with_own_parts
 from jaxsgl.models.rope import RopeParams
 from jaxsgl.models.rope_config import read_rope
 from pallas_kernels import Router
@@ -37,19 +38,25 @@ class Layers:
     next_spec: LayerSpec | None
 
 
-def read_layers(config: ConfigFile, family: Family, head_dim: int, latent: Latent | None) -> Layers:
-    """All layers. Raises `CheckpointError` for what isn't supported."""
+def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Latent | None) -> Layers:
+    """All layers; `heads` are those of the model. Raises `CheckpointError` for what isn't supported."""
     num_layers = config.count("num_hidden_layers")
     is_turned = _read_turned(config, family, num_layers)
     types = _read_types(config, family, is_turned)
     if family.turned_layers == "windows" and config.get("sliding_window") is not None:
         is_turned = [each == SLIDING for each in types]
-    rope_of_type = _read_ropes(config, family, head_dim if latent is None else latent.rotated)
+    if family.own_parts:
+        types = read_own_types(config, types, FULL)
+        check_own_ropes(config, types)
+        check_reach(config)
+    rope_of_type = _read_ropes(config, family, heads.size if latent is None else latent.rotated)
     ropes = tuple(dict.fromkeys(rope_of_type.values()))
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
     max_context = max(config.count("max_position_embeddings"), *stretched, 0)
     window = _read_window(config, family, max_context)
-    mlps = read_mlps(config, family.moe, num_layers)
+    beside = family.moe is not None and family.moe.switch is not None
+    mlps = read_mlps(config, None if beside else family.moe, num_layers)
+    experts = _read_mixture(config, family.moe) if beside and config.get(family.moe.switch, False) else None
     mixers: dict[str, Mixer] = {DELTA: read_delta_net(config)} if family.delta_nets else {}
     specs = tuple(
         LayerSpec(
@@ -57,9 +64,12 @@ def read_layers(config: ConfigFile, family: Family, head_dim: int, latent: Laten
             window if each == SLIDING else None,
             ropes.index(rope_of_type[each]) if turned and each != DELTA else None,
             mixers.get(each, latent or "attention"),
+            experts=experts,
         )
         for mlp, each, turned in zip(mlps, types, is_turned, strict=True)
     )
+    if family.own_parts:
+        specs = with_own_parts(config, specs, types, FULL, heads)
     return Layers(specs, ropes, max_context, _read_next(config, family, specs))
 
 
@@ -223,7 +233,9 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
         )
     clamp = Clamp(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)) if family.clamped else None
     shared_size = _read_shared_size(config, family, ffn_size)
-    return MoeMlp(num_experts, ffn_size, router, family.expert_bias, clamp, shared_size, family.shared_gate)
+    return MoeMlp(
+        num_experts, ffn_size, router, family.expert_bias, clamp, shared_size, family.shared_gate, family.expert_factors
+    )
 
 
 def _read_shared_size(config: ConfigFile, family: MoeFamily, ffn_size: int) -> int:

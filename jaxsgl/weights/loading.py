@@ -120,7 +120,9 @@ def _find(
     """Says what the (abstract) parameter at `path` is made of; reads nothing."""
     recipe = recipe_of(path, param, arch, tensors.shape)
     found = tuple(tensors.tensor(source, arch) for source in recipe.sources)
-    pieces = tuple(tensors.pieces(recipe, arch, found))
+    of_layer = path[0] == "layers" and isinstance(path[1], int)
+    own = arch.with_heads_of(arch.layers[path[1]]) if of_layer else arch
+    pieces = tuple(tensors.pieces(recipe, own, found))
     if arch.vocab_padding and param.get_metadata("axes")[0] == "vocab":
         pieces = _with_vocab_padding(pieces, arch)
     shape = shape_of(pieces)
