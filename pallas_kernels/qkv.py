@@ -82,7 +82,9 @@ class FusedQkv:
             q = rms_norm(q, scale_of(self.q_norm, self.layer, q.dtype), self.eps, of_q)
             k = rms_norm(k, scale_of(self.k_norm, self.layer, k.dtype), self.eps, of_k)
         if self.normalizes_values:
-            v = rms_norm(v, jnp.ones(self.head_dim, v.dtype), self.eps)
+            squares = mean_squares_of_all(product)
+            of_v = None if squares is None else squares[:, :, groups + 1]
+            v = rms_norm(v, jnp.ones(self.head_dim, v.dtype), self.eps, of_v)
         if self.rotates_first:
             return q, k, v
         return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v

@@ -200,9 +200,7 @@ class DecoderLayers(Matrices):
             assert row is not None
             return rms_norm(rows_TD, scale_of(*row, rows_TD.dtype), self.arch.rms_norm_eps)
 
-        read, routed = (
-            of_all_ranks(normed(stack, x_TD)) for stack in (vectors.experts_norm, vectors.router_norm)
-        )
+        read, routed = (of_all_ranks(normed(stack, x_TD)) for stack in (vectors.experts_norm, vectors.router_norm))
         of_experts = of_layer(read, is_token, experts, kernels, routed)
         of_mlp = normed(vectors.mlp_part_norm, sum_parts(of_mlp, x_TD))
         return of_mlp + normed(vectors.experts_part_norm, sum_parts(of_experts, x_TD))

@@ -54,9 +54,7 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
     max_context = max(config.count("max_position_embeddings"), *stretched, 0)
     window = _read_window(config, family, max_context)
-    beside = family.moe is not None and family.moe.switch is not None
-    mlps = read_mlps(config, None if beside else family.moe, num_layers)
-    experts = _read_mixture(config, family.moe) if beside and config.get(family.moe.switch, False) else None
+    mlps, experts = read_mlps(config, family.moe, num_layers), _read_beside(config, family.moe)
     mixers: dict[str, Mixer] = {DELTA: read_delta_net(config)} if family.delta_nets else {}
     specs = tuple(
         LayerSpec(
@@ -178,12 +176,19 @@ def _read_sections(rope: ConfigFile, head_dim: int) -> tuple[int, ...]:
 
 def read_mlps(config: ConfigFile, family: MoeFamily | None, num_layers: int) -> list[DenseMlp | MoeMlp]:
     """The MLP of each layer. Raises `CheckpointError` for numbers that don't fit each other."""
-    if family is None:
+    if family is None or family.switch is not None:
         return [DenseMlp(config.count("intermediate_size"))] * num_layers
     is_dense = _read_dense_layers(config, family, num_layers)
     mixture = _read_mixture(config, family)
     config.get("intermediate_size")  # without meaning where no layer is dense
     return [DenseMlp(config.count("intermediate_size")) if dense else mixture for dense in is_dense]
+
+
+def _read_beside(config: ConfigFile, family: MoeFamily | None) -> MoeMlp | None:
+    """The mixture next to each layer's MLP, if there is one."""
+    if family is None or family.switch is None or not config.get(family.switch, False):
+        return None
+    return _read_mixture(config, family)
 
 
 def _read_dense_layers(config: ConfigFile, family: MoeFamily, num_layers: int) -> list[bool]:

@@ -289,9 +289,7 @@ class Attention(Matrices):
             assert k_norm is not None
             fused = _normalize_all_heads(fused, bias, q_norm, k_norm, row, self.eps)
             bias = q_norm = k_norm = None
-        qkv = FusedQkv(
-            fused, cos, sin, bias, q_norm, k_norm, row, self.eps, self.rotates_first, self.normalizes_values
-        )
+        qkv = FusedQkv(fused, cos, sin, bias, q_norm, k_norm, row, self.eps, self.rotates_first, self.normalizes_values)
         out_TNH = attend(place, qkv, None if sinks is None else sinks[row])
         out = out_TNH.reshape(len(x_TD), -1)
         if gates is not None:

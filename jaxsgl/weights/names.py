@@ -645,6 +645,13 @@ def path_in_model(path: Path, arch: ModelArch) -> Path:
     return (path[0], before + path[1], *path[2:]) if path[0] == "layers" and isinstance(path[1], int) else path
 
 
+def with_heads_at(path: Path, arch: ModelArch) -> ModelArch:
+    """The model as if all layers had the kv heads of that which the parameter at `path` belongs to."""
+    if path[0] != "layers" or not isinstance(path[1], int):
+        return arch
+    return arch.with_heads_of(arch.layers[path[1]])
+
+
 def _layers_of(vectors: str, arch: ModelArch) -> Iterable[int]:
     """The layers that have rows in these vectors: all, or those of one kind."""
     if vectors == "q_norm":

@@ -32,8 +32,10 @@ SIZES = {"num_attention_heads": 8, "vocab_size": 200, "intermediate_size": 112}
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 16, "vocab_size": 201},
     "mixtral": {"num_local_experts": 8, "intermediate_size": 48},
+    "gemma4_moe": {"num_experts": 16},
 }
 NUM_LAYERS = 3
+OTHER_NUM_LAYERS = dict.fromkeys(("gemma4", "gemma4_small", "gemma4_moe"), 5)
 # Kinds of checkpoints. Most have 2 kv heads, of which 4 and 8 devices have copies; 201 tokens are padded on devices.
 KINDS: dict[str, dict[str, Any]] = {
     "llama_untied_llama3_rope": {**SIZES, "num_key_value_heads": 4},
@@ -41,6 +43,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "olmo2": {},
     "deepseek_v3": {},
+    "gemma4": {},
+    "gemma4_small": {},
     **EXPERTS,
 }
 # Further kinds in ranks: with groups of experts, and with sinks, windows and biases.
@@ -64,8 +68,12 @@ class Case:
 
     @property
     def sums(self) -> int:
-        """How many sums over devices a step has: of the embedding, of each attention and each MLP; of OLMo's norm."""
-        return 1 + (3 if self.kind == "olmo2" else 2) * NUM_LAYERS
+        """How many sums over devices a step has: of embeddings, of each attention and each MLP.
+
+        Of OLMo's norm, too, and of experts next to an MLP.
+        """
+        of_layer = 3 if self.kind in ("olmo2", "gemma4_moe") else 2
+        return 1 + (self.kind == "gemma4_small") + of_layer * OTHER_NUM_LAYERS.get(self.kind, NUM_LAYERS)
 
     @property
     def exchange(self) -> dict[str, int]:
@@ -96,7 +104,7 @@ NIGHTLY_CASES = [
     Case("qwen3", 2, flags=(("quantization", "fp8"), ("kv_cache_dtype", "fp8_e4m3"))),
     *(
         Case(kind, 8, ep, masked=True, ranks=ranks)
-        for kind in (*EXPERTS, *IN_RANKS, "deepseek_v3")
+        for kind in ("qwen3_moe", "mixtral", *IN_RANKS, "deepseek_v3")
         for ranks in (2, 4, 8)
         for ep in (False, True)
     ),

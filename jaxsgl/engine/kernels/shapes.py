@@ -25,7 +25,10 @@ def kernel_shapes(
     *,
     in_fixed_order: bool = False,
 ) -> KernelShapes:
-    """Those of `arch`, kept in `precision` on `num_devices` that share it; pages keep a device's heads as `heads`."""
+    """Those of `arch`, kept in `precision` on `num_devices` that share it; pages keep a device's heads as `heads`.
+
+    Where layers have other heads than the model, these are theirs in `arch.with_heads(..)`.
+    """
     by_heads = arch.qk_norm in (None, "head")  # else XLA adds biases and normalizes
     options = (
         dataclasses.replace(arch.attention_options(layer), in_fixed_order=in_fixed_order)
@@ -45,6 +48,7 @@ def kernel_shapes(
         has_bias=arch.attention_bias and by_heads,
         has_head_norms=arch.qk_norm == "head",
         rotates_first=arch.rotates_first,
+        normalizes_values=arch.normalizes_values,
         experts=_expert_shapes(arch, precision, num_devices),
         matrices=_matrix_shapes(arch, num_devices),
         in_fixed_order=in_fixed_order,
@@ -72,7 +76,7 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
     fmt = arch.weight_format
     if fmt is None:
         return ()
-    mlps = [layer.mlp for layer in arch.layers]
+    mlps = [mlp for layer in arch.layers for mlp in (layer.mlp, layer.experts) if mlp is not None]
     ffns = dict.fromkeys(mlp.ffn_size if isinstance(mlp, DenseMlp) else mlp.shared_ffn_size for mlp in mlps)
     hidden = arch.hidden_size
     whole = _mixer_matrices(arch)
