@@ -81,6 +81,8 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
     hidden = arch.hidden_size
     whole = _mixer_matrices(arch)
     whole += [each for ffn in ffns if ffn for each in ((2 * ffn, hidden, "outputs"), (hidden, ffn, "inputs"))]
+    if arch.embedding_size:
+        whole += [(arch.embedding_size, hidden, ""), (hidden, arch.embedding_size, "")]
 
     def part(outputs: int, inputs: int, shared: str) -> MatrixShape:
         group = fmt.group_of(inputs)
@@ -98,7 +100,9 @@ def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
     """Outputs and inputs of each matrix around attention, and which of them devices share: "" for none."""
     hidden, n, latent = arch.hidden_size, arch.num_heads, arch.latent
     if latent is None:
-        return [(math.prod(qkv_heads(arch)), hidden, "outputs"), (hidden, n * arch.head_dim, "inputs")]
+        out = n * arch.head_dim
+        alone = [(out, hidden, "outputs")] if arch.reading_layers else []  # queries without keys
+        return [(math.prod(qkv_heads(arch)), hidden, "outputs"), *alone, (hidden, out, "inputs")]
     query = n * (latent.unrotated + latent.rotated)
     queries = [(query, hidden, "outputs")]
     if latent.q_rank is not None:
