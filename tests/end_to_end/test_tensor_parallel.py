@@ -68,12 +68,11 @@ class Case:
 
     @property
     def sums(self) -> int:
-        """How many sums over devices a step has: of embeddings, of each attention and each MLP.
+        """How many sums over devices a step has: of the embedding, of each attention and each MLP; of OLMo's norm.
 
-        Of OLMo's norm, too, and of experts next to an MLP.
+        XLA adds up both embeddings of a token at once, and an MLP's results with those of experts next to it.
         """
-        of_layer = 3 if self.kind in ("olmo2", "gemma4_moe") else 2
-        return 1 + (self.kind == "gemma4_small") + of_layer * OTHER_NUM_LAYERS.get(self.kind, NUM_LAYERS)
+        return 1 + (3 if self.kind == "olmo2" else 2) * OTHER_NUM_LAYERS.get(self.kind, NUM_LAYERS)
 
     @property
     def exchange(self) -> dict[str, int]:
