@@ -1,8 +1,8 @@
 """The product of a layer's fused query, key and value weights as one argument, and what attention takes of it.
 
 Owns the layout of the product, and the definition of its way to queries, keys and values: bias, then norm per head and
-rotation by position, in either order. Never knows weights or pages. Used by models, which make the product, and by
-`rotate_and_store`.
+rotation by position, in either order; values are normalized at most. Never knows weights or pages. Used by models,
+which make the product, and by `rotate_and_store`.
 """
 
 import dataclasses
@@ -42,6 +42,8 @@ class FusedQkv:
     """Added to the mean square in the norms."""
     rotates_first: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether heads are rotated before they are normalized, and not after that."""
+    normalizes_values: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether every value is brought to unit mean square, as keys by k_norm, but without scales."""
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +81,10 @@ class FusedQkv:
             of_k = None if squares is None else squares[:, :, groups]
             q = rms_norm(q, scale_of(self.q_norm, self.layer, q.dtype), self.eps, of_q)
             k = rms_norm(k, scale_of(self.k_norm, self.layer, k.dtype), self.eps, of_k)
+        if self.normalizes_values:
+            squares = mean_squares_of_all(product)
+            of_v = None if squares is None else squares[:, :, groups + 1]
+            v = rms_norm(v, jnp.ones(self.head_dim, v.dtype), self.eps, of_v)
         if self.rotates_first:
             return q, k, v
         return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v

@@ -39,11 +39,12 @@ def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bo
         rows = rows + qkv.bias[qkv.layer].astype(jnp.float32)
     cos, sin = qkv.cos[:, :, None], qkv.sin[:, :, None]
 
-    def normalized(rows: jax.Array, scales: jax.Array | None) -> jax.Array:
-        if scales is None:
-            return rows
+    def of_unit_size(rows: jax.Array) -> jax.Array:
         squares = jnp.sum(rows**2, axis=-1, keepdims=True)
-        return rows / jnp.sqrt(squares / qkv.head_dim + qkv.eps) * scales[qkv.layer].astype(jnp.float32)
+        return rows / jnp.sqrt(squares / qkv.head_dim + qkv.eps)
+
+    def normalized(rows: jax.Array, scales: jax.Array | None) -> jax.Array:
+        return rows if scales is None else of_unit_size(rows) * scales[qkv.layer].astype(jnp.float32)
 
     def rotated(rows: jax.Array) -> jax.Array:
         real, imaginary = rows[..., : qkv.head_dim // 2], rows[..., qkv.head_dim // 2 :]
@@ -55,6 +56,7 @@ def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bo
     groups = qkv.num_groups
     q = attended(rows[:, :, :groups], qkv.q_norm).reshape(qkv.num_tokens, -1, qkv.head_dim)
     k, v = attended(rows[:, :, groups : groups + 1], qkv.k_norm)[:, :, 0], rows[:, :, groups + 1]
+    v = of_unit_size(v) if qkv.normalizes_values else v
     heads = kv.kept(qkv.num_kv_heads)
     k, v = (heads.joined(widened(each, heads.share)) for each in (k, v))
     k, v = k.astype(kv.dtype), v.astype(kv.dtype)

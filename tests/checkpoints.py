@@ -23,6 +23,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     Glm4Config,
@@ -147,6 +149,20 @@ OF_FAMILIES: dict[str, Any] = {  # all sizes differ, and no two axes of a tensor
 _MIXED_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 _GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 30, "layer_types": _MIXED_TYPES}
 
+_GEMMA4 = {
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 4,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", *_MIXED_TYPES[1:], "full_attention"],
+    "global_head_dim": 36,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}
+
 _LATENT = {
     "head_dim": 6,
     "num_key_value_heads": 8,
@@ -243,6 +259,37 @@ _FAMILIES: dict[str, Kind] = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 30000.0, "factor": 4.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
             },
+        },
+    ),
+    # Its three forms: dense, with keys that layers share and embeddings of layers, and with experts.
+    "gemma4": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+    ),
+    "gemma4_small": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            **_GEMMA4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 14,
+            "vocab_size_per_layer_input": 210,
+        },
+    ),
+    "gemma4_moe": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 10,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 48,
+            "tie_word_embeddings": False,
         },
     ),
     "gemma": (GemmaConfig, GemmaForCausalLM, {}),
@@ -430,6 +477,8 @@ def make_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
     torch.random.set_rng_state(generator_state)
     model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
     return folder

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxsgl.models import Attend, ModelArch, Qkv, abstract_model
+from jaxsgl.models.layers import Queries
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
 from pallas_kernels import AttentionOptions
@@ -18,8 +19,14 @@ from pallas_kernels.delta import DeltaTokens
 
 
 def causal_attend(arch: ModelArch) -> Attend:
-    def attend(place: int, qkv: Qkv, sinks: jax.Array | None) -> jax.Array:
-        q_TNH, k_TKH, v_TKH = qkv.split()
+    stored: dict[int, tuple[jax.Array, jax.Array]] = {}
+
+    def attend(place: int, qkv: Qkv | Queries, sinks: jax.Array | None) -> jax.Array:
+        if isinstance(qkv, Queries):
+            q_TNH, (k_TKH, v_TKH) = qkv.heads, stored[place]
+        else:
+            q_TNH, k_TKH, v_TKH = qkv.split()
+            stored[place] = k_TKH, v_TKH
         options = arch.attention_options(arch.attention_layers[place])
         return causal_attention(q_TNH, k_TKH, v_TKH, options, sinks)
 

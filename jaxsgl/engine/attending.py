@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxsgl.batch.inputs import StepKind
 from jaxsgl.engine.state import KvBuffers
-from jaxsgl.models.layers import LatentQkv, Qkv
+from jaxsgl.models.layers import LatentQkv, Qkv, Queries
 from jaxsgl.models.tensor_parallel import num_parts, of_this_part
 from jaxsgl.weights import KvScales
 from pallas_kernels import (
@@ -73,15 +73,15 @@ class Pages:
         self._places, self._kind, self._options, self._kernels = places, kind, options, kernels
         self._scales = scales or KvScales.of_one(len(kv.k))
 
-    def attend(self, place: int, qkv: Qkv, sinks: jax.Array | None = None) -> jax.Array:
+    def attend(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
         if isinstance(qkv, LatentQkv):
             return self._attend_latent(place, qkv)
+        if isinstance(qkv, Queries):
+            return self._attend_to_stored(place, qkv)
         a, kernels, head_dim = self._places, self._kernels, qkv.head_dim
         options = self._options[place].for_heads(head_dim)
-        old = self._k[place], self._v[place]
-        scales = _of_heads(self._scales.k[place]), _of_heads(self._scales.v[place])
-        paged = PagedKv(*old, self._page_table, a.lengths, *scales)
+        paged = self._paged(place)
         if self._kind == "decode":
             out_TNH, kv = store_and_decode(
                 qkv, paged, a.slots, options, sinks, backend=kernels.store_and_decode, parts=kernels
@@ -94,6 +94,24 @@ class Pages:
             out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
         self._k[place], self._v[place] = kv.k, kv.v
         return kv.kept(qkv.num_kv_heads).own_numbers(out_TNH, head_dim)
+
+    def _paged(self, place: int) -> PagedKv:
+        scales = _of_heads(self._scales.k[place]), _of_heads(self._scales.v[place])
+        return PagedKv(self._k[place], self._v[place], self._page_table, self._places.lengths, *scales)
+
+    def _attend_to_stored(self, place: int, queries: Queries) -> jax.Array:
+        """Attends to all K and V of each sequence that the layer at `place` has stored, this step's included."""
+        kernels, head_dim = self._kernels, queries.head_dim
+        options = self._options[place].for_heads(head_dim)
+        kv = self._paged(place)
+        kept = kv.kept(queries.num_kv_heads)
+        q_TNH = kept.queries(queries.heads)
+        if self._kind == "decode":
+            out_TNH = paged_decode_attention(q_TNH, kv, options, backend=kernels.paged_decode_attention)
+        else:
+            backend = kernels.paged_extend_attention
+            out_TNH = paged_extend_attention(q_TNH, self._places.query_offsets, kv, options, backend=backend)
+        return kept.own_numbers(out_TNH, head_dim)
 
     def _attend_latent(self, place: int, qkv: LatentQkv) -> jax.Array:
         """The same over entries, whose values are a part of themselves; `[T, N, C]`."""
@@ -110,9 +128,10 @@ class Pages:
             out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, backend=backend)
         return out_TNH[..., : qkv.value_dim]
 
-    def store(self, place: int, qkv: Qkv, sinks: jax.Array | None = None) -> jax.Array:
+    def store(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, and attends to nothing: zeros, of `attend`'s shape."""
         a, kernels = self._places, self._kernels
+        assert not isinstance(qkv, Queries), "layers that draft store keys of their own"
         if isinstance(qkv, LatentQkv):
             self._k[place] = store_entries(self._k[place], qkv.entries, a.slots)
             return jnp.zeros((*qkv.queries.shape[:2], qkv.value_dim), qkv.queries.dtype)

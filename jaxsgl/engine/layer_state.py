@@ -6,15 +6,16 @@
     page_layout             the host form of a page: the host tier, KV files and other servers know pages by it
 
 An array by page has a part for each page of the pool, an array by row one for each row of running requests. Attention
-keeps K and V by page, whatever its window, and nothing by row; a gated delta-net keeps its state by row and nothing by
-page. A mixer that keeps something else is a row of `layer_states` and, if `KvBuffers` or `StateBuffers` has no field of
-that name yet, a field there; a latent cache is a "k" without a "v".
+keeps K and V by page, whatever its window, and nothing by row; nothing at all if it reads another layer's. A gated
+delta-net keeps its state by row and nothing by page. A mixer that keeps something else is a row of `layer_states` and,
+if `KvBuffers` or `StateBuffers` has no field of that name yet, a field there; a latent cache is a "k" without a "v".
 Knows no requests and no programs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.batch.engine_api import PageLayout
 from jaxsgl.models import ModelArch, kv_cache_flag
-from jaxsgl.models.layer_spec import DeltaNet
+from jaxsgl.models.layer_spec import DeltaNet, KvHeads, LayerSpec
 from jaxsgl.models.tensor_parallel import DATA_AXIS, MESH_AXES_OF, mesh_axes
 from jaxsgl.weights.sharding import replicated
 from pallas_kernels.kept_heads import KeptHeads
@@ -142,6 +143,9 @@ class LayerStates:
         return first
 
 
+NOTHING = LayerState(())
+
+
 def attention_state(num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype) -> LayerState:
     """What a layer of attention keeps: K and V."""
     shape, axes = (num_kv_heads, page_size, head_dim), ("kv_heads", None, None)
@@ -168,15 +172,27 @@ def delta_state(net: DeltaNet) -> LayerState:
 
 
 def layer_states(
-    arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1, heads: KeptHeads | None = None
+    arch: ModelArch,
+    page_size: int,
+    dtype: jnp.dtype,
+    num_devices: int = 1,
+    kept: Callable[[KvHeads], KeptHeads] | None = None,
 ) -> LayerStates:
     """What the layers of `arch` keep on `num_devices` that share it, with KV as `dtype`.
 
-    `heads` says how each device keeps its kv heads; None: as they are.
+    `kept` says how each device keeps its part of a layer's kv heads; None: as they are.
     """
-    num_heads, width = (heads.kept_heads * num_devices, heads.width) if heads else (arch.num_kv_heads, arch.head_dim)
     state_of = latent_state if arch.latent is not None else attention_state
-    state = state_of(num_heads, page_size, width, dtype)
-    mixers = (layer.mixer for layer in arch.layers)
-    layers = tuple(delta_state(mixer) if isinstance(mixer, DeltaNet) else state for mixer in mixers)
-    return LayerStates(layers, page_size, num_devices, arch.kv_copies)
+
+    def state(layer: LayerSpec) -> LayerState:
+        if isinstance(layer.mixer, DeltaNet):
+            return delta_state(layer.mixer)
+        if layer.keys_from is not None:
+            return NOTHING
+        heads = layer.heads or arch.kv_heads
+        number, width = heads.number, heads.size
+        if kept is not None:
+            number, width = kept(heads).kept_heads * num_devices, kept(heads).width
+        return state_of(number, page_size, width, dtype)
+
+    return LayerStates(tuple(map(state, arch.layers)), page_size, num_devices, arch.kv_copies)

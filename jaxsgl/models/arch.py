@@ -24,7 +24,7 @@ from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import FAMILIES, Family, NormPlaces, QkNorm
 from jaxsgl.models.latent_config import read_latent, read_latent_amplitude
 from jaxsgl.models.layer_config import read_layers
-from jaxsgl.models.layer_spec import WHOLE, DeltaNet, DenseMlp, Latent, LayerSpec, MoeMlp, Stage
+from jaxsgl.models.layer_spec import WHOLE, DeltaNet, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, Stage
 from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import (
@@ -83,6 +83,10 @@ class ModelArch:
         are dequantized as they are loaded.
       may_pack: quantized matrices may be packed: the folder has them as they were published.
       kv_copies: each kv head of the checkpoint stands for so many consecutive ones of `num_kv_heads`, which are equal.
+        Layers may have other kv heads (`LayerSpec.heads`).
+      normalizes_values: values are brought to unit mean square, each head by itself.
+      layer_factors: what a layer passes on is multiplied by a number of its own.
+      layer_vocab_size: rows that the checkpoint has of embeddings of layers, V at least; 0: layers have none.
       by_experts: devices that share the model have whole experts, instead of a part of each one.
       vocab_padding: rows of embedding and head behind the vocabulary, so that devices have equally many.
       head: what reads the final hidden states: the vocabulary, a classifier of the folder's labels, or nothing.
@@ -123,6 +127,9 @@ class ModelArch:
     logits_cap: float | None = None
     sinks: bool = False
     output_gate: bool = False
+    normalizes_values: bool = False
+    layer_factors: bool = False
+    layer_vocab_size: int = 0
     kv_cache_dtype: str | None = None
     weight_format: WeightFormat | None = None
     stored_format: WeightFormat | None = None
@@ -163,7 +170,13 @@ class ModelArch:
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that keep something of each token."""
-        return tuple(i for i, layer in enumerate(self.layers) if not isinstance(layer.mixer, DeltaNet))
+        kept = (i for i, layer in enumerate(self.layers) if not isinstance(layer.mixer, DeltaNet))
+        return tuple(i for i in kept if self.layers[i].keys_from is None)
+
+    @cached_property
+    def reading_layers(self) -> tuple[int, ...]:
+        """The layers that attend to what others keep."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.keys_from is not None)
 
     @cached_property
     def delta_layers(self) -> tuple[int, ...]:
@@ -172,8 +185,9 @@ class ModelArch:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """The place of each layer among `attention_layers`, or among `delta_layers`."""
-        place = {layer: i for of_kind in (self.attention_layers, self.delta_layers) for i, layer in enumerate(of_kind)}
+        """The place of each layer among `attention_layers` and then `reading_layers`, or among `delta_layers`."""
+        attending = self.attention_layers + self.reading_layers
+        place = {layer: i for of_kind in (attending, self.delta_layers) for i, layer in enumerate(of_kind)}
         return tuple(place[layer] for layer in range(self.num_layers))
 
     @property
@@ -182,9 +196,35 @@ class ModelArch:
         return self.head_dim if self.latent is None else self.latent.rotated
 
     @property
+    def kv_heads(self) -> KvHeads:
+        """The kv heads of layers that have none of their own."""
+        return KvHeads(self.num_kv_heads, self.head_dim, self.kv_copies)
+
+    @property
+    def all_heads(self) -> tuple[KvHeads, ...]:
+        """The kv heads that layers have, each once, in the order of the layers."""
+        return tuple(dict.fromkeys(layer.heads or self.kv_heads for layer in self.layers))
+
+    def with_heads(self, heads: KvHeads | None) -> ModelArch:
+        """The model as if all layers had these kv heads; None: those that layers have by default."""
+        if heads is None:
+            return self
+        return replace(self, num_kv_heads=heads.number, head_dim=heads.size, kv_copies=heads.copies)
+
+    def with_heads_of(self, layer: LayerSpec) -> ModelArch:
+        """The model as if all layers had the kv heads of this one."""
+        return self.with_heads(layer.heads)
+
+    @property
+    def embedding_size(self) -> int:
+        """P, numbers of the embedding that each layer has of a token; 0: layers have none."""
+        return self.layers[0].embedding_size
+
+    @property
     def mixture(self) -> MoeMlp | None:
         """The mixture of experts; layers that have one have the same."""
-        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)), None)
+        mixtures = (mlp for layer in self.layers for mlp in (layer.mlp, layer.experts))
+        return next((mlp for mlp in mixtures if isinstance(mlp, MoeMlp)), None)
 
     def attention_options(self, layer_index: int) -> AttentionOptions:
         """Softmax scale, window and soft cap of a layer's attention."""
@@ -224,12 +264,14 @@ class ModelArch:
 
         Where it has fewer kv heads than devices, each device gets a copy; the vocabulary is padded to equal parts.
         """
-        stored = self.stored_kv_heads
-        copies = num_devices // stored if num_devices % stored == 0 else 1
+        heads = self.kv_heads.on_devices(num_devices)
         return replace(
             self,
-            num_kv_heads=stored * copies,
-            kv_copies=copies,
+            num_kv_heads=heads.number,
+            kv_copies=heads.copies,
+            layers=tuple(
+                replace(layer, heads=layer.heads and layer.heads.on_devices(num_devices)) for layer in self.layers
+            ),
             by_experts=by_experts,
             vocab_padding=-self.vocab_size % num_devices,
         )
@@ -317,7 +359,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         head_dim = config.count("head_dim", hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{config.path}: {num_heads} heads can't share {num_kv_heads} kv heads evenly")
-    layers = read_layers(config, family, head_dim, latent)
+    layers = read_layers(config, family, KvHeads(num_kv_heads, head_dim), latent)
 
     def bias(of_family: bool | None, key: str) -> bool:
         return bool(config.get(key, False)) if of_family is None else of_family
@@ -343,6 +385,9 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         mlp_bias=bias(family.mlp_bias, family.mlp_bias_key),
         qk_norm=family.qk_norm if family.qk_norm_key is None or config.get(family.qk_norm_key, False) else None,
         rotates_first=family.rotates_first,
+        normalizes_values=family.normalizes_values,
+        layer_factors=family.layer_factors,
+        layer_vocab_size=config.get("vocab_size_per_layer_input", 0) if layers.specs[0].embedding_size else 0,
         max_context=layers.max_context,
         dtype=_read_dtype(whole, config),
         eos_token_ids=_read_eos(generation, whole, config),
@@ -353,8 +398,8 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         attention_scale=_read_attention_scale(config, family, latent),
         residual_scale=factor("residual_multiplier"),
         logits_divisor=factor("logits_scaling"),
-        attention_cap=_read_cap(config, family, "attn_logit_softcapping"),
-        logits_cap=_read_cap(config, family, "final_logit_softcapping"),
+        attention_cap=_read_cap(config, family.caps, "attn_logit_softcapping"),
+        logits_cap=_read_cap(config, family.caps or family.caps_logits, "final_logit_softcapping"),
         sinks=family.sinks,
         output_gate=family.output_gate,
         head=head,
@@ -385,11 +430,11 @@ def _read_attention_scale(config: ConfigFile, family: Family, latent: Latent | N
         return (latent.unrotated + latent.rotated) ** -0.5 * read_latent_amplitude(config) ** 2
     if family.multipliers:
         return config.number("attention_multiplier", 1.0)
-    return config.number("query_pre_attn_scalar") ** -0.5 if family.caps else None
+    return config.number("query_pre_attn_scalar") ** -0.5 if family.caps else family.attention_scale
 
 
-def _read_cap(config: ConfigFile, family: Family, key: str) -> float | None:
-    return config.number(key) if family.caps and config.get(key) is not None else None
+def _read_cap(config: ConfigFile, has_caps: bool, key: str) -> float | None:
+    return config.number(key) if has_caps and config.get(key) is not None else None
 
 
 def _read_quantization(

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.delta_net import GatedDeltaNet
 from jaxsgl.models.latent import LatentAttention
+from jaxsgl.models.layer_embedding import EmbeddingGate, LayerEmbeddings
 from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec
 from jaxsgl.models.layers import (
     MLP,
@@ -36,11 +37,12 @@ from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, dequantized, r
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import RopeParams, rope_tables
+from jaxsgl.models.shared_keys import SharedKeysAttention
 from jaxsgl.models.tensor_parallel import num_parts, of_all_ranks, part_index, sum_of_parts
 from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
 from pallas_kernels.choice import AUTO_CHOICE
-from pallas_kernels.norm import Update, rms_norm, scale_of, sum_parts
+from pallas_kernels.norm import Update, rms_norm, row_of, scale_of, sum_parts
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
 
@@ -72,19 +74,26 @@ class DecoderLayer(nnx.Module):
         if isinstance(spec.mixer, DeltaNet):
             self.delta_net = GatedDeltaNet(arch, spec, dtype)
         else:
-            of_mixer = LatentAttention if isinstance(spec.mixer, Latent) else Attention
-            self.attention = of_mixer(arch, spec, dtype)
+            self.attention = _attention(spec)(arch, spec, dtype)
         mlp, format_of = spec.mlp, functools.partial(arch.format_of, spec)
         self.mlp = (
             MLP(arch, mlp, dtype, format_of("gate_up"), format_of("down"))
             if isinstance(mlp, DenseMlp)
             else MoE(arch, mlp, dtype, format_of("experts"), format_of("shared"))
         )
+        self.experts = None if spec.experts is None else MoE(arch, spec.experts, dtype, format_of("experts"), None)
+        self.embedding_gate = EmbeddingGate(arch, spec, dtype) if spec.embedding_size else None
 
     @property
-    def mixer(self) -> Attention | LatentAttention | GatedDeltaNet:
+    def mixer(self) -> Attention | LatentAttention | SharedKeysAttention | GatedDeltaNet:
         """What mixes tokens."""
         return self.delta_net if hasattr(self, "delta_net") else self.attention
+
+
+def _attention(spec: LayerSpec) -> type[Attention | LatentAttention | SharedKeysAttention]:
+    if isinstance(spec.mixer, Latent):
+        return LatentAttention
+    return Attention if spec.keys_from is None else SharedKeysAttention
 
 
 class DecoderLayers(Matrices):
@@ -110,13 +119,14 @@ class DecoderLayers(Matrices):
         kernels: KernelChoice = AUTO_CHOICE,
         recur: Recur = no_states,
         streams: dict[int, Any] | None = None,
+        embeddings: jax.Array | None = None,
     ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of tokens whose stream `[T, D]` before the first layer is given.
 
-        Arguments are those of `Decoder.__call__`.
+        Arguments are those of `Decoder.__call__`; `embeddings [T, L, P]` are those of the layers, if they have some.
         """
         arch, vectors = self.arch, self.vectors
-        tables = {rope: rope_tables(positions, rope, arch.rope_dim) for rope in self._ropes()}
+        tables = {key: rope_tables(positions, *key) for key in self._ropes()}
         rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
         all_are_tokens = of_all_ranks(is_token)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
@@ -141,8 +151,12 @@ class DecoderLayers(Matrices):
                 update_TD = layer.mlp(of_all_TD, all_are_tokens, experts, kernels)
             else:
                 update_TD = layer.mlp(of_all_TD, adapters=mine, kernels=kernels)
-                if experts is not None:
+                if experts is not None and layer.experts is None:
                     experts.append(jnp.zeros((len(read_TD), 0), jnp.int32))
+            if layer.experts is not None:
+                update_TD = self._with_experts(
+                    layer.experts, index, x_TD, update_TD, rows, all_are_tokens, experts, kernels
+                )
             if images is not None and index + 1 < images.num_parts:
                 update_TD = sum_parts(update_TD, x_TD) + images.part(index + 1).astype(x_TD.dtype)
             is_last = index == arch.num_layers - 1
@@ -153,15 +167,68 @@ class DecoderLayers(Matrices):
             reader = None
             if not is_last and adapters is None:
                 reader = self.layers[index + 1].mixer.reader(kernels)
-            x_TD, read_TD = self._add(x_TD, update_TD, rows.of(vectors.mlp_out_norm, index), next_norm, kernels, reader)
+            out_norm = rows.of(vectors.mlp_out_norm, index)
+            if vectors.layer_factor is None:
+                x_TD, read_TD = self._add(x_TD, update_TD, out_norm, next_norm, kernels, reader)
+                continue
+            x_TD, _ = self._add(x_TD, update_TD, out_norm, None, kernels, None)
+            x_TD = self._ended(layer, index, x_TD, rows, embeddings, kernels)
+            read_TD = x_TD if next_norm is None else rms_norm(x_TD, scale_of(*next_norm, x_TD.dtype), arch.rms_norm_eps)
         _note(streams, arch.num_layers, x_TD)
         assert isinstance(read_TD, jax.Array), "heads read rows as they are"
         return read_TD
 
-    def _rope_of(self, spec: LayerSpec) -> RopeParams | None:
-        return None if spec.rope is None else self.arch.ropes[spec.rope]
+    def _with_experts(
+        self,
+        of_layer: MoE,
+        index: int,
+        x_TD: jax.Array,
+        of_mlp: Update,
+        rows: LayerRows,
+        is_token: jax.Array | None,
+        experts: list[jax.Array] | None,
+        kernels: KernelChoice,
+    ) -> jax.Array:
+        """What an MLP and the experts next to it add to the stream `[T, D]`, each normalized by itself.
 
-    def _ropes(self) -> dict[RopeParams | None, None]:
+        `is_token` is of the tokens of all ranks.
+        """
+        vectors = self.vectors
+
+        def normed(stack: nnx.Param[jax.Array] | None, rows_TD: jax.Array) -> jax.Array:
+            row = rows.of(stack, index)
+            assert row is not None
+            return rms_norm(rows_TD, scale_of(*row, rows_TD.dtype), self.arch.rms_norm_eps)
+
+        read, routed = (of_all_ranks(normed(stack, x_TD)) for stack in (vectors.experts_norm, vectors.router_norm))
+        of_experts = of_layer(read, is_token, experts, kernels, routed)
+        of_mlp = normed(vectors.mlp_part_norm, sum_parts(of_mlp, x_TD))
+        return of_mlp + normed(vectors.experts_part_norm, sum_parts(of_experts, x_TD))
+
+    def _ended(
+        self,
+        layer: DecoderLayer,
+        index: int,
+        x_TD: jax.Array,
+        rows: LayerRows,
+        embeddings: jax.Array | None,
+        kernels: KernelChoice,
+    ) -> jax.Array:
+        """The stream at the end of a layer: with what its own embedding of the tokens adds, times its factor."""
+        norm, factor = rows.of(self.vectors.embedding_norm, index), rows.of(self.vectors.layer_factor, index)
+        if layer.embedding_gate is not None:
+            assert norm is not None and embeddings is not None
+            added = layer.embedding_gate(x_TD, embeddings[:, index], kernels)
+            x_TD = x_TD + rms_norm(added, scale_of(*norm, x_TD.dtype), self.arch.rms_norm_eps)
+        assert factor is not None
+        return x_TD * row_of(*factor, x_TD.dtype)
+
+    def _rope_of(self, spec: LayerSpec) -> tuple[RopeParams | None, int]:
+        """The rope of a layer, and of how many numbers of a head it is."""
+        rope = None if spec.rope is None else self.arch.ropes[spec.rope]
+        return rope, self.arch.rope_dim if spec.heads is None else spec.heads.size
+
+    def _ropes(self) -> dict[tuple[RopeParams | None, int], None]:
         """The ropes that layers have, in order."""
         return dict.fromkeys(self._rope_of(self.arch.layers[layer]) for layer in self.arch.attention_layers)
 
@@ -201,6 +268,7 @@ class Decoder(DecoderLayers):
         fmt = None if arch.weight_format is None else arch.weight_format.of_vocabulary
         if arch.has_embedding:
             self.declare("embedding", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
+        self.layer_embeddings = LayerEmbeddings(arch, dtype, activations) if arch.embedding_size else None
         if arch.head == "labels":
             self.declare("score", (len(arch.folder_pooling.labels), d), (None, None), dtype, None, fan_in=d)
         elif arch.head == "vocabulary" and not arch.tie_embeddings:
@@ -235,7 +303,8 @@ class Decoder(DecoderLayers):
         x_TD = self._embed(token_ids) if self.arch.stage.is_first else token_ids
         if images is not None:
             x_TD = jnp.where(images.is_image[:, None], images.part(0).astype(x_TD.dtype), x_TD)
-        return self.run(x_TD, positions, attend, is_token, adapters, images, experts, kernels, recur, streams)
+        own = None if self.layer_embeddings is None else self.layer_embeddings(token_ids, x_TD, self._rows)
+        return self.run(x_TD, positions, attend, is_token, adapters, images, experts, kernels, recur, streams, own)
 
     def embedded(self, token_ids: jax.Array) -> jax.Array:
         """The rows of the embedding `[T, D]`, without the factor that some models have."""

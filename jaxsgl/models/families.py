@@ -33,6 +33,9 @@ class MoeFamily:
       shared_gate: see `MoeMlp`.
       clamped: `swiglu_limit` and `swiglu_alpha` hold.
       top_k_key: the key of the number of chosen experts.
+      switch: the key that says whether there are experts, which stand next to each layer's MLP; None: there are, in the
+        place of MLPs.
+      expert_factors: see `MoeMlp`.
       dense_layers: which layers have a plain MLP. "steps": all but every `decoder_sparse_step`th, and
         `mlp_only_layers`. "first": the first `first_k_dense_replace`. "outside": all but every `moe_layer_interval`th
         from `moe_layer_start_index` to `moe_layer_end_index`.
@@ -51,6 +54,8 @@ class MoeFamily:
     shared_gate: bool = False
     clamped: bool = False
     top_k_key: str = "num_experts_per_tok"
+    switch: str | None = None
+    expert_factors: bool = False
     dense_layers: Literal["none", "steps", "first", "outside"] = "none"
 
 
@@ -82,6 +87,11 @@ class Family:
       turned_layers: which layers have a rope. "told": as `no_rope_layers` says. "windows": those with windows; all, if
         none has one.
       caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
+      caps_logits: logits alone may have a soft cap.
+      attention_scale: factor on scores where no key says one; None: 1 / sqrt(H).
+      normalizes_values: see `ModelArch`.
+      layer_factors: see `ModelArch`.
+      own_parts: layers have kv heads, embeddings and MLPs of their own, or others' keys (`own_parts_config`).
       sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
       section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
       moe: of families with mixtures of experts.
@@ -115,6 +125,11 @@ class Family:
     sliding_theta_key: str | None = None
     turned_layers: Literal["all", "told", "windows"] = "all"
     caps: bool = False
+    caps_logits: bool = False
+    attention_scale: float | None = None
+    normalizes_values: bool = False
+    layer_factors: bool = False
+    own_parts: bool = False
     section: str | None = None
     sinks: bool = False
     moe: MoeFamily | None = None
@@ -241,6 +256,52 @@ _GEMMA3 = replace(
     full_every=6,
     sliding_theta_key="rope_local_base_freq",
     defaults={**_GEMMA.defaults, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+)
+
+_GEMMA4 = Family(
+    norms="sandwich",
+    qk_norm="head",
+    qkv_bias=False,
+    attention_out_bias=False,
+    scales_embedding=True,
+    activation_key="hidden_activation",
+    windows="always",
+    full_every=6,
+    sliding_theta_key="rope_theta",
+    caps_logits=True,
+    attention_scale=1.0,
+    normalizes_values=True,
+    layer_factors=True,
+    own_parts=True,
+    moe=MoeFamily(
+        ("num_experts",), renormalize=True, top_k_key="top_k_experts", switch="enable_moe_block", expert_factors=True
+    ),
+    # Sizes of what is switched off.
+    ignored=frozenset({"num_experts", "top_k_experts", "moe_intermediate_size"}),
+    defaults={
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 512,
+        "vocab_size_per_layer_input": 262_144,
+        "hidden_size_per_layer_input": 256,
+        "eos_token_id": 1,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1_000_000.0,
+            },
+        },
+    },
 )
 
 # What the dense Qwen3-VL and the mixture of experts have in common.
@@ -401,6 +462,25 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131_072,
         },
         ignored=_GEMMA3.ignored | _BESIDE_TEXT | {"mm_tokens_per_image", "boi_token_index", "eoi_token_index"},
+    ),
+    "Gemma4ForCausalLM": _GEMMA4,
+    # Its text only.
+    "Gemma4ForConditionalGeneration": replace(
+        _GEMMA4,
+        section="text_config",
+        ignored=_GEMMA4.ignored
+        | _BESIDE_TEXT
+        | {
+            "audio_config",
+            "audio_token_id",
+            "boa_token_id",
+            "boi_token_id",
+            "eoa_token_id",
+            "eoa_token_index",
+            "eoi_token_id",
+            "video_token_id",
+            "vision_soft_tokens_per_image",
+        },
     ),
     "Qwen2MoeForCausalLM": Family(
         qkv_bias_key="qkv_bias",

@@ -12,7 +12,8 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.delta_config import DELTA, read_delta_net, read_delta_types
 from jaxsgl.models.families import Family, MoeFamily
-from jaxsgl.models.layer_spec import Clamp, DenseMlp, Latent, LayerSpec, Mixer, MoeMlp
+from jaxsgl.models.layer_spec import Clamp, DenseMlp, KvHeads, Latent, LayerSpec, Mixer, MoeMlp
+from jaxsgl.models.own_parts_config import check_own_ropes, check_reach, read_own_types, with_own_parts
 from jaxsgl.models.rope import RopeParams
 from jaxsgl.models.rope_config import read_rope
 from pallas_kernels import Router
@@ -37,19 +38,23 @@ class Layers:
     next_spec: LayerSpec | None
 
 
-def read_layers(config: ConfigFile, family: Family, head_dim: int, latent: Latent | None) -> Layers:
-    """All layers. Raises `CheckpointError` for what isn't supported."""
+def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Latent | None) -> Layers:
+    """All layers; `heads` are those of the model. Raises `CheckpointError` for what isn't supported."""
     num_layers = config.count("num_hidden_layers")
     is_turned = _read_turned(config, family, num_layers)
     types = _read_types(config, family, is_turned)
     if family.turned_layers == "windows" and config.get("sliding_window") is not None:
         is_turned = [each == SLIDING for each in types]
-    rope_of_type = _read_ropes(config, family, head_dim if latent is None else latent.rotated)
+    if family.own_parts:
+        types = read_own_types(config, types, FULL)
+        check_own_ropes(config, types)
+        check_reach(config)
+    rope_of_type = _read_ropes(config, family, heads.size if latent is None else latent.rotated)
     ropes = tuple(dict.fromkeys(rope_of_type.values()))
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
     max_context = max(config.count("max_position_embeddings"), *stretched, 0)
     window = _read_window(config, family, max_context)
-    mlps = read_mlps(config, family.moe, num_layers)
+    mlps, experts = read_mlps(config, family.moe, num_layers), _read_beside(config, family.moe)
     mixers: dict[str, Mixer] = {DELTA: read_delta_net(config)} if family.delta_nets else {}
     specs = tuple(
         LayerSpec(
@@ -57,9 +62,12 @@ def read_layers(config: ConfigFile, family: Family, head_dim: int, latent: Laten
             window if each == SLIDING else None,
             ropes.index(rope_of_type[each]) if turned and each != DELTA else None,
             mixers.get(each, latent or "attention"),
+            experts=experts,
         )
         for mlp, each, turned in zip(mlps, types, is_turned, strict=True)
     )
+    if family.own_parts:
+        specs = with_own_parts(config, specs, types, FULL, heads)
     return Layers(specs, ropes, max_context, _read_next(config, family, specs))
 
 
@@ -168,12 +176,19 @@ def _read_sections(rope: ConfigFile, head_dim: int) -> tuple[int, ...]:
 
 def read_mlps(config: ConfigFile, family: MoeFamily | None, num_layers: int) -> list[DenseMlp | MoeMlp]:
     """The MLP of each layer. Raises `CheckpointError` for numbers that don't fit each other."""
-    if family is None:
+    if family is None or family.switch is not None:
         return [DenseMlp(config.count("intermediate_size"))] * num_layers
     is_dense = _read_dense_layers(config, family, num_layers)
     mixture = _read_mixture(config, family)
     config.get("intermediate_size")  # without meaning where no layer is dense
     return [DenseMlp(config.count("intermediate_size")) if dense else mixture for dense in is_dense]
+
+
+def _read_beside(config: ConfigFile, family: MoeFamily | None) -> MoeMlp | None:
+    """The mixture next to each layer's MLP, if there is one."""
+    if family is None or family.switch is None or not config.get(family.switch, False):
+        return None
+    return _read_mixture(config, family)
 
 
 def _read_dense_layers(config: ConfigFile, family: MoeFamily, num_layers: int) -> list[bool]:
@@ -223,7 +238,9 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
         )
     clamp = Clamp(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)) if family.clamped else None
     shared_size = _read_shared_size(config, family, ffn_size)
-    return MoeMlp(num_experts, ffn_size, router, family.expert_bias, clamp, shared_size, family.shared_gate)
+    return MoeMlp(
+        num_experts, ffn_size, router, family.expert_bias, clamp, shared_size, family.shared_gate, family.expert_factors
+    )
 
 
 def _read_shared_size(config: ConfigFile, family: MoeFamily, ffn_size: int) -> int:

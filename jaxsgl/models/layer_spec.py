@@ -90,6 +90,31 @@ Mixer: TypeAlias = Literal["attention"] | Latent | DeltaNet
 
 
 @dataclass(frozen=True)
+class KvHeads:
+    """The kv heads of a layer.
+
+    Attributes:
+      number: K, how many there are; on devices that share them with the copies that these need.
+      size: H, numbers of a head, and of a query head.
+      copies: each kv head of the checkpoint stands for so many consecutive ones, which are equal.
+    """
+
+    number: int
+    size: int
+    copies: int = 1
+
+    @property
+    def stored(self) -> int:
+        """The kv heads of the checkpoint."""
+        return self.number // self.copies
+
+    def on_devices(self, num_devices: int) -> KvHeads:
+        """The heads as so many devices share them: where these are more than heads, each gets a copy."""
+        copies = num_devices // self.stored if num_devices % self.stored == 0 else 1
+        return KvHeads(self.stored * copies, self.size, copies)
+
+
+@dataclass(frozen=True)
 class DenseMlp:
     """A gated MLP that every token passes through.
 
@@ -125,6 +150,7 @@ class MoeMlp:
       clamp: the experts' gated unit; None: the model's activation.
       shared_ffn_size: F of the experts that all tokens pass through, as one MLP; 0: there are none.
       shared_gate: their result is multiplied by a sigmoid of each token.
+      expert_factors: an expert's share is multiplied by a number of its own.
     """
 
     num_experts: int
@@ -134,6 +160,7 @@ class MoeMlp:
     clamp: Clamp | None = None
     shared_ffn_size: int = 0
     shared_gate: bool = False
+    expert_factors: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,6 +173,13 @@ class LayerSpec:
       rope: which of the model's ropes turns queries and keys; None: they are not turned.
       mixer: what mixes tokens.
       unquantized: which of its `matrices` keep the model's dtype where others are quantized.
+      heads: its kv heads, where they are not the model's.
+      values_are_keys: the keys' projection makes the values, too.
+      keys_from: it has queries alone, and attends to what the layer of this index, one before it, keeps; such layers
+        are the last ones. None: to what it keeps itself.
+      experts: a mixture next to `mlp`: both read the residual stream, by norms of their own.
+      embedding_size: P, numbers of the embedding that the layer has of each token (`models/layer_embedding.py`); 0:
+        none.
     """
 
     mlp: DenseMlp | MoeMlp
@@ -153,6 +187,11 @@ class LayerSpec:
     rope: int | None = 0
     mixer: Mixer = "attention"
     unquantized: frozenset[str] = frozenset()
+    heads: KvHeads | None = None
+    values_are_keys: bool = False
+    keys_from: int | None = None
+    experts: MoeMlp | None = None
+    embedding_size: int = 0
 
     @property
     def matrices(self) -> frozenset[str]:
@@ -164,4 +203,7 @@ class LayerSpec:
         else:
             of_mixer = {"kv_a", "kv_b", "o"} | ({"q"} if self.mixer.q_rank is None else {"q_a", "q_b"})
         of_mlp = {"gate_up", "down"} if isinstance(self.mlp, DenseMlp) else {"experts", "shared"}
-        return frozenset(of_mixer | of_mlp)
+        if self.experts is not None:
+            of_mlp |= {"experts"}
+        of_embedding = {"embedding_gate", "embedding_out"} if self.embedding_size else set()
+        return frozenset(of_mixer | of_mlp | of_embedding)

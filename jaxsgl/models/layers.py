@@ -101,15 +101,34 @@ class LatentQkv:
         return self.queries, self.entries, self.entries[..., : self.value_dim]
 
 
+@dataclass(frozen=True)
+class Queries:
+    """What a layer attends with to the keys and values of another one, which are stored already.
+
+    Attributes:
+      heads: `[T, N, H]`, normalized and turned.
+      num_kv_heads: K, kv heads of the other layer.
+    """
+
+    heads: jax.Array
+    num_kv_heads: int
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        return int(self.heads.shape[-1])
+
+
 Qkv: TypeAlias = FusedQkv | LatentQkv
 
 
 class Attend(Protocol):
     """Stores this step's keys and values, and attends to all of each sequence; the caller of the model provides it."""
 
-    def __call__(self, place: int, qkv: Qkv, sinks: jax.Array | None, /) -> jax.Array:
+    def __call__(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None, /) -> jax.Array:
         """Returns the attention output `[T, N, H]`; `qkv.split()` says what is attended, and H is that of its values.
 
+        Of `Queries` nothing is stored: they attend to what the layer at `place` has stored before, in this step too.
         `place` is that of the layer in `ModelArch.attention_layers`; the softmax scale, the window and the soft cap are
         those of its `ModelArch.attention_options`. `sinks` `[N]` float32 join the denominators of the softmaxes; None:
         there are none.
@@ -147,7 +166,7 @@ class LayerVectors(nnx.Module):
     """The norms' scales, the biases of attention and the small parameters of delta-nets, of all layers: one array each.
 
     Row l of a layer's norms is that of layer l; row p of what only attention or delta-nets have is that of the layer at
-    place p among these (`ModelArch.places`).
+    place p among these (`ModelArch.places`). Where heads differ in size, the scales of smaller ones end in padding.
 
     As parameters of their own they would be five arguments per layer, and each argument costs the launch of a program
     about a microsecond.
@@ -161,9 +180,9 @@ class LayerVectors(nnx.Module):
         self.attention_out_norm = self._norms(arch, after)
         self.mlp_norm = self._norms(arch, before)
         self.mlp_out_norm = self._norms(arch, after)
-        self.q_norm, self.k_norm = (
-            self._head_norms(arch, groups) for groups in (arch.num_heads // arch.num_kv_heads, 1)
-        )
+        attending = len(arch.attention_layers) + len(arch.reading_layers)
+        self.q_norm = self._head_norms(arch, attending, arch.num_heads // arch.num_kv_heads)
+        self.k_norm = self._head_norms(arch, len(arch.attention_layers), 1)
         self.qkv_bias = (
             vector((len(arch.attention_layers), *qkv_heads(arch)), (None, "kv_heads", None, None), dtype, mean=0.0)
             if arch.attention_bias
@@ -171,6 +190,13 @@ class LayerVectors(nnx.Module):
         )
         sinks = (len(arch.attention_layers), arch.num_heads)
         self.sinks = vector(sinks, (None, "kv_heads"), jnp.dtype(jnp.float32), mean=0.0) if arch.sinks else None
+        # Of an MLP and experts next to it: norms of what each makes, and of what router and experts read.
+        has_both = arch.layers[0].experts is not None
+        self.mlp_part_norm, self.experts_part_norm, self.router_norm, self.experts_norm = (
+            self._norms(arch, has_both) for _ in range(4)
+        )
+        self.embedding_norm = self._norms(arch, arch.embedding_size > 0)
+        self.layer_factor = vector((arch.num_layers, 1), (None, None), dtype, mean=1.0) if arch.layer_factors else None
         # Of delta-nets: taps of the convolution; A_log and dt_bias, by which states decay; the norm of what is read.
         net, num_nets = arch.delta_net, len(arch.delta_layers)
         float32, by_head = jnp.dtype(jnp.float32), (None, "key_heads", None, None)
@@ -185,15 +211,16 @@ class LayerVectors(nnx.Module):
             return None
         return vector((arch.num_layers, arch.hidden_size), (None, None), self._norm_dtype, mean=1.0)
 
-    def _head_norms(self, arch: ModelArch, groups: int) -> nnx.Param[jax.Array] | None:
+    def _head_norms(self, arch: ModelArch, num_layers: int, groups: int) -> nnx.Param[jax.Array] | None:
         """`[L, H]`, the same for all heads; or of all heads, `[L, K, groups, H]`."""
         if arch.qk_norm is None:
             return None
-        num_layers, num_kv_heads, h = len(arch.attention_layers), arch.num_kv_heads, arch.head_dim
         if arch.qk_norm == "head":
+            h = max(heads.size for heads in arch.all_heads)
             return vector((num_layers, h), (None, None), self._norm_dtype, mean=1.0)
         axes = (None, "kv_heads", None, None)
-        return vector((num_layers, num_kv_heads, groups, h), axes, self._norm_dtype, mean=1.0)
+        shape = num_layers, arch.num_kv_heads, groups, arch.head_dim
+        return vector(shape, axes, self._norm_dtype, mean=1.0)
 
 
 def norm_dtype(arch: ModelArch, dtype: jnp.dtype) -> jnp.dtype:
@@ -213,8 +240,11 @@ class Attention(Matrices):
     """The projections around `Attend`."""
 
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
+        arch = arch.with_heads_of(spec)
         d, n, h = arch.hidden_size, arch.num_heads, arch.head_dim
-        self.eps, self.rotates_first = arch.rms_norm_eps, arch.rotates_first
+        self.eps, self.rotates_first, self.normalizes_values = (
+            arch.rms_norm_eps, arch.rotates_first, arch.normalizes_values,
+        )  # fmt: skip
         axes = ("kv_heads", None, None, None)
         num_kv_heads, num_rows, _ = qkv_heads(arch)
         self.num_gates = num_rows - 2 if arch.output_gate else 0  # of each kv head, rows after all others
@@ -246,6 +276,7 @@ class Attention(Matrices):
         bias, q_norm, k_norm, sinks = (
             rows.stack(stack, place) for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm, vectors.sinks)
         )
+        q_norm, k_norm = (own_scales(stack, 2 * cos.shape[-1]) for stack in (q_norm, k_norm))
         row = rows.row(place)
         fused = product(x_TD, self.matrix("qkv", kernels))
         gates = None
@@ -258,13 +289,18 @@ class Attention(Matrices):
             assert k_norm is not None
             fused = _normalize_all_heads(fused, bias, q_norm, k_norm, row, self.eps)
             bias = q_norm = k_norm = None
-        qkv = FusedQkv(fused, cos, sin, bias, q_norm, k_norm, row, self.eps, self.rotates_first)
+        qkv = FusedQkv(fused, cos, sin, bias, q_norm, k_norm, row, self.eps, self.rotates_first, self.normalizes_values)
         out_TNH = attend(place, qkv, None if sinks is None else sinks[row])
         out = out_TNH.reshape(len(x_TD), -1)
         if gates is not None:
             out = out * jax.nn.sigmoid(gates.astype(jnp.float32)).reshape(out.shape).astype(out.dtype)
         added = None if adapters is None else adapters.of_output("o_proj", out)
         return last_product(out, self.matrix("o", kernels), self.o_bias, added)
+
+
+def own_scales(stack: jax.Array | None, head_dim: int) -> jax.Array | None:
+    """The scales `[L, H]` of a stack of heads' norms, without the padding of other layers' larger heads."""
+    return stack if stack is None or stack.shape[-1] == head_dim else stack[..., :head_dim]
 
 
 def _normalize_all_heads(

@@ -55,6 +55,7 @@ class MoE(Matrices):
         self.declare("router", (e, d), (None, None), float32 if is_exact else dtype, None, fan_in=d)
         self.router_bias = vector((e,), (None,), dtype, mean=0.0) if spec.router.bias else None
         self.choice_bias = vector((e,), (None,), float32, mean=0.0) if spec.router.choice_bias else None
+        self.expert_factor = vector((e,), (None,), float32, mean=1.0) if spec.expert_factors else None
         # Of devices that share the model, each has some of the experts or a part of each one.
         experts, ffn = ("experts", None) if arch.by_experts else (None, "ffn")
         self.declare("gate_up", (e, 2, f, d), (experts, None, ffn, None), dtype, fmt, fan_in=d)
@@ -72,10 +73,12 @@ class MoE(Matrices):
         is_token: jax.Array | None = None,
         told: list[jax.Array] | None = None,
         kernels: KernelChoice = AUTO_CHOICE,
+        routed_TD: jax.Array | None = None,
     ) -> Update:
         """`[T, D]` to `[T, D]`. Tokens where `is_token [T]` is false go to no expert.
 
-        `x_TD` and `is_token` are of the tokens of all ranks, the result and what is `told` of this rank's alone.
+        `x_TD` and `is_token` are of the tokens of all ranks, the result and what is `told` of this rank's alone. The
+        router reads `routed_TD`, of all ranks too; None: what experts read.
 
         On a GPU the results of experts may be left to the reader to add up, which saves a kernel.
 
@@ -85,7 +88,11 @@ class MoE(Matrices):
         backend = kernels.grouped_product
         bias_E = None if self.choice_bias is None else self.choice_bias[...]
         others = XLA if backend == XLA else AUTO
-        experts_Tk, shares_Tk = choose_experts(self.spec.router, self._logits(x_TD), bias_E, backend=others)
+        experts_Tk, shares_Tk = choose_experts(
+            self.spec.router, self._logits(x_TD if routed_TD is None else routed_TD), bias_E, backend=others
+        )
+        if self.expert_factor is not None:
+            shares_Tk = shares_Tk * self.expert_factor[...][experts_Tk]
         if told is not None:
             told.append(of_this_rank(experts_Tk.astype(jnp.int32)))
         gate_up = self.matrix("gate_up")

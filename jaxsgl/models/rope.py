@@ -4,9 +4,9 @@ Checkpoints that turn a part of a head, or neighbouring dimensions together, com
 `split_half_order` says how a head's dimensions are reordered, and what doesn't turn has angle 0.
 
 Source: RoFormer (arXiv 2104.09864); the llama3 scaling is the one published with Llama 3.1; YaRN (arXiv 2309.00071);
-LongRoPE (arXiv 2402.13753); three positions whose pairs take turns (Qwen3-VL, arXiv 2511.21631). `rope_config` reads
-the parameters, `dense` computes the tables once per step, `pallas_kernels.rotate_and_store` applies them in every
-layer.
+LongRoPE (arXiv 2402.13753); "proportional" is Gemma 4's; three positions whose pairs take turns (Qwen3-VL, arXiv
+2511.21631). `rope_config` reads the parameters, `dense` computes the tables once per step,
+`pallas_kernels.rotate_and_store` applies them in every layer.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ class RopeParams:
     Attributes:
       theta: base of the geometric series of wavelengths.
       kind: "none" (plain), "linear" (all wavelengths times `factor`), "llama3" and "yarn" (only the long ones),
-        "longrope" (each by its own factor), or "ntk" (`theta` is stretched, so that the longest is by about `factor`).
+        "longrope" (each by its own factor), "ntk" (`theta` is stretched, so that the longest is by about `factor`), or
+        "proportional" (all wavelengths times `factor`, and only the first pairs turn).
       factor: how much the context was stretched.
       low_freq_factor, high_freq_factor: llama3: wavelengths longer than `original_context / low_freq_factor` are
         stretched fully, those shorter than `original_context / high_freq_factor` not at all, between them gradually.
       original_context: context length before stretching, in tokens.
       rotary_dim: R, how many dimensions of a head turn; None: all.
+      share: proportional: the share of the pairs that turn, at frequencies spread over the whole head.
       interleaved: in a checkpoint, dimensions 2 i and 2 i + 1 turn together; else i and i + R / 2.
       amplitude: factor on cosines and sines.
       beta_fast, beta_slow, truncates: yarn: pairs that turn more than `beta_fast` times within the original context
@@ -47,12 +49,13 @@ class RopeParams:
     """
 
     theta: float = 10000.0
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "ntk"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "ntk", "proportional"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
     rotary_dim: int | None = None
+    share: float = 1.0
     interleaved: bool = False
     amplitude: float = 1.0
     beta_fast: float = 32.0
@@ -91,6 +94,9 @@ def inverse_frequencies(rope: RopeParams, head_dim: int) -> npt.NDArray[np.float
         plain = keep * plain + (1.0 - keep) * plain / rope.factor
     elif rope.kind == "longrope":
         plain = plain / np.asarray(rope.long_factors if rope.is_long else rope.short_factors)
+    elif rope.kind == "proportional":
+        turns = np.arange(len(plain)) < int(rope.share * turned // 2)
+        plain = np.where(turns, plain / rope.factor, 0.0)
     still = np.zeros((head_dim - turned) // 2)
     return np.concatenate([plain, still]).astype(np.float32)
 

@@ -126,7 +126,16 @@ def _dynamic(told: _Stretch, plain: RopeParams) -> RopeParams:
     return replace(plain, kind="ntk", factor=told.number("alpha"))
 
 
+def _proportional(told: _Stretch, plain: RopeParams) -> RopeParams:
+    return replace(
+        plain,
+        kind="proportional",
+        factor=told.number("factor", 1.0),
+        share=told.number("partial_rotary_factor", 1.0),
+    )
+
+
 _KINDS: dict[str, Callable[[_Stretch, RopeParams], Any]] = {
     "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "su": _longrope,
-    "dynamic": _dynamic,
+    "dynamic": _dynamic, "proportional": _proportional,
 }  # fmt: skip

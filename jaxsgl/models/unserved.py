@@ -57,7 +57,16 @@ MECHANISMS: tuple[tuple[str, tuple[_Sign, ...]], ...] = (
     ("experts", (_has("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),)),
     ("a vision tower", (_has("vision_config", "vision_tower"),)),
 )
-SERVED_BY_OTHERS = frozenset({"experts", "a vision tower"})  # which some families have, and others lack
+# Which some families have, and others lack.
+SERVED_BY_OTHERS = frozenset(
+    {
+        "experts",
+        "a vision tower",
+        "keys and values that layers share",
+        "an embedding for each layer",
+        "heads of two sizes",
+    }
+)
 
 
 def mechanisms_of(config: Mapping[str, Any]) -> list[str]:
@@ -67,7 +76,7 @@ def mechanisms_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def nearest(architecture: str, families: Iterable[str]) -> str | None:
-    """The family whose name begins alike, as Gemma4 and Gemma3; of several the one that goes on alike the longest."""
+    """The family whose name begins alike, as Gemma3n and Gemma3; of several the one that goes on alike the longest."""
     stem = _stem(architecture)
     head = architecture[len(stem) :]
 

@@ -34,6 +34,7 @@ from jaxsgl.models.quantization import AT_LOAD, WeightFormat
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from jaxsgl.weights.assembly import size
 from jaxsgl.weights.gguf_tensors import open_tensors
+from jaxsgl.weights.names import with_heads_at
 from jaxsgl.weights.sharding import check_divisible, param_sharding
 from jaxsgl.weights.tensor_files import kv_scale_of
 
@@ -123,7 +124,7 @@ def restore_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) 
             if axes[0] == "vocab":
                 array = _pad_rows(array, param.shape[0], sharding)
             else:
-                array = _copy_kv_heads(array, arch, axes.index("kv_heads"), sharding)
+                array = _copy_kv_heads(array, with_heads_at(path, arch), axes.index("kv_heads"), sharding)
         params.append((path, param.replace(array)))
     return nnx.from_flat_state(params)
 

@@ -33,6 +33,7 @@ class ExpertNames:
       choice_bias: the bias that counts for the choice alone, and its axes.
       gate, up, down: of one expert, for which `{}` stands.
       stacked_gate_up, stacked_down: of all experts. Biases are called so with `_bias`.
+      factor: what the shares of experts are multiplied by.
       shared: how names of shared experts begin.
       interleaved: a stack has gates and ups in turns; else all gates before all ups.
       transposed: stacks are `[E, in, out]`; None: their shapes tell.
@@ -46,6 +47,7 @@ class ExpertNames:
     down: str = "experts.{}.down_proj.weight"
     stacked_gate_up: str = "experts.gate_up_proj"
     stacked_down: str = "experts.down_proj"
+    factor: str = ""
     shared: str = "shared_experts."
     interleaved: bool = False
     transposed: bool | None = None
@@ -72,16 +74,25 @@ NAMES: dict[str, ExpertNames] = {
         ExpertNames(shared="shared_expert."),
     ),
     "GptOssForCausalLM": ExpertNames(router="router.weight", interleaved=True, transposed=True),
+    **dict.fromkeys(
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        ExpertNames(
+            block="model.layers.{}.",
+            router="router.proj.weight",
+            factor="router.per_expert_scale",
+            transposed=False,
+        ),
+    ),
 }
 
 
 def recipe_of_experts(path: Path, arch: ModelArch, shape_of: ShapeOf) -> Recipe | None:
     """The recipe of the parameter at `path`; None unless it belongs to a mixture of experts."""
-    if path[0] != "layers" or path[2] != "mlp":
+    if path[0] != "layers" or path[2] not in ("mlp", "experts"):
         return None
     layer = path[1]
     assert isinstance(layer, int)
-    mlp = arch.layers[layer].mlp
+    mlp = arch.layers[layer].experts if path[2] == "experts" else arch.layers[layer].mlp
     if not isinstance(mlp, MoeMlp):
         return None
     return _of_layer(layer, mlp, arch, shape_of).recipe(*map(str, path[3:]))
@@ -119,6 +130,7 @@ class _OfLayer:
             "router": (names.router, ("E", "D")),
             "router_bias": (names.router.replace(".weight", ".bias"), ("E",)),
             "choice_bias": names.choice_bias,
+            "expert_factor": (names.factor, ("E",)),
             "shared_gate": ("shared_expert_gate.weight", ("1", "D")),
             "down_bias": (names.stacked_down + "_bias", ("E", "D")),
         }

@@ -23,7 +23,7 @@ from jaxsgl.models import ModelArch
 from jaxsgl.weights.gguf_config import FAMILIES, IN_GROUPS
 from jaxsgl.weights.gguf_file import GgufTensor, gguf_package
 from jaxsgl.weights.gguf_folder import TABLE
-from jaxsgl.weights.names import Piece, Recipe, Source, Tensor, sizes
+from jaxsgl.weights.names import Piece, Recipe, Source, Tensor, axes_lengths
 from jaxsgl.weights.quantized import Rows
 from jaxsgl.weights.tensor_files import MappedBytes, MappedFiles, TensorFiles
 
@@ -108,7 +108,7 @@ class GgufTensors:
             blocks = Blocks(self._matrix(source.name.removesuffix(_OF_SCALES), arch))
             part: Any = blocks.scales() if source.name.endswith(_OF_SCALES) else blocks
             return part
-        expected = tuple(sizes(arch)[axis] for axis in source.axes)
+        expected = axes_lengths(source, arch)
         shape = stored.shape if expert is None else stored.shape[1:]
         if _without_ones(shape) != _without_ones(expected):
             raise CheckpointError(
@@ -135,7 +135,7 @@ class GgufTensors:
         if recipe.sources[0].axes is None:  # numbers and scales of matrices that stay quantized
             yield from recipe.pieces(arch, found)
             return
-        shapes = [tuple(sizes(arch)[axis] for axis in source.axes or ()) for source in recipe.sources]
+        shapes = [axes_lengths(source, arch) for source in recipe.sources]
         if any(len(shape) != 2 or shape[0] == 1 for shape in shapes):
             small = (self._vector(source.name, arch) for source in recipe.sources)
             arrays = tuple(array.reshape(shape) for array, shape in zip(small, shapes, strict=True))

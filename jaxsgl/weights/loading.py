@@ -30,7 +30,7 @@ from jaxsgl.weights.assembly import Assembler, Progress, Unfinished, shape_of
 from jaxsgl.weights.converted import is_converted, restore_params
 from jaxsgl.weights.gguf_folder import folder_of_gguf, gguf_of
 from jaxsgl.weights.gguf_tensors import GgufTensors, open_tensors
-from jaxsgl.weights.names import Computed, Piece, Tensor, path_in_model
+from jaxsgl.weights.names import Computed, Piece, Tensor, path_in_model, with_heads_at
 from jaxsgl.weights.quantized import recipe_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
 from jaxsgl.weights.tensor_files import GivenTensors, TensorFiles
@@ -120,7 +120,7 @@ def _find(
     """Says what the (abstract) parameter at `path` is made of; reads nothing."""
     recipe = recipe_of(path, param, arch, tensors.shape)
     found = tuple(tensors.tensor(source, arch) for source in recipe.sources)
-    pieces = tuple(tensors.pieces(recipe, arch, found))
+    pieces = tuple(tensors.pieces(recipe, with_heads_at(path, arch), found))
     if arch.vocab_padding and param.get_metadata("axes")[0] == "vocab":
         pieces = _with_vocab_padding(pieces, arch)
     shape = shape_of(pieces)

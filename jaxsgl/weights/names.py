@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.models import ModelArch
+from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.models.rope import split_half_order
 
 Path = tuple[Hashable, ...]  # of a parameter within the model, as ("layers", 3, "mlp", "down")
@@ -64,10 +65,12 @@ class Source:
     Attributes:
       name: the tensor's name; `{}` stands for the layer's index.
       axes: the tensor's shape, as names of `sizes`; None: the reader checks shape and dtype.
+      layer: the layer of `arch` that it is a tensor of; None: of the model.
     """
 
     name: str
     axes: tuple[str, ...] | None
+    layer: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,16 +89,23 @@ class Recipe:
     computed: Computed | None = None
 
 
-def sizes(arch: ModelArch) -> dict[str, int]:
+def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones; C
     are the classes of a classification head.
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, pixels. Those
     with L are of a latent: what queries are made of, C, C + R; of all heads their queries, what makes keys and values,
     and values. Those with G are of a gated delta-net: of all heads q, k and v; taps; value heads, and twice as many;
-    numbers of a value; all values; q, k, v and their gates.
+    numbers of a value; all values; q, k, v and their gates. Those with P are of embeddings of layers: numbers of one,
+    rows, and numbers of all layers.
+
+    `layer` is one whose heads and MLP are meant, where layers differ; None: those of the model.
     """
     mixture, vision, latent, net = arch.mixture, arch.vision, arch.latent, arch.delta_net
+    ffn_size = arch.ffn_size
+    if layer is not None:
+        mlp, arch = arch.layers[layer].mlp, arch.with_heads_of(arch.layers[layer])
+        ffn_size = mlp.ffn_size if isinstance(mlp, DenseMlp) else ffn_size
     of_delta_net = {}
     if net is not None:
         of_delta_net = {
@@ -136,21 +146,30 @@ def sizes(arch: ModelArch) -> dict[str, int]:
         "2NH": 2 * arch.num_heads * arch.head_dim if arch.output_gate else 0,
         "V": arch.vocab_size,
         "D": arch.hidden_size,
-        "F": arch.ffn_size,
+        "F": ffn_size,
         "H": arch.head_dim,
         "N": arch.num_heads,
         "NH": arch.num_heads * arch.head_dim,
         "KH": arch.stored_kv_heads * arch.head_dim,
         "QKV": (arch.num_heads + 2 * arch.stored_kv_heads) * arch.head_dim,
-        "2F": 2 * arch.ffn_size,
+        "2F": 2 * ffn_size,
         "2D": 2 * arch.hidden_size,
         "E": mixture.num_experts if mixture else 0,
         "EF": mixture.ffn_size if mixture else 0,
         "2EF": 2 * mixture.ffn_size if mixture else 0,
         "C": len(arch.folder_pooling.labels),
         "SF": mixture.shared_ffn_size if mixture else 0,
+        "P": arch.embedding_size,
+        "PV": arch.layer_vocab_size,
+        "PL": arch.num_layers * arch.embedding_size,
         "1": 1,
     }
+
+
+def axes_lengths(source: Source, arch: ModelArch) -> tuple[int, ...]:
+    """The shape that `arch` asks a tensor to have."""
+    lengths = sizes(arch, source.layer)
+    return tuple(lengths[axis] for axis in source.axes or ())
 
 
 def _as_is(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
@@ -187,6 +206,12 @@ def fuse_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Fuses q `[N * H]`, k and v `[K * H]` to `[K, G + 2, H]`; a trailing axis D stays."""
     q, k, v = tensors
     yield from _fuse_queries(arch, q.reshape(arch.num_heads, arch.head_dim, *q.shape[1:]), k, v)
+
+
+def _queries_alone(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """q `[N * H, D]` to `[K, G, H, D]`, of a layer that attends to another one's keys and values."""
+    (q,) = tensors
+    yield from _turned(arch, (), q.reshape(arch.num_kv_heads, -1, arch.head_dim, *q.shape[1:]), axis=2)
 
 
 def _fuse_queries(arch: ModelArch, queries: Tensor, k: Tensor, v: Tensor) -> Iterator[Piece]:
@@ -335,6 +360,16 @@ def _delta_decay(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece
     yield from _in_rows([each.reshape(heads, 1, group) for each in tensors])
 
 
+def _rows_of_tokens(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The first V rows of a table that may have more."""
+    yield Piece((), tensors[0][: arch.vocab_size])
+
+
+def _router_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The scales `[D]` of a router's input, over sqrt(D)."""
+    yield Piece((), tensors[0].astype(np.float32) * np.float32(arch.hidden_size**-0.5))
+
+
 _ATTENTION = "model.layers.{}.self_attn."
 _DELTA_NET = "model.layers.{}.linear_attn."
 _MLP = "model.layers.{}.mlp."
@@ -419,6 +454,41 @@ _GEMMA = _layer_norms(
     mlp_out_norm="post_feedforward_layernorm",
 )
 
+_GEMMA4: dict[Path, Recipe] = {
+    **_GEMMA,
+    **_layer_norms(
+        mlp_part_norm="post_feedforward_layernorm_1",
+        experts_part_norm="post_feedforward_layernorm_2",
+        experts_norm="pre_feedforward_layernorm_2",
+        embedding_norm="post_per_layer_input_norm",
+    ),
+    ("vectors", "router_norm"): Recipe((Source("model.layers.{}.router.scale", ("D",)),), _router_norm),
+    ("vectors", "layer_factor"): Recipe((Source("model.layers.{}.layer_scalar", ("1",)),), _as_is),
+    ("layer_embeddings", "table"): Recipe(
+        (Source("model.embed_tokens_per_layer.weight", ("PV", "PL")),), _rows_of_tokens
+    ),
+    ("layer_embeddings", "projection"): Recipe(
+        (Source("model.per_layer_model_projection.weight", ("PL", "D")),), _as_is
+    ),
+    ("layer_embeddings", "norm"): Recipe((Source("model.per_layer_projection_norm.weight", ("P",)),), _as_is),
+    ("embedding_gate", "gate"): Recipe((Source("model.layers.{}.per_layer_input_gate.weight", ("P", "D")),), _as_is),
+    ("embedding_gate", "out"): Recipe((Source("model.layers.{}.per_layer_projection.weight", ("D", "P")),), _as_is),
+}
+# Of layers that lack projections.
+_READS_KEYS: dict[Path, Recipe] = {
+    ("attention", "qkv"): Recipe((Source(_ATTENTION + "q_proj.weight", ("NH", "D")),), _queries_alone)
+}
+_VALUES_ARE_KEYS: dict[Path, Recipe] = {
+    ("attention", "qkv"): Recipe(
+        (
+            Source(_ATTENTION + "q_proj.weight", ("NH", "D")),
+            Source(_ATTENTION + "k_proj.weight", ("KH", "D")),
+            Source(_ATTENTION + "k_proj.weight", ("KH", "D")),
+        ),
+        fuse_heads,
+    ),
+}
+
 _LATENT: dict[Path, Recipe] = {
     ("attention", "q"): Recipe((Source(_ATTENTION + "q_proj.weight", ("NLQ", "D")),), _latent_queries),
     ("attention", "q_a"): Recipe((Source(_ATTENTION + "q_a_proj.weight", ("LQ", "D")),), _as_is),
@@ -494,17 +564,23 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": _GEMMA,
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": _GEMMA4,
 }
 # Where the decoder is a part of a larger model: what its tensors' names begin with, and those of the other parts.
 _WITH_TOWER = ("language_model.", ("vision_tower.", "multi_modal_projector."))
 _PREFIXES = {"Gemma3ForConditionalGeneration": _WITH_TOWER, "Mistral3ForConditionalGeneration": _WITH_TOWER}
-# Where the decoder is within "model.", beside the tower; the output head is outside.
-_BESIDE_TOWER = (
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)
+# Where the decoder is within "model.", beside the tower; the output head is outside. With the names of the other parts.
+_QWEN_TOWER = ("model.visual.",)
+_BESIDE_TOWER = {
+    "Qwen3VLForConditionalGeneration": _QWEN_TOWER,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN_TOWER,
+    "Qwen3_5ForConditionalGeneration": _QWEN_TOWER,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_TOWER,
+    "Gemma4ForConditionalGeneration": tuple(
+        f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+    ),
+}
 _WITHIN = "model.language_model."
 
 
@@ -529,7 +605,7 @@ def stored_name(name: str, arch: ModelArch) -> str:
 def own_name(name: str, arch: ModelArch) -> str | None:
     """The inverse of `stored_name`; None for a tensor of a part of the model that is not served."""
     if arch.name in _BESIDE_TOWER:
-        if name.startswith("model.visual."):
+        if name.startswith(_BESIDE_TOWER[arch.name]):
             return name if arch.vision is not None and arch.vision.has_tower else None
         return "model." + name.removeprefix(_WITHIN) if name.startswith(_WITHIN) else name
     prefix, others = _PREFIXES.get(arch.name, ("", ()))
@@ -540,19 +616,26 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     """The recipe of the parameter at `path`, with the layers' indices filled in."""
     own = {**OF_FAMILY.get(arch.name, {}), **(OF_NEXT_LAYER if arch.stage.is_next else {})}
 
-    def named(sources: tuple[Source, ...], layer: int = 0) -> tuple[Source, ...]:
-        place = arch.stage.layers_before + layer
-        return tuple(Source(stored_name(source.name.format(place), arch), source.axes) for source in sources)
+    def named(sources: tuple[Source, ...], layer: int | None = None) -> tuple[Source, ...]:
+        place = arch.stage.layers_before + (layer or 0)
+        return tuple(Source(stored_name(source.name.format(place), arch), source.axes, layer) for source in sources)
 
     if path[0] == "vectors":
         recipe = own.get(path) or OF_ALL_LAYERS[path]
-        rows = [named(recipe.sources, layer) for layer in _layers_of(str(path[1]), arch)]
-        return Recipe(tuple(itertools.chain(*rows)), partial(_stack_layers, recipe.pieces, len(rows)))
+        layers = tuple(_layers_of(str(path[1]), arch))
+        rows = [named(recipe.sources, layer) for layer in layers]
+        pieces = recipe.pieces
+        if path[1] in ("q_norm", "k_norm") and len(arch.all_heads) > 1:
+            pieces = partial(_padded, pieces, max(heads.size for heads in arch.all_heads))
+        return Recipe(tuple(itertools.chain(*rows)), partial(_stack_layers, pieces, layers))
     if path[0] != "layers":
         recipe = own.get(path) or OF_MODEL[path]
         return Recipe(named(recipe.sources), recipe.pieces, recipe.computed)
-    recipe = own.get(path[2:]) or OF_LAYER[path[2:]]
     assert isinstance(path[1], int)
+    spec = arch.layers[path[1]]
+    if spec.keys_from is not None or spec.values_are_keys:
+        own |= _VALUES_ARE_KEYS if spec.values_are_keys else _READS_KEYS
+    recipe = own.get(path[2:]) or OF_LAYER[path[2:]]
     return Recipe(named(recipe.sources, path[1]), recipe.pieces, recipe.computed)
 
 
@@ -562,19 +645,39 @@ def path_in_model(path: Path, arch: ModelArch) -> Path:
     return (path[0], before + path[1], *path[2:]) if path[0] == "layers" and isinstance(path[1], int) else path
 
 
+def with_heads_at(path: Path, arch: ModelArch) -> ModelArch:
+    """The model as if all layers had the kv heads of that which the parameter at `path` belongs to."""
+    if path[0] != "layers" or not isinstance(path[1], int):
+        return arch
+    return arch.with_heads_of(arch.layers[path[1]])
+
+
 def _layers_of(vectors: str, arch: ModelArch) -> Iterable[int]:
     """The layers that have rows in these vectors: all, or those of one kind."""
-    if vectors in ("q_norm", "k_norm", "qkv_bias", "sinks"):
+    if vectors == "q_norm":
+        return arch.attention_layers + arch.reading_layers
+    if vectors in ("k_norm", "qkv_bias", "sinks"):
         return arch.attention_layers
     return arch.delta_layers if vectors.startswith("delta_") else range(arch.num_layers)
 
 
-def _stack_layers(of_layer: Pieces, num_layers: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    """Row l is what `of_layer` makes of the tensors of the l-th of so many layers; all have equally many."""
-    per_layer = len(tensors) // num_layers
-    for layer in range(num_layers):
-        for place, numbers in of_layer(arch, tensors[layer * per_layer : (layer + 1) * per_layer]):
-            yield Piece((layer, *place), numbers)
+def _stack_layers(
+    of_layer: Pieces, layers: tuple[int, ...], arch: ModelArch, tensors: tuple[Tensor, ...]
+) -> Iterator[Piece]:
+    """Row l is what `of_layer` makes of the tensors of the l-th of these layers; all have equally many."""
+    per_layer = len(tensors) // len(layers)
+    for row, layer in enumerate(layers):
+        own = arch.with_heads_of(arch.layers[layer])
+        for place, numbers in of_layer(own, tensors[row * per_layer : (row + 1) * per_layer]):
+            yield Piece((row, *place), numbers)
+
+
+def _padded(of_head: Pieces, width: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The scales `[H]` of heads' norms, with zeros up to the width of the model's largest heads."""
+    for place, numbers in of_head(arch, tensors):
+        yield Piece(place or (slice(0, arch.head_dim),), numbers)
+    if arch.head_dim < width:
+        yield Piece((slice(arch.head_dim, width),), np.zeros(width - arch.head_dim, np.float32))
 
 
 TOWER_PREFIX = "model.visual."

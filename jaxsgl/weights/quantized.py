@@ -26,7 +26,7 @@ from jaxsgl.models.matrix import part_name
 from jaxsgl.models.quantization import FLOAT8, WeightFormat
 from jaxsgl.weights import names
 from jaxsgl.weights.experts import ShapeOf, recipe_of_experts, recipe_of_mxfp4
-from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, recipe_of_tower, sizes
+from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, axes_lengths, recipe_of_tower
 from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
 from pallas_kernels import packed
 
@@ -151,8 +151,7 @@ class StoredPieces:
         parts = tensor_names(self.fmt.storage, self.fmt.reorders)
         matrices, indices, first = [], [], 0
         for number, source in enumerate(self.whole.sources):
-            assert source.axes is not None
-            out, num_in = (sizes(arch)[axis] for axis in source.axes)
+            out, num_in = axes_lengths(source, arch)
             named = dict(zip(parts, tensors[number * len(parts) :], strict=False))
             matrices.append(StoredMatrix(self.fmt, named, (out, num_in), source.name))
             indices.append(np.arange(first, first + out)[:, None])

@@ -105,6 +105,9 @@ def _refuse(arch: ModelArch, num_devices: int, num_ranks: int, way_out: str) -> 
 def _misfits(arch: ModelArch, num_devices: int, num_ranks: int) -> list[str]:
     """What of the model can't be split, in words."""
     of_rank = {"query heads": arch.num_heads, "kv heads": arch.num_kv_heads, "rows of its vocabulary": arch.vocab_rows}
+    for heads in arch.all_heads:
+        if heads.number != arch.num_kv_heads:
+            of_rank[f"kv heads of size {heads.size}"] = heads.number
     sizes = {"units in an MLP": arch.ffn_size}
     if arch.delta_net is not None:
         of_rank["key heads of its delta-nets"] = arch.delta_net.key_heads

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.weights import stored_matrix
-from jaxsgl.weights.names import Piece, Recipe, Source, Tensor, own_name, sizes, with_model_prefix
+from jaxsgl.weights.names import Piece, Recipe, Source, Tensor, axes_lengths, own_name, with_model_prefix
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -133,7 +133,7 @@ class TensorFiles:
         if source.axes is None:
             self._unread.discard(source.name)
             return file.array(source.name)
-        stored, expected = file.tensors[source.name], tuple(sizes(arch)[axis] for axis in source.axes)
+        stored, expected = file.tensors[source.name], axes_lengths(source, arch)
         if stored.shape != expected:
             raise CheckpointError(
                 f"{file.path}: tensor {source.name} has shape {stored.shape}, but config.json asks for {expected}"
@@ -228,7 +228,7 @@ class GivenTensors:
         name = source.name
         if source.axes is None:
             raise CheckpointError(f"tensor {name} is of a quantized checkpoint; give {arch.name}'s weights as a folder")
-        expected = tuple(sizes(arch)[axis] for axis in source.axes)
+        expected = axes_lengths(source, arch)
         if name not in self._tensors:
             raise CheckpointError(f"tensor {name} is missing, but {arch.name} needs it")
         given = self._tensors[name]
@@ -268,6 +268,7 @@ _KV_SCALES = {
 }  # fmt: skip
 _UNUSED_SCALES = ("q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale")
 _OF_ATTENTION = re.compile(r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d+)\.self_attn\.(.+)")
+_OF_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Architectures whose checkpoints have layers behind the last one, which predict further tokens.
 _PREDICT_MORE = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
@@ -281,7 +282,8 @@ def kv_scale_of(name: str) -> tuple[int, str] | None:
 
 def is_harmless(name: str, arch: ModelArch) -> bool:
     """Whether a tensor may be left unread: rope's constants, a head that nothing reads, what predicts further tokens,
-    scales, the parts beside the decoder, and those of other pipeline stages.
+    scales, what would make keys that another layer makes, the parts beside the decoder, and those of other pipeline
+    stages.
 
     The scales of the KV cache are read by themselves (`kv_scales.py`), if it is float8.
     """
@@ -291,6 +293,9 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
     name = own
     of_attention = _OF_ATTENTION.fullmatch(name)
     if of_attention is not None and (of_attention[2] in _KV_SCALES or of_attention[2].endswith(_UNUSED_SCALES)):
+        return True
+    of_keys = _OF_KEYS.match(name)
+    if of_keys is not None and int(of_keys[1]) - arch.stage.layers_before in arch.reading_layers:
         return True
     if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
         return True

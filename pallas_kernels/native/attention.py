@@ -16,7 +16,7 @@ from pallas_kernels.native import library
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import BITS, FLOAT8_BITS, PagedKv
 
-_HEAD_STEP, _MAX_HEAD_DIM, _MAX_GROUP = 32, 256, 128
+_HEAD_STEP, _MAX_HEAD_DIM, _MAX_GROUP = 32, 512, 128
 
 
 def refuse_attention(q: jax.Array, kv: PagedKv) -> str | None:

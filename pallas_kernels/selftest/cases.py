@@ -624,6 +624,7 @@ def _qkv(shapes: KernelShapes, num_tokens: int) -> FusedQkv:
         k_norm=norms[1] if shapes.has_head_norms else None,
         layer=ROW,
         rotates_first=shapes.rotates_first,
+        normalizes_values=shapes.normalizes_values,
     )
 
 

@@ -93,6 +93,8 @@ class KernelShapes:
     """Whether queries and keys are normalized head by head."""
     rotates_first: bool = False
     """Whether that comes after the rotation."""
+    normalizes_values: bool = False
+    """Whether values are normalized, too, without scales."""
     experts: tuple[ExpertShape, ...] = ()
     matrices: tuple[MatrixShape, ...] = ()
     """Those that are quantized, but for experts'."""

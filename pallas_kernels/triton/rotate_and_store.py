@@ -80,6 +80,7 @@ def _of_any_layer(
             eps=qkv.eps,
             tile_tokens=blocks["tile_tokens"],
             rotates_first=qkv.rotates_first,
+            normalizes_values=qkv.normalizes_values,
         ),
         out_shape=(q, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in pages)),
         grid=(num_kv_heads, pl.cdiv(num_tokens, blocks["tile_tokens"])),
@@ -133,13 +134,16 @@ class _Head:
         """The pairs brought to unit mean square, times the scale of that name; as they are where there is no norm."""
         if name not in self.vectors:
             return pairs
-        squares = [jnp.sum(side * side, axis=1) for pair in pairs for side in pair]
-        inverse_rms = lax.rsqrt(functools.reduce(jnp.add, squares) / self.product.shape[3] + self.eps)[:, None]
-        columns = self.columns(len(pairs))
+        inverse_rms, columns = self.inverse_rms(pairs), self.columns(len(pairs))
         return [
             (a * inverse_rms * self.vector(name, (), left), b * inverse_rms * self.vector(name, (), right))
             for (a, b), (left, right) in zip(pairs, columns, strict=True)
         ]
+
+    def inverse_rms(self, pairs: list[Pair]) -> jax.Array:
+        """`[tokens, 1]`: what brings the pairs of a head to unit mean square."""
+        squares = [jnp.sum(side * side, axis=1) for pair in pairs for side in pair]
+        return lax.rsqrt(functools.reduce(jnp.add, squares) / self.product.shape[3] + self.eps)[:, None]
 
     def store_pages(self, pages: Any, scale: str, where: tuple[Any, ...], pairs: list[Pair]) -> None:
         """Write K or V as `store_kv` would: the rounded numbers over the cache's scale, in the cache's format."""
@@ -172,7 +176,7 @@ def _power_of_two(number: int) -> int:
 
 def _kernel(
     layer_ref: Any, product_ref: Any, cos_ref: Any, sin_ref: Any, slots_ref: Any, *refs: Any,
-    names: tuple[str, ...], eps: float, tile_tokens: int, rotates_first: bool,
+    names: tuple[str, ...], eps: float, tile_tokens: int, rotates_first: bool, normalizes_values: bool,
 ) -> None:  # fmt: skip
     _k_in, _v_in, q_out, k_out, v_out = refs[len(names) :]
     num_tokens, _, num_rows, _ = product_ref.shape
@@ -199,6 +203,9 @@ def _kernel(
     def finished(pairs: list[Pair], norm: str) -> list[Pair]:
         return head.normalized(rotated(pairs), norm) if rotates_first else rotated(head.normalized(pairs, norm))
 
+    if normalizes_values:
+        inverse_rms = head.inverse_rms(value)
+        value = [(a * inverse_rms, b * inverse_rms) for a, b in value]
     where = (lax.div(slot, jnp.int32(page_size)), head.head, lax.rem(slot, jnp.int32(page_size)))
     head.store_pages(k_out, "k_scale", where, finished(key, "k_norm"))
     head.store_pages(v_out, "v_scale", where, value)

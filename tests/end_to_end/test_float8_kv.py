@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxsgl.engine.engine import Engine
 from jaxsgl.models import ModelArch, Qkv, abstract_model
+from jaxsgl.models.layers import Queries
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
 from pallas_kernels.paged_kv import FLOAT8, to_format
@@ -59,7 +60,8 @@ def plain_tokens(folder: Path, prompt: Sequence[int], num_tokens: int, *, rounds
     graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
     model = nnx.merge(graphdef, load_params(folder, arch, jnp.dtype("float32"), mesh_of()))
 
-    def attend(layer: int, qkv: Qkv, sinks: jax.Array | None) -> jax.Array:
+    def attend(layer: int, qkv: Qkv | Queries, sinks: jax.Array | None) -> jax.Array:
+        assert not isinstance(qkv, Queries)
         q, k, v = qkv.split()
         if rounds:
             k, v = (to_format(x / s, FLOAT8).astype(x.dtype) * s for x, s in ((k, K_SCALE), (v, V_SCALE)))

@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama_untied_llama3_rope": SIZES,
     "qwen3": SIZES,
     "gemma3": {},
+    "gemma4": {},
     "olmo2": {},
     "deepseek_v3": {},
     "gpt_oss": {},

@@ -33,8 +33,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 16, "vocab_size": 201},
     "mixtral": {"num_local_experts": 8, "intermediate_size": 48},
     "olmoe": {"num_experts": 16, "vocab_size": 201},
+    "gemma4_moe": {"num_experts": 16},
 }
 NUM_LAYERS = count(2, 3)
+OTHER_NUM_LAYERS = dict.fromkeys(("gemma4", "gemma4_small", "gemma4_moe"), 5)
 # Kinds of checkpoints. Most have 2 kv heads, of which 4 and 8 devices have copies; 201 tokens are padded on devices.
 KINDS: dict[str, dict[str, Any]] = {
     "llama_untied_llama3_rope": {**SIZES, "num_key_value_heads": 4},
@@ -42,6 +44,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "deepseek_v3": {},
     "olmo2": {},
+    "gemma4": {},
+    "gemma4_small": {},
     **EXPERTS,
 }
 # Further kinds in ranks: with groups of experts, and with sinks, windows and biases.
@@ -65,8 +69,11 @@ class Case:
 
     @property
     def sums(self) -> int:
-        """How many sums over devices a step has: of the embedding, of each attention and each MLP; of OLMo's norm."""
-        return 1 + (3 if self.kind in ("olmo2", "olmoe") else 2) * NUM_LAYERS
+        """How many sums over devices a step has: of the embedding, of each attention and each MLP; of OLMo's norm.
+
+        XLA adds up both embeddings of a token at once, and an MLP's results with those of experts next to it.
+        """
+        return 1 + (3 if self.kind in ("olmo2", "olmoe") else 2) * OTHER_NUM_LAYERS.get(self.kind, NUM_LAYERS)
 
     @property
     def exchange(self) -> dict[str, int]:
@@ -147,7 +154,7 @@ def test_devices_that_share_a_model_give_the_answers_of_one(cases: list[Case], t
 
 
 def sizes_of(kind: str) -> dict[str, Any]:
-    return {"num_hidden_layers": NUM_LAYERS, **(KINDS | IN_RANKS)[kind]}
+    return {"num_hidden_layers": OTHER_NUM_LAYERS.get(kind, NUM_LAYERS), **(KINDS | IN_RANKS)[kind]}
 
 
 def flags_of(case: Case) -> dict[str, Any]:

@@ -27,6 +27,7 @@ UNTRIED = {
     "glm4_moe": ("rope_parameters",),
     "glm4_moe_lite": ("num_hidden_layers", "qk_rope_head_dim"),
     **dict.fromkeys(("olmo3", "gemma2", "gemma3", "gpt_oss", "exaone4"), ("num_hidden_layers",)),
+    **dict.fromkeys(("gemma4", "gemma4_small", "gemma4_moe"), ("num_hidden_layers", "per_layer_config")),
 }
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 

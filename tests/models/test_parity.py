@@ -65,6 +65,25 @@ def test_the_text_of_a_model_that_sees_images_is_its_decoders(kind: str, name: s
     np.testing.assert_array_equal(checkpoint_logits(tmp_path / "whole", PROMPT[:5]), expected)
 
 
+def test_the_text_of_a_gemma_4_that_sees_and_hears_is_its_decoders(tmp_path: Path) -> None:
+    """Other parts are left out, and so is what would make the keys that layers take from others."""
+    folder = make_checkpoint("gemma4_small", tmp_path / "text")
+    config = json.loads((folder / "config.json").read_text())
+    whole = {
+        "architectures": ["Gemma4ForConditionalGeneration"], "text_config": config, "vision_config": {"layers": 2},
+        "audio_config": {"layers": 2}, "image_token_id": 7, "tie_word_embeddings": True,
+    }  # fmt: skip
+    stored = load_file(folder / "model.safetensors")
+    stored["model.layers.4.self_attn.k_proj.weight"] = stored["model.layers.1.self_attn.k_proj.weight"]
+    tensors = {key.replace("model.", "model.language_model.", 1): tensor.clone() for key, tensor in stored.items()}
+    tensors |= {f"model.{part}.bias": torch.zeros(3) for part in ("vision_tower", "embed_vision", "audio_tower")}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
+    save_file(tensors, tmp_path / "whole" / "model.safetensors")
+    expected = checkpoint_logits(folder, PROMPT[:5])
+    np.testing.assert_array_equal(checkpoint_logits(tmp_path / "whole", PROMPT[:5]), expected)
+
+
 def test_rope_scaling_of_the_test_checkpoints_changes_their_logits(tmp_path: Path) -> None:
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     for kind in ("llama_untied_llama3_rope", "llama_linear_rope_bias"):

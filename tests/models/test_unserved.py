@@ -22,9 +22,9 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("DeepseekV32ForCausalLM", {"index_topk": 2048}, "sparse attention", "DeepseekV3ForCausalLM"),
     ("Llama4ForCausalLM", {"attention_chunk_size": 8192}, "attention in chunks", "LlamaForCausalLM"),
     (
-        "Gemma4ForConditionalGeneration",
-        {"text_config": {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20}},
-        "keys and values that layers share, an embedding for each layer",
+        "Gemma3nForConditionalGeneration",
+        {"text_config": {"hidden_size_per_layer_input": 256, "altup_num_inputs": 4}},
+        "tells of what is not built here: several residual streams",
         "Gemma3ForConditionalGeneration",
     ),
     ("GPT2LMHeadModel", {"n_positions": 1024, "layer_norm_epsilon": 1e-5}, "ALiBi, learned or none, LayerNorm", None),

@@ -226,8 +226,8 @@ def a_library(monkeypatch: pytest.MonkeyPatch) -> None:
         (arrays(q_dtype="bfloat16"), "not bfloat16 and uint16"),
         (arrays(cache_dtype="float32"), "not float32 and float32"),
         (arrays(cache_dtype="bfloat16"), "not float32 and bfloat16"),
-        (arrays(head_dim=80), "the head size is 80; it takes multiples of 32 up to 256"),
-        (arrays(head_dim=288), "the head size is 288"),
+        (arrays(head_dim=80), "the head size is 80; it takes multiples of 32 up to 512"),
+        (arrays(head_dim=544), "the head size is 544"),
         (arrays(group=129), "129 query heads share a kv head; it takes 128 at most"),
     ],
 )

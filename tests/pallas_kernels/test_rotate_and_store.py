@@ -90,6 +90,22 @@ def test_the_reference_agrees_with_complex_numbers(rotates_first: bool) -> None:
             assert_close(stored.v[slot // spec.page_size, head, slot % spec.page_size], value, jnp.float32)
 
 
+@pytest.mark.parametrize(("backend", "interpret"), [("triton", True), ("xla", False)])
+def test_values_are_normalized_without_scales_where_they_are_at_all(backend: str, interpret: bool) -> None:
+    spec = BY_NAME["groups_3_odd_page_size"]
+    plain, kv, slots = batch(spec, 2)
+    qkv = dataclasses.replace(plain, normalizes_values=True)
+    where = slots[:-3] // spec.page_size, slice(None), slots[:-3] % spec.page_size
+    q, stored = rotate_and_store(qkv, kv, slots, backend=backend, interpret=interpret)
+    values = np.asarray(stored.v[where], np.float64)
+    np.testing.assert_allclose(np.square(values).mean(axis=-1), 1.0, atol=1e-3)
+    expected_q, expected = rotate_and_store(qkv, kv, slots, backend="reference")
+    assert_close(stored.v[where], expected.v[where], spec.dtype)
+    assert_close(q[:-3], expected_q[:-3], spec.dtype)
+    untouched = rotate_and_store(plain, kv, slots, backend=backend, interpret=interpret)[1]
+    assert_close(stored.k[where], untouched.k[where], spec.dtype)
+
+
 def test_the_kernel_normalizes_after_the_rotation_too() -> None:
     spec = BY_NAME["groups_3_odd_page_size"]
     qkv, kv, slots = batch(spec, 2)

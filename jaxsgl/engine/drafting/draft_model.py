@@ -58,11 +58,11 @@ class ModelDrafting(Drafting):
 
 def check_draft_model(arch: ModelArch, target: ModelArch, context_length: int) -> None:
     """Raises `ConfigError` for a model that can't draft for `target`."""
-    keeps_pairs = arch.latent is None and arch.delta_net is None
+    keeps_pairs = arch.latent is None and arch.delta_net is None and not arch.reading_layers
     if not keeps_pairs or arch.sinks or arch.vision is not None or arch.head != "vocabulary":
         raise ConfigError(
-            f"--speculative-draft-model-path: {arch.name} has latents, states, attention sinks, a vision tower or no "
-            "head over a vocabulary, with which a model can't draft"
+            f"--speculative-draft-model-path: {arch.name} has latents, states, keys that layers share, sinks, "
+            "a vision tower or no head over a vocabulary, with which a model can't draft"
         )
     if target.latent is not None:
         raise ConfigError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,8 +119,8 @@ def _load_model(target: _Target) -> Drafting:
     if is_converted(folder):
         arch = replace(arch, may_pack=False)
     arch = as_kept(arch, precision.weights, platform, mesh.size)
-    heads = kept_heads(platform, arch, mesh.size, states.page_size)
-    kept = layer_states(arch, states.page_size, precision.kv, mesh.size, heads).layers
+    of_platform = partial(kept_heads, platform, num_devices=mesh.size, page_size=states.page_size)
+    kept = layer_states(arch, states.page_size, precision.kv, mesh.size, of_platform).layers
     is_alike = kept[0] == states.layers[0] and arch.kv_copies == target.arch.kv_copies
     if config.host_kv.is_on and not is_alike:
         raise ConfigError(

@@ -25,7 +25,10 @@ def kernel_shapes(
     *,
     in_fixed_order: bool = False,
 ) -> KernelShapes:
-    """Those of `arch`, kept in `precision` on `num_devices` that share it; pages keep a device's heads as `heads`."""
+    """Those of `arch`, kept in `precision` on `num_devices` that share it; pages keep a device's heads as `heads`.
+
+    Where layers have other heads than the model, these are theirs in `arch.with_heads(..)`.
+    """
     by_heads = arch.qk_norm in (None, "head")  # else XLA adds biases and normalizes
     options = (
         dataclasses.replace(arch.attention_options(layer), in_fixed_order=in_fixed_order)
@@ -45,6 +48,7 @@ def kernel_shapes(
         has_bias=arch.attention_bias and by_heads,
         has_head_norms=arch.qk_norm == "head",
         rotates_first=arch.rotates_first,
+        normalizes_values=arch.normalizes_values,
         experts=_expert_shapes(arch, precision, num_devices),
         matrices=_matrix_shapes(arch, num_devices),
         states=_state_shapes(arch, num_devices),
@@ -82,11 +86,13 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
     fmt = arch.weight_format
     if fmt is None:
         return ()
-    mlps = [layer.mlp for layer in arch.layers]
+    mlps = [mlp for layer in arch.layers for mlp in (layer.mlp, layer.experts) if mlp is not None]
     ffns = dict.fromkeys(mlp.ffn_size if isinstance(mlp, DenseMlp) else mlp.shared_ffn_size for mlp in mlps)
     hidden = arch.hidden_size
     whole = _mixer_matrices(arch)
     whole += [each for ffn in ffns if ffn for each in ((2 * ffn, hidden, "outputs"), (hidden, ffn, "inputs"))]
+    if arch.embedding_size:
+        whole += [(arch.embedding_size, hidden, ""), (hidden, arch.embedding_size, "")]
 
     def part(outputs: int, inputs: int, shared: str) -> MatrixShape:
         group = fmt.group_of(inputs)
@@ -104,7 +110,9 @@ def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
     """Outputs and inputs of each matrix around attention, and which of them devices share: "" for none."""
     hidden, n, latent = arch.hidden_size, arch.num_heads, arch.latent
     if latent is None:
-        return [(math.prod(qkv_heads(arch)), hidden, "outputs"), (hidden, n * arch.head_dim, "inputs")]
+        out = n * arch.head_dim
+        alone = [(out, hidden, "outputs")] if arch.reading_layers else []  # queries without keys
+        return [(math.prod(qkv_heads(arch)), hidden, "outputs"), *alone, (hidden, out, "inputs")]
     query = n * (latent.unrotated + latent.rotated)
     queries = [(query, hidden, "outputs")]
     if latent.q_rank is not None:

@@ -81,6 +81,16 @@ class KernelTester:
         if self.platform == "tpu" and is_running():
             logger.warning("kernels are not tested: JAX runs in this process already, and a TPU belongs to one process")
             return asked, ()
+        verdicts: tuple[Verdict, ...] = ()
+        for heads in arch.all_heads:  # each kind of layers calls kernels with its own shapes
+            asked, found = self._tested(config, arch.with_heads(heads), asked)
+            verdicts += tuple(each for each in found if each not in verdicts)
+        return asked, verdicts
+
+    def _tested(
+        self, config: EngineConfig, arch: ModelArch, asked: KernelChoice
+    ) -> tuple[KernelChoice, tuple[Verdict, ...]]:
+        """`tested` with the model's heads, whatever layers have of their own."""
         request = self.request(config, arch, asked)
         file = self._file(config, request)
         verdicts = None if file is None else _read(file)

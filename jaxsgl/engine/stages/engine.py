@@ -96,6 +96,11 @@ def check_stages(config: EngineConfig, arch: ModelArch) -> None:
         raise ConfigError(f"--pp-size does not work with images for now: give --language-only, or {way_out}")
     if arch.delta_net is not None:
         raise ConfigError(f"--pp-size does not work with the gated delta-nets of {arch.name} for now: {way_out}")
+    if arch.reading_layers or arch.embedding_size:
+        raise ConfigError(
+            f"--pp-size does not work for now with the layers of {arch.name}, which read keys of other layers or have "
+            f"embeddings of each token: {way_out}"
+        )
     if arch.pooling is not None:
         raise ConfigError(f"--pp-size does not work with embeddings and scores for now: {way_out}")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.start.sizing import WIDEST_HEADS
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from pallas_kernels.choice import XLA
@@ -53,6 +54,9 @@ def _obstacles(config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.
         return
     if config.attention_backend == XLA or any(each.endswith(f"={XLA}") for each in config.kernels):
         yield "XLA's order depends on the batch: take xla out of --attention-backend and --kernels"
+    widest = max(heads.size for heads in arch.all_heads)
+    if platform == "gpu" and widest > WIDEST_HEADS and arch.latent is None:
+        yield f"attention over heads of {widest} is XLA's, whose order depends on the batch: leave it out"
     if arch.weight_format is not None:
         numbers = arch.weight_format.numbers
         yield f"products with weights in {numbers} take tiles by the batch: serve 16 bits, or leave it out"

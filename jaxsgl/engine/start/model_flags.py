@@ -1,7 +1,8 @@
 """Which flags don't go with which models, once config.json is read. Called by `opening`.
 
 Models whose layers keep states instead of keys and values (`models/delta_net.py`): a state holds all tokens before it,
-so it can't go back, and it isn't in pages. Models that data-parallel attention gains nothing for, or that keep for
+so it can't go back, and it isn't in pages. Models whose layers differ in what a page holds of them, or lack
+projections. Models that data-parallel attention gains nothing for, or that keep for
 their requests what is not divided among ranks yet. What flags say of each other `EngineConfig` checks.
 """
 
@@ -19,6 +20,8 @@ _WAY_OUT = "leave --enable-dp-attention out: --dp-size alone means whole replica
 def check_flags(config: EngineConfig, arch: ModelArch) -> None:
     """Raises `ConfigError` if a flag, or the checkpoint, doesn't go with `arch`."""
     _check_states(config, arch)
+    _check_pages(config, arch)
+    _check_adapters(config, arch)
     _check_ranks(config, arch)
 
 
@@ -48,6 +51,37 @@ def _check_states(config: EngineConfig, arch: ModelArch) -> None:
         )
 
 
+def _check_pages(config: EngineConfig, arch: ModelArch) -> None:
+    """Raises `ConfigError` for what takes pages that all layers have a like part of."""
+    if len(arch.all_heads) == 1:
+        return
+    refused = (
+        (config.host_kv.is_on, "--host-kv-gib, --enable-hierarchical-cache or --kv-file"),
+        (config.disaggregation.is_on, "--disaggregation-mode"),
+        (config.speculation.is_from_weights, f"--speculative-algorithm {config.speculation.speculative_algorithm}"),
+    )
+    for is_on, flags in refused:
+        if is_on:
+            sizes = " and ".join(f"{heads.stored} kv heads of {heads.size}" for heads in arch.all_heads)
+            instead = ", or give NGRAM" if "algorithm" in flags else ""
+            raise ConfigError(
+                f"{flags} does not go with {arch.name} yet, whose layers have {sizes}: it takes pages that all layers "
+                f"have a like part of: leave it out{instead}"
+            )
+
+
+def _check_adapters(config: EngineConfig, arch: ModelArch) -> None:
+    differs = any(
+        layer.heads is not None or layer.keys_from is not None or layer.values_are_keys or layer.experts is not None
+        for layer in arch.layers
+    )
+    if config.lora.is_on and differs:
+        raise ConfigError(
+            f"--lora-paths or --enable-lora does not go with {arch.name} yet, whose layers have projections of several "
+            "shapes, or lack some: leave it out, or merge the adapter into the weights"
+        )
+
+
 def _check_ranks(config: EngineConfig, arch: ModelArch) -> None:
     """Raises `ConfigError` if ranks can't serve `arch`, or would gain nothing over heads that devices share."""
     if config.num_ranks == 1:
@@ -59,6 +93,11 @@ def _check_ranks(config: EngineConfig, arch: ModelArch) -> None:
         )
     if arch.delta_net is not None:
         raise ConfigError(f"--enable-dp-attention does not go with {arch.name}, which keeps states, yet: {_WAY_OUT}")
+    if len(arch.all_heads) > 1:
+        raise ConfigError(
+            f"--enable-dp-attention does not go with {arch.name} yet, whose layers have kv heads of several shapes: "
+            f"{_WAY_OUT}"
+        )
     if arch.mixture is None and arch.kv_copies == 1 and arch.num_kv_heads >= config.tp:
         raise ConfigError(
             f"--enable-dp-attention gains nothing: {config.tp} devices can share the {arch.num_kv_heads} kv heads of "

@@ -8,6 +8,7 @@ steps need beside the pool turns out not to fit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.tables import edit_table_bytes, page_table_bytes
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
+from jaxsgl.models.layer_spec import KvHeads
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.outputs import StatesSpec
 from pallas_kernels.kept_heads import KeptHeads
@@ -115,21 +117,21 @@ def choose_pages(config: EngineConfig, arch: ModelArch, platform: str, num_devic
     page_size = choose_page_size(config, platform, arch.num_kv_heads // num_devices, arch.head_dim)
     if arch.delta_net is not None and not isinstance(config.page_size, int):
         page_size = max(page_size, STATE_PAGE_SIZE)
-    return page_size, kept_heads(platform, arch, num_devices, page_size)
+    return page_size, kept_heads(platform, arch.kv_heads, num_devices, page_size)
 
 
-def kept_heads(platform: str, arch: ModelArch, num_devices: int, page_size: int) -> KeptHeads:
-    """How each device keeps its kv heads in pages of so many tokens."""
-    num_kv_heads = arch.num_kv_heads // num_devices
-    return KEPT_HEADS.get(platform, _as_they_are)(num_kv_heads, arch.head_dim, page_size)
+def kept_heads(platform: str, heads: KvHeads, num_devices: int, page_size: int) -> KeptHeads:
+    """How each device keeps its part of such kv heads in pages of so many tokens."""
+    return KEPT_HEADS.get(platform, _as_they_are)(heads.number // num_devices, heads.size, page_size)
 
 
 def choose_states(
     config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.dtype, num_devices: int = 1
 ) -> LayerStates:
     """What layers keep on the platform, KV as `dtype`: in pages as long, and of heads as wide, as kernels like best."""
-    page_size, heads = choose_pages(config, arch, platform, num_devices)
-    return layer_states(arch, page_size, dtype, num_devices, heads)
+    page_size, _ = choose_pages(config, arch, platform, num_devices)
+    kept = partial(kept_heads, platform, num_devices=num_devices, page_size=page_size)
+    return layer_states(arch, page_size, dtype, num_devices, kept)
 
 
 def plan_capacity(
