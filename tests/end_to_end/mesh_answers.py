@@ -84,13 +84,12 @@ def answers(
     prompts, params = (list(each) for each in zip(*requests, strict=True))
     found: dict[str, Any] = {
         "completions": [_public(each) for each in llm.generate(prompts, params, use_tqdm=False, speculative=False)],
-        "collectives": {
-            key.kind + (f" {key.shape.kind}" if isinstance(key.shape, Bucket) else ""): Counter(
-                COLLECTIVE.findall(done.compiled.as_text() or "")
-            )
-            for key, done in whole(llm.engine).compiled.compilations.items()
-        },
+        "collectives": {},
     }
+    for key, done in whole(llm.engine).compiled.compilations.items():
+        name = key.kind + (f" {key.shape.kind}" if isinstance(key.shape, Bucket) else "")
+        exchanged = Counter(COLLECTIVE.findall(done.compiled.as_text() or ""))
+        assert found["collectives"].setdefault(name, exchanged) == exchanged, key
     pages = re.compile(rf"= \w+\[{llm.engine.capacity.num_pages},\d+,\d+,\d+\][^=]* (?:copy|transpose|convert)\(")
     found["kv_copies"] = sum(
         len(pages.findall(done.compiled.as_text() or ""))
