@@ -62,10 +62,11 @@ def joined(bucket: Bucket, batches: Sequence[StepInputs | None], num_rows: int, 
       vocab_size: V.
     """
     nothing = _nothing(bucket, num_rows, vocab_size)
+    of_rank = replace(bucket, mlp_tokens=0)
     packed = np.tile(nothing.packed, len(batches))
     parts = []
     for batch, own in zip(batches, np.split(packed, len(batches)), strict=True):
-        if batch is not None and batch.bucket == bucket:
+        if batch is not None and batch.bucket == of_rank:
             own[:] = batch.packed
         elif batch is not None:
             _widen(batch, bucket, own)

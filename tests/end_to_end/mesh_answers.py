@@ -78,8 +78,9 @@ def answers(
     in_ranks = flags.get("enable_dp_attention", False)
     if in_ranks:
         speculation = SpeculationConfig()
-    scheduling = SchedulingConfig(enable_mixed_chunk=True)
+    scheduling = SchedulingConfig(enable_mixed_chunk=not in_ranks)
     llm = LLM(folder, **{**FLAGS, **flags}, scheduling=scheduling, speculation=speculation)
+    assert all(rank.state.config.enable_mixed_chunk for rank in llm._scheduler.ranks), "ranks mix without a flag"
     requests = REQUESTS[:3] if only_greedy else [*REQUESTS, *(MASKED if masked else [])]
     prompts, params = (list(each) for each in zip(*requests, strict=True))
     found: dict[str, Any] = {
