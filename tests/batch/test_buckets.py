@@ -35,7 +35,7 @@ def test_buckets_double_up_to_the_largest_batch() -> None:
 
 @pytest.mark.parametrize("few_sizes", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_every_step_that_ranks_share_has_a_program_with_few_more_places_in_mlps(num_ranks: int, few_sizes: bool) -> None:
+def test_ranks_have_a_program_with_few_more_places_in_mlps_for_every_step(num_ranks: int, few_sizes: bool) -> None:
     capacity = replace(SIZES, num_rows=12, context_length=200, max_extend_tokens=200)
     buckets = BucketSet.derive(capacity, num_ranks=num_ranks, few_sizes=few_sizes)
     compiled = set(buckets.all())
