@@ -131,7 +131,7 @@ def build_scheduler(
 
     It takes over the adapters of `former`, if it comes in the place of that one.
     """
-    scheduling = config.scheduling
+    scheduling = replace(config.scheduling, enable_mixed_chunk=config.mixes_steps)
     if not limited:
         scheduling = replace(scheduling, queue_timeout_s=None, running_timeout_s=None)
     while engine.poll(wait=True):

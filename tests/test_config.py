@@ -281,4 +281,5 @@ def test_dp_size_means_ranks_of_one_engine_or_replicas() -> None:
     assert replicas.engine_of(3).device_ids == (6, 7) and replicas.engine_of(3).dp_size == 1
     ranks = ServerConfig(EngineConfig(tp=8, dp_size=4, enable_dp_attention=True))
     assert (ranks.num_replicas, ranks.engine.num_ranks) == (1, 4)
+    assert ranks.engine.mixes_steps and not replicas.engine.mixes_steps
     assert ranks.engine_of(0) == ranks.engine

@@ -130,6 +130,7 @@ class BucketSet:
       verify_sizes: T of the programs that verify drafts, ascending; (): nothing speculates.
       max_drafts: the most drafts of a sequence in a step.
       snapshots: whether steps may begin at snapshots and keep some.
+      joint_decode, joint_extend: shapes of the steps that ranks share, see `joint_shapes`; (): there is one rank.
     """
 
     decode_sizes: tuple[int, ...]
@@ -149,6 +150,8 @@ class BucketSet:
     verify_sizes: tuple[int, ...] = ()
     max_drafts: int = 0
     snapshots: bool = False
+    joint_decode: tuple[tuple[int, int], ...] = ()
+    joint_extend: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def derive(
@@ -160,6 +163,7 @@ class BucketSet:
         shared_tokens: int | None = None,
         max_drafts: int = 0,
         few_sizes: bool = False,
+        num_ranks: int = 1,
     ) -> BucketSet:
         """The default shapes for `capacity`. Sizes that are given replace the default ones, as far as batches reach.
 
@@ -203,6 +207,8 @@ class BucketSet:
             verify_sizes=_verify_sizes(decode_sizes, rows, max_drafts) if capacity.generates else (),
             max_drafts=max_drafts,
             snapshots=bool(capacity.num_snapshots),
+            joint_decode=joint_shapes(decode_sizes[: bisect_left(decode_sizes, rows) + 1], num_ranks, few_sizes),
+            joint_extend=joint_shapes(reached, num_ranks, few_sizes),
         )
 
     def decode(self, num_seqs: int, variant: Variant = GREEDY, num_steps: int = 1, columns: int = 0) -> Bucket:
@@ -248,6 +254,37 @@ class BucketSet:
         forms = _forms(variant)
         return self._turned(Bucket("score", tokens, seqs, *forms, pools=self.pools, adapter_columns=most))
 
+    def joint(self, bucket: Bucket, num_tokens: int) -> Bucket:
+        """The smallest bucket in which ranks share a step of `num_tokens` tokens in all.
+
+        `bucket` holds the batch of each of them.
+        """
+        for mlps, tokens in self._joint_shapes(bucket):
+            if mlps >= num_tokens and tokens >= bucket.num_tokens:
+                return self._shared(bucket, mlps, tokens)
+        return bucket
+
+    def _joint_shapes(self, bucket: Bucket) -> tuple[tuple[int, int], ...]:
+        """Shapes of the steps that take the place of `bucket`; (): it is shared as it is.
+
+        So are steps that score prompts, or pool next to generation, which are rare: their MLPs compute R T places.
+        """
+        if bucket.kind == "score" or (bucket.pools and self.generates):
+            return ()
+        return self.joint_decode if bucket.kind == "decode" else self.joint_extend
+
+    def _shared(self, bucket: Bucket, mlps: int, tokens: int) -> Bucket:
+        most, largest = self.joint_extend[-1]
+        seqs = tokens if bucket.kind == "decode" else min(self.extend_seqs[-1], tokens)
+        is_whole = mlps >= most // largest * tokens
+        return replace(bucket, num_tokens=tokens, num_seqs=seqs, mlp_tokens=0 if is_whole else mlps)
+
+    def _shared_forms(self, bucket: Bucket) -> list[Bucket]:
+        shapes = self._joint_shapes(bucket)
+        if not shapes:
+            return [bucket]
+        return [self._shared(bucket, *shape) for shape in shapes if shape[1] == bucket.num_tokens]
+
     def _turned(self, bucket: Bucket) -> Bucket:
         if not (self.rope_axes or self.snapshots):
             return bucket
@@ -263,6 +300,9 @@ class BucketSet:
     def largest(self) -> list[Bucket]:
         """Of each kind of step the buckets that take most memory; with images, if there may be any."""
         largest = [with_images(bucket) if self.images else bucket for bucket in self._largest_without_images()]
+        if self.joint_extend:
+            most = self.joint_extend[-1][0]
+            largest = list(dict.fromkeys(self.joint(bucket, most) for bucket in largest))
         return [replace(bucket, states=self.states and bucket.num_steps == 1) for bucket in largest]
 
     def _largest_without_images(self) -> list[Bucket]:
@@ -285,6 +325,8 @@ class BucketSet:
     def all(self) -> list[Bucket]:
         """Every bucket that warm-up compiles; larger ones first, so that the last programs to compile are short."""
         buckets = self._all_without_images()
+        if self.joint_extend:
+            buckets = {form for bucket in buckets for form in self._shared_forms(bucket)}
         if self.images:
             buckets |= {with_images(bucket) for bucket in buckets}
         if self.states:
@@ -386,25 +428,45 @@ def doubling(first: int, last: int) -> tuple[int, ...]:
     return (*sizes, last)
 
 
+def joint_shapes(sizes: tuple[int, ...], num_ranks: int, few_sizes: bool = False) -> tuple[tuple[int, int], ...]:
+    """Shapes (M, T) of steps that ranks share, ascending; () of one rank.
+
+    `sizes` are those of one rank's batches, ascending. M, places in MLPs for the tokens of all ranks, grows by halves
+    and thirds in turns. Each M has two T, places in each rank: for a rank that has all of the step, and for ranks of
+    which none has twice the mean. So there are not as many programs as pairs, and attention is padded by less.
+    """
+    if num_ranks == 1:
+        return ()
+    most = num_ranks * sizes[-1]
+    if few_sizes:
+        places = {*sizes, *_quarters(sizes[-1], most)}
+    else:
+        doubled = doubling(sizes[0], most)
+        places = {*doubled, *(3 * size // 2 for size in doubled if 3 * size // 2 < most)}
+    wanted = {(mlps, min(tokens, mlps, sizes[-1])) for mlps in places for tokens in (mlps, 2 * -(-mlps // num_ranks))}
+    return tuple(sorted({(mlps, sizes[bisect_left(sizes, tokens)]) for mlps, tokens in wanted}))
+
+
 def buckets_of(config: EngineConfig, capacity: Capacity, few_sizes: bool = False) -> BucketSet:
     """The shapes that `config` asks for; `few_sizes` of those that it leaves to us.
 
     Raises `ConfigError` if they can't be read or don't reach the capacity.
     """
     scheduling, steps, drafts = config.scheduling, config.decode_steps, config.speculation.num_draft_tokens
-    alone = capacity.whole_prompts and not scheduling.enable_mixed_chunk  # a prompt beyond --max-prefill-tokens
-    alone = alone and config.num_ranks == 1  # other ranks' sequences share its step
+    alone = capacity.whole_prompts and not config.mixes_steps  # a prompt beyond --max-prefill-tokens
     shared_tokens = scheduling.max_prefill_tokens if alone else None
     if config.auto_buckets is None:
         decode, extend = config.decode_buckets, config.extend_buckets
-        return BucketSet.derive(capacity, decode, extend, steps, shared_tokens, drafts, few_sizes)
+        return BucketSet.derive(
+            capacity, decode, extend, steps, shared_tokens, drafts, few_sizes, num_ranks=config.num_ranks
+        )
     path = Path(config.auto_buckets)
     suggested = _suggested(path)
     decode = _sizes(path, suggested, "decode_buckets", capacity.num_rows, "requests at once", "--max-running-requests")
     extend = _sizes(
         path, suggested, "extend_buckets", capacity.max_extend_tokens, "tokens in a step", "--chunked-prefill-size"
     )
-    return BucketSet.derive(capacity, decode, extend, steps, shared_tokens, drafts)
+    return BucketSet.derive(capacity, decode, extend, steps, shared_tokens, drafts, num_ranks=config.num_ranks)
 
 
 def _suggested(path: Path) -> dict[str, Any]:

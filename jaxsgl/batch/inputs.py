@@ -48,6 +48,8 @@ class Bucket:
         extend images, which take their embeddings from the pool.
       states: whether it also yields what was computed for each of its tokens; never of several steps.
       snapshots: whether it may begin at a snapshot and keep some, in models whose layers keep states by row.
+      mlp_tokens: M, of a step that ranks share: places for the tokens of all ranks in MLPs and experts, which take
+        those that are no padding; 0: they take all T of each rank.
     """
 
     kind: StepKind
@@ -62,6 +64,7 @@ class Bucket:
     rope_axes: int = 0
     states: bool = False
     snapshots: bool = False
+    mlp_tokens: int = 0
 
     @property
     def padded_tokens(self) -> int:
@@ -86,7 +89,8 @@ class Bucket:
         adapters = f" {self.adapter_columns} adapter columns" if self.adapter_columns else ""
         images = " with images" if self.rope_axes == 3 else ""
         states = " with states" if self.states else ""
-        extras = f"{steps}{pools}{adapters}{images}{states}"
+        mlps = f" {self.mlp_tokens} in MLPs" if self.mlp_tokens else ""
+        extras = f"{steps}{pools}{adapters}{images}{states}{mlps}"
         return f"{self.kind} T={self.num_tokens} S={self.num_seqs} {self.sampling}{extras}"
 
 
@@ -233,7 +237,7 @@ class StepInputs:
       bucket: which compiled program runs it.
       packed: `[packed_len(bucket)]` int32, the only array that is transferred by most steps.
       num_seqs: real sequences; the rest of S is padding.
-      num_tokens: real tokens; the rest of the bucket's `padded_tokens` is padding.
+      num_tokens: real tokens; the rest of `padded_tokens` is padding.
       features: in featured batches only.
       table_changes: `[3, TABLE_CHANGES]` each (row, place in it, page), to be written to the device's page table before
         the batch runs; padding writes the dummy page to the dummy row. Mostly none, since a step itself writes the
@@ -261,6 +265,11 @@ class StepInputs:
     def num_choices(self) -> int:
         """Real ones of the bucket's `num_choices`."""
         return self.num_tokens if self.bucket.kind == "verify" else self.num_seqs
+
+    @property
+    def padded_tokens(self) -> int:
+        """Places in which MLPs compute `num_tokens` tokens: of all steps, or of all ranks."""
+        return self.bucket.mlp_tokens or max(len(self.of_ranks), 1) * self.bucket.padded_tokens
 
     def count(self, axis: Axis) -> int:
         """Real entries of an axis."""

@@ -2,8 +2,10 @@
 
 Ranks decide alone what they compute (`scheduler/ranks.py`), so their batches differ in kind and size. The step has the
 smallest bucket that holds each of them: it extends if any rank does, and a rank that decodes then computes its tokens
-as chunks of one. A rank without work is padding. Each array that goes to the device is those of the ranks one after
-the other, of equal lengths, so that a device gets its rank's part. Never knows requests.
+as chunks of one. A rank without work is padding. What ranks compute alone is padded to the largest batch; MLPs, which
+compute the tokens of all ranks, only to the sum of the batches (`Bucket.mlp_tokens`). Each array that goes to the
+device is those of the ranks one after the other, of equal lengths, so that a device gets its rank's part. Never knows
+requests.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from jaxsgl.cache.pages import IntArray
 
 
 def common_bucket(buckets: BucketSet, batches: Sequence[StepInputs]) -> Bucket:
-    """The smallest of `buckets` that holds each of `batches`, of which there is at least one.
+    """The smallest of `buckets` that holds each of `batches` and their sum; there is at least one.
 
     They take one step, verify nothing, and have neither adapters nor images.
     """
@@ -42,6 +44,7 @@ def common_bucket(buckets: BucketSet, batches: Sequence[StepInputs]) -> Bucket:
         bucket = buckets.pool(num_tokens, num_seqs, variant)
     else:
         bucket = buckets.extend(num_tokens, num_seqs, variant)
+    bucket = buckets.joint(bucket, sum(batch.num_tokens for batch in batches))
     return replace(bucket, states=True) if states else bucket
 
 
@@ -59,10 +62,11 @@ def joined(bucket: Bucket, batches: Sequence[StepInputs | None], num_rows: int, 
       vocab_size: V.
     """
     nothing = _nothing(bucket, num_rows, vocab_size)
+    of_rank = replace(bucket, mlp_tokens=0)
     packed = np.tile(nothing.packed, len(batches))
     parts = []
     for batch, own in zip(batches, np.split(packed, len(batches)), strict=True):
-        if batch is not None and batch.bucket == bucket:
+        if batch is not None and batch.bucket == of_rank:
             own[:] = batch.packed
         elif batch is not None:
             _widen(batch, bucket, own)

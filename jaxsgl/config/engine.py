@@ -63,7 +63,9 @@ class SchedulingConfig:
     prefill_max_requests: int | None = flag(
         None, "requests of one step at most whose prompts it extends (default: no limit)"
     )
-    enable_mixed_chunk: bool = flag(False, "decode in the same steps that extend prompts")
+    enable_mixed_chunk: bool = flag(
+        False, "decode in the same steps that extend prompts; ranks of --enable-dp-attention always do"
+    )
     decode_first: bool = flag(False, "a decode step between any two steps that extend prompts")
     max_itl_ms: float | None = flag(
         None, "milliseconds between two tokens of a running request at most: chunks are sized by measured step times"
@@ -404,6 +406,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """R, ranks with attention of their own that the devices are divided into; 1 without data-parallel attention."""
         return self.dp_size if self.enable_dp_attention else 1
+
+    @property
+    def mixes_steps(self) -> bool:
+        """Whether requests decode in the steps that extend prompts; in ranks, since the step waits for no decode."""
+        return self.scheduling.enable_mixed_chunk or self.num_ranks > 1
 
     def _check_ranks(self) -> None:
         """Raises `ConfigError` for devices that ranks can't divide, and for what needs one rank."""

@@ -124,12 +124,13 @@ def make_step(
     *,
     states: bool = False,
     drafting: Drafting = NO_DRAFTING,
+    mlp_tokens: int = 0,
 ) -> Step:
     """`step(params, state, arrays, adapter_pool, draft_params, stream) -> Stepped` of the model.
 
     Padding writes only the dummy page and the dummy row. `adapter_pool` holds the adapters; None: no sequence has one.
     `draft_params` are those of `drafting`. `stream [T, D]` comes from the pipeline stage before; None: this is
-    the first one.
+    the first one. `mlp_tokens` is that of `Bucket`.
     """
 
     def step(
@@ -158,7 +159,9 @@ def make_step(
         images = _image_tokens(state, arrays, model.arch)
         experts: list[jax.Array] | None = [] if states else None
         streams: dict[int, Any] = dict.fromkeys(drafting.taps)
-        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels, recur, streams)
+        hidden = model(
+            ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels, recur, streams, mlp_tokens
+        )
         found: StepOutputs[jax.Array] = NO_OUTPUTS if experts is None else outputs.of_tokens(hidden, experts)
         last = hidden if kind in ("decode", "verify") else _last_of_each(hidden, arrays.query_offsets)
         if model.arch.generates:
@@ -197,7 +200,10 @@ def make_forward(
     `pool_treedef`, in a bucket with adapter columns, else none; and those of `drafting`, if it has any.
     A pipeline stage after the first has neither, and then what the stage before passes on.
     """
-    step = make_step(graphdef, bucket.kind, kernels, kv_scales, states=bucket.states, drafting=drafting)
+    step = make_step(
+        graphdef, bucket.kind, kernels, kv_scales,
+        states=bucket.states, drafting=drafting, mlp_tokens=bucket.mlp_tokens,
+    )  # fmt: skip
     draft_treedef = jax.tree.structure(drafting.params)
 
     def forward(

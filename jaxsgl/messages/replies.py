@@ -26,7 +26,8 @@ class Totals(msgspec.Struct, array_like=True):
       output_tokens: read from the device.
       steps: launched; several decode steps in one program are one.
       decode_rows, decode_rows_padded: sequences of decode steps, and rows of their programs, of each of several steps.
-      extend_tokens, extend_tokens_padded: likewise tokens of extend steps.
+      extend_tokens, extend_tokens_padded: likewise tokens of extend steps. Of ranks that share steps, padded ones are
+        those of MLPs.
       retractions: running samples that were taken back to the queue.
       short_of_tokens, short_of_rows, short_of_chunk, short_of_adapters: steps at which requests waited for room in
         pool, batch, step, or on the device for their adapters.

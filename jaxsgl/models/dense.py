@@ -32,13 +32,13 @@ from jaxsgl.models.layers import (
     norm_dtype,
     vector,
 )
-from jaxsgl.models.lora import ActiveAdapters
+from jaxsgl.models.lora import ActiveAdapters, LayerAdapters
 from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, dequantized, rounds_rows
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import RopeParams, rope_tables
 from jaxsgl.models.shared_keys import SharedKeysAttention
-from jaxsgl.models.tensor_parallel import num_parts, of_all_ranks, part_index, sum_of_parts
+from jaxsgl.models.tensor_parallel import TokensOfRanks, num_parts, part_index, sum_of_parts
 from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
 from pallas_kernels.choice import AUTO_CHOICE
@@ -120,6 +120,7 @@ class DecoderLayers(Matrices):
         recur: Recur = no_states,
         streams: dict[int, Any] | None = None,
         embeddings: jax.Array | None = None,
+        mlp_tokens: int = 0,
     ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of tokens whose stream `[T, D]` before the first layer is given.
 
@@ -128,7 +129,7 @@ class DecoderLayers(Matrices):
         arch, vectors = self.arch, self.vectors
         tables = {key: rope_tables(positions, *key) for key in self._ropes()}
         rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
-        all_are_tokens = of_all_ranks(is_token)
+        ranks = TokensOfRanks(is_token, mlp_tokens)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
         first = rows.of(vectors.attention_norm, 0)
         read_TD: Rows = x_TD if first is None else rms_norm(x_TD, scale_of(*first, x_TD.dtype), arch.rms_norm_eps)
@@ -145,18 +146,10 @@ class DecoderLayers(Matrices):
             out_norm, next_norm = rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index)
             reader = None if isinstance(layer.mlp, MoE) or mine is not None else layer.mlp.matrix("gate_up", kernels)
             x_TD, read_TD = self._add(x_TD, update_TD, out_norm, next_norm, kernels, reader)
-            of_all_TD = of_all_ranks(read_TD)
-            if isinstance(layer.mlp, MoE):
-                assert isinstance(of_all_TD, jax.Array), "routers read rows as they are"
-                update_TD = layer.mlp(of_all_TD, all_are_tokens, experts, kernels)
-            else:
-                update_TD = layer.mlp(of_all_TD, adapters=mine, kernels=kernels)
-                if experts is not None and layer.experts is None:
-                    experts.append(jnp.zeros((len(read_TD), 0), jnp.int32))
+            told = experts if layer.experts is None else None
+            update_TD = self._mlp(layer, read_TD, ranks, mine, told, kernels)
             if layer.experts is not None:
-                update_TD = self._with_experts(
-                    layer.experts, index, x_TD, update_TD, rows, all_are_tokens, experts, kernels
-                )
+                update_TD = self._with_experts(layer.experts, index, x_TD, update_TD, rows, ranks, experts, kernels)
             if images is not None and index + 1 < images.num_parts:
                 update_TD = sum_parts(update_TD, x_TD) + images.part(index + 1).astype(x_TD.dtype)
             is_last = index == arch.num_layers - 1
@@ -178,6 +171,45 @@ class DecoderLayers(Matrices):
         assert isinstance(read_TD, jax.Array), "heads read rows as they are"
         return read_TD
 
+    def _mlp(
+        self,
+        layer: DecoderLayer,
+        read_TD: Rows,
+        ranks: TokensOfRanks,
+        adapters: LayerAdapters | None,
+        experts: list[jax.Array] | None,
+        kernels: KernelChoice,
+    ) -> Update:
+        """What a layer's MLP or experts add to this rank's tokens, `[T, D]` or in parts; computed for those of all."""
+        if isinstance(layer.mlp, MoE):
+            assert isinstance(read_TD, jax.Array), "routers read rows as they are"
+            return self._of_experts(layer.mlp, read_TD, None, ranks, experts, kernels)
+        summed = not ranks.are_shared
+        update = layer.mlp(ranks.gathered(read_TD), summed=summed, adapters=adapters, kernels=kernels)
+        if experts is not None:
+            experts.append(jnp.zeros((len(read_TD), 0), jnp.int32))
+        return update if summed else ranks.summed(update)
+
+    def _of_experts(
+        self,
+        of_layer: MoE,
+        read_TD: jax.Array,
+        routed_TD: jax.Array | None,
+        ranks: TokensOfRanks,
+        experts: list[jax.Array] | None,
+        kernels: KernelChoice,
+    ) -> Update:
+        """What experts add to this rank's tokens; see `MoE`."""
+        x_MD, summed = ranks.gathered(read_TD), not ranks.are_shared
+        routed_MD = None if routed_TD is None else ranks.gathered(routed_TD)
+        update = of_layer(x_MD, ranks.is_token, experts, kernels, routed_MD, summed=summed)
+        if experts is not None:
+            experts[-1] = ranks.of_this_rank(experts[-1])
+        if summed:
+            return update
+        assert isinstance(update, jax.Array), "experts of several devices add up their own results"
+        return ranks.summed(update)
+
     def _with_experts(
         self,
         of_layer: MoE,
@@ -185,14 +217,11 @@ class DecoderLayers(Matrices):
         x_TD: jax.Array,
         of_mlp: Update,
         rows: LayerRows,
-        is_token: jax.Array | None,
+        ranks: TokensOfRanks,
         experts: list[jax.Array] | None,
         kernels: KernelChoice,
     ) -> jax.Array:
-        """What an MLP and the experts next to it add to the stream `[T, D]`, each normalized by itself.
-
-        `is_token` is of the tokens of all ranks.
-        """
+        """What an MLP and the experts next to it add to the stream `[T, D]`, each normalized by itself."""
         vectors = self.vectors
 
         def normed(stack: nnx.Param[jax.Array] | None, rows_TD: jax.Array) -> jax.Array:
@@ -200,8 +229,8 @@ class DecoderLayers(Matrices):
             assert row is not None
             return rms_norm(rows_TD, scale_of(*row, rows_TD.dtype), self.arch.rms_norm_eps)
 
-        read, routed = (of_all_ranks(normed(stack, x_TD)) for stack in (vectors.experts_norm, vectors.router_norm))
-        of_experts = of_layer(read, is_token, experts, kernels, routed)
+        read, routed = (normed(stack, x_TD) for stack in (vectors.experts_norm, vectors.router_norm))
+        of_experts = self._of_experts(of_layer, read, routed, ranks, experts, kernels)
         of_mlp = normed(vectors.mlp_part_norm, sum_parts(of_mlp, x_TD))
         return of_mlp + normed(vectors.experts_part_norm, sum_parts(of_experts, x_TD))
 
@@ -288,6 +317,7 @@ class Decoder(DecoderLayers):
         kernels: KernelChoice = AUTO_CHOICE,
         recur: Recur = no_states,
         streams: dict[int, Any] | None = None,
+        mlp_tokens: int = 0,
     ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
 
@@ -298,13 +328,16 @@ class Decoder(DecoderLayers):
         `adapters` are those of the tokens; None: there are none. `images` take the places of some of the embeddings.
         The chosen experts of each layer are appended to `experts`: `[T, k]` int32, `[T, 0]` of a layer without.
         `kernels` says what norms, experts and products with quantized weights run on. Of `streams`, by the index of a
-        layer, each item becomes the residual stream `[T, D]` before that layer, or after the last one.
+        layer, each item becomes the residual stream `[T, D]` before that layer, or after the last one. `mlp_tokens`:
+        places for the tokens of all ranks in MLPs; 0: those of all their batches.
         """
         x_TD = self._embed(token_ids) if self.arch.stage.is_first else token_ids
         if images is not None:
             x_TD = jnp.where(images.is_image[:, None], images.part(0).astype(x_TD.dtype), x_TD)
         own = None if self.layer_embeddings is None else self.layer_embeddings(token_ids, x_TD, self._rows)
-        return self.run(x_TD, positions, attend, is_token, adapters, images, experts, kernels, recur, streams, own)
+        return self.run(
+            x_TD, positions, attend, is_token, adapters, images, experts, kernels, recur, streams, own, mlp_tokens
+        )
 
     def embedded(self, token_ids: jax.Array) -> jax.Array:
         """The rows of the embedding `[T, D]`, without the factor that some models have."""

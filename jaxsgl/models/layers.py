@@ -23,7 +23,7 @@ from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
-from jaxsgl.models.tensor_parallel import num_parts, num_ranks, on_first_part, sum_for_this_rank, sum_of_parts
+from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv, KernelChoice
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta import DeltaTokens
@@ -359,8 +359,7 @@ class MLP(Matrices):
     ) -> jax.Array:
         """`[T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them.
 
-        `x_TD` is of the tokens of all ranks, the result of this rank's alone. Not `summed`, it is what this device adds
-        to the result, for a sum that the caller makes.
+        Not `summed`, it is what this device adds to the result, for a sum that the caller makes.
         """
         gate_up = product(x_TD, self.matrix("gate_up", kernels))
         if self.gate_up_bias is not None:
@@ -373,10 +372,9 @@ class MLP(Matrices):
             gated = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
             return last_product(gated, down, self.down_bias, adapters.of_output("down_proj", gated))
         rows = gated_rows(gate_up, self.activation, down)
-        if summed and num_ranks() == 1:
+        if summed:
             return last_product(rows, down, self.down_bias)
-        part = _part_of_product(rows, down, self.down_bias, "ffn")
-        return sum_for_this_rank(part) if summed else part
+        return _part_of_product(rows, down, self.down_bias, "ffn")
 
 
 def last_product(

@@ -16,7 +16,7 @@ from jaxsgl.models.layers import MLP, vector
 from jaxsgl.models.matrix import Matrices, Matrix, Weights
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
-from jaxsgl.models.tensor_parallel import num_parts, of_this_rank, on_first_part, part_index, sum_for_this_rank
+from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
 from pallas_kernels import (
     Choices,
     Groups,
@@ -74,11 +74,13 @@ class MoE(Matrices):
         told: list[jax.Array] | None = None,
         kernels: KernelChoice = AUTO_CHOICE,
         routed_TD: jax.Array | None = None,
+        *,
+        summed: bool = True,
     ) -> Update:
         """`[T, D]` to `[T, D]`. Tokens where `is_token [T]` is false go to no expert.
 
-        `x_TD` and `is_token` are of the tokens of all ranks, the result and what is `told` of this rank's alone. The
-        router reads `routed_TD`, of all ranks too; None: what experts read.
+        The router reads `routed_TD`; None: what experts read. Not `summed`, it is what this device adds to the result,
+        for a sum that the caller makes.
 
         On a GPU the results of experts may be left to the reader to add up, which saves a kernel.
 
@@ -94,7 +96,7 @@ class MoE(Matrices):
         if self.expert_factor is not None:
             shares_Tk = shares_Tk * self.expert_factor[...][experts_Tk]
         if told is not None:
-            told.append(of_this_rank(experts_Tk.astype(jnp.int32)))
+            told.append(experts_Tk.astype(jnp.int32))
         gate_up = self.matrix("gate_up")
         num_experts = gate_up.shape[0]  # on this device
         if num_experts < self.spec.num_experts:
@@ -109,7 +111,8 @@ class MoE(Matrices):
         if self.shared is None and num_parts("experts") == 1 and target_device().platform == "gpu":
             return choices
         out_TD = choices.total()
-        return sum_for_this_rank(out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD, kernels))
+        out_TD = out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD, kernels)
+        return sum_of_parts(out_TD) if summed else out_TD
 
     def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights, backend: str) -> jax.Array:
         """What lies between the two products, `[M, F]`."""

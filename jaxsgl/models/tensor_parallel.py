@@ -9,9 +9,13 @@ The devices are those of one rank, which share its tokens, or of several ranks w
 (`--enable-dp-attention`). Attention, embedding and head are shared within a rank, and ranks have copies of them. MLPs
 and experts are shared by all devices, which so need the tokens of all ranks:
 
-    of_all_ranks(x)      [T, ..] of this rank -> [R T, ..]
-    MLP or experts       this device's part, for all of them
-    sum_for_this_rank    [R T, ..] of each device -> the sum [T, ..] for the rank's own tokens
+    TokensOfRanks.gathered   [T, ..] of this rank -> [M, ..] of all ranks
+    MLP or experts           this device's part, for all of them
+    TokensOfRanks.summed     [M, ..] of each device -> the sum [T, ..] for the rank's own tokens
+
+T is that of the rank with most, so that where one rank extends a prompt while others decode, most of the R T places are
+padding. Attention computes it, each rank for itself. A step may have fewer places for what follows: M, into which the
+tokens that are none are moved once they are gathered.
 """
 
 from __future__ import annotations
@@ -80,30 +84,66 @@ def sum_of_parts(x: jax.Array) -> jax.Array:
     return jax.lax.psum(x, TENSOR_AXIS)
 
 
-def of_all_ranks(x: TreeT) -> TreeT:
-    """Arrays `[T, ..]` of this rank's tokens: those of all ranks `[R T, ..]`, rank after rank."""
-    if num_ranks() == 1:
-        return x
-    gathered: TreeT = jax.tree.map(lambda array: jax.lax.all_gather(array, DATA_AXIS, tiled=True), x)
-    return gathered
+class TokensOfRanks:
+    """The tokens of all ranks in the places where MLPs and experts compute them, for all layers of a step.
+
+    Args:
+      is_token: `[T]` which of this rank's are no padding; None: all are.
+      num_places: M, enough for the tokens of all ranks; 0: all R T places are computed, rank after rank.
+
+    Attributes:
+      are_shared: whether there are several ranks. One rank has its tokens as they are.
+      is_token: `[M]` which are no padding; None: all are.
+    """
+
+    def __init__(self, is_token: jax.Array | None, num_places: int = 0) -> None:
+        self.are_shared = num_ranks() > 1
+        self._num_places = num_places
+        self.is_token = is_token
+        if not self.are_shared:
+            return
+        self.is_token = jax.tree.map(_of_all_ranks, is_token)
+        if num_places:
+            flags = self.is_token
+            assert flags is not None
+            places = jnp.cumsum(flags, dtype=jnp.int32) - 1
+            self._places = jnp.where(flags, places, num_places)  # [R T], past the last one for padding
+            numbers = jnp.arange(len(flags), dtype=jnp.int32)
+            self._tokens = jnp.zeros(num_places, jnp.int32).at[self._places].set(numbers, mode="drop")  # [M]
+            self.is_token = jnp.arange(num_places) <= places[-1]
+
+    def gathered(self, x: TreeT) -> TreeT:
+        """Arrays `[T, ..]` of this rank's tokens: those of all ranks `[M, ..]`. Padding is a copy of some token."""
+        if not self.are_shared:
+            return x
+        of_all: TreeT = jax.tree.map(_of_all_ranks, x)
+        return jax.tree.map(lambda array: array[self._tokens], of_all) if self._num_places else of_all
+
+    def of_this_rank(self, x: jax.Array) -> jax.Array:
+        """This rank's `[T, ..]` of what each device has for the tokens of all ranks `[M, ..]`; 0 for padding."""
+        return _of_this_rank(self._spread(x)) if self.are_shared else x
+
+    def summed(self, x: jax.Array) -> jax.Array:
+        """The sum of all devices' `x [M, ..]`, of the tokens of this rank alone: `[T, ..]`, as `sum_of_parts` adds."""
+        if not self.are_shared:
+            return sum_of_parts(x)
+        x = self._spread(x)
+        if is_order_fixed():
+            return functools.reduce(jnp.add, map(_of_this_rank, jax.lax.all_gather(x, OF_ALL)))
+        return sum_of_parts(jax.lax.psum_scatter(x, DATA_AXIS, tiled=True))
+
+    def _spread(self, x: jax.Array) -> jax.Array:
+        """`[M, ..]` in the places of all ranks `[R T, ..]`."""
+        return x.at[self._places].get(mode="fill", fill_value=0) if self._num_places else x
 
 
-def of_this_rank(x: jax.Array) -> jax.Array:
-    """This rank's `[T, ..]` of what each device has for the tokens of all ranks `[R T, ..]`."""
-    ranks = num_ranks()
-    if ranks == 1:
-        return x
-    size = len(x) // ranks
+def _of_all_ranks(x: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(x, DATA_AXIS, tiled=True)
+
+
+def _of_this_rank(x: jax.Array) -> jax.Array:
+    size = len(x) // num_ranks()
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(DATA_AXIS) * size, size)
-
-
-def sum_for_this_rank(x: jax.Array) -> jax.Array:
-    """The sum of all devices' `x [R T, ..]`, of the tokens of this rank alone: `[T, ..]`, as `sum_of_parts` adds."""
-    if num_ranks() == 1:
-        return sum_of_parts(x)
-    if is_order_fixed():
-        return functools.reduce(jnp.add, map(of_this_rank, jax.lax.all_gather(x, OF_ALL)))
-    return sum_of_parts(jax.lax.psum_scatter(x, DATA_AXIS, tiled=True))
 
 
 def on_first_part(x: jax.Array, logical: str = "kv_heads") -> jax.Array:

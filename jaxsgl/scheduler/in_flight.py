@@ -123,7 +123,7 @@ class Stopwatch:
         self._clock = clock
         self._in_flight: deque[tuple[Bucket, float]] = deque()
         self._last_end_s = 0.0
-        self._times: dict[tuple[str, int, int, int], BucketTimes] = {}
+        self._times: dict[tuple[str, int, int, int, int], BucketTimes] = {}
         self._told = b""
         self._told_s = 0.0
         self._has_news = False
@@ -140,7 +140,7 @@ class Stopwatch:
         bucket, launched_s = self._in_flight.popleft()
         began_s, self._last_end_s = max(launched_s, self._last_end_s), self._clock()
         seconds = self._last_end_s - began_s
-        key = (bucket.kind, bucket.num_tokens, bucket.num_seqs, bucket.num_steps)
+        key = (bucket.kind, bucket.num_tokens, bucket.num_seqs, bucket.num_steps, bucket.mlp_tokens)
         times = self._times.get(key)
         if times is None:
             counts = [0] * (len(STEP_BOUNDS_S) + 1)
@@ -163,10 +163,14 @@ class Stopwatch:
 
 
 def bucket_name(bucket: Bucket) -> str:
-    """The shape in short: rows of a decode step (x steps, if there are several); tokens x sequences of others."""
+    """The shape in short: rows of a decode step (x steps, if there are several); tokens x sequences of others.
+
+    Of ranks it is the shape of each, and after a slash the tokens of all together in MLPs, if those are fewer.
+    """
+    of_all = f"/{bucket.mlp_tokens}" if bucket.mlp_tokens else ""
     if bucket.kind == "decode":
-        return f"{bucket.num_seqs}" if bucket.num_steps == 1 else f"{bucket.num_seqs}x{bucket.num_steps}"
-    return f"{bucket.num_tokens}x{bucket.num_seqs}"
+        return f"{bucket.num_seqs}{of_all}" if bucket.num_steps == 1 else f"{bucket.num_seqs}x{bucket.num_steps}"
+    return f"{bucket.num_tokens}x{bucket.num_seqs}{of_all}"
 
 
 class Drafts(NamedTuple):

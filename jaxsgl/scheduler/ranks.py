@@ -6,8 +6,8 @@
 
 A rank is a `Scheduler` with pages, rows, a prefix cache and a queue of its own, on devices of its own; experts and MLPs
 are all devices' (`models/tensor_parallel.py`). One process decides for all of them, in the same turn of the loop: no
-rank asks another, and none waits, since a rank without work computes padding. A rank that decodes while another extends
-decodes in the same step.
+rank asks another, and none waits, since a rank without work computes padding. Steps are mixed: whoever decodes does so
+in each step, whether its own rank extends prompts or another.
 
 A request stays in its rank from its first admission on. One that waits there for pages or rows goes to a rank with an
 empty queue that has room for it.
@@ -48,7 +48,8 @@ class RankedScheduler:
     """Several schedulers with one step. Has the methods of a `Scheduler` that the loop and operators' orders call.
 
     Args:
-      ranks: by their numbers; of equal capacity, with one set of buckets, and without what holds more than pages.
+      ranks: by their numbers; of equal capacity, with one set of buckets, and without what holds more than pages. They
+        mix decodes into steps that extend prompts, or each prompt makes the rank's own decodes wait.
       grammars: the queue that the ranks share.
       clock: gives seconds.
 
@@ -159,8 +160,6 @@ class RankedScheduler:
         inputs = joined(bucket, batches, self._capacity.num_rows, self._capacity.vocab_size)
         self._in_flight.append(inputs)
         self._stopwatch.launched(bucket)
-        for rank in self.ranks:  # with --decode-first the next step decodes, whichever rank has extended
-            rank.state.extended_last = bucket.kind != "decode"
         self._count(inputs)
         return inputs
 
@@ -173,10 +172,10 @@ class RankedScheduler:
         totals.steps += 1
         if inputs.bucket.kind == "decode":
             totals.decode_rows += inputs.num_tokens
-            totals.decode_rows_padded += len(self.ranks) * inputs.bucket.padded_tokens
+            totals.decode_rows_padded += inputs.padded_tokens
         else:
             totals.extend_tokens += inputs.num_tokens
-            totals.extend_tokens_padded += len(self.ranks) * inputs.bucket.padded_tokens
+            totals.extend_tokens_padded += inputs.padded_tokens
 
     def _even_out(self) -> None:
         """Moves a request of each rank that lacks pages or rows to a rank that has both and whose queue is empty."""

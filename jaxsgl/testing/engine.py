@@ -452,6 +452,7 @@ class FakeRanks(FakeEngine):
 
     def submit(self, inputs: StepInputs) -> FakeHandle:
         """Queues a step of all ranks behind the ones before; a rank's part of the arrays goes to its engine."""
+        assert inputs.num_tokens <= inputs.padded_tokens, "MLPs lack places for the tokens of all ranks"
         handle = super().submit(inputs)
         self._pending.pop()
         parts = [_as_sent(inputs, rank, self._capacity.num_rows) for rank in range(len(self._ranks))]

@@ -33,6 +33,26 @@ def test_buckets_double_up_to_the_largest_batch() -> None:
                 assert bucket.num_seqs >= seqs
 
 
+@pytest.mark.parametrize("few_sizes", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_ranks_have_a_program_with_few_more_places_in_mlps_for_every_step(num_ranks: int, few_sizes: bool) -> None:
+    capacity = replace(SIZES, num_rows=12, context_length=200, max_extend_tokens=200)
+    buckets = BucketSet.derive(capacity, num_ranks=num_ranks, few_sizes=few_sizes)
+    compiled = set(buckets.all())
+    assert set(buckets.largest()) <= compiled
+    for most in range(1, 201):
+        for total in {most, most + num_ranks - 1, num_ranks * most}:
+            of_ranks = [buckets.extend(most, min(most, 12)), *([buckets.decode(most)] if most <= 12 else [])]
+            for bucket in (buckets.joint(of_rank, total) for of_rank in of_ranks):
+                assert bucket in compiled
+                assert bucket.num_tokens >= most and bucket.num_seqs >= min(most, 12)
+                places = bucket.mlp_tokens or num_ranks * bucket.num_tokens
+                assert total <= places <= num_ranks * bucket.num_tokens
+                assert few_sizes or places < max(1.5 * total, 17), "the next smaller one would have done"
+    of_one = BucketSet.derive(capacity, few_sizes=few_sizes)
+    assert len(compiled) <= 4 * len(of_one.all()) and not any(bucket.mlp_tokens for bucket in of_one.all())
+
+
 def test_programs_of_several_steps_exist_only_where_asked_for_and_never_with_features() -> None:
     one, four = BucketSet.derive(SIZES).all(), BucketSet.derive(SIZES, decode_steps=4).all()
     more = set(four) - set(one)

@@ -78,19 +78,19 @@ def answers(
     in_ranks = flags.get("enable_dp_attention", False)
     if in_ranks:
         speculation = SpeculationConfig()
-    scheduling = SchedulingConfig(enable_mixed_chunk=True)
+    scheduling = SchedulingConfig(enable_mixed_chunk=not in_ranks)
     llm = LLM(folder, **{**FLAGS, **flags}, scheduling=scheduling, speculation=speculation)
+    assert all(rank.state.config.enable_mixed_chunk for rank in llm._scheduler.ranks), "ranks mix without a flag"
     requests = REQUESTS[:3] if only_greedy else [*REQUESTS, *(MASKED if masked else [])]
     prompts, params = (list(each) for each in zip(*requests, strict=True))
     found: dict[str, Any] = {
         "completions": [_public(each) for each in llm.generate(prompts, params, use_tqdm=False, speculative=False)],
-        "collectives": {
-            key.kind + (f" {key.shape.kind}" if isinstance(key.shape, Bucket) else ""): Counter(
-                COLLECTIVE.findall(done.compiled.as_text() or "")
-            )
-            for key, done in whole(llm.engine).compiled.compilations.items()
-        },
+        "collectives": {},
     }
+    for key, done in whole(llm.engine).compiled.compilations.items():
+        name = key.kind + (f" {key.shape.kind}" if isinstance(key.shape, Bucket) else "")
+        exchanged = Counter(COLLECTIVE.findall(done.compiled.as_text() or ""))
+        assert found["collectives"].setdefault(name, exchanged) == exchanged, key
     pages = re.compile(rf"= \w+\[{llm.engine.capacity.num_pages},\d+,\d+,\d+\][^=]* (?:copy|transpose|convert)\(")
     found["kv_copies"] = sum(
         len(pages.findall(done.compiled.as_text() or ""))

@@ -64,6 +64,7 @@ BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
         ({"lora": LoraConfig(enable_lora=True)}, "gpu", BFLOAT16, "or --enable-lora and --lora-paths"),
         ({"speculation": SpeculationConfig("NGRAM")}, "gpu", BFLOAT16, "or --speculative-algorithm out"),
         ({"scheduling": SchedulingConfig(enable_mixed_chunk=True)}, "gpu", BFLOAT16, "or --enable-mixed-chunk out"),
+        ({"tp": 2, "dp_size": 2, "enable_dp_attention": True}, "gpu", BFLOAT16, "or --enable-dp-attention out"),
     ],
 )
 def test_what_depends_on_company_is_refused_with_the_way_out(

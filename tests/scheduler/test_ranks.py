@@ -93,7 +93,7 @@ class RankedMachine(ServingMachine):
         self.ranks = [
             WatchedScheduler(
                 self.capacity,
-                BucketSet.derive(self.capacity),
+                BucketSet.derive(self.capacity, num_ranks=num_ranks),
                 EOS,
                 config,
                 radix_cache=radix,
@@ -191,15 +191,22 @@ class Steps(RankedScheduler):
         super().__init__(*args)  # type: ignore[arg-type]
         self.launched: list[StepInputs] = []
 
+        self._compiled = set(self.buckets.all())
+
     def launch(self) -> StepInputs | None:
         inputs = super().launch()
         if inputs is not None:
+            assert inputs.bucket in self._compiled
             self.launched.append(inputs)
         return inputs
 
 
-def ranked(sizes: Capacity, num_ranks: int, config: SchedulingConfig = SchedulingConfig()) -> Steps:
-    return Steps([CheckedScheduler(sizes, BucketSet.derive(sizes), (), config) for _ in range(num_ranks)])
+MIXED = SchedulingConfig(enable_mixed_chunk=True)
+
+
+def ranked(sizes: Capacity, num_ranks: int, config: SchedulingConfig = MIXED) -> Steps:
+    buckets = BucketSet.derive(sizes, num_ranks=num_ranks)
+    return Steps([CheckedScheduler(sizes, buckets, (), config) for _ in range(num_ranks)])
 
 
 def serve(scheduler: Steps, sizes: Capacity, script: Sequence[Sequence[Request | Abort]]) -> ScriptedMailbox:
@@ -213,19 +220,36 @@ def to(rank: int, request: Request) -> Request:
     return Request(request.request_id, request.prompt_ids, request.sampling, rank=rank)
 
 
-def test_a_rank_decodes_in_the_steps_in_which_another_extends() -> None:
-    """Neither waits: each step of the long prompt yields a token of the short one."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_requests_decode_in_the_steps_in_which_their_rank_or_another_extends(rank: int) -> None:
+    """Nobody waits: each step of the long prompt yields a token of the short one."""
     sizes = serving.capacity(max_extend_tokens=16, rows=8)
     scheduler = ranked(sizes, 2)
     long = list(range(1, 100))
     mailbox = serve(
-        scheduler, sizes, [[to(0, request("short", [7, 8], 12))], [], [], [to(1, request("long", long, 2))]]
+        scheduler, sizes, [[to(rank, request("short", [7, 8], 12))], [], [], [to(1, request("long", long, 2))]]
     )
     assert mailbox.output_ids("short") == expected([7, 8], 12)
     assert mailbox.output_ids("long") == expected(long, 2)
-    extends = [step for step in scheduler.launched if step.bucket.kind == "extend" and step.of_ranks[1].num_seqs]
-    assert len(extends) == 7  # chunks of 16
-    assert all(step.of_ranks[0].num_seqs == 1 for step in extends), "a rank stood still while another extended"
+    extends = [step for step in scheduler.launched if step.bucket.kind == "extend" and step.of_ranks[1].num_tokens > 2]
+    assert len(extends) >= 7  # chunks of 16, less a decode in the same rank
+    assert all(step.num_seqs == 2 for step in extends), "a request stood still while another was extended"
+
+
+def test_mlps_compute_few_more_places_than_all_ranks_have_tokens() -> None:
+    """One rank extends a prompt of 60 tokens while three decode: in the whole step 63 tokens, not 4 times 64."""
+    sizes = serving.capacity(rows=8)
+    scheduler = ranked(sizes, 4)
+    shorts = [to(rank, request(f"r{rank}", [rank + 5] * 4, 12)) for rank in range(3)]
+    serve(scheduler, sizes, [shorts, [], [], [to(3, request("long", list(range(1, 61)), 3))]])
+    (step,) = (step for step in scheduler.launched if step.num_tokens > 60)
+    assert (step.num_tokens, step.bucket.num_tokens, step.bucket.mlp_tokens) == (63, 64, 64)
+    totals = scheduler.load(0).totals
+    assert totals.extend_tokens_padded == sum(
+        each.padded_tokens for each in scheduler.launched if each.bucket.kind == "extend"
+    )
+    for each in scheduler.launched:
+        assert each.num_tokens <= each.padded_tokens < max(2 * each.num_tokens, 17)
 
 
 def test_a_step_has_the_smallest_bucket_of_all_ranks_and_ranks_without_work_are_padding() -> None:
@@ -235,7 +259,7 @@ def test_a_step_has_the_smallest_bucket_of_all_ranks_and_ranks_without_work_are_
     first, *others = scheduler.launched
     assert (first.bucket.kind, first.bucket.num_tokens) == ("extend", 64)
     assert [part.num_tokens for part in first.of_ranks] == [0, 0, 9, 40]
-    assert {(step.bucket.kind, step.bucket.num_seqs) for step in others} == {("decode", 1)}
+    assert {(step.bucket.kind, step.bucket.num_seqs, step.bucket.mlp_tokens) for step in others} == {("decode", 2, 2)}
     for step in scheduler.launched:
         for rank in (0, 1):
             arrays = step.of_ranks[rank].arrays

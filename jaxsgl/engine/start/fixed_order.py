@@ -62,8 +62,9 @@ def _obstacles(config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.
         yield f"products with weights in {numbers} take tiles by the batch: serve 16 bits, or leave it out"
     if arch.mixture is not None:
         yield f"the experts of {arch.name} take tiles by the batch: leave it out"
-    if config.scheduling.enable_mixed_chunk:
-        yield "a decode in a mixed step is added up as an extend is: leave it or --enable-mixed-chunk out"
+    if config.mixes_steps:
+        flags = "--enable-dp-attention" if config.num_ranks > 1 else "--enable-mixed-chunk"
+        yield f"a decode in a mixed step is added up as an extend is: leave it or {flags} out"
     if config.speculation.is_on:
         yield "a verified token is added up as an extend is: leave it or --speculative-algorithm out"
 

@@ -274,11 +274,11 @@ def _row_bytes(config: EngineConfig, arch: ModelArch, platform: str) -> int:
 def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, context_length: int) -> int:
     """The most tokens of a step that extends prompts, beside which all other rows may decode in mixed steps."""
     scheduling = config.scheduling
-    decodes = num_rows - 1 if scheduling.enable_mixed_chunk else 0
+    decodes = num_rows - 1 if config.mixes_steps else 0
     chunk = config.chunked_prefill_size or CHUNK_TOKENS.get(platform, OTHER_CHUNK_TOKENS)
     if chunk == UNLIMITED:
         return max(context_length, min(scheduling.max_prefill_tokens, num_rows * context_length)) + decodes
-    least = num_rows if config.num_ranks > 1 else 1  # all rows of a rank may decode while another extends
+    least = 2 * num_rows if config.num_ranks > 1 else 1  # all rows of a rank may decode while it or another extends
     return max(min(chunk // config.num_ranks, context_length, scheduling.max_prefill_tokens + decodes), least)
 
 

@@ -268,9 +268,9 @@ def _step_view(inputs: StepInputs, number: int, plan: str, ms: float) -> StepVie
         bucket.kind,
         bucket_name(bucket),
         inputs.num_tokens,
-        bucket.padded_tokens,
+        inputs.padded_tokens,
         inputs.num_seqs,
-        bucket.num_seqs,
+        max(len(inputs.of_ranks), 1) * bucket.num_seqs,
         round(ms, 3),
         plan,
     )

@@ -66,17 +66,22 @@ class Clients:
         """
         self._collect_due()
         if block and not self._due:
-            times = [ask.at_s for ask in (self._next,) if ask is not None] + [entry[0] for entry in self._later[:1]]
-            if not times:
+            if self.next_due_s == float("inf"):
                 assert not self._open, f"the engine is idle, but {len(self._open)} requests have not ended"
                 return [Shutdown()]
-            self._clock.now_s = max(self._clock.now_s, min(times))
+            self._clock.now_s = max(self._clock.now_s, self.next_due_s)
             self._collect_due()
         messages: list[ToEngine] = []
         while self._due and len(self._open) < self._max_open:
             messages.append(self._send(*self._due.popleft()))
         self._refuse_to_hang(idle=not messages)
         return messages
+
+    @property
+    def next_due_s(self) -> float:
+        """When the next request is sent that isn't due yet; infinity: none is known."""
+        times = [ask.at_s for ask in (self._next,) if ask is not None] + [entry[0] for entry in self._later[:1]]
+        return min(times, default=float("inf"))
 
     def send(self, news: News) -> None:
         """Counts the replies of one step."""
