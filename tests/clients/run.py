@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -80,10 +81,13 @@ def environment() -> str:
     """The Python of the clients' environment, which is made if it is missing."""
     folder = ENVIRONMENTS / hashlib.sha256(LOCK.read_bytes() + sys.version.encode()).hexdigest()[:16]
     python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", "-r", str(LOCK)], check=True)
-        (folder / "complete").touch()
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    with (ENVIRONMENTS / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process makes it, others wait
+        if not (folder / "complete").exists():
+            subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+            subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", "-r", str(LOCK)], check=True)
+            (folder / "complete").touch()
     return str(python)
 
 

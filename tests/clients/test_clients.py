@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Iterator
 
 import pytest
 
-from tests.clients.run import HERE, NAMES
+from tests.clients import run
 from tests.grids import NIGHTLY
+
+pytestmark = pytest.mark.skipif(not NIGHTLY, reason="their packages are installed by night")
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    return run.environment()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with run.server() as url:
+        yield url
 
 
 @pytest.mark.timeout(3600)  # installs them, the first time
-@pytest.mark.skipif(not NIGHTLY, reason="their packages are installed by night")
-def test_every_case_of_every_client_passes() -> None:
-    done = subprocess.run([sys.executable, str(HERE / "run.py")], capture_output=True, text=True)
-    rows = done.stdout.splitlines()
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-5000:]}"
-    assert [row.split()[0] for row in rows] == list(NAMES)
+@pytest.mark.parametrize("name", run.NAMES)
+def test_every_case_of_a_client_passes(python: str, url: str, name: str) -> None:
+    found = run.run(python, name, url)
+    assert found and not any(found.values()), run.row(name, found)
