@@ -12,12 +12,14 @@ from typing import Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.lazily import imported
 from pallas_kernels.native import sums as native
 from pallas_kernels.order import is_order_fixed
 from pallas_kernels.target import target_device
-from pallas_kernels.triton.row_sums import sums_of_rows
 
 What: TypeAlias = Literal["sum", "squares"]
+
+_sums_of_rows = imported("triton.row_sums", "sums_of_rows")
 
 
 class _Adder(NamedTuple):
@@ -36,7 +38,7 @@ class _Adder(NamedTuple):
 
 _NATIVE = _Adder(native.of_rows, lambda x: native.of_rows(x, "top"), is_one_call=True)
 _TRITON = _Adder(
-    lambda x, what: sums_of_rows(x, what, interpret=target_device().platform != "gpu"),
+    lambda x, what: _sums_of_rows(x, what, interpret=target_device().platform != "gpu"),
     lambda x: jnp.max(x, axis=-1),  # the same in any order
     is_one_call=False,
 )

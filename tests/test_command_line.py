@@ -130,6 +130,81 @@ def test_a_file_holds_flags(tmp_path: Path) -> None:
         parse(["--config", str(tmp_path / "none")])
 
 
+# The flags that the pages of each server use most, as a file of its own flags has them, and those that change nothing.
+PEERS_FILES = {
+    "SGLang": (
+        """
+model-path: m
+host: 0.0.0.0
+port: 8000
+tp-size: 2
+dp-size: 2
+context-length: 4096
+mem-fraction-static: 0.8
+max-running-requests: 64
+chunked-prefill-size: 2048
+kv-cache-dtype: fp8_e4m3
+quantization: fp8
+dtype: bfloat16
+trust-remote-code: true
+served-model-name: mine
+api-key: secret-key-of-mine
+tool-call-parser: hermes
+reasoning-parser: qwen3
+schedule-policy: lpm
+disable-cuda-graph: true
+log-level: info
+enable-metrics: true
+""",
+        ["--trust-remote-code", "--disable-cuda-graph", "--enable-metrics"],
+    ),
+    "vLLM": (
+        """
+model: m
+host: 0.0.0.0
+port: 8000
+tensor-parallel-size: 2
+data-parallel-size: 2
+max-model-len: 4096
+gpu-memory-utilization: 0.8
+max-num-seqs: 64
+max-num-batched-tokens: 2048
+kv-cache-dtype: fp8
+quantization: fp8
+dtype: bfloat16
+trust-remote-code: true
+served-model-name: mine
+api-key: secret-key-of-mine
+tool-call-parser: hermes
+reasoning-parser: qwen3
+enable-auto-tool-choice: true
+enforce-eager: true
+generation-config: auto
+enable-prefix-caching: true
+seed: 0
+""",
+        ["--trust-remote-code", "--enable-auto-tool-choice", "--enforce-eager", "--enable-prefix-caching"],
+    ),
+}
+
+
+@pytest.mark.parametrize("peer", PEERS_FILES)
+def test_a_file_may_hold_the_flags_that_peers_pages_use_most(peer: str, tmp_path: Path) -> None:
+    text, without_effect = PEERS_FILES[peer]
+    assert len(text.split("\n")) > 20
+    file = tmp_path / "flags.yaml"
+    file.write_text(text)
+    args = parse(["--config", str(file)])
+    config = from_flags(ServerConfig, args)
+    engine = config.engine
+    found = engine.model, engine.tp, engine.dp_size, engine.context_length, engine.max_running_requests
+    assert found == ("m", 2, 2, 4096, 64)
+    assert (engine.mem_fraction_static, engine.chunked_prefill_size) == (0.8, 2048)
+    assert (engine.kv_cache_dtype, engine.quantization, engine.dtype) == ("fp8_e4m3", "fp8", "bfloat16")
+    assert (config.host, config.model_name, config.tool_call_parser) == ("0.0.0.0", "mine", "hermes")
+    assert args.without_effect == without_effect and len(words_of(without_effect)) == len(without_effect)
+
+
 def test_a_model_is_called_as_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "Qwen3-0.6B"
     cached = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "0a1b"

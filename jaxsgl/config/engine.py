@@ -127,6 +127,7 @@ class EngineConfig:
         "KV cache; fp8_e4m3: half of bfloat16's memory, scaled by the checkpoint's static scales or 1 "
         "(docs/engine.md); auto: what the checkpoint was calibrated for, else the format of the weights",
         choices=KV_CACHE_DTYPES,
+        same={"fp8": "fp8_e4m3"},  # vLLM's
     )
     quantization: str | None = flag(
         None,

@@ -11,8 +11,9 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from jaxsgl.errors import ConfigError
@@ -28,6 +29,7 @@ def flag(
     alias: str | tuple[str, ...] = (),
     secret: bool = False,
     words: bool = False,
+    same: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
@@ -35,12 +37,13 @@ def flag(
       default: the field's and the flag's.
       help: the flag's help text, which is the field's documentation.
       choices: values that are allowed; (): all of the field's type.
+      same: other words for some of them, as other servers have them.
       alias: other names of the flag, as other servers have it.
       words: a list of texts that is given as several words, as they may hold commas.
       secret: left out of `repr` and of `public_flags`, hence of logs, of what servers report, and of help's defaults.
     """
     aliases = (alias,) if isinstance(alias, str) else alias
-    metadata = {"help": help, "choices": choices, "aliases": aliases, "secret": secret, "words": words}
+    metadata = {"help": help, "choices": choices, "aliases": aliases, "secret": secret, "words": words, "same": same}
     return field(default=default, repr=not secret, metadata=metadata)
 
 
@@ -68,7 +71,8 @@ def add_flags(
         elif spec.metadata["words"]:
             options |= {"nargs": "*", "metavar": spec.name.upper()}
         else:
-            options["type"] = _parser_of(hints[spec.name])
+            same, parse = spec.metadata["same"], _parser_of(hints[spec.name])
+            options["type"] = functools.partial(_same_as, same, parse) if same else parse
             options["choices"] = spec.metadata["choices"] or None
         group.add_argument(*names, **options)
 
@@ -128,6 +132,11 @@ def _word_or(words: list[str], kind: type, text: str) -> Any:
     except ValueError as error:
         message = f"{text!r} is neither {' nor '.join(words)} nor of type {kind.__name__}"
         raise argparse.ArgumentTypeError(message) from error
+
+
+def _same_as(same: Mapping[str, str], parse: Callable[[str], Any], text: str) -> Any:
+    """Reads a value, or another word for it."""
+    return parse(same.get(text, text))
 
 
 def _list_of(kind: type, text: str) -> tuple[Any, ...]:

@@ -79,8 +79,13 @@ def as_kept(
     """
     fmt = arch.weight_format
     if platform == "cpu":
-        rounds_rows = not weight_only and native_library.multiplies_bytes()
-        packs = arch.may_pack and num_devices == 1 and native_library.load() is None
+        formats = [each for each in (fmt, arch.expert_format) if each is not None]
+        has_integers = any(each.has_integers for each in formats)
+        parts = [native_library.INTEGERS] if has_integers else []
+        if arch.mixture is not None or any(not each.has_integers for each in formats):
+            parts.append(native_library.GROUPED)
+        packs = native_library.load(*parts) is None and arch.may_pack and num_devices == 1  # compiles parts together
+        rounds_rows = has_integers and not weight_only and native_library.multiplies_bytes()
 
         def on_cpu(fmt: WeightFormat | None) -> WeightFormat | None:
             return None if fmt is None else fmt.on_cpu(dtype.name, rounds_rows=rounds_rows, packs=packs)

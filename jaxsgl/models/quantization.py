@@ -84,6 +84,11 @@ class WeightFormat:
         return num_inputs if self.group is None else self.group
 
     @property
+    def has_integers(self) -> bool:
+        """Whether the numbers are integers."""
+        return self.numbers in ("int8", "int4")
+
+    @property
     def is_in_groups(self) -> bool:
         """Whether sums can't be scaled after the product: scales of groups, or zero points."""
         return self.group is not None or self.has_zeros

@@ -60,6 +60,7 @@ _CALL_SIGNS = (
     (re.compile(r"<tool_call>"), "hermes"),
     (re.compile(r"\[TOOL_CALLS\](?s:.*)\[ARGS\]"), "mistral_v11"),
     (re.compile(r"\[TOOL_CALLS\]"), "mistral"),
+    (re.compile(r"\[func_name1\("), "pythonic"),
     (re.compile(r'"parameters": dictionary|<\|python_tag\|>'), "llama3"),
 )
 _REASONING_SIGNS = (

@@ -55,13 +55,12 @@ Each thread counts the completions that it waited for, so all waits for a barrie
 """
 
 from pallas_kernels.backend import Backend, Kernel
-from pallas_kernels.hopper.decode import decode_attention, refuse_decode
-from pallas_kernels.hopper.extend import extend_attention, refuse_extend
+from pallas_kernels.lazily import imported
 
 BACKEND = Backend(
     "mosaic_gpu",
-    Kernel(decode_attention, refuse_decode),
-    Kernel(extend_attention, refuse_extend),
+    Kernel(imported("hopper.decode", "decode_attention"), imported("hopper.decode", "refuse_decode")),
+    Kernel(imported("hopper.extend", "extend_attention"), imported("hopper.extend", "refuse_extend")),
     platform="gpu",
     has_interpreter=True,
 )

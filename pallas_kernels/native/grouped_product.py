@@ -25,7 +25,7 @@ def refuse_grouped_product(x: jax.Array, groups: Groups, weights: jax.Array) -> 
     steps = _STEPS[weights.dtype]
     if any(size % step for size, step in zip(weights.shape[1:], steps, strict=True)):
         return f"the weights are {weights.shape}; with {weights.dtype} it takes multiples of {steps}"
-    return library.load()
+    return library.load(library.INTEGERS if weights.dtype == jnp.int8 else library.GROUPED)
 
 
 def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:

@@ -1,7 +1,8 @@
-"""Compiles the C++ sources of this folder for this machine's processor, keeps the library, and registers it with XLA.
+"""Compiles the C++ sources of this folder for this machine's processor, keeps and loads the libraries.
 
-Owns the compiler's command line and the folder of compiled libraries. Never knows shapes. Called by the
-modules of its functions.
+Each `Part` is a library, compiled when one of its functions is first asked for: most models need one. Owns the
+compiler's command line and the folder of compiled libraries. Never knows shapes. Called by the modules of its
+functions.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -29,14 +31,9 @@ GROUPED_PRODUCT = "jaxsgl_grouped_product"
 INT8_PRODUCT, GROUPED_INT8_PRODUCT = "jaxsgl_int8_product", "jaxsgl_grouped_int8_product"
 GROUPED_INT4_PRODUCT, GROUPED_KEPT_PRODUCT = "jaxsgl_grouped_int4_product", "jaxsgl_grouped_kept_product"
 ROW_SUMS = "jaxsgl_row_sums"
-_TARGETS = (
-    PAGED_ATTENTION, ROWS_PRODUCT, GROUPED_PRODUCT, INT8_PRODUCT, GROUPED_INT8_PRODUCT, GROUPED_INT4_PRODUCT,
-    GROUPED_KEPT_PRODUCT, ROW_SUMS,
-)  # fmt: skip
 AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps products from using AMX
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("kernels.cc", "product.cc", "product_int8.cc"))
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-w")
 _BFLOAT16 = "avx512_bf16"  # as Linux lists it among the processor's flags
@@ -44,22 +41,36 @@ _TILES = ("amx_tile", "amx_bf16")
 _LEAST = ("avx2", "fma")
 _LONGEST_S = 300  # on a busy machine
 
+
+class Part(NamedTuple):
+    """A library: the names of its sources, and of the functions that XLA gets."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+COMMON = Part(("kernels.cc", "rows.cc"), (PAGED_ATTENTION, ROWS_PRODUCT, ROW_SUMS))
+GROUPED = Part(("grouped.cc",), (GROUPED_PRODUCT, GROUPED_KEPT_PRODUCT))
+INTEGERS = Part(("product_int8.cc",), (INT8_PRODUCT, GROUPED_INT8_PRODUCT, GROUPED_INT4_PRODUCT))
+
 logger = logging.getLogger(__name__)
 
 
-def load() -> str | None:
-    """Register the functions with XLA, once per process; returns why that is impossible here, or None.
+def load(*parts: Part) -> str | None:
+    """Register the functions of `COMMON` and of `parts` with XLA, once per process; returns why they can't be, or None.
 
-    The first call on a machine compiles for some seconds. The library is kept in `$XDG_CACHE_HOME/jaxsgl/native`
-    (default ~/.cache) under a name made from all that it depends on. Only this user may be able to write there.
+    The first call on a machine compiles for some seconds, all parts at the same time. Libraries are kept in
+    `$XDG_CACHE_HOME/jaxsgl/native` (default ~/.cache) under names made from all that they depend on. Only this user may
+    be able to write there.
     """
-    kernels = _kernels()
-    return kernels if isinstance(kernels, str) else None
+    wanted = dict.fromkeys((COMMON, *parts))
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        return next((kernels for kernels in pool.map(_kernels, wanted) if isinstance(kernels, str)), None)
 
 
 @functools.cache
-def _kernels() -> ctypes.CDLL | str:
-    """The library, registered, or why there is none."""
+def _kernels(part: Part) -> ctypes.CDLL | str:
+    """The library of a part, registered, or why there is none."""
     flags = processor_flags()
     lacks = [flag for flag in _LEAST if flag not in flags]
     if lacks:
@@ -68,13 +79,15 @@ def _kernels() -> ctypes.CDLL | str:
     if command is None:
         return f"there is no C++ compiler (looked for $CXX, {', '.join(_COMPILERS)})"
     try:
-        library = _library(command, flags)
+        library = _library(command, flags, part)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
         return f"{command} made no library: {reason.strip()[:500]}"
-    if has_pairs() and not library.has_pairs():
+    if part is COMMON and has_pairs() and not library.has_pairs():
         return f"{command} knows no {_BFLOAT16}, which the processor has"
-    _register(library)
+    if part is GROUPED and refuse_tiles() is None and (reason := tile_refusal(library)):
+        return reason  # each library asks for tiles on its own
+    _register(library, part)
     return library
 
 
@@ -101,7 +114,9 @@ def has_pairs() -> bool:
 
 def multiplies_bytes() -> bool:
     """Whether the kernels multiply int8 weights with rows rounded to 8 bits (AVX512-VNNI, AVX-VNNI)."""
-    kernels = _kernels()
+    if load(INTEGERS) is not None:
+        return False
+    kernels = _kernels(INTEGERS)
     return not isinstance(kernels, str) and bool(kernels.multiplies_bytes())
 
 
@@ -121,7 +136,7 @@ def refuse_tiles() -> str | None:
         return f"the processor has no {' and no '.join(lacks)}"
     if os.environ.get(AMX_VARIABLE) == "0":
         return f"{AMX_VARIABLE} is 0"
-    kernels = _kernels()
+    kernels = _kernels(COMMON)
     reason = kernels if isinstance(kernels, str) else tile_refusal(kernels)
     if reason is None:
         logger.info("products use AMX")
@@ -137,24 +152,24 @@ def tile_refusal(kernels: ctypes.CDLL) -> str | None:
     return None if reason is None else reason.decode()
 
 
-def _register(library: ctypes.CDLL, suffix: str = "") -> None:
+def _register(library: ctypes.CDLL, part: Part, suffix: str = "") -> None:
     """Give XLA the library's functions, under their names and a suffix."""
-    for target in _TARGETS:
+    for target in part.targets:
         function = jax.ffi.pycapsule(getattr(library, target.removeprefix("jaxsgl_")))
         jax.ffi.register_ffi_target(f"{target}{suffix}", function, platform="cpu")
 
 
-def _library(compiler: str, flags: frozenset[str]) -> ctypes.CDLL:
+def _library(compiler: str, flags: frozenset[str], part: Part) -> ctypes.CDLL:
     """Load the library that is kept; if other users could have written it, one compiled for this process alone."""
     try:
-        return ctypes.CDLL(str(_compiled(compiler, flags)))
+        return ctypes.CDLL(str(_compiled(compiler, flags, part)))
     except PermissionError as error:
         logger.warning("the native kernels are compiled anew and not kept: %s", error)
         with tempfile.TemporaryDirectory(prefix="jaxsgl-native-") as folder:
-            return ctypes.CDLL(str(_compiled(compiler, flags, Path(folder))))
+            return ctypes.CDLL(str(_compiled(compiler, flags, part, Path(folder))))
 
 
-def _compiled(compiler: str, flags: frozenset[str], folder: Path | None = None) -> Path:
+def _compiled(compiler: str, flags: frozenset[str], part: Part, folder: Path | None = None) -> Path:
     """Return the library's path, in the folder for libraries by default; compile it first unless it exists.
 
     Raises:
@@ -166,7 +181,7 @@ def _compiled(compiler: str, flags: frozenset[str], folder: Path | None = None) 
     version = _run(compiler, "--version")
     texts = [path.read_text() for path in sorted((*_FOLDER.glob("*.cc"), *_FOLDER.glob("*.h")))]
     depends_on = (
-        *(source.name for source in _SOURCES),
+        *part.sources,
         *texts,
         version,
         *_OPTIONS,
@@ -184,22 +199,22 @@ def _compiled(compiler: str, flags: frozenset[str], folder: Path | None = None) 
         os.close(handle)
         try:
             start_s = time.monotonic()
-            _build(compiler, unfinished)
-            logger.debug("%s compiled %d sources in %.1f s", compiler, len(_SOURCES), time.monotonic() - start_s)
+            _build(compiler, part, unfinished)
+            logger.debug("%s compiled %s in %.1f s", compiler, ", ".join(part.sources), time.monotonic() - start_s)
             Path(unfinished).replace(path)
         finally:
             Path(unfinished).unlink(missing_ok=True)
     return path
 
 
-def _build(compiler: str, output: str) -> None:
-    """Compile all sources at once, and link them into `output`; raises as `_compiled` does."""
+def _build(compiler: str, part: Part, output: str) -> None:
+    """Compile the part's sources, all at once, and link them into `output`; raises as `_compiled` does."""
     options = (*_OPTIONS, f"-isystem{jax.ffi.include_dir()}", "-c")
-    with tempfile.TemporaryDirectory(prefix="jaxsgl-native-") as folder, ThreadPoolExecutor(len(_SOURCES)) as pool:
-        objects = [str(Path(folder) / f"{source.stem}.o") for source in _SOURCES]
+    with tempfile.TemporaryDirectory(prefix="jaxsgl-native-") as folder, ThreadPoolExecutor(len(part.sources)) as pool:
+        objects = [str(Path(folder) / Path(source).with_suffix(".o").name) for source in part.sources]
         made = [
-            pool.submit(_run, compiler, *options, str(source), "-o", each)
-            for source, each in zip(_SOURCES, objects, strict=True)
+            pool.submit(_run, compiler, *options, str(_FOLDER / source), "-o", each)
+            for source, each in zip(part.sources, objects, strict=True)
         ]
         for each in made:
             each.result()

@@ -25,7 +25,8 @@ def refuse(x: jax.Array, weights: PackedMatrix) -> str | None:
         return f"it takes float32 rows, not {x.dtype}"
     shape = weights.shape
     group = shape[-1] if weights.num_groups == 1 else weights.group
-    return packed.refuse(weights.packing, shape, group) or library.load()
+    part = library.INTEGERS if weights.packing == packed.INT4 else library.GROUPED
+    return packed.refuse(weights.packing, shape, group) or library.load(part)
 
 
 def product(x: jax.Array, weights: PackedMatrix, dtype: str = "bfloat16", row_bits: int = 16) -> jax.Array:

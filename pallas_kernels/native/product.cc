@@ -4,15 +4,17 @@
 // the speed of memory. What libraries do instead, packing the weights or treating them as the side to be blocked, costs
 // more than the product of few rows, and gains nothing with many. Whatever the number of rows, each result is summed
 // in one order.
-// Compiled and called by library.py and product.py beside it.
+// Compiled and called by library.py and product.py beside it: rows.cc and grouped.cc each take one half.
 
 #include "product.h"
 
 #include <string>
 #include <string_view>
 
+#ifndef JAXSGL_ROWS_ONLY
 #include "grouped_product.h"
 #include "product_float32.h"
+#endif
 #include "tiles.h"
 
 #ifdef __AVX512BF16__
@@ -21,7 +23,9 @@
 #else
 #include "product_narrow.h"
 #endif
+#ifndef JAXSGL_ROWS_ONLY
 #include "kept_weights.h"
+#endif
 
 namespace ffi = xla::ffi;
 
@@ -72,13 +76,16 @@ ffi::Error InWay(std::string_view way, const Work& work) {
   return ffi::Error::Success();
 }
 
+#ifndef JAXSGL_GROUPED_ONLY
 ffi::Error RowsProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::BF16> weights,
                        std::string_view way, ffi::ResultBuffer<ffi::F32> y) {
   const Product p{x.typed_data(), reinterpret_cast<const uint16_t*>(weights.untyped_data()), y->typed_data(),
                   x.dimensions()[0], x.dimensions()[1], weights.dimensions()[0]};
   return InWay(way, [&](auto how) { how.Multiply(pool, p); });
 }
+#endif
 
+#ifndef JAXSGL_ROWS_ONLY
 // y [M, out]: places sorted by expert times the weights [E, out, in] of their experts, the first sizes[0] of them times
 // those of expert 0; zeros past the last expert's. Place i is row tokens[i] of x [T, in] with `of_tokens`, else row i.
 ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> tokens,
@@ -124,6 +131,7 @@ ffi::Error GroupedKeptProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
                                           static_cast<const float*>(scales.untyped_data()), group, scales.dimensions()[2]},
                       way);
 }
+#endif
 
 }  // namespace
 }  // namespace jaxsgl
@@ -131,6 +139,7 @@ ffi::Error GroupedKeptProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
 extern "C" int has_pairs() { return jaxsgl::kHasPairs; }
 extern "C" const char* refuse_tiles() { return jaxsgl::RefuseTiles(); }
 
+#ifndef JAXSGL_GROUPED_ONLY
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rows_product, jaxsgl::RowsProduct,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -138,7 +147,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rows_product, jaxsgl::RowsProduct,
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Attr<std::string_view>("way")
                                   .Ret<ffi::Buffer<ffi::F32>>());
+#endif
 
+#ifndef JAXSGL_ROWS_ONLY
 XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_product, jaxsgl::GroupedProduct,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -162,3 +173,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_kept_product, jaxsgl::GroupedKeptProduct,
                                   .Attr<int64_t>("group")
                                   .Attr<std::string_view>("way")
                                   .Ret<ffi::Buffer<ffi::F32>>());
+#endif

@@ -25,7 +25,7 @@ def refuse(x: jax.Array, weights: jax.Array | jax.ShapeDtypeStruct) -> str | Non
 
 def refuse_float(x: jax.Array, weights: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Why `float_product` can't run here, because of the arrays or of this machine; or None."""
-    return _refuse_arrays(x, weights, "float32", "weights", _FLOAT_IN_STEP) or library.load()
+    return _refuse_arrays(x, weights, "float32", "weights", _FLOAT_IN_STEP) or library.load(library.GROUPED)
 
 
 def float_product(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -54,7 +54,7 @@ def refuse_int8(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int) 
         return reason
     if scale.shape[1] > 1 and (group % _IN_STEP or group > _MOST_IN_GROUP):
         return f"groups have {group} inputs; it takes multiples of {_IN_STEP} up to {_MOST_IN_GROUP}"
-    return library.load()
+    return library.load(library.INTEGERS)
 
 
 def int8_product(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int, row_bits: int = 16) -> jax.Array:

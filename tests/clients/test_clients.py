@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
-from tests.clients.run import NAMES, environment, row, run, server
+from tests.clients import run
 from tests.end_to_end.servers import COMMON_FLAGS
 from tests.grids import NIGHTLY
 
-
-@pytest.fixture(scope="module")
-def python() -> str:
-    return environment()
+pytestmark = pytest.mark.skipif(not NIGHTLY, reason="their packages are installed by night")
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with server(COMMON_FLAGS) as url:
+    with run.server(COMMON_FLAGS) as url:
         yield url
 
 
 @pytest.mark.timeout(3600)  # installs them, the first time
-@pytest.mark.skipif(not NIGHTLY, reason="their packages are installed by night")
-@pytest.mark.parametrize("name", NAMES)
-def test_every_case_of_a_client_passes(python: str, url: str, name: str) -> None:
-    found = run(python, name, url)
-    assert found and not any(found.values()), row(name, found)
+@pytest.mark.parametrize("name", run.NAMES)
+def test_every_case_of_a_client_passes(url: str, name: str) -> None:
+    if name in run.NODE_CASES and shutil.which("npm") is None:
+        pytest.skip("there is no npm")
+    found = run.run(run.command_of(name), url)
+    assert found and not any(found.values()), run.row(name, found)

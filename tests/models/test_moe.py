@@ -169,6 +169,26 @@ def test_experts_that_cannot_be_chosen_are_refused(tmp_path: Path, changes: dict
         read(tmp_path, num_key_value_heads=2, **changes)
 
 
+@pytest.mark.parametrize(
+    ("experts", "quantization", "parts"),
+    [
+        (False, None, []),
+        (False, "int8", [native_library.INTEGERS]),
+        (True, None, [native_library.GROUPED]),
+        (True, "int8", [native_library.INTEGERS, native_library.GROUPED]),
+    ],
+)
+def test_a_cpu_compiles_the_kernels_that_a_model_needs_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: bool, quantization: str | None, parts: list[Any]
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(native_library, "load", lambda *parts: asked.extend(parts))
+    monkeypatch.setattr(native_library, "multiplies_bytes", lambda: True)
+    arch = read(tmp_path, num_key_value_heads=2, **(QWEN3_MOE if experts else {}))
+    as_kept(replace(arch, weight_format=weight_format(quantization, None)), jnp.dtype("bfloat16"), "cpu", 1)
+    assert asked == parts
+
+
 @pytest.mark.parametrize(("weight_only", "multiplies"), [(False, True), (True, True), (False, False)])
 def test_a_cpu_rounds_rows_unless_weights_alone_are_to_be_quantized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight_only: bool, multiplies: bool

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.native import library
 from pallas_kernels.target import processor_flags
-from tests.pallas_kernels.native_builds import compile_library, compile_product, imitation
+from tests.pallas_kernels.native_builds import PARTS, WHOLE, compile_library, compile_product, imitation
 from tests.pallas_kernels.native_cases import WAYS
 
 INTEGERS = ("INT8_PRODUCT", "GROUPED_INT8_PRODUCT", "GROUPED_INT4_PRODUCT")
@@ -18,7 +18,7 @@ INTEGERS = ("INT8_PRODUCT", "GROUPED_INT8_PRODUCT", "GROUPED_INT4_PRODUCT")
 @pytest.fixture(scope="session")
 def native_runs_here() -> None:
     """Skips where the machine has no native kernels; fails where their source is at fault."""
-    reason = library.load()
+    reason = library.load(*PARTS)
     if reason is not None and "made no library" in reason:
         pytest.fail(reason)  # an error in the source isn't this machine's fault
     if reason is not None:
@@ -29,7 +29,7 @@ def native_runs_here() -> None:
 def narrow_kernels(native_runs_here: None) -> str:
     """What ends XLA's names of the kernels compiled for a processor that has AVX2 only."""
     path = compile_library("-mno-avx512f")
-    library._register(ctypes.CDLL(str(path)), "_narrow")
+    library._register(ctypes.CDLL(str(path)), WHOLE, "_narrow")
     return "_narrow"
 
 

@@ -13,21 +13,26 @@ from pallas_kernels.target import processor_flags
 _IMITATED_TILES = Path(__file__).with_name("imitated_tiles.h")
 
 
-def compile_library(*options: str) -> Path:
+PARTS = (library.COMMON, library.GROUPED, library.INTEGERS)
+# All kernels in one library.
+WHOLE = library.Part(
+    ("kernels.cc", "product.cc", "product_int8.cc"), tuple(target for part in PARTS for target in part.targets)
+)
+
+
+def compile_library(*options: str, part: library.Part = WHOLE) -> Path:
     """The kernels, compiled with more `options` than usually, and kept like any other library."""
     compiler = library.compiler()
     assert compiler is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_OPTIONS", (*library._OPTIONS, *options))
         patch.setattr(library, "_LONGEST_S", 1800.0)  # sanitizers take several times as long to compile
-        return library._compiled(compiler, processor_flags())
+        return library._compiled(compiler, processor_flags(), part)
 
 
 def compile_product(*options: str, source: str = "product.cc") -> Path:
     """The same without attention, which takes as long to compile again."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_SOURCES", (library._FOLDER / source,))
-        return compile_library(*options)
+    return compile_library(*options, part=library.Part((source,), ()))
 
 
 def imitation() -> tuple[str, str]:

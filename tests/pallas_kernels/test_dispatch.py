@@ -211,3 +211,8 @@ def test_the_package_is_importable_alone() -> None:
         "import sys, pallas_kernels; assert not [m for m in sys.modules if m.partition('.')[0] in ('jaxsgl', 'flax')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_compilers_of_accelerators_are_imported_when_a_kernel_is_asked_for() -> None:
+    program = "import sys, pallas_kernels; sys.exit('jax.experimental.pallas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

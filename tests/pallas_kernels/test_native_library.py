@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import BACKENDS, PagedKv, paged_decode_attention, paged_extend_attention
-from pallas_kernels.native import attention, library
+from pallas_kernels.native import attention, library, product
+from pallas_kernels.native.grouped_product import refuse_grouped_product
 from pallas_kernels.native.product import rows_product
 from pallas_kernels.target import processor_flags, processor_maker
 from tests.pallas_kernels.test_dispatch import on_an_h100
@@ -47,7 +48,7 @@ def write_compiler(tmp_path: Path, compiles: str, version: str = "compiler 1") -
 
 def runs(tmp_path: Path) -> float:
     """The number of libraries that were made: each takes a run for each source, and one that links."""
-    return len((tmp_path / "runs").read_text().splitlines()) / (len(library._SOURCES) + 1)
+    return len((tmp_path / "runs").read_text().splitlines()) / (len(library.COMMON.sources) + 1)
 
 
 def names(folder: Path) -> list[str]:
@@ -56,11 +57,13 @@ def names(folder: Path) -> list[str]:
 
 def test_a_library_is_compiled_once_and_named_after_all_that_it_depends_on(folder: Path, tmp_path: Path) -> None:
     compiler = write_compiler(tmp_path, 'echo library > "$1"')
-    first = library._compiled(compiler, FLAGS)
-    assert first == library._compiled(compiler, FLAGS) and runs(tmp_path) == 1
+    first = library._compiled(compiler, FLAGS, library.COMMON)
+    assert first == library._compiled(compiler, FLAGS, library.COMMON) and runs(tmp_path) == 1
     assert first.read_text() == "library\n" and names(folder) == [first.name] and first.suffix == ".so"
-    other_processor = library._compiled(compiler, FLAGS | {"amx_bf16"})
-    other_compiler = library._compiled(write_compiler(tmp_path, 'echo library > "$1"', "compiler 2"), FLAGS)
+    other_processor = library._compiled(compiler, FLAGS | {"amx_bf16"}, library.COMMON)
+    other_compiler = library._compiled(
+        write_compiler(tmp_path, 'echo library > "$1"', "compiler 2"), FLAGS, library.COMMON
+    )
     assert len({first, other_processor, other_compiler}) == runs(tmp_path) == 3
 
 
@@ -70,7 +73,7 @@ def test_a_change_of_any_source_makes_another_library(
     compiler = write_compiler(tmp_path, 'echo library > "$1"')
     here = Path(library.__file__).parent
     sources = [path for path in sorted(here.iterdir()) if path.suffix in (".cc", ".h")]
-    made = {library._compiled(compiler, FLAGS)}
+    made = {library._compiled(compiler, FLAGS, library.COMMON)}
     read_text = Path.read_text
     for source in sources:
 
@@ -78,41 +81,63 @@ def test_a_change_of_any_source_makes_another_library(
             return read_text(path, *args, **kwargs) + "//" * (path == source)
 
         monkeypatch.setattr(Path, "read_text", changed)
-        made.add(library._compiled(compiler, FLAGS))
+        made.add(library._compiled(compiler, FLAGS, library.COMMON))
     assert len(made) == 1 + len(sources) > 2
 
 
 def test_a_library_that_is_half_written_is_never_there_under_its_name(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError):
-        library._compiled(write_compiler(tmp_path, 'echo half > "$1"; exit 1'), FLAGS)
+        library._compiled(write_compiler(tmp_path, 'echo half > "$1"; exit 1'), FLAGS, library.COMMON)
     assert names(folder) == []
     (folder / "left.unfinished").write_text("half")  # by a process that was killed
-    made = library._compiled(write_compiler(tmp_path, 'echo whole > "$1"'), FLAGS)
+    made = library._compiled(write_compiler(tmp_path, 'echo whole > "$1"'), FLAGS, library.COMMON)
     assert made.read_text() == "whole\n" and names(folder) == sorted([made.name, "left.unfinished"])
 
 
 def test_several_threads_may_compile_at_once(folder: Path, tmp_path: Path) -> None:
     compiler = write_compiler(tmp_path, 'echo half > "$1"; sleep 0.3; echo whole > "$1"')
     with ThreadPoolExecutor(4) as pool:
-        made = set(pool.map(lambda _: library._compiled(compiler, FLAGS), range(4)))
+        made = set(pool.map(lambda _: library._compiled(compiler, FLAGS, library.COMMON), range(4)))
     (path,) = made
     assert path.read_text() == "whole\n" and names(folder) == [path.name]
 
 
 def test_sources_are_compiled_at_the_same_time(folder: Path, tmp_path: Path) -> None:
-    others = " ".join(f'"{tmp_path / source.stem}"' for source in library._SOURCES)
+    others = " ".join(f'"{tmp_path / Path(source).stem}"' for source in library.COMMON.sources)
     waits = f'for other in {others}; do until [ -e "$other" ]; do sleep 0.01; done; done'
     name = f'"{tmp_path}/$(basename "$1" .o)"'
     made = library._compiled(
-        write_compiler(tmp_path, f'case "$1" in *.o) : > {name}; {waits};; esac; echo library > "$1"'), FLAGS
+        write_compiler(tmp_path, f'case "$1" in *.o) : > {name}; {waits};; esac; echo library > "$1"'),
+        FLAGS,
+        library.COMMON,
     )
     assert made.read_text() == "library\n", "each waited for all others to have begun"
+
+
+def test_a_part_is_compiled_when_it_is_first_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[library.Part] = []
+    monkeypatch.setattr(library, "_kernels", lambda part: asked.append(part))
+    rows, scale = jax.ShapeDtypeStruct((1, 32), jnp.float32), jax.ShapeDtypeStruct((16, 1), jnp.float32)
+
+    def weights(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct((*shape, 16, 32), dtype)
+
+    groups: Any = None
+    for refuse, part in (
+        (lambda: product.refuse(rows, weights(jnp.bfloat16)), library.COMMON),
+        (lambda: product.refuse_float(rows, weights(jnp.float32)), library.GROUPED),
+        (lambda: product.refuse_int8(rows, weights(jnp.int8), scale, 32), library.INTEGERS),
+        (lambda: refuse_grouped_product(rows, groups, weights(jnp.bfloat16, 2)), library.GROUPED),
+        (lambda: refuse_grouped_product(rows, groups, weights(jnp.int8, 2)), library.INTEGERS),
+    ):
+        asked.clear()
+        assert (refuse(), set(asked)) == (None, {library.COMMON, part})
 
 
 def test_without_xdg_the_folder_is_in_the_home(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    made = library._compiled(write_compiler(tmp_path, 'echo library > "$1"'), FLAGS)
+    made = library._compiled(write_compiler(tmp_path, 'echo library > "$1"'), FLAGS, library.COMMON)
     assert made.parent == tmp_path / "home/.cache/jaxsgl/native"
 
 
@@ -120,12 +145,12 @@ def test_a_library_that_others_could_have_written_is_not_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler = write_compiler(tmp_path, 'echo library > "$1"')
-    kept = library._compiled(compiler, FLAGS)
+    kept = library._compiled(compiler, FLAGS, library.COMMON)
     loaded: list[tuple[Path, str]] = []
     monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded.append((Path(path), Path(path).read_text())))
-    library._library(compiler, FLAGS)
+    library._library(compiler, FLAGS, library.COMMON)
     (tmp_path / "cache").chmod(0o777)
-    library._library(compiler, FLAGS)
+    library._library(compiler, FLAGS, library.COMMON)
     assert loaded[0] == (kept, "library\n")
     other, text = loaded[1]
     assert other.name == kept.name and other.parent != folder and text == "library\n" and runs(tmp_path) == 2
@@ -135,7 +160,7 @@ def test_a_library_that_others_could_have_written_is_not_loaded(
 
 def test_each_lack_of_the_machine_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reason() -> str:
-        text = library._kernels.__wrapped__()
+        text = library._kernels.__wrapped__(library.COMMON)
         assert isinstance(text, str)
         return text
 
@@ -160,7 +185,10 @@ def test_each_lack_of_the_machine_is_named(folder: Path, tmp_path: Path, monkeyp
 def test_a_compiler_older_than_the_processor_is_named(native_runs_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_OPTIONS", (*library._OPTIONS, "-mno-avx512f"))
     monkeypatch.setattr(library, "has_pairs", lambda: True)
-    assert library._kernels.__wrapped__() == f"{library.compiler()} knows no avx512_bf16, which the processor has"
+    assert (
+        library._kernels.__wrapped__(library.COMMON)
+        == f"{library.compiler()} knows no avx512_bf16, which the processor has"
+    )
 
 
 def test_the_processors_flags_are_linuxs_list(tmp_path: Path) -> None:

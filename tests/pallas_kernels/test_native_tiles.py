@@ -133,7 +133,7 @@ def test_a_system_without_tiles_gets_avx512_and_the_log_says_why(
 ) -> None:
     monkeypatch.setenv("IMITATED_SYSTEM", system)
     monkeypatch.setattr(library, "processor_flags", lambda: frozenset({"amx_tile", "amx_bf16", "avx512_bf16"}))
-    monkeypatch.setattr(library, "_kernels", lambda: ctypes.CDLL(str(imitated_kernels)))
+    monkeypatch.setattr(library, "_kernels", lambda part: ctypes.CDLL(str(imitated_kernels)))
     monkeypatch.setattr(library, "refuse_tiles", library.refuse_tiles.__wrapped__)
     assert library.refuse_tiles() == reason
     assert (reason is None) or f"AVX-512 instead of AMX, which the processor has: {reason}" in caplog.text

@@ -377,6 +377,7 @@ def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
         ("[TOOL_CALLS] [", "mistral", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_v11", None),
         ('{"name": function name, "parameters": dictionary of argument', "llama3", None),
+        ("in the format of [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", None),
     ],
 )
 def test_the_forms_are_found_in_the_chat_template(template: str, calls: str | None, reasoning: str | None) -> None:
