@@ -33,8 +33,7 @@ namespace jaxsgl {
 namespace {
 
 constexpr int64_t kBytesOfLine = 64;
-constexpr int64_t kFewRows = 64;     // weight rows that are multiplied so, or not
-constexpr int64_t kMostFewKept = 8;  // tokens; from 9 on widening into memory is as fast
+constexpr int64_t kFewRows = 64;  // weight rows that are multiplied so, or not
 
 // The first `bytes` of a line of each of kBlock rows, transposed by 32 bits; zeros past them.
 [[gnu::noinline]] void TransposeLines(const char* rows, int64_t stride, int64_t bytes, Bits to[kBlock]) {
@@ -56,8 +55,8 @@ struct BlocksOfRows {
   }
 };
 
-// float8 times a scale that all rows share for a group of inputs, rounded once: two looks, for the low byte and the high
-// one, into tables of all 128 magnitudes.
+// float8 times a scale that all rows share for a group of inputs, rounded once: two looks, for the low and the high
+// byte, into tables of all 128 magnitudes.
 template <int N>
 struct FewFloat8 {
   static constexpr int kInputs = 64, kUnit = 4;
@@ -203,16 +202,13 @@ void MultiplyFewKept(const Product& p, Few weights, const uint16_t* packed) {
     for (int n = 0; n < N && t < p.tokens; ++n) Store(p.y + t * p.out + weights.blocks.row[n], sum[t][n]);
 }
 
-// Multiplies `rows` weight rows from `begin` on with kMostFewKept tokens at most, packed as for bfloat16.
+// Multiplies `rows` weight rows from `begin` on with kFewPairs tokens at most, packed as for bfloat16.
 template <typename Kept>
 void MultiplyFewKept(const Product& p, int64_t begin, int64_t rows, const uint16_t* packed, const Kept& kept) {
-  const auto multiply = [&](auto tokens) {
+  WithFewPairs(p, [&](auto tokens) {
     constexpr int T = decltype(tokens)::value, N = T == 1 ? 4 : T <= 4 ? 2 : 1;
     for (int64_t b = begin; b < begin + rows; b += N * kBlock)
       MultiplyFewKept<T, N>(p, kept.template FewFrom<N>({b, begin + rows}, p.in), packed);
-  };
-  WithFewPairs(p, [&](auto tokens) {
-    if constexpr (decltype(tokens)::value <= kMostFewKept) multiply(tokens);
   });
 }
 

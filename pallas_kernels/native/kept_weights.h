@@ -144,11 +144,25 @@ struct KeptMxfp4 {
   }
 };
 
+// Either of them: what surrounds their products is compiled once.
+struct KeptWeights {
+  bool is_float8;
+  KeptFloat8 float8;
+  KeptMxfp4 mxfp4;
+
+  void Move(int64_t weights, int64_t in) { is_float8 ? float8.Move(weights, in) : mxfp4.Move(weights, in); }
+
+  template <typename Work>
+  void With(const Work& work) const {
+    is_float8 ? work(float8) : work(mxfp4);
+  }
+};
+
 // Pieces of a grouped product (grouped_product.h) whose weights are kept.
-template <typename Pieces, typename Kept>
+template <typename Pieces>
 struct OfKept {
   struct Product : Pieces::Product {
-    Kept kept;
+    KeptWeights kept;
     void MoveToExpert(int64_t expert) { kept.Move(expert * this->out * this->in, this->in); }
   };
   struct Widened {  // a type of its own, for memory of its own
@@ -164,17 +178,20 @@ struct OfKept {
   static void Multiply(const Product& p, int64_t first, int64_t begin, int64_t rows, char* packed) {
 #ifdef JAXSGL_FEW_KEPT
     if constexpr (std::is_same_v<Pieces, jaxsgl::Pieces<uint16_t>>)
-      if (p.tokens <= kMostFewKept) return MultiplyFew(p, begin, rows, packed);
+      if (p.tokens <= kFewPairs)
+        return p.kept.With([&](const auto& kept) { MultiplyFew(p, begin, rows, packed, kept); });
 #endif
-    MultiplyWidened(p, first, begin, rows, packed);
+    p.kept.With([&](const auto& kept) { MultiplyWidened(p, first, begin, rows, packed, kept); });
   }
 
  private:
-  static void MultiplyWidened(const Product& p, int64_t first, int64_t begin, int64_t rows, char* packed) {
+  template <typename Kept>
+  static void MultiplyWidened(const Product& p, int64_t first, int64_t begin, int64_t rows, char* packed,
+                              const Kept& kept) {
     auto* const widened = &Packed<Widened>(std::min(kRows, rows) * p.in)->number;
     for (const int64_t end = begin + rows; begin < end; begin += kRows) {
       const int64_t count = std::min(kRows, end - begin);
-      p.kept.Widen(begin, count, p.in, widened);
+      kept.Widen(begin, count, p.in, widened);
       typename Pieces::Product plain = p;
       plain.weights = widened - begin * p.in;
       Pieces::Multiply(plain, first, begin, count, packed);
@@ -182,13 +199,14 @@ struct OfKept {
   }
 
 #ifdef JAXSGL_FEW_KEPT
-  static void MultiplyFew(const Product& p, int64_t begin, int64_t rows, char* packed) {
+  template <typename Kept>
+  static void MultiplyFew(const Product& p, int64_t begin, int64_t rows, char* packed, const Kept& kept) {
     for (int64_t end = begin + rows, next; begin < end; begin = next) {
       next = std::min(end, (begin / kFewRows + 1) * kFewRows);
-      if (p.kept.HasFew(begin, next - begin))
-        MultiplyFewKept(p, begin, next - begin, reinterpret_cast<const uint16_t*>(packed), p.kept);
+      if (kept.HasFew(begin, next - begin))
+        MultiplyFewKept(p, begin, next - begin, reinterpret_cast<const uint16_t*>(packed), kept);
       else
-        MultiplyWidened(p, 0, begin, next - begin, packed);
+        MultiplyWidened(p, 0, begin, next - begin, packed, kept);
     }
   }
 #endif
