@@ -3,12 +3,13 @@
 // A task widens the weight rows of its next step into its own memory, which stays in the cache, and multiplies them as
 // any others: results are those with weights that were widened before, to the bit, and memory is read in fewer bytes.
 //
-// One row of activations meets the weights where they were widened, in registers, if the processor multiplies pairs.
+// Few rows of activations meet the weights where they were widened, in registers (few_kept.h), if the processor can.
 //
 // `Kept` says what is kept:
 //   Move(weights, in)               passes so many weights
 //   Widen(row, rows, in, to)        the weights of rows row .. row + rows - 1
-//   Load(row, in, i, count, to)     inputs i .. i + 31 of `count` rows, a register of bfloat16 of each
+//   HasFew(row, rows)               whether `FewFrom` brings the weights of these rows
+//   FewFrom(blocks, in)             brings those of blocks of rows (few_kept.h)
 
 #pragma once
 
@@ -17,6 +18,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "few_kept.h"
+#include "float4.h"
 #include "float8.h"
 #include "product.h"
 
@@ -36,62 +39,22 @@ inline Floats WidenHalf(Bits x, int half) {
   return Widen(half ? _mm512_extracti64x4_epi64(x, 1) : _mm512_castsi512_si256(x));
 }
 
-// kLanes numbers of 4 bits from half as many bytes, low bits first, each to a lane.
-inline Bits SpreadHalves(const uint8_t* p) {
-  const Bits x = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  return _mm512_and_si512(_mm512_or_si512(x, _mm512_slli_epi64(x, 28)), _mm512_set1_epi32(15));
-}
-
-// e2m1 numbers.
-inline Floats Float4(Bits x) {
-  return _mm512_permutexvar_ps(x, _mm512_setr_ps(0, .5, 1, 1.5, 2, 3, 4, 6, -0.f, -.5, -1, -1.5, -2, -3, -4, -6));
-}
-
 inline void StoreAs(Floats x, uint16_t* to) { StoreRounded(x, to); }
 
 // 32 e2m1 numbers from 16 bytes, times 2^(scale - 127): one look into a table of the products.
-inline Bits BlockOf(const uint8_t* from, int scale) {
-  alignas(64) static const uint16_t numbers[32] = {
-      0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
-      0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
-  const Bits plain = _mm512_load_si512(numbers);
+inline void WidenBlock(const uint8_t* from, int scale, uint16_t* to) {
+  const Bits plain = Float4Table();
   const Bits table = scale > 1 ? _mm512_mask_add_epi16(plain, 0xfefefefe, plain, _mm512_set1_epi16((scale - 127) << 7))
                                : _mm512_and_si512(plain, _mm512_set1_epi16(short(0x8000)));
   const Bits x = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   const Bits spread = _mm512_or_si512(x, _mm512_slli_epi32(x, 12));
-  return _mm512_permutexvar_epi16(_mm512_and_si512(spread, _mm512_set1_epi16(15)), table);
-}
-
-inline void WidenBlock(const uint8_t* from, int scale, uint16_t* to) { StoreBits(to, BlockOf(from, scale)); }
-
-// 32 float8 numbers times a scale, rounded once. Their bits moved up are those of half precision but for the exponent's
-// bias, 256 in all, and NaN.
-inline Bits ScaledLine(const Float8* from, float scale) {
-  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  const __mmask32 is_nan = _mm256_cmpeq_epi8_mask(_mm256_and_si256(x, _mm256_set1_epi8(127)), _mm256_set1_epi8(127));
-  const Bits moved = _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(x), 7), _mm512_set1_epi16(short(0xbf80)));
-  const Floats by = _mm512_set1_ps(scale * 256);
-  const Floats low = Times(_mm512_cvtph_ps(_mm512_castsi512_si256(moved)), by);
-  const Floats high = Times(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(moved, 1)), by);
-  return _mm512_mask_mov_epi16((Bits)_mm512_cvtne2ps_pbh(high, low), is_nan, _mm512_set1_epi16(kNan));
+  StoreBits(to, _mm512_permutexvar_epi16(_mm512_and_si512(spread, _mm512_set1_epi16(15)), table));
 }
 
 #else
 
 inline Floats WidenHalf(Bits x, int half) {
   return Widen(half ? _mm256_extracti128_si256(x, 1) : _mm256_castsi256_si128(x));
-}
-
-inline Bits SpreadHalves(const uint8_t* p) {
-  int four;
-  std::memcpy(&four, p, sizeof(four));
-  const Bits x = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
-  return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi64(x, 28)), _mm256_set1_epi32(15));
-}
-
-inline Floats Float4(Bits x) {
-  const Floats size = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, .5, 1, 1.5, 2, 3, 4, 6), x);
-  return _mm256_or_ps(size, _mm256_and_ps(_mm256_castsi256_ps(_mm256_slli_epi32(x, 28)), _mm256_set1_ps(-0.0f)));
 }
 
 inline void StoreAs(Floats x, uint16_t* to) {
@@ -120,15 +83,18 @@ struct KeptFloat8 {
 
   void Move(int64_t weights, int64_t in) { numbers += weights, scales += weights / in * groups; }
 
-#ifdef __AVX512BF16__
-  // Inputs i .. i + 31 of `count` rows, as bfloat16.
-  void Load(int64_t row, int64_t in, int64_t i, int count, Bits* to) const {
-    const int64_t g = groups == 1 ? 0 : i / group;
-    for (int r = 0; r < count; ++r) {
-      const Float8* const from = numbers + (row + r) * in + i;
-      if (i % 64 == 0) PrefetchKept(from + (count - 1) * in);
-      to[r] = ScaledLine(from, groups == 1 ? 1.0f : scales[(row + r) * groups + g]);
-    }
+#ifdef JAXSGL_FEW_KEPT
+  // If they have the same scales, as those of a block that is published.
+  bool HasFew(int64_t row, int64_t rows) const {
+    const float* const first = scales + row * groups;
+    for (int64_t r = 1; groups > 1 && r < rows; ++r)
+      if (std::memcmp(first, first + r * groups, groups * sizeof(float))) return false;
+    return true;
+  }
+  template <int N>
+  FewFloat8<N> FewFrom(BlocksOfRows<N> blocks, int64_t in) const {
+    const float* const of_rows = groups == 1 ? nullptr : scales + blocks.row[0] * groups;
+    return {blocks, reinterpret_cast<const char*>(numbers), in, of_rows, group};
   }
 #endif
 
@@ -158,13 +124,12 @@ struct KeptMxfp4 {
 
   void Move(int64_t weights, int64_t) { numbers += weights / 2, scales += weights / kBlock4; }
 
-#ifdef __AVX512BF16__
-  void Load(int64_t row, int64_t in, int64_t i, int count, Bits* to) const {
-    for (int r = 0; r < count; ++r) {
-      const uint8_t* const from = numbers + ((row + r) * in + i) / 2;
-      if (i % 128 == 0) PrefetchKept(from + (count - 1) * in / 2);
-      to[r] = BlockOf(from, scales[((row + r) * in + i) / kBlock4]);
-    }
+#ifdef JAXSGL_FEW_KEPT
+  bool HasFew(int64_t, int64_t) const { return true; }
+  template <int N>
+  FewMxfp4<N> FewFrom(BlocksOfRows<N> blocks, int64_t in) const {
+    const auto text = [](const uint8_t* bytes) { return reinterpret_cast<const char*>(bytes); };
+    return {blocks, text(numbers), text(scales), in / 2, in / kBlock4};
   }
 #endif
 
@@ -179,24 +144,25 @@ struct KeptMxfp4 {
   }
 };
 
-#ifdef __AVX512BF16__
+// Either of them: what surrounds their products is compiled once.
+struct KeptWeights {
+  bool is_float8;
+  KeptFloat8 float8;
+  KeptMxfp4 mxfp4;
 
-// Lines of kept weight rows, for MultiplyFewPairs.
-template <typename Kept>
-struct LinesOfKept {
-  const Kept& kept;
-  int64_t row, in;
+  void Move(int64_t weights, int64_t in) { is_float8 ? float8.Move(weights, in) : mxfp4.Move(weights, in); }
 
-  void Load(int64_t i, Bits block[kBlock]) const { kept.Load(row, in, i, kBlock, block); }
+  template <typename Work>
+  void With(const Work& work) const {
+    is_float8 ? work(float8) : work(mxfp4);
+  }
 };
 
-#endif
-
 // Pieces of a grouped product (grouped_product.h) whose weights are kept.
-template <typename Pieces, typename Kept>
+template <typename Pieces>
 struct OfKept {
   struct Product : Pieces::Product {
-    Kept kept;
+    KeptWeights kept;
     void MoveToExpert(int64_t expert) { kept.Move(expert * this->out * this->in, this->in); }
   };
   struct Widened {  // a type of its own, for memory of its own
@@ -210,24 +176,40 @@ struct OfKept {
     Pieces::PackRows(p, first, packed);
   }
   static void Multiply(const Product& p, int64_t first, int64_t begin, int64_t rows, char* packed) {
-#ifdef __AVX512BF16__
-    if constexpr (std::is_same_v<Pieces, jaxsgl::Pieces<uint16_t>>) {
-      if (p.tokens == 1) {
-        for (int64_t b = begin; b < begin + rows; b += kBlock)
-          MultiplyFewPairs<1>(p, b, reinterpret_cast<const uint16_t*>(packed), LinesOfKept<Kept>{p.kept, b, p.in});
-        return;
-      }
-    }
+#ifdef JAXSGL_FEW_KEPT
+    if constexpr (std::is_same_v<Pieces, jaxsgl::Pieces<uint16_t>>)
+      if (p.tokens <= kFewPairs)
+        return p.kept.With([&](const auto& kept) { MultiplyFew(p, begin, rows, packed, kept); });
 #endif
+    p.kept.With([&](const auto& kept) { MultiplyWidened(p, first, begin, rows, packed, kept); });
+  }
+
+ private:
+  template <typename Kept>
+  static void MultiplyWidened(const Product& p, int64_t first, int64_t begin, int64_t rows, char* packed,
+                              const Kept& kept) {
     auto* const widened = &Packed<Widened>(std::min(kRows, rows) * p.in)->number;
     for (const int64_t end = begin + rows; begin < end; begin += kRows) {
       const int64_t count = std::min(kRows, end - begin);
-      p.kept.Widen(begin, count, p.in, widened);
+      kept.Widen(begin, count, p.in, widened);
       typename Pieces::Product plain = p;
       plain.weights = widened - begin * p.in;
       Pieces::Multiply(plain, first, begin, count, packed);
     }
   }
+
+#ifdef JAXSGL_FEW_KEPT
+  template <typename Kept>
+  static void MultiplyFew(const Product& p, int64_t begin, int64_t rows, char* packed, const Kept& kept) {
+    for (int64_t end = begin + rows, next; begin < end; begin = next) {
+      next = std::min(end, (begin / kFewRows + 1) * kFewRows);
+      if (kept.HasFew(begin, next - begin))
+        MultiplyFewKept(p, begin, next - begin, reinterpret_cast<const uint16_t*>(packed), kept);
+      else
+        MultiplyWidened(p, 0, begin, next - begin, packed, kept);
+    }
+  }
+#endif
 };
 
 }  // namespace

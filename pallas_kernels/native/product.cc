@@ -102,19 +102,8 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Bu
   return InWay(way, [&](auto how) { MultiplyGroups<typename decltype(how)::Part>(pool, g, first); });
 }
 
-// The same with weights that are kept in fewer bits than the way multiplies, or than float32's 32.
-template <typename Kept>
-ffi::Error MultiplyKept(ffi::ThreadPool pool, const Grouped& g, const Kept& kept, std::string_view way) {
-  if (way == "float32") {
-    MultiplyGroups<OfKept<FloatPieces, Kept>>(pool, g, {WithFirstExpert<float>(g, nullptr), kept});
-    return ffi::Error::Success();
-  }
-  return InWay(way, [&](auto how) {
-    MultiplyGroups<OfKept<typename decltype(how)::Part, Kept>>(pool, g, {WithFirstExpert<uint16_t>(g, nullptr), kept});
-  });
-}
-
-// Numbers [E, out, in] of float8 with scales [E, out, groups], or [E, out, in / 2] of MXFP4 with bytes [E, out, in / 32].
+// The same with weights that are kept in fewer bits than the way multiplies, or than float32's 32: numbers [E, out, in] of
+// float8 with scales [E, out, groups], or [E, out, in / 2] of MXFP4 with bytes [E, out, in / 32].
 ffi::Error GroupedKeptProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> tokens,
                               ffi::Buffer<ffi::S32> sizes, ffi::AnyBuffer numbers, ffi::AnyBuffer scales,
                               bool of_tokens, int64_t group, std::string_view way, ffi::ResultBuffer<ffi::F32> y) {
@@ -125,11 +114,20 @@ ffi::Error GroupedKeptProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
   if (!SizesFit(g)) return {ffi::ErrorCode::kInvalidArgument, "the experts' sizes exceed the places"};
   if (g.in % 32 || g.out % 16 || group % 32)
     return {ffi::ErrorCode::kInvalidArgument, "weights have multiples of 16 by 32, groups of 32"};
-  const auto bytes = static_cast<const uint8_t*>(numbers.untyped_data());
-  if (!is_float8) return MultiplyKept(pool, g, KeptMxfp4{bytes, static_cast<const uint8_t*>(scales.untyped_data())}, way);
-  return MultiplyKept(pool, g, KeptFloat8{reinterpret_cast<const Float8*>(bytes),
-                                          static_cast<const float*>(scales.untyped_data()), group, scales.dimensions()[2]},
-                      way);
+  const void* const of_scales = scales.untyped_data();
+  KeptWeights kept{is_float8};
+  if (is_float8)
+    kept.float8 = {static_cast<const Float8*>(numbers.untyped_data()), static_cast<const float*>(of_scales), group,
+                   scales.dimensions()[2]};
+  else
+    kept.mxfp4 = {static_cast<const uint8_t*>(numbers.untyped_data()), static_cast<const uint8_t*>(of_scales)};
+  if (way == "float32") {
+    MultiplyGroups<OfKept<FloatPieces>>(pool, g, {WithFirstExpert<float>(g, nullptr), kept});
+    return ffi::Error::Success();
+  }
+  return InWay(way, [&](auto how) {
+    MultiplyGroups<OfKept<typename decltype(how)::Part>>(pool, g, {WithFirstExpert<uint16_t>(g, nullptr), kept});
+  });
 }
 #endif
 

@@ -44,29 +44,20 @@ void WeightsTimesRows(const uint16_t* weights, int64_t in, const uint16_t* packe
     for (int v = 0; v < V; ++v) _mm512_store_ps(c + (r * V + v) * 16, sum[r][v]);
 }
 
-// A line of each of kBlock weight rows in memory; prefetches those that follow.
-struct LinesOfRows {
-  const uint16_t* rows;
-  int64_t in;
-
-  void Load(int64_t i, Bits block[kBlock]) const {
-    const uint16_t* const behind = LinesBehind<kBlock>(rows, in, i / kLine);
-    for (int r = 0; r < kBlock; ++r) {
-      block[r] = LoadBits(rows + r * in + i);
-      Prefetch(behind + r / kStretch * in + r % kStretch * kLine);
-    }
-  }
-};
-
 // Multiplies kBlock weight rows from `begin` on, transposed in registers, with T tokens, packed [in / 2, T, 2], into y.
-// Each token's sum is added up in the same order as above. Load(i, block) of `lines` brings inputs i .. i + 31 of each.
-template <int T, typename Lines>
-void MultiplyFewPairs(const Product& p, int64_t begin, const uint16_t* packed, const Lines& lines) {
+// Each token's sum is added up in the same order as above. Prefetches the rows that follow.
+template <int T>
+void MultiplyFewPairs(const Product& p, int64_t begin, const uint16_t* packed) {
+  const uint16_t* const rows = p.weights + begin * p.in;
   __m512 sum[T];
   for (int t = 0; t < T; ++t) sum[t] = _mm512_setzero_ps();
   for (int64_t i = 0; i < p.in; i += kLine) {
+    const uint16_t* const behind = LinesBehind<kBlock>(rows, p.in, i / kLine);
     Bits block[kBlock];
-    lines.Load(i, block);
+    for (int r = 0; r < kBlock; ++r) {
+      block[r] = LoadBits(rows + r * p.in + i);
+      Prefetch(behind + r / kStretch * p.in + r % kStretch * kLine);
+    }
     Transpose(block);
 #pragma GCC unroll 16
     for (int j = 0; j < kLine / 2; ++j) {
@@ -256,8 +247,7 @@ template <int stride>
 template <typename Number, int V, bool as_tiles>
 void AddBlock(const Product& p, int64_t first, int64_t begin, const Number* packed) {
   if constexpr (V == 0 && std::is_same_v<Number, uint16_t>) {
-    const LinesOfRows lines{p.weights + begin * p.in, p.in};
-    WithFewPairs(p, [&](auto tokens) { MultiplyFewPairs<decltype(tokens)::value>(p, begin, packed, lines); });
+    WithFewPairs(p, [&](auto tokens) { MultiplyFewPairs<decltype(tokens)::value>(p, begin, packed); });
   } else {
     // Sums, a line of `packed` and a weight fit the 32 registers.
     constexpr int R = V == 4 ? 4 : V <= 1 && std::is_same_v<Number, float> ? 16 : 8;

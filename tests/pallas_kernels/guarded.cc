@@ -294,6 +294,14 @@ Call Int4Product(Random& random, XLA_FFI_Handler* handler, int64_t row_bits) {
           {XLA_FFI_DataType_F32, {places, out}, std::vector<char>(4 * places * out)}};
 }
 
+// Scales [rows, groups], sometimes the same for all rows.
+std::vector<float> Scales(Random& random, int64_t rows, int64_t groups) {
+  std::vector<float> scales = Floats(random, rows * groups);
+  if (Below(random, 2))
+    for (size_t i = groups; i < scales.size(); ++i) scales[i] = scales[i - groups];
+  return scales;
+}
+
 // Rows of tokens, which may stand at several places, times experts' float8 in groups or MXFP4.
 Call KeptProduct(Random& random, XLA_FFI_Handler* handler, const char* way) {
   const int64_t experts = OneOf(random, {1, 2, 4}), tokens = OneOf(random, {1, 2, 7, 40}), in = 32 * (1 + Below(random, 12));
@@ -310,7 +318,7 @@ Call KeptProduct(Random& random, XLA_FFI_Handler* handler, const char* way) {
            MakeArray(XLA_FFI_DataType_S32, {int64_t(of_place.size())}, of_place),
            MakeArray(XLA_FFI_DataType_S32, {experts}, sizes),
            MakeArray(XLA_FFI_DataType_U8, {experts, out, in / (is_float8 ? 1 : 2)}, numbers),
-           is_float8 ? MakeArray(XLA_FFI_DataType_F32, {experts, out, groups}, Floats(random, experts * out * groups))
+           is_float8 ? MakeArray(XLA_FFI_DataType_F32, {experts, out, groups}, Scales(random, experts * out, groups))
                      : MakeArray(XLA_FFI_DataType_U8, {experts, out, in / 32}, Codes(random, experts * out * in / 32))},
           {{"group", XLA_FFI_DataType_S64, is_float8 ? group : 32}, {"of_tokens", XLA_FFI_DataType_PRED, 1},
            {"way", XLA_FFI_DataType_INVALID, 0, Below(random, 3) ? way : "float32"}},

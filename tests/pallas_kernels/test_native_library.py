@@ -117,7 +117,8 @@ def test_sources_are_compiled_at_the_same_time(folder: Path, tmp_path: Path) -> 
 def test_a_part_is_compiled_when_it_is_first_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[library.Part] = []
     monkeypatch.setattr(library, "_kernels", lambda part: asked.append(part))
-    rows, scale = jax.ShapeDtypeStruct((1, 32), jnp.float32), jax.ShapeDtypeStruct((16, 1), jnp.float32)
+    rows: Any = jax.ShapeDtypeStruct((1, 32), jnp.float32)
+    scale: Any = jax.ShapeDtypeStruct((16, 1), jnp.float32)
 
     def weights(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((*shape, 16, 32), dtype)
