@@ -19,6 +19,8 @@ from tests.stuck import pytest_runtest_protocol
 
 __all__ = ["pytest_runtest_protocol", "pytest_xdist_make_scheduler"]  # hooks, which pytest finds here
 
+sys.dont_write_bytecode = False  # hundreds of processes would compile the same sources again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -20,6 +21,7 @@ ATOL = 5e-6
 
 extend = jax.jit(delta_extend)
 decode = jax.jit(delta_decode)
+recur = jax.jit(functools.partial(plain_recur, 0))
 
 
 def drawn(num_tokens: int, seed: int) -> DeltaTokens:
@@ -48,9 +50,10 @@ def step_of(
     """
 
     def cut(name: str) -> jax.Array:
-        parts = [getattr(seqs[s], name)[first : first + count] for s, first, count in chunks]
+        parts = [np.asarray(getattr(seqs[s], name))[first : first + count] for s, first, count in chunks]
         taken = sum(map(len, parts))
-        return jnp.concatenate([*parts, jnp.full((NUM_TOKENS - taken, *parts[0].shape[1:]), 3.0)])
+        padding = np.full((NUM_TOKENS - taken, *parts[0].shape[1:]), 3.0, np.float32)
+        return jnp.asarray(np.concatenate([*parts, padding]))
 
     offsets = np.cumsum([0, *(count for *_, count in chunks)])
     padding = NUM_SEQS - len(chunks)
@@ -77,7 +80,7 @@ def test_ragged_chunks_of_several_sequences_are_each_sequences_recurrence() -> N
             found[s].append(np.asarray(out[first : first + count]))
             done[s] += count
     for seq, parts in zip(seqs, found, strict=True):
-        np.testing.assert_allclose(np.concatenate(parts), plain_recur(0, seq), atol=ATOL)
+        np.testing.assert_allclose(np.concatenate(parts), recur(seq), atol=ATOL)
     assert (np.asarray(states.matrices[len(seqs)]) == 7.0).all(), "a place of no sequence was written"
 
 
@@ -96,7 +99,7 @@ def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0() 
         if i == 1:
             kept = [np.asarray(each[1]) for each in states]
         for row, (seq, n) in enumerate(zip(seqs, first, strict=True)):
-            np.testing.assert_allclose(out[row], plain_recur(0, seq)[n + i], atol=ATOL)
+            np.testing.assert_allclose(out[row], recur(seq)[n + i], atol=ATOL)
     for each, right, dummy in zip(states, kept, dummies, strict=True):
         np.testing.assert_array_equal(each[4], right)
         np.testing.assert_array_equal(each[DUMMY], dummy)
