@@ -65,6 +65,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(50_000)  # JAX makes as many objects in a moment
         gc.enable()
 
 
