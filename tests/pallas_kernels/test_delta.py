@@ -37,8 +37,8 @@ def recur(seq: DeltaTokens) -> np.ndarray:
     """The sequence's recurrence, token by token; padded to one length, so that one program serves all."""
     length = len(seq.mixed)
 
-    def padded(x: jax.Array) -> np.ndarray:
-        return np.pad(np.asarray(x), ((0, NUM_TOKENS - length), *[(0, 0)] * (x.ndim - 1)))
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.asarray(np.pad(np.asarray(x), ((0, NUM_TOKENS - length), *[(0, 0)] * (x.ndim - 1))))
 
     whole = DeltaTokens(padded(seq.mixed), seq.taps, padded(seq.log_decay), padded(seq.beta), KEY)
     return np.asarray(_recur(whole))[:length]
