@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from tests.stuck import pytest_runtest_protocol
 
 __all__ = ["pytest_runtest_protocol", "pytest_xdist_make_scheduler"]  # hooks, which pytest finds here
 
+sys.dont_write_bytecode = False  # hundreds of processes would compile the same sources again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -51,6 +54,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Ignores files, and folders with their conftest, of other tiers than the one that `-m` names."""
     tier = tiers.chosen_tier(config.option.markexpr)
     return (tier is not None and not tiers.may_hold(collection_path, tier)) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Of the million objects that come with all tests next to none goes: no collection looks at them, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000)  # JAX makes as many objects in a moment
+        gc.enable()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -18,6 +18,14 @@ def test_by_day_any_two_values_of_two_axes_meet(monkeypatch: pytest.MonkeyPatch)
     assert grids.daily("abcde", every=2) == ["a", "c", "e"] and grids.count(3, 30) == 3
 
 
+@pytest.mark.parametrize("is_night", [False, True])
+def test_what_covers_axes_is_the_same_by_day_and_by_night(monkeypatch: pytest.MonkeyPatch, is_night: bool) -> None:
+    monkeypatch.setattr(grids, "NIGHTLY", False)
+    of_a_day = grids.pairwise(*AXES)
+    monkeypatch.setattr(grids, "NIGHTLY", is_night)
+    assert grids.covering(*AXES) == of_a_day
+
+
 def test_by_night_all_points_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grids, "NIGHTLY", True)
     assert grids.pairwise(*AXES) == list(itertools.product(*AXES))

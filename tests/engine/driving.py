@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import PageTable
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.weights import random_params
@@ -101,10 +104,26 @@ class Plain:
 
 
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines compile greedy steps alone, and of those that verify the largest, unless it is night."""
+    """Engines compile greedy steps alone; of those that verify, by day, the largest alone."""
     few_sizes(monkeypatch)
-    if not NIGHTLY:
-        monkeypatch.setattr(buckets, "VARIANTS", (buckets.GREEDY,))
+    greedy_programs(monkeypatch)
+
+
+def greedy_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines compile greedy steps alone: for tests whose requests are greedy."""
+    monkeypatch.setattr(buckets, "VARIANTS", (buckets.GREEDY,))
+
+
+@contextmanager
+def greedy_engine(config: EngineConfig, **options: Any) -> Iterator[Engine]:
+    """An engine that runs greedy steps alone, which is closed in the end."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        greedy_programs(monkeypatch)
+        engine = Engine(config, progress=False, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from jaxsgl.engine.step_programs import SET_PAGES, SET_ROW, StepPrograms, all_ke
 from jaxsgl.engine.tables import edit_table_bytes, page_table_bytes
 from jaxsgl.errors import ConfigError, StartupError
 from tests.engine.conftest import ConfigMaker
+from tests.engine.driving import greedy_programs
+from tests.grids import NIGHTLY
 from tests.plain_model import mesh_of
 
 
@@ -40,6 +42,7 @@ def test_a_program_that_fails_at_launch_fails_the_start_with_the_flag_to_change(
         return (fail,) if bucket.kind == "score" else of(self, bucket)
 
     monkeypatch.setattr(StepPrograms, "of", broken)
+    greedy_programs(monkeypatch)
     with pytest.raises(StartupError, match=rf"\[score T=16 .*\] can't run: {message}: .*{way_out}"):
         Engine(tiny_config(), progress=False)
 
@@ -54,7 +57,7 @@ def test_every_program_has_run_when_the_engine_is_ready_and_the_state_is_as_good
         return of(self, bucket)
 
     monkeypatch.setattr(StepPrograms, "of", recorded)
-    config = tiny_config(decode_steps=2, decode_buckets=(2, 4))
+    config = tiny_config(decode_steps=4, decode_buckets=(2, 4) if NIGHTLY else (4,))
     engine = Engine(config, progress=False)
     assert ran == {*all_keys(engine.buckets)} - {SET_ROW, SET_PAGES}
     assert engine.recompiles == 0
@@ -99,6 +102,7 @@ def test_where_memory_is_short_the_pool_is_smaller_by_what_the_largest_step_take
 ) -> None:
     free_bytes = 1 << 20
     small_memory(monkeypatch, free_bytes)
+    greedy_programs(monkeypatch)
     engine = Engine(tiny_config(max_total_tokens=None), progress=False)
     page_bytes = layer_states(engine.arch, 4, engine._runner.state.kv.k[0].dtype).page_bytes
     sizes = engine.capacity

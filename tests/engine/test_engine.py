@@ -21,7 +21,7 @@ from pallas_kernels import AttentionOptions, FusedQkv, KernelChoice
 from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.native import library
 from tests.engine.conftest import ConfigMaker
-from tests.engine.driving import Driver, Plain
+from tests.engine.driving import Driver, Plain, greedy_programs
 
 PROMPTS = {0: list(range(3, 40)), 1: [7], 2: [9, 8, 7, 6, 5, 4, 3], 3: list(range(90, 60, -1))}
 
@@ -39,6 +39,7 @@ def test_heads_that_pages_keep_with_zeros_after_them_yield_the_same_tokens(
     tiny_config: ConfigMaker, engine: Engine, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sizing.KEPT_HEADS, "cpu", lambda *_: KeptHeads(2, 2, 28))
+    greedy_programs(monkeypatch)
     wider = Engine(tiny_config(), progress=False, moves_pages=True)
     assert Driver(wider).generate(PROMPTS, 8) == {row: plain.generate(prompt, 8) for row, prompt in PROMPTS.items()}
     wider.apply(Gather((1, 2)), 0)

@@ -18,7 +18,7 @@ from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.wiring import build, build_scheduler, whole
 from tests.engine.conftest import ConfigMaker
-from tests.engine.driving import Plain
+from tests.engine.driving import Plain, greedy_programs
 
 PROMPTS = [[3 + (7 * i + 11 * n) % 90 for i in range(40)] for n in range(4)]
 
@@ -32,7 +32,9 @@ def flags(tiny_config: ConfigMaker) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def built(flags: EngineConfig) -> Iterator[tuple[Engine, Scheduler]]:
-    engine, scheduler = build(flags)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        greedy_programs(monkeypatch)
+        engine, scheduler = build(flags)
     yield whole(engine), scheduler.ranks[0]
     engine.close()
 

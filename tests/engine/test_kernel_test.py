@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.kernels.choice import asked_kernels
 from jaxsgl.engine.kernels.tester import KernelTester, child_variables
 from jaxsgl.engine.start import devices
@@ -23,7 +22,8 @@ from jaxsgl.weights import resolve_model_folder
 from pallas_kernels import KernelChoice
 from pallas_kernels.selftest.report import Begun, Verdict, parse_news
 from tests.engine.conftest import MODEL, ConfigMaker
-from tests.engine.driving import Driver
+from tests.engine.driving import Driver, greedy_engine
+from tests.grids import daily
 
 EXTEND, QUANTIZED = "paged_extend_attention", "quantized_product"
 
@@ -88,7 +88,7 @@ def in_groups(tiny_config: ConfigMaker, tmp_path: Path) -> EngineConfig:
     return tiny_config(model=str(tmp_path), dtype="bfloat16", compilation_cache_dir=str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("how", ["wrong", "raises", "hangs"])
+@pytest.mark.parametrize("how", daily(["wrong", "raises", "hangs"], every=3))
 def test_a_product_of_weights_in_groups_that_fails_is_named_and_xla_takes_its_place(
     how: str, in_groups: EngineConfig, counter: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,10 +126,9 @@ def test_an_engine_whose_kernel_hangs_is_ready_and_its_tokens_are_right(
     hangs = KernelTester("cpu", (sys.executable, "-c", HANGS, EXTEND, "native"), limit_s=3)
     found = {}
     for backend, tester in (("xla", hangs), ("auto", KernelTester(None))):
-        engine = Engine(config, progress=False, kernel_tester=tester)
-        found[backend] = Driver(engine).generate(prompts, 4)
-        assert engine.programs.spec.kernels.paged_extend_attention == backend
-        engine.close()
+        with greedy_engine(config, kernel_tester=tester) as engine:
+            found[backend] = Driver(engine).generate(prompts, 4)
+            assert engine.programs.spec.kernels.paged_extend_attention == backend
     assert found["xla"] == found["auto"]
     assert f"{EXTEND} on native failed its test (hung: no answer within 3 s): xla takes its place" in caplog.text
 
@@ -187,7 +186,7 @@ def test_a_change_of_shapes_or_of_the_machine_is_tested_anew(
     assert len(counter.read_text().splitlines()) == 3
 
 
-@pytest.mark.parametrize("flags", [{"kernels": ("extend=native",)}, {"attention_backend": "native"}])
+@pytest.mark.parametrize("flags", daily([{"kernels": ("extend=native",)}, {"attention_backend": "native"}], every=2))
 def test_a_kernel_that_a_flag_names_and_that_fails_ends_the_start(
     flags: dict[str, object], folder: Path, tiny_config: ConfigMaker, counter: Path
 ) -> None:

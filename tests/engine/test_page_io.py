@@ -24,7 +24,7 @@ from jaxsgl.engine.state import DeviceState, KvBuffers, allocate_kv
 from jaxsgl.engine.tables import EditTables
 from jaxsgl.weights.sharding import replicated
 from tests.engine.conftest import ConfigMaker
-from tests.engine.driving import Driver, Plain
+from tests.engine.driving import Driver, Plain, greedy_engine
 from tests.engine.test_programs import copies
 from tests.plain_model import mesh_of
 
@@ -41,9 +41,8 @@ STATES = states_of("float32")
 
 @pytest.fixture(scope="module")
 def moving(tiny_config: ConfigMaker) -> Iterator[Engine]:
-    engine = Engine(tiny_config(), progress=False, moves_pages=True)
-    yield engine
-    engine.close()
+    with greedy_engine(tiny_config(), moves_pages=True) as engine:
+        yield engine
 
 
 def gathered(engine: Engine, pages: tuple[int, ...]) -> HostPages:

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxsgl.engine.engine import Engine
 from jaxsgl.models.families import FAMILIES
 from tests.checkpoints import make_checkpoint
 from tests.engine.conftest import ConfigMaker
-from tests.engine.driving import Driver
+from tests.engine.driving import Driver, greedy_engine
 from tests.exact_model import exact_logits
 from tests.plain_model import checkpoint_logits
 
@@ -36,8 +35,8 @@ def test_sinks_of_each_layer_count_in_extends_chunks_and_decodes(with_sinks: Pat
     prompts = {0: list(range(3, 30)), 1: [7], 2: [9, 8, 7, 6, 5, 4, 3]}
     exact = exact_logits(with_sinks, prompts[0])
     assert np.abs(checkpoint_logits(with_sinks, prompts[0]) - exact).max() < 1e-4
-    engine = Engine(tiny_config(model=str(with_sinks), load_format="auto"))
-    tokens = Driver(engine).generate(prompts, 5, chunk=5)
+    with greedy_engine(tiny_config(model=str(with_sinks), load_format="auto")) as engine:
+        tokens = Driver(engine).generate(prompts, 5, chunk=5)
     for row, prompt in prompts.items():
         chosen = exact_logits(with_sinks, [*prompt, *tokens[row]]).argmax(axis=-1)
         assert tokens[row] == chosen[len(prompt) - 1 : -1].tolist()

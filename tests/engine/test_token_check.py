@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from pallas_kernels.backend import Kernel
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.native import library
 from tests.engine.conftest import MODEL, ConfigMaker
-from tests.engine.driving import Driver
+from tests.engine.driving import Driver, greedy_engine
 
 NATIVE = BACKEND_OF_NAME["native"]
 ACCELERATOR = KernelTester("cpu")
@@ -40,13 +39,8 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_config: ConfigMaker) -
     return tiny_config(model=str(folder), **LONG)
 
 
-@contextmanager
-def started(config: EngineConfig, tester: KernelTester) -> Iterator[Engine]:
-    engine = Engine(config, progress=False, kernel_tester=tester)
-    try:
-        yield engine
-    finally:
-        engine.close()
+def started(config: EngineConfig, tester: KernelTester) -> AbstractContextManager[Engine]:
+    return greedy_engine(config, kernel_tester=tester)
 
 
 def test_right_kernels_agree_and_the_state_stays_as_it_was(

@@ -15,7 +15,7 @@ from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.sampling.verify import accept, pack_runs
 from tests.engine.conftest import ConfigMaker
-from tests.engine.driving import Driver, Plain
+from tests.engine.driving import Driver, Plain, few_sizes
 
 PROMPTS = {0: list(range(3, 20)), 1: [7], 2: [9, 8, 7, 6, 5, 4, 3], 3: list(range(90, 70, -1))}
 ROWS = 5
@@ -52,7 +52,9 @@ def test_a_sequence_keeps_what_was_chosen_up_to_the_first_draft_that_was_not(see
 
 @pytest.fixture(scope="module")
 def speculating(tiny_config: ConfigMaker) -> Iterator[Engine]:
-    engine = Engine(tiny_config(speculation=SpeculationConfig("NGRAM", 3)), progress=False)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        few_sizes(monkeypatch)
+        engine = Engine(tiny_config(speculation=SpeculationConfig("NGRAM", 3)), progress=False)
     yield engine
     engine.close()
 

@@ -27,6 +27,7 @@ from jaxsgl.weights import KvScales
 from jaxsgl.weights.sharding import make_mesh
 from jaxsgl.wiring import whole
 from tests.checkpoints import make_checkpoint
+from tests.engine.driving import greedy_programs
 from tests.grids import NIGHTLY, count
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -55,7 +56,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def llms(folders: list[Path]) -> Iterator[tuple[LLM, LLM]]:
     """One to change, and one that serves the other weights."""
-    both = new_llm(folders[0]), new_llm(folders[1], enable_weights_cpu_backup=True, weight_version="second")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        greedy_programs(monkeypatch)
+        both = new_llm(folders[0]), new_llm(folders[1], enable_weights_cpu_backup=True, weight_version="second")
     yield both
     for llm in both:
         llm.close()

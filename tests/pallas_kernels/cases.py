@@ -95,16 +95,18 @@ def build_case(spec: ArgSpec, lengths: list[int], num_queries: list[int], shared
 
 
 def dense_attention(q, query_offsets, kv: PagedKv, options: AttentionOptions, sinks=None) -> np.ndarray:
-    """Attention in float64, one query and head at a time over a sequence laid out flat. Zeros for padding."""
+    """Attention in float64, one query at a time over a sequence laid out flat. Zeros for padding."""
     q, k_pages, v_pages = (np.asarray(a, np.float64) for a in (q, kv.k, kv.v))
     k_pages, v_pages = (
         pages * np.broadcast_to(1.0 if scale is None else scale, pages.shape[1])[:, None, None]
         for pages, scale in ((k_pages, kv.k_scale), (v_pages, kv.v_scale))
     )
     page_table, lengths, query_offsets = (np.asarray(a) for a in (kv.page_table, kv.lengths, query_offsets))
-    num_groups = q.shape[1] // k_pages.shape[1]
+    num_kv_heads = k_pages.shape[1]
     window = options.sliding_window or np.inf
     cap = options.logit_soft_cap
+    sinks = np.full(q.shape[1], -np.inf) if sinks is None else np.asarray(sinks, np.float64)
+    sinks = sinks.reshape(num_kv_heads, -1, 1)
     out = np.zeros(q.shape)
     for s, length in enumerate(lengths):
         begin, end = query_offsets[s : s + 2]
@@ -113,16 +115,14 @@ def dense_attention(q, query_offsets, kv: PagedKv, options: AttentionOptions, si
         for token in range(begin, end):
             position = length - (end - token)
             first = int(max(0, position - window + 1))
-            for head in range(q.shape[1]):
-                keys = k[head // num_groups, first : position + 1]
-                scores = keys @ q[token, head] * options.scale(q.shape[2])
-                if cap is not None:
-                    scores = cap * np.tanh(scores / cap)
-                sink = -np.inf if sinks is None else float(sinks[head])
-                top = max(scores.max(), sink)
-                weights = np.exp(scores - top)
-                values = v[head // num_groups, first : position + 1]
-                out[token, head] = weights / (weights.sum() + np.exp(sink - top)) @ values
+            queries = q[token].reshape(num_kv_heads, -1, q.shape[2])
+            scores = queries @ k[:, first : position + 1].swapaxes(1, 2) * options.scale(q.shape[2])  # [K, N / K, keys]
+            if cap is not None:
+                scores = cap * np.tanh(scores / cap)
+            top = np.maximum(scores.max(axis=2, keepdims=True), sinks)
+            weights = np.exp(scores - top)
+            total = weights.sum(axis=2, keepdims=True) + np.exp(sinks - top)
+            out[token] = (weights / total @ v[:, first : position + 1]).reshape(q.shape[1:])
     return out
 
 

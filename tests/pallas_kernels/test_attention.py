@@ -43,21 +43,21 @@ def run_examples(prop, strategy, num_examples: int) -> None:
     settings(max_examples=num_examples, derandomize=True, database=None)(given(strategy)(prop))()
 
 
-@pytest.mark.parametrize("name", daily(list(BY_NAME), every=2))
+@pytest.mark.parametrize("name", daily(list(BY_NAME), every=3))
 @each_backend
 def test_decode_equals_the_reference(name: str, backend: str, num_examples: int) -> None:
     strategy = cases(BY_NAME[name], decode=True)
     run_examples(lambda case: check(paged_decode_attention, case, backend), strategy, num_examples)
 
 
-@pytest.mark.parametrize("name", daily(list(BY_NAME)[::-1], every=2))
+@pytest.mark.parametrize("name", daily(list(BY_NAME)[::-1], every=3))
 @each_backend
 def test_extend_equals_the_reference(name: str, backend: str, num_examples: int) -> None:
     run_examples(lambda case: check(paged_extend_attention, case, backend), cases(BY_NAME[name]), num_examples)
 
 
 @pytest.mark.parametrize("backend", ["xla", "triton"])
-@pytest.mark.parametrize("name", ["heads_of_80", "heads_of_96"])
+@pytest.mark.parametrize("name", daily(["heads_of_80", "heads_of_96"], every=2))
 def test_heads_in_a_wider_cache_attend_as_in_one_of_their_own_size(name: str, backend: str) -> None:
     spec = BY_NAME[name]
     case = build_case(spec, [70, 0, 33], [1, 0, 15], 0, seed=9)
@@ -114,7 +114,7 @@ def test_a_batch_of_nothing_but_padding_yields_zeros(backend: str) -> None:
         assert (np.asarray(compiled(op, case.spec, backend)(*args)) == 0).all()
 
 
-@pytest.mark.parametrize("name", ["plain", "page_size_64", "scale_window_cap_and_sinks", "float8"])
+@pytest.mark.parametrize("name", daily(["page_size_64", "plain", "scale_window_cap_and_sinks", "float8"], every=2))
 def test_a_decode_in_several_splits_equals_the_reference(name: str) -> None:
     spec = BY_NAME[name]
     longest = spec.pages_per_seq * spec.page_size

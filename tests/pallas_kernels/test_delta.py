@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ A_MODEL = KernelShapes(2, 2, 16, 16, 32, "float32", "float32", "float32")
 
 extend = jax.jit(delta_extend)
 decode = jax.jit(delta_decode)
+_recur = jax.jit(functools.partial(plain_recur, 0))
 
 
 def drawn(num_tokens: int, seed: int) -> DeltaTokens:
@@ -34,6 +36,17 @@ def drawn(num_tokens: int, seed: int) -> DeltaTokens:
     decay, beta = rng.uniform(0, 1, (2, num_tokens, HEADS, GROUP))
     a, b, c, d = (jnp.asarray(x, jnp.float32) for x in (mixed, taps, -decay, beta))
     return DeltaTokens(a, b, c, d, KEY)
+
+
+def recur(seq: DeltaTokens) -> np.ndarray:
+    """The sequence's recurrence, token by token; padded to one length, so that one program serves all."""
+    length = len(seq.mixed)
+
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.asarray(np.pad(np.asarray(x), ((0, NUM_TOKENS - length), *[(0, 0)] * (x.ndim - 1))))
+
+    whole = DeltaTokens(padded(seq.mixed), seq.taps, padded(seq.log_decay), padded(seq.beta), KEY)
+    return np.asarray(_recur(whole))[:length]
 
 
 def stale() -> DeltaStates:
@@ -53,9 +66,10 @@ def step_of(
     """
 
     def cut(name: str) -> jax.Array:
-        parts = [getattr(seqs[s], name)[first : first + count] for s, first, count in chunks]
+        parts = [np.asarray(getattr(seqs[s], name))[first : first + count] for s, first, count in chunks]
         taken = sum(map(len, parts))
-        return jnp.concatenate([*parts, jnp.full((NUM_TOKENS - taken, *parts[0].shape[1:]), 3.0)])
+        padding = np.full((NUM_TOKENS - taken, *parts[0].shape[1:]), 3.0, np.float32)
+        return jnp.asarray(np.concatenate([*parts, padding]))
 
     offsets = np.cumsum([0, *(count for *_, count in chunks)])
     padding = NUM_SEQS - len(chunks)
@@ -79,10 +93,10 @@ def test_ragged_chunks_of_several_sequences_are_each_sequences_recurrence() -> N
         tokens, of_step, offsets = step_of(seqs, chunks)
         out, states = extend(tokens, states, of_step)
         for (s, _, count), first in zip(chunks, offsets, strict=True):
-            found[s].append(np.asarray(out[first : first + count]))
+            found[s].append(np.asarray(out)[first : first + count])
             done[s] += count
     for seq, parts in zip(seqs, found, strict=True):
-        np.testing.assert_allclose(np.concatenate(parts), plain_recur(0, seq), atol=ATOL)
+        np.testing.assert_allclose(np.concatenate(parts), recur(seq), atol=ATOL)
     assert (np.asarray(states.matrices[len(seqs)]) == 7.0).all(), "a place of no sequence was written"
 
 
@@ -101,7 +115,7 @@ def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0() 
         if i == 1:
             kept = [np.asarray(each[1]) for each in states]
         for row, (seq, n) in enumerate(zip(seqs, first, strict=True)):
-            np.testing.assert_allclose(out[row], plain_recur(0, seq)[n + i], atol=ATOL)
+            np.testing.assert_allclose(out[row], recur(seq)[n + i], atol=ATOL)
     for each, right, dummy in zip(states, kept, dummies, strict=True):
         np.testing.assert_array_equal(each[4], right)
         np.testing.assert_array_equal(each[DUMMY], dummy)
@@ -129,7 +143,7 @@ def test_a_state_has_the_same_bits_whatever_the_chunks_between_blocks_and_whatev
     for first, count in ((0, BLOCK), (BLOCK, 2 * BLOCK), (3 * BLOCK, BLOCK)):
         tokens, of_step, offsets = step_of(seqs, [(1, 0, 29), (0, first, count)])
         out, states = extend(tokens, states, of_step)
-        parts.append(np.asarray(out[offsets[1] : offsets[1] + count]))
+        parts.append(np.asarray(out)[offsets[1] : offsets[1] + count])
     np.testing.assert_array_equal(np.concatenate(parts), whole[:length])
     for found, right in zip(states, at_once, strict=True):
         np.testing.assert_array_equal(found[0], right[0])

@@ -26,7 +26,10 @@ from tests.grids import daily
 pytestmark = pytest.mark.device
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "dtype"), [(200, 1024, jnp.bfloat16), (130, 192, jnp.float32)])
+PRODUCTS = daily([(200, 1024, jnp.bfloat16), (130, 192, jnp.float32)], every=2)
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "dtype"), PRODUCTS)
 def test_a_products_row_is_the_same_with_any_number_of_others(outputs: int, inputs: int, dtype: jnp.dtype) -> None:
     x, weights = (
         jax.random.normal(key, (size, inputs)).astype(dtype)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ScaledMatrix, ScaledRows, float8_product, float8_rows, multiplies_float8
-from tests.grids import daily, pairwise
+from tests.grids import covering, daily
 from tests.pallas_kernels.lower_everything import on_a_device
 from tests.pallas_kernels.test_quantized_product import assert_right, random_weights, rows_of
 
@@ -57,7 +57,7 @@ def test_the_kernel_gates_before_it_rounds() -> None:
 
 @pytest.mark.parametrize(
     ("group", "num_rows", "num_outputs", "in_parts"),
-    daily(pairwise((128, 256, 512), (1, 64, 100, 130, 300), (64, 72, 136), (False, True)), every=3),
+    daily(covering((128, 256, 512), (1, 64, 100, 130, 300), (64, 72, 136), (False, True)), every=3),
 )
 def test_the_kernel_for_gpus_multiplies_the_rounded_rows_exactly(
     group: int, num_rows: int, num_outputs: int, in_parts: bool

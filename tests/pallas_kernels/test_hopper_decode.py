@@ -48,7 +48,7 @@ def check_without_races(case: Case) -> None:
     assert not interpret_pallas_call.get_races().races_found
 
 
-@pytest.mark.parametrize("name", daily(list(SPECS), every=3))
+@pytest.mark.parametrize("name", daily(list(SPECS), every=4))
 def test_equals_the_reference(name: str) -> None:
     run_examples(check_without_races, cases(SPECS[name], decode=True), count(2, 3))
 
@@ -74,7 +74,7 @@ def test_tokens_before_the_window_are_not_read() -> None:
     assert_close(actual, expected, spec.dtype)
 
 
-@pytest.mark.parametrize(("window", "most", "has_sinks"), [(None, 4, False), (200, 3, True)])
+@pytest.mark.parametrize(("window", "most", "has_sinks"), daily([(200, 3, True), (None, 4, False)], every=2))
 def test_splits_equal_the_reference(window: int | None, most: int, has_sinks: bool) -> None:
     """Splits of several tiles, of one tile and of none; and a sequence without tokens."""
     spec = ArgSpec("splits", 4, 4, 20, 16, 1, 2, 64, dtype=jnp.float16, sliding_window=window, has_sinks=has_sinks)
@@ -90,7 +90,8 @@ def test_splits_equal_the_reference(window: int | None, most: int, has_sinks: bo
 
 
 @pytest.mark.parametrize(
-    ("page_size", "extras"), [(64, {"has_sinks": True}), (64, {"float8_cache": True}), (16, {"sliding_window": 100})]
+    ("page_size", "extras"),
+    daily([(64, {"float8_cache": True}), (64, {"has_sinks": True}), (16, {"sliding_window": 100})], every=2),
 )
 def test_items_of_a_chain_follow_each_other(page_size: int, extras: dict[str, Any]) -> None:
     """One program computes sequences of many tiles, of fewer than a ring holds, and of none."""

@@ -77,7 +77,7 @@ def test_the_newest_jax_passes_these_tests() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("name", daily(list(SPECS), every=4))
+@pytest.mark.parametrize("name", daily(list(SPECS), every=5))
 def test_equals_the_reference(name: str) -> None:
     spec = SPECS[name]
     run_examples(lambda case: check_without_races(spec, case), cases(spec), count(2, 3))
@@ -86,7 +86,7 @@ def test_equals_the_reference(name: str) -> None:
 @interpreted
 @pytest.mark.parametrize(
     ("num_programs", "num_queries"),
-    daily([(n, each) for each in ([300, 1, 1], [1, 300, 1], [64, 65, 200], [1, 1, 0]) for n in (1, 3)], every=4),
+    daily([(n, each) for each in ([300, 1, 1], [1, 300, 1], [64, 65, 200], [1, 1, 0]) for n in (1, 3)], every=5),
 )
 def test_many_tiles_equal_the_reference(num_queries: list[int], num_programs: int) -> None:
     """Several items per program and several rounds of the ring; single queries beside long ones, tiles cut short."""

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import PagedKv, paged_decode_attention, paged_extend_attention, rotate_and_store, store_kv
 from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.specs import ArgSpec
+from tests.grids import daily
 from tests.pallas_kernels.cases import assert_close, random_qkv
 
 PAIRS, PADDED, FOURS = KeptHeads(4, 2, 128), KeptHeads(2, 1, 128), KeptHeads(4, 1, 128)
@@ -29,7 +30,8 @@ def caches(heads: KeptHeads, head_dim: int, **spec: bool) -> tuple[ArgSpec, Page
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "is_float8"), [(PAIRS, 64, False), (PAIRS, 64, True), (PADDED, 48, True), (FOURS, 32, False)]
+    ("heads", "head_dim", "is_float8"),
+    daily([(PAIRS, 64, False), (PAIRS, 64, True), (PADDED, 48, True), (FOURS, 32, False)], every=2),
 )
 def test_attention_after_a_store_is_that_over_the_models_own_heads(
     heads: KeptHeads, head_dim: int, is_float8: bool

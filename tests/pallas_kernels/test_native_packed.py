@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import Groups, group_by_expert, grouped_packed_product, grouped_product, packed
 from pallas_kernels.native import packed_product
 from pallas_kernels.packed import FLOAT8, INT4, MXFP4, PackedMatrix
-from tests.grids import pairwise
+from tests.grids import covering, daily
 from tests.pallas_kernels import native_cases
 from tests.pallas_kernels.test_native_int8 import FORMS, INPUTS_OF_BLOCK, LARGEST
 
@@ -53,8 +53,8 @@ def by_definition(
     for b, first in enumerate(range(0, x.shape[1], block)):
         part = x[:, first : first + block]
         most = np.abs(part).max(1, keepdims=True)
-        integers = np.rint(part * (largest / most)).astype(np.int64)
-        weights = numbers[:, first : first + block].astype(np.int64) - zero[:, [b if group else 0]]
+        integers = np.rint(part * (largest / most)).astype(np.float64)  # sums of them are exact
+        weights = numbers[:, first : first + block].astype(np.float64) - zero[:, [b if group else 0]]
         dots = (integers @ weights.T).astype(np.float32)
         factor = most / largest * (scale[:, b] if group else np.float32(1))
         out = (factor.astype(np.float64) * dots + out).astype(np.float32)
@@ -63,7 +63,7 @@ def by_definition(
 
 @pytest.mark.parametrize(
     ("each_way", "row_bits", "num_rows", "shape"),
-    [(*form, *case) for form, *case in pairwise(FORMS, NUM_ROWS, SHAPES)],
+    [(*form, *case) for form, *case in covering(FORMS, daily(NUM_ROWS, every=2), SHAPES)],
     indirect=["each_way"],
     ids=str,
 )
@@ -125,7 +125,7 @@ def floats(packing: str, group: int, outputs: int, num_experts: int = 3) -> Pack
 
 @pytest.mark.parametrize(
     ("each_way", "kind", "dtype", "num_rows"),
-    pairwise(native_cases.WAYS, KINDS, ["bfloat16", "float32"], [1, 2, 4, 5, 8, 90]),
+    covering(native_cases.WAYS, KINDS, ["bfloat16", "float32"], [1, 5, 8, 90]),
     indirect=["each_way"],
     ids=str,
 )
@@ -145,7 +145,7 @@ def test_floats_are_multiplied_as_if_they_had_been_widened_before(
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize(("each_way", "kind"), pairwise(native_cases.WAYS, KINDS), indirect=["each_way"], ids=str)
+@pytest.mark.parametrize(("each_way", "kind"), covering(native_cases.WAYS, KINDS), indirect=["each_way"], ids=str)
 def test_a_row_times_floats_comes_out_the_same_in_any_company(kind: tuple[str, int, int]) -> None:
     weights = jax.tree.map(lambda part: part[0], floats(*kind, num_experts=1))
     x = jnp.asarray(rows(70, 2208))

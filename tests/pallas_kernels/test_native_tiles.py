@@ -19,6 +19,7 @@ import pytest
 
 from pallas_kernels.native import library
 from pallas_kernels.native.product import rows_product
+from tests.grids import NIGHTLY
 from tests.pallas_kernels.native_builds import compile_library, compile_product
 from tests.pallas_kernels.test_native_product import rows_and_weights
 
@@ -110,6 +111,7 @@ def loops(native_runs_here: None) -> list[list[str]]:
     return found
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="another compilation of the library, for its speed alone")
 def test_the_compiled_loops_load_four_tiles_for_four_products(loops: list[list[str]]) -> None:
     counts = {(names.count("tileloadd"), names.count("tdpbf16ps")) for names in loops}
     assert counts == {(4, 4), (3, 2), (2, 1)}  # 2 x 2 tiles; 2 x 1 and 1 x 2; 1 x 1

@@ -9,29 +9,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import pairwise
 from tests.pallas_kernels.native_cases import MANY, RAGGED, attend, build, check, each_op
 from tests.pallas_kernels.texts import TEXTS, random_texts
 
 pytestmark = pytest.mark.usefixtures("native_runs_here")
 
 
-@each_op
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(
-    "options",
-    [*({"sliding_window": n} for n in (1, 2, 9, 63, 64, 65, 100, 256, 1000)), {"logit_soft_cap": 0.5},
-     {"logit_soft_cap": 30.0}, {"sm_scale": 1.0}, {"sm_scale": 0.01}, {"k_scale": 0.5, "v_scale": 3.0},
-     {"sliding_window": 33, "logit_soft_cap": 2.0, "sm_scale": 0.3, "k_scale": 2.0, "has_sinks": True}],
-    ids=str,
-)  # fmt: skip
+OPTIONS = [
+    *({"sliding_window": n} for n in (1, 2, 9, 63, 64, 65, 100, 256, 1000)), {"logit_soft_cap": 0.5},
+    {"logit_soft_cap": 30.0}, {"sm_scale": 1.0}, {"sm_scale": 0.01}, {"k_scale": 0.5, "v_scale": 3.0},
+    {"sliding_window": 33, "logit_soft_cap": 2.0, "sm_scale": 0.3, "k_scale": 2.0, "has_sinks": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "page_size", "is_decode"), pairwise(OPTIONS, [1, 16], [True, False]), ids=str)
 def test_window_and_soft_cap_hold(is_decode: bool, page_size: int, options: dict[str, float]) -> None:
     check(build(RAGGED, page_size, seed=1, most_new=100), is_decode, **options)
 
 
-@each_op
-@pytest.mark.parametrize(("page_size", "group"), [(1, 8), (16, 1), (16, 8), (64, 2), (7, 8)])
-@pytest.mark.parametrize("name", [*TEXTS, "many"])
-def test_shared_pages_change_nothing(is_decode: bool, page_size: int, group: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("pages", "name", "is_decode"),
+    pairwise([(1, 8), (16, 1), (16, 8), (64, 2), (7, 8)], [*TEXTS, "many"], [True, False]),
+    ids=str,
+)
+def test_shared_pages_change_nothing(pages: tuple[int, int], name: str, is_decode: bool) -> None:
+    """For each page size and number of query heads per kv head."""
+    page_size, group = pages
     texts = TEXTS.get(name, MANY)
     check(build(texts, page_size, group=group, seed=page_size, most_new=3 if group == 8 else 20), is_decode)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ScaledMatrix, quantized_product
-from tests.grids import daily, pairwise
+from tests.grids import covering, daily
 from tests.pallas_kernels.lower_everything import on_a_device
 
 NUMBERS = ("float8_e4m3fn", "int4", "int8")
@@ -44,7 +44,7 @@ def assert_right(found: jax.Array, x: jax.Array, weights: np.ndarray, tolerance:
 @pytest.mark.parametrize(
     ("numbers", "group", "num_rows", "num_outputs", "has_zeros"),
     # Tiles have 16 to 128 rows and 64 or 128 outputs.
-    daily(pairwise(NUMBERS, (32, 64, 128), (1, 20, 64, 100, 130), (64, 72, 136), (False, True)), every=4),
+    daily(covering(NUMBERS, (32, 64, 128), (1, 20, 64, 100, 130), (64, 72, 136), (False, True)), every=4),
 )
 def test_the_kernel_for_gpus_scales_sums_of_groups(
     numbers: str, group: int, num_rows: int, num_outputs: int, has_zeros: bool

@@ -14,11 +14,12 @@ from pallas_kernels import sums
 from pallas_kernels.native import library
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.routing import Router, choose_by_xla
+from tests.grids import daily
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("native_runs_here", "fully_optimized")]
 
 NUM_ROWS = 40
-COUNTS = (1, 2, 3, 4, 7, 8, 16, 24, 33)
+COUNTS = daily((33, 2, 3, 1, 4, 8, 7, 16, 24), every=3)
 
 
 def numbers(length: int, num_rows: int = NUM_ROWS) -> jax.Array:
@@ -49,7 +50,7 @@ def test_tokens_that_are_impossible_weigh_nothing_and_nan_stays() -> None:
     assert first == jnp.log(2.0) and jnp.isnan(second)
 
 
-@pytest.mark.parametrize("length", [192, 512, 1000, 1024])
+@pytest.mark.parametrize("length", [192, 512, 1024])
 @pytest.mark.parametrize(
     "function",
     [
@@ -65,8 +66,6 @@ def test_tokens_that_are_impossible_weigh_nothing_and_nan_stays() -> None:
 def test_a_row_is_the_same_to_the_bit_with_any_number_of_others(
     function: Callable[[jax.Array], jax.Array], length: int
 ) -> None:
-    if length % 32:
-        length += 32 - length % 32
     x, compiled = numbers(length), jax.jit(function)
     together = np.asarray(compiled(x))
     for count in COUNTS:

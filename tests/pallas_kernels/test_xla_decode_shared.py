@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import AttentionOptions, PagedKv, paged_decode_attention, tuning
 from pallas_kernels.xla.decode_shared import find_groups
-from tests.grids import daily, pairwise
+from tests.grids import count, covering, daily
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.texts import LONGEST, NUM_SEQS, TEXTS, lay_out, random_texts, unseen_places
 
@@ -42,10 +42,10 @@ def check(texts: list[str], page_size: int, cache_dtype: str, seed: int, **optio
 
 
 @pytest.mark.parametrize(
-    ("name", "page_size", "cache_dtype"), pairwise(list(TEXTS), [1, 16, 64], ["float32", "float16"])
+    ("name", "page_size", "cache_dtype"), covering(list(TEXTS), [1, 16, 64], ["float32", "float16"])
 )
 def test_decode_over_shared_pages_equals_the_reference(name: str, page_size: int, cache_dtype: str) -> None:
-    for seed in range(2):
+    for seed in range(count(1, 2)):
         check(TEXTS[name], page_size, cache_dtype, seed)
 
 

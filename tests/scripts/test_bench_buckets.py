@@ -130,7 +130,7 @@ def test_the_script_measures_an_engine_and_a_server_takes_what_it_writes(tmp_pat
     file = tmp_path / "buckets.json"
     sizes = {"max-running-requests": 4, "chunked-prefill-size": 32, "page-size": 4, "max-total-tokens": 400}
     work = {"num-prompts": 12, "input-lens": "5,30", "output-lens": "3,10", "repeats": 1, "max-programs": 16}
-    flags = {"model": tmp_path, "load-format": "dummy", "extend-buckets": 32, "decode-buckets": "2,4", "json": file}
+    flags = {"model": tmp_path, "load-format": "dummy", "extend-buckets": 32, "decode-buckets": "4", "json": file}
     options = [part for name, value in {**sizes, **work, **flags}.items() for part in (f"--{name}", value)]
     shown = run_script("bench_buckets.py", *options).stdout
     assert "suggested: " in shown
@@ -142,11 +142,11 @@ def test_the_script_measures_an_engine_and_a_server_takes_what_it_writes(tmp_pat
     assert all(row["compile_s"] > 0 and row["cached_s"] > 0 for row in report["programs"])
     shapes = [(row["kind"], row["tokens"], row["sampling"]) for row in report["steps"]]
     assert sorted(shapes) == [
-        *(("decode", size, sampling) for size in (2, 4) for sampling in ("featured", "filtered", "greedy", "sampled")),
+        *(("decode", 4, sampling) for sampling in ("featured", "filtered", "greedy", "sampled")),
         ("extend", 32, "greedy"),
     ]
     assert all(0 < row["min_ms"] <= row["median_ms"] and row["launch_us"] > 0 for row in report["steps"])
-    assert report["present"]["decode_buckets"] == [2, 4] and report["suggested"]["programs"] <= 16
+    assert report["present"]["decode_buckets"] == [4] and report["suggested"]["programs"] <= 16
 
     capacity = Capacity(**report["capacity"])
     taken = buckets_of(EngineConfig(auto_buckets=str(file)), capacity)

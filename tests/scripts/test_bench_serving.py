@@ -19,6 +19,7 @@ from jaxsgl.bench.http_backends import DIALECTS, HttpBackend
 from jaxsgl.bench.http_stream import HttpServer
 from jaxsgl.bench.metrics import details, failures, parse_goodput, summary
 from jaxsgl.bench.run import Outcome
+from tests.grids import daily
 from tests.text.small_tokenizers import byte_level, save
 
 
@@ -225,7 +226,7 @@ def test_a_trace_without_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "--dataset-path" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("backend", ["openai", "jaxsgl-grpc"])
+@pytest.mark.parametrize("backend", daily(["openai", "jaxsgl-grpc"], every=2))
 def test_a_paced_engine_shows_its_pace(backend: str) -> None:
     """A token each 20 ms for each of 4 streams, and little work for the generator."""
     found = capacity.measure(backend, streams=4, rate=200.0, tokens=30)

@@ -16,6 +16,8 @@ from bench.kernels.runners import JaxRunner, Prepared
 from bench.roofline import Roofline
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_op
 
+from tests.grids import daily
+
 pytestmark = pytest.mark.device
 
 SMALL = {"num_kv_heads": 2, "num_groups": 2, "head_dim": 16, "page_size": 4, "dtype": "float32"}
@@ -34,7 +36,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", daily(CASES, every=2), ids=lambda case: case.name)
 def test_all_contenders_are_right(case) -> None:
     inputs = make_inputs(case)
     right = []
@@ -77,14 +79,13 @@ def test_jax_paged_attention_is_called_correctly() -> None:
     assert check_error(inputs, JaxRunner(prepared)) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        decode("decode", [33, 64, 7], **WIDE),
-        extend("chunks", [20, 0, 7], [3, 40, 1], sliding_window=16, logit_soft_cap=2.0, **WIDE),
-    ],
-    ids=lambda case: case.name,
-)
+WIDE_CASES = [
+    extend("chunks", [20, 0, 7], [3, 40, 1], sliding_window=16, logit_soft_cap=2.0, **WIDE),
+    decode("decode", [33, 64, 7], **WIDE),
+]
+
+
+@pytest.mark.parametrize("case", daily(WIDE_CASES, every=2), ids=lambda case: case.name)
 def test_jax_ragged_paged_attention_is_called_correctly(case, monkeypatch) -> None:
     """By the reference that comes with it: no interpreter runs the kernel."""
     monkeypatch.setattr(jax_op, "ragged_paged_attention", jax_op.ref_ragged_paged_attention)

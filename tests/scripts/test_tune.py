@@ -36,7 +36,7 @@ def fake_store(kv: PagedKv, k: jax.Array, v: jax.Array, slots: jax.Array, *, bac
     sizes = tuning.blocks(STORE, backend, tuning.shape_class(k, kv, 1))
     if sizes["warps"] == 8:
         raise NotImplementedError("more registers than there are")
-    waste = jnp.cumsum(jnp.broadcast_to(k.sum(), (100_000 * abs(sizes["tile"] - 16),))).sum()
+    waste = jnp.cumsum(jnp.broadcast_to(k.sum(), (30_000 * abs(sizes["tile"] - 16),))).sum()
     k = jnp.where(waste == 0.123, 0.0, k)
     lies = sizes["tile"] == 16 and sizes["num_stages"] == 3
     return store_kv(kv, 2 * k if lies else k, v, slots, backend="reference")
