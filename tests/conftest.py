@@ -16,9 +16,13 @@ from tests import nights, tiers
 from tests.floating_point import controls
 from tests.kept import Programs
 from tests.sharing import pytest_xdist_make_scheduler
-from tests.stuck import pytest_runtest_protocol
+from tests.stuck import pytest_exception_interact, pytest_runtest_protocol
 
-__all__ = ["pytest_runtest_protocol", "pytest_xdist_make_scheduler"]  # hooks, which pytest finds here
+__all__ = [
+    "pytest_exception_interact",
+    "pytest_runtest_protocol",
+    "pytest_xdist_make_scheduler",
+]  # hooks, which pytest finds here
 
 sys.dont_write_bytecode = False  # hundreds of processes would compile the same sources again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -24,6 +24,19 @@ def test_that_waits_for_a_lock_of_its_own():
 def test_after_it():
     pass
 """
+STUCK_AFTER_A_FAILURE = """
+import threading
+import pytest
+
+@pytest.fixture
+def waits():
+    yield
+    threading.Event().wait()
+
+@pytest.mark.timeout(1)
+def test_that_fails_and_waits_in_its_teardown(waits):
+    assert False
+"""
 
 pytestmark = pytest.mark.server
 
@@ -42,3 +55,18 @@ def test_stuck_tests_fail_once_and_the_others_run(num_stuck: int, tmp_path: Path
         crashed = f"crashed while running 'test_{number}.py::test_that_waits_for_a_lock_of_its_own'"
         assert run.stdout.count(crashed) >= 1, run.stdout
     assert f"{num_stuck} failed, 4 passed" in run.stdout
+
+
+def test_a_test_that_fails_and_then_waits_in_its_teardown_ends_too(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(STUCK_AFTER_A_FAILURE)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.stuck", "-p", "no:cacheprovider", str(tmp_path)]
+    run = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120,
+    )
+    assert run.returncode == 1 and "Timeout (0:00:02)" in run.stdout, run.stdout
