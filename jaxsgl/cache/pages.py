@@ -73,6 +73,12 @@ def page_of(numbers: ArrayT, page_size: int) -> ArrayT:
     return pages
 
 
+def rows_of(slots: ArrayT, heads: ArrayT, num_heads: int, page_size: int) -> ArrayT:
+    """Where the numbers of `slots` and `heads` stand in pages `[P, num_heads, page, H]`, counted in rows of H."""
+    rows: ArrayT = (slots // page_size * num_heads + heads) * page_size + slots % page_size
+    return rows
+
+
 def place_of(numbers: ArrayT, page_size: int) -> ArrayT:
     """The places of slots or positions within their pages; arrays of NumPy or of JAX."""
     places: ArrayT = numbers % page_size

@@ -89,7 +89,7 @@ def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
     """Whether the model uses it.
 
     A kernel that rotates stores too, only some devices store in a decode, only mixtures have experts, and few models
-    weights in groups or of float8.
+    states, or weights in groups or of float8.
     """
     if op == "grouped_product":
         return bool(request.shapes["experts"])
@@ -97,6 +97,8 @@ def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
         return any(each.is_in_groups for each in KernelShapes.from_json(request.shapes).matrices)
     if op == "float8_product":
         return any(each.may_be_in_float8 for each in KernelShapes.from_json(request.shapes).matrices)
+    if op == "delta_decode":
+        return bool(request.shapes["states"])
     if op == "ordered_product":
         return bool(request.shapes["in_fixed_order"])
     if op == "store_and_decode":  # else a store and a decode follow each other, which have tests of their own

@@ -113,7 +113,7 @@ class KernelShapes:
         attention = tuple(AttentionOptions(**each) for each in values["attention"])
         experts = tuple(ExpertShape(**each) for each in values["experts"])
         matrices = tuple(MatrixShape(**each) for each in values["matrices"])
-        states = tuple(StateShape(**each) for each in values["states"])
+        states = tuple(StateShape(**each) for each in values.get("states", ()))
         return cls(**{**values, "attention": attention, "experts": experts, "matrices": matrices, "states": states})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxsgl.config.features import LoraConfig, SpeculationConfig, VisionConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.offline.llm import LLM
 from jaxsgl.requests.request import Request
+from jaxsgl.scheduler.speculation.drafter import drafts_nothing
 from jaxsgl.scheduler.speculation.pace import StepCosts
 from jaxsgl.scheduler.speculation.speculation import Speculating
 from jaxsgl.testing.engine import ScriptedMailbox
@@ -78,6 +80,10 @@ def test_tokens_and_scores_are_those_without_drafts_to_the_bit(format: str, tmp_
     engine.close()
 
 
+def _told(known: dict[tuple[int, ...], list[int]], request: Request) -> list[int]:
+    return known[tuple(map(int, request.prompt_ids))]
+
+
 def test_answers_of_adapters_and_several_samples_are_those_without_drafts(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3", tmp_path / "model", seed=3)
     modules = {"all": ATTENTION + MLP, "v": ["v_proj"]}
@@ -88,10 +94,15 @@ def test_answers_of_adapters_and_several_samples_are_those_without_drafts(tmp_pa
     assert isinstance(speculation, Speculating)
     speculation._costs = StepCosts()  # any number of drafts pays
     prompts = [list(range(3, 20)) * 2, list(range(40, 60)) * 2, [7, 8, 9] * 9]
-    for sampling in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 5}):
-        params = SamplingParams(n=3, max_tokens=24, ignore_eos=True, **sampling)
-        asked: Any = {"params": params, "adapter": ["all", "v", ""], "use_tqdm": False}
-        plain = llm.generate(prompts, speculative=False, **asked)
+    for sampling in ({"temperature": 0.0, "n": 3}, {"temperature": 0.8, "seed": 5}):
+        params = SamplingParams(max_tokens=24, ignore_eos=True, **sampling)
+        asked: Any = {"sampling_params": params, "adapter": ["all", "v", ""], "use_tqdm": False}
+        speculation._drafter_of = drafts_nothing
+        plain = llm.generate(prompts, **asked)
+        count = len(plain) // len(prompts)  # samples of a prompt, which are all alike
+        known = {tuple(prompt): plain[count * i].token_ids for i, prompt in enumerate(prompts)}
+        truth = partial(_told, known)
+        speculation._drafter_of = knowing(truth, "half", llm.engine.capacity.vocab_size)
         drafted = llm.generate(prompts, **asked)
         assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
         assert sum(each.speculated.draft_tokens for each in drafted) > 20

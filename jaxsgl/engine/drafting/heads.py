@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxsgl.cache.pages import page_of, place_of
+from jaxsgl.cache.pages import rows_of
 from jaxsgl.engine.attending import Pages
 from jaxsgl.engine.drafting.draft import Drafting, Link, Seen, slots_of_positions
 from jaxsgl.engine.layer_state import LayerState, LayerStates
@@ -155,10 +155,9 @@ def _entries(pages: jax.Array, slots: jax.Array) -> jax.Array:
     Reads rows of H numbers by their index: for a gather over P and the third axis a TPU first copies all pages, into a
     layout with these two next to each other.
     """
-    _, heads, page_size, width = pages.shape
-    first = page_of(slots, page_size) * (heads * page_size) + place_of(slots, page_size)
-    rows = first[:, None] + page_size * jnp.arange(heads, dtype=jnp.int32)
-    return pages.reshape(-1, width)[rows]
+    _, num_heads, page_size, width = pages.shape
+    heads = jnp.arange(num_heads, dtype=jnp.int32)
+    return pages.reshape(-1, width)[rows_of(slots[:, None], heads, num_heads, page_size)]
 
 
 def check_head(arch: EagleArch, target: ModelArch, states: LayerStates, kv_cache_dtype: str) -> None:

@@ -24,6 +24,8 @@ def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
         )
     if chosen.get(OP_OF_NAME["experts"], "auto") != "auto" and arch.mixture is None:
         raise ConfigError(f"--kernels names experts, but {arch.name} has none: leave them out")
+    if chosen.get(OP_OF_NAME["states"], "auto") != "auto" and arch.delta_net is None:
+        raise ConfigError(f"--kernels names states, but the layers of {arch.name} keep none: leave it out")
     if chosen.get(OP_OF_NAME["float8"], "auto") != "auto" and (fmt is None or fmt.numbers != FLOAT8):
         raise ConfigError(f"--kernels names float8, but {arch.name} has no weights in float8: leave it out")
     if config.weight_only and fmt is not None and fmt.numbers == FLOAT8:

@@ -115,9 +115,12 @@ def _start(dry: bool) -> Rung:
          "has_zeros": zeros}
         for numbers, zeros in (("float8_e4m3fn", False), ("int4", True))
     ]  # fmt: skip
+    sizes = (2, 2, 16, 16, 4) if dry else (16, 2, 128, 128, 4)  # of Qwen3.5-9B
+    state = dict(zip(("key_heads", "group", "key_size", "value_size", "taps"), sizes, strict=True))
     shapes: dict[str, Any] = {
         "head_dim": 128, "page_size": 16 if dry else 64, "hidden_size": hidden, "norm_dtype": dtype,
-        "has_head_norms": True, "attention": [{}], "experts": products, "matrices": matrices, **heads, **formats,
+        "has_head_norms": True, "attention": [{}], "experts": products, "matrices": matrices, "states": [state],
+        **heads, **formats,
     }  # fmt: skip
     return Rung("kernels as a start tests them", "start", shapes, 120)
 
