@@ -42,8 +42,9 @@ def extend_attention(
     head_blocks = pl.cdiv(num_groups, tile_heads)
     tiles = query_tiles(kv.lengths, query_offsets, q.shape[0], tile_queries)
     # ptxas serializes wgmma (advisory C7515) where a loop without masks precedes the one with them and the pages of a
-    # tile's tokens are looked up one by one. One loop, with masks, is compiled as meant.
-    pages_in_tile = bool(kv.page_size % blocks["tile_tokens"])
+    # tile's tokens are looked up one by one. One loop, with masks, is compiled as meant. Of latents, whose rows fill the
+    # registers, two spill.
+    is_one_loop = bool(kv.page_size % blocks["tile_tokens"]) or options.value_dim is not None
     is_float8 = kv.dtype == FLOAT8
     if is_float8:
         q, k_pages, v_pages = float8.planes_first(q), *map(float8.as_words, (k_pages, v_pages))
@@ -54,7 +55,7 @@ def extend_attention(
             tile_heads=tile_heads,
             head_blocks=head_blocks,
             tile_tokens=blocks["tile_tokens"],
-            one_loop=pages_in_tile and target_device().is_hopper,
+            one_loop=is_one_loop and target_device().is_hopper,
             options=options,
         ),
         out_shape=jax.ShapeDtypeStruct((*q.shape[:2], sum(value_widths(q.shape[2], options.value_dim))), q.dtype),
