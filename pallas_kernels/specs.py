@@ -6,7 +6,7 @@ where arrays are filled.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, PagedKv
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.scaled import ScaledMatrix
+
+# Function, arguments as shapes, and keyword arguments.
+_Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,16 +146,21 @@ class ArgSpec:
         """q, query_offsets and kv of `paged_extend_attention`, as shapes."""
         return self._queries(self.num_tokens), _int32(self.num_seqs + 1), self.paged_kv()
 
-    def calls(self) -> tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...]:
+    def calls(self) -> tuple[_Call, ...]:
         """Both stores, decode and extend with this spec: function, arguments as shapes, and keyword arguments.
 
         Of a latent decode and extend only.
         """
-        stores = (store_kv, self.store_args(), {}), (store_rotated, self.rotate_and_store_args(), {})
-        return (
-            *(stores if self.value_dim is None else ()),
+        attention: tuple[_Call, ...] = (
             (paged_decode_attention, self.decode_args(), self.attention),
             (paged_extend_attention, self.extend_args(), self.attention),
+        )
+        if self.value_dim is not None:
+            return attention
+        return (
+            (store_kv, self.store_args(), {}),
+            (store_rotated, self.rotate_and_store_args(), {}),
+            *attention,
         )
 
 

@@ -42,8 +42,8 @@ def extend_attention(
     head_blocks = pl.cdiv(num_groups, tile_heads)
     tiles = query_tiles(kv.lengths, query_offsets, q.shape[0], tile_queries)
     # ptxas serializes wgmma (advisory C7515) where a loop without masks precedes the one with them and the pages of a
-    # tile's tokens are looked up one by one. One loop, with masks, is compiled as meant. Of latents, whose rows fill the
-    # registers, two spill.
+    # tile's tokens are looked up one by one. One loop, with masks, is compiled as meant. Over latents, whose rows fill
+    # the registers, two loops spill.
     is_one_loop = bool(kv.page_size % blocks["tile_tokens"]) or options.value_dim is not None
     is_float8 = kv.dtype == FLOAT8
     if is_float8:

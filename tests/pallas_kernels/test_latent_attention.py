@@ -1,6 +1,7 @@
 """Attention over a latent: one entry a token, whose first numbers are its value, and many query heads."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from tests.pallas_kernels.lower_everything import on_a_device
 SPLITS = {"programs_per_core": 1000, "min_split_tokens": 16, "tile_tokens": 16}
 
 
-def latent(num_groups: int, head_dim: int = 576, value_dim: int = 512, dtype=jnp.float32, **options: float) -> ArgSpec:
+def latent(num_groups: int, head_dim: int = 576, value_dim: int = 512, dtype=jnp.float32, **options: Any) -> ArgSpec:
     return ArgSpec("latent", 3, 12, 4, 16, 1, num_groups, head_dim, dtype, value_dim=value_dim, **options)
 
 
@@ -77,7 +78,7 @@ def test_other_backends_return_values_too(backend: str) -> None:
 def test_heads_of_two_parts_have_values_of_their_own(head_dim: int) -> None:
     spec = ArgSpec("two_parts", 3, 12, 4, 16, 2, 2, head_dim)
     args = build_case(spec, [50, 0, 5], [7, 0, 3], 0, seed=6).extend_args()
-    assert_close(attend(paged_extend_attention, spec, *args), dense_attention(*args, spec.options), spec.dtype)
+    assert_close(attend(paged_extend_attention, spec, *args), dense_attention(*args, **spec.attention), spec.dtype)
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
@@ -96,4 +97,4 @@ def test_values_are_part_of_a_key() -> None:
         AttentionOptions(value_dim=0)
     spec = latent(3, 32, 40)
     with pytest.raises(ValueError, match="value_dim is 40; it must be at most the H"):
-        jax.eval_shape(lambda *a: paged_decode_attention(*a, spec.options), *spec.decode_args())
+        jax.eval_shape(lambda q, kv: paged_decode_attention(q, kv, spec.options), *spec.decode_args())

@@ -94,7 +94,7 @@ class Served:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether each layer attends by a kernel. XLA computes delta-nets, and attention over latents."""
+        """Whether each layer attends to keys and values by a kernel: what layers are counted by."""
         return all(layer.mixer == "attention" for layer in self.arch.layers)
 
     def backends(self, target: Target) -> tuple[str, ...]:
