@@ -62,7 +62,7 @@ def store_kv(
 def store_entries(pages: jax.Array, entries: jax.Array, slots: jax.Array) -> jax.Array:
     """Write what T tokens keep into pages without a partner; returns the pages, updated. XLA does it.
 
-    Attention over such pages is that of `PagedKv(pages, pages, ..)`, of whose output the caller takes what is a value.
+    Attention over such pages is that of `PagedKv(pages, pages, ..)` with `AttentionOptions.value_dim`.
 
     Args:
         pages: `[num_pages, K, page_size, H]`, as of `PagedKv`; donate them to the surrounding jit.
@@ -158,7 +158,7 @@ def store_and_decode(
         return paged_decode_attention(q, kv, options, sinks, backend=parts.paged_decode_attention), kv
     q, k, v = qkv.split()
     q = kv.kept(qkv.num_kv_heads).queries(q)
-    _check_decode(q, kv, sinks)
+    _check_decode(q, kv, options, sinks)
     new = _as_kept(k, v, kv)
     run = chosen.store_and_decode.run
     out, stored = run(_scale_queries(q, kv), *new, kv.unscaled(), slots, sinks, options, interpret)
@@ -180,7 +180,7 @@ def paged_decode_attention(
         q: `[S, N, H]`, the query at position lengths[s] - 1, whose KV is stored already. Query head n reads kv head
             n // (N // K).
         kv: the cache; a sequence of length 0 is a padding row, whose output is zeros.
-        options: softmax scale, sliding window, soft cap.
+        options: softmax scale, sliding window, soft cap, and what is a value.
         sinks: `[N]` float32, a score per query head that joins the denominator of its softmax and has no value; None
             is a plain softmax. It is compared with scaled and capped scores, and seen by every query.
         backend: one of `BACKENDS`. A named one runs or raises; "auto" takes the best that can run.
@@ -189,11 +189,12 @@ def paged_decode_attention(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    _check_decode(q, kv, sinks)
+    _check_decode(q, kv, options, sinks)
     if is_order_fixed():
         options = dataclasses.replace(options, in_fixed_order=True)
     decode = choose_kernel("paged_decode_attention", lambda each: each.decode, backend, q, kv, interpret=interpret)
-    return _scale_output(decode(_scale_queries(q, kv), kv.unscaled(), sinks, options, interpret), kv)
+    out = decode(_scale_queries(q, kv), kv.unscaled(), sinks, options, interpret)
+    return _scale_output(out, kv)[..., : options.value_dim]
 
 
 def paged_extend_attention(
@@ -219,7 +220,7 @@ def paged_extend_attention(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    _check_attention(q, kv, sinks)
+    _check_attention(q, kv, options, sinks)
     if query_offsets.shape != (kv.num_seqs + 1,) or query_offsets.dtype != jnp.int32:
         raise ValueError(
             f"query_offsets is {query_offsets.shape} {query_offsets.dtype}; it must be [S + 1] int32, "
@@ -227,7 +228,7 @@ def paged_extend_attention(
         )
     extend = choose_kernel("paged_extend_attention", lambda each: each.extend, backend, q, kv, interpret=interpret)
     out = extend(_scale_queries(q, kv), query_offsets, kv.unscaled(), sinks, options, interpret)
-    return _scale_output(out, kv)
+    return _scale_output(out, kv)[..., : options.value_dim]
 
 
 def add_and_norm(
@@ -655,19 +656,21 @@ def _check_qkv(qkv: FusedQkv, kv: PagedKv, slots: jax.Array) -> None:
         raise ValueError(f"slots has dtype {slots.dtype}; it must be int32")
 
 
-def _check_decode(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None:
-    _check_attention(q, kv, sinks)
+def _check_decode(q: jax.Array, kv: PagedKv, options: AttentionOptions, sinks: jax.Array | None) -> None:
+    _check_attention(q, kv, options, sinks)
     if q.shape[0] != kv.num_seqs:
         raise ValueError(f"q {q.shape} must hold one token for each of the {kv.num_seqs} sequences in lengths")
 
 
-def _check_attention(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None:
+def _check_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, sinks: jax.Array | None) -> None:
     """Check q `[T, N, H]`, page table `[S, P]`, lengths `[S]` and sinks `[N]` against the cache."""
     check_pages(kv)
     if q.dtype not in QUERY_DTYPES:
         raise ValueError(f"q has dtype {q.dtype}; it must be float32, bfloat16 or float16")
     if q.ndim != 3 or q.shape[2] != kv.head_dim:
         raise ValueError(f"q {q.shape} must be [T, N, H] with the H of kv.k {kv.k.shape}")
+    if (options.value_dim or 0) > kv.head_dim:
+        raise ValueError(f"value_dim is {options.value_dim}; it must be at most the H of kv.k {kv.k.shape}")
     if q.shape[1] % kv.num_kv_heads:
         raise ValueError(f"q has {q.shape[1]} heads; it must be a multiple of the {kv.num_kv_heads} kv heads")
     if kv.page_table.ndim != 2 or kv.lengths.shape != kv.page_table.shape[:1]:

@@ -15,7 +15,7 @@ class AttentionOptions:
     """Static options of an attention op; hashable, so that it can be a static argument of `jax.jit`.
 
     Raises:
-        ValueError: a window below 1, or a scale or soft cap that isn't positive and finite.
+        ValueError: a window or a value below 1, or a scale or soft cap that isn't positive and finite.
     """
 
     sm_scale: float | None = None
@@ -24,6 +24,9 @@ class AttentionOptions:
     """A query at position p sees positions p - sliding_window + 1 .. p; None is no limit."""
     logit_soft_cap: float | None = None
     """Scaled scores become cap * tanh(score / cap) before masking; None leaves them."""
+    value_dim: int | None = None
+    """How many of the first numbers of a key are its value, where the cache's v is its k; the output has as many. None:
+    values are v's, of H numbers."""
     in_fixed_order: bool = False
     """Whether a decode's sums have an order that depends on the sequence alone; set by `api` in programs that ask."""
 
@@ -32,6 +35,8 @@ class AttentionOptions:
             raise ValueError(f"sm_scale is {self.sm_scale}; it must be positive, or None for 1 / sqrt(head size)")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window is {self.sliding_window}; it must be at least 1, or None for no window")
+        if self.value_dim is not None and self.value_dim < 1:
+            raise ValueError(f"value_dim is {self.value_dim}; it must be at least 1, or None for values of their own")
         if self.logit_soft_cap is not None and not (0 < self.logit_soft_cap < math.inf):
             raise ValueError(f"logit_soft_cap is {self.logit_soft_cap}; it must be positive, or None for no cap")
 

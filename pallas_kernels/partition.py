@@ -114,13 +114,16 @@ class SplitPlan:
         return min(self.num_items, math.floor(most) + 2)
 
 
-def plan_splits(kv: PagedKv, options: AttentionOptions, blocks: Mapping[str, int]) -> SplitPlan:
-    """The plan for a decode of `kv` on the target device.
+def plan_splits(
+    kv: PagedKv, options: AttentionOptions, blocks: Mapping[str, int], programs_per_item: int = 1
+) -> SplitPlan:
+    """The plan for a decode of `kv` on the target device, where so many programs share an item of a kv head.
 
     `blocks` are the kernel's sizes: tile_tokens, min_split_tokens, the fewest tokens that a split should hold, and
     programs_per_core, how many programs a core runs at once.
     """
-    items_at_once = max(1, target_device().num_cores * blocks["programs_per_core"] // kv.num_kv_heads)
+    programs_at_once = target_device().num_cores * blocks["programs_per_core"]
+    items_at_once = max(1, programs_at_once // (kv.num_kv_heads * programs_per_item))
     if options.in_fixed_order:
         whole = -(-kv.max_len // FIXED_SPLIT_TOKENS)
         # A window may begin and end inside of splits.

@@ -6,7 +6,7 @@ where arrays are filled.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, PagedKv
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.scaled import ScaledMatrix
+
+# Function, arguments as shapes, and keyword arguments.
+_Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,8 @@ class ArgSpec:
     sm_scale: float | None = None
     has_sinks: bool = False
     """Whether query heads have attention sinks."""
+    value_dim: int | None = None
+    """How many of the first numbers of a key are its value, for attention over a latent."""
     kept_head_dim: int | None = None
     """The cache's H, if it keeps zeros after the numbers of a head; queries of attention have it too."""
 
@@ -85,7 +90,7 @@ class ArgSpec:
     @property
     def options(self) -> AttentionOptions:
         """The options of the attention ops."""
-        options = AttentionOptions(self.sm_scale, self.sliding_window, self.logit_soft_cap)
+        options = AttentionOptions(self.sm_scale, self.sliding_window, self.logit_soft_cap, self.value_dim)
         return options.for_heads(self.head_dim) if self.kept_head_dim else options
 
     @property
@@ -141,13 +146,21 @@ class ArgSpec:
         """q, query_offsets and kv of `paged_extend_attention`, as shapes."""
         return self._queries(self.num_tokens), _int32(self.num_seqs + 1), self.paged_kv()
 
-    def calls(self) -> tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...]:
-        """Both stores, decode and extend with this spec: function, arguments as shapes, and keyword arguments."""
+    def calls(self) -> tuple[_Call, ...]:
+        """Both stores, decode and extend with this spec: function, arguments as shapes, and keyword arguments.
+
+        Of a latent decode and extend only.
+        """
+        attention: tuple[_Call, ...] = (
+            (paged_decode_attention, self.decode_args(), self.attention),
+            (paged_extend_attention, self.extend_args(), self.attention),
+        )
+        if self.value_dim is not None:
+            return attention
         return (
             (store_kv, self.store_args(), {}),
             (store_rotated, self.rotate_and_store_args(), {}),
-            (paged_decode_attention, self.decode_args(), self.attention),
-            (paged_extend_attention, self.extend_args(), self.attention),
+            *attention,
         )
 
 
@@ -307,6 +320,14 @@ GRID_SPECS = (
     _serving_spec(96, 1, 64, "bf16", "float8", kept_head_dim=128),
     _serving_spec(96, 4, 16, "bf16", "window", kept_head_dim=128),
     _serving_spec(192, 8, 64, "bf16", kept_head_dim=256),
+)
+
+# Attention over the latents of DeepSeek-V2-Lite (or V3 on 8 devices), GLM-4.7-Flash, Kimi-K2 and DeepSeek-V3: only
+# attention takes these.
+LATENT_SPECS = tuple(
+    ArgSpec(f"latent_g{num_groups}_{dtype.name}", 32, 1024, 64, 64, 1, num_groups, 576, dtype, value_dim=512)
+    for dtype, every in ((jnp.dtype(jnp.bfloat16), (16, 20, 64, 128)), (jnp.dtype(jnp.float32), (16, 128)))
+    for num_groups in every
 )
 
 # Products of Qwen3-8B's layer in the formats that are published, for each of the kernel's tiles; and odd sizes.

@@ -122,11 +122,9 @@ class Pages:
         kv = PagedKv(pages, pages, self._page_table, a.lengths)
         q_TNH = widened(qkv.queries, kv.head_dim)
         if self._kind == "decode":
-            out_TNH = paged_decode_attention(q_TNH, kv, options, backend=kernels.paged_decode_attention)
-        else:
-            backend = kernels.paged_extend_attention
-            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, backend=backend)
-        return out_TNH[..., : qkv.value_dim]
+            return paged_decode_attention(q_TNH, kv, options, backend=kernels.paged_decode_attention)
+        backend = kernels.paged_extend_attention
+        return paged_extend_attention(q_TNH, a.query_offsets, kv, options, backend=backend)
 
     def store(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, and attends to nothing: zeros, of `attend`'s shape."""

@@ -227,8 +227,9 @@ class ModelArch:
         return next((mlp for mlp in mixtures if isinstance(mlp, MoeMlp)), None)
 
     def attention_options(self, layer_index: int) -> AttentionOptions:
-        """Softmax scale, window and soft cap of a layer's attention."""
-        return AttentionOptions(self.attention_scale, self.layers[layer_index].window, self.attention_cap)
+        """Softmax scale, window and soft cap of a layer's attention, and what is a value of a latent."""
+        value_dim = None if self.latent is None else self.latent.kv_rank
+        return AttentionOptions(self.attention_scale, self.layers[layer_index].window, self.attention_cap, value_dim)
 
     def format_of(self, layer: LayerSpec, matrix: str) -> WeightFormat | None:
         """The format of a matrix of `layer`, by its name in `LayerSpec.matrices`."""

@@ -88,9 +88,14 @@ def test(request: Request, say: Callable[[News], None], cases_of: Cases) -> None
 def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
     """Whether the model uses it.
 
-    A kernel that rotates stores too, only some devices store in a decode, only mixtures have experts, and few models
-    states, or weights in groups or of float8.
+    A kernel that rotates stores too, only some devices store in a decode, XLA stores latents, only mixtures have
+    experts, and few models states, or weights in groups or of float8.
     """
+    if (
+        op in ("rotate_and_store", "store_kv", "store_and_decode")
+        and KernelShapes.from_json(request.shapes).has_latents
+    ):
+        return False
     if op == "grouped_product":
         return bool(request.shapes["experts"])
     if op == "quantized_product":

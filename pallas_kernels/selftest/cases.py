@@ -575,6 +575,7 @@ def _caches(shapes: KernelShapes, lengths: Array, room: int = 0) -> tuple[PagedK
         for key, each in zip(jax.random.split(jax.random.key(2)), spread, strict=True)
     ]
     k, v = (pages_of(each, used, dtype) for each in numbers)
+    v = k if shapes.has_latents else v
     cache = PagedKv(k, v, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), **scales)
     return cache, dataclasses.replace(cache, k=to_numbers(k).astype(jnp.float32), v=to_numbers(v).astype(jnp.float32))
 

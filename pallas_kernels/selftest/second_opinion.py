@@ -27,7 +27,7 @@ def second_opinion(
     """An extend by JAX's kernel; None where it hasn't what the call needs, or on another device than a TPU."""
     if target_device().platform != "tpu" or sinks is not None or kv.k.dtype != q.dtype or kv.head_dim % 128:
         return None
-    return lambda: [ragged_paged_attention(q, query_offsets, kv, options)]
+    return lambda: [ragged_paged_attention(q, query_offsets, kv, options)[..., : options.value_dim]]
 
 
 def second_opinion_of_decode(
@@ -39,7 +39,8 @@ def second_opinion_of_decode(
 
     def scattered() -> list[jax.Array]:
         assert attend is not None
-        return [jnp.zeros_like(q).at[np.flatnonzero(has_token)].set(out) for out in attend()]
+        rows = np.flatnonzero(has_token)
+        return [jnp.zeros((len(q), *out.shape[1:]), out.dtype).at[rows].set(out) for out in attend()]
 
     return None if attend is None else scattered
 

@@ -102,6 +102,11 @@ class KernelShapes:
     in_fixed_order: bool = False
     """Whether sums have one order (`order`), those of products and norms too."""
 
+    @property
+    def has_latents(self) -> bool:
+        """Whether the cache keeps entries of which a part is the value; no kernel stores these."""
+        return any(each.value_dim is not None for each in self.attention)
+
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes."""
         values = dataclasses.asdict(self)

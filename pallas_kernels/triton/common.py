@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.gpu_compiler import xla_ptxas
@@ -21,7 +22,7 @@ from pallas_kernels.paged_kv import FLOAT8, PagedKv
 from pallas_kernels.partition import EMPTY_LSE, LOG2_E
 from pallas_kernels.target import target_device
 from pallas_kernels.triton.float8 import PLANES, UNPACKED_SCALE
-from pallas_kernels.triton.tiles import SequenceKv, holds_words, load_rows, store_rows
+from pallas_kernels.triton.tiles import SequenceKv, holds_words, load_parts, load_rows, store_rows, widths_of
 
 # The smallest extent that Triton's dot takes on any axis.
 MIN_DOT = 16
@@ -29,18 +30,23 @@ MIN_DOT = 16
 # The most rows of a tile that Triton multiplies by mma.sync on Hopper: from 64 on it takes `wgmma`.
 MOST_ROWS_WITHOUT_WGMMA = 32
 
-# Arrays `[R, H / planes]`: one, or the planes of a float8 cache (see `float8`).
-Planes: TypeAlias = tuple[jax.Array, ...]
+# The most query heads of a kv head.
+MOST_GROUPS = 128
+
+# Arrays `[R, ..]` that are rows together: parts of columns (see `widths_of`), mostly one, or the planes of a float8
+# cache (see `float8`).
+Parts: TypeAlias = tuple[jax.Array, ...]
 
 
 def refuse_attention(q: jax.Array, kv: PagedKv) -> str | None:
     """Why the attention kernels can't take q `[T, N, H]` and the cache, or None when they can."""
-    head_dim = q.shape[2]
-    smallest = MIN_DOT * PLANES if kv.dtype == FLOAT8 else MIN_DOT
-    if head_dim < smallest or head_dim & (head_dim - 1):
-        return f"head size is {head_dim}; with a {kv.dtype} cache it takes powers of two from {smallest}"
-    if q.shape[1] // kv.num_kv_heads > 16:
-        return f"{q.shape[1] // kv.num_kv_heads} query heads share a kv head; it takes at most 16"
+    head_dim, num_groups = q.shape[2], q.shape[1] // kv.num_kv_heads
+    smallest, most_parts, sums = (MIN_DOT * PLANES, 1, "") if kv.dtype == FLOAT8 else (MIN_DOT, 2, " and sums of two")
+    widths = widths_of(head_dim)
+    if widths[-1] < smallest or len(widths) > most_parts:
+        return f"head size is {head_dim}; with a {kv.dtype} cache it takes powers of two from {smallest}{sums}"
+    if num_groups > MOST_GROUPS:
+        return f"{num_groups} query heads share a kv head; it takes at most {MOST_GROUPS}"
     return None
 
 
@@ -51,11 +57,20 @@ def tile_rows_for(num_rows: int) -> int:
     return min(num_rows, MOST_ROWS_WITHOUT_WGMMA) if suspect else num_rows
 
 
+def head_block(num_blocks: int) -> tuple[jax.Array, jax.Array | None]:
+    """The kv head of a program, and which block of its query heads it has, by the first axis of the grid.
+
+    There are so many blocks of each kv head; None: the only one.
+    """
+    place = pl.program_id(0)
+    return (place, None) if num_blocks == 1 else (lax.div(place, num_blocks), lax.rem(place, num_blocks))
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The queries of a program."""
 
-    q: Planes
+    q: Parts
     """The queries in the form that the dot products take."""
     scale: jax.Array | float
     """A factor on the products q . k beside the softmax's own scale: `[R]` or one number."""
@@ -67,7 +82,7 @@ class Rows:
     @property
     def head_dim(self) -> int:
         """H."""
-        return int(self.q[0].shape[1]) * len(self.q)
+        return sum(int(part.shape[1]) for part in self.q)
 
 
 def load_queries(
@@ -84,7 +99,7 @@ def load_queries(
     """
     sinks = None if sinks_ref is None else plgpu.load(sinks_ref.at[index[-1]], mask=is_real, other=0.0)
     if not holds_words(kv.k_pages):
-        return Rows((load_rows(q_ref, index, is_real),), 1.0, position, sinks)
+        return Rows(load_parts(q_ref, index, is_real), 1.0, position, sinks)
     width = q_ref.shape[-1] // PLANES
     q = [load_rows(q_ref, index, is_real, (plane * width, width)) for plane in range(PLANES)]
     if q_ref.dtype == jnp.float32:
@@ -97,11 +112,12 @@ def load_queries(
     return Rows(narrow, largest * UNPACKED_SCALE, position, sinks)
 
 
-def store_output(ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array, out: Planes) -> None:
+def store_output(ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array, out: Parts) -> None:
     """The opposite of `load_queries` for a result of `attend_rows`; rows that aren't real are not written."""
-    width = ref.shape[-1] // len(out)
-    for plane, rows in enumerate(out):
-        store_rows(ref, index, is_real, rows, (plane * width, width))
+    first = 0
+    for part in out:
+        store_rows(ref, index, is_real, part, (first, part.shape[1]))
+        first += part.shape[1]
 
 
 def attend_rows(
@@ -110,21 +126,19 @@ def attend_rows(
     tiles: tuple[jax.Array, jax.Array],
     options: AttentionOptions,
     all_seen_until: jax.Array | None = None,
-) -> tuple[Planes, jax.Array]:
+) -> tuple[Parts, jax.Array]:
     """Attention of `rows` over the KV tiles from tiles[0] up to before tiles[1].
 
     All rows see all of the tiles before `all_seen_until`, if given; these are computed without masks. Returns the
     output, float32, and `[R]` its log-sum-exp as `merge_splits` takes it. A row that sees nothing yields zeros.
     """
     num_rows = rows.position.shape[0]
-    width = kv.v_pages.shape[3]
-    num_planes = len(rows.q)
     begin, end = tiles
     state: Any = (
         kv.page(begin),
         jnp.full((num_rows,), -jnp.inf, jnp.float32),
         jnp.zeros((num_rows,), jnp.float32),
-        tuple(jnp.zeros((num_rows, width), jnp.float32) for _ in range(num_planes)),
+        tuple(jnp.zeros((num_rows, width), jnp.float32) for width in kv.value_widths),
     )
     if all_seen_until is not None:
         middle = jnp.clip(all_seen_until, begin, end)
@@ -134,14 +148,14 @@ def attend_rows(
     seen = jnp.where(total > 0, total, 1.0)
     if rows.sinks is not None:
         seen = seen + jnp.where(total > 0, jnp.exp2(rows.sinks * LOG2_E - top), 0.0)
-    factor = (UNPACKED_SCALE if num_planes > 1 else 1.0) / seen
+    factor = (UNPACKED_SCALE if holds_words(kv.v_pages) else 1.0) / seen
     lse = jnp.where(total > 0, top + jnp.log(total) * LOG2_E, EMPTY_LSE)
-    return tuple(plane * factor[:, None] for plane in acc), lse
+    return tuple(part * factor[:, None] for part in acc), lse
 
 
 def _add_tile(
     rows: Rows, kv: SequenceKv, options: AttentionOptions, is_masked: bool, tile: jax.Array, state: Any
-) -> tuple[jax.Array, jax.Array, jax.Array, Planes]:
+) -> tuple[jax.Array, jax.Array, jax.Array, Parts]:
     """One step of the running softmax, in powers of two: what the state holds of a score is score * log2(e).
 
     The page of a tile is looked up one step before: a chain of two loads within a step would cost the compiler's
@@ -164,7 +178,7 @@ def _add_tile(
     shrink = jnp.exp2(top - base)
     total = total * shrink + jnp.sum(weights, axis=1)
     weights = weights.astype(v[0].dtype)
-    acc = tuple(a * shrink[:, None] + _dot(weights, plane) for a, plane in zip(acc, v, strict=True))
+    acc = tuple(a * shrink[:, None] + _dot(weights, part) for a, part in zip(acc, v, strict=True))
     return kv.page(tile + 1), new_top, total, acc
 
 

@@ -1,8 +1,8 @@
-"""`paged_decode_attention` as a Pallas kernel for the Triton backend: a program per (kv head, item).
+"""`paged_decode_attention` as a Pallas kernel for the Triton backend: a program per (kv head, block of heads, item).
 
 An item is a range of KV tiles of one sequence; a small table, computed on the device before the kernel, has them. The
-query heads that share a kv head are the rows of one program, so that K and V are loaded once for all of them.
-Called through `triton.BACKEND`.
+query heads that share a kv head are the rows of one program, so that K and V are loaded once for all of them; many of
+them are several blocks. Called through `triton.BACKEND`.
 """
 
 import functools
@@ -26,9 +26,9 @@ from pallas_kernels.partition import (
     split_sequences,
 )
 from pallas_kernels.triton import float8
-from pallas_kernels.triton.common import MIN_DOT, attend_rows, load_queries, store_output
+from pallas_kernels.triton.common import MIN_DOT, attend_rows, head_block, load_queries, store_output, tile_rows_for
 from pallas_kernels.triton.merge import merge_splits
-from pallas_kernels.triton.tiles import SequenceKv
+from pallas_kernels.triton.tiles import SequenceKv, value_widths
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
@@ -38,30 +38,40 @@ def decode_attention(
     """See `backend.Decode`."""
     num_kv_heads, k_pages, v_pages = kv.num_kv_heads, kv.k, kv.v
     blocks = tuning.blocks("paged_decode_attention", "triton", tuning.shape_class(q, kv))
-    plan = plan_splits(kv, options, blocks)
+    num_groups = q.shape[1] // num_kv_heads
+    num_rows = min(tile_rows_for(blocks["head_rows"]), max(MIN_DOT, pl.next_power_of_2(num_groups)))
+    head_blocks = pl.cdiv(num_groups, num_rows)
+    plan = plan_splits(kv, options, blocks, head_blocks)
     splits = split_sequences(plan, kv.lengths, options)
     is_float8 = kv.dtype == FLOAT8
     if is_float8:
         q, k_pages, v_pages = float8.planes_first(q), *map(float8.as_words, (k_pages, v_pages))
-    out_shape: Any = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
+    shape = (*q.shape[:2], sum(value_widths(q.shape[2], options.value_dim)))
+    out_shape: Any = (jax.ShapeDtypeStruct(shape, q.dtype),)
     is_split = plan.max_splits > 1
     if is_split:
         out_shape = (
-            jax.ShapeDtypeStruct((plan.max_splits, *q.shape), jnp.float32),
+            jax.ShapeDtypeStruct((plan.max_splits, *shape), jnp.float32),
             jax.ShapeDtypeStruct((plan.max_splits, *q.shape[:2]), jnp.float32),
         )
     out, *lse = pl.pallas_call(
-        functools.partial(_decode_kernel, tile_tokens=blocks["tile_tokens"], options=options, is_split=is_split),
+        functools.partial(
+            _decode_kernel,
+            tile_tokens=blocks["tile_tokens"],
+            num_rows=num_rows,
+            head_blocks=head_blocks,
+            options=options,
+            is_split=is_split,
+        ),
         out_shape=out_shape,
         # Heads first: programs that run side by side read tiles that lie side by side.
-        grid=(num_kv_heads, plan.num_items),
+        grid=(num_kv_heads * head_blocks, plan.num_items),
         compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=blocks["num_stages"]),
         interpret=interpret,
         name="paged_decode_attention",
     )(q, k_pages, v_pages, kv.page_table, splits.items, *([] if sinks is None or is_split else [sinks]))
     if lse:
-        num_groups = q.shape[1] // num_kv_heads
-        parts = out.reshape(1, plan.max_splits, q.shape[0], num_kv_heads, num_groups, q.shape[2])
+        parts = out.reshape(1, plan.max_splits, q.shape[0], num_kv_heads, num_groups, shape[2])
         out = merge_splits(
             parts, lse[0].reshape(parts.shape[1:5]), splits.counts, sinks, num_groups, q.dtype, interpret
         )
@@ -70,19 +80,29 @@ def decode_attention(
 
 def _decode_kernel(
     q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, items_ref: Any, *more: Any,
-    tile_tokens: int, options: AttentionOptions, is_split: bool
+    tile_tokens: int, num_rows: int, head_blocks: int, options: AttentionOptions, is_split: bool
 ) -> None:  # fmt: skip
     # Sinks, if there are any, join where a sequence is whole: here, or where its splits are merged.
     *sinks_ref, out_ref, lse_ref = more if is_split else (*more, None)
-    kv_head, item = (pl.program_id(axis) for axis in range(2))
+    kv_head, block = head_block(head_blocks)
+    item = pl.program_id(1)
     num_groups = q_ref.shape[1] // k_pages_ref.shape[1]
     seq, begin, end, last = (items_ref[item, column] for column in (SEQUENCE, BEGIN, END, POSITION))
-    row = jnp.arange(max(MIN_DOT, pl.next_power_of_2(num_groups)), dtype=jnp.int32)
-    head = kv_head * num_groups + row
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    group = row if block is None else block * num_rows + row
+    head = kv_head * num_groups + group
     # Items that don't exist hold no tiles. Where no sequence is split, those of padding rows hold none, to write zeros.
-    is_real = (row < num_groups) & ((begin < end) | (lse_ref is None))
+    is_real = (group < num_groups) & ((begin < end) | (lse_ref is None))
     kv = SequenceKv(
-        k_pages_ref, v_pages_ref, page_table_ref, seq, kv_head, options.first_visible(last), last, tile_tokens
+        k_pages_ref,
+        v_pages_ref,
+        page_table_ref,
+        seq,
+        kv_head,
+        options.first_visible(last),
+        last,
+        tile_tokens,
+        options.value_dim,
     )
     rows = load_queries(q_ref, (seq, head), is_real, jnp.broadcast_to(last, row.shape), kv, *sinks_ref)
     out, lse = attend_rows(rows, kv, (begin, end), options)

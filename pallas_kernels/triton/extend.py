@@ -1,8 +1,9 @@
-"""`paged_extend_attention` as a Pallas kernel for the Triton backend: one program per (kv head, query tile).
+"""`paged_extend_attention` as a Pallas kernel for the Triton backend: one program per (kv head, block of heads,
+query tile).
 
 A query tile holds queries of one sequence; a small table, computed on the device before the kernel, has the sequence of
 each tile and where it starts. The query heads that share a kv head are packed into the rows beside the queries, so that
-K and V are loaded once for all of them. Called through `triton.BACKEND`.
+K and V are loaded once for all of them; many of them are several blocks. Called through `triton.BACKEND`.
 """
 
 import functools
@@ -19,8 +20,8 @@ from pallas_kernels.paged_kv import FLOAT8, PagedKv
 from pallas_kernels.partition import BEGIN, END, POSITION, SEQUENCE, query_tiles
 from pallas_kernels.target import target_device
 from pallas_kernels.triton import float8
-from pallas_kernels.triton.common import attend_rows, load_queries, store_output, tile_rows_for
-from pallas_kernels.triton.tiles import SequenceKv
+from pallas_kernels.triton.common import attend_rows, head_block, load_queries, store_output, tile_rows_for
+from pallas_kernels.triton.tiles import SequenceKv, value_widths
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
@@ -35,11 +36,15 @@ def extend_attention(
     """See `backend.Extend`."""
     num_kv_heads, k_pages, v_pages = kv.num_kv_heads, kv.k, kv.v
     blocks = tuning.blocks("paged_extend_attention", "triton", tuning.shape_class(q, kv))
-    tile_queries = tile_rows_for(blocks["tile_rows"]) // pl.next_power_of_2(q.shape[1] // num_kv_heads)
+    num_groups, tile_rows = q.shape[1] // num_kv_heads, tile_rows_for(blocks["tile_rows"])
+    tile_heads = min(tile_rows, pl.next_power_of_2(num_groups))
+    tile_queries = tile_rows // tile_heads
+    head_blocks = pl.cdiv(num_groups, tile_heads)
     tiles = query_tiles(kv.lengths, query_offsets, q.shape[0], tile_queries)
     # ptxas serializes wgmma (advisory C7515) where a loop without masks precedes the one with them and the pages of a
-    # tile's tokens are looked up one by one. One loop, with masks, is compiled as meant.
-    pages_in_tile = bool(kv.page_size % blocks["tile_tokens"])
+    # tile's tokens are looked up one by one. One loop, with masks, is compiled as meant. Over latents, whose rows fill
+    # the registers, two loops spill.
+    is_one_loop = bool(kv.page_size % blocks["tile_tokens"]) or options.value_dim is not None
     is_float8 = kv.dtype == FLOAT8
     if is_float8:
         q, k_pages, v_pages = float8.planes_first(q), *map(float8.as_words, (k_pages, v_pages))
@@ -47,12 +52,14 @@ def extend_attention(
         functools.partial(
             _extend_kernel,
             tile_queries=tile_queries,
+            tile_heads=tile_heads,
+            head_blocks=head_blocks,
             tile_tokens=blocks["tile_tokens"],
-            one_loop=pages_in_tile and target_device().is_hopper,
+            one_loop=is_one_loop and target_device().is_hopper,
             options=options,
         ),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(num_kv_heads, tiles.shape[0]),
+        out_shape=jax.ShapeDtypeStruct((*q.shape[:2], sum(value_widths(q.shape[2], options.value_dim))), q.dtype),
+        grid=(num_kv_heads * head_blocks, tiles.shape[0]),
         compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=blocks["num_stages"]),
         interpret=interpret,
         name="paged_extend_attention",
@@ -62,18 +69,18 @@ def extend_attention(
 
 def _extend_kernel(
     q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, tiles_ref: Any, *sinks_and_out_ref: Any,
-    tile_queries: int, tile_tokens: int, one_loop: bool, options: AttentionOptions
+    tile_queries: int, tile_heads: int, head_blocks: int, tile_tokens: int, one_loop: bool, options: AttentionOptions
 ) -> None:  # fmt: skip
     *sinks_ref, out_ref = sinks_and_out_ref
-    kv_head = pl.program_id(0)
+    kv_head, block = head_block(head_blocks)
     # Begins with the last tile: later tiles of a sequence see more KV, and long tiles should not begin last.
     tile = tiles_ref.shape[0] - 1 - pl.program_id(1)
     num_groups = q_ref.shape[1] // k_pages_ref.shape[1]
-    num_groups_padded = pl.next_power_of_2(num_groups)
     seq, begin, end, first = (tiles_ref[tile, column] for column in (SEQUENCE, BEGIN, END, POSITION))
 
-    row = jnp.arange(tile_queries * num_groups_padded, dtype=jnp.int32)
-    query, group = row // num_groups_padded, row % num_groups_padded
+    row = jnp.arange(tile_queries * tile_heads, dtype=jnp.int32)
+    query, group = row // tile_heads, row % tile_heads
+    group = group if block is None else block * tile_heads + group
     token, head = begin + query, kv_head * num_groups + group
     is_real = (token < end) & (group < num_groups)
     kv = SequenceKv(
@@ -85,6 +92,7 @@ def _extend_kernel(
         options.first_visible(first),
         first + end - begin - 1,
         tile_tokens,
+        options.value_dim,
     )
     rows = load_queries(q_ref, (token, head), is_real, first + query, kv, *sinks_ref)
     # Without a window, all rows see what lies before the first query: most tiles of a long prompt.

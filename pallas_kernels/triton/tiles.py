@@ -14,11 +14,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.triton.float8 import unpack
+from pallas_kernels.triton.float8 import PLANES, unpack
 
 # First column (a number, or one that the kernel computes) and number of columns, a power of two; the step from one to
 # the next where it is not 1; and how many there are, where that is fewer: the rest is read as zeros and not written.
 Columns: TypeAlias = tuple[Any, int] | tuple[Any, int, int] | tuple[Any, int, int, int]
+
+
+def widths_of(row: int) -> tuple[int, ...]:
+    """Numbers of each part that a row of so many is computed in: powers of two, the largest first."""
+    return tuple(1 << bit for bit in reversed(range(row.bit_length())) if row >> bit & 1)
+
+
+def value_widths(head_dim: int, value_dim: int | None) -> tuple[int, ...]:
+    """The same of a value: all parts of a row, or those that hold its first value_dim numbers."""
+    widths = widths_of(head_dim)
+    if value_dim is None:
+        return widths
+    return tuple(width for place, width in enumerate(widths) if sum(widths[:place]) < value_dim)
 
 
 def index_of(layer: int) -> jax.Array:
@@ -47,6 +60,12 @@ def store_rows(
     """The opposite of `load_rows`; rows that aren't real are not written."""
     where = _address(ref, index, columns)
     plgpu.store(ref.at[where], rows.astype(ref.dtype), mask=_mask(where, is_real, columns))
+
+
+def load_parts(ref: Any, index: tuple[Any, ...], is_real: jax.Array | None) -> tuple[jax.Array, ...]:
+    """The parts of the rows that `load_rows` loads; see `widths_of`."""
+    widths = widths_of(ref.shape[-1])
+    return tuple(load_rows(ref, index, is_real, (sum(widths[:place]), width)) for place, width in enumerate(widths))
 
 
 def _mask(where: tuple[jax.Array, ...], is_real: jax.Array | None, columns: Columns | None) -> jax.Array | None:
@@ -84,11 +103,19 @@ class SequenceKv:
     """KV positions in view, first and last: outside of them V may hold NaN and is read as zeros."""
     last: jax.Array
     tile_tokens: int
+    value_dim: int | None = None
+    """How many of the first numbers of a key are its value; None: values are of v_pages."""
 
     @property
     def tile_range(self) -> tuple[jax.Array, jax.Array]:
         """The first tile in view, and the tile after the last."""
         return self.first // self.tile_tokens, (self.last + self.tile_tokens) // self.tile_tokens
+
+    @property
+    def value_widths(self) -> tuple[int, ...]:
+        """Numbers of each part, or plane, of a value."""
+        width = self.v_pages.shape[3]
+        return (width,) * PLANES if holds_words(self.v_pages) else value_widths(width, self.value_dim)
 
     def position(self, tile: jax.Array) -> jax.Array:
         """KV positions of a tile, `[tile_tokens]`."""
@@ -106,15 +133,17 @@ class SequenceKv:
     def load(self, tile: jax.Array, page: jax.Array, is_masked: bool, dtype: Any) -> tuple[Any, Any]:
         """K and V of a tile whose page is known, for dot products with `dtype`.
 
-        They are tuples of arrays `[tile_tokens, ...]`: one, or the planes of a float8 cache. Unless is_masked, all of
-        the tile has to be in view. K may hold anything where it isn't: its scores are masked.
+        They are tuples of arrays `[tile_tokens, ...]`: the parts of rows, or the planes of a float8 cache. Unless
+        is_masked, all of the tile has to be in view. K may hold anything where it isn't: its scores are masked.
         """
         position = self.position(tile)
         in_view = (position >= self.first) & (position <= self.last) if is_masked else None
         index = (page, self.head, lax.rem(position, jnp.int32(self.k_pages.shape[2])))
-        k = load_rows(self.k_pages, index, None)
-        v = load_rows(self.v_pages, index, in_view)
-        if not holds_words(self.k_pages):
-            return (k.astype(dtype),), (v.astype(dtype),)
-        k_planes, v_planes = (tuple(plane.astype(dtype) for plane in unpack(words)) for words in (k, v))
-        return k_planes, v_planes
+        if self.value_dim is None:
+            k, v = load_parts(self.k_pages, index, None), load_parts(self.v_pages, index, in_view)
+        else:
+            k = load_parts(self.k_pages, index, in_view)
+            v = k[: len(self.value_widths)]
+        is_words = holds_words(self.k_pages)
+        k, v = (tuple(part.astype(dtype) for part in (unpack(*each) if is_words else each)) for each in (k, v))
+        return k, v

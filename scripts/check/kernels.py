@@ -3,9 +3,9 @@
     python scripts/check kernels --json checks.json
     python scripts/check kernels --backends triton --budget-s 120
 
-Each spec of `pallas_kernels.specs.GRID_SPECS` gets a ragged batch (padding rows and tokens, one token, full pages,
-shared and permuted pages, NaN in every place that no sequence owns). Each result is compared with float64, with the XLA
-backend, and with itself over many runs. Exits with status 1 if anything failed.
+Each spec of `GRID_SPECS` and `LATENT_SPECS` (`pallas_kernels.specs`) gets a ragged batch (padding rows and tokens, one
+token, full pages, shared and permuted pages, NaN in every place that no sequence owns). Each result is compared with
+float64, with the XLA backend, and with itself over many runs. Exits with status 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench.kernels.check_layer import check_layer
 from bench.kernels.contenders import backends_for
 from bench.output import command_parser, write_json
 
-from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS
+from pallas_kernels.specs import GRID_SPECS, LATENT_SPECS, SMALL_SPECS
 from pallas_kernels.target import target_device
 
 
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
             result = {"checks": [dataclasses.asdict(check) for check in checks], "left_out": left_out, "done": done}
             write_json(options.json, result | running)
 
-    for spec in SMALL_SPECS if options.small else GRID_SPECS:
+    for spec in SMALL_SPECS if options.small else (*GRID_SPECS, *LATENT_SPECS):
         if options.specs not in spec.name or spec.name in options.skip:
             continue
         if time.monotonic() - begin > options.budget_s:
@@ -58,7 +58,8 @@ def main(arguments: list[str]) -> int:
             write(running=spec.name)  # whoever ends a check that hangs finds its name
             interpret = options.small and backend != "xla"
             new = check_spec(spec, backend, runs=options.runs, interpret=interpret)
-            new += check_layer(spec, backend, runs=options.runs, interpret=interpret)
+            if spec.value_dim is None:
+                new += check_layer(spec, backend, runs=options.runs, interpret=interpret)
             checks += new
             for check in new:
                 print(f"{check.op:<24}{backend:<12}{spec.name:<28}{check.verdict} {check.note}", flush=True)

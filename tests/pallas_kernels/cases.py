@@ -35,8 +35,9 @@ class Case:
             jnp.asarray(pages / scale[:, None, None], self.spec.cache_dtype)
             for pages, scale in ((self.k_pages, k_scale), (self.v_pages, v_scale))
         )
+        k, v = cache
         ints = (jnp.asarray(a, jnp.int32) for a in (self.page_table, self.lengths))
-        return PagedKv(*cache, *ints, **self.spec.scales)
+        return PagedKv(k, v if self.spec.value_dim is None else k, *ints, **self.spec.scales)
 
     def extend_args(self):
         """q, query_offsets, kv."""
@@ -123,7 +124,7 @@ def dense_attention(q, query_offsets, kv: PagedKv, options: AttentionOptions, si
             weights = np.exp(scores - top)
             total = weights.sum(axis=2, keepdims=True) + np.exp(sinks - top)
             out[token] = (weights / total @ v[:, first : position + 1]).reshape(q.shape[1:])
-    return out
+    return out[..., : options.value_dim]
 
 
 def random_store(spec: ArgSpec, rng: np.random.Generator, **scales: float) -> tuple[PagedKv, jax.Array, jax.Array]:

@@ -193,3 +193,20 @@ def test_requests_and_news_survive_the_pipe() -> None:
         assert parse_news(news_line(news)) == news
     with pytest.raises(ValueError, match="no news"):
         parse_news('{"kind": "Nothing"}')
+
+
+def test_of_a_latent_only_attention_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "preferred_backends", lambda op: [])
+    monkeypatch.setattr(cases, "RUNS", 1)
+    latents = (AttentionOptions(value_dim=24),)
+    shapes = dataclasses.replace(SHAPES, attention=latents, has_sinks=False, num_groups=20, experts=(), matrices=())
+    said: list[News] = []
+    run_tests(Request("cpu", shapes.as_json(), AUTO), said.append, CASES_OF)
+    tested = {each.op for each in said if isinstance(each, Verdict)}
+    attention = {"paged_decode_attention", "paged_extend_attention"}
+    assert attention <= tested and not {"rotate_and_store", "store_kv", "store_and_decode"} & tested
+    for op in attention:
+        with_kernel(monkeypatch, op, lambda out: out)
+        case = next(iter(CASES_OF[op](shapes)))
+        assert case.error(BACKEND, interpret=True) <= case.tolerance
+        assert case.right()[0].shape[-1] == 24

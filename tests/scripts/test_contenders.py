@@ -145,9 +145,9 @@ def test_a_contender_that_fails_is_a_row_and_not_the_end(name: str, monkeypatch:
 
 
 def test_a_refusal_says_why() -> None:
-    case = decode("odd", [9], **{**SMALL, "head_dim": 80})
+    case = decode("odd", [9], **{**SMALL, "head_dim": 72})
     prepare = functools.partial(contenders.prepare_backend, "triton", make_inputs(case), interpret=True)
-    with pytest.raises(contenders.Unsupported, match="80"):
+    with pytest.raises(contenders.Unsupported, match="72"):
         prepare()
 
 

@@ -38,7 +38,7 @@ def _obstacles(config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.
     if platform == "tpu":
         yield "XLA chooses the tiles of a TPU's products by the batch: leave it out"
     if arch.latent is not None:
-        yield f"attention over the latents of {arch.name} is XLA's, whose order depends on the batch: leave it out"
+        yield f"products around the latents of {arch.name} are XLA's, whose order depends on the batch: leave it out"
     if arch.delta_net is not None:
         yield f"the gated delta-nets of {arch.name} are XLA's, whose order depends on the batch: leave it out"
     if arch.vision is not None:

@@ -6,10 +6,10 @@ arrays, backends or times; `inputs` fills a case with numbers.
 Work is counted from real lengths: what masks, padding, tiles or a second reading add is the kernel's loss. Each input
 is read once and each output written once, whatever a cache may hide:
 
-- attention bytes: K and V of the tokens that some query of the sequence sees, the queries, the output, and the
-  page ids of those tokens (4 bytes each). Pages shared by sequences count for each.
-- attention FLOPs: 4 * H for each pair of a query head and a KV token that it sees (2 for the score, 2 for the output);
-  the softmax is left out, so causality halves a whole prompt.
+- attention bytes: K and V (of a latent the entry) of the tokens that some query of the sequence sees, the queries, the
+  output, and the page ids of those tokens (4 bytes each). Pages shared by sequences count for each.
+- attention FLOPs: for each pair of a query head and a KV token that it sees 2 * H for the score and as many for the
+  output, of a latent 2 * value_dim; the softmax is left out, so causality halves a whole prompt.
 - store bytes: the new K and V read in their dtype and written in the cache's, and 4 for each slot. No FLOPs.
 """
 
@@ -54,6 +54,7 @@ class KernelCase:
     logit_soft_cap: float | None = None
     sm_scale: float | None = None
     has_sinks: bool = False
+    value_dim: int | None = None
     padding_tokens: int = 0
     """Padding tokens of an extend or a store, behind those of the last sequence."""
 
@@ -91,6 +92,7 @@ class KernelCase:
             bits_cache=self.bits_cache,
             sm_scale=self.sm_scale,
             has_sinks=self.has_sinks,
+            value_dim=self.value_dim,
         )
 
     @property
@@ -126,9 +128,11 @@ def work_of(case: KernelCase) -> Work:
         return Work(sum(case.new) * (kv_row * (width + cache_width) + 4), 0)
     seen_tokens, seen_pages, pairs = _seen(case)
     num_heads = case.num_kv_heads * case.num_groups
-    queries_and_output = 2 * sum(case.new) * num_heads * case.head_dim * width
-    num_bytes = seen_tokens * kv_row * cache_width + queries_and_output + 4 * seen_pages
-    return Work(num_bytes, 4 * case.head_dim * num_heads * pairs)
+    key_and_value = case.head_dim + (case.value_dim or case.head_dim)
+    queries_and_output = sum(case.new) * num_heads * key_and_value * width
+    entry = kv_row if case.value_dim is None else kv_row // 2
+    num_bytes = seen_tokens * entry * cache_width + queries_and_output + 4 * seen_pages
+    return Work(num_bytes, 2 * key_and_value * num_heads * pairs)
 
 
 def _seen(case: KernelCase) -> tuple[int, int, int]:

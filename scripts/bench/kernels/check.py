@@ -72,13 +72,14 @@ def ragged_case(op: str, spec: ArgSpec, seed: int) -> KernelCase:
         logit_soft_cap=None if op == STORE else spec.logit_soft_cap,
         sm_scale=None if op == STORE else spec.options.sm_scale,
         has_sinks=op != STORE and spec.has_sinks,
+        value_dim=spec.value_dim,
         padding_tokens=0 if op == DECODE else spec.num_tokens - int(new.sum()),
     )
 
 
 def check_spec(spec: ArgSpec, backend: str, *, runs: int, interpret: bool = False) -> list[Check]:
-    """Checks all three ops with one spec; they are compiled in parallel."""
-    ops = (STORE, DECODE, EXTEND)
+    """Checks all three ops with one spec, of a latent those of attention; they are compiled in parallel."""
+    ops = (STORE, DECODE, EXTEND) if spec.value_dim is None else (DECODE, EXTEND)
     batches = {op: make_inputs(ragged_case(op, spec, seed=1), seed=2, adverse=True) for op in ops}
     checks, runners = [], {}
     for op, inputs in batches.items():

@@ -93,6 +93,7 @@ def _make_layer(case: KernelCase, key: jax.Array, used: np.ndarray | None) -> La
         pages = [pages_of(a, used, spec.cache_dtype) for a in pages]
     elif case.bits_cache:
         pages = [to_bits(a, spec.cache_dtype) for a in pages]
+    pages = pages if case.value_dim is None else [pages[0], pages[0]]
     rest = [normal(each, 1.0, shape=a.shape, dtype=a.dtype) for each, a in zip(keys[2:], (q, k, v), strict=True)]
     return Layer(rest[0], *pages, *rest[1:])
 

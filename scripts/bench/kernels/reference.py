@@ -31,7 +31,8 @@ def attention_error(inputs: Inputs, layer: Layer, out: jax.Array) -> float:
     if padding.any():
         return float("inf")
     difference = total = 0.0
-    for sampled, right in _right_samples(inputs, layer):
+    for sampled, rows in _right_samples(inputs, layer):
+        right = rows[..., : case.value_dim]
         difference += float(np.square(actual[sampled] - right).sum())
         total += float(np.square(right).sum())
     return (difference / total) ** 0.5 if total else 0.0

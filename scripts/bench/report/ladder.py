@@ -60,6 +60,11 @@ def _call(op: str, backend: str, cached: list[int], new: list[int], dry: bool, *
     return {"op": op, "backend": backend, "cached": cached, "new": new, **fields}
 
 
+def _latent(num_groups: int) -> dict[str, int]:
+    """Fields of a call over latents of DeepSeek's size."""
+    return {"num_kv_heads": 1, "num_groups": num_groups, "head_dim": 576, "value_dim": 512}
+
+
 def _decodes(backend: str, dry: bool) -> list[Rung]:
     def rung(name: str, lengths: list[int], **fields: Any) -> Rung:
         call = _call("paged_decode_attention", backend, [n - 1 for n in lengths], [1] * len(lengths), dry, **fields)
@@ -68,6 +73,7 @@ def _decodes(backend: str, dry: bool) -> list[Rung]:
     one_tile = rung("one tile", [40, TILE])
     if dry:
         return [one_tile, rung("split", [4 * TILE])] if backend == "triton" else [one_tile]
+    latents = [rung(f"latents of {heads} heads", [4096, 1000, 100], **_latent(heads)) for heads in (16, 20, 128)]
     return [
         one_tile,
         rung("a ring of tiles", [RING] * 4),
@@ -78,6 +84,7 @@ def _decodes(backend: str, dry: bool) -> list[Rung]:
         rung("window", [4096, 100], sliding_window=1024),
         rung("pages of 16", [RING + 1] * 4, page_size=16),
         rung("float8", [RING + 1, 1000], float8_cache=True),
+        *(latents if backend == "triton" else []),
     ]
 
 
@@ -89,6 +96,7 @@ def _extends(backend: str, dry: bool) -> list[Rung]:
     one = rung("one item", [0], [24 if dry else 32])
     if dry:
         return [one] if backend == "triton" else []  # JAX 0.10 has no interpreter for Mosaic's
+    latents = [rung(f"latents of {heads} heads", [0, 1000], [200, 57], **_latent(heads)) for heads in (16, 128)]
     return [
         one,
         rung("two items", [0, 0], [32, 32]),
@@ -96,6 +104,7 @@ def _extends(backend: str, dry: bool) -> list[Rung]:
         rung("more items than programs", [0] * 4, [2048] * 4),
         rung("window", [4096], [256], sliding_window=1024),
         rung("float8", [500], [200], float8_cache=True),
+        *(latents if backend == "triton" else []),
     ]
 
 

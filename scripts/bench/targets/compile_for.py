@@ -57,7 +57,7 @@ def compile_all(
 def _programs(target: Target, grid: str, devices: list[jax.Device], folder: Path) -> Iterator[Program]:
     from bench.targets import programs, steps
     from jaxsgl.weights.sharding import make_mesh
-    from pallas_kernels.specs import COMMON_SPECS, GRID_SPECS, PRODUCT_SPECS
+    from pallas_kernels.specs import COMMON_SPECS, GRID_SPECS, LATENT_SPECS, PRODUCT_SPECS
 
     mesh = make_mesh(devices)
     if grid == "steps-float8":
@@ -72,6 +72,8 @@ def _programs(target: Target, grid: str, devices: list[jax.Device], folder: Path
                 yield from programs.kernel_programs(spec, backend, mesh)
         if "triton" in target.backends:
             yield from (programs.product_program(spec, "triton", mesh) for spec in PRODUCT_SPECS)
+            for spec in LATENT_SPECS:
+                yield from programs.kernel_programs(spec, "triton", mesh)
         for backend in ("auto", *target.backends):
             yield from programs.step_programs(target.engine_platform, backend, mesh)
     if grid != "common":

@@ -96,7 +96,8 @@ _BACKENDS_OF_STORE: dict[Any, tuple[str, ...]] = {
 
 def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program]:
     """Yields the ops on one spec, as far as the backend has them."""
-    for op, args, options in (*spec.calls(), (store_decoded, spec.store_and_decode_args(), spec.attention)):
+    several = [(store_decoded, spec.store_and_decode_args(), spec.attention)] if spec.value_dim is None else []
+    for op, args, options in (*spec.calls(), *several):
         stores = op in _BACKENDS_OF_STORE
         if stores and backend not in _BACKENDS_OF_STORE[op]:
             continue

@@ -94,13 +94,13 @@ class Served:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether each layer attends by a kernel. XLA computes delta-nets, and attention over latents."""
+        """Whether each layer attends to keys and values by a kernel: what layers are counted by."""
         return all(layer.mixer == "attention" for layer in self.arch.layers)
 
     def backends(self, target: Target) -> tuple[str, ...]:
-        """Those of attention to compile for the target; XLA attends over latents."""
+        """Those of attention to compile for the target; Mosaic's on GPUs takes no latents."""
         if self.arch.latent is not None:
-            return ("xla",)
+            return tuple(name for name in target.backends if name != "mosaic_gpu")
         return target.backends if self.mesh.size == 1 else target.backends[-1:]
 
     def bucket(self, kind: str, size: int, sampling: str) -> Bucket:
