@@ -1,4 +1,4 @@
-"""Steps that are launched and not collected: who gets what they yield, how long they take, and who is told of them.
+"""Steps in flight, from launch until their tokens are collected: which requests get these, and how long steps take.
 
 apply.py makes an `InFlightStep` and asks it who gets what it yields. `Stopwatch` measures steps. `Speculation` hears of
 each step from its plan on, and says whether those in flight must be read before the next plan; a server that doesn't

@@ -6,8 +6,8 @@
 
 A rank is a `Scheduler` with pages, rows, a prefix cache and a queue of its own, on devices of its own; experts and MLPs
 are all devices' (`models/tensor_parallel.py`). One process decides for all of them, in the same turn of the loop: no
-rank asks another, and none waits, since a rank without work computes padding. Steps are mixed: whoever decodes does so
-in each step, whether its own rank extends prompts or another.
+rank asks another, and none waits for another, since a rank without work computes padding. Steps are mixed: running
+requests decode in each step, whether their own rank extends prompts in it or another.
 
 A request stays in its rank from its first admission on. One that waits there for pages or rows goes to a rank with an
 empty queue that has room for it.

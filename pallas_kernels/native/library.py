@@ -70,7 +70,7 @@ def load(*parts: Part) -> str | None:
 
 @functools.cache
 def _kernels(part: Part) -> ctypes.CDLL | str:
-    """The library of a part, registered, or why there is none."""
+    """Compiles and registers the library of `part`; returns it, or the reason that this machine can't have it."""
     flags = processor_flags()
     lacks = [flag for flag in _LEAST if flag not in flags]
     if lacks:

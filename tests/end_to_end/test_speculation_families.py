@@ -43,11 +43,11 @@ FAMILIES = [kind for kind in dict.fromkeys((*CHECKPOINT_KINDS, *FAMILY_KINDS)) i
 
 
 def with_drafts(engine: Engine, plain: ScriptedMailbox, asked: Sequence[Request], kind: str, **more: Any) -> Any:
-    """`asked` served with drafts that know the answers in `plain`; checks that steps verified some."""
+    """`asked` served with drafts that know the answers in `plain`; checks that steps verified a run for each."""
     known = {request.request_id: plain.output_ids(request.request_id) for request in asked}
     drafter_of = knowing(lambda request: known[request.request_id], kind, engine.capacity.vocab_size)
     found = serve(engine, [asked], drafter_of=drafter_of, **more)
-    assert found.loads[-1].speculation.runs > len(asked)
+    assert found.loads[-1].speculation.runs >= len(asked)  # short answers are one run each if all drafts are right
     return found
 
 

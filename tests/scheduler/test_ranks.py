@@ -222,7 +222,7 @@ def to(rank: int, request: Request) -> Request:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_requests_decode_in_the_steps_in_which_their_rank_or_another_extends(rank: int) -> None:
-    """Nobody waits: each step of the long prompt yields a token of the short one."""
+    """Each step that extends the long prompt yields a token of the running request."""
     sizes = serving.capacity(max_extend_tokens=16, rows=8)
     scheduler = ranked(sizes, 2)
     long = list(range(1, 100))
