@@ -136,10 +136,16 @@ def test_a_retracted_request_goes_on_as_the_new_weights_would(http: httpx.Client
                 updating = thread.submit(update, http, folders[1], "second", mode="retract")
     assert updating is not None and updating.result().json()["num_paused_requests"] == 1
     ids, num_old = told[-1][1], max(len(ids) for version, ids in told if version == "first")
-    assert told[-1][0] == "second" and 0 < num_old < len(ids) == num_tokens
-    params = {**PARAMS, "max_new_tokens": num_tokens - num_old}
-    again = http.post("/generate", json={"input_ids": [*prompt(5), *ids[:num_old]], "sampling_params": params}).json()
-    assert again["output_ids"] == ids[num_old:]
+    num_news = min(len(ids) for version, ids in told if version == "second")
+    assert told[-1][0] == "second" and 0 < num_old < num_news <= len(ids) == num_tokens
+
+    def anew(num_first: int) -> list[int]:
+        params = {**PARAMS, "max_new_tokens": num_tokens - num_first}
+        body = {"input_ids": [*prompt(5), *ids[:num_first]], "sampling_params": params}
+        return http.post("/generate", json=body).json()["output_ids"]
+
+    # An event has the version of its last token: the first one of the new weights may begin with tokens of the old.
+    assert any(anew(num_first) == ids[num_first:] for num_first in range(num_old, num_news)), (num_old, num_news)
 
 
 def test_memory_is_released_while_a_request_waits(http: httpx.Client, folders: list[Path]) -> None:
