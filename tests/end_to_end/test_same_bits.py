@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import jax
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
@@ -189,9 +190,13 @@ def test_chunks_rows_pools_and_pages_leave_no_trace(kind: str, tmp_path: Path) -
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="compiles an engine's programs again")
-def test_xlas_sums_and_maxima_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xlas_sums_and_maxima_would_be_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """All of them: which of XLA's reductions add up few rows otherwise than many is a matter of the processor."""
+    request.addfinalizer(jax.clear_caches)  # the way is chosen while tracing
     monkeypatch.setattr(sums, "refuse", lambda x: "XLA is put back")
+    jax.clear_caches()
     engine = new_engine(tmp_path, "bfloat16")
     requests = requests_of(logprobs=3)
     assert differing(together(engine, requests), alone(engine, requests)) != []
