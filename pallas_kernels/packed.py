@@ -99,9 +99,11 @@ def refuse(packing: str, shape: tuple[int, ...], group: int) -> str | None:
 
 
 def part_shape(packing: str, part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of packed "numbers" `[..., O, I]`, or of another part of a matrix, as `[..., O, G]`."""
+    """The shape of packed "numbers" `[..., O, I]`, or of another part of a matrix, as `[..., O, G]`; an order's is `[I]`."""
+    if part == "order":
+        return shape
     *lead, num_out, width = shape
-    if packing == INT4 and part != "order":
+    if packing == INT4:
         return (*lead, num_out // SIDE, width * (INPUTS if part == "numbers" else SIDE))
     return (*lead, num_out, width // 2) if packing == MXFP4 and part == "numbers" else shape
 

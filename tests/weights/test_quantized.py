@@ -129,8 +129,8 @@ def test_a_quantized_checkpoint_is_its_dequantized_weights(name: str, on_cpu: st
 
 # Not what has blocks of 40 by 48, 8 bits of integers, or a layer's float8 with one scale.
 PACKINGS = {
-    "awq": "int4",
     "gptq desc_act": "int4",
+    "awq": "int4",
     "compressed-tensors int4 asymmetric": "int4",
     "fp8 per tensor": "",
     "fp8 in blocks": "",
