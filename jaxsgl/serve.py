@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxsgl import logs, stacks
-from jaxsgl.config.command_line import parse
+from jaxsgl.config.command_line import parse, words_of
 from jaxsgl.config.flags import from_flags
-from jaxsgl.config.foreign import words_of
 from jaxsgl.config.hosts import fill_in
 from jaxsgl.config.server import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig
 from jaxsgl.errors import ConfigError, StartupError
