@@ -17,7 +17,7 @@ from jaxsgl.config.server import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, Serve
 from jaxsgl.errors import ConfigError, StartupError
 from jaxsgl.frontend.access import keys_in_file
 from jaxsgl.frontend.engines.owned import ENGINE_COMMAND
-from jaxsgl.start_parts import StartParts
+from jaxsgl.logs import StartParts
 
 logger = logging.getLogger(__name__)
 
