@@ -13,7 +13,7 @@ from jaxsgl.config.command_line import REFUSED, SETTINGS, SWITCHES, TOPICS, new_
 from jaxsgl.config.flags import from_flags
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, StartupError
-from jaxsgl.frontend.model_files import sampling_defaults, template_of
+from jaxsgl.frontend.server import sampling_defaults, template_of
 
 
 def config_of(*argv: str) -> ServerConfig:
