@@ -20,10 +20,10 @@ from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.hosts.leader import Leader
 from jaxsgl.hosts.playing import LeadEngine
 from jaxsgl.ipc import EngineLaunch, EngineMailbox, HostReport, open_mailbox
+from jaxsgl.logs import StartParts
 from jaxsgl.messages.replies import Replies
 from jaxsgl.parent import be_killed_with_parent, follow_parent
 from jaxsgl.shared_mailbox import SharedMailbox
-from jaxsgl.start_parts import StartParts
 
 SHARED_BY_HOSTS = "while several hosts share a model (--nnodes): start all hosts anew"
 

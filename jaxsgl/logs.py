@@ -2,7 +2,8 @@
 
 A line holds the time, the process, and the id of the request being served, which `name_request` sets. Both processes
 call `configure`; the front end names requests. Owns the form of lines, and what must not be in them: secrets, metadata
-of calls, and the same warning again and again. stderr.py writes them, and never makes the caller wait.
+of calls, and the same warning again and again. stderr.py writes them, and never makes the caller wait. `StartParts`
+counts the parts of a start, whose times are logged at level debug.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import logging
 import os
 import re
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -298,3 +300,31 @@ class _Json(logging.Formatter):
             fields["exception"] = self.formatException(record.exc_info)
         fields = {name: self._clean(value) if isinstance(value, str) else value for name, value in fields.items()}
         return msgspec.json.encode(fields, enc_hook=str).decode()
+
+
+class StartParts:
+    """Counts the parts of a start that follow one another, from when it is made: on the clock, and of the processor.
+
+    The clock alone misleads where other programs run: a part that waited for a processor looks slow.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[str, float, float]] = []
+        self._since = _now()
+
+    def end(self, name: str) -> None:
+        """Notes that a part has ended here, and the next one begins."""
+        now = _now()
+        self._parts.append((name, now[0] - self._since[0], now[1] - self._since[1]))
+        self._since = now
+
+    def __str__(self) -> str:
+        """All parts, as `weights 0.1 s (0.1 of the processor)`; children that have ended, such as compilers, count."""
+        return ", ".join(
+            f"{name} {clock_s:.1f} s ({cpu_s:.1f} of the processor)" for name, clock_s, cpu_s in self._parts
+        )
+
+
+def _now() -> tuple[float, float]:
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.monotonic(), own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxsgl import logs, stacks
-from jaxsgl.config.command_line import parse
+from jaxsgl.config.command_line import parse, words_of
 from jaxsgl.config.flags import from_flags
-from jaxsgl.config.foreign import words_of
 from jaxsgl.config.hosts import fill_in
 from jaxsgl.config.server import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig
 from jaxsgl.errors import ConfigError, StartupError
 from jaxsgl.frontend.access import keys_in_file
 from jaxsgl.frontend.engines.owned import ENGINE_COMMAND
-from jaxsgl.start_parts import StartParts
+from jaxsgl.logs import StartParts
 
 logger = logging.getLogger(__name__)
 

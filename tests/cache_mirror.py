@@ -7,9 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from jaxsgl.cache.events import page_hashes
 from jaxsgl.cache.pages import DUMMY_PAGE
-from jaxsgl.cache.prefix import Edge
+from jaxsgl.cache.prefix import Edge, page_hashes
 from jaxsgl.messages.replies import CacheCleared, CacheEvent, PagesRemoved, PagesStored
 
 

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxsgl.config.command_line import new_parser, parse
+from jaxsgl.config.command_line import REFUSED, SETTINGS, SWITCHES, TOPICS, new_parser, parse, words_of
 from jaxsgl.config.flags import from_flags
-from jaxsgl.config.foreign import REFUSED, SETTINGS, SWITCHES, words_of
 from jaxsgl.config.server import ServerConfig
-from jaxsgl.config.topics import TOPICS
 from jaxsgl.errors import ConfigError, StartupError
-from jaxsgl.frontend.model_files import sampling_defaults, template_of
+from jaxsgl.frontend.server import sampling_defaults, template_of
 
 
 def config_of(*argv: str) -> ServerConfig:

@@ -23,7 +23,6 @@ COMMON = {
     "shared_secret",
     "sandbox",
     "stacks",
-    "start_parts",
     *(f"config.{name}" for name in CONFIG),
 }
 ALLOWED = {

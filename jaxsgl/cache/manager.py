@@ -30,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.cache.audit import LastOwners, audit
-from jaxsgl.cache.events import CacheObserver
 from jaxsgl.cache.host_pages import HostPage, extend_names
 from jaxsgl.cache.pages import (
     DUMMY_PAGE,
@@ -44,7 +43,7 @@ from jaxsgl.cache.pages import (
     pages_for,
     tokens_in,
 )
-from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, PrefixCache
+from jaxsgl.cache.prefix import CacheObserver, Edge, Insertion, Match, Peek, PrefixCache
 from jaxsgl.cache.tiers import HostTier
 
 _SOURCE = b"\xfd"

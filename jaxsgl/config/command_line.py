@@ -2,24 +2,107 @@
 
 `--config FILE.yaml` holds flags as vLLM's does: `max-running-requests: 64`, true for a switch, lists for several
 values. What the command line says goes before it. serve.py calls `parse`.
+
+Flags of SGLang and vLLM that mean the same under another name are aliases of ours. Of the others, some change nothing
+here, and some name what to give instead: a command pasted from their pages so starts, with a line for each flag that
+has no effect, or ends with one that names ours. Help shows none.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jaxsgl
 from jaxsgl.config.flags import add_flags
-from jaxsgl.config.foreign import add_foreign_flags
 from jaxsgl.config.server import ServerConfig
-from jaxsgl.config.topics import TOPICS
 from jaxsgl.errors import ConfigError
 
 PROGRAM = "jaxsgl serve"
 CONFIG_FLAG = "--config"
+
+
+class Topic(NamedTuple):
+    """A section of the help: its title, and the fields whose flags it shows. `--help NAME` shows one alone."""
+
+    title: str
+    fields: tuple[str, ...]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# A new flag needs a place here: the parser can't be made without.
+TOPICS = {
+    "model": Topic(
+        "the model and its name",
+        _words("model revision served_model_name dtype quantization weight_only load_format weight_version"
+               " chat_template sampling_defaults tool_call_parser reasoning_parser free_tool_calls"
+               " trust_request_chat_template split_special_tokens grammar_backend random_seed"),
+    ),
+    "memory": Topic(
+        "context, KV cache and memory",
+        _words("context_length max_total_tokens mem_fraction_static snapshot_share kv_cache_dtype page_size"
+               " disable_radix_cache enable_hierarchical_cache host_kv_gib host_kv_write_policy host_kv_load_timeout_s"
+               " kv_file enable_weights_cpu_backup"),
+    ),
+    "scheduling": Topic(
+        "which requests run when (docs/scheduling.md)",
+        _words("max_running_requests chunked_prefill_size max_prefill_tokens prefill_max_requests schedule_policy"
+               " schedule_conservativeness enable_mixed_chunk decode_first max_itl_ms decode_steps"
+               " disable_overlap_schedule enable_priority_scheduling schedule_low_priority_values_first"
+               " priority_scheduling_preemption_threshold max_queued_requests max_queued_tokens grammar_timeout"
+               " queue_timeout_s running_timeout_s"),
+    ),
+    "devices": Topic(
+        "devices, replicas, kernels and compiled programs",
+        _words("tp ep pp_size pp_async_batch_depth dp_size enable_dp_attention device_ids attention_backend kernels"
+               " skip_kernel_test"
+               " enable_deterministic_inference decode_buckets extend_buckets"
+               " auto_buckets compilation_cache_dir"),
+    ),
+    "speculation": Topic(
+        "drafts of tokens (docs/speculation.md)",
+        _words("speculative_algorithm speculative_num_draft_tokens speculative_ngram_min_match_window_size"
+               " speculative_ngram_max_match_window_size speculative_suffix_cache_mib"
+               " speculative_draft_model_path"),
+    ),
+    "lora": Topic(
+        "LoRA adapters (docs/lora.md)",
+        _words("enable_lora lora_paths max_loras_per_batch max_lora_rank lora_target_modules max_loaded_loras lora_root"
+               " weights_root"),
+    ),
+    "embeddings": Topic(
+        "embeddings, scores and states (docs/embeddings.md)",
+        _words("is_embedding enable_embeddings matryoshka enable_return_hidden_states enable_return_routed_experts"),
+    ),
+    "media": Topic(
+        "pictures and videos (docs/multimodal.md)",
+        _words("language_only mm_enable_dp_encoder mm_pool_tokens mm_host_mib mm_max_patches allowed_media_domains"
+               " media_max_bytes media_max_pixels media_max_decode_bytes media_max_cpu_s media_timeout_s mm_hash_ids"),
+    ),
+    "network": Topic(
+        "addresses, keys and limits of clients (docs/security.md)",
+        _words("host port grpc_port tokenizer_worker_num api_key api_key_file admin_api_key allowed_hosts"
+               " allowed_origins allow_get_control ssl_certfile ssl_keyfile max_connections max_request_bytes"
+               " request_timeout_s drain_s responses_store batch_dir"),
+    ),
+    "operations": Topic(
+        "logs, profiles and what happens in trouble (docs/operations.md)",
+        _words("log_level log_format access_log log_requests otlp_traces_endpoint watchdog_s keep_stuck_server"
+               " profile_dir profile_max_s profile_max_mb check_every_step"),
+    ),
+    "scale-out": Topic(
+        "several hosts; prefill and decode on servers of their own (docs/scale-out.md)",
+        _words("nnodes node_rank dist_init_addr dist_secret_file dist_timeout disaggregation_mode"
+               " disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_host"
+               " disaggregation_prefill_hosts disaggregation_secret_file disaggregation_staging_mib"
+               " disaggregation_bootstrap_timeout_s disaggregation_peer_timeout_s"),
+    ),
+}  # fmt: skip
 
 
 class _Help(argparse.Action):
@@ -101,3 +184,98 @@ def _flags_in(path: str) -> list[str]:
         elif value is not False and value is not None:
             argv.append(f"{flag}={value}")
     return argv
+
+
+# Flags of other servers.
+
+_ON = "that is on already"
+_COMPILED = "steps are compiled programs in any case"
+_FAMILIES = "code of a checkpoint is never run, all families are built in (docs/models.md)"
+
+# Switch -> why it changes nothing.
+SWITCHES = {
+    "--trust-remote-code": _FAMILIES,
+    "--enable-prefix-caching": _ON,
+    "--enable-chunked-prefill": _ON,
+    "--async-scheduling": _ON,
+    "--enable-auto-tool-choice": "calls are found as the chat template shows (--tool-call-parser)",
+    "--enable-metrics": "/metrics is always there",
+    "--enable-cache-report": "answers always say how many tokens were cached",
+    "--disable-log-requests": "requests are not logged unless --log-requests asks for it",
+    "--no-enable-log-requests": "requests are not logged unless --log-requests asks for it",
+    "--disable-log-stats": "the log has one line of load in ten seconds",
+    "--enforce-eager": _COMPILED,
+    "--disable-cuda-graph": _COMPILED,
+    "--enable-torch-compile": _COMPILED,
+    "--disable-custom-all-reduce": "XLA chooses how devices exchange data",
+    "--enable-p2p-check": "XLA chooses how devices exchange data",
+    "--skip-server-warmup": "every program is compiled before the server is ready",
+    "--disable-fastapi-docs": "/docs loads nothing from elsewhere",
+    "--use-v2-block-manager": "there is one",
+}
+# Flag with a value -> the same.
+SETTINGS = {
+    "--cuda-graph-max-bs": "give --decode-buckets to choose the compiled sizes",
+    "--compilation-config": "give --decode-buckets and --extend-buckets to choose the compiled sizes",
+    "--max-seq-len-to-capture": _COMPILED,
+    "--sampling-backend": "there is one",
+    "--stream-interval": "tokens are sent as they come, merged where a client is slow",
+    "--scheduler-delay-factor": "give --schedule-policy or --max-itl-ms",
+    "--num-scheduler-steps": "give --decode-steps",
+    "--swap-space": "give --host-kv-gib for prefixes in host memory",
+    "--distributed-executor-backend": "one process drives all devices",
+    "--guided-decoding-backend": "grammars are llguidance's (--grammar-backend)",
+    "--moe-runner-backend": "give --kernels experts=...",
+    "--reasoning-config": "reasoning is found as the chat template shows (--reasoning-parser)",
+}
+# Flag -> what to do instead.
+REFUSED = {
+    "--cpu-offload-gb": "weights stay on the device: give --quantization, or --tp with more devices",
+    "--speculative-config": "give --speculative-algorithm NGRAM or SUFFIX (docs/speculation.md)",
+    "--hf-overrides": "edit the folder's config.json",
+    "--json-model-override-args": "edit the folder's config.json",
+    "--rope-scaling": "edit rope_scaling in the folder's config.json",
+    "--tokenizer": "the tokenizer is the model folder's: put its files there",
+    "--tokenizer-path": "the tokenizer is the model folder's: put its files there",
+    "--device": "set JAX_PLATFORMS, as JAX_PLATFORMS=cpu",
+    "--root-path": "have the proxy strip the prefix",
+    "--limit-mm-per-prompt": "give --media-max-bytes and --media-max-pixels (docs/multimodal.md)",
+    "--allowed-local-media-path": "files come as data: URLs, or from --allowed-media-domains",
+    "--max-logprobs": "20 are the most",
+    "--dtype-kv-cache": "give --kv-cache-dtype",
+    "--task": "give --is-embedding, or nothing for a model that generates",
+    "--runner": "give --is-embedding, or nothing for a model that generates",
+}
+
+
+class _Ignored(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        args.without_effect = [*args.without_effect, option]
+
+
+class _Refused(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if values != "1":  # one of something is what there is
+            parser.error(f"{option} is no flag of jaxsgl: {REFUSED[option or '']}")
+
+
+def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags; those without effect are listed in `without_effect` of the parsed flags."""
+    parser.set_defaults(without_effect=[])
+    actions: list[tuple[Iterable[str], type[argparse.Action], int | str | None]] = [
+        (SWITCHES, _Ignored, 0), (SETTINGS, _Ignored, None), (REFUSED, _Refused, "?")
+    ]  # fmt: skip
+    hidden = argparse.SUPPRESS
+    for flags, action, num_values in actions:
+        for name in flags:
+            parser.add_argument(name, action=action, nargs=num_values, dest=hidden, default=hidden, help=hidden)
+
+
+def words_of(without_effect: Sequence[str]) -> list[str]:
+    """Returns a line for each flag that has no effect."""
+    why = SWITCHES | SETTINGS
+    return [f"{name} changes nothing here: {why[name]}" for name in dict.fromkeys(without_effect)]

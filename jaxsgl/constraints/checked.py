@@ -1,6 +1,6 @@
 """Parts of grammars that llguidance takes minutes for, whatever its limits, or gets wrong: they are refused before.
 
-Called by translation.py and structural_tags.py.
+Called by compiler.py and structural_tags.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
               triggered_tags, tags_with_separator, optional, star, plus
 
 Free text is a lazy lexeme: it ends at the first trigger. A special token is no text, so constants are cut at the names
-of special tokens, which are written as ids. Called by translation.py.
+of special tokens, which are written as ids. Called by compiler.py.
 """
 
 from __future__ import annotations

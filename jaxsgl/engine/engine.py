@@ -59,11 +59,11 @@ from jaxsgl.engine.step_runner import StepRunner
 from jaxsgl.engine.weight_store import EngineWeightStore, abstract_params, read_params
 from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.group import Alone, Hosts
+from jaxsgl.logs import StartParts
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, kv_cache_flag
 from jaxsgl.models.quantization import FP8_E4M3
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
-from jaxsgl.start_parts import StartParts
 from jaxsgl.weights import load_kv_scales
 from jaxsgl.weights.sharding import bytes_on_each_device
 

@@ -28,7 +28,6 @@ from jaxsgl.cache.pages import ends_page
 from jaxsgl.engine.attending import Pages
 from jaxsgl.engine.drafting.draft import NO_DRAFTING, Drafting, Ends, Seen, own_layers, with_own_layers
 from jaxsgl.engine.sampling import outputs, sampler, vocabulary
-from jaxsgl.engine.sampling.verify import accept, pack_runs
 from jaxsgl.engine.state import DeviceState, StateBuffers
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
@@ -285,8 +284,8 @@ def _options(arch: ModelArch) -> list[AttentionOptions]:
 
 def _verified(out: Stepped, arrays: StepArrays[jax.Array]) -> Forwarded:
     """What the forward program of a verify step returns: drafts stand by the most likely tokens."""
-    runs = pack_runs(arrays)
-    last_tokens, tokens = accept(out.tokens, runs, out.state.last_tokens)
+    runs = sampler.pack_runs(arrays)
+    last_tokens, tokens = sampler.accept(out.tokens, runs, out.state.last_tokens)
     dummy_rows = jnp.full_like(arrays.positions, len(last_tokens) - 1)
     of_choices = replace(arrays, lengths=arrays.positions + 1, sample_rows=dummy_rows)
     sampling = pack_sampling(of_choices, out.tokens)

@@ -37,7 +37,7 @@ from jaxsgl.engine.encoding import (
 )
 from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet, StageBytes
 from jaxsgl.engine.sampling.masking import MASKED_DONATES, copy_step, masked_step, score_step
-from jaxsgl.engine.sampling.verify import ACCEPTED_DONATES, RUN_ROWS, accept
+from jaxsgl.engine.sampling.sampler import ACCEPTED_DONATES, RUN_ROWS, accept
 from jaxsgl.engine.state import DeviceState
 from jaxsgl.engine.step import (
     FEATURED_DONATES,

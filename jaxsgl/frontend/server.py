@@ -3,7 +3,8 @@
 Owns the order of things at the start and at the end. Never handles a request: that is the business of grpc, http and
 generation.py. The engine process starts first, and imports JAX while this one imports what serves the ports. These are
 taken while the model loads and answer "not ready" meanwhile, so that a port in use costs a second at most. With several
-front-end processes, each of them is a `Server` that is given its `Share` by the parent (workers.py).
+front-end processes, each of them is a `Server` that is given its `Share` by the parent (workers.py). At the start it
+reads the model's sampling defaults, and the chat template that a flag names.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from jaxsgl.frontend.listen import Addresses, log_listening, log_ready, raise_fi
 from jaxsgl.frontend.media.loader import MediaLoader
 from jaxsgl.frontend.metrics.exposition import StatusLine
 from jaxsgl.frontend.metrics.measurements import Metrics
-from jaxsgl.frontend.model_files import sampling_defaults, template_of
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.tracing import tracer_of
 from jaxsgl.frontend.workers.parent import Workers
@@ -46,6 +46,12 @@ from jaxsgl.text.tokenizer import Tokenizer, is_gguf, load_tokenizer
 
 if TYPE_CHECKING:
     from jaxsgl.frontend.ports import Ports
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxsgl.errors import CheckpointError, InvalidRequest
+from jaxsgl.json_file import read_object
+from jaxsgl.requests.request import SamplingParams
 
 GRACE_S = 0.2  # calls that arrive at the end get an error that says why; a stopped gRPC server would say CANCELLED
 ENGINE_ERROR_S = 10.0  # a bad model folder breaks the tokenizer too, but the engine's error explains it better
@@ -53,6 +59,8 @@ SHUTTING_DOWN = "the server is shutting down: try again elsewhere or later"
 POLL_S = 0.02
 MAX_THREADS = 4  # that tokenize long prompts
 GC_THRESHOLD = 10_000  # new objects; one step's replies exceed Python's default of 700
+DEFAULTS_FILE = "generation_config.json"
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # vLLM's and SGLang's
 
 logger = logging.getLogger(__name__)
 
@@ -353,3 +361,38 @@ def _spare_the_garbage_collector() -> None:
 
 def _failed(task: asyncio.Future[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is not None
+
+
+def sampling_defaults(folder: str) -> Mapping[str, float]:
+    """Returns what the model's generation_config.json says of sampling: fields of `SamplingParams`.
+
+    What is missing, or out of bounds, is left out; so is all of a file that can't be read.
+    """
+    try:
+        given = read_object(Path(folder) / DEFAULTS_FILE)
+    except CheckpointError:
+        return {}
+    found: dict[str, float] = {}
+    for name in _DEFAULTS:
+        value = given.get(name)
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{name: value})
+            found[name] = value
+        except InvalidRequest as error:
+            logger.warning("%s is left out in part: %s", DEFAULTS_FILE, error)
+    return found
+
+
+def template_of(given: str | None) -> str | None:
+    """Returns the chat template that a flag names by its file, or gives itself. Raises `StartupError`."""
+    if given is None or ("{" in given and "\n" in given):
+        return given
+    try:
+        return Path(given).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        if "{{" in given or "{%" in given:
+            return given
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise StartupError(f"--chat-template {given:.200} can't be read: {reason}: name a file of Jinja") from None

@@ -22,8 +22,7 @@ from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import FAMILIES, Family, NormPlaces, QkNorm
-from jaxsgl.models.latent_config import read_latent, read_latent_amplitude
-from jaxsgl.models.layer_config import read_layers
+from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
 from jaxsgl.models.layer_spec import WHOLE, DeltaNet, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, Stage
 from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
@@ -249,7 +248,7 @@ class ModelArch:
 
     @property
     def next_arch(self) -> ModelArch | None:
-        """The shape of `next_layer`, as a model of it alone (`models/next_layer.py`); None: there is none."""
+        """The shape of `next_layer`, as a model of it alone (`models/heads.py`); None: there is none."""
         if self.next_layer is None:
             return None
         stage = Stage(self.num_layers, is_next=True)

@@ -16,8 +16,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.delta_net import GatedDeltaNet
-from jaxsgl.models.latent import LatentAttention
 from jaxsgl.models.layer_embedding import EmbeddingGate, LayerEmbeddings
 from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec
 from jaxsgl.models.layers import (
@@ -34,10 +32,10 @@ from jaxsgl.models.layers import (
 )
 from jaxsgl.models.lora import ActiveAdapters, LayerAdapters
 from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, dequantized, rounds_rows
+from jaxsgl.models.mixers import GatedDeltaNet, LatentAttention, SharedKeysAttention
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import RopeParams, rope_tables
-from jaxsgl.models.shared_keys import SharedKeysAttention
 from jaxsgl.models.tensor_parallel import TokensOfRanks, num_parts, part_index, sum_of_parts
 from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8

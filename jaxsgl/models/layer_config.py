@@ -1,24 +1,24 @@
-"""Reads the layers of a decoder from config.json: window, rope and MLP of each, dense or a mixture.
+"""Reads the layers of a decoder from config.json: window, rope, mixer and MLP of each, dense or a mixture.
 
 Called by `arch`. Knows the keys of transformers 5 and of older folders; `families` says which of them a family has.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.models.delta_config import DELTA, read_delta_net, read_delta_types
 from jaxsgl.models.families import Family, MoeFamily
-from jaxsgl.models.layer_spec import Clamp, DenseMlp, KvHeads, Latent, LayerSpec, Mixer, MoeMlp
+from jaxsgl.models.layer_spec import Clamp, DeltaNet, DenseMlp, KvHeads, Latent, LayerSpec, Mixer, MoeMlp
 from jaxsgl.models.own_parts_config import check_own_ropes, check_reach, read_own_types, with_own_parts
-from jaxsgl.models.rope import RopeParams
-from jaxsgl.models.rope_config import read_rope
+from jaxsgl.models.rope import RopeParams, read_rope
 from pallas_kernels import Router
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # words of `layer_types`
+FULL, SLIDING, DELTA = "full_attention", "sliding_attention", "linear_attention"  # words of `layer_types`
+ATTENTION_EVERY = 4  # layers, where config.json doesn't say otherwise
 
 
 @dataclass(frozen=True)
@@ -248,3 +248,55 @@ def _read_shared_size(config: ConfigFile, family: MoeFamily, ffn_size: int) -> i
     if family.shared_ffn_key is not None:
         return config.count(family.shared_ffn_key)
     return int(config.get(family.shared_key, 0)) * ffn_size if family.shared_key is not None else 0
+
+
+def read_latent(config: ConfigFile) -> Latent:
+    """The latent of all layers. Raises `CheckpointError` for numbers that are missing."""
+    q_rank = config.get("q_lora_rank")
+    return Latent(
+        q_rank=None if q_rank is None else config.count("q_lora_rank"),
+        kv_rank=config.count("kv_lora_rank"),
+        rotated=config.count("qk_rope_head_dim"),
+        unrotated=config.count("qk_nope_head_dim"),
+        value=config.count("v_head_dim"),
+    )
+
+
+def read_latent_amplitude(config: ConfigFile) -> float:
+    """The factor on queries, and on keys, that goes with a stretched rope (`mscale_all_dim`); 1 without one."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # which `_read_ropes` checks
+    weight, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor") or 1.0
+    is_stretched = (rope.get("rope_type") or rope.get("type") or "default") != "default"
+    return 1.0 + 0.1 * weight * math.log(factor) if is_stretched and factor > 1 else 1.0
+
+
+def read_delta_net(config: ConfigFile) -> DeltaNet:
+    """The delta-net of all layers that are one. Raises `CheckpointError` for numbers that don't fit each other."""
+    made = DeltaNet(
+        key_heads=config.count("linear_num_key_heads", 16),
+        value_heads=config.count("linear_num_value_heads", 32),
+        key_size=config.count("linear_key_head_dim", 128),
+        value_size=config.count("linear_value_head_dim", 128),
+        taps=config.count("linear_conv_kernel_dim", 4),
+    )
+    if made.value_heads % made.key_heads:
+        raise CheckpointError(
+            f"{config.path}: {made.value_heads} value heads (linear_num_value_heads) can't share {made.key_heads} key "
+            "heads (linear_num_key_heads) evenly"
+        )
+    if made.taps < 2:
+        raise CheckpointError(f"{config.path}: linear_conv_kernel_dim is 1, but must be 2 and more")
+    return made
+
+
+def read_delta_types(config: ConfigFile, num_layers: int) -> list[str]:
+    """`FULL` or `DELTA` for each layer. Raises `CheckpointError` for other words, and where none is attention."""
+    every = config.count("full_attention_interval", ATTENTION_EVERY)
+    told = config.get("layer_types") or [DELTA if (i + 1) % every else FULL for i in range(num_layers)]
+    if not isinstance(told, list) or len(told) != num_layers or not set(told) <= {FULL, DELTA}:
+        raise CheckpointError(
+            f"{config.path}: layer_types is {told}, but must be a list of {num_layers}, each {FULL} or {DELTA}"
+        )
+    if FULL not in told:
+        raise CheckpointError(f"{config.path}: layer_types has no {FULL}, of which one layer must be at least")
+    return told

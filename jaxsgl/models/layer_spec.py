@@ -41,7 +41,7 @@ WHOLE = Stage()  # of a model that has one
 
 @dataclass(frozen=True)
 class Latent:
-    """Attention over a latent (`models/latent.py`).
+    """Attention over a latent (`models/mixers.py`).
 
     Attributes:
       q_rank: numbers that queries are made of; None: they are made of x.
@@ -60,7 +60,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """A gated delta-net (`models/delta_net.py`): a state of fixed size in the place of keys and values of all tokens.
+    """A gated delta-net (`models/mixers.py`): a state of fixed size in the place of keys and values of all tokens.
 
     Attributes:
       key_heads: K'.

@@ -1,7 +1,7 @@
 """`jaxsgl run-batch -i requests.jsonl -o answers.jsonl`: answers a file of OpenAI's batch requests.
 
 It is a server without clients: the same flags, its page and metrics on a free port of this machine meanwhile. A run
-that is killed goes on with the same command: what the output holds is not asked again (frontend/batches/run.py).
+that is killed goes on with the same command: what the output holds is not asked again (frontend/batches.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxsgl import logs
 from jaxsgl.config.flags import add_flags, from_flags
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, InvalidRequest, StartupError
-from jaxsgl.frontend.batches.run import BatchFile, Results, check_file, run
+from jaxsgl.frontend.batches import BatchFile, Results, check_file, run
 from jaxsgl.frontend.engines.owned import ENGINE_COMMAND
 
 DEFAULT_CONCURRENCY = 256

@@ -1,7 +1,7 @@
 """`Decoder`: loads the pictures and videos of a request in a child process, within limits of memory and time.
 
 Pillow and FFmpeg read what strangers send, in C. What they may take is known before (`jpegs.py`, `boxes.py`,
-`decode_memory.py`), as far as anybody has thought of it; here the kernel holds them to it, and what goes wrong in them
+`pictures.py`), as far as anybody has thought of it; here the kernel holds them to it, and what goes wrong in them
 meets neither keys nor other prompts. A child has half of `--media-max-decode-bytes`, so that two decode at the same
 time. If a picture takes more by its header, its request is loaded again, alone, with all of it. Never knows prompts;
 frontend/media/loader.py calls it, in threads.

@@ -2,7 +2,7 @@
 
 A progressive file may refine a picture in any number of scans. Each visits all blocks, though 53 bytes may be enough to
 say that nothing changes: 118 KB take seconds. So scans are counted before anything is decoded. Only markers are read,
-never samples. pictures.py and decode_memory.py call it.
+never samples. pictures.py calls it.
 """
 
 from __future__ import annotations

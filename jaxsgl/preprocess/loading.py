@@ -15,14 +15,12 @@ from PIL import Image
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import pictures
-from jaxsgl.preprocess.decode_memory import animation_bytes, still_bytes
 from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.movies import Movie, is_movie
 from jaxsgl.preprocess.patches import Pixels, frame_size, image_size, patches_of_frames
 from jaxsgl.preprocess.placeholders import Part, Visual
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
-from jaxsgl.preprocess.strips import scaled, upright_size
 from jaxsgl.requests.media import digest_of
 
 MAX_PIXELS = 1 << 25  # of a picture: 8K
@@ -109,7 +107,7 @@ def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: L
         with bounds.room.taken(movie.num_bytes, name):
             return _parts(_movie(movie, settings), settings, bounds, left)
     animation = _opened(file.content, bounds.max_pixels, name)
-    with bounds.room.taken(animation_bytes(animation), name):  # which is open until its last frame is scaled
+    with bounds.room.taken(pictures.animation_bytes(animation), name):  # which is open until its last frame is scaled
         return _parts(_animation(animation, settings, left, name), settings, bounds, left)
 
 
@@ -173,7 +171,7 @@ def _animation(animation: Image.Image, settings: ProcessorSettings, left: Left, 
     def pixels_of(number: int, size: tuple[int, int]) -> Pixels:
         pictures.decode_frame(animation, taken[number], name)
         height, width = size
-        return np.asarray(scaled(animation, None, width, height))
+        return np.asarray(pictures.scaled(animation, None, width, height))
 
     return Clip([number / fps for number in taken], animation.height, animation.width, pixels_of)
 
@@ -185,7 +183,7 @@ def _movie(movie: Movie, settings: ProcessorSettings) -> Clip:
 
     def pixels_of(number: int, size: tuple[int, int]) -> Pixels:
         height, width = size
-        return np.asarray(scaled(next(frames), None, width, height))
+        return np.asarray(pictures.scaled(next(frames), None, width, height))
 
     return Clip([number / movie.fps for number in taken], movie.height, movie.width, pixels_of)
 
@@ -203,16 +201,16 @@ def _opened(content: bytes | Image.Image, max_pixels: int, name: str) -> Image.I
 
 def _still_bytes(picture: Image.Image, content: Content, size: tuple[int, int]) -> int:
     """Memory for a file's picture; a picture that came decoded takes none."""
-    return still_bytes(picture, content, size) if isinstance(content, bytes) else 0
+    return pictures.still_bytes(picture, content, size) if isinstance(content, bytes) else 0
 
 
 def _scaled(content: Content, bounds: Bounds, size_of: Callable[[int, int], tuple[int, int]], name: str) -> Pixels:
     """Decodes and scales; `size_of` tells height and width to scale to from those of the upright picture."""
     picture = _opened(content, bounds.max_pixels, name)
     turn = pictures.decode(picture, name)
-    width, height = upright_size(picture, turn)
+    width, height = pictures.upright_size(picture, turn)
     height, width = size_of(height, width)
-    made = scaled(picture, turn, width, height)
+    made = pictures.scaled(picture, turn, width, height)
     del picture  # its memory
     return np.asarray(made)
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxsgl.text.call_region import Region
-from jaxsgl.text.call_stream import Part, PartKind
+from jaxsgl.text.call_stream import Part, PartKind, Region
 from jaxsgl.text.calls import CallForm, Tools
 
 MAX_CALLS = 128

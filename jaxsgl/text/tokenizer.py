@@ -18,8 +18,7 @@ import msgspec
 
 from jaxsgl.errors import CheckpointError, InvalidRequest
 from jaxsgl.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, TokenBytes, WindowDetokenizer
-from jaxsgl.text.split_special import SplitSpecial
-from jaxsgl.text.templates import ClientTemplates, refusal
+from jaxsgl.text.templates import ClientTemplates, SplitSpecial, refusal
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 _MIN_MAX_TOKEN_BYTES = 64

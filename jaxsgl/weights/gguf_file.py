@@ -1,6 +1,6 @@
 """Reads what GGUF files say of a model: metadata, and where each tensor lies. Needs the `gguf` package, an extra.
 
-Owns the files' headers. Never knows what a key means (`gguf_config.py`, `gguf_tokenizer.py`) or what parameters are
+Owns the files' headers. Never knows what a key means (`gguf_config.py`, `gguf_folder.py`) or what parameters are
 made of (`gguf_tensors.py`). `gguf_folder.py` calls it, once for each model: a header with a vocabulary takes seconds.
 """
 

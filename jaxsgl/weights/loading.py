@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, Params, abstract_model
-from jaxsgl.models.next_layer import abstract_next_layer
+from jaxsgl.models.heads import abstract_next_layer
 from jaxsgl.weights.assembly import Assembler, Progress, Unfinished, shape_of
 from jaxsgl.weights.converted import is_converted, restore_params
 from jaxsgl.weights.gguf_folder import folder_of_gguf, gguf_of

@@ -4,10 +4,9 @@ import hashlib
 
 import numpy as np
 
-from jaxsgl.cache.events import page_hashes
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import IntArray, Lease, PageTable
-from jaxsgl.cache.prefix import NaiveCache
+from jaxsgl.cache.prefix import NaiveCache, page_hashes
 from jaxsgl.cache.radix import RadixCache
 
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxsgl.cache.host_images import HostImages, HostRows
+from jaxsgl.cache.embeddings import HostImages, HostRows
 
 
 def rows(num_bytes: int) -> HostRows:

@@ -27,7 +27,7 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError, StartupError
 from jaxsgl.frontend.legs import leg_sampling
 from jaxsgl.models import ModelArch, abstract_model
-from jaxsgl.models.eagle import EagleArch
+from jaxsgl.models.heads import EagleArch
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.speculation.drafter import drafts_nothing

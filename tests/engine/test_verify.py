@@ -13,7 +13,7 @@ from jaxsgl.batch.build import Work
 from jaxsgl.batch.inputs import Bucket, host_views, packed_len
 from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.sampling.verify import accept, pack_runs
+from jaxsgl.engine.sampling.sampler import accept, pack_runs
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, Plain, few_sizes
 

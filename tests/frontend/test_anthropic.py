@@ -15,8 +15,7 @@ from anthropic.types import ToolParam
 from http_calls import connect
 from server_process import ServerProcess
 
-from jaxsgl.frontend.http.anthropic.conversation import chat_of
-from jaxsgl.frontend.http.anthropic.schemas import MessagesRequest
+from jaxsgl.frontend.http.anthropic.conversation import MessagesRequest, chat_of
 
 PATH = "/v1/messages"
 WEATHER: ToolParam = {

@@ -21,7 +21,7 @@ from http_calls import connect, error_of
 from server_process import PATIENCE_S, ROOT, ServerProcess, wait_for
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.batches.run import Answered, BatchRequest, Results, check_file, run
+from jaxsgl.frontend.batches import Answered, BatchRequest, Results, check_file, run
 from jaxsgl.frontend.http.openai.batches import boundary_of, read_form
 from tests.grids import count as number_of
 

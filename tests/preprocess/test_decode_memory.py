@@ -14,11 +14,10 @@ from PIL import Image
 
 from jaxsgl.config.features import MediaConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.preprocess import strips
-from jaxsgl.preprocess.decode_memory import still_bytes
+from jaxsgl.preprocess import pictures
 from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.loading import Bounds, load
-from jaxsgl.preprocess.pictures import open_picture
+from jaxsgl.preprocess.pictures import open_picture, still_bytes
 from jaxsgl.preprocess.sources import ImageFile, VideoFile
 from tests.grids import daily
 from tests.preprocess.pictures import SETTINGS, animation, file_of, picture
@@ -93,11 +92,11 @@ def test_pictures_made_of_strips_have_the_bytes_of_those_made_at_once(
     given = picture(93, 71, mode)
     if mode == "P":
         given.info["transparency"] = 3
-    for turn in (None, *strips.TURNS.values()):
-        upright = strips.to_rgb(given if turn is None else given.transpose(turn))
+    for turn in (None, *pictures.TURNS.values()):
+        upright = pictures.to_rgb(given if turn is None else given.transpose(turn))
         for size in ((40, 52), (110, 30), (30, 110)):
-            monkeypatch.setattr(strips, "STRIP_PIXELS", 1000)
-            made = strips.scaled(given, turn, *size)
+            monkeypatch.setattr(pictures, "STRIP_PIXELS", 1000)
+            made = pictures.scaled(given, turn, *size)
             assert made.tobytes() == upright.resize(size, Image.Resampling.BICUBIC).tobytes(), (turn, size)
 
 

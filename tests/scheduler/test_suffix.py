@@ -7,7 +7,7 @@ import pytest
 from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.speculation.proposing import Drafters
-from jaxsgl.scheduler.speculation.suffix import BYTES_A_TOKEN, PastAnswers, SuffixLookup
+from jaxsgl.scheduler.speculation.sources import BYTES_A_TOKEN, PastAnswers, SuffixLookup
 
 OWNER = ("", "")
 NOBODY = PastAnswers(0)

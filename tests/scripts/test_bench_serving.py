@@ -14,9 +14,9 @@ from server_process import ServerProcess
 
 from jaxsgl.bench import __main__ as script
 from jaxsgl.bench.backend import Answer, Turn
-from jaxsgl.bench.datasets import DatasetConfig
 from jaxsgl.bench.http_backends import DIALECTS, HttpBackend
 from jaxsgl.bench.http_stream import HttpServer
+from jaxsgl.bench.load import DatasetConfig
 from jaxsgl.bench.metrics import details, failures, parse_goodput, summary
 from jaxsgl.bench.run import Outcome
 from tests.grids import daily

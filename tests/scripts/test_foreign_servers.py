@@ -12,7 +12,7 @@ from bench.peers.contender import UNTOLD, CannotRun, Setup
 from bench.peers.endpoint import FLUSHED_BY, MAX_ERROR, NOTHING, Endpoint
 
 from jaxsgl.bench import __main__ as bench_serving
-from jaxsgl.bench.datasets import DatasetConfig
+from jaxsgl.bench.load import DatasetConfig
 from jaxsgl.bench.requests import Job
 from tests.scripts.foreign_server import Foreign, running
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxsgl.bench.backend import Answer, Served, Turn
-from jaxsgl.bench.datasets import DatasetConfig
 from jaxsgl.bench.http_backends import DIALECTS, HttpBackend, chat_body
 from jaxsgl.bench.http_stream import HttpServer
+from jaxsgl.bench.load import DatasetConfig
 from jaxsgl.bench.requests import OUTPUT, Ask, prompt_ids, prompt_pieces
 from jaxsgl.bench.run import Outcome, Run
 

@@ -22,7 +22,7 @@ from jaxsgl.models.matrix import part_name
 from jaxsgl.models.rope import inverse_frequencies
 from jaxsgl.text.tokenizer import load_tokenizer
 from jaxsgl.weights import load_params, resolve_model_folder
-from jaxsgl.weights.gguf_tokenizer import save_tokenizer
+from jaxsgl.weights.gguf_folder import save_tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.grids import daily
 from tests.plain_model import mesh_of

@@ -22,8 +22,7 @@ from jaxsgl.engine.start.sizing import choose_context_length, kept_heads
 from jaxsgl.engine.weight_store import as_kept, read_params
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, Precision, abstract_model, kv_cache_flag
-from jaxsgl.models.eagle import EagleArch, abstract_head
-from jaxsgl.models.next_layer import abstract_next_layer
+from jaxsgl.models.heads import EagleArch, abstract_head, abstract_next_layer
 from jaxsgl.weights import is_converted, load_head, load_next_layer, random_next_layer, resolve_model_folder
 from jaxsgl.weights.sharding import model_on_devices
 

@@ -27,7 +27,7 @@ from jaxsgl.engine.sampling import vocabulary
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import Attend, Decoder, ModelArch, Params
-from jaxsgl.models.eagle import EagleArch
+from jaxsgl.models.heads import EagleArch
 from jaxsgl.models.quantization import FP8_E4M3
 from jaxsgl.models.tensor_parallel import all_parts, num_parts, of_this_part
 from pallas_kernels import KernelChoice, PagedKv, store_entries, store_kv

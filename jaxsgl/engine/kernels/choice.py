@@ -1,17 +1,25 @@
-"""Which backend each kernel of an engine runs on, as flags say.
+"""Which kernels an engine asks for: their backends, as flags say, and the shapes with which a model's layers call them.
 
-Never knows which backends can run: `pallas_kernels.dispatch` does. Called by `engine`, at start.
+Never knows which backends can run: `pallas_kernels.dispatch` does. Called by `engine`, at start, and by `tester`.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import math
 
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.kernels import OP_OF_NAME, read_kernels
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp
+from jaxsgl.models.layers import norm_dtype, qkv_heads
+from jaxsgl.models.precision import Precision
 from jaxsgl.models.quantization import FLOAT8
 from pallas_kernels import KernelChoice
 from pallas_kernels.choice import XLA
+from pallas_kernels.kept_heads import KeptHeads
+from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape, StateShape
 
 
 def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
@@ -37,3 +45,107 @@ def kernel_flags(config: EngineConfig) -> str:
     """The flags that name kernels, for errors; empty if none does."""
     flags = [] if config.attention_backend == "auto" else [f"--attention-backend {config.attention_backend}"]
     return " ".join(flags + ([f"--kernels {','.join(config.kernels)}"] if config.kernels else []))
+
+
+def kernel_shapes(
+    arch: ModelArch,
+    precision: Precision,
+    page_size: int,
+    heads: KeptHeads,
+    num_devices: int,
+    *,
+    in_fixed_order: bool = False,
+) -> KernelShapes:
+    """Those of `arch`, kept in `precision` on `num_devices` that share it; pages keep a device's heads as `heads`.
+
+    Where layers have other heads than the model, these are theirs in `arch.with_heads(..)`.
+    """
+    by_heads = arch.qk_norm in (None, "head")  # else XLA adds biases and normalizes
+    options = (
+        dataclasses.replace(arch.attention_options(layer), in_fixed_order=in_fixed_order)
+        for layer in range(arch.num_layers)
+    )
+    return KernelShapes(
+        num_kv_heads=heads.kept_heads,
+        num_groups=arch.num_heads // arch.num_kv_heads * heads.together,
+        head_dim=heads.width,
+        page_size=page_size,
+        hidden_size=arch.hidden_size,
+        dtype=precision.activations.name,
+        kv_dtype=precision.kv.name,
+        norm_dtype=norm_dtype(arch, precision.weights).name,
+        attention=tuple(dict.fromkeys(options)),
+        has_sinks=arch.sinks,
+        has_bias=arch.attention_bias and by_heads,
+        has_head_norms=arch.qk_norm == "head",
+        rotates_first=arch.rotates_first,
+        normalizes_values=arch.normalizes_values,
+        experts=_expert_shapes(arch, precision, num_devices),
+        matrices=_matrix_shapes(arch, num_devices),
+        states=_state_shapes(arch, num_devices),
+        in_fixed_order=in_fixed_order,
+    )
+
+
+def _state_shapes(arch: ModelArch, num_devices: int) -> tuple[StateShape, ...]:
+    """Of the layers that keep some."""
+    nets = [layer.mixer for layer in arch.layers if isinstance(layer.mixer, DeltaNet)]
+    shapes = (
+        StateShape(net.key_heads // num_devices, net.group, net.key_size, net.value_size, net.taps) for net in nets
+    )
+    return tuple(dict.fromkeys(shapes))
+
+
+def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> tuple[ExpertShape, ...]:
+    """Of the products of a mixture: gate and up, and down."""
+    mixture = arch.mixture
+    if mixture is None:
+        return ()
+    shapes = (mixture.ffn_size, arch.hidden_size), (arch.hidden_size, mixture.ffn_size)
+    fmt = None if arch.weight_format is None else arch.weight_format.of_experts(shapes)
+    dtype = precision.weights.name if fmt is None else fmt.numbers
+    experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
+    num_experts, ffn, top_k = mixture.num_experts // experts, mixture.ffn_size // parts, mixture.router.top_k
+    return (
+        ExpertShape(num_experts, 2 * ffn, arch.hidden_size, dtype, top_k, of_tokens=True),
+        ExpertShape(num_experts, arch.hidden_size, ffn, dtype, top_k, of_tokens=False),
+    )
+
+
+def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]:
+    """Of the layers' quantized matrices that are no experts', each device's part; in the order of a layer."""
+    fmt = arch.weight_format
+    if fmt is None:
+        return ()
+    mlps = [mlp for layer in arch.layers for mlp in (layer.mlp, layer.experts) if mlp is not None]
+    ffns = dict.fromkeys(mlp.ffn_size if isinstance(mlp, DenseMlp) else mlp.shared_ffn_size for mlp in mlps)
+    hidden = arch.hidden_size
+    whole = _mixer_matrices(arch)
+    whole += [each for ffn in ffns if ffn for each in ((2 * ffn, hidden, "outputs"), (hidden, ffn, "inputs"))]
+    if arch.embedding_size:
+        whole += [(arch.embedding_size, hidden, ""), (hidden, arch.embedding_size, "")]
+
+    def part(outputs: int, inputs: int, shared: str) -> MatrixShape:
+        group = fmt.group_of(inputs)
+        if shared != "inputs":
+            outputs = outputs // num_devices if shared == "outputs" else outputs
+            return MatrixShape(outputs, inputs, fmt.numbers, group, fmt.has_zeros)
+        mine = inputs // num_devices  # which may begin inside a group: see `models/matrix.py`
+        group = mine if group >= inputs else math.gcd(mine, group) if num_devices > 1 else group
+        return MatrixShape(outputs, mine, fmt.numbers, group, fmt.has_zeros)
+
+    return tuple(dict.fromkeys(part(*each) for each in whole))
+
+
+def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
+    """Outputs and inputs of each matrix around attention, and which of them devices share: "" for none."""
+    hidden, n, latent = arch.hidden_size, arch.num_heads, arch.latent
+    if latent is None:
+        out = n * arch.head_dim
+        alone = [(out, hidden, "outputs")] if arch.reading_layers else []  # queries without keys
+        return [(math.prod(qkv_heads(arch)), hidden, "outputs"), *alone, (hidden, out, "inputs")]
+    query = n * (latent.unrotated + latent.rotated)
+    queries = [(query, hidden, "outputs")]
+    if latent.q_rank is not None:
+        queries = [(latent.q_rank, hidden, ""), (query, latent.q_rank, "outputs")]
+    return [*queries, (latent.kv_rank + latent.rotated, hidden, ""), (hidden, n * latent.value, "inputs")]

@@ -30,8 +30,7 @@ import jax
 
 import pallas_kernels
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.kernels.choice import kernel_flags
-from jaxsgl.engine.kernels.shapes import kernel_shapes
+from jaxsgl.engine.kernels.choice import kernel_flags, kernel_shapes
 from jaxsgl.engine.start.devices import accelerator, accelerator_name, device_variables
 from jaxsgl.engine.start.memory import is_running
 from jaxsgl.engine.start.sizing import choose_pages

@@ -1,6 +1,6 @@
 """Which flags don't go with which models, once config.json is read. Called by `opening`.
 
-Models whose layers keep states instead of keys and values (`models/delta_net.py`): a state holds all tokens before it,
+Models whose layers keep states instead of keys and values (`models/mixers.py`): a state holds all tokens before it,
 so it can't go back, and it isn't in pages. Models whose layers differ in what a page holds of them, or lack
 projections. Models that data-parallel attention gains nothing for, or that keep for
 their requests what is not divided among ranks yet. What flags say of each other `EngineConfig` checks.

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import Message
 
-from jaxsgl.frontend.batches.run import Answered, BatchRequest
+from jaxsgl.frontend.batches import Answered, BatchRequest
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors
 from jaxsgl.frontend.http.openai import routes

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from jaxsgl.cache.host_images import HostImages
+from jaxsgl.cache.embeddings import HostImages
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.media import (
     MediaItem,

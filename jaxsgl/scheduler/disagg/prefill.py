@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxsgl.cache.host_images import HostRows
+from jaxsgl.cache.embeddings import HostRows
 from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.media import images_hash
 from jaxsgl.requests.request import Request

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.cache.events import page_hashes
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
-from jaxsgl.cache.prefix import Edge
+from jaxsgl.cache.prefix import Edge, page_hashes
 from jaxsgl.messages.replies import CacheCleared, CacheEvent, PagesRemoved, PagesStored
 
 

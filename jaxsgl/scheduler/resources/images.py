@@ -26,8 +26,7 @@ from jaxsgl.batch.build import Work
 from jaxsgl.batch.engine_api import GatherRows, RestoreRows
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import EncodeInputs, EncodePart, TowerCapacity, pack
-from jaxsgl.cache.embeddings import EmbeddingRows, HeldImage
-from jaxsgl.cache.host_images import HostImages, HostRows
+from jaxsgl.cache.embeddings import EmbeddingRows, HeldImage, HostImages, HostRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.messages.replies import Totals
@@ -488,7 +487,7 @@ class KeptImages:
     """The rows of images in host memory; no image is copied there if that has no room for any.
 
     An image is copied to the host once, after the step that has encoded it, so its rows on the device may be taken at
-    any time. Before a step that needs an image whose rows are gone they are copied back. cache/host_images.py decides
+    any time. Before a step that needs an image whose rows are gone they are copied back. cache/embeddings.py decides
     which images stay.
 
     Args:

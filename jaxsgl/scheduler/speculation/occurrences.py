@@ -7,8 +7,8 @@ whose tokens before agree with a context, and narrowing that range finds those t
     place    0 1 2 3 4 5 6 7            where c and d followed
 
 What came since is in a dict of its shortest contexts, and joins the bulk when it is an eighth of it. So a token costs
-about a microsecond, 16 bytes, and a few more while it is new. Knows no requests; ngram.py, suffix.py and prediction.py
-look things up in it.
+about a microsecond, 16 bytes, and a few more while it is new. Knows no requests; sources.py
+looks things up in it.
 """
 
 from __future__ import annotations

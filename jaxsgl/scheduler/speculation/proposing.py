@@ -18,8 +18,7 @@ from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, DeviceDrafts, Drafter
 from jaxsgl.scheduler.speculation.pace import Pace
-from jaxsgl.scheduler.speculation.sources import FromDevice, Prediction, PromptLookup, Source
-from jaxsgl.scheduler.speculation.suffix import PastAnswers, SuffixLookup
+from jaxsgl.scheduler.speculation.sources import FromDevice, PastAnswers, Prediction, PromptLookup, Source, SuffixLookup
 
 LONG_MATCH = (3, 8)  # tokens of a match, at least and at most, that may be right where the drafts of weights aren't
 

@@ -17,9 +17,8 @@ from typing import Any
 from bench.frontend.plan import Plan
 from bench.frontend.running import server
 from bench.output import command_parser
-from jaxsgl.bench.datasets import DatasetConfig
 from jaxsgl.bench.http_backends import DIALECTS
-from jaxsgl.bench.load import GRPC, ServingConfig, load
+from jaxsgl.bench.load import GRPC, DatasetConfig, ServingConfig, load
 from jaxsgl.bench.metrics import failures, summary
 
 

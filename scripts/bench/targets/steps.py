@@ -38,7 +38,7 @@ from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
-from jaxsgl.models.eagle import EagleArch, abstract_head
+from jaxsgl.models.heads import EagleArch, abstract_head
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.lora import adaptable_modules
 from pallas_kernels import KernelChoice

@@ -18,8 +18,7 @@ from starlette.responses import Response
 from jaxsgl.errors import RequestFailed
 from jaxsgl.frontend.adapters import adapter_of
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.anthropic.conversation import chat_of
-from jaxsgl.frontend.http.anthropic.schemas import CountTokensRequest, MessagesRequest
+from jaxsgl.frontend.http.anthropic.conversation import CountTokensRequest, MessagesRequest, chat_of
 from jaxsgl.frontend.http.bodies import StrictJson
 from jaxsgl.frontend.http.calls import EventStream, start_all, while_connected
 from jaxsgl.frontend.http.openai.chat import chat_prompt, prepare_chat

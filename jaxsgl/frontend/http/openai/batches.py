@@ -1,8 +1,8 @@
 """/v1/files and /v1/batches: batches of requests whose files lie in the folder of --batch-dir.
 
 A batch runs in this process, through the same endpoints as its clients' other requests, and is taken up again when the
-server starts anew (frontend/batches/run.py). frontend/batches/store.py keeps files and states. Files come as forms,
-of which parts are read as they arrive (`read_form`). app.py includes the router.
+server starts anew; frontend/batches.py runs it, and keeps files and states. Files come as forms, of which parts are
+read as they arrive (`read_form`). app.py includes the router.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from starlette.responses import FileResponse, Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.access import Caller, current_tenant, enter
-from jaxsgl.frontend.batches.run import BatchFile, Results, check_file, run
-from jaxsgl.frontend.batches.store import OPEN_STATES, BatchStore
+from jaxsgl.frontend.batches import OPEN_STATES, BatchFile, BatchStore, Results, check_file, run
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import Body, StrictJson
 from jaxsgl.frontend.http.in_process import InProcess

@@ -1,11 +1,6 @@
-"""An EAGLE-3 head (arXiv 2503.01840): one layer that drafts tokens from what the model has computed.
+"""Layers that draft tokens from what the model has computed: EAGLE-3's head, and the checkpoint's own next layer.
 
-    streams of the model at token i - 1     [T, 3 Dt] -> fc -> [T, D]     or, later in a chain, the head's own output
-    embedding of token i                    [T, D]
-    both, each with a norm of its own       [T, 2 D] -> attention -> MLP -> norm, lm_head: token i + 1
-
-`EagleArch` reads a head's config.json, in SpecForge's form or in speculators'; `EagleHead` is the layer. Its vocabulary
-may be a part of the model's. As with `Decoder`, the caller attends and keeps pages. `weights/eagle.py` loads it.
+As with `Decoder`, the caller attends and keeps pages. `engine/drafting/heads.py` runs them on the device.
 """
 
 from __future__ import annotations
@@ -22,9 +17,9 @@ from flax import nnx
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.dense import Decoder, Params
+from jaxsgl.models.dense import Decoder, DecoderLayers, Params
 from jaxsgl.models.layer_spec import DenseMlp
-from jaxsgl.models.layers import MLP, Attend, last_product, qkv_heads, vector
+from jaxsgl.models.layers import MLP, Attend, last_product, norm_dtype, qkv_heads, vector
 from jaxsgl.models.matrix import Matrices
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import rope_tables
@@ -43,7 +38,7 @@ _OTHER_KEYS = {  # of config.json: of this file, or without effect on what a hea
 
 @dataclass(frozen=True)
 class EagleArch:
-    """The shape of a head.
+    """The shape of an EAGLE-3 head, read from its config.json in SpecForge's form or in speculators'.
 
     Attributes:
       layer: its layer as that of a Llama of one layer; `vocab_size` is the model's.
@@ -135,7 +130,14 @@ def _read_taps(path: Path, values: Mapping[str, Any], num_layers: int) -> tuple[
 
 
 class EagleHead(Matrices):
-    """The parameters of a head."""
+    """An EAGLE-3 head (arXiv 2503.01840): one layer. `weights/eagle.py` loads it.
+
+        streams of the model at token i - 1   [T, 3 Dt] -> fc -> [T, D]   or, later in a chain, the head's own output
+        embedding of token i                  [T, D]
+        both, each with a norm of its own     [T, 2 D] -> attention -> MLP -> norm, lm_head: token i + 1
+
+    Its vocabulary may be a part of the model's.
+    """
 
     def __init__(self, arch: EagleArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:
         layer = arch.layer
@@ -222,4 +224,57 @@ class EagleHead(Matrices):
 def abstract_head(arch: EagleArch, dtype: jnp.dtype, activations: jnp.dtype) -> tuple[nnx.GraphDef[EagleHead], Params]:
     """The head's structure and its parameters as shapes; see `abstract_model`."""
     graphdef, params = nnx.split(nnx.eval_shape(lambda: EagleHead(arch, dtype, activations)))
+    return graphdef, params
+
+
+class NextLayer(DecoderLayers):
+    """The layer after a checkpoint's last one, which predicts one token more (DeepSeek-V3, arXiv 2412.19437; GLM-4.5).
+
+        final hidden state of token i - 1   [T, D] -> hnorm     or, later in a chain, the layer's own
+        embedding of token i                [T, D] -> enorm
+        both                                [T, 2 D] -> eh_proj -> decoder layer -> norm, the model's head: token i + 1
+
+    Embedding and head are the model's. `ModelArch.next_arch` is its shape, `weights/names.py` has its tensors' names.
+    """
+
+    def __init__(self, arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:
+        super().__init__(arch, dtype, activations)
+        d = arch.hidden_size
+        self.token_norm, self.state_norm = (vector((d,), (None,), norm_dtype(arch, dtype), mean=1.0) for _ in range(2))
+        self.declare("joined", (d, 2 * d), (None, None), dtype, None, fan_in=2 * d)
+
+    def states(self, streams: dict[int, jax.Array], hidden_TD: jax.Array) -> jax.Array:
+        """What it reads of tokens: their final hidden states."""
+        return hidden_TD
+
+    def __call__(
+        self,
+        model: Decoder,
+        token_ids: jax.Array,
+        before_TD: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        kernels: KernelChoice,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The states `[T, D]` of tokens whose predecessors' are given, and logits of the tokens after them."""
+        tokens_TD = self._normed(model.embedded(token_ids), self.token_norm)
+        both = jnp.concatenate([tokens_TD, self._normed(before_TD, self.state_norm)], axis=-1)
+        x_TD = product(both, self.matrix("joined")).astype(self.activations)
+        hidden_TD = self.run(x_TD, positions, attend, kernels=kernels)
+        return hidden_TD, model.logits(hidden_TD)
+
+    def in_model(self, token_ids: jax.Array) -> jax.Array:
+        """Its vocabulary is the model's."""
+        return token_ids
+
+    def _normed(self, x_TD: jax.Array, scale: nnx.Param[jax.Array]) -> jax.Array:
+        dtype = jnp.promote_types(scale.dtype, x_TD.dtype)
+        return rms_norm(x_TD, scale[...].astype(dtype), self.arch.rms_norm_eps)
+
+
+def abstract_next_layer(
+    arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype
+) -> tuple[nnx.GraphDef[NextLayer], Params]:
+    """Structure and parameters as shapes of the layer of `arch`, a `next_arch`; see `abstract_model`."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: NextLayer(arch, dtype, activations)))
     return graphdef, params

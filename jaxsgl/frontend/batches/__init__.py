@@ -1,1 +1,0 @@
-"""Batches as OpenAI has them: a file of requests becomes a file of answers."""

@@ -1,0 +1,228 @@
+"""What mixes a layer's tokens in place of attention to the layer's own keys and values, a class of each kind.
+
+`dense.DecoderLayer` builds the one that a layer's spec asks for. None of them knows pages, states' places or
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxsgl.models.arch import ModelArch
+from jaxsgl.models.layer_spec import DeltaNet, Latent, LayerSpec
+from jaxsgl.models.layers import (
+    Attend,
+    LatentQkv,
+    LayerRows,
+    LayerVectors,
+    Queries,
+    Recur,
+    last_product,
+    own_scales,
+    qkv_heads,
+    vector,
+)
+from jaxsgl.models.lora import LayerAdapters
+from jaxsgl.models.matrix import Matrices, Rows, Weights
+from jaxsgl.models.precision import product
+from pallas_kernels import KernelChoice
+from pallas_kernels.choice import AUTO_CHOICE
+from pallas_kernels.delta import DeltaTokens
+from pallas_kernels.norm import Update, rms_norm, scale_of
+from pallas_kernels.qkv import rotate
+
+LATENT_NORM_EPS = 1e-6  # of the norms of latents, whatever the model's others have
+
+
+class LatentAttention(Matrices):
+    """Attention over a latent: the cache has one vector a token, of which keys and values of all heads are made (MLA).
+
+    These are the projections around `Attend`. The matrices that make keys and values change sides, which is exact but
+    for rounding: queries become what multiplies the latent itself, and of the weighted sum of latents each head makes
+    its output. So this is attention with one kv head, C + R numbers of a key, and values that are the first C of them.
+    docs/notes/2026-11-mla.md has the arithmetic. Source: DeepSeek-V2 (arXiv 2405.04434).
+
+    Devices that share the model have some of the heads each, and make the latent each for itself.
+    """
+
+    def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
+        mixer = spec.mixer
+        assert isinstance(mixer, Latent)
+        d, n, c, r = arch.hidden_size, arch.num_heads, mixer.kv_rank, mixer.rotated
+        self.mixer = mixer
+        by_head = ("kv_heads", None, None)
+        query = n, mixer.unrotated + r
+        if mixer.q_rank is None:
+            self.declare("q", (*query, d), by_head, dtype, arch.format_of(spec, "q"), fan_in=d)
+        else:
+            self.declare("q_a", (mixer.q_rank, d), (None, None), dtype, arch.format_of(spec, "q_a"), fan_in=d)
+            self.q_a_norm = vector((mixer.q_rank,), (None,), dtype, mean=1.0)
+            of_rank = arch.format_of(spec, "q_b")
+            self.declare("q_b", (*query, mixer.q_rank), by_head, dtype, of_rank, fan_in=mixer.q_rank)
+        self.declare("kv_a", (c + r, d), (None, None), dtype, arch.format_of(spec, "kv_a"), fan_in=d)
+        self.kv_a_norm = vector((c,), (None,), dtype, mean=1.0)
+        # Multiplied from both sides, so it is never kept quantized.
+        self.declare("kv_b", (n, mixer.unrotated + mixer.value, c), by_head, dtype, None, fan_in=c)
+        out = n * mixer.value
+        self.declare("o", (d, out), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=out)
+
+    def reader(self, kernels: KernelChoice) -> Weights | None:
+        """Several matrices multiply x."""
+        return None
+
+    def __call__(
+        self,
+        x_TD: Rows,
+        vectors: LayerVectors,
+        rows: LayerRows,
+        tables: tuple[jax.Array, jax.Array],
+        place: int,
+        attend: Attend,
+        adapters: LayerAdapters | None = None,
+        kernels: KernelChoice = AUTO_CHOICE,
+    ) -> Update:
+        """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them; `tables` are those of R numbers."""
+        assert adapters is None, "adapters are refused for models with a latent"
+        assert isinstance(x_TD, jax.Array), "several matrices read rows as they are"
+        mixer, dtype = self.mixer, x_TD.dtype
+        q_TNH = self._queries(x_TD, kernels)
+        latent_TH = product(x_TD, self.matrix("kv_a", kernels))
+        own = rms_norm(latent_TH[:, : mixer.kv_rank], self.kv_a_norm[...], LATENT_NORM_EPS)
+        turned = _turned(latent_TH[:, None, mixer.kv_rank :], tables)
+        kv_b = self.matrix("kv_b")
+        assert isinstance(kv_b, jax.Array)
+        keys, values = kv_b[:, : mixer.unrotated], kv_b[:, mixer.unrotated :]
+        absorbed = _by_head("tnd,ndc->tnc", q_TNH[..., : mixer.unrotated], keys)
+        queries = jnp.concatenate([absorbed, _turned(q_TNH[..., mixer.unrotated :], tables)], axis=-1)
+        entries = jnp.concatenate([own[:, None], turned], axis=-1)
+        out_TNC = attend(place, LatentQkv(queries.astype(dtype), entries.astype(dtype), mixer.kv_rank), None)
+        out = _by_head("tnc,nvc->tnv", out_TNC, values).astype(dtype)
+        return last_product(out.reshape(len(x_TD), -1), self.matrix("o", kernels), None)
+
+    def _queries(self, x_TD: jax.Array, kernels: KernelChoice) -> jax.Array:
+        """`[T, N, D_n + R]`."""
+        if self.mixer.q_rank is None:
+            return product(x_TD, self.matrix("q", kernels))
+        low = rms_norm(product(x_TD, self.matrix("q_a", kernels)), self.q_a_norm[...], LATENT_NORM_EPS)
+        return product(low, self.matrix("q_b", kernels))
+
+
+def _by_head(axes: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """A product for each head, multiplied in the weights' format and added up in float32."""
+    precision = "highest" if weights.dtype == jnp.float32 else None
+    return jnp.einsum(
+        axes, x.astype(weights.dtype), weights, precision=precision, preferred_element_type=jnp.float32
+    ).astype(x.dtype)
+
+
+def _turned(heads: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Heads `[T, N, R]` turned by the angles of `tables`, each `[T, 1, R / 2]`."""
+    cos, sin = tables
+    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(heads.dtype)
+
+
+class GatedDeltaNet(Matrices):
+    """A gated delta-net: mixes tokens through a state of fixed size instead of all keys and values before them.
+
+        q, k, v = silu(conv(x Wqkv))                      depthwise and causal, over the last few tokens
+        q, k    = l2norm(q) / sqrt(h), l2norm(k)
+        S       = a S;  S = S + k outer (b (v - S^T k))   a and b of each value head and token
+        out     = (rms_norm(S^T q) w silu(x Wz)) Wo
+
+    These are the products around `Recur`, which `pallas_kernels/delta.py` computes. Rows of the fused product lie by
+    key head, so that devices that share the model have whole groups each.
+
+    Source: Gated DeltaNet (Yang et al., arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it.
+    """
+
+    def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
+        net = spec.mixer
+        assert isinstance(net, DeltaNet)
+        self.net, self.eps = net, arch.rms_norm_eps
+        d, values = arch.hidden_size, net.value_heads * net.value_size
+        rows = net.channels + net.group * net.value_size + 2 * net.group  # of a key head: q, k, v; z; b, a
+        self.declare("inputs", (net.key_heads, rows, d), ("key_heads", None, None), dtype, None, fan_in=d)
+        self.declare("output", (d, values), (None, "key_heads"), dtype, None, fan_in=values)
+
+    def reader(self, kernels: KernelChoice) -> Weights | None:
+        """The only matrix that multiplies x."""
+        return self.matrix("inputs", kernels)
+
+    def __call__(
+        self,
+        x_TD: Rows,
+        vectors: LayerVectors,
+        rows: LayerRows,
+        place: int,
+        recur: Recur,
+        kernels: KernelChoice = AUTO_CHOICE,
+    ) -> Update:
+        """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them.
+
+        `place` is that of the layer in `ModelArch.delta_layers`.
+        """
+        net, (taps, decay, norm) = self.net, self._vectors(vectors, rows, place)
+        fused = product(x_TD, self.matrix("inputs", kernels))
+        mixed, gate, write, forget = jnp.split(
+            fused, (net.channels, fused.shape[-1] - 2 * net.group, fused.shape[-1] - net.group), axis=-1
+        )
+        write, forget = write.astype(jnp.float32), forget.astype(jnp.float32)
+        log_decay = -jnp.exp(decay[:, 0]) * jax.nn.softplus(forget + decay[:, 1])
+        tokens = DeltaTokens(mixed, taps, log_decay, jax.nn.sigmoid(write), net.key_size)
+        out = rms_norm(recur(place, tokens), norm.astype(jnp.float32), self.eps)
+        out = out * jax.nn.silu(gate.astype(jnp.float32)).reshape(out.shape)
+        return last_product(out.reshape(len(out), -1).astype(mixed.dtype), self.matrix("output", kernels), None)
+
+    def _vectors(self, vectors: LayerVectors, rows: LayerRows, place: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`[K', C, taps]`, `[K', 2, r]` and `[v]` of this layer."""
+        stacks = [rows.stack(stack, place) for stack in (vectors.delta_taps, vectors.delta_decay, vectors.delta_norm)]
+        taps, decay, norm = (stack[rows.row(place)] for stack in stacks if stack is not None)
+        return taps, decay, norm
+
+
+class SharedKeysAttention(Matrices):
+    """Attention to the keys and values that an earlier layer has made: of its own, a layer has queries alone.
+
+    So its tokens take no room in the cache. These are the projections around `Attend`.
+    """
+
+    def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
+        assert spec.keys_from is not None
+        self.keys_at = arch.places[spec.keys_from]
+        self.eps = arch.rms_norm_eps
+        num_kv_heads, num_rows, h = qkv_heads(arch.with_heads_of(spec))
+        d, out = arch.hidden_size, arch.num_heads * h
+        queries = num_kv_heads, num_rows - 2, h, d
+        by_head = ("kv_heads", None, None, None)
+        # Named as where keys and values come with them: so quantized checkpoints except it by the same words.
+        self.declare("qkv", queries, by_head, dtype, arch.format_of(spec, "qkv"), fan_in=d)
+        self.declare("o", (d, out), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=out)
+
+    def reader(self, kernels: KernelChoice) -> Weights | None:
+        """The only matrix that multiplies x."""
+        return self.matrix("qkv", kernels)
+
+    def __call__(
+        self,
+        x_TD: Rows,
+        vectors: LayerVectors,
+        rows: LayerRows,
+        tables: tuple[jax.Array, jax.Array],
+        place: int,
+        attend: Attend,
+        adapters: LayerAdapters | None = None,
+        kernels: KernelChoice = AUTO_CHOICE,
+    ) -> Update:
+        """As `Attention.__call__`; `place` is that of the layer among all that attend."""
+        assert adapters is None, "models with such layers take no adapters"
+        q = product(x_TD, self.matrix("qkv", kernels))
+        num_tokens, num_kv_heads, groups, h = q.shape
+        q_TNH = q.reshape(num_tokens, num_kv_heads * groups, h)
+        q_norm = own_scales(rows.stack(vectors.q_norm, place), h)
+        if q_norm is not None:
+            q_TNH = rms_norm(q_TNH, scale_of(q_norm, rows.row(place), q_TNH.dtype), self.eps)
+        out_TNH = attend(self.keys_at, Queries(rotate(q_TNH, *tables), num_kv_heads), None)
+        return last_product(out_TNH.reshape(num_tokens, -1), self.matrix("o", kernels), None)
