@@ -408,8 +408,10 @@ class StagedEngine:
             self.capacity, self.buckets, last_spec = _compile(config, opened, making, hosts)
         hosts.same("the sizes", str(self.capacity), "give all hosts the same flags")
         with step_failure("the KV pools can't be allocated", account):
-            last = StepPrograms(making[-1].programs, last_spec, self.buckets)
-            self._stages = [self._running(stage, last) for stage in making]
+            choosing = [
+                StepPrograms(stage.programs, last_spec, self.buckets) for stage in making if stage.arch.stage.is_last
+            ]  # where the last stage is
+            self._stages = [self._running(stage, choosing) for stage in making]
         self._parts: list[Part] = [
             *(FromHost(host, self.arch.hidden_size, opened.precision.activations) for host in neighbours.before),
             *self._stages,
@@ -419,11 +421,10 @@ class StagedEngine:
         self._walls = keep_small_places(devices) if opened.platform == "gpu" else []
         self.compiled = [stage.programs for stage in making]
         self._compiles = CompileCounter()
-        if making[-1].arch.stage.is_last:
-            run_all(self.submit, self.buckets.all(), self.capacity, account)
-            run_masks(last, account)
-        else:
-            run_passing(self.submit, self.buckets.all(), self.capacity, account)
+        run = run_all if choosing else run_passing
+        run(self.submit, self.buckets.all(), self.capacity, account)
+        for programs in choosing:
+            run_masks(programs, account)
         kv_bytes = sum(stage.states.page_bytes for stage in making) * self.capacity.num_pages * config.tp
         weight_bytes = sum(array.nbytes for stage in self._stages for array in stage.params)
         self.info = EngineInfo(
@@ -453,11 +454,12 @@ class StagedEngine:
             sum(map(len, self.compiled)), self.info.warmup_s,
         )  # fmt: skip
 
-    def _running(self, stage: _Stage, last: StepPrograms) -> Stage:
-        """`stage` with its state allocated; `last` are the last stage's programs."""
+    def _running(self, stage: _Stage, choosing: Sequence[StepPrograms]) -> Stage:
+        """`stage` with its state allocated; `choosing` are the programs of the last stage, if it is here."""
         state = jax.block_until_ready(allocate(stage.states, stage.own(self.capacity), stage.mesh))
         params = jax.tree.leaves(stage.params)
         if stage.arch.stage.is_last:
+            (last,) = choosing
             return Stage(StepRunner(last, stage.arch, params, state), stage.mesh, params)
         return Stage(PassingRunner(stage.programs, self.buckets, params, state), stage.mesh, params)
 
