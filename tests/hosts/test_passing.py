@@ -34,8 +34,10 @@ def meet(world: World, host: Any) -> Neighbours:
 
 def close(found: list[Neighbours]) -> None:
     for neighbours in found:
-        for end in (*neighbours.before, *neighbours.after):
-            end.close()
+        for before in neighbours.before:
+            before.close()
+        for after in neighbours.after:
+            after.close()
 
 
 def test_arrays_come_as_they_were_sent_in_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,16 @@ from jaxsgl.messages.replies import HostsLoad
 
 FACTS = {"--page-size": "16", "the version of JAX": "0.10"}
 PATIENCE_S = 20.0
+
+
+def free_port(number: int) -> int:
+    """The first of so many free ports next to each other. The system gives none of these to connections."""
+    while True:
+        first = random.randrange(12_000, 30_000)
+        with contextlib.ExitStack() as bound, contextlib.suppress(OSError):
+            for port in range(first, first + number):
+                bound.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 class Reports:
@@ -45,8 +56,7 @@ class World:
     """Hosts of one model, each started in a thread."""
 
     def __init__(self, size: int, secrets: tuple[str | None, ...] = (), timeout_s: float = PATIENCE_S) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port(size)
         self.size, self.timeout_s = size, timeout_s
         self.secrets = secrets or (None,) * size
         self.reports = [Reports() for _ in range(size)]
