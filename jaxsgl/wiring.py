@@ -124,11 +124,9 @@ def build_engine(config: EngineConfig, hosts: Hosts = Alone()) -> AnyEngine:
 def _stages(config: EngineConfig, hosts: Hosts) -> StagedEngine:
     """The stages of this host, and the way to those of other `hosts`."""
     neighbours = meet_neighbours(config.hosts, hosts)
-    if hosts.size > 1 and config.load_format != "dummy":  # no two hosts read the same tensors
-        folder = resolve_model_folder(config.model, config.revision)
-        sizes = [f"{file.name} {file.stat().st_size}" for file in _weight_files(folder)]
-        digest = f"{len(sizes)} files of names and sizes {zlib.crc32(' '.join(sizes).encode()):08x}"
-        hosts.same("the weights", digest, "give all hosts the same checkpoint")
+    if hosts.size > 1 and config.load_format != "dummy":
+        files = files_digest(resolve_model_folder(config.model, config.revision))
+        hosts.same("the weights", files, "give all hosts the same checkpoint")
     return StagedEngine(config, hosts=hosts, neighbours=neighbours)
 
 
@@ -244,6 +242,12 @@ def norms_digest(params: Params) -> int:
         if "norm" in name and not name.startswith("['visual']"):
             digest = zlib.crc32(np.asarray(leaf, dtype=np.float32).tobytes(), digest)
     return digest
+
+
+def files_digest(folder: Path) -> str:
+    """In words, what hosts with stages compare of weights: no two of them read the same tensors."""
+    sizes = [f"{file.name} {file.stat().st_size}" for file in _weight_files(folder)]
+    return f"{len(sizes)} files of names and sizes {zlib.crc32(' '.join(sizes).encode()):08x}"
 
 
 def _load_adapters(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler, former: AnyScheduler | None) -> None:

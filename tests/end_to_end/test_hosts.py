@@ -235,8 +235,11 @@ def asked_long(hosts: Hosts) -> tuple[int, str, float]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_host_that_dies_while_all_load_ends_all(number: signal.Signals, rank: int, tmp_path: Path) -> None:
-    with running_hosts(tmp_path, 2, [*FLAGS, "--tp", "2"], until="weights: ") as hosts:
+@pytest.mark.parametrize("shared", ["--tp", "--pp-size"])
+def test_a_host_that_dies_while_all_load_ends_all(
+    shared: str, rank: int, number: signal.Signals, tmp_path: Path
+) -> None:
+    with running_hosts(tmp_path, 2, [*FLAGS, shared, "2"], until="weights: ") as hosts:
         hosts.hosts[rank].send(number, to_engine=number != signal.SIGTERM)
         statuses = hosts.statuses(GONE_S + SLACK_S)
         assert statuses[1 - rank] == 1 or number == signal.SIGTERM, statuses
