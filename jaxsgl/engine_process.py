@@ -18,7 +18,7 @@ from jaxsgl import logs, stacks
 from jaxsgl.errors import StartupError, in_one_line
 from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.hosts.leader import Leader
-from jaxsgl.hosts.playing import LeadEngine
+from jaxsgl.hosts.playing import LeadEngine, LeadStages
 from jaxsgl.ipc import EngineLaunch, EngineMailbox, HostReport, open_mailbox
 from jaxsgl.logs import StartParts
 from jaxsgl.messages.replies import Replies
@@ -92,7 +92,8 @@ def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox, hosts: H
         served: ServedEngine = engine
         if isinstance(hosts, Leader):
             weights = FixedWeights(SHARED_BY_HOSTS, launch.config.weight_version)
-            served = StepsOnly(LeadEngine(engine, hosts.call), weights)
+            lead = LeadStages if launch.config.has_stages else LeadEngine
+            served = StepsOnly(lead(engine, hosts.call), weights)
         run_loop(serving, served, mailbox, launch.config.unread_steps, launch.config.check_every_step)
         wiring.keep_prefixes(launch.config, engine, scheduler)
     except Exception as error:

@@ -31,6 +31,7 @@ from jaxsgl.engine.stages.engine import StagedEngine
 from jaxsgl.engine.start.memory import free_host_bytes
 from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.hosts.group import Alone, Hosts
+from jaxsgl.hosts.passing import meet_neighbours
 from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.orders import LoadAdapter
 from jaxsgl.models import Params
@@ -112,12 +113,21 @@ def whole(engine: AnyEngine) -> Engine:
 def build_engine(config: EngineConfig, hosts: Hosts = Alone()) -> AnyEngine:
     """Loads the model and compiles every bucket. Raises `StartupError`, on all `hosts` if weights differ."""
     if config.has_stages:
-        return ServedStages(StagedEngine(config), config.weight_version)
+        return ServedStages(_stages(config, hosts), config.weight_version)
     engine = Engine(config, moves_pages=config.disaggregation.is_on or config.host_kv.is_on, hosts=hosts)
     if hosts.size > 1:
         digest = f"those of norms {norms_digest(engine.weight_store.params):08x}"
         hosts.same("the weights", digest, "give all hosts the same checkpoint")
     return engine
+
+
+def _stages(config: EngineConfig, hosts: Hosts) -> StagedEngine:
+    """The stages of this host, and the way to those of other `hosts`."""
+    neighbours = meet_neighbours(config.hosts, hosts)
+    if hosts.size > 1 and config.load_format != "dummy":
+        files = files_digest(resolve_model_folder(config.model, config.revision))
+        hosts.same("the weights", files, "give all hosts the same checkpoint")
+    return StagedEngine(config, hosts=hosts, neighbours=neighbours)
 
 
 def build_scheduler(
@@ -232,6 +242,12 @@ def norms_digest(params: Params) -> int:
         if "norm" in name and not name.startswith("['visual']"):
             digest = zlib.crc32(np.asarray(leaf, dtype=np.float32).tobytes(), digest)
     return digest
+
+
+def files_digest(folder: Path) -> str:
+    """In words, what hosts with stages compare of weights: no two of them read the same tensors."""
+    sizes = [f"{file.name} {file.stat().st_size}" for file in _weight_files(folder)]
+    return f"{len(sizes)} files of names and sizes {zlib.crc32(' '.join(sizes).encode()):08x}"
 
 
 def _load_adapters(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler, former: AnyScheduler | None) -> None:
@@ -380,6 +396,10 @@ def keep_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: AnySchedul
     logger.info("%d pages of prefixes kept in %s, in %.1f s", count, path, time.monotonic() - start_s)
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    return [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.gguf"))]
+
+
 def _fingerprint(config: EngineConfig, engine: AnyEngine) -> str:
     """Hashes what KV depends on. Files of weights count by name, size and time of change."""
     folder = Path(engine.info.model_path)
@@ -390,7 +410,7 @@ def _fingerprint(config: EngineConfig, engine: AnyEngine) -> str:
     parts.append(str(config.random_seed) if config.load_format == "dummy" else "")
     parts.append((folder / "config.json").read_text())
     heads = () if config.draft_model is None else resolve_model_folder(config.draft_model).glob("*.safetensors")
-    for file in (*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.gguf")), *sorted(heads)):
+    for file in (*_weight_files(folder), *sorted(heads)):
         status = file.stat()
         parts.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()

@@ -124,7 +124,6 @@ def test_replicas_get_devices_of_their_own() -> None:
 
 
 STAGES_REFUSE = (
-    "--nnodes 2 --node-rank 0 --dist-init-addr 127.0.0.1:20000 --tp 2",
     "--host-kv-gib 1",
     "--enable-lora",
     "--speculative-algorithm NGRAM",
@@ -154,6 +153,21 @@ def test_pipeline_stages_have_devices_of_their_own_and_steps_for_all_of_them() -
         parse("--pp-size", "2", "--device-ids", "3")
     with pytest.raises(ConfigError, match="--pp-async-batch-depth is for pipeline stages: give --pp-size"):
         parse("--pp-async-batch-depth", "1")
+
+
+def test_hosts_have_equally_many_stages_and_host_0_the_last_ones() -> None:
+    def of_host(rank: int, *flags: str) -> EngineConfig:
+        address = "--dist-init-addr", "127.0.0.1:20000"
+        return parse(*flags, "--nnodes", "3", "--node-rank", str(rank), *address).engine
+
+    six = [of_host(rank, "--pp-size", "6", "--tp", "2") for rank in range(3)]
+    assert [list(each.own_stages) for each in six] == [[4, 5], [0, 1], [2, 3]]
+    assert {each.num_own_devices for each in six} == {4}
+    assert list(parse("--pp-size", "2").engine.own_stages) == [0, 1]
+    with pytest.raises(ConfigError, match=r"--pp-size is 4, but 3 hosts .* of the stages: give --pp-size 6"):
+        of_host(0, "--pp-size", "4")
+    with pytest.raises(ConfigError, match=r"--tp is 4, but 3 hosts .* of the devices: give --tp 6"):
+        of_host(0, "--tp", "4")
 
 
 @pytest.mark.parametrize("name", ["--decode-buckets", "--extend-buckets"])

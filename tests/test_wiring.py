@@ -9,7 +9,7 @@ import pytest
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import DisaggregationConfig, HostKvConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.wiring import RETRACT_VARIABLE, build, file_of_prefixes, retract_every
+from jaxsgl.wiring import RETRACT_VARIABLE, build, file_of_prefixes, files_digest, retract_every
 
 pytestmark = pytest.mark.device
 
@@ -42,3 +42,16 @@ def test_prefixes_of_a_decode_server_are_kept_in_a_file_of_their_own(tmp_path: P
         for mode in ("null", "prefill", "decode")
     ]
     assert names[0] == names[1] != names[2]
+
+
+def test_hosts_tell_files_of_other_names_or_sizes_apart(tmp_path: Path) -> None:
+    def digest(**files: str) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / f"{name}.safetensors").write_text(text)
+        return files_digest(folder)
+
+    told = digest(a="1", b="22")
+    assert told.startswith("2 files of names and sizes ") and told == digest(b="33", a="2")
+    assert len({told, digest(a="1", c="22"), digest(a="1", b="222"), digest(a="1")}) == 4

@@ -193,7 +193,7 @@ class EngineConfig:
     pp_size: int = flag(
         1,
         "pipeline stages of --tp devices each: a stage has some of the layers, and passes on to the next one what it "
-        "computes (docs/scale-out.md)",
+        "computes; with --nnodes each host has an equal number of them (docs/scale-out.md)",
         alias=("--pipeline-parallel-size", "-pp"),
     )
     pp_async_batch_depth: int = flag(
@@ -353,10 +353,12 @@ class EngineConfig:
     def _check_hosts(self) -> None:
         """Raises `ConfigError` for flags that need more of other hosts than that they play calls of the engine."""
         number = self.hosts.num_hosts
-        if self.tp % number:
-            fitting = -(-self.tp // number) * number
+        shared, name, parts = (self.pp_size, "--pp-size", "stages") if self.has_stages else (self.tp, "--tp", "devices")
+        if shared % number:
+            fitting = -(-shared // number) * number
             raise ConfigError(
-                f"--tp is {self.tp}, but {number} hosts (--nnodes) have equal parts of the devices: give --tp {fitting}"
+                f"{name} is {shared}, but {number} hosts (--nnodes) have equal parts of the {parts}: give {name} "
+                f"{fitting}"
             )
         for is_on, name in (
             (bool(self.device_ids), "--device-ids"),
@@ -372,7 +374,6 @@ class EngineConfig:
     def _check_stages(self) -> None:
         """Raises `ConfigError` for flags that need all layers in one place, or more of a step than one stage knows."""
         for is_on, name in (
-            (self.hosts.are_several, "--nnodes"),
             (self.disaggregation.is_on, "--disaggregation-mode"),
             (self.host_kv.is_on, "--host-kv-gib or --enable-hierarchical-cache"),
             (self.lora.is_on, "--lora-paths or --enable-lora"),
@@ -395,6 +396,18 @@ class EngineConfig:
     def num_devices(self) -> int:
         """Devices of the engine, over all stages."""
         return self.tp * self.pp_size
+
+    @property
+    def num_own_devices(self) -> int:
+        """Those of this host among `num_devices`."""
+        return self.num_devices // self.hosts.num_hosts
+
+    @property
+    def own_stages(self) -> range:
+        """The stages of this host. Host 0 has the last ones, so that tokens are chosen where they are read."""
+        each = self.pp_size // self.hosts.num_hosts
+        first = each * ((self.hosts.rank - 1) % self.hosts.num_hosts)
+        return range(first, first + each)
 
     @property
     def unread_steps(self) -> int:

@@ -39,16 +39,17 @@ class HostsConfig:
 
     nnodes: int | Literal["auto"] = flag(
         1,
-        "hosts that share the model, each with an equal part of the --tp devices, and each running this command; auto: "
-        "as LeaderWorkerSet, Slurm or a TPU slice say in the environment (docs/scale-out.md)",
+        "hosts that share the model, each with an equal part of the --tp devices, or of the stages of --pp-size, and "
+        "each running this command; auto: as LeaderWorkerSet, Slurm or a TPU slice say in the environment "
+        "(docs/scale-out.md)",
     )
     node_rank: int | None = flag(
         None, "which of them this one is, from 0 on; host 0 serves requests (default: from the environment)"
     )
     dist_init_addr: str | None = flag(
         None,
-        "host:port of host 0 for the other hosts; it needs the next port as well, for JAX; keep both private (default: "
-        f"from the environment, port {DIST_PORT})",
+        "host:port of host 0 for the other hosts; it needs the next port as well, for JAX or for what stages pass on; "
+        f"keep both private (default: from the environment, port {DIST_PORT})",
     )
     dist_secret_file: str | None = flag(
         None,
@@ -101,8 +102,9 @@ class HostsConfig:
         if self.dist_init_addr is None:
             raise ConfigError(f"--nnodes is {number}, but --dist-init-addr doesn't say where host 0 is: give host:port")
         fits = re.fullmatch(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}", self.dist_init_addr) is not None
-        port_fits = fits and 1 <= self.address[1] <= 65534
-        require(port_fits, "--dist-init-addr", self.dist_init_addr, "host:port of host 0, with a port of 1 to 65534")
+        last = 65536 - self.num_hosts
+        port_fits = fits and 1 <= self.address[1] <= last
+        require(port_fits, "--dist-init-addr", self.dist_init_addr, f"host:port of host 0, with a port of 1 to {last}")
         if self.dist_secret_file is None and not is_this_machine(self.address[0]):
             raise ConfigError(
                 f"--dist-init-addr is {self.dist_init_addr}, which other machines reach, but there is no secret by "

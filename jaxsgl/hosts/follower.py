@@ -18,7 +18,7 @@ from jaxsgl.batch.engine_api import StepEngine, StepHandle
 from jaxsgl.config.hosts import PULSE_S, HostsConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.hosts.calls import Call, Choose, Step
-from jaxsgl.hosts.group import Report, wait_patiently
+from jaxsgl.hosts.group import BLAME_S, Report, wait_patiently
 from jaxsgl.hosts.line import (
     GREETING_S,
     Accepted,
@@ -63,7 +63,9 @@ class Follower:
         self._decided: queue.SimpleQueue[Verdict | StartupError] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[tuple[Call, Pulse] | None] = queue.SimpleQueue()
         self._played = Pulse()
+        self._is_serving = False
         self._line, self.num_threads = self._join(facts)
+        self.address = self._line.own_address
         for target, name in ((self._read, "host-0"), (self._say_alive, "hosts")):
             threading.Thread(target=target, name=name, daemon=True).start()
 
@@ -75,11 +77,16 @@ class Follower:
         """See `Hosts`."""
         return self._ask(Fact(what, tuple(values))).values
 
+    def all_of(self, what: str, value: str) -> tuple[str, ...]:
+        """See `Hosts`."""
+        return self._ask(Fact(what, value)).each
+
     def play(self, engine: StepEngine) -> None:
         """Plays the calls of host 0 until that says that no more come.
 
         Raises what `engine` raises; an error of the device goes to the report.
         """
+        self._is_serving = True
         handles: queue.SimpleQueue[StepHandle] = queue.SimpleQueue()
         threading.Thread(target=self._wait_for_steps, args=(handles,), name="steps", daemon=True).start()
         play(self._next_calls(), engine, handles.put)
@@ -89,7 +96,9 @@ class Follower:
         self._say(Leave())
 
     def fail(self, text: str) -> None:
-        """Tells host 0 that this one ends because of `text`."""
+        """Tells host 0 that this one ends because of `text`, unless another host's end turns out to be the cause."""
+        if self._is_serving:
+            time.sleep(BLAME_S)
         if not self._ending.is_set():
             self._ending.set()
             self._say(Failed(text))

@@ -1,9 +1,10 @@
 """What an engine process asks of the hosts that share its model: `Hosts`. `Alone` is the answer on one host.
 
-    start     same(..), least(..)     all hosts come to one decision, or all end and say why
+    start     same(..), least(..), all_of(..)     all hosts come to one decision, or all end and say why
     end       fail(..), end()
 
-leader.py and follower.py implement it over the network. Knows no sockets and no JAX.
+leader.py and follower.py implement it over the network. `Neighbours` is what pipeline stages see of the hosts that have
+the stages around theirs; passing.py connects them. Knows no sockets and no JAX.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import logging
 import os
 import queue
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy.typing as npt
 
 from jaxsgl.messages.replies import HostsLoad
 
 REMIND_S = 60.0
+BLAME_S = 1.0  # in which a host that has failed learns whether another one that is gone is the cause
 
 ItemT = TypeVar("ItemT")
 
@@ -30,11 +34,13 @@ class Hosts(Protocol):
       rank: of this host.
       size: how many there are.
       num_threads: that compile, the same everywhere, since programs of GPUs are tuned by all hosts together.
+      address: at which other hosts reach this one, without a port.
     """
 
     rank: int
     size: int
     num_threads: int
+    address: str
 
     def same(self, what: str, value: str, way_out: str) -> None:
         """Waits for all hosts. Raises `StartupError`, which names host and values, unless `value` is the same on all.
@@ -47,6 +53,10 @@ class Hosts(Protocol):
         """Waits for all hosts; the least of each of `values`."""
         ...
 
+    def all_of(self, what: str, value: str) -> tuple[str, ...]:
+        """Waits for all hosts; the `value` of each, by rank."""
+        ...
+
     def fail(self, text: str) -> None:
         """Tells the other hosts that this one ends because of `text`, so that they do. Before that another host's end
         may be seen as the cause, and named to the front end.
@@ -56,6 +66,37 @@ class Hosts(Protocol):
     def end(self) -> None:
         """Has all hosts end, now that nothing runs."""
         ...
+
+
+class Before(Protocol):
+    """The host whose pipeline stages come before those of this one."""
+
+    def receive(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Waits for the next array that it passes on. Raises `LineLost` if it is gone, or passes on another one."""
+        ...
+
+    def close(self) -> None:
+        """Hangs up."""
+        ...
+
+
+class After(Protocol):
+    """The host whose pipeline stages come after those of this one."""
+
+    def send(self, array: npt.NDArray[Any]) -> None:
+        """Passes an array on. Raises `LineLost` if the host is gone."""
+        ...
+
+    def close(self) -> None:
+        """Hangs up."""
+        ...
+
+
+class Neighbours(NamedTuple):
+    """The hosts with the stages before and after those of this one; (): the first or the last stage is here."""
+
+    before: tuple[Before, ...] = ()
+    after: tuple[After, ...] = ()
 
 
 class Report(Protocol):
@@ -75,6 +116,7 @@ class Alone:
 
     rank = 0
     size = 1
+    address = "localhost"
 
     def __init__(self) -> None:
         self.num_threads = processors()
@@ -85,6 +127,10 @@ class Alone:
     def least(self, what: str, values: Sequence[int]) -> tuple[int, ...]:
         """See `Hosts`."""
         return tuple(values)
+
+    def all_of(self, what: str, value: str) -> tuple[str, ...]:
+        """See `Hosts`."""
+        return (value,)
 
     def fail(self, text: str) -> None:
         """There is no other."""

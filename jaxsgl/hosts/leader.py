@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from jaxsgl.config.hosts import PULSE_S, HostsConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.hosts.calls import Call, Encoding
-from jaxsgl.hosts.group import Report, difference, processors, wait_patiently
+from jaxsgl.hosts.group import BLAME_S, Report, difference, processors, wait_patiently
 from jaxsgl.hosts.line import (
     Accepted,
     Bye,
@@ -38,7 +38,6 @@ from jaxsgl.messages.replies import HostsLoad, HostState
 
 KEPT_CHECKSUMS = 1 << 16  # of the latest calls: those of seconds
 END_S = 3.0  # for other hosts to end
-BLAME_S = 1.0
 RETRY_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -61,6 +60,7 @@ class Leader:
     def __init__(self, config: HostsConfig, facts: Mapping[str, str], report: Report) -> None:
         self.size = config.num_hosts
         self.num_threads = processors()
+        self.address = config.address[0]
         self._config, self._facts, self._report = config, dict(facts), report
         self._secret = config.read_secret()
         self._others: dict[int, _Other] = {}
@@ -95,6 +95,12 @@ class Leader:
         least = tuple(map(min, zip(*all_values, strict=True)))
         self._tell_all(Verdict(what, least))
         return least
+
+    def all_of(self, what: str, value: str) -> tuple[str, ...]:
+        """See `Hosts`."""
+        found = (value, *(str(other.fact(what)) for other in self._others.values()))
+        self._tell_all(Verdict(what, each=found))
+        return found
 
     def call(self, call: Call) -> None:
         """Sends a call to all other hosts. Of a host that is gone its own thread tells."""

@@ -70,6 +70,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True, tag="verdict"):
 
     what: str
     values: tuple[int, ...] = ()
+    each: tuple[str, ...] = ()
 
 
 class Pulse(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):
@@ -124,6 +125,7 @@ class Line:
       peer: what messages call the other side.
 
     Attributes:
+      own_address: of this side, without a port.
       received: the number of calls that have come, and the checksum of their bytes, one after the other.
     """
 
@@ -131,6 +133,7 @@ class Line:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(SILENCE_S)
         self.peer = peer
+        self.own_address = str(connection.getsockname()[0])
         self.received = (0, 0)
         self._connection = connection
         self._sending = threading.Lock()

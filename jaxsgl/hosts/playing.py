@@ -6,6 +6,7 @@ On one host the loop drives the engine itself, so the stream costs nothing there
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -49,6 +50,17 @@ class LeadEngine:
     def stop_profile(self) -> None:
         """See `StepEngine`."""
         self._engine.stop_profile()
+
+
+class LeadStages(LeadEngine):
+    """The same for pipeline stages, of which host 0 has the last one: others choose no tokens, so they get no more of a
+    step than what their layers take.
+    """
+
+    def submit(self, inputs: StepInputs) -> StepHandle:
+        """See `StepEngine`."""
+        self._send(Step.of(replace(inputs, features=None, masked=False)))
+        return self._engine.submit(inputs)
 
 
 class _ChosenEverywhere:

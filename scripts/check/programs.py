@@ -4,9 +4,9 @@
     python scripts/check programs ../before --only plain tp2 --show
 
 Engines of random tiny models start in both trees, in processes of their own, with the same flags: plain, with several
-decode steps, embeddings, labels, states, adapters, a host tier, float8 KV, sliding windows and two devices. What is
-compared is each StableHLO text that is compiled ahead of time, without the names of results. Exits with status 1 if one
-differs.
+decode steps, embeddings, labels, states, adapters, a host tier, float8 KV, sliding windows, two devices and two stages.
+What is compared is each StableHLO text that is compiled ahead of time, without the names of results. Exits with status
+1 if one differs.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the model and fla
     "host_tier": (DENSE, {"host_kv": {"host_kv_gib": 0.001}}),
     "tp2": (DENSE, {"tp": 2, "host_kv": {"host_kv_gib": 0.001}}),
     "tp2_all": (MOE, {"tp": 2, "enable_embeddings": True, "enable_return_hidden_states": True, "decode_steps": 4}),
+    "stages": (DENSE, {"pp_size": 2, "grammar_backend": "llguidance"}),
 }
 _RESULT_NAMES = re.compile(r'\s*\{?jax\.result_info = "[^"]*"(, )?\}?')
 
@@ -67,7 +68,7 @@ def record(case: str, file: Path) -> None:
     import jax
 
     from jaxsgl.config.engine import EngineConfig
-    from jaxsgl.engine.engine import Engine
+    from jaxsgl.wiring import build_engine
 
     texts: list[str] = []
     compiles = jax.stages.Lowered.compile
@@ -83,7 +84,7 @@ def record(case: str, file: Path) -> None:
         config = EngineConfig(**{"model": folder, **FLAGS, **{k: v for k, v in flags.items() if type(v) is not dict}})
         parts = {k: dataclasses.replace(getattr(config, k), **v) for k, v in flags.items() if type(v) is dict}
         config = dataclasses.replace(config, **parts)
-        Engine(config, progress=False, moves_pages=config.host_kv.is_on).close()
+        build_engine(config).close()
     file.write_text(json.dumps(sorted(texts)))
 
 
@@ -91,7 +92,7 @@ def programs_of(tree: Path, case: str) -> list[str]:
     """The texts of the programs of `case` in that tree, in order."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(tree),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2" if case.startswith("tp2") else "",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2" if case.startswith(("tp2", "stages")) else "",
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "programs.json"

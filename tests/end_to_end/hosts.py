@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import httpx
 
 from tests.end_to_end.servers import START_TIMEOUT_S
+from tests.hosts.world import free_port
 
 GONE_S = 15.0
 
@@ -54,9 +54,8 @@ class Hosts:
     """Hosts that share a model."""
 
     def __init__(self, folder: Path, number: int, flags: Sequence[str]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        address = ("--nnodes", str(number), "--dist-init-addr", f"127.0.0.1:{port}", "--dist-timeout", "300")
+        at = f"127.0.0.1:{free_port(number)}"
+        address = ("--nnodes", str(number), "--dist-init-addr", at, "--dist-timeout", "300")
         self.hosts = [Host(folder, rank, (*flags, *address)) for rank in range(number)]
         self.url = ""
 

@@ -1,4 +1,7 @@
-"""Two hosts that share a model answer as one does, and end together, whoever dies and whoever is asked to stop."""
+"""Hosts that share a model answer as one does, and end together, whoever dies and whoever is asked to stop.
+
+They share each layer (`--tp`) or have pipeline stages (`--pp-size`).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.checkpoints import make_checkpoint
@@ -26,6 +30,7 @@ FLAGS = (
     *EXACT_FLAGS, "--page-size", "4", "--chunked-prefill-size", "16", "--context-length", "512",
     "--max-running-requests", "4", "--max-total-tokens", "1200", "--decode-buckets", "4", "--extend-buckets", "20",
 )  # fmt: skip
+ROUNDS = count(1, 150)
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 DEAD_S, SILENT_S, IDLE_S = 2.0, 10.0, 120.0
 SLACK_S = 8.0  # of this machine, whose processors others use
@@ -46,6 +51,40 @@ def bodies() -> list[dict[str, Any]]:
     return [{"input_ids": ids, "sampling_params": params, **more} for ids, params, more in asked]
 
 
+class Alone(NamedTuple):
+    """What one host answers.
+
+    Attributes:
+      flags: with which it was started.
+      tokens: of `bodies`, in so many rounds.
+      scores: of `scored`.
+      read_mb: MB of weights that it has read.
+    """
+
+    flags: list[str]
+    tokens: list[list[int]]
+    scores: list[float]
+    read_mb: float
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    folder = tmp_path_factory.mktemp("alone")
+    model = make_checkpoint("qwen3", folder / "model", **{**MODEL, "intermediate_size": 8192, "vocab_size": 416})
+    save(byte_level(), model)
+    flags = ["--model", str(model), *FLAGS, "--tp", "2"]
+    with running_server(folder, flags) as server:
+        url = f"http://{server.http_address}"
+        return Alone(flags, tokens(url, ROUNDS), scored(url), weight_mb(server.log.read_text()))
+
+
+def scored(url: str) -> list[float]:
+    """Log-probabilities of the tokens of prompt and answer, longer than several chunks."""
+    body = {"input_ids": list(range(3, 60)), "sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 0}
+    told = httpx.post(f"{url}/generate", json=body, timeout=300).raise_for_status().json()["meta_info"]
+    return [each[0] for name in ("input_token_logprobs", "output_token_logprobs") for each in told[name] if each[0]]
+
+
 def tokens(url: str, rounds: int, asked: Sequence[dict[str, Any]] | None = None) -> list[list[int]]:
     def ask(body: dict[str, Any]) -> list[int]:
         answer = httpx.post(f"{url}/generate", json=body, timeout=300)
@@ -63,18 +102,13 @@ def weight_mb(log: str) -> float:
 
 
 @pytest.mark.timeout(900)
-def test_two_hosts_give_the_tokens_of_one_and_a_host_that_is_asked_to_stop_drains_all(tmp_path: Path) -> None:
-    model = make_checkpoint("qwen3", tmp_path / "model", **{**MODEL, "intermediate_size": 8192, "vocab_size": 416})
-    save(byte_level(), model)
-    flags = ["--model", str(model), *FLAGS, "--tp", "2"]
-    rounds = count(1, 150)
-    with running_server(tmp_path, flags) as server:
-        alone = tokens(f"http://{server.http_address}", rounds)
-        read_alone = weight_mb(server.log.read_text())
-    with running_hosts(tmp_path, 2, [*flags, "--drain-s", "120"]) as hosts, ThreadPoolExecutor(2) as threads:
+def test_two_hosts_give_the_tokens_of_one_and_a_host_that_is_asked_to_stop_drains_all(
+    alone: Alone, tmp_path: Path
+) -> None:
+    with running_hosts(tmp_path, 2, [*alone.flags, "--drain-s", "120"]) as hosts, ThreadPoolExecutor(2) as threads:
         assert httpx.get(f"{hosts.hosts[1].url}/health").json() == {"status": "ok"}
         leaving = threads.submit(leave_early, hosts.url)
-        assert tokens(hosts.url, rounds) == alone
+        assert tokens(hosts.url, ROUNDS) == alone.tokens
         leaving.result()
         assert hosts.metric("jaxsgl:host_up") == {"0": 1, "1": 1}
         assert max(hosts.metric("jaxsgl:host_silent_seconds").values()) < SILENT_S
@@ -85,18 +119,50 @@ def test_two_hosts_give_the_tokens_of_one_and_a_host_that_is_asked_to_stop_drain
         assert len(long.result().raise_for_status().json()["output_ids"]) == 450
         assert hosts.statuses(GONE_S + SLACK_S) == [0, 0]
         logs = [host.log for host in hosts.hosts]
-    assert read[0] == read[1] <= 1.01 * read_alone / 2 + 0.1, (read, read_alone)  # MB are shown with one decimal
+    assert read[0] == read[1] <= 1.01 * alone.read_mb / 2 + 0.1, (read, alone)  # MB are shown with one decimal
     assert "host 1 (127.0.0.1) was asked to stop" in logs[0]
     assert not any("ERROR" in log for log in logs), logs
     told = [re.findall(r"(\d+) calls \w+, checksum (\w+)", log) for log in logs]
     assert told[0] == told[1] and int(told[0][0][0]) > 300
 
 
-def leave_early(url: str) -> None:
-    """A client that goes away, so that its request is aborted."""
+def leave_early(url: str, num_parts: int = 1) -> None:
+    """A client that goes away after so many parts of its answer, so that its request is aborted."""
     body = {"input_ids": [8, 9], "sampling_params": {**GREEDY, "max_new_tokens": 400}, "stream": True}
     with httpx.stream("POST", f"{url}/generate", json=body, timeout=300) as answer:
-        next(answer.iter_bytes())
+        for _ in zip(range(num_parts), answer.iter_bytes(), strict=False):
+            pass
+
+
+STAGES = [
+    (2, ["--tp", "2", "--pp-size", "2"]),
+    (2, ["--tp", "1", "--pp-size", "2", "--pp-async-batch-depth", "1"]),
+    (2, ["--tp", "2", "--pp-size", "4"]),
+    (3, ["--tp", "1", "--pp-size", "3"]),
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("number", "stages"), STAGES if NIGHTLY else STAGES[:1])
+def test_hosts_with_stages_of_their_own_give_the_tokens_of_one(
+    number: int, stages: list[str], alone: Alone, tmp_path: Path
+) -> None:
+    """With chunks, edits, scores and masks, greedy and seeded, while clients leave; each reads its own layers alone."""
+    flags = [*alone.flags, *stages, "--check-every-step"]
+    with running_hosts(tmp_path, number, flags) as hosts, ThreadPoolExecutor(4) as threads:
+        leaving = [threads.submit(leave_early, hosts.url, num_parts) for num_parts in range(1, 5)]
+        assert tokens(hosts.url, ROUNDS) == alone.tokens
+        for each in leaving:
+            each.result()
+        np.testing.assert_allclose(scored(hosts.url), alone.scores, rtol=0, atol=2e-4)
+        read = [weight_mb(host.log) for host in hosts.hosts]
+        assert set(hosts.metric("jaxsgl:host_up").values()) == {1}
+        hosts.hosts[1].send(signal.SIGTERM, to_engine=False)
+        assert hosts.statuses(GONE_S + SLACK_S) == [0] * number
+        logs = [host.log for host in hosts.hosts]
+    assert alone.read_mb <= sum(read) + 0.1 < 1.2 * alone.read_mb, (read, alone)  # the embedding twice, if it is tied
+    assert max(read) < 1.2 * alone.read_mb / min(number, 2), (read, alone)
+    assert not any("ERROR" in log for log in logs), logs
 
 
 DEATHS = [
@@ -111,11 +177,12 @@ DEATHS = [
 
 @pytest.mark.skipif(not NIGHTLY, reason="two servers for each; by day tests/hosts/ has both ends without servers")
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("shared", ["--tp", "--pp-size"])
 @pytest.mark.parametrize("number,rank,to_engine", DEATHS)
 def test_a_host_that_dies_or_stands_still_ends_all_and_open_requests_get_its_name(
-    number: signal.Signals, rank: int, to_engine: bool, tmp_path: Path
+    number: signal.Signals, rank: int, to_engine: bool, shared: str, tmp_path: Path
 ) -> None:
-    with running_hosts(tmp_path, 2, [*FLAGS, "--tp", "2"]) as hosts, ThreadPoolExecutor(1) as threads:
+    with running_hosts(tmp_path, 2, [*FLAGS, shared, "2"]) as hosts, ThreadPoolExecutor(1) as threads:
         long = threads.submit(asked_long, hosts)
         wait_until_it_runs(hosts)
         sent_s = time.monotonic()
@@ -168,8 +235,11 @@ def asked_long(hosts: Hosts) -> tuple[int, str, float]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_host_that_dies_while_all_load_ends_all(number: signal.Signals, rank: int, tmp_path: Path) -> None:
-    with running_hosts(tmp_path, 2, [*FLAGS, "--tp", "2"], until="weights: ") as hosts:
+@pytest.mark.parametrize("shared", ["--tp", "--pp-size"])
+def test_a_host_that_dies_while_all_load_ends_all(
+    shared: str, rank: int, number: signal.Signals, tmp_path: Path
+) -> None:
+    with running_hosts(tmp_path, 2, [*FLAGS, shared, "2"], until="weights: ") as hosts:
         hosts.hosts[rank].send(number, to_engine=number != signal.SIGTERM)
         statuses = hosts.statuses(GONE_S + SLACK_S)
         assert statuses[1 - rank] == 1 or number == signal.SIGTERM, statuses

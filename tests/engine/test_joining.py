@@ -25,6 +25,7 @@ class Recording:
 
     rank = 0
     num_threads = 1
+    address = "localhost"
 
     def __init__(self, size: int = 2) -> None:
         self.size = size
@@ -35,6 +36,9 @@ class Recording:
 
     def least(self, what: str, values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values)
+
+    def all_of(self, what: str, value: str) -> tuple[str, ...]:
+        return (value,)
 
     def fail(self, text: str) -> None:
         raise AssertionError(text)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +14,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.stages.engine import Stage, check_stages, cut_layers
+from jaxsgl.engine.stages.engine import FromHost, Stage, StagedEngine, ToHost, check_stages, cut_layers
 from jaxsgl.errors import ConfigError
+from jaxsgl.hosts.group import Alone
+from jaxsgl.hosts.line import LineLost
+from jaxsgl.hosts.passing import Passage
 from jaxsgl.models import ModelArch
 from jaxsgl.requests.outputs import LAST_TOKEN
 from jaxsgl.weights import load_params, random_params
 from jaxsgl.weights.tensor_files import is_harmless
 from tests.checkpoints import make_checkpoint
+from tests.engine.conftest import ConfigMaker
+from tests.hosts.world import connection
 from tests.plain_model import mesh_of
 
 FLOAT32 = jnp.dtype("float32")
@@ -124,4 +132,45 @@ def test_stages_launch_steps_in_order_and_one_that_fails_ends_its_step_and_all_a
     assert logs[0] == ["first step 0 from []", "first step 1 from []"]
     assert logs[1] == ["last step 0 from [1]", "last step 1 from [12]"]
     for stage in stages:
-        stage.launcher.close()
+        stage.close()
+
+
+class Step(NamedTuple):
+    bucket: Bucket
+
+
+def test_the_next_host_gets_what_stages_pass_on_and_a_host_that_is_gone_fails_the_step_and_all_after_it() -> None:
+    """One side passes on steps of several sizes before the other one asks for any."""
+    with connection() as (one, other):
+        to_host, from_host = ToHost(Passage(one, "host 2")), FromHost(Passage(other, "host 1"), 3, FLOAT32)
+        steps = [cast(Any, Step(Bucket("extend", size, 2, False))) for size in (4, 8, 4, 4)]
+        streams = [jnp.full((step.bucket.num_tokens, 3), number, FLOAT32) for number, step in enumerate(steps)]
+        sent = []
+        for step, stream in zip(steps[:3], streams, strict=False):
+            passed: Future[jax.Array] = Future()
+            passed.set_result(stream)
+            sent.append(to_host.launch(step, passed))
+        for each in sent:
+            assert not each.result().tokens().size
+        taken = [from_host.launch(step, None) for step in steps[:3]]
+        for stream, found in zip(streams, taken, strict=False):
+            np.testing.assert_array_equal(found.result(), stream)
+        to_host.close()
+        for step in steps[2:]:
+            with pytest.raises(LineLost, match="host 1 is gone"):
+                from_host.launch(step, None).result()
+        from_host.close()
+
+
+class Poorer(Alone):
+    """Another host has room for fewer pages."""
+
+    def least(self, what: str, values: Sequence[int]) -> tuple[int, ...]:
+        assert what == "the pages"
+        return (min(*values, 20),)
+
+
+def test_the_stage_with_room_for_the_fewest_pages_decides_for_all_hosts(tiny_config: ConfigMaker) -> None:
+    engine = StagedEngine(tiny_config(max_total_tokens=None), progress=False, hosts=Poorer())
+    assert engine.capacity.num_pages == 20
+    engine.close()

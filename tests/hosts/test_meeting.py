@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.config.hosts import HostsConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.hosts import line
 from jaxsgl.hosts.calls import Choose
@@ -23,90 +17,13 @@ from jaxsgl.hosts.follower import Follower
 from jaxsgl.hosts.leader import Leader
 from jaxsgl.hosts.line import Line, LineLost, Pulse, greet
 from jaxsgl.hosts.playing import LeadEngine
-from jaxsgl.messages.replies import HostsLoad
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.served_engine import StepsOnly
 from jaxsgl.testing.engine import ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.hosts.test_playing import SIZES, Recorded
+from tests.hosts.world import FACTS, PATIENCE_S, World, connection, secret_file, wait_for
 from tests.scheduler.serving import request
-
-FACTS = {"--page-size": "16", "the version of JAX": "0.10"}
-PATIENCE_S = 20.0
-
-
-class Reports:
-    """A `Report` that ends nothing."""
-
-    def __init__(self) -> None:
-        self.loads: list[HostsLoad] = []
-        self.failures: list[str] = []
-
-    def hosts(self, load: HostsLoad) -> None:
-        self.loads.append(load)
-
-    def fail(self, text: str) -> None:
-        self.failures.append(text)
-
-
-def wait_for(look: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not (found := look()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    return found
-
-
-class World:
-    """Hosts of one model, each started in a thread."""
-
-    def __init__(self, size: int, secrets: tuple[str | None, ...] = (), timeout_s: float = PATIENCE_S) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self.size, self.timeout_s = size, timeout_s
-        self.secrets = secrets or (None,) * size
-        self.reports = [Reports() for _ in range(size)]
-        self.hosts: list[Any] = []
-        self.threads = ThreadPoolExecutor(size)
-        self._begun: list[Future[Any]] = []
-
-    def starting(self, rank: int, facts: Mapping[str, str] = FACTS) -> Future[Any]:
-        address = f"127.0.0.1:{self.port}"
-        config = HostsConfig(self.size, rank, address, self.secrets[rank], self.timeout_s)
-        self._begun.append(self.threads.submit(Follower if rank else Leader, config, facts, self.reports[rank]))
-        return self._begun[-1]
-
-    def close(self) -> None:
-        for begun in self._begun:
-            if begun.exception(PATIENCE_S) is None:
-                host = begun.result()
-                host._ending.set()
-                if host.rank:
-                    host._calls.put(None)  # so that nothing waits for the next one
-                for end in [host._line] if host.rank else [each.line for each in host._others.values()]:
-                    end.close()
-        self.threads.shutdown()
-
-    def start(self) -> tuple[Leader, list[Follower]]:
-        self.hosts = [each.result(PATIENCE_S) for each in [self.starting(rank) for rank in range(self.size)]]
-        return self.hosts[0], self.hosts[1:]
-
-    def everywhere(self, ask: Callable[[Any], Any]) -> list[Any]:
-        """What each host gets, all at the same time; errors as they are."""
-        asked = [self.threads.submit(ask, host) for host in self.hosts]
-        return [each.exception(PATIENCE_S) or each.result() for each in asked]
-
-
-@pytest.fixture
-def new_world() -> Iterator[Callable[..., World]]:
-    with contextlib.ExitStack() as closing:
-
-        def make(*args: Any, **kwargs: Any) -> World:
-            world = World(*args, **kwargs)
-            closing.callback(world.close)
-            return world
-
-        yield make
 
 
 @pytest.fixture
@@ -116,13 +33,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxsgl.hosts.follower.PULSE_S", 0.02)
 
 
-def secret_file(folder: Path, text: str) -> str:
-    path = folder / f"secret-{text}"
-    path.write_text(text * 32)
-    path.chmod(0o600)
-    return str(path)
-
-
 def test_three_hosts_take_the_least_of_each_number_and_go_on_only_if_they_agree(
     tmp_path: Path, new_world: Callable[..., World]
 ) -> None:
@@ -130,6 +40,8 @@ def test_three_hosts_take_the_least_of_each_number_and_go_on_only_if_they_agree(
     world.start()
     assert world.everywhere(lambda host: host.least("the memory", (10 - host.rank, host.rank))) == [(8, 0)] * 3
     assert world.everywhere(lambda host: host.same("the devices", "4 x CPU", "")) == [None] * 3
+    names = world.everywhere(lambda host: host.all_of("the names", f"n{host.rank}"))
+    assert names == [("n0", "n1", "n2")] * 3
     errors = world.everywhere(lambda host: host.same("the models", f"m{host.rank // 2}", "give all the same") or 0)
     assert isinstance(errors[0], StartupError)
     assert str(errors[0]) == "the models are m1 on host 2 (127.0.0.1), but m0 on host 0: give all the same"
@@ -150,7 +62,9 @@ def test_calls_of_the_loop_reach_the_other_host_and_it_yields_the_same(
     run_loop(scheduler, StepsOnly(LeadEngine(engines[0], leader.call)), ScriptedMailbox(script), 1)
     sent = len(engines[0].steps)
     loads = world.reports[0].loads
-    load = wait_for(lambda: next((load for load in loads[-1:] if load.hosts[1].lag_calls == 0), None))
+    load = wait_for(
+        lambda: next((load for load in loads[-1:] if [host.lag_calls for host in load.hosts] == [0, 0]), None)
+    )
     assert [host.rank for host in load.hosts] == [0, 1] and not load.leaving
     leader.end()
     playing.result(PATIENCE_S)
@@ -225,16 +139,6 @@ def test_hosts_that_do_not_come_are_named(new_world: Callable[..., World]) -> No
     world = new_world(3, timeout_s=0.5)
     assert "no sign of host 1, 2 within 0.5 s (--dist-timeout)" in str(world.starting(0).exception(PATIENCE_S))
     assert "no connection to host 0 at 127.0.0.1:" in str(world.starting(1).exception(PATIENCE_S))
-
-
-@contextlib.contextmanager
-def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listening,
-        socket.create_connection(listening.getsockname()) as one,
-        listening.accept()[0] as other,
-    ):
-        yield one, other
 
 
 def test_strangers_get_no_answer_and_nothing_of_theirs_is_decoded() -> None:

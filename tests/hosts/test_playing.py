@@ -16,7 +16,7 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.engine_process import SHARED_BY_HOSTS
 from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.calls import Call, Choose, Encoding, Step
-from jaxsgl.hosts.playing import LeadEngine, play
+from jaxsgl.hosts.playing import LeadEngine, LeadStages, play
 from jaxsgl.messages.orders import Abort, MemoryTag, ToEngine
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import Request, SamplingParams
@@ -97,6 +97,18 @@ def test_other_hosts_run_the_same_steps_and_read_the_same_tokens() -> None:
     kinds = {step.bucket.kind for step in lead.steps}
     assert kinds == {"extend", "decode"} and any(step.masked for step in lead.steps)
     assert any(step.features for step in lead.steps) and any(step.table_changes for step in lead.steps)
+
+
+def test_hosts_with_other_stages_get_of_a_step_what_their_layers_take_and_no_masks() -> None:
+    sent: list[Call] = []
+    lead, mailbox = served(script(), lambda engine: LeadStages(engine, sent.append))
+    assert any(step.masked for step in lead.steps) and any(step.features for step in lead.steps)
+    for step, call in zip(lead.steps, sent, strict=True):
+        assert isinstance(call, Step) and not call.masked and call.features is None
+        assert (call.bucket, call.num_tokens) == (step.bucket, step.num_tokens)
+        assert call.packed is step.packed and call.table_changes is step.table_changes
+    _, of_alone = served(script(), lambda engine: engine)
+    assert [reply.token_ids for reply in mailbox.replies] == [reply.token_ids for reply in of_alone.replies]
 
 
 def test_what_is_decoded_is_what_was_encoded() -> None:

@@ -11,7 +11,8 @@ equally many pages: page ids mean the same everywhere, and one cache decides. Th
 tables of logit edits.
 
 A thread for each stage launches its programs in order (`Launcher`), as CPU devices run programs of one thread one after
-another. Knows no requests.
+another. Stages may be on several hosts (`hosts/passing.py`): each makes its own, and all come to one capacity. There
+the first part of a step is to take the stream from the host before, or the last one to pass it on. Knows no requests.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
@@ -35,6 +37,7 @@ from jax.sharding import Mesh
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.engine_api import MaskedHandle, StepHandle
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import profiler
 from jaxsgl.engine.kernels.tester import KernelTester
@@ -42,7 +45,7 @@ from jaxsgl.engine.launcher import LaunchedHandle, Launcher
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.stages.programs import PassingRunner, StageSpec
-from jaxsgl.engine.start.dry_run import run_all, run_masks, step_failure
+from jaxsgl.engine.start.dry_run import run_all, run_masks, run_passing, step_failure
 from jaxsgl.engine.start.memory import Memory, check_weights_fit, keep_small_places, least_free_memory, loading_weights
 from jaxsgl.engine.start.opening import Opened, in_words, open_model
 from jaxsgl.engine.start.sizing import STEP_SHARE, choose_states, plan_capacity
@@ -52,7 +55,7 @@ from jaxsgl.engine.step_programs import StepPrograms, all_programs, largest_prog
 from jaxsgl.engine.step_runner import StepRunner
 from jaxsgl.engine.weight_store import abstract_params, read_params
 from jaxsgl.errors import ConfigError
-from jaxsgl.hosts.group import Alone
+from jaxsgl.hosts.group import After, Alone, Before, Hosts, Neighbours
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, Params, abstract_model, kv_cache_flag
 from jaxsgl.models.quantization import FP8_E4M3
@@ -185,11 +188,13 @@ def _memories(config: EngineConfig, opened: Opened) -> list[Memory]:
     return [replace(one, static_bytes=one.static_bytes // parts, all_bytes=one.all_bytes // parts) for one in each]
 
 
-def _compile(config: EngineConfig, opened: Opened, stages: Sequence[_Stage]) -> tuple[Capacity, BucketSet, StageSpec]:
+def _compile(
+    config: EngineConfig, opened: Opened, stages: Sequence[_Stage], hosts: Hosts
+) -> tuple[Capacity, BucketSet, StageSpec]:
     """Plans the capacity, and compiles all programs for it, as `engine` does for one stage.
 
-    The stage with room for the fewest pages decides. Where its steps and pool don't fit together, the pool gives way.
-    Returns what the last stage's programs share, too.
+    The stage with room for the fewest pages decides, that of any host. Where its steps and pool don't fit together, the
+    pool gives way. Returns what the programs of the last stage here share, too.
     """
 
     def planned(step_bytes: Sequence[int]) -> Capacity:
@@ -197,7 +202,9 @@ def _compile(config: EngineConfig, opened: Opened, stages: Sequence[_Stage]) -> 
             plan_capacity(config, stage.arch, stage.states, stage.memory, taken)
             for stage, taken in zip(stages, step_bytes, strict=True)
         ]
-        return min(plans, key=lambda plan: plan.num_pages)
+        least = min(plans, key=lambda plan: plan.num_pages)
+        (num_pages,) = hosts.least("the pages", (least.num_pages,))
+        return replace(least, num_pages=num_pages)
 
     guess = 0.0 if config.max_total_tokens else STEP_SHARE
     capacity = planned([round(guess * stage.memory.all_bytes) for stage in stages])
@@ -216,6 +223,27 @@ def _compile(config: EngineConfig, opened: Opened, stages: Sequence[_Stage]) -> 
         for stage in stages:
             stage.programs.forget(list(stage.programs.compilations))
         capacity = fitting
+
+
+class Part(Protocol):
+    """What is done for each step in a thread of its own, step after step.
+
+    Attributes:
+      launcher: the thread.
+    """
+
+    launcher: Launcher
+
+    def launch(self, inputs: StepInputs, before: Future[Any] | None) -> Future[Any]:
+        """Has it done for a step once the part `before` has done its own; returns at once.
+
+        The result is what the next part takes, or a `StepHandle` of the last one.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the thread."""
+        ...
 
 
 class Stage:
@@ -246,13 +274,82 @@ class Stage:
         stream = () if before is None else (jax.device_put(before.result(), self._place),)
         return self.runner.launch(inputs, stream)
 
+    def close(self) -> None:
+        """See `Part`."""
+        self.launcher.close()
+
+
+class FromHost:
+    """Takes the stream of each step from the host with the stages before.
+
+    Args:
+      host: that one.
+      hidden_size, activations: D and dtype of the stream.
+    """
+
+    def __init__(self, host: Before, hidden_size: int, activations: jnp.dtype) -> None:
+        self.launcher = Launcher()
+        self._host, self._hidden_size, self._activations = host, hidden_size, activations
+
+    def launch(self, inputs: StepInputs, before: Future[Any] | None) -> Future[npt.NDArray[Any]]:
+        """See `Part`; the result is `[T, D]`, on the host."""
+        shape = (inputs.bucket.num_tokens, self._hidden_size)
+        return self.launcher.put(partial(self._host.receive, shape, self._activations))
+
+    def close(self) -> None:
+        """See `Part`."""
+        self._host.close()
+        self.launcher.close()
+
+
+class ToHost:
+    """Passes the stream of each step on to the host with the stages after.
+
+    Args:
+      host: that one.
+    """
+
+    def __init__(self, host: After) -> None:
+        self.launcher = Launcher()
+        self._host = host
+
+    def launch(self, inputs: StepInputs, before: Future[Any] | None) -> Future[PassedOn]:
+        """See `Part`."""
+        assert before is not None, "there are stages here"
+        return self.launcher.put(partial(self._pass_on, before))
+
+    def _pass_on(self, before: Future[jax.Array]) -> PassedOn:
+        self._host.send(np.asarray(before.result()))  # waits for the device
+        return PassedOn()
+
+    def close(self) -> None:
+        """See `Part`."""
+        self._host.close()
+        self.launcher.close()
+
+
+class PassedOn:
+    """A step that another host ends; a `StepHandle` without tokens."""
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """None are known here."""
+        return np.zeros(0, np.int32)
+
+    def outputs(self) -> HostOutputs:
+        """None are known here."""
+        return NO_OUTPUTS
+
+    def drafts(self) -> npt.NDArray[np.int32]:
+        """None are known here."""
+        return np.zeros((0, 0), np.int32)
+
 
 class StagedHandle(LaunchedHandle):
     """A step that is on its way through the stages.
 
     Args:
-      launched: its handle on the last stage, once that has launched it.
-      last: the thread of the last stage.
+      launched: its handle of the last part here, once that has done its own.
+      last: the thread of that part.
     """
 
     def __init__(self, launched: Future[Any], last: Launcher) -> None:
@@ -276,38 +373,60 @@ class StagedEngine:
 
     Attributes:
       arch: the whole model's shape.
-      capacity, buckets, info: as those of `Engine`.
-      compiled: the programs of each stage, first to last.
+      capacity, buckets, info: as those of `Engine`, of the stages of all hosts.
+      compiled: the programs of each stage of this host, first to last.
     """
 
     def __init__(
-        self, config: EngineConfig, *, progress: bool = True, kernel_tester: KernelTester | None = None
+        self,
+        config: EngineConfig,
+        *,
+        progress: bool = True,
+        kernel_tester: KernelTester | None = None,
+        hosts: Hosts = Alone(),
+        neighbours: Neighbours = Neighbours(),
     ) -> None:
-        """Does everything that takes time; arguments and errors as those of `Engine`."""
+        """Does everything that takes time; arguments and errors as those of `Engine`.
+
+        `neighbours` are the hosts with the stages before and after those of this one.
+        """
         start_s = time.monotonic()
-        opened = open_model(config, kernel_tester, Alone())
+        opened = open_model(config, kernel_tester, hosts)
         check_stages(config, opened.arch)
         if is_converted(opened.folder):
             raise ConfigError(f"{opened.folder} is a converted checkpoint, which is read whole: serve the original one")
         self.arch = opened.arch
+        cuts, own = _cut(opened, config.pp_size), config.own_stages
         making = [
             _load(config, opened, first, stop, mesh, progress)
-            for (first, stop), mesh in zip(_cut(opened, config.pp_size), opened.meshes, strict=True)
+            for (first, stop), mesh in zip(cuts[own.start : own.stop], opened.meshes, strict=True)
         ]
         for stage, memory in zip(making, _memories(config, opened), strict=True):
             stage.memory = memory
         account = making[0].memory.account
         with step_failure("the programs can't be compiled", account):
-            self.capacity, self.buckets, last_spec = _compile(config, opened, making)
+            self.capacity, self.buckets, last_spec = _compile(config, opened, making, hosts)
+        hosts.same("the sizes", str(self.capacity), "give all hosts the same flags")
         with step_failure("the KV pools can't be allocated", account):
-            last = StepPrograms(making[-1].programs, last_spec, self.buckets)
-            self._stages = [self._running(stage, last) for stage in making]
+            choosing = [
+                StepPrograms(stage.programs, last_spec, self.buckets) for stage in making if stage.arch.stage.is_last
+            ]  # where the last stage is
+            self._stages = [self._running(stage, choosing) for stage in making]
+        self._parts: list[Part] = [
+            *(FromHost(host, self.arch.hidden_size, opened.precision.activations) for host in neighbours.before),
+            *self._stages,
+            *(ToHost(host) for host in neighbours.after),
+        ]
         devices = [device for mesh in opened.meshes for device in mesh.local_devices]
         self._walls = keep_small_places(devices) if opened.platform == "gpu" else []
         self.compiled = [stage.programs for stage in making]
         self._compiles = CompileCounter()
-        run_all(self.submit, self.buckets.all(), self.capacity, account)
-        run_masks(last, account)
+        run = run_all if choosing else run_passing
+        run(self.submit, self.buckets.all(), self.capacity, account)
+        for programs in choosing:
+            run_masks(programs, account)
+        kv_bytes = sum(stage.states.page_bytes for stage in making) * self.capacity.num_pages * config.tp
+        weight_bytes = sum(array.nbytes for stage in self._stages for array in stage.params)
         self.info = EngineInfo(
             model_path=str(opened.folder),
             architecture=self.arch.name,
@@ -318,25 +437,29 @@ class StagedEngine:
             max_running_requests=self.capacity.num_rows,
             attention_backend=config.attention_backend,
             platform=opened.platform,
-            kv_bytes=sum(stage.states.page_bytes for stage in making) * self.capacity.num_pages * config.tp,
-            weight_bytes=sum(array.nbytes for stage in self._stages for array in stage.params),
+            kv_bytes=sum(map(int, hosts.all_of("the bytes of KV pools", str(kv_bytes)))),
+            weight_bytes=sum(map(int, hosts.all_of("the bytes of weights", str(weight_bytes)))),
             warmup_s=time.monotonic() - start_s,
             kv_cache_dtype=kv_cache_flag(opened.precision.kv),
             kernels=tuple((each.op, each.backend, each.verdict) for each in opened.verdicts),
         )
-        layers = " + ".join(str(stage.arch.num_layers) for stage in making)
+        layers = " + ".join(str(stop - first) for first, stop in cuts)
         in_all = f"{config.pp_size} stages ({layers} layers) of {config.tp} x {opened.device.device_kind}"
+        if hosts.size > 1:
+            in_all += f" on {hosts.size} hosts"
+            logger.info("host %d has the layers %d to %d", hosts.rank, cuts[own.start][0], cuts[own.stop - 1][1] - 1)
         logger.info("%s", in_words(self.info, config.model, in_all))
         logger.info(
             "%d programs compiled and run, %.1f s of loading and compiling",
             sum(map(len, self.compiled)), self.info.warmup_s,
         )  # fmt: skip
 
-    def _running(self, stage: _Stage, last: StepPrograms) -> Stage:
-        """`stage` with its state allocated; `last` are the last stage's programs."""
+    def _running(self, stage: _Stage, choosing: Sequence[StepPrograms]) -> Stage:
+        """`stage` with its state allocated; `choosing` are the programs of the last stage, if it is here."""
         state = jax.block_until_ready(allocate(stage.states, stage.own(self.capacity), stage.mesh))
         params = jax.tree.leaves(stage.params)
         if stage.arch.stage.is_last:
+            (last,) = choosing
             return Stage(StepRunner(last, stage.arch, params, state), stage.mesh, params)
         return Stage(PassingRunner(stage.programs, self.buckets, params, state), stage.mesh, params)
 
@@ -346,15 +469,15 @@ class StagedEngine:
         return self._compiles.count
 
     def submit(self, inputs: StepInputs) -> StagedHandle:
-        """Has each stage launch its part of a step, one after the other, and returns at once.
+        """Has each part do its own of a step, one after the other, and returns at once.
 
-        What a stage raises comes with the handle; after that the engine can't go on.
+        What a part raises comes with the handle; after that the engine can't go on.
         """
         before: Future[Any] | None = None
-        for stage in self._stages:
-            before = stage.launch(inputs, before)
+        for part in self._parts:
+            before = part.launch(inputs, before)
         assert before is not None
-        return StagedHandle(before, self._stages[-1].launcher)
+        return StagedHandle(before, self._parts[-1].launcher)
 
     def start_profile(self, folder: str) -> None:
         """Starts to record a trace of devices and host; see `profiler.start`."""
@@ -367,8 +490,8 @@ class StagedEngine:
     def close(self) -> None:
         """Stops counting compilations, ends the threads and frees the devices' memory."""
         self._compiles.close()
-        for stage in self._stages:
-            stage.launcher.close()
+        for part in self._parts:
+            part.close()
         for array in jax.tree.leaves(([(stage.runner.state, stage.params) for stage in self._stages], self._walls)):
             if not array.is_deleted():
                 array.delete()

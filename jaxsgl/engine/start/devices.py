@@ -37,7 +37,7 @@ def reveal_devices(config: EngineConfig) -> None:
     """
     if is_running():
         return
-    number = 1 + max(config.device_ids, default=config.num_devices // config.hosts.num_hosts - 1)
+    number = 1 + max(config.device_ids, default=config.num_own_devices - 1)
     if number > 1 and _HOST_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", number)
     if config.device_ids:
@@ -47,12 +47,13 @@ def reveal_devices(config: EngineConfig) -> None:
 
 
 def join_hosts(config: EngineConfig) -> None:
-    """Before JAX starts: has it take the devices of all hosts for one machine's, if several share the model.
+    """Before JAX starts: has it take the devices of all hosts for one machine's, if several share each layer.
 
-    Waits until all have come. Raises `StartupError`.
+    Hosts that have pipeline stages run programs of their own, so JAX need not know of the others. Waits until all have
+    come. Raises `StartupError`.
     """
     hosts = config.hosts
-    if not hosts.are_several:
+    if not hosts.are_several or config.has_stages:
         return
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     # By default hosts share the trials of kernels, and one that finds its program in a cache leaves the others waiting.
@@ -181,19 +182,21 @@ def mesh_of(config: EngineConfig) -> Mesh:
 
 
 def meshes_of(config: EngineConfig) -> tuple[Mesh, ...]:
-    """The mesh of each pipeline stage, first to last. Raises `ConfigError` if JAX has too few devices."""
+    """The mesh of each pipeline stage of this host, first to last. Raises `ConfigError` if it has too few devices."""
     if not config.has_stages:
         return (mesh_of(config),)
-    devices = _chosen(config, jax.devices())
+    devices = _chosen(config, jax.local_devices())
     return tuple(make_mesh(devices[first : first + config.tp]) for first in range(0, len(devices), config.tp))
 
 
 def _chosen(config: EngineConfig, devices: Sequence[jax.Device]) -> list[jax.Device]:
     # Where JAX shows the named GPUs or chips alone, it numbers them anew.
-    are_shown_alone = len(devices) == config.num_devices and devices[0].platform != "cpu"
-    ids = config.device_ids if config.device_ids and not are_shown_alone else tuple(range(config.num_devices))
+    are_shown_alone = len(devices) == config.num_own_devices and devices[0].platform != "cpu"
+    ids = config.device_ids if config.device_ids and not are_shown_alone else tuple(range(config.num_own_devices))
     if max(ids) >= len(devices):
         asked = f"--tp {config.tp}" + (f" --pp-size {config.pp_size}" if config.has_stages else "")
+        if config.hosts.are_several:
+            asked += f" on {config.hosts.num_hosts} hosts"
         if config.device_ids:
             asked = f"--device-ids {','.join(map(str, ids))}"
         raise ConfigError(
