@@ -56,7 +56,8 @@ def describe_launches(report: dict[str, Any]) -> str:
     """What the program launches: by layer, in all, in how many command buffers, and the bytes that move."""
     kinds = report["layer_kinds"]
     layer = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kind in kinds)
-    parts = [f"{sum(kinds.values())} kernels per layer ({layer}) x {report['num_layers']}"] if kinds else []
+    alike = "layer" if report["recurring"] == 1 else f"{report['recurring']} layers"
+    parts = [f"{sum(kinds.values())} kernels per {alike} ({layer}), of {report['num_layers']} layers"] if kinds else []
     parts.append(f"{report['num_launches']} kernels in all")
     if report["command_buffers"] is not None:
         parts.append(f"{report['command_buffers']} command buffers")

@@ -5,11 +5,11 @@
     python scripts/predict_gpu.py --chip v6e                                  # or h200 (default), h100, a100, v5e, v7x
     python scripts/predict_gpu.py --json predicted.json                       # of all chips
 
-Prints each step's floor (weights, KV and logits once at the ceilings), its parts, the sum, by how much the sum exceeds
-the floor, and the forecast, after the constants with their sources, and what others report of the chip. The floor and
-the sum are bounds: the best measured engines stand 30 to 34% above such floors. The forecast takes the shares of the
-ceilings that others' kernels reach. Programs are the H200's on all chips, and those of benchmarks/ by default. Nothing
-of it is measured.
+Prints each step's floor (weights, KV, states and logits once at the ceilings), its parts, the sum, by how much the sum
+exceeds the floor, and the forecast, after the constants with their sources, and what others report of the chip. The
+floor and the sum are bounds: the best measured engines stand 30 to 34% above such floors. The forecast takes the shares
+of the ceilings that others' kernels reach. Programs are the H200's on all chips, and those of benchmarks/ by default.
+Nothing of it is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from bench.targets.prediction import FORECAST, FORECAST_SOURCES, SOURCES
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "benchmarks/h200/compiled_steps.json"
-PARTS = {"attention": 9, "products": 8, "small": 8, "links": 7, "sampling": 8, "launch": 7}  # and their widths
+# Names of a step's parts, and their widths.
+PARTS = {"attention": 9, "states": 7, "products": 8, "small": 8, "links": 7, "sampling": 8, "launch": 7}
 HEAD = f"{'step':<44} {'floor':>8} {' '.join(f'{name:>{width}}' for name, width in PARTS.items())} {'sum':>9}"
 
 

@@ -122,6 +122,29 @@ COMPILED_SHAPES = {
         "eos_token_id": 1,
     },
 }
+COMPILED_SHAPES["deepseek-v3"] = COMPILED_SHAPES["deepseek-v2-lite"] | {  # only sized: no device has room for it
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "intermediate_size": 18_432,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "moe_intermediate_size": 2048,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 129_280,
+}
 
 
 def _qwen3_vl(text: dict[str, Any]) -> dict[str, Any]:

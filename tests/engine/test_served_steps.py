@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import pytest
 from bench.targets.collectives import Wanted
+from bench.targets.launch_report import Layers
 from bench.targets.steps import MODELS, Served, programs_of_models, served
 from bench.targets.targets import TARGETS
 from jax.sharding import AbstractMesh
@@ -38,9 +39,33 @@ def test_heads_of_96_are_counted_as_pages_keep_them(tmp_path: Path) -> None:
     assert model.states.page_bytes == 2 * 32 * 32 * 64 * 128 * 2
 
 
+def test_a_token_of_a_latent_and_a_row_of_states_have_the_bytes_of_a_hand_count(tmp_path: Path) -> None:
+    latents, hybrid = (
+        served(name, TARGETS["h200"], make_mesh(jax.devices()[:1]), tmp_path)
+        for name in ("deepseek-v2-lite", "qwen3.5-9b")
+    )
+    assert latents is not None and hybrid is not None
+    facts = latents.facts()
+    assert (facts["attending_layers"], facts["row_bytes"]) == (27, 0)
+    assert facts["kv_token_bytes"] == (512 + 64) * 2 == 1152  # the sizes of DeepSeek-V3, too
+    assert facts["pair_flops"] == 2 * 16 * (576 + 512)  # keys are the latent with what is rotated, values the latent
+    assert latents.layers == Layers(4, 27)
+    facts = hybrid.facts()
+    assert (facts["attending_layers"], facts["kv_token_bytes"], facts["pair_flops"]) == (
+        8,
+        2 * 4 * 256 * 2,
+        4 * 16 * 256,
+    )
+    inputs = 3 * 16 * (2 * 128 + 2 * 128)  # of three tokens: a key head's q, k and v of two value heads
+    assert facts["matrices_bytes"] == 32 * 128 * 128 * 4
+    assert facts["row_bytes"] == 24 * (facts["matrices_bytes"] + 4 * inputs)
+    assert facts["state_flops"] == 24 * 32 * 6 * 128 * 128
+    assert hybrid.layers == Layers(12, 32, recurring=4)
+
+
 def test_models_too_large_for_a_chip_are_left_out(tmp_path: Path) -> None:
     programs = programs_of_models(TARGETS["v5e"], make_mesh(jax.devices()[:1]), tmp_path)
-    fitting = {program.name.split()[0] for program in programs if program.num_layers}
+    fitting = {program.name.split()[0] for program in programs if program.layers}
     assert fitting == {"qwen3-0.6b", "qwen3-8b-fp8", "qwen3-8b-awq", "phi3-mini"}
 
 

@@ -28,7 +28,7 @@ def test_recipes_have_the_memory_that_the_sizing_computes() -> None:
         assert " -" not in table.replace(" --", ""), "a model that doesn't fit"
 
 
-QWEN3_235B = COMPILED_SHAPES["qwen3-235b-a22b"]
+QWEN3_235B, DEEPSEEK_V3 = COMPILED_SHAPES["qwen3-235b-a22b"], COMPILED_SHAPES["deepseek-v3"]
 FP8 = {"quantization_config": QUANTIZED["fp8"]}
 
 
@@ -40,12 +40,20 @@ def pool_tokens(folder: Path, *flags: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("config", "tp", "ranks", "least"), daily([(QWEN3_235B | FP8, 8, 2, 1.9), (QWEN3_235B, 16, 4, 3.7)], every=2)
+    ("config", "tp", "ranks", "least", "flags"),
+    daily(
+        [
+            (QWEN3_235B | FP8, 8, 2, 1.9, ()),
+            (DEEPSEEK_V3, 8, 8, 4.8, ("--quantization", "fp8")),
+            (QWEN3_235B, 16, 4, 3.7, ()),
+        ],
+        every=3,
+    ),
 )
 def test_ranks_hold_the_kv_that_devices_would_hold_copies_of(
-    config: dict[str, Any], tp: int, ranks: int, least: float, tmp_path: Path
+    config: dict[str, Any], tp: int, ranks: int, least: float, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Four kv heads: 8 devices that share each layer hold each number twice, 16 hold it four times."""
+    """Of four kv heads 8 devices that share each layer hold each number twice, 16 four times; of a latent all do."""
     write_json(tmp_path / "config.json", config)
-    shared = pool_tokens(tmp_path, "--tp", str(tp))
-    assert pool_tokens(tmp_path, "--tp", str(tp), "--dp-size", str(ranks)) >= least * shared
+    shared = pool_tokens(tmp_path, "--tp", str(tp), *flags)
+    assert shared > 0 and pool_tokens(tmp_path, "--tp", str(tp), "--dp-size", str(ranks), *flags) >= least * shared

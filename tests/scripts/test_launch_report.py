@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from bench.targets.hlo import Launch, launches, num_bytes
-from bench.targets.launch_report import last_layers, launch_report
+from bench.targets.launch_report import Layers, last_layers, launch_report
 from bench.targets.thunks import read
 
 pytestmark = pytest.mark.unit
@@ -210,7 +210,29 @@ def test_matrices_that_are_fetched_ahead_count_for_each_layer(tmp_path: Path) ->
             "}\n",
         )
     )
-    assert launch_report(text, tmp_path, (), (3, 10))["bytes_read"] == 10 * 2 * 64 * 32
+    assert launch_report(text, tmp_path, (), Layers(3, 10))["bytes_read"] == 10 * 2 * 64 * 32
+
+
+def test_layers_that_recur_in_groups_are_multiplied_as_groups(tmp_path: Path) -> None:
+    """Of three layers one attends and two update states; three of eight groups were compiled."""
+    assert Layers(9, 24, recurring=3).left_out == 5
+    kernels = ["delta_decode", "delta_decode", "paged_decode_attention"] * 3
+    text = "HloModule jit_forward\n\nENTRY %main () -> f32[8] {\n" + "\n".join(
+        (
+            "  %w = bf16[64,32]{1,0} parameter(0)",
+            *(
+                f'  %a.{i} = f32[8]{{0}} custom-call(%w), custom_call_target="__gpu$xla.gpu.triton", '
+                f'metadata={{op_name="jit(forward)/jit({name})/{name}/pallas_call"}}'
+                for i, name in enumerate(kernels)
+            ),
+            "}\n",
+        )
+    )
+    report = launch_report(text, tmp_path, (), Layers(9, 24, recurring=3))
+    assert (report["num_layers"], report["recurring"]) == (24, 3)
+    assert report["layer_kinds"] == {"attention": 1, "states": 2}
+    assert {each["kind"]: each["count"] for each in report["kernels"]} == {"attention": 8, "states": 16}
+    assert report["bytes_read"] == 24 * 2 * 64 * 32
 
 
 def test_kernels_of_a_loop_count_for_each_of_its_runs() -> None:

@@ -1,7 +1,8 @@
 """Floors and forecasts of the same steps on other chips than the H200 that they were compiled for, and others' figures.
 
 GPUs take the kernels of the H200's programs, A100s those on Triton's attention. TPUs have no kept programs: their
-forecast is the floor at shares that others reach, and what stores write, without the starts of kernels and small ones.
+forecast is the floor at shares that others reach, and what stores write, without the starts of kernels and small ones;
+their states are updated by kernels of XLA, of which the same shares are assumed.
 Nothing is measured.
 Called by `predict_gpu.py`. Imports no JAX.
 """
@@ -12,7 +13,19 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from bench.targets.prediction import ASSUMED, Assumed, Batch, batch_of, expected, floor_parts, floor_us, predict
+from bench.targets.prediction import (
+    ASSUMED,
+    Assumed,
+    Batch,
+    attending_layers,
+    batch_of,
+    expected,
+    floor_parts,
+    floor_us,
+    kv_bytes,
+    predict,
+    state_bytes,
+)
 
 # Shares of the data sheet that others' copies and products reach on an H200; taken for chips without such figures.
 _COPY, _PRODUCT = 4.3 / 4.8, 788 / 989
@@ -31,7 +44,7 @@ class Chip:
       name: on the command line.
       assumed: the model's constants on it.
       memory_bytes: of the device; steps whose weights and KV take more than 0.85 of it are left out.
-      backends: of attention, whose steps it runs; on a TPU none was kept, and any stands for its own.
+      backends: of attention, whose steps it runs; on a TPU none was kept, and the first of a step stands for its own.
       source: of its ceilings.
       attention_share: of bytes and FLOPs per second in the forecast; None: as the model of a GPU.
       converts: formats of weights in groups whose programs it runs as the H200 does; others it widens in memory.
@@ -57,7 +70,7 @@ def _tpu(name: str, bytes_per_s: float, flops_per_s: float, gb: float, source: s
     assumed = dataclasses.replace(ASSUMED, bytes_per_s=_COPY * bytes_per_s, flops_per_s=_PRODUCT * flops_per_s)
     # Ragged Paged Attention reaches 86% and 73% on a TPU7x (arXiv 2604.15464), with KV tiles of decodes that are up to
     # 4 times ours.
-    return Chip(name, assumed, gb * 2**30, ("mosaic_gpu",), f"{source}, {_SCALED}", (0.5, 0.5))
+    return Chip(name, assumed, gb * 2**30, ("mosaic_gpu", "triton"), f"{source}, {_SCALED}", (0.5, 0.5))
 
 
 CHIPS = {
@@ -93,6 +106,7 @@ def steps_on(chip: Chip, results: list[dict[str, Any]], context: int) -> Iterato
     TPUs have store_us, which is part of the forecast, and store_alone_us, what kernels that only store would take.
     """
     facts = {step: each["facts"] for each in results if _has_layers(each) for step in each["steps"]}
+    on_tpu: set[str] = set()
     for each in predict(results, context, chip.assumed):
         model, backend, kind, size, sampling = each.step.split(" ")
         if backend not in chip.backends or not _runs_weights(chip, model):
@@ -103,12 +117,15 @@ def steps_on(chip: Chip, results: list[dict[str, Any]], context: int) -> Iterato
         if chip.attention_share is None:
             yield told | dataclasses.asdict(each) | {"step_us": each.step_us, "over_floor": each.over_floor}
             continue
-        batch, of_step = batch_of(kind, int(size), context), facts[each.step]
+        batch, of_step = batch_of(kind, int(size), context), _on_tpu(facts[each.step])
+        step = f"{model} mosaic_tpu {kind} {size} {sampling}"
+        if step in on_tpu:
+            continue
+        on_tpu.add(step)
         share = chip.attention_share
         parts = floor_parts(batch, of_step, sampling, expected(chip.assumed), attention_share=share)
         parts["store"] = _store_us(batch, of_step, chip.assumed)
         floor = floor_us(batch, of_step, sampling, chip.assumed)
-        step = f"{model} mosaic_tpu {kind} {size} {sampling}"
         own = _store_alone_us(batch, of_step, chip.assumed)
         yield told | {
             "step": step, "floor_us": floor, "forecast_us": sum(parts.values()), "store_us": parts["store"],
@@ -118,7 +135,7 @@ def steps_on(chip: Chip, results: list[dict[str, Any]], context: int) -> Iterato
 
 def _store_us(batch: Batch, facts: dict[str, int], assumed: Assumed) -> float:
     """What is written of new keys and values: of a decode, whose kernel has read them, whole tiles of the memory."""
-    return facts["num_layers"] * _tile_bytes(batch, facts) / assumed.bytes_per_s * 1e6
+    return attending_layers(facts) * _tile_bytes(batch, facts) / assumed.bytes_per_s * 1e6
 
 
 def _store_alone_us(batch: Batch, facts: dict[str, int], assumed: Assumed) -> float:
@@ -126,14 +143,14 @@ def _store_alone_us(batch: Batch, facts: dict[str, int], assumed: Assumed) -> fl
     if batch.kind != "decode":
         return _store_us(batch, facts, assumed)
     rounds_us = -(-batch.num_seqs // _TILES_AT_ONCE) * _ROUND_US
-    return max(2 * _store_us(batch, facts, assumed), facts["num_layers"] * rounds_us)
+    return max(2 * _store_us(batch, facts, assumed), attending_layers(facts) * rounds_us)
 
 
 def _tile_bytes(batch: Batch, facts: dict[str, int]) -> int:
     """Bytes that a layer's new tokens take, or the tiles around the one of each sequence."""
     rows = 32 if facts["kv_itemsize"] == 1 else 8
     tokens = batch.num_seqs * (rows if batch.kind == "decode" else batch.new)
-    return 2 * tokens * facts["num_kv_heads"] * facts["head_dim"] * facts["kv_itemsize"]
+    return kv_bytes(Batch(batch.kind, 1, tokens, 0), facts)
 
 
 def _has_layers(result: dict[str, Any]) -> bool:
@@ -148,5 +165,13 @@ def _runs_weights(chip: Chip, model: str) -> bool:
 
 def _fits(chip: Chip, kind: str, size: int, context: int, facts: dict[str, int]) -> bool:
     batch = batch_of(kind, size, context)
-    kv = 2 * batch.kv_tokens * facts["num_kv_heads"] * facts["head_dim"] * facts["kv_itemsize"] * facts["num_layers"]
-    return kv + facts["weights_read"] * facts["weight_itemsize"] <= 0.85 * chip.memory_bytes
+    kept = kv_bytes(batch, facts) * attending_layers(facts) + state_bytes(batch, facts) // 2
+    return kept + facts["weights_read"] * facts["weight_itemsize"] <= 0.85 * chip.memory_bytes
+
+
+def _on_tpu(facts: dict[str, int]) -> dict[str, int]:
+    """The facts of a GPU's program with tokens as pages of a TPU keep them, in multiples of 128 numbers."""
+    if "kv_token_bytes" not in facts:
+        return facts
+    width = facts["head_dim"]
+    return facts | {"kv_token_bytes": facts["kv_token_bytes"] // width * (-(-width // 128) * 128)}

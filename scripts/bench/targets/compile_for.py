@@ -125,8 +125,7 @@ def _launches(program: Program, text: str, dumps: Path) -> dict[str, Any]:
     pages = program.cache.shape
     words = (*pages[:-1], pages[-1] // 4) if program.cache.dtype.itemsize == 1 else None  # as Triton reads float8
     uncounted = [dims for dims in (pages, words, program.page_table, *program.states) if dims is not None]
-    layers = None if program.num_layers is None else (program.num_donated // 2, program.num_layers)
-    return launch_report(text, dumps, uncounted, layers, program.weight_bytes, program.wanted)
+    return launch_report(text, dumps, uncounted, program.layers, program.weight_bytes, program.wanted)
 
 
 def _move_dumps(folder: Path, mine: Path, text: str) -> Path:

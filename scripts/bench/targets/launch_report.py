@@ -1,15 +1,16 @@
 """What a compiled program launches, for its full number of layers: kernels by kind, command buffers, bytes, FLOPs.
 
 A forward program of few layers stands for one of many. From the second layer on all layers launch the same kernels,
-which is checked: what lies between the last two attention kernels is a layer, and the rest is launched once. Imports no
-JAX. Called by `compile_for`; `predict_gpu.py` reads the result.
+which is checked: what lies between the last two attention kernels is a layer, and the rest is launched once. Layers
+that recur in groups, of which one attends, are taken together. Imports no JAX. Called by `compile_for`;
+`predict_gpu.py` reads the result.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,42 @@ from bench.targets.collectives import COLLECTIVES, Wanted, carried, problems_of
 from bench.targets.hlo import Launch, launches
 from bench.targets.thunks import CommandBuffers, command_buffers_in
 
-KINDS = ("attention", "experts", "quantized", "float8", "pallas", "product", "small", *COLLECTIVES)
+KINDS = ("attention", "states", "experts", "quantized", "float8", "pallas", "product", "small", *COLLECTIVES)
 WEIGHTS_COUNTED = 0.999  # at least; vectors lie in arrays of all layers, of which few layers were compiled
 _THUNKS_OF_COLLECTIVES = ("All", "Collective", "ReduceScatter", "Ragged")
 FIELDS = ("kind", "bytes_read", "bytes_written", "flops", "peers")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model of which a program has the first ones.
+
+    Attributes:
+      compiled: how many it has.
+      of_model: how many the model has.
+      recurring: so many consecutive ones are alike, of which one attends.
+    """
+
+    compiled: int
+    of_model: int
+    recurring: int = 1
+
+    @property
+    def groups(self) -> int:
+        """How often they recur in the program."""
+        return self.compiled // self.recurring
+
+    @property
+    def left_out(self) -> int:
+        """How often they would recur besides."""
+        return (self.of_model - self.compiled) // self.recurring
 
 
 def launch_report(
     text: str,
     dumps: Path,
     uncounted: Collection[tuple[int, ...]],
-    layers: tuple[int, int] | None,
+    layers: Layers | None,
     weight_bytes: int = 0,
     wanted: Wanted | None = None,
 ) -> dict[str, Any]:
@@ -37,7 +63,7 @@ def launch_report(
       text: the optimized HLO.
       dumps: folder with XLA's dumps of the program.
       uncounted: see `hlo.launches`.
-      layers: how many layers were compiled and how many the model has; None for programs without layers.
+      layers: see there; None for programs without layers.
       weight_bytes: of the weights that a step must read, all layers together; fewer bytes read are a problem.
       wanted: what devices that share the step must exchange; None on one device.
     """
@@ -48,10 +74,14 @@ def launch_report(
     layer: list[Launch] = []
     repeats = 0
     if layers is not None:
-        layer, before = last_layers(every, layers[0])
-        repeats = layers[1] - layers[0]
+        layer, before = last_layers(every, layers.groups)
+        repeats = layers.left_out
         if buffers is not None and kernels_of(layer) != kernels_of(before):  # on TPUs they differ by small copies
-            problems.append("the last two layers launch different kernels, so that layers can't be multiplied")
+            differ = dict(kernels_of(layer) - kernels_of(before)), dict(kernels_of(before) - kernels_of(layer))
+            problems.append(
+                f"the last two layers launch different kernels, so that layers can't be multiplied: the last one "
+                f"{differ[0]}, the one before {differ[1]}"
+            )
     if buffers is not None and wanted is None and (buffers.count != 1 or buffers.outside):
         listed = ", ".join(sorted(set(buffers.outside))) or "nothing"
         problems.append(f"{buffers.count} command buffers; {listed} outside of them")
@@ -62,15 +92,16 @@ def launch_report(
         )
     whole = [*every, *layer * repeats]
     if wanted is not None and layers is not None:
-        problems += problems_of(*_exchanges(every, layer, layers[0]), wanted)
+        problems += problems_of(*_exchanges(every, layer, layers.groups), wanted)
     read = sum(each.bytes_read * each.times for each in whole)
     if layers is not None:
         # A TPU fetches matrices ahead, as it finds room: the last layer's share of that is not its own matrices.
-        read += repeats * (sum(e.matrix_bytes for e in every) // layers[0] - sum(e.matrix_bytes for e in layer))
+        read += repeats * (sum(e.matrix_bytes for e in every) // layers.groups - sum(e.matrix_bytes for e in layer))
     if read < WEIGHTS_COUNTED * weight_bytes:
         problems.append(f"{read} bytes read are counted, the weights have {weight_bytes}")
     return {
-        "num_layers": layers[1] if layers else 0,
+        "num_layers": layers.of_model if layers else 0,
+        "recurring": layers.recurring if layers else 0,
         "layer_kinds": dict(kernels_of(layer)),
         "num_launches": sum(each.times for each in whole if each.kind != "prefetch"),
         **_graphs(buffers, layers),
@@ -84,17 +115,16 @@ def launch_report(
     }
 
 
-def _graphs(buffers: CommandBuffers | None, layers: tuple[int, int] | None) -> dict[str, int | None]:
+def _graphs(buffers: CommandBuffers | None, layers: Layers | None) -> dict[str, int | None]:
     """Command buffers and the kernels outside of them, for all layers; collectives cut a step at every layer."""
     if buffers is None:
         return {"command_buffers": None, "loose_kernels": None}
     loose = sum(not each.removeprefix("k").startswith(_THUNKS_OF_COLLECTIVES) for each in buffers.outside)
     if layers is None or buffers.count == 1:
         return {"command_buffers": buffers.count, "loose_kernels": loose}
-    repeats = layers[1] - layers[0]
     return {
-        "command_buffers": buffers.count + repeats * (buffers.count // layers[0]),
-        "loose_kernels": loose + repeats * (loose // layers[0]),
+        "command_buffers": buffers.count + layers.left_out * (buffers.count // layers.groups),
+        "loose_kernels": loose + layers.left_out * (loose // layers.groups),
     }
 
 

@@ -1,11 +1,11 @@
 """A roofline model of the engine's steps on a GPU that is not there: from what was compiled to microseconds.
 
-Takes kernels, bytes and FLOPs from the results of `compile_targets.py --grid steps --json`, and the KV that attention
-reads from the lengths of the batch. Its constants are in `ASSUMED`, each with its source. Three figures come of it:
-the floor (what must be read, at the ceilings), the model (all kernels, each at the ceilings), and the forecast (all
-kernels at the shares of the ceilings that others measured of theirs, `FORECAST`). Nothing here was measured on the
-engine; a run on a GPU is to be compared line by line. Imports no JAX. Called by `predict_gpu.py`; other chips than the
-H200 are in `chips`.
+Takes kernels, bytes and FLOPs from the results of `compile_targets.py --grid steps --json`, the KV that attention reads
+from the lengths of the batch, and the states of gated delta-nets from its rows. Its constants are in `ASSUMED`, each
+with its source. Three figures come of it: the floor (what must be read, at the ceilings), the model (all kernels, each
+at the ceilings), and the forecast (all kernels at the shares of the ceilings that others measured of theirs,
+`FORECAST`). Nothing here was measured on the engine; a run on a GPU is to be compared line by line. Imports no JAX.
+Called by `predict_gpu.py`; other chips than the H200 are in `chips`.
 """
 
 from __future__ import annotations
@@ -130,9 +130,10 @@ class Predicted:
       step: such as "qwen3-0.6b mosaic_gpu decode 256 greedy".
       floor_us: the least time at the assumed ceilings: weights, KV and logits once each, products at full rate.
       forecast_us: the time to expect of a first run that finds no fault.
-      attention_us, products_us, small_us, links_us, sampling_us, launch_us: the parts; small ones are all other
-        kernels, links what devices exchange.
-      small_per_layer: kernels of a layer that are neither products nor attention.
+      attention_us, states_us, products_us, small_us, links_us, sampling_us, launch_us: the parts; states are those of
+        gated delta-nets in a decode, small ones all other kernels, links what devices exchange.
+      small_per_layer: kernels of a layer that are neither products nor attention; of layers that recur in groups, on
+        average.
       num_kernels: of the whole step.
     """
 
@@ -140,6 +141,7 @@ class Predicted:
     floor_us: float
     forecast_us: float
     attention_us: float
+    states_us: float
     products_us: float
     small_us: float
     links_us: float
@@ -151,7 +153,7 @@ class Predicted:
     @property
     def step_us(self) -> float:
         """The step's time."""
-        kernels_us = self.attention_us + self.products_us + self.small_us + self.sampling_us
+        kernels_us = self.attention_us + self.states_us + self.products_us + self.small_us + self.sampling_us
         return kernels_us + self.links_us + self.launch_us
 
     @property
@@ -161,8 +163,13 @@ class Predicted:
 
 
 def predict(results: list[dict[str, Any]], context: int, assumed: Assumed = ASSUMED) -> Iterator[Predicted]:
-    """Yields each step of the results, decode steps with `context` tokens of KV per row."""
-    served = [each for each in results if each.get("facts")]  # all others are kernels and small models
+    """Yields each step of the results, decode steps with `context` tokens of KV per row.
+
+    Leaves out steps with loops whose turns no compiler knows, as those over blocks of prompts in gated delta-nets.
+    """
+    served = [
+        each for each in results if each.get("facts") and _is_counted(each)
+    ]  # others are kernels and small models
     forward = {step: each for each in served if _has_layers(each) for step in each["steps"]}
     after = {step: each for each in served if not _has_layers(each) for step in each["steps"]}
     for step, program in forward.items():
@@ -179,6 +186,10 @@ def _has_layers(result: dict[str, Any]) -> bool:
     return bool(result["launches"]["num_layers"])
 
 
+def _is_counted(result: dict[str, Any]) -> bool:
+    return all(kernel["count"] for kernel in result["launches"]["kernels"])
+
+
 def _step(
     step: str, program: dict[str, Any], sampling: dict[str, Any] | None, context: int, assumed: Assumed
 ) -> Predicted:
@@ -188,13 +199,13 @@ def _step(
     sober = expected(assumed)
     num_kernels = sum(each["launches"]["num_launches"] for each in ([program, sampling] if sampling else [program]))
     update_us = num_kernels * sober.node_update_us
-    kinds = program["launches"]["layer_kinds"]
+    kinds, recurring = program["launches"]["layer_kinds"], program["launches"].get("recurring", 1)
     return Predicted(
         step,
         floor_us=floor_us(batch, facts, sampled, assumed, multiplies_float8(program)),
         forecast_us=max(sum(_parts(step, program, sampling, batch, sober).values()), update_us),
         **{f"{name}_us": us for name, us in parts.items()},
-        small_per_layer=sum(kinds.get(kind, 0) for kind in ("pallas", "small")),
+        small_per_layer=round(sum(kinds.get(kind, 0) for kind in ("pallas", "small")) / recurring),
         num_kernels=num_kernels,
     )
 
@@ -204,13 +215,15 @@ def _parts(
 ) -> dict[str, float]:
     """Microseconds of each part of a step, by the names of `Predicted`."""
     backend, facts = step.split(" ")[1], program["facts"]
-    times = dict.fromkeys(("attention", "products", "small", "links"), 0.0)
+    times = dict.fromkeys(("attention", "states", "products", "small", "links"), 0.0)
     for kernel in program["launches"]["kernels"]:
         if kernel["kind"] in COLLECTIVES:
             times["links"] += kernel["count"] * _exchange_us(kernel, assumed)
         elif kernel["kind"] == "attention":
-            per_layer = kernel["count"] / facts["num_layers"]
+            per_layer = kernel["count"] / attending_layers(facts)
             times["attention"] += kernel["count"] * _attention_us(batch, backend, facts, kernel, assumed) / per_layer
+        elif kernel["kind"] == "states":
+            times["states"] += kernel["count"] * _states_us(batch, facts, kernel, assumed)
         elif kernel["kind"] == "experts":
             times["products"] += kernel["count"] * _experts_us(batch, facts, kernel, assumed)
         else:
@@ -229,7 +242,7 @@ def multiplies_float8(program: dict[str, Any]) -> bool:
 def floor_us(
     batch: Batch, facts: dict[str, int], sampling: str, assumed: Assumed = ASSUMED, in_float8: bool = False
 ) -> float:
-    """The least time of a step: each layer's KV, all weights, and the logits written once and read."""
+    """The least time of a step: each layer's KV, all weights, states read and written once, and so logits."""
     return sum(floor_parts(batch, facts, sampling, assumed, in_float8=in_float8).values())
 
 
@@ -242,7 +255,7 @@ def floor_parts(
     attention_share: tuple[float, float] = (1.0, 1.0),
     in_float8: bool = False,
 ) -> dict[str, float]:
-    """The floor's microseconds by part; attention at these shares of the bytes and of the FLOPs per second.
+    """The floor's microseconds by part; attention and states at these shares of the bytes and FLOPs per second.
 
     `in_float8` are the layers' products, not the head's.
     """
@@ -261,8 +274,12 @@ def floor_parts(
         moved = experts * size * chosen_share(tokens, facts) / (assumed.bytes_per_s * assumed.expert_bytes_share)
         products_s += max(moved, 2 * experts * chosen * tokens / (assumed.flops_per_s * assumed.expert_flops_share))
     of_bytes, of_flops = attention_share
-    kv_s = _kv_bytes(batch, facts) / (assumed.bytes_per_s * of_bytes)
-    attention_s = facts["num_layers"] * max(kv_s, _attention_flops(batch, facts) / (assumed.flops_per_s * of_flops))
+    kv_s = kv_bytes(batch, facts) / (assumed.bytes_per_s * of_bytes)
+    attention_s = attending_layers(facts) * max(kv_s, _attention_flops(batch, facts) / (assumed.flops_per_s * of_flops))
+    states_s = max(
+        state_bytes(batch, facts) / (assumed.bytes_per_s * of_bytes),
+        tokens * facts.get("state_flops", 0) / (assumed.flops_per_s * of_flops),
+    )
     # Greedy reads the logits once. Other ways of sampling read them again: once to weigh, and filters some times more.
     passes = {"greedy": 2, "sampled": 3}.get(sampling, 10)
     logits_s = passes * 4 * batch.num_seqs * facts["vocab_size"] / assumed.bytes_per_s
@@ -271,20 +288,31 @@ def floor_parts(
         residual = tokens * facts["hidden_size"] * size
         sums = PER_LAYER * facts["num_layers"] + 1
         links_s = sums * sent("all-reduce", residual, peers) / assumed.link_bytes_per_s
-    seconds = {"attention": attention_s, "products": products_s, "logits": logits_s, "links": links_s}
+    seconds = {
+        "attention": attention_s, "states": states_s, "products": products_s, "logits": logits_s, "links": links_s,
+    }  # fmt: skip
     return {name: 1e6 * each for name, each in seconds.items()}
 
 
 def _attention_us(batch: Batch, backend: str, facts: dict[str, int], kernel: dict[str, Any], assumed: Assumed) -> float:
     """One layer's attention."""
+    flops_us = _attention_flops(batch, facts) / (assumed.flops_per_s * assumed.extend_share[backend]) * 1e6
     if batch.kind != "decode":
-        rate = assumed.flops_per_s * assumed.extend_share[backend]
-        return assumed.kernel_us + max(_attention_flops(batch, facts) / rate, 0) * 1e6
-    kv_bytes = _kv_bytes(batch, facts) + kernel["bytes_read"] + kernel["bytes_written"]
+        return assumed.kernel_us + flops_us
+    moved = kv_bytes(batch, facts) + kernel["bytes_read"] + kernel["bytes_written"]
     programs = decode_programs(batch.num_seqs, facts["num_kv_heads"], backend, assumed)
     rate = min(assumed.bytes_per_s / 1e6, assumed.num_slots * assumed.slot_bytes_per_us) * assumed.decode_share[backend]
     waves = max(1, math.ceil(programs / assumed.num_slots))
-    return assumed.kernel_us + kv_bytes / rate + waves * assumed.slot_start_us
+    return assumed.kernel_us + max(moved / rate, flops_us) + waves * assumed.slot_start_us
+
+
+def _states_us(batch: Batch, facts: dict[str, int], kernel: dict[str, Any], assumed: Assumed) -> float:
+    """One layer's matrices of states, read and written once by Triton's kernel, and what `kernel` counts besides.
+
+    The inputs of convolutions pass through kernels of XLA, which count their bytes themselves.
+    """
+    moved = 2 * batch.num_seqs * facts["matrices_bytes"] + kernel["bytes_read"] + kernel["bytes_written"]
+    return assumed.kernel_us + moved / (assumed.bytes_per_s * assumed.decode_share["triton"]) * 1e6
 
 
 def chosen_share(tokens: int, facts: dict[str, int]) -> float:
@@ -318,12 +346,24 @@ def decode_programs(rows: int, heads: int, backend: str, assumed: Assumed = ASSU
     return chains * heads
 
 
-def _kv_bytes(batch: Batch, facts: dict[str, int]) -> int:
-    return 2 * batch.kv_tokens * facts["num_kv_heads"] * facts["head_dim"] * facts["kv_itemsize"]
+def attending_layers(facts: dict[str, int]) -> int:
+    """How many layers attend; in kept results of older runs all did, to keys and values."""
+    return facts.get("attending_layers", facts["num_layers"])
+
+
+def kv_bytes(batch: Batch, facts: dict[str, int]) -> int:
+    """Bytes of the KV of the batch in one layer."""
+    both = 2 * facts["num_kv_heads"] * facts["head_dim"] * facts["kv_itemsize"]
+    return batch.kv_tokens * facts.get("kv_token_bytes", both)
+
+
+def state_bytes(batch: Batch, facts: dict[str, int]) -> int:
+    """Bytes of the states of the batch in all layers, read once and written once."""
+    return 2 * batch.num_seqs * facts.get("row_bytes", 0)
 
 
 def _attention_flops(batch: Batch, facts: dict[str, int]) -> int:
-    return 4 * batch.pairs * facts["num_heads"] * facts["head_dim"]
+    return batch.pairs * facts.get("pair_flops", 4 * facts["num_heads"] * facts["head_dim"])
 
 
 def _kernel_us(kernel: dict[str, Any], assumed: Assumed) -> float:

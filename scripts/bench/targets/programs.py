@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from bench.processes import ROOT
 from bench.targets.collectives import Wanted
+from bench.targets.launch_report import Layers
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig
@@ -46,8 +47,7 @@ class Program:
       num_donated: number of cache arrays that it updates in place.
       states: shapes of a layer's arrays by row, which it updates in place as well.
       on_matrix_units: whether its products must run on matrix units; float32 products stay exact, on other units.
-      num_layers: of the model that a forward program of few layers stands for; None: the program is complete, or its
-        layers are not alike.
+      layers: of the model that a forward program of few layers stands for; None: the program is complete.
       page_table: shape of its page table, if it has one.
       steps: the engine's steps that run it, such as "qwen3-0.6b triton decode 256 greedy".
       facts: see `Served.facts`.
@@ -62,7 +62,7 @@ class Program:
     cache: jax.ShapeDtypeStruct
     num_donated: int
     on_matrix_units: bool
-    num_layers: int | None = None
+    layers: Layers | None = None
     page_table: tuple[int, int] | None = None
     steps: tuple[str, ...] = ()
     facts: dict[str, int] | None = None
@@ -79,7 +79,7 @@ class Program:
     @property
     def has_kernels(self) -> bool:
         """Whether Pallas kernels are in it; programs that only sample have none."""
-        return not self.is_step or self.num_layers is not None
+        return not self.is_step or self.layers is not None
 
     @property
     def cache_bytes(self) -> int:
@@ -166,8 +166,9 @@ def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
         name = f"step{'' if is_one else 's'}_{bucket.kind}_{backend}"
         program = Program(name, backend, trace, pages_of_a_layer, 2 * arch.num_layers, on_matrix_units=True)
         if is_one:
+            layers = Layers(arch.num_layers, arch.num_layers)
             program = dataclasses.replace(
-                program, num_layers=arch.num_layers, steps=(name,), weight_bytes=2 * weights_read(arch, params)
+                program, layers=layers, steps=(name,), weight_bytes=2 * weights_read(arch, params)
             )
         yield program
 

@@ -1,7 +1,7 @@
 """The engine's real steps on models that people serve, as programs to compile: what `Engine` would compile and run.
 
 A table of models, of batches and of kinds of sampling gives the programs. Few layers are compiled: from the second on
-all layers are alike, so `report` reads one layer and multiplies. Called by `compile_for`.
+all layers are alike, or recur in groups, so `report` reads one layer or group and multiplies. Called by `compile_for`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from bench.models import HEADS, write_config, write_head_config
 from bench.targets.collectives import Wanted
+from bench.targets.launch_report import Layers
 from bench.targets.programs import Program, bytes_on_one_device, on_one_device, placed, weights_on_one_device
 from bench.targets.targets import Target
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of, with_images
@@ -39,7 +40,7 @@ from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
 from jaxsgl.models.heads import EagleArch, abstract_head
-from jaxsgl.models.layer_spec import MoeMlp
+from jaxsgl.models.layer_spec import DeltaNet, MoeMlp
 from jaxsgl.models.lora import adaptable_modules
 from pallas_kernels import KernelChoice
 
@@ -59,7 +60,7 @@ SHARED_MODELS = (
     "qwen3-vl-30b-a3b",
     "qwen3-vl-235b-a22b",
 )  # on several devices; those of experts have whole experts each (--ep)
-COMPILED_LAYERS = 4
+COMPILED_LAYERS = 4  # at least; of layers that recur in groups, three groups
 MEM_FRACTION = 0.85  # of the chip's memory for weights and pool, as the engine's own default
 DECODE_ROWS = (1, 32, 256)
 EXTEND_TOKENS, EXTEND_SEQS = 4096, 4
@@ -93,9 +94,11 @@ class Served:
     head: EagleArch | None = None
 
     @property
-    def has_kernels(self) -> bool:
-        """Whether each layer attends to keys and values by a kernel: what layers are counted by."""
-        return all(layer.mixer == "attention" for layer in self.arch.layers)
+    def layers(self) -> Layers:
+        """Those that are compiled, and stand for all."""
+        of_all = self.arch.layers
+        period = next(n for n in range(1, len(of_all)) if of_all[n:-n] == of_all[2 * n :])
+        return Layers(COMPILED_LAYERS if period == 1 else 3 * period, len(of_all), period)
 
     def backends(self, target: Target) -> tuple[str, ...]:
         """Those of attention to compile for the target; Mosaic's on GPUs takes no latents."""
@@ -128,6 +131,9 @@ class Served:
         expert_weights = sum(3 * each.num_experts * each.ffn_size * arch.hidden_size for each in mixtures) // parts
         of_experts = expert_weights * self.dtype.itemsize
         embeddings = (1 if arch.tie_embeddings else 2) * head * self.dtype.itemsize
+        attending = [layer.by_page for layer in self.states.layers if layer.by_page]
+        keys, values = attending[0][0], arch.latent.kv_rank if arch.latent else attending[0][-1].shape[-1]
+        nets = [layer.mixer for layer in arch.layers if isinstance(layer.mixer, DeltaNet)]
         return {
             "num_devices": parts,
             "num_layers": arch.num_layers,
@@ -140,6 +146,12 @@ class Served:
             "weight_itemsize": self.dtype.itemsize,
             "layer_bytes": bytes_on_one_device(_of_decoder(self.params)) - embeddings - of_experts,
             "kv_itemsize": self.states.page_layout.itemsize,
+            "attending_layers": len(attending),
+            "kv_token_bytes": self.states.page_bytes // (len(attending) * self.states.page_size),  # of a layer
+            "pair_flops": 2 * arch.num_heads // parts * (keys.shape[-1] + values),  # of a layer
+            "row_bytes": self.states.row_bytes,  # of all layers with states
+            "matrices_bytes": sum(array.num_bytes(parts) for array in self.states.by_row("matrices")[:1]),  # of a layer
+            "state_flops": 6 * sum(net.value_heads * net.key_size * net.value_size for net in nets) // parts,  # a token
             "page_size": self.states.page_size,
             "expert_weights": expert_weights,
             "num_experts": mixtures[0].num_experts if mixtures else 0,
@@ -200,8 +212,9 @@ def placed_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
 def engine_programs(model: Served, backend: str) -> Iterator[Program]:
     """Yields each program of the table once, with few layers."""
     mesh = model.mesh
-    arch = dataclasses.replace(model.arch, layers=model.arch.layers[:COMPILED_LAYERS])
-    states = dataclasses.replace(model.states, layers=model.states.layers[:COMPILED_LAYERS])
+    layers = model.layers
+    arch = dataclasses.replace(model.arch, layers=model.arch.layers[: layers.compiled])
+    states = dataclasses.replace(model.states, layers=model.states.layers[: layers.compiled])
     graphdef, _ = abstract_model(arch, model.dtype)
     leaves = placed_params(arch, model.dtype, mesh)
     images = None if arch.vision is None else (arch.vision.row_len, model.dtype)
@@ -233,9 +246,9 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
                 backend=backend,
                 num_donated=len(jax.tree.leaves(state.kv)),
                 states=tuple({array.shape for array in jax.tree.leaves(state.running)}),
-                num_layers=model.arch.num_layers if model.has_kernels else None,
+                layers=layers,
                 page_table=(key.shape.num_seqs, model.capacity.max_pages_per_seq),
-                weight_bytes=model.weight_bytes() if model.has_kernels else 0,
+                weight_bytes=model.weight_bytes(),
                 argument_bytes=bytes_on_one_device((_of_decoder(leaves), state)),
             )
         yield program
