@@ -99,7 +99,7 @@ def refuse(packing: str, shape: tuple[int, ...], group: int) -> str | None:
 
 
 def part_shape(packing: str, part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of packed "numbers" `[..., O, I]`, or of another part of a matrix, as `[..., O, G]`; an order's is `[I]`."""
+    """The shape of packed "numbers" `[..., O, I]`, an "order" `[I]`, or another part of a matrix, `[..., O, G]`."""
     if part == "order":
         return shape
     *lead, num_out, width = shape

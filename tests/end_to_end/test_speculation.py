@@ -20,9 +20,8 @@ from jaxsgl.testing.grammars import FakeMatcher, compile_fake
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve
 from tests.engine.driving import few_sizes
-from tests.engine.next_layers import write_next_layer
 from tests.grids import NIGHTLY
-from tests.scheduler.drafters import Asking, knowing
+from tests.scheduler.drafters import knowing
 
 pytestmark = pytest.mark.device
 
@@ -127,30 +126,3 @@ def test_programs_that_verify_are_compiled_where_flags_ask_for_them_alone(engine
     assert "accepted" in kinds
     verified = [bucket for bucket in engine.buckets.all() if bucket.kind == "verify"]
     assert sorted({bucket.num_tokens for bucket in verified}) == ([6, 12, 24, 36] if NIGHTLY else [36])
-
-
-@pytest.mark.timeout(1200)
-@pytest.mark.skipif(not NIGHTLY, reason="by night; by day the bundled head drafts on the device")
-def test_answers_are_those_without_the_checkpoints_next_layer(tmp_path: Path) -> None:
-    model = write_next_layer("glm4_moe", tmp_path, vocab_size=VOCAB_SIZE).folder
-    flags = {**FLAGS, "speculation": SpeculationConfig("NEXTN", 3)}
-    engine = Engine(EngineConfig(model=str(model), **flags), progress=False)
-    asked = requests()
-    plain = serve(engine, [asked], compile=compile, eos_token_ids=range(3))
-    for overlap, retract_every in ((True, None), (False, None), (True, 5)):
-        found = serve(
-            engine,
-            [asked],
-            compile=compile,
-            eos_token_ids=range(3),
-            overlap=overlap,
-            retract_every=retract_every,
-            drafter_of=lambda request: Asking(),
-        )
-        assert outputs(found, asked) == outputs(plain, asked)
-        assert found.loads[-1].speculation.runs > 20
-        for request in asked:
-            told, expected = (logprobs_of(served, request.request_id) for served in (found, plain))
-            values = [[one.logprob for one in of_served if one is not None] for of_served in (told, expected)]
-            np.testing.assert_allclose(values[0], values[1], atol=1e-4)
-    engine.close()

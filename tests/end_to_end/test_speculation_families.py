@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from bench.processes import free_ports
 
@@ -25,14 +26,15 @@ from jaxsgl.scheduler.speculation.speculation import Speculating
 from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.testing.grammars import compile_fake
 from pallas_kernels.native import library
-from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, HYBRID_KINDS, make_checkpoint
+from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, HYBRID_KINDS, VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import outputs, serve
 from tests.end_to_end.servers import COMMON_FLAGS, running_server
 from tests.end_to_end.test_same_bits import KINDS as FORMATS
 from tests.end_to_end.test_same_bits import answers_in, differing, new_engine, requests_of
-from tests.end_to_end.test_speculation import FLAGS, requests
+from tests.end_to_end.test_speculation import FLAGS, compile, logprobs_of, requests
+from tests.engine.next_layers import write_next_layer
 from tests.grids import NIGHTLY
-from tests.scheduler.drafters import knowing
+from tests.scheduler.drafters import Asking, knowing
 from tests.vision_models import make_model, request
 from tests.weights.peft_adapters import ATTENTION, MLP, make_adapter
 
@@ -62,6 +64,32 @@ def test_answers_of_a_family_are_those_without_drafts(family: str, tmp_path: Pat
     for kind, more in (("half", {"retract_every": 7}), ("right", {"overlap": False})):
         assert outputs(with_drafts(engine, plain, asked, kind, **of_tests, **more), asked) == outputs(plain, asked)
     assert engine.recompiles == 0
+    engine.close()
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="by night; by day the bundled head drafts on the device")
+def test_answers_are_those_without_the_checkpoints_next_layer(tmp_path: Path) -> None:
+    model = write_next_layer("glm4_moe", tmp_path, vocab_size=VOCAB_SIZE).folder
+    flags = {**FLAGS, "speculation": SpeculationConfig("NEXTN", 3)}
+    engine = Engine(EngineConfig(model=str(model), **flags), progress=False)
+    asked = requests()
+    plain = serve(engine, [asked], compile=compile, eos_token_ids=range(3))
+    for overlap, retract_every in ((True, None), (False, None), (True, 5)):
+        found = serve(
+            engine,
+            [asked],
+            compile=compile,
+            eos_token_ids=range(3),
+            overlap=overlap,
+            retract_every=retract_every,
+            drafter_of=lambda request: Asking(),
+        )
+        assert outputs(found, asked) == outputs(plain, asked)
+        assert found.loads[-1].speculation.runs > 20
+        for each in asked:
+            told, expected = (logprobs_of(served, each.request_id) for served in (found, plain))
+            values = [[one.logprob for one in of_served if one is not None] for of_served in (told, expected)]
+            np.testing.assert_allclose(values[0], values[1], atol=1e-4)
     engine.close()
 
 
