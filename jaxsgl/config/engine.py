@@ -428,7 +428,7 @@ class EngineConfig:
             )
         if self.scheduling.decode_first:
             raise ConfigError(
-                "--decode-first changes nothing with --enable-dp-attention, whose ranks decode in every step: leave it out"
+                "--decode-first changes nothing with --enable-dp-attention, which decodes in every step: leave it out"
             )
         for is_on, name in (
             (self.disaggregation.is_on, "--disaggregation-mode"),
