@@ -279,6 +279,7 @@ def test_a_secret_that_others_can_read_or_guess_is_refused(tmp_path: Path, text:
         ({"max_running_requests": 3}, "give 4 or more"),
         ({"decode_steps": 2}, "--decode-steps"),
         ({"scheduling": SchedulingConfig(max_itl_ms=50)}, "--max-itl-ms"),
+        ({"scheduling": SchedulingConfig(decode_first=True)}, "--decode-first changes nothing.*leave it out"),
         ({"speculation": SpeculationConfig("NGRAM")}, "--speculative-algorithm"),
         ({"host_kv": HostKvConfig(host_kv_gib=1)}, "--host-kv-gib"),
         ({"lora": LoraConfig(enable_lora=True)}, "--enable-lora"),

@@ -439,6 +439,10 @@ class EngineConfig:
                 f"--max-running-requests {rows} leaves some of the {self.num_ranks} ranks of --enable-dp-attention "
                 f"without a row: give {self.num_ranks} or more"
             )
+        if self.scheduling.decode_first:
+            raise ConfigError(
+                "--decode-first changes nothing with --enable-dp-attention, which decodes in every step: leave it out"
+            )
         for is_on, name in (
             (self.disaggregation.is_on, "--disaggregation-mode"),
             (self.host_kv.is_on, "--host-kv-gib"),

@@ -15,6 +15,7 @@ The format is 8 bytes of length, a JSON header, then the numbers of all tensors
 from __future__ import annotations
 
 import json
+import logging
 import math
 import mmap
 import re
@@ -34,8 +35,11 @@ from jaxsgl.models import ModelArch
 from jaxsgl.weights import stored_matrix
 from jaxsgl.weights.names import Piece, Recipe, Source, Tensor, axes_lengths, own_name, with_model_prefix
 
+logger = logging.getLogger(__name__)
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DRAFT_HEAD = "mtp."  # what names of its tensors begin with
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself
 DTYPES: dict[str, npt.DTypeLike] = {
@@ -162,8 +166,13 @@ class TensorFiles:
         return recipe.pieces(arch, found)
 
     def refuse_unread(self, arch: ModelArch) -> None:
-        """Raises `CheckpointError` for tensors that no parameter was made of, except harmless ones."""
+        """Raises `CheckpointError` for tensors that nothing was made of, except harmless ones; logs draft heads."""
         unread = sorted(name for name in self._unread if not is_harmless(name, arch))
+        if num_drafting := sum(name.startswith(DRAFT_HEAD) for name in self._unread):
+            logger.info(
+                "%s: %d tensors of a draft head (%s*) are left unread: %s drafts with none",
+                self.folder, num_drafting, DRAFT_HEAD, arch.name,
+            )  # fmt: skip
         if unread:
             more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
             raise CheckpointError(
@@ -297,7 +306,7 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
     of_keys = _OF_KEYS.match(name)
     if of_keys is not None and int(of_keys[1]) - arch.stage.layers_before in arch.reading_layers:
         return True
-    if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
+    if name.startswith(DRAFT_HEAD) or name.endswith("rotary_emb.inv_freq"):
         return True
     of_layer, before, after = _OF_LAYER.match(name), arch.stage.layers_before, arch.stage.layers_after
     if of_layer is not None:

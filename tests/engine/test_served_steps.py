@@ -49,7 +49,7 @@ def test_a_token_of_a_latent_and_a_row_of_states_have_the_bytes_of_a_hand_count(
     assert (facts["attending_layers"], facts["row_bytes"]) == (27, 0)
     assert facts["kv_token_bytes"] == (512 + 64) * 2 == 1152  # the sizes of DeepSeek-V3, too
     assert facts["pair_flops"] == 2 * 16 * (576 + 512)  # keys are the latent with what is rotated, values the latent
-    assert latents.layers == Layers(4, 27)
+    assert latents.layers == Layers(5, 27)
     facts = hybrid.facts()
     assert (facts["attending_layers"], facts["kv_token_bytes"], facts["pair_flops"]) == (
         8,

@@ -63,8 +63,12 @@ def test_everything_compiles_in_place_without_spills(target: Target, tmp_path: P
 
 
 # Of Triton's steps those of the smallest model and of one with experts; the fewest rows and the most; one vocabulary.
+# Extends of a hybrid are several command buffers: the host steps their loops over blocks.
 FEW_TRITON = r"(?!(qwen3-8b|phi3).* triton$)"
-STEPS = {"decode": rf"^{FEW_TRITON}.* decode (1|256) ", "others": rf"^{FEW_TRITON}(?!.* decode |.* of 32064$)"}
+STEPS = {
+    "decode": rf"^{FEW_TRITON}.* decode (1|256) ",
+    "others": rf"^{FEW_TRITON}(?!.* decode |.* of 32064$|qwen3.5-9b extend )",
+}
 
 
 @by_night
@@ -79,10 +83,11 @@ def test_steps_of_served_models_are_one_command_buffer_with_few_kernels(programs
     assert len(stepping) > 10
     for result in stepping:
         kinds, program = result["launches"]["layer_kinds"], result["program"]
-        most = 20 if "experts" in kinds else 5 if "256" in program else 8
+        recurring = result["launches"]["recurring"] or 1
+        most = 20 if "experts" in kinds else 13 if "states" in kinds else 5 if "256" in program else 8
         if program.startswith("qwen3-30b-a3b decode 1 triton"):
             most += 2  # the splits of one row's attention are merged by XLA's kernels
-        assert kinds.get("small", 0) + kinds.get("pallas", 0) <= most, program
+        assert kinds.get("small", 0) + kinds.get("pallas", 0) <= most * recurring, program
 
 
 def test_advisories_of_ptxas_are_read(tmp_path: Path) -> None:

@@ -166,9 +166,11 @@ def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
         name = f"step{'' if is_one else 's'}_{bucket.kind}_{backend}"
         program = Program(name, backend, trace, pages_of_a_layer, 2 * arch.num_layers, on_matrix_units=True)
         if is_one:
-            layers = Layers(arch.num_layers, arch.num_layers)
             program = dataclasses.replace(
-                program, layers=layers, steps=(name,), weight_bytes=2 * weights_read(arch, params)
+                program,
+                layers=Layers(NUM_LAYERS, NUM_LAYERS),
+                steps=(name,),
+                weight_bytes=2 * weights_read(arch, params),
             )
         yield program
 

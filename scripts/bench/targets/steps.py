@@ -98,7 +98,8 @@ class Served:
         """Those that are compiled, and stand for all."""
         of_all = self.arch.layers
         period = next(n for n in range(1, len(of_all)) if of_all[n:-n] == of_all[2 * n :])
-        return Layers(COMPILED_LAYERS if period == 1 else 3 * period, len(of_all), period)
+        has_own_first = of_all[0] != of_all[period]  # one without experts, before those that recur
+        return Layers(COMPILED_LAYERS + has_own_first if period == 1 else 3 * period, len(of_all), period)
 
     def backends(self, target: Target) -> tuple[str, ...]:
         """Those of attention to compile for the target; Mosaic's on GPUs takes no latents."""
