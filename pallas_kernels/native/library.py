@@ -35,7 +35,7 @@ AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps products from using A
 
 _FOLDER = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
-_OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-w")
+COMPILER_OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-w")
 _BFLOAT16 = "avx512_bf16"  # as Linux lists it among the processor's flags
 _TILES = ("amx_tile", "amx_bf16")
 _LEAST = ("avx2", "fma")
@@ -184,7 +184,7 @@ def _compiled(compiler: str, flags: frozenset[str], part: Part, folder: Path | N
         *part.sources,
         *texts,
         version,
-        *_OPTIONS,
+        *COMPILER_OPTIONS,
         metadata.version("jaxlib"),
         *sorted(flags),
     )
@@ -209,7 +209,7 @@ def _compiled(compiler: str, flags: frozenset[str], part: Part, folder: Path | N
 
 def _build(compiler: str, part: Part, output: str) -> None:
     """Compile the part's sources, all at once, and link them into `output`; raises as `_compiled` does."""
-    options = (*_OPTIONS, f"-isystem{jax.ffi.include_dir()}", "-c")
+    options = (*COMPILER_OPTIONS, f"-isystem{jax.ffi.include_dir()}", "-c")
     with tempfile.TemporaryDirectory(prefix="jaxsgl-native-") as folder, ThreadPoolExecutor(len(part.sources)) as pool:
         objects = [str(Path(folder) / Path(source).with_suffix(".o").name) for source in part.sources]
         made = [

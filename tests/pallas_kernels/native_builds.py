@@ -25,7 +25,7 @@ def compile_library(*options: str, part: library.Part = WHOLE) -> Path:
     compiler = library.compiler()
     assert compiler is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_OPTIONS", (*library._OPTIONS, *options))
+        patch.setattr(library, "COMPILER_OPTIONS", (*library.COMPILER_OPTIONS, *options))
         patch.setattr(library, "_LONGEST_S", 1800.0)  # sanitizers take several times as long to compile
         return library._compiled(compiler, processor_flags(), part)
 

@@ -184,7 +184,7 @@ def test_each_lack_of_the_machine_is_named(folder: Path, tmp_path: Path, monkeyp
 
 
 def test_a_compiler_older_than_the_processor_is_named(native_runs_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_OPTIONS", (*library._OPTIONS, "-mno-avx512f"))
+    monkeypatch.setattr(library, "COMPILER_OPTIONS", (*library.COMPILER_OPTIONS, "-mno-avx512f"))
     monkeypatch.setattr(library, "has_pairs", lambda: True)
     assert (
         library._kernels.__wrapped__(library.COMMON)

@@ -20,7 +20,7 @@ RANDOM = ("--num-prompts", 4, "--random-input-len", 9, "--random-output-len", 6,
 TALK = ("--dataset-name", "multi-turn", "--num-prompts", 2, "--turns", 2, "--turn-input-len", 4, "--turn-output-len", 3,
         "--turn-system-len", 5, "--random-range-ratio", 1)  # fmt: skip
 JOBS = [Job([5, 6, 7], 2), Job([8, 9], 3)]
-SETUP = Setup("nowhere", "cpu", num_threads=1, num_jobs=2, longest=5, total=10, prefix_len=0)
+SETUP = Setup("nowhere", "cpu", num_threads=1, num_jobs=2, longest=5, total=10, prefix_len=0, scratch="")
 
 
 def bench(foreign: Foreign, tmp_path: Path, *flags: object) -> dict[str, Any]:
@@ -156,6 +156,7 @@ def test_the_table_names_endpoints_that_may_have_found_their_prompts_cached() ->
             "output_tokens_per_s": speed,
             "output_tokens_per_cpu_s": speed,
             "ratio_of_best_jaxsgl": None,
+            "cpu_ratio_of_best_jaxsgl": None,
             "same_tokens": None,
             "versions": versions,
         }

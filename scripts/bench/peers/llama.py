@@ -38,7 +38,7 @@ class Llama:
     """llama.cpp.
 
     Args:
-      dtype: of the matrices: float32, float16, bfloat16 or q8_0.
+      dtype: of the matrices: float32, float16, bfloat16, q8_0 or q4_0.
       share: compute the prefix of each group once, and copy it to the other sequences of the group.
     """
 

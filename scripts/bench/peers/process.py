@@ -19,11 +19,26 @@ from typing import IO, Any
 import msgspec
 
 from bench.peers.contender import CannotRun, Contender, Kind, Setup
+from bench.peers.environments import interpreter
 from bench.processes import LineChild, answers_only, python_path
 from jaxsgl.bench.requests import Job
 
 CLOSE_S = 20.0
 LOG_TAIL = 600  # characters of the log that an error quotes if the process died
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What a contender took for all jobs, once it was reset.
+
+    Attributes:
+      seconds: by the clock.
+      cpu_seconds: processor time of its process, all threads.
+      outputs: output ids in the order of the jobs.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    outputs: list[list[int]]
 
 
 class Process:
@@ -33,13 +48,16 @@ class Process:
       kind: which contender.
       log: file for what it prints.
       device: "cpu" hides all GPUs from it.
+
+    Raises:
+      CannotRun: its environment isn't installed.
     """
 
     def __init__(self, kind: Kind, log: Path, device: str) -> None:
         self._log = log
         options = msgspec.json.encode(kind.options).decode()
         with log.open("wb") as file:
-            command = [sys.executable, "-m", "bench.peers.process", kind.where, options]
+            command = [interpreter(kind.environment), "-m", "bench.peers.process", kind.where, options]
             self._child = LineChild(command, _environment(device), file)
 
     @property
@@ -52,10 +70,9 @@ class Process:
         versions: dict[str, str] = self._ask(do="start", setup=setup)["versions"]
         return versions
 
-    def run(self, jobs: list[Job]) -> tuple[float, list[list[int]]]:
-        """Runs all jobs from a clean start; returns the seconds it took and the outputs. Raises `CannotRun`."""
-        told = self._ask(do="run", jobs=jobs)
-        return told["seconds"], told["outputs"]
+    def run(self, jobs: list[Job]) -> Run:
+        """Runs all jobs from a clean start. Raises `CannotRun`."""
+        return msgspec.convert(self._ask(do="run", jobs=jobs), Run)
 
     def close(self) -> None:
         """Asks the process to end, and kills it if it doesn't."""
@@ -103,9 +120,10 @@ def serve(where: str, options: dict[str, Any], commands: IO[str], answers: IO[st
                     assert contender is not None, "it runs once it was started"
                     jobs = msgspec.convert(command["jobs"], list[Job])
                     contender.reset()
-                    begin_s = time.perf_counter()
+                    begin_s, cpu_begin_s = time.perf_counter(), time.process_time()
                     outputs = contender.run(jobs)
-                    answer(seconds=time.perf_counter() - begin_s, outputs=outputs)
+                    cpu_seconds = time.process_time() - cpu_begin_s
+                    answer(seconds=time.perf_counter() - begin_s, cpu_seconds=cpu_seconds, outputs=outputs)
         except (CannotRun, ImportError) as reason:
             answer(cannot=str(reason))
         except Exception as error:  # one engine's failure must not end the runs of the other contenders
