@@ -1,27 +1,39 @@
 """What each client library does against a server of the bundled model: `python client_cases.py NAME URL`.
 
 Runs in an environment of its own (run.py), which has the clients but not jaxsgl. A client's cases are functions of the
-server's URL without a path; a case that returns has passed. The bundled model knows how to write Anna's JSON, and calls
-a tool where a grammar makes it.
+server's URL without a path (GRPC_ADDRESS is that of its gRPC port); a case that returns has passed. The bundled model
+knows how to write Anna's JSON, and calls a tool where a grammar makes it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import socket
+import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 ASK = "Give me JSON for Anna, 31, Paris"
 QUESTION: Any = [{"role": "user", "content": ASK}]
-CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 TOOL: Any = {"type": "function", "function": {"name": "set_city", "description": "Sets the city.", "parameters": CITY}}
 NAMED: Any = {"type": "function", "function": {"name": "set_city"}}
 KEY, MODEL, MAX_TOKENS = "none", "default", 100
+GATEWAY_START_S = 120.0
 
 Case = Callable[[str], None]
 
@@ -48,14 +60,14 @@ def is_city(arguments: str | dict[str, Any]) -> None:
     assert given.get("city") in ("Paris", "Rome"), arguments
 
 
-def openai_cases() -> dict[str, Case]:
+def openai_cases(model: str = MODEL) -> dict[str, Case]:
     """openai: chats and responses."""
     import openai
 
     def client(url: str) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
-    fields: Any = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": MAX_TOKENS}
+    fields: Any = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": MAX_TOKENS}
 
     def chat(url: str) -> None:
         is_anna(client(url).chat.completions.create(**fields).choices[0].message.content)
@@ -73,7 +85,7 @@ def openai_cases() -> dict[str, Case]:
         assert client(url).chat.completions.parse(**fields, response_format=Person).choices[0].message.parsed == ANNA
 
     def responses(url: str) -> None:
-        answer = client(url).responses.create(model=MODEL, input=ASK, temperature=0, max_output_tokens=MAX_TOKENS)
+        answer = client(url).responses.create(model=model, input=ASK, temperature=0, max_output_tokens=MAX_TOKENS)
         is_anna(answer.output_text)
 
     return {"chat": chat, "stream": stream, "tool": tool, "structured": parse, "responses": responses}
@@ -170,7 +182,8 @@ def instructor_cases() -> dict[str, Case]:
         return run
 
     modes = instructor.Mode
-    return {mode.name.lower(): case(mode) for mode in (modes.TOOLS, modes.TOOLS_STRICT, modes.JSON_SCHEMA)}
+    of_instructor = (modes.TOOLS, modes.TOOLS_STRICT, modes.JSON_SCHEMA, modes.RESPONSES_TOOLS)
+    return {mode.name.lower(): case(mode) for mode in of_instructor}
 
 
 def pydantic_ai_cases() -> dict[str, Case]:
@@ -313,6 +326,86 @@ def dspy_cases() -> dict[str, Case]:
     return {"chat": chat}
 
 
+def guidance_cases() -> dict[str, Case]:
+    """guidance: its models for vLLM (which sends a grammar under two names) and for SGLang."""
+    import guidance
+    from guidance.models.experimental import SglangModel, VLLMModel
+
+    def captured(url: str, kind: Any, name: str, asked: Any) -> str:
+        model = kind(MODEL, base_url=f"{url}/v1", api_key=KEY, echo=False)
+        with guidance.user():
+            model += ASK
+        with guidance.assistant():
+            model += asked
+        return model[name]
+
+    def case(kind: Any) -> Case:
+        def run(url: str) -> None:
+            assert captured(url, kind, "city", guidance.select(["Lima", "Cairo"], name="city")) in ("Lima", "Cairo")
+            age = captured(url, kind, "age", guidance.gen(name="age", regex="[0-9]{2}"))
+            assert len(age) == 2 and age.isdecimal(), age
+
+        return run
+
+    def schema(url: str) -> None:
+        is_city(captured(url, SglangModel, "city", guidance.json(name="city", schema=CITY)))
+
+    return {"vllm": case(VLLMModel), "sglang": case(SglangModel), "schema": schema}
+
+
+def smg_cases() -> dict[str, Case]:
+    """smg, SGLang's gateway: openai's chats through it, which asks the server over gRPC."""
+
+    def through(case: Case) -> Case:
+        def run(_: str) -> None:
+            with gateway(f"grpc://{os.environ['GRPC_ADDRESS']}") as url:
+                case(url)
+
+        return run
+
+    return {name: through(case) for name, case in openai_cases("bundled_model").items()}
+
+
+@contextlib.contextmanager
+def gateway(worker: str) -> Iterator[str]:
+    """Runs the gateway over a server until the block ends; gives its URL."""
+    import httpx
+
+    port, metrics_port = free_ports(2)
+    url = f"http://127.0.0.1:{port}"
+    command = [
+        str(Path(sys.executable).with_name("smg")), "launch", "--worker-urls", worker,
+        "--host", "127.0.0.1", "--port", str(port),
+        "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port),
+        "--health-check-interval-secs", "1", "--health-success-threshold", "1",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=sys.stderr)
+    try:
+        deadline_s = time.monotonic() + GATEWAY_START_S
+        while not is_ready(httpx, url):
+            assert process.poll() is None and time.monotonic() < deadline_s, "the gateway found no worker"
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_ready(httpx: Any, url: str) -> bool:
+    """Whether the gateway has a healthy worker."""
+    try:
+        return any(each["is_healthy"] for each in httpx.get(f"{url}/workers", timeout=60).json()["workers"])
+    except httpx.TransportError:
+        return False
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in taken]
+
+
 CLIENTS: dict[str, Callable[[], dict[str, Case]]] = {
     "openai": openai_cases,
     "anthropic": anthropic_cases,
@@ -325,6 +418,8 @@ CLIENTS: dict[str, Callable[[], dict[str, Case]]] = {
     "smolagents": smolagents_cases,
     "haystack": haystack_cases,
     "dspy": dspy_cases,
+    "guidance": guidance_cases,
+    "smg": smg_cases,
 }
 
 

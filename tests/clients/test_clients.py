@@ -15,15 +15,15 @@ pytestmark = pytest.mark.skipif(not NIGHTLY, reason="their packages are installe
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with run.server(COMMON_FLAGS) as url:
-        yield url
+def server() -> Iterator[run.Server]:
+    with run.server(COMMON_FLAGS) as server:
+        yield server
 
 
 @pytest.mark.timeout(3600)  # installs them, the first time
 @pytest.mark.parametrize("name", run.NAMES)
-def test_every_case_of_a_client_passes(url: str, name: str) -> None:
-    if name in run.NODE_CASES and shutil.which("npm") is None:
+def test_every_case_of_a_client_passes(server: run.Server, name: str) -> None:
+    if name in run.OF_NODE and shutil.which("npm") is None:
         pytest.skip("there is no npm")
-    found = run.run(run.command_of(name), url)
+    found = run.outcomes(name, server)
     assert found and not any(found.values()), run.row(name, found)

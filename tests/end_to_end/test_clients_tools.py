@@ -131,7 +131,7 @@ def test_the_responses_api_makes_calls_and_json(client: openai.OpenAI) -> None:
     assert parsed == Person(name="Anna", age=31, city="Paris")
 
 
-@pytest.mark.parametrize("mode", [instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS])
+@pytest.mark.parametrize("mode", [instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS, instructor.Mode.RESPONSES_TOOLS])
 def test_instructor_gets_models(client: openai.OpenAI, mode: instructor.Mode) -> None:
     patched = instructor.from_openai(client, mode=mode)
     asked: Any = Person if mode is instructor.Mode.JSON_SCHEMA else SetCity

@@ -192,9 +192,10 @@ def kept(store: ResponseStore, name: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["web_search", "namespace", "custom", "mcp"])
-def test_tools_of_other_kinds_are_left_out(http: httpx.Client, kind: str) -> None:
+def test_tools_of_other_kinds_are_left_out_and_logged(scripted: ServerProcess, http: httpx.Client, kind: str) -> None:
     answer = post(http, PATH, input=CALL, tools=[{"type": kind, "name": "x"}, WEATHER])
     assert [item["type"] for item in answer["output"]] == ["function_call"]
+    scripted.wait_for_log(f"a tool of type '{kind}' is left out")
 
 
 def test_unknown_fields_do_no_harm(http: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-// What Vercel's AI SDK does against a server of the bundled model: `node vercel_ai_cases.mjs URL`. See client_cases.py.
+// What Vercel's AI SDK does against a server of the bundled model: `node cases.mjs URL`. See client_cases.py.
 
 import assert from 'node:assert/strict'
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible'
