@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from bench.targets.collectives import Wanted, num_peers, problems_of, sent
 from bench.targets.hlo import launches
-from bench.targets.launch_report import launch_report
+from bench.targets.launch_report import Layers, launch_report
 from bench.targets.thunks import SUFFIX
 
 pytestmark = pytest.mark.unit
@@ -100,11 +100,11 @@ def program(*, sums: int) -> str:
 
 
 def test_a_step_on_several_devices_reports_what_it_exchanges(tmp_path: Path) -> None:
-    report = launch_report(program(sums=2), tmp_path, (), (LAYERS, 10), wanted=WANTED)
+    report = launch_report(program(sums=2), tmp_path, (), Layers(LAYERS, 10), wanted=WANTED)
     assert not report["problems"]
     assert report["exchanged"] == [{"kind": "all-reduce", "bytes": RESIDUAL, "peers": 8, "count": 21}]
     assert report["layer_kinds"] == {"attention": 1, "all-reduce": 2}
-    (problem,) = launch_report(program(sums=3), tmp_path, (), (LAYERS, 10), wanted=WANTED)["problems"][:1]
+    (problem,) = launch_report(program(sums=3), tmp_path, (), Layers(LAYERS, 10), wanted=WANTED)["problems"][:1]
     assert problem == "a layer has 3 all-reduce; 2 all-reduce are needed"
 
 
@@ -114,8 +114,8 @@ def test_collectives_cut_a_step_into_command_buffers_at_every_layer(tmp_path: Pa
     loose = ["003: kCustomKernel [source] silu grid: [1]"]
     dump = "\n".join([*thunks, *loose, *thunks] * LAYERS)
     (tmp_path / f"module_0001.jit_forward.{SUFFIX}").write_text(dump)
-    report = launch_report(program(sums=2), tmp_path, (), (LAYERS, 10), wanted=WANTED)
+    report = launch_report(program(sums=2), tmp_path, (), Layers(LAYERS, 10), wanted=WANTED)
     assert not report["problems"]
     assert (report["command_buffers"], report["loose_kernels"]) == (20, 10)
-    (problem,) = launch_report(program(sums=2), tmp_path, (), (LAYERS, 10))["problems"]
+    (problem,) = launch_report(program(sums=2), tmp_path, (), Layers(LAYERS, 10))["problems"]
     assert problem == "8 command buffers; kAllReduce, silu outside of them"
