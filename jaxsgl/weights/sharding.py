@@ -72,12 +72,12 @@ def model_on_devices(arch: ModelArch, num_devices: int, *, by_experts: bool, num
         for number in range(num_ranks, MOST_DEVICES + 1, num_ranks)
         if _divides(arch, number, by_experts, num_ranks)
     ]
-    way_out = f"give --tp {_in_words(fitting)}"
+    ways_out = [f"give --tp {_in_words(fitting)}"] if fitting else []
     if by_experts and _divides(arch, num_devices, False, num_ranks):
-        way_out += ", or leave --ep out"
+        ways_out.append("leave --ep out")
     elif not by_experts and arch.mixture is not None and _divides(arch, num_devices, True, num_ranks):
-        way_out += ", or --ep, which splits the experts instead"
-    _refuse(shared, num_devices, num_ranks, way_out)
+        ways_out.append("--ep, which splits the experts instead" if ways_out else "give --ep, which splits the experts")
+    _refuse(shared, num_devices, num_ranks, ", or ".join(ways_out) or "leave --enable-dp-attention out")
     return shared
 
 

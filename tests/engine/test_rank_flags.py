@@ -42,3 +42,10 @@ def test_sizes_that_devices_can_not_share_are_refused_with_those_that_can(tmp_pa
     folder = make_checkpoint("qwen3", tmp_path, **{**SIZES, "intermediate_size": 72})
     with pytest.raises(ConfigError, match=r"16 devices can't share .* 72 units in an MLP: give --tp 2, 4 or 8"):
         check(folder, tp=16, ranks=2)
+
+
+def test_a_number_of_experts_that_no_devices_of_ranks_share_is_refused_with_another_way_out(tmp_path: Path) -> None:
+    folder = make_checkpoint("mixtral", tmp_path, num_local_experts=5)
+    config = EngineConfig(model=str(folder), tp=2, ep=True, dp_size=2, enable_dp_attention=True)
+    with pytest.raises(ConfigError, match=r"2 devices can't share .* 5 experts: leave --ep out"):
+        read_arch(config, folder)
