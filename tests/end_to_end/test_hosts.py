@@ -70,7 +70,8 @@ class Alone(NamedTuple):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     folder = tmp_path_factory.mktemp("alone")
-    model = make_checkpoint("qwen3", folder / "model", **{**MODEL, "intermediate_size": 8192, "vocab_size": 416})
+    sizes = {**MODEL, "intermediate_size": 8192, "vocab_size": 416, "num_hidden_layers": count(2, 4)}
+    model = make_checkpoint("qwen3", folder / "model", **sizes)
     save(byte_level(), model)
     flags = ["--model", str(model), *FLAGS, "--tp", "2"]
     with running_server(folder, flags) as server:
@@ -96,9 +97,10 @@ def tokens(url: str, rounds: int, asked: Sequence[dict[str, Any]] | None = None)
 
 
 def weight_mb(log: str) -> float:
-    """MB of weights that a host has read."""
-    (found,) = re.findall(r"weights: ([\d.]+) MB read", log)
-    return float(found)
+    """MB of weights that a host has read, those of all its stages."""
+    found = re.findall(r"weights: ([\d.]+) MB read", log)
+    assert found
+    return sum(map(float, found))
 
 
 @pytest.mark.timeout(900)
@@ -151,7 +153,8 @@ def test_hosts_with_stages_of_their_own_give_the_tokens_of_one(
     flags = [*alone.flags, *stages, "--check-every-step"]
     with running_hosts(tmp_path, number, flags) as hosts, ThreadPoolExecutor(4) as threads:
         leaving = [threads.submit(leave_early, hosts.url, num_parts) for num_parts in range(1, 5)]
-        assert tokens(hosts.url, ROUNDS) == alone.tokens
+        rounds = min(ROUNDS, 10)
+        assert tokens(hosts.url, rounds) == alone.tokens[: rounds * len(bodies())]
         for each in leaving:
             each.result()
         np.testing.assert_allclose(scored(hosts.url), alone.scores, rtol=0, atol=2e-4)

@@ -16,7 +16,8 @@ from flax import nnx
 
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.stages.engine import FromHost, Stage, StagedEngine, ToHost, check_stages, cut_layers
+from jaxsgl.engine.stages.engine import StagedEngine, check_stages, cut_layers
+from jaxsgl.engine.stages.parts import FromHost, Stage, ToHost
 from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.group import Alone
 from jaxsgl.hosts.line import LineLost

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from jaxsgl.config.hosts import HostsConfig
 from jaxsgl.errors import StartupError
+from jaxsgl.hosts import passing
 from jaxsgl.hosts.group import Alone, Neighbours
 from jaxsgl.hosts.line import LineLost, greet
 from jaxsgl.hosts.passing import Passage, meet_neighbours
@@ -84,21 +85,27 @@ def test_each_host_passes_on_to_the_next_one_and_the_last_one_to_host_0(
     assert meet_neighbours(HostsConfig(), Alone()) == Neighbours()
 
 
-def test_a_stranger_at_the_port_is_refused_and_the_host_gets_in(
-    tmp_path: Path, new_world: Callable[..., World]
-) -> None:
-    world = new_world(2, (secret_file(tmp_path, "s"),) * 2)
-    world.start()
-    asked = world.threads.submit(meet, world, world.hosts[0])
-    for secret, rank in ((b"x" * 32, 1), (b"s" * 32, 0)):  # another secret, another host
-        with connect(world.port + 1) as stranger, contextlib.suppress(LineLost, OSError):
-            greet(stranger, secret, connects=True)
-            stranger.sendall(struct.pack("<4sI", b"JPAS", rank))
-            assert stranger.recv(1) == b""
-    found = [meet(world, world.hosts[1]), asked.result(PATIENCE_S)]
-    found[0].after[0].send(np.ones(1, np.int32))
-    np.testing.assert_array_equal(found[1].before[0].receive((1,), np.int32), [1])
-    close(found)
+def test_a_stranger_at_the_port_is_refused_and_the_host_gets_in(tmp_path: Path) -> None:
+    config = HostsConfig(2, 0, "127.0.0.1:20000", secret_file(tmp_path, "s"), PATIENCE_S)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as threads:
+        taken = threads.submit(passing._taken_in, listening, config, 1)
+        with connected(listening) as stranger, pytest.raises(LineLost, match="another --dist-secret-file"):
+            greet(stranger, b"x" * 32, connects=True)
+        with connected(listening) as stranger:
+            greet(stranger, b"s" * 32, connects=True)
+            stranger.sendall(passing._WHO.pack(passing._MAGIC, 0))
+            assert stranger.recv(1) == b""  # it is another host
+        with connected(listening) as host:
+            greet(host, b"s" * 32, connects=True)
+            host.sendall(passing._WHO.pack(passing._MAGIC, 1))
+            before = taken.result(PATIENCE_S)
+            Passage(host, "host 0").send(np.ones(1, np.int32))
+            np.testing.assert_array_equal(before.receive((1,), np.int32), [1])
+            before.close()
+
+
+def connected(listening: socket.socket) -> socket.socket:
+    return socket.create_connection(listening.getsockname())
 
 
 def test_a_port_that_is_taken_is_named(new_world: Callable[..., World]) -> None:
@@ -107,10 +114,3 @@ def test_a_port_that_is_taken_is_named(new_world: Callable[..., World]) -> None:
     expected = f"host 0 can't wait for other hosts at 127.0.0.1:{world.port + 1}: "
     with socket.create_server(("127.0.0.1", world.port + 1)), pytest.raises(StartupError, match=expected):
         meet(world, world.hosts[0])
-
-
-def connect(port: int) -> socket.socket:
-    """Once somebody listens."""
-    while True:
-        with contextlib.suppress(ConnectionRefusedError):
-            return socket.create_connection(("127.0.0.1", port))

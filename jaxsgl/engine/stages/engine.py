@@ -10,9 +10,9 @@ for a later one. All stages get the same packed buffer and the same changes of t
 equally many pages: page ids mean the same everywhere, and one cache decides. The last stage samples; it alone has the
 tables of logit edits.
 
-A thread for each stage launches its programs in order (`Launcher`), as CPU devices run programs of one thread one after
-another. Stages may be on several hosts (`hosts/passing.py`): each makes its own, and all come to one capacity. There
-the first part of a step is to take the stream from the host before, or the last one to pass it on. Knows no requests.
+A thread for each stage launches its programs in order (`parts.py`), as CPU devices run programs of one thread one after
+another. Stages may be on several hosts (`hosts/passing.py`): each makes its own, and all come to one capacity. Knows no
+requests.
 """
 
 from __future__ import annotations
@@ -23,27 +23,22 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
-from jaxsgl.batch.engine_api import MaskedHandle, StepHandle
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import profiler
 from jaxsgl.engine.kernels.tester import KernelTester
-from jaxsgl.engine.launcher import LaunchedHandle, Launcher
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.programs import ProgramSet
+from jaxsgl.engine.stages.parts import FromHost, Part, Stage, StagedHandle, ToHost
 from jaxsgl.engine.stages.programs import PassingRunner, StageSpec
 from jaxsgl.engine.start.dry_run import run_all, run_masks, run_passing, step_failure
 from jaxsgl.engine.start.memory import Memory, check_weights_fit, keep_small_places, least_free_memory, loading_weights
@@ -55,12 +50,12 @@ from jaxsgl.engine.step_programs import StepPrograms, all_programs, largest_prog
 from jaxsgl.engine.step_runner import StepRunner
 from jaxsgl.engine.weight_store import abstract_params, read_params
 from jaxsgl.errors import ConfigError
-from jaxsgl.hosts.group import After, Alone, Before, Hosts, Neighbours
+from jaxsgl.hosts.group import Alone, Hosts, Neighbours
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, Params, abstract_model, kv_cache_flag
 from jaxsgl.models.quantization import FP8_E4M3
 from jaxsgl.weights import KvScales, is_converted, load_kv_scales
-from jaxsgl.weights.sharding import bytes_on_each_device, replicated
+from jaxsgl.weights.sharding import bytes_on_each_device
 
 logger = logging.getLogger(__name__)
 
@@ -223,149 +218,6 @@ def _compile(
         for stage in stages:
             stage.programs.forget(list(stage.programs.compilations))
         capacity = fitting
-
-
-class Part(Protocol):
-    """What is done for each step in a thread of its own, step after step.
-
-    Attributes:
-      launcher: the thread.
-    """
-
-    launcher: Launcher
-
-    def launch(self, inputs: StepInputs, before: Future[Any] | None) -> Future[Any]:
-        """Has it done for a step once the part `before` has done its own; returns at once.
-
-        The result is what the next part takes, or a `StepHandle` of the last one.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends the thread."""
-        ...
-
-
-class Stage:
-    """A stage that runs.
-
-    Args:
-      runner: launches its programs.
-      mesh: its devices.
-      params: leaves of its parameters.
-
-    Attributes:
-      launcher: the thread in which it launches them, in order.
-    """
-
-    def __init__(self, runner: PassingRunner | StepRunner, mesh: Mesh, params: list[jax.Array]) -> None:
-        self.runner, self.params = runner, params
-        self.launcher = Launcher()
-        self._place = replicated(mesh)
-
-    def launch(self, inputs: StepInputs, before: Future[jax.Array] | None) -> Future[Any]:
-        """Has its part of a step launched once the stage `before` has launched its own; returns at once.
-
-        The result is what it passes on, or the `DeviceHandle` of the last stage.
-        """
-        return self.launcher.put(partial(self._launch, inputs, before))
-
-    def _launch(self, inputs: StepInputs, before: Future[jax.Array] | None) -> Any:
-        stream = () if before is None else (jax.device_put(before.result(), self._place),)
-        return self.runner.launch(inputs, stream)
-
-    def close(self) -> None:
-        """See `Part`."""
-        self.launcher.close()
-
-
-class FromHost:
-    """Takes the stream of each step from the host with the stages before.
-
-    Args:
-      host: that one.
-      hidden_size, activations: D and dtype of the stream.
-    """
-
-    def __init__(self, host: Before, hidden_size: int, activations: jnp.dtype) -> None:
-        self.launcher = Launcher()
-        self._host, self._hidden_size, self._activations = host, hidden_size, activations
-
-    def launch(self, inputs: StepInputs, before: Future[Any] | None) -> Future[npt.NDArray[Any]]:
-        """See `Part`; the result is `[T, D]`, on the host."""
-        shape = (inputs.bucket.num_tokens, self._hidden_size)
-        return self.launcher.put(partial(self._host.receive, shape, self._activations))
-
-    def close(self) -> None:
-        """See `Part`."""
-        self._host.close()
-        self.launcher.close()
-
-
-class ToHost:
-    """Passes the stream of each step on to the host with the stages after.
-
-    Args:
-      host: that one.
-    """
-
-    def __init__(self, host: After) -> None:
-        self.launcher = Launcher()
-        self._host = host
-
-    def launch(self, inputs: StepInputs, before: Future[Any] | None) -> Future[PassedOn]:
-        """See `Part`."""
-        assert before is not None, "there are stages here"
-        return self.launcher.put(partial(self._pass_on, before))
-
-    def _pass_on(self, before: Future[jax.Array]) -> PassedOn:
-        self._host.send(np.asarray(before.result()))  # waits for the device
-        return PassedOn()
-
-    def close(self) -> None:
-        """See `Part`."""
-        self._host.close()
-        self.launcher.close()
-
-
-class PassedOn:
-    """A step that another host ends; a `StepHandle` without tokens."""
-
-    def tokens(self) -> npt.NDArray[np.int32]:
-        """None are known here."""
-        return np.zeros(0, np.int32)
-
-    def outputs(self) -> HostOutputs:
-        """None are known here."""
-        return NO_OUTPUTS
-
-    def drafts(self) -> npt.NDArray[np.int32]:
-        """None are known here."""
-        return np.zeros((0, 0), np.int32)
-
-
-class StagedHandle(LaunchedHandle):
-    """A step that is on its way through the stages.
-
-    Args:
-      launched: its handle of the last part here, once that has done its own.
-      last: the thread of that part.
-    """
-
-    def __init__(self, launched: Future[Any], last: Launcher) -> None:
-        super().__init__(launched)
-        self._last = last
-
-    def choose(self, masks: npt.NDArray[np.uint32]) -> None:
-        """See `MaskedHandle`. The last stage's thread does it, after it has launched the step."""
-        launched = self._launched
-
-        def choose() -> StepHandle:
-            handle: StepHandle = launched.result()
-            cast(MaskedHandle, handle).choose(masks)
-            return handle
-
-        self._launched = self._last.put(choose)
 
 
 class StagedEngine:
