@@ -21,7 +21,7 @@ SIZES: dict[str, dict[str, int]] = {
     "gpt_oss": {"num_local_experts": 8},
     "qwen3_5": {"linear_num_key_heads": 4, "linear_num_value_heads": 12},
 }
-KINDS = ("llama_tied", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5")  # plain, experts, sinks, latents, states
+KINDS = ("llama_tied", "phi3", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5")  # plain, experts, sinks, latents, states
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="compiles a model on devices in up to six layouts; by night")
