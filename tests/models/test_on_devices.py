@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.grids import NIGHTLY
 ATOL = 2e-4
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 # Of kinds whose own sizes four devices, or two by experts, can't share.
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
     "qwen3_5": {"linear_num_key_heads": 4, "linear_num_value_heads": 12},
