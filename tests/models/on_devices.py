@@ -1,0 +1,81 @@
+"""Logits of checkpoints on virtual devices of a CPU. A program: JAX has one number of devices per process.
+
+python -m tests.models.on_devices < folders.json > differences.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxsgl.engine.programs import each_device
+from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models.tensor_parallel import DATA_AXIS
+from jaxsgl.weights import load_params
+from jaxsgl.weights.sharding import logits_sharding, make_mesh, model_on_devices
+from tests.plain_model import causal_attend, mesh_of, plain_logits, plain_recur
+
+NUM_DEVICES = 4
+LAYOUTS = ((2, 1, False), (4, 1, False), (4, 2, False), (2, 1, True), (2, 2, True))  # devices, ranks, by experts
+LENGTH = 40  # tokens of each prompt; longer than windows
+
+
+def main() -> None:
+    """Prints for each folder the largest difference of each layout's logits from one device's."""
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    for folder in json.load(sys.stdin):
+        print(json.dumps(differences(Path(folder))), flush=True)
+
+
+def differences(folder: Path) -> dict[str, float]:
+    """By layout, such as "4 devices in 2 ranks"; each rank has a prompt of its own.
+
+    Without ranks where the engine refuses them.
+    """
+    arch = ModelArch.from_folder(folder)
+    prompts = np.random.default_rng(7).integers(3, arch.vocab_size, (2, LENGTH)).tolist()
+    params = load_params(folder, arch, jnp.dtype("float32"), mesh_of(1))
+    expected = [plain_logits(arch, params, prompt) for prompt in prompts]
+    has_ranks = arch.delta_net is None and len(arch.all_heads) == 1
+    found: dict[str, float] = {}
+    for devices, ranks, by_experts in LAYOUTS:
+        if (by_experts and arch.mixture is None) or (ranks > 1 and not has_ranks):
+            continue
+        name = f"{devices} devices in {ranks} ranks{' by experts' * by_experts}"
+        logits = logits_of(folder, arch, prompts[:ranks], devices, by_experts)
+        pairs = zip(np.split(logits, ranks), expected, strict=False)
+        found[name] = max(float(np.abs(mine[:, : arch.vocab_size] - one).max()) for mine, one in pairs)
+    return found
+
+
+def logits_of(
+    folder: Path, arch: ModelArch, prompts: list[list[int]], num_devices: int, by_experts: bool
+) -> np.ndarray:
+    """Logits `[R T, V]` of R prompts in as many ranks, by the programs' own sums and exchanges."""
+    ranks = len(prompts)
+    arch = model_on_devices(arch, num_devices, by_experts=by_experts, num_ranks=ranks)
+    mesh = make_mesh(jax.devices()[:num_devices], num_ranks=ranks)
+    graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
+    params = load_params(folder, arch, jnp.dtype("float32"), mesh)
+    leaves, treedef = jax.tree.flatten(params)
+    by_rank = NamedSharding(mesh, PartitionSpec(DATA_AXIS if ranks > 1 else None))
+    ids = jax.device_put(jnp.asarray(prompts, jnp.int32).reshape(-1), by_rank)
+
+    def run(leaves: list[jax.Array], token_ids: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        positions = jnp.arange(len(token_ids), dtype=jnp.int32)
+        is_token = jnp.ones(len(token_ids), bool)
+        return model.logits(model(token_ids, positions, causal_attend(arch), is_token, recur=plain_recur))
+
+    return np.asarray(jax.jit(each_device(run, mesh, (leaves, ids), logits_sharding(mesh)))(leaves, ids))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Logits of families that differ on two and four devices, and in two ranks, are those of one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.grids import NIGHTLY
+
+ATOL = 2e-4
+ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+# Of kinds whose own sizes four devices, or two by experts, can't share.
+SIZES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8},
+    "gpt_oss": {"num_local_experts": 8},
+    "qwen3_5": {"linear_num_key_heads": 4, "linear_num_value_heads": 12},
+}
+KINDS = ("llama_tied", "phi3", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5")  # plain, experts, sinks, latents, states
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="compiles a model on devices in up to six layouts; by night")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_devices_and_ranks_are_those_of_one_device(kind: str, tmp_path: Path) -> None:
+    """Of the whole model, with the sums and exchanges of the engine's programs; two prompts in two ranks."""
+    folder = make_checkpoint(kind, tmp_path, seed=3, **SIZES.get(kind, {}))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.on_devices"], input=json.dumps([str(folder)]),
+        capture_output=True, text=True, env=ENVIRONMENT, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, float] = json.loads(done.stdout)
+    assert {name.split(" in")[0] for name in found} == {"2 devices", "4 devices"}
+    for layout, difference in found.items():
+        assert difference < ATOL, (layout, difference)
