@@ -20,7 +20,6 @@ from jaxsgl.errors import StartupError
 from jaxsgl.hosts.calls import Call, Choose, Step
 from jaxsgl.hosts.group import BLAME_S, Report, wait_patiently
 from jaxsgl.hosts.line import (
-    GREETING_S,
     Accepted,
     Bye,
     Fact,
@@ -32,12 +31,12 @@ from jaxsgl.hosts.line import (
     Message,
     Pulse,
     Verdict,
+    connect,
     greet,
 )
 from jaxsgl.hosts.playing import play
 from jaxsgl.messages.replies import HostsLoad, HostState
 
-RETRY_S = 0.5
 LEADER = "host 0"
 
 logger = logging.getLogger(__name__)
@@ -111,20 +110,9 @@ class Follower:
 
     def _join(self, facts: Mapping[str, str]) -> tuple[Line, int]:
         host, port = self._config.address
-        deadline_s = time.monotonic() + self._config.dist_timeout
         logger.info("connecting to host 0 at %s:%d", host, port)
-        while True:
-            try:
-                return self._introduced(socket.create_connection((host, port), timeout=GREETING_S), facts)
-            except OSError as error:
-                if time.monotonic() > deadline_s:
-                    raise StartupError(
-                        f"no connection to host 0 at {self._config.dist_init_addr} within "
-                        f"{self._config.dist_timeout:g} s (--dist-timeout): {error.strerror or error}"
-                    ) from None
-                time.sleep(RETRY_S)
-            except LineLost as lost:
-                raise StartupError(f"{LEADER} at {self._config.dist_init_addr} {lost}") from None
+        whom = f"{LEADER} at {self._config.dist_init_addr}"
+        return connect((host, port), self._config.dist_timeout, whom, lambda found: self._introduced(found, facts))
 
     def _introduced(self, connection: socket.socket, facts: Mapping[str, str]) -> tuple[Line, int]:
         """The line to host 0, and the number of threads that it says. Closes the connection if it fails."""

@@ -20,6 +20,7 @@ from jaxsgl.errors import StartupError
 from jaxsgl.hosts.calls import Call, Encoding
 from jaxsgl.hosts.group import BLAME_S, Report, difference, processors, wait_patiently
 from jaxsgl.hosts.line import (
+    RETRY_S,
     Accepted,
     Bye,
     Fact,
@@ -38,7 +39,6 @@ from jaxsgl.messages.replies import HostsLoad, HostState
 
 KEPT_CHECKSUMS = 1 << 16  # of the latest calls: those of seconds
 END_S = 3.0  # for other hosts to end
-RETRY_S = 0.5
 
 logger = logging.getLogger(__name__)
 

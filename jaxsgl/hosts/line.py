@@ -16,24 +16,30 @@ import os
 import socket
 import struct
 import threading
+import time
 import zlib
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from jaxsgl.config.hosts import SILENCE_S
+from jaxsgl.errors import StartupError
 from jaxsgl.hosts.calls import Call, Choose, Encoding, Step
 from jaxsgl.shared_secret import NONCE_BYTES, PROOF_BYTES, endpoint, is_proof, proof
 
 PROTOCOL = 1
 GREETING_S = 5.0
+RETRY_S = 0.5
 MAX_FRAME_BYTES = 1 << 30  # of a call: masks of 256 rows take 5 MB
 SMALL_BYTES = 1 << 16  # of a frame that goes in one piece
 _PURPOSE = b"jaxsgl hosts"
 _MAGIC = b"JHST"
 _HELLO = struct.Struct(f"<4sHB{NONCE_BYTES}s")
 _HEAD = struct.Struct("<4sIQ")
+
+
+Introduced = TypeVar("Introduced")
 
 
 class LineLost(Exception):
@@ -205,6 +211,27 @@ def read_exactly(connection: socket.socket, count: int) -> bytearray:
             raise ConnectionError("the connection was closed")
         view = view[got:]
     return data
+
+
+def connect(
+    address: tuple[str, int], within_s: float, whom: str, introduced: Callable[[socket.socket], Introduced]
+) -> Introduced:
+    """Connects to a host that may not listen yet; returns what `introduced` makes of the connection.
+
+    Raises:
+      StartupError: `whom` is not there within so many seconds, or `introduced` raised `LineLost`.
+    """
+    deadline_s = time.monotonic() + within_s
+    while True:
+        try:
+            return introduced(socket.create_connection(address, timeout=GREETING_S))
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                text = f"no connection to {whom} within {within_s:g} s (--dist-timeout): {error.strerror or error}"
+                raise StartupError(text) from None
+            time.sleep(RETRY_S)
+        except LineLost as lost:
+            raise StartupError(f"{whom} {lost}") from None
 
 
 def greet(connection: socket.socket, secret: bytes, connects: bool) -> None:

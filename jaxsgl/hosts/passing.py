@@ -26,12 +26,11 @@ import numpy.typing as npt
 from jaxsgl.config.hosts import HostsConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.hosts.group import Hosts, Neighbours
-from jaxsgl.hosts.line import GREETING_S, LineLost, greet, read_exactly
+from jaxsgl.hosts.line import LineLost, connect, greet, read_exactly
 
 _WHO = struct.Struct("<4sI")  # and the rank of the host that connects
 _HEAD = struct.Struct("<4sQQ")  # and the number of a frame and its bytes
 _MAGIC = b"JPAS"
-RETRY_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -146,19 +145,8 @@ def _taken_in(listening: socket.socket, config: HostsConfig, rank: int) -> Passa
 def _connected(config: HostsConfig, own_rank: int, rank: int, addresses: tuple[str, ...]) -> Passage:
     """Connects to host `rank`, which listens, but may be busy. Raises `StartupError`."""
     address = (addresses[rank], _port(config, rank))
-    deadline_s = time.monotonic() + config.dist_timeout
-    while True:
-        try:
-            return _introduced(socket.create_connection(address, timeout=GREETING_S), config, own_rank, rank)
-        except OSError as error:
-            if time.monotonic() > deadline_s:
-                raise StartupError(
-                    f"no connection to host {rank} at {address[0]}:{address[1]}, to which stages pass on what they "
-                    f"compute, within {config.dist_timeout:g} s (--dist-timeout): {error.strerror or error}"
-                ) from None
-            time.sleep(RETRY_S)
-        except LineLost as lost:
-            raise StartupError(f"host {rank} at {address[0]}:{address[1]} {lost}") from None
+    whom = f"host {rank} at {address[0]}:{address[1]}, to which stages pass on what they compute,"
+    return connect(address, config.dist_timeout, whom, lambda found: _introduced(found, config, own_rank, rank))
 
 
 def _introduced(connection: socket.socket, config: HostsConfig, own_rank: int, rank: int) -> Passage:

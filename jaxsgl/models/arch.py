@@ -248,7 +248,7 @@ class ModelArch:
 
     @property
     def next_arch(self) -> ModelArch | None:
-        """The shape of `next_layer`, as a model of it alone (`models/heads.py`); None: there is none."""
+        """The shape of the checkpoint's `next_layer`, as a model of that layer alone (`models/heads.py`), or None."""
         if self.next_layer is None:
             return None
         stage = Stage(self.num_layers, is_next=True)

@@ -1,4 +1,4 @@
-"""Hosts that share a model answer as one does, and end together, whoever dies and whoever is asked to stop.
+"""Hosts that share a model answer as one host does; they end together, whichever dies or is asked to stop.
 
 They share each layer (`--tp`) or have pipeline stages (`--pp-size`).
 """

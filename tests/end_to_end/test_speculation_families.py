@@ -112,6 +112,7 @@ def _told(known: dict[tuple[int, ...], list[int]], request: Request) -> list[int
     return known[tuple(map(int, request.prompt_ids))]
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="by night; by day the scheduler's tests have adapters and samples with drafts")
 def test_answers_of_adapters_and_several_samples_are_those_without_drafts(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3", tmp_path / "model", seed=3)
     modules = {"all": ATTENTION + MLP, "v": ["v_proj"]}

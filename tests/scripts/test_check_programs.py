@@ -23,4 +23,4 @@ def test_a_program_that_one_side_lacks_or_has_twice_is_a_difference(capsys: pyte
 def test_an_engine_compiles_the_same_programs_twice(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert programs.main([str(ROOT), "--only", case]) == 0
     count, _, verdict = capsys.readouterr().out.partition(" programs: ")
-    assert int(count.split()[1]) >= 6 and verdict == "the same text\n"
+    assert int(count.split()[1]) >= (3 if case == "labels" else 6) and verdict == "the same text\n"
