@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import nights, tiers
+from tests import compiling, nights, tiers
 from tests.floating_point import controls
 from tests.kept import Programs
 from tests.sharing import pytest_xdist_make_scheduler
@@ -50,8 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(str(error)) from None
         os.environ["JAXSGL_TEST_NIGHTLY"] = "1"
         os.environ.setdefault("JAXSGL_TEST_SOAK_S", str(nights.SOAK_S))
-    if not os.environ.get("JAXSGL_TEST_NIGHTLY"):  # compiling takes most of a run, and LLVM most of compiling
-        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    if not os.environ.get("JAXSGL_TEST_NIGHTLY") and not os.environ.get(compiling.AS_USERS):
+        compiling.compile_fast()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -101,16 +101,11 @@ def _unit_tests_import_no_jax(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def fully_optimized() -> Iterator[None]:
-    """Compiles the programs of a file's tests as users do, by day too; also in processes that they start."""
-    import jax
-
-    name = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # which JAX reads when it is imported
-    before = os.environ.get(name, "0")
-    os.environ[name] = "0"
-    jax.config.update(name.lower(), False)
-    yield
-    os.environ[name] = before
-    jax.config.update(name.lower(), before == "1")
+    """Processes that a file's tests start compile as users do, by day too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in compiling.as_users().items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

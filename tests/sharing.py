@@ -1,7 +1,8 @@
 """How the workers of a parallel run share its tests: whole files, in the order of the collection.
 
-By night, a test that takes long goes to any worker, so that one worker doesn't run a long file alone. A worker that ends is replaced, and the test that it ran fails. xdist's own class gives that test to the next worker,
-which ends as well, and waits forever in the end.
+By night, a test that takes long goes to any worker, so that no worker runs a long file alone. A worker that ends is
+replaced, and the test that it ran fails. xdist's own class gives that test to the next worker, which ends as well,
+and waits forever in the end.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ class Memory:
 
 def memory_of(folder: Path, device_gib: float, platform: str = "gpu", **flags: Any) -> Memory:
     """What an engine with `flags` would have on devices of `device_gib` GiB. Raises `StartupError`."""
-    os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={MAX_DEVICES}")
+    devices = f"--xla_force_host_platform_device_count={MAX_DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
     from jaxsgl.config.engine import EngineConfig
     from jaxsgl.engine.start.devices import mesh_of
     from jaxsgl.engine.start.sizing import choose_states

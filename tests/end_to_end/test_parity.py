@@ -18,10 +18,11 @@ from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.requests.request import Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_logits
+from tests.compiling import as_users_compile
 from tests.end_to_end.offline import first_logits, outputs, serve
 from tests.grids import NIGHTLY, count, covering
 
-pytestmark = [pytest.mark.device, pytest.mark.usefixtures("fully_optimized")]
+pytestmark = [pytest.mark.device, as_users_compile]
 
 KINDS = ("llama_tied", "llama_untied_llama3_rope", "qwen2", "qwen3")
 NEW_TOKENS = 8

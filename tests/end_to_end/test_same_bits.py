@@ -19,10 +19,11 @@ from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.testing.engine import ScriptedMailbox
 from pallas_kernels import sums
 from pallas_kernels.native import library
+from tests.compiling import as_users_compile
 from tests.end_to_end.offline import serve
 from tests.grids import NIGHTLY, daily
 
-pytestmark = [pytest.mark.device, pytest.mark.usefixtures("fully_optimized")]
+pytestmark = [pytest.mark.device, as_users_compile]
 
 BUNDLED: dict[str, Any] = {}
 MIXTURE: dict[str, Any] = {  # 12 experts: a router's outputs fill no register

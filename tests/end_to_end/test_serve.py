@@ -198,13 +198,12 @@ def start_seconds(folder: Path, cache: Path, flags: Sequence[str], end: Callable
 
 
 def test_the_first_start_takes_under_a_minute_and_the_second_is_much_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fully_optimized: None
 ) -> None:
     """The goals are 60 and 25 seconds on two cores, with all default programs; by day there are few.
 
     The first server's engine is killed, and Ctrl-C ends the second one; both have calls open, which end in time.
     """
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")  # as users start it
     flags = () if NIGHTLY else COMMON_FLAGS
     ends = {"first": kill_its_engine, "second": press_ctrl_c}
     first, second = (start_seconds(tmp_path / name, tmp_path / "cache", flags, end) for name, end in ends.items())

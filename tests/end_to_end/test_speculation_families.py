@@ -95,7 +95,6 @@ def test_answers_are_those_without_the_checkpoints_next_layer(tmp_path: Path) ->
 
 @pytest.mark.skipif(not NIGHTLY, reason="by night; by day test_speculation.py compares in float32")
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.usefixtures("fully_optimized")
 def test_tokens_and_scores_are_those_without_drafts_to_the_bit(format: str, tmp_path: Path) -> None:
     if (reason := library.load()) is not None:
         pytest.skip(reason)

@@ -17,6 +17,7 @@ import pytest
 
 from jaxsgl.wiring import RETRACT_VARIABLE
 from tests.checkpoints import make_checkpoint
+from tests.compiling import as_users
 from tests.end_to_end.mesh_answers import ALLOWED, FLAGS, REQUESTS
 from tests.end_to_end.servers import check_log, running_server
 from tests.grids import NIGHTLY, count
@@ -26,8 +27,8 @@ ENVIRONMENT = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
     RETRACT_VARIABLE: "7",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-}  # as users compile programs
+    **as_users(),
+}
 SIZES = {"num_attention_heads": 8, "vocab_size": 200, "intermediate_size": 112}
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 16, "vocab_size": 201},

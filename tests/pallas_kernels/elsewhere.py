@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.targets.targets import Target, find_python, missing_for
 
+from tests.compiling import as_users
 from tests.kept import environment
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ ENVIRONMENTS = ROOT / ".venv-targets"
 VERSIONS = {"oldest": ("jax==0.10.0", (3, 11)), "newest": ("jax>=0.12,<0.13", (3, 12))}
 TEST_PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 BEGINS = {"oldest": 0, "newest": 1}  # first of the shapes that a version lowers: an even one and an odd one
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # code for other chips is looked at
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", **as_users()}  # code for other chips is looked at
 FORGOTTEN = "absl-py"  # JAX 0.10 imports it with Mosaic GPU, without requiring it
 
 Results = list[dict[str, Any]] | str  # or the reason why there are none

@@ -6,7 +6,7 @@ times before it counts as missed. The bounds are loose against what docs/kernels
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -17,17 +17,12 @@ import pytest
 from pallas_kernels import AttentionOptions, PagedKv, paged_decode_attention, paged_extend_attention
 from pallas_kernels.native import library
 from pallas_kernels.paged_kv import BITS
+from tests.compiling import as_users_compile
 from tests.grids import daily
 
+pytestmark = [pytest.mark.device, as_users_compile]
+
 NUM_SEQS, LENGTH, NUM_KV_HEADS, NUM_GROUPS, HEAD_DIM = 32, 512, 8, 2, 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _programs_are_optimized() -> Iterator[None]:
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 Calls: TypeAlias = dict[str, Callable[[], jax.Array]]

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from pallas_kernels import PagedKv, paged_decode_attention, paged_extend_attention, store_kv
 from pallas_kernels.specs import SMALL_SPECS, ArgSpec
+from tests.compiling import as_users_compile
 from tests.pallas_kernels.cases import random_store
+
+pytestmark = [pytest.mark.device, as_users_compile]
 
 BY_NAME = {spec.name: spec for spec in SMALL_SPECS}
 

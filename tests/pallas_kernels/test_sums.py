@@ -14,9 +14,10 @@ from pallas_kernels import sums
 from pallas_kernels.native import library
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.routing import Router, choose_by_xla
+from tests.compiling import as_users_compile
 from tests.grids import daily
 
-pytestmark = [pytest.mark.device, pytest.mark.usefixtures("native_runs_here", "fully_optimized")]
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("native_runs_here"), as_users_compile]
 
 NUM_ROWS = 40
 COUNTS = daily((33, 2, 3, 1, 4, 8, 7, 16, 24), every=3)
