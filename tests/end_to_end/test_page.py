@@ -140,7 +140,11 @@ def load(server: RunningServer) -> Iterator[None]:
         }  # fmt: skip
         with httpx.Client(timeout=120) as http:
             while not stop.is_set():
-                with http.stream("POST", f"http://{server.http_address}/v1/chat/completions", json=body) as answer:
+                # The server may close a connection that waited long for its next request, on a busy machine.
+                with (
+                    contextlib.suppress(httpx.RemoteProtocolError),
+                    http.stream("POST", f"http://{server.http_address}/v1/chat/completions", json=body) as answer,
+                ):
                     for _ in answer.iter_lines():
                         pass
 
