@@ -176,16 +176,17 @@ def test_a_chat_streams_is_made_again_and_is_there_after_a_reload(page: Page) ->
     assert page.text("#messages") == ""
 
 
+def shown(page: Page, css: str) -> list[tuple[str, int]]:
+    """Addresses and widths of pictures; 0 if one isn't drawn."""
+    return [(image.get_attribute("src"), image.get_property("naturalWidth")) for image in page.all(css)]
+
+
 def test_pictures_from_files_and_the_clipboard_are_shown_sent_and_answered(tmp_path: Path) -> None:
     make(tmp_path / "demo")
     first, second = picture(96, 64), picture(64, 128, seed=2)
     (tmp_path / "first.png").write_bytes(file_of(first))
     (tmp_path / "notes.txt").write_text("no picture")
     urls = [data_url(first), data_url(second)]
-
-    def shown(css: str) -> list[tuple[str, int]]:
-        """Addresses and widths of pictures; 0 if one isn't drawn."""
-        return [(image.get_attribute("src"), image.get_property("naturalWidth")) for image in page.all(css)]
 
     with (
         running_server(tmp_path, ("--model", str(tmp_path / "demo"), *VISION_FLAGS)) as server,
@@ -202,16 +203,19 @@ def test_pictures_from_files_and_the_clipboard_are_shown_sent_and_answered(tmp_p
         page.all("#file")[0].send_keys(
             "\n".join(str(tmp_path / name) for name in ("first.png", "notes.txt", "first.png"))
         )
-        page.wait(lambda: shown("#attached img") == [(urls[0], 96)] * 2)
+        page.wait(lambda: shown(page, "#attached img") == [(urls[0], 96)] * 2)
         assert page.text("#attach-error") == "notes.txt is no image."
         page.press("Remove")
         page.driver.execute_script(PASTE, urls[1].partition(",")[2])
-        page.wait(lambda: shown("#attached img") == [(urls[0], 96), (urls[1], 64)])
+        page.wait(lambda: shown(page, "#attached img") == [(urls[0], 96), (urls[1], 64)])
         assert page.text("#attach-error") == ""
 
         page.ask("What is this?")
         page.answer()
-        assert shown("#attached img") == [] and shown("li.user img.picture") == [(urls[0], 96), (urls[1], 64)]
+        assert shown(page, "#attached img") == [] and shown(page, "li.user img.picture") == [
+            (urls[0], 96),
+            (urls[1], 64),
+        ]
         (sent,) = map(json.loads, page.driver.execute_script("return sent"))
         *parts, asked = sent["messages"][0]["content"]
         assert [part["image_url"]["url"] for part in parts] == urls and asked["text"] == "What is this?"
@@ -226,7 +230,7 @@ def test_pictures_from_files_and_the_clipboard_are_shown_sent_and_answered(tmp_p
 
         page.driver.refresh()
         page.wait(lambda: page.all("#history-list .entry"))[0].click()
-        assert page.wait(lambda: shown("li.user img.picture")) == [(urls[0], 96), (urls[1], 64)]
+        assert page.wait(lambda: shown(page, "li.user img.picture")) == [(urls[0], 96), (urls[1], 64)]
         check_log(server)
 
 
