@@ -37,7 +37,11 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names with the others; returns its exit status."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parser().parse_args(given[:1])
+    parser = _parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
+    options = parser.parse_args(given[:1])
     return importlib.import_module(COMMANDS[options.command].module).main(given[1:]) or 0
 
 

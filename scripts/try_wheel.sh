@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs a wheel into an empty environment in an empty folder, serves the bundled model there and asks it a question.
+# Installs a wheel into an empty environment in an empty folder, serves the bundled model there, asks it and chats.
 #     scripts/try_wheel.sh dist/jaxsgl-0.1.0-py3-none-any.whl
 set -euo pipefail
 wheel=$(realpath "$1")
@@ -8,7 +8,8 @@ cd "$folder"
 "${PYTHON:-python3}" -m venv venv
 venv/bin/pip install -q "$wheel"
 : > server.log
-venv/bin/python -m jaxsgl.serve --port 0 --grpc-port 0 --max-running-requests 8 --decode-buckets 8 \
+[[ "jaxsgl-$(venv/bin/jaxsgl --version | cut -d' ' -f2)-py3-none-any.whl" == "$(basename "$wheel")" ]]
+venv/bin/jaxsgl serve --port 0 --grpc-port 0 --max-running-requests 8 --decode-buckets 8 \
   --extend-buckets 64 --chunked-prefill-size 64 --max-total-tokens 4096 2> server.log &
 server=$!
 trap 'kill $server 2> /dev/null || true; wait $server 2> /dev/null || true; rm -rf "$folder"' EXIT
@@ -25,6 +26,7 @@ for path in ("", "page/style.css", "docs", "health"):
     with urllib.request.urlopen(f"http://{sys.argv[1]}/{path}") as answer:
         assert answer.status == 200 and answer.read(), path
 PY
-answer=$(venv/bin/python -m jaxsgl.client --addr "$grpc" --temperature 0 "What is 3 + 4?")
-echo "$answer"
-[[ "$answer" == *"3 + 4 = 7."* ]]
+answer=$(venv/bin/jaxsgl client --addr "$grpc" --temperature 0 "What is 3 + 4?")
+talk=$(venv/bin/jaxsgl chat --addr "$grpc" --temperature 0 <<< "What is 2 + 5?")
+echo "$answer $talk"
+[[ "$answer" == *"3 + 4 = 7."* && "$talk" == *"2 + 5 = 7."* ]]

@@ -54,6 +54,7 @@ def test_the_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"jaxsgl {__version__}\n"
+    assert main([]) == 2 and "run-batch" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["bogus"])
     assert "bogus" in capsys.readouterr().err

@@ -101,6 +101,11 @@ def test_pallas_kernels_stand_alone() -> None:
         assert not any(name.split(".")[0] == "jaxsgl" for name in imports_of(path)), path
 
 
+def test_one_file_uses_what_jax_keeps_to_itself() -> None:
+    paths = [path for package in ("jaxsgl", "pallas_kernels") for path in (ROOT / package).rglob("*.py")]
+    assert [path.name for path in paths if "jax._src" in path.read_text()] == ["jax_internals.py"]
+
+
 @pytest.mark.parametrize("package", THIRD_PARTY_FREE_OF_JAX)
 def test_no_file_names_jax_where_no_device_is_known(package: str) -> None:
     for path in (ROOT / "jaxsgl" / package).rglob("*.py"):

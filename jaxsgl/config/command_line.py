@@ -192,6 +192,12 @@ _ON = "that is on already"
 _COMPILED = "steps are compiled programs in any case"
 _FAMILIES = "code of a checkpoint is never run, all families are built in (docs/models.md)"
 
+_SIZES = "give --decode-buckets to choose the compiled sizes"
+_XLA = "XLA chooses how devices exchange data, and what it fuses"
+_RELEASES = "/release_memory_occupation is always there"
+_ONE_PROCESS = "one process drives all devices"
+_CHAINS = "drafts are chains of --speculative-num-draft-tokens"
+
 # Switch -> why it changes nothing.
 SWITCHES = {
     "--trust-remote-code": _FAMILIES,
@@ -207,15 +213,26 @@ SWITCHES = {
     "--enforce-eager": _COMPILED,
     "--disable-cuda-graph": _COMPILED,
     "--enable-torch-compile": _COMPILED,
-    "--disable-custom-all-reduce": "XLA chooses how devices exchange data",
-    "--enable-p2p-check": "XLA chooses how devices exchange data",
+    "--disable-custom-all-reduce": _XLA,
+    "--enable-p2p-check": _XLA,
     "--skip-server-warmup": "every program is compiled before the server is ready",
     "--disable-fastapi-docs": "/docs loads nothing from elsewhere",
     "--use-v2-block-manager": "there is one",
+    "--enable-prompt-tokens-details": "answers always say how many tokens were cached",
+    "--enable-multimodal": "a model with a tower takes images (--language-only leaves it out)",
+    "--enable-sleep-mode": _RELEASES,
+    "--enable-memory-saver": _RELEASES,
+    "--enable-flashinfer-allreduce-fusion": _XLA,
+    "--enable-torch-symm-mem": _XLA,
+    "--disable-shared-experts-fusion": _XLA,
+    "--worker-use-ray": _ONE_PROCESS,
+    "--disable-frontend-multiprocessing": "the engine always has a process of its own",
 }
 # Flag with a value -> the same.
 SETTINGS = {
-    "--cuda-graph-max-bs": "give --decode-buckets to choose the compiled sizes",
+    "--cuda-graph-max-bs": _SIZES,
+    "--cuda-graph-sizes": _SIZES,
+    "--torch-compile-max-bs": _SIZES,
     "--compilation-config": "give --decode-buckets and --extend-buckets to choose the compiled sizes",
     "--max-seq-len-to-capture": _COMPILED,
     "--sampling-backend": "there is one",
@@ -223,10 +240,29 @@ SETTINGS = {
     "--scheduler-delay-factor": "give --schedule-policy or --max-itl-ms",
     "--num-scheduler-steps": "give --decode-steps",
     "--swap-space": "give --host-kv-gib for prefixes in host memory",
-    "--distributed-executor-backend": "one process drives all devices",
+    "--distributed-executor-backend": _ONE_PROCESS,
+    "--data-parallel-backend": _ONE_PROCESS,
     "--guided-decoding-backend": "grammars are llguidance's (--grammar-backend)",
     "--moe-runner-backend": "give --kernels experts=...",
     "--reasoning-config": "reasoning is found as the chat template shows (--reasoning-parser)",
+    "--structured-outputs-config": "grammars are llguidance's (--grammar-backend)",
+    "--num-continuous-decode-steps": "give --decode-steps",
+    "--speculative-num-steps": _CHAINS,
+    "--speculative-eagle-topk": _CHAINS,
+    "--watchdog-timeout": "give --watchdog-s",
+    "--decode-log-interval": "the log has one line of load in ten seconds",
+    "--log-level-http": "give --log-level, or --access-log for a line a request",
+    "--log-requests-level": "--log-requests logs sizes and times, never texts",
+    "--max-logprobs": "20 are the most",
+    "--tokenizer-mode": "the tokenizer is the model folder's",
+    "--chat-template-content-format": "messages have the form that the chat template reads",
+    "--model-impl": _FAMILIES,
+    "--max-parallel-loading-workers": "files are read by as many threads as help",
+    "--moe-a2a-backend": _XLA,
+    "--lora-backend": "there is one",
+    "--mm-attention-backend": "there is one",
+    "--mm-encoder-tp-mode": "give --mm-enable-dp-encoder for data",
+    "--mm-processor-cache-gb": "give --mm-host-mib for encoded images",
 }
 # Flag -> what to do instead.
 REFUSED = {
@@ -241,10 +277,20 @@ REFUSED = {
     "--root-path": "have the proxy strip the prefix",
     "--limit-mm-per-prompt": "give --media-max-bytes and --media-max-pixels (docs/multimodal.md)",
     "--allowed-local-media-path": "files come as data: URLs, or from --allowed-media-domains",
-    "--max-logprobs": "20 are the most",
     "--dtype-kv-cache": "give --kv-cache-dtype",
     "--task": "give --is-embedding, or nothing for a model that generates",
     "--runner": "give --is-embedding, or nothing for a model that generates",
+    "--convert": "give --is-embedding, or nothing for a model that generates",
+    "--ep-size": "give --ep, which spreads the experts over the devices of --tp",
+    "--download-dir": "set HF_HUB_CACHE",
+    "--hicache-ratio": "give --host-kv-gib",
+    "--kv-cache-memory-bytes": "give --max-total-tokens",
+    "--num-gpu-blocks-override": "give --max-total-tokens",
+    "--kv-transfer-config": "give --disaggregation-mode, or --host-kv-gib (docs/scale-out.md)",
+    "--scheduling-policy": "give --schedule-policy, or --enable-priority-scheduling (docs/scheduling.md)",
+    "--override-generation-config": "edit the folder's generation_config.json",
+    "--preferred-sampling-params": "edit the folder's generation_config.json",
+    "--skip-tokenizer-init": "send input_ids to /generate, which has output_ids in its answers",
 }
 
 

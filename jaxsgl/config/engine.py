@@ -121,6 +121,7 @@ class EngineConfig:
         "auto",
         "weights and products; auto: the checkpoint's, but float32 on a CPU that can't multiply it",
         choices=DTYPES,
+        same={"half": "float16", "float": "float32"},  # vLLM's
     )
     kv_cache_dtype: str = flag(
         "auto",
@@ -179,7 +180,7 @@ class EngineConfig:
         "replicas of the model behind this address, each an engine process with --tp devices of its own; a request "
         "goes to the one that has most of its prompt cached; or the ranks of --enable-dp-attention "
         "(docs/scale-out.md)",
-        alias=("--data-parallel-size", "-dp"),
+        alias=("--dp", "--data-parallel-size", "-dp"),
     )
     enable_dp_attention: bool = flag(
         False,
@@ -194,7 +195,7 @@ class EngineConfig:
         1,
         "pipeline stages of --tp devices each: a stage has some of the layers, and passes on to the next one what it "
         "computes; with --nnodes each host has an equal number of them (docs/scale-out.md)",
-        alias=("--pipeline-parallel-size", "-pp"),
+        alias=("--pp", "--pipeline-parallel-size", "-pp"),
     )
     pp_async_batch_depth: int = flag(
         0, "steps that are launched besides one for each stage, so that the first stage never waits for the host"

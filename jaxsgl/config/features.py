@@ -55,6 +55,7 @@ class VisionConfig:
     language_only: bool = flag(
         False,
         "leave the vision tower of a model out, and refuse requests with images",
+        alias="--language-model-only",
     )
     mm_enable_dp_encoder: bool = flag(
         False, "the devices of --tp share the images of a step, each encodes whole ones; else each encodes all"

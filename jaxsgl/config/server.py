@@ -28,7 +28,8 @@ REASONING_PARSERS = (
     "auto", "none",
     "think", "think_always", "mistral", "granite", "gemma4", "gpt-oss",
     "qwen3", "deepseek-v3", "deepseek_v3", "glm45", "hunyuan_a13b", "interns1", "kimi_k2", "nano_v3", "olmo3",
-    "smollm3", "deepseek-r1", "deepseek_r1", "qwen3-thinking", "step3", "minimax", "openai_gptoss",
+    "smollm3", "deepseek-r1", "deepseek_r1", "qwen3-thinking", "step3", "minimax", "minimax_m2",
+    "openai_gptoss",
 )  # fmt: skip
 SAMPLING_DEFAULTS = ("model", "openai", "auto", "vllm")
 LOG_FORMATS = ("text", "json")

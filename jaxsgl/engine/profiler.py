@@ -9,6 +9,8 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels.jax_internals import drop_trace
+
 
 def start(folder: str) -> None:
     """Starts to record a trace of device and host, readable in TensorBoard, XProf and Perfetto.
@@ -33,10 +35,7 @@ def stop() -> None:
     try:
         jax.profiler.stop_trace()
     except Exception:
-        with contextlib.suppress(ImportError, AttributeError):  # there is no public way to give a trace up
-            from jax._src import profiler
-
-            profiler._profile_state.reset()
+        drop_trace()
         raise
     finally:
         _return_free_memory()

@@ -31,7 +31,7 @@ _REASONING_NAMES = {
     "qwen3": "think", "deepseek-v3": "think", "deepseek_v3": "think", "glm45": "think", "hunyuan_a13b": "think",
     "interns1": "think", "kimi_k2": "think", "nano_v3": "think", "olmo3": "think", "smollm3": "think",
     "deepseek-r1": "think_always", "deepseek_r1": "think_always", "qwen3-thinking": "think_always",
-    "step3": "think_always", "minimax": "think_always",
+    "step3": "think_always", "minimax": "think_always", "minimax_m2": "think_always",
     "openai_gptoss": HARMONY,
 }  # fmt: skip
 _CALL_NAMES = {

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu_compiler import choose_mosaic_ptxas, refuse_for_hopper
+from pallas_kernels.jax_internals import gpu_interpreter
 from pallas_kernels.paged_kv import PagedKv, refuse_mixed_dtypes
 from pallas_kernels.target import target_device
 
@@ -89,9 +90,7 @@ def _interpret_params() -> Any:
     """The interpreter looks for races too: a copy into memory that is still read, a read without a wait."""
     if hasattr(plgpu, "InterpretGPUParams"):
         return plgpu.InterpretGPUParams(detect_races=True)
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # JAX 0.10 has it in no public place
-
-    return InterpretGPUParams(detect_races=True)
+    return gpu_interpreter(detect_races=True)
 
 
 def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = SWIZZLE_BYTES) -> Any:

@@ -17,6 +17,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from pallas_kernels.jax_internals import triton_lowering
+
 _ANY_NUMBER = 2**30  # of sums, before they are added up in float32
 _float8_dot = Primitive("float8_dot")
 
@@ -32,9 +34,9 @@ def float8_dot(left: jax.Array, right: jax.Array) -> jax.Array:
 def is_possible() -> bool:
     """Whether this JAX lets a kernel say how exact a product's sums are to be; arranges it."""
     try:
-        from jax._src.pallas.triton import lowering
         from jaxlib.mlir import ir
 
+        lowering = triton_lowering()
         of_dot: Any = lowering.triton_lowering_rules[lax.dot_general_p]
         register: Any = lowering.register_lowering
     except (ImportError, AttributeError, KeyError):

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.start import devices
+from jaxsgl.engine.start import devices, memory
 from jaxsgl.engine.start.devices import accelerator, accelerator_name, device_variables, tpu_variables
+from jaxsgl.errors import ConfigError
 
 
 def test_replicas_on_one_host_take_chips_and_ports_of_their_own() -> None:
@@ -39,6 +40,17 @@ def test_the_accelerator_is_known_before_jax_starts(
     monkeypatch.setattr(devices, "_is_installed", lambda name: name in packages)
     monkeypatch.setattr(devices, "_GPU_FILES", (str(tmp_path / ("" if has_driver else "missing")),))
     assert accelerator() == found
+
+
+def test_a_gpu_without_its_package_is_refused_before_kernels_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_running", lambda: False)
+    for module in (devices, memory):
+        monkeypatch.setattr(module, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="cuda")))
+    monkeypatch.setattr(devices, "_is_installed", lambda name: False)
+    with pytest.raises(
+        ConfigError, match=r"JAX_PLATFORMS=cuda .*: install its package with pip install 'jaxsgl\[cuda13"
+    ):
+        devices.reveal_devices(EngineConfig())
 
 
 def test_the_name_of_a_gpu_changes_with_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from jaxsgl.batch.outputs import NO_OUTPUTS
 from jaxsgl.engine.attending import Pages
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.start import sizing
+from jaxsgl.engine.start.opening import in_words
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.requests.request import SamplingParams
@@ -245,6 +246,12 @@ def test_info_describes_the_started_engine(engine: Engine) -> None:
     assert info.eos_token_ids == (1,)
     assert info.kv_bytes == sum(array.nbytes for array in jax.tree.leaves(engine._runner.state.kv))
     assert 0 < info.warmup_s < 300
+    line = in_words(info, "m", "1 x cpu")
+    backend = "native (C++)" if library.load() is None else "xla"
+    assert line.startswith(
+        f"serving m (Qwen3ForCausalLM) on 1 x cpu: float32, 0.00 GiB of weights, kernels {backend}, "
+    )
+    assert "KV pool of 256 tokens in 0.00 GiB (float32), context of 64 tokens, up to " in line
 
 
 def test_a_context_beyond_the_models_is_refused(tiny_config: ConfigMaker) -> None:

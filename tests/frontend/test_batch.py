@@ -215,7 +215,8 @@ def test_files_and_batches_are_refused_in_words(
         assert http.get("/v1/files/..%2F..%2Fetc").status_code == 404
         assert http.get("/v1/batches/batch-0").status_code == 404
     with connect(server) as http:  # without --batch-dir
-        assert http.get("/v1/files").status_code == 404
+        for refused in (http.post("/v1/files", files={"file": b"a"}), http.get("/v1/batches/batch-0")):
+            assert refused.status_code == 404 and "start it with --batch-dir" in error_of(refused)["message"]
 
 
 def test_tenants_see_their_own_files_alone(start_server: Start, model_folder: str, tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ import pallas_kernels
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.kernels.choice import kernel_flags, kernel_shapes
 from jaxsgl.engine.start.devices import accelerator, accelerator_name, device_variables
-from jaxsgl.engine.start.memory import is_running
 from jaxsgl.engine.start.sizing import choose_pages
 from jaxsgl.engine.start.warmup import cache_folder
 from jaxsgl.engine.weight_store import as_kept
@@ -41,6 +40,7 @@ from jaxsgl.models import ModelArch, cpu_multiplies_bfloat16, resolve_precision
 from pallas_kernels import KernelChoice
 from pallas_kernels.choice import AUTO, OPS, XLA
 from pallas_kernels.gpu_compiler import mosaic_ptxas_after_choice, versions_key, xla_ptxas
+from pallas_kernels.jax_internals import is_running
 from pallas_kernels.selftest.report import CRASHED, HUNG, UNTESTED, Begun, Ended, News, Request, Verdict, parse_news
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,10 @@ import jax
 from jax.sharding import Mesh
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.start.memory import is_running
+from jaxsgl.engine.start.memory import no_device
 from jaxsgl.errors import ConfigError, StartupError
 from jaxsgl.weights.sharding import make_mesh
+from pallas_kernels.jax_internals import is_running
 
 _HOST_DEVICES = "xla_force_host_platform_device_count"  # of XLA_FLAGS: JAX takes one of both ways
 _TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}  # the shape of so many chips of a host
@@ -34,9 +35,13 @@ def reveal_devices(config: EngineConfig) -> None:
     """Before JAX starts: asks for virtual devices of a CPU, and for those GPUs or TPU chips alone that are named.
 
     JAX takes memory of every GPU that it sees, and a TPU chip belongs to one process. Does nothing once JAX runs.
+
+    Raises `ConfigError` if JAX_PLATFORMS asks for a GPU and no package of one is installed, before anything is tested.
     """
     if is_running():
         return
+    if _asked_platform() == "gpu" and not any(map(_is_installed, _GPU_PACKAGES)):
+        raise ConfigError(no_device("no plugin for GPUs is installed"))
     number = 1 + max(config.device_ids, default=config.num_own_devices - 1)
     if number > 1 and _HOST_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", number)
@@ -80,12 +85,18 @@ def accelerator() -> str | None:
     """
     if is_running():
         return _family(jax.devices()[0].platform)
-    if named := str(getattr(jax.config, "jax_platforms", "") or "").split(",")[0]:
-        return _family(named)
+    if _asked_platform():
+        return _family(_asked_platform())
     if any(Path(name).exists() for name in _GPU_FILES) and any(map(_is_installed, _GPU_PACKAGES)):
         return "gpu"
     has_chips = any(Path("/dev").glob("accel*")) or any(Path("/dev").glob("vfio/[0-9]*"))
     return "tpu" if has_chips and _is_installed("libtpu") else None
+
+
+def _asked_platform() -> str:
+    """The first platform of JAX_PLATFORMS; "gpu" for each kind of them."""
+    named = str(getattr(jax.config, "jax_platforms", "") or "").split(",")[0]
+    return _family(named) or named
 
 
 def accelerator_name(platform: str | None) -> str:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxsgl.errors import ConfigError, StartupError
+from pallas_kernels.jax_internals import is_running
 
 SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX reads one when it starts
 JAX_SHARE = 0.75  # of a GPU, unless a variable says otherwise
@@ -71,13 +72,14 @@ def start_jax() -> float:
     try:
         jax.devices()
     except (AssertionError, RuntimeError) as error:  # of a platform without a plugin, or without a device
-        raise ConfigError(_no_device(str(error))) from error
+        raise ConfigError(no_device(str(error))) from error
     finally:
         del os.environ[SHARE_VARIABLES[-1]]
     return GPU_SHARE
 
 
-def _no_device(reason: str) -> str:
+def no_device(reason: str) -> str:
+    """Returns the error of a start without a device: what was asked for, why there is none, and what to install."""
     asked = str(getattr(jax.config, "jax_platforms", "") or "")
     extras = next((names for word, names in EXTRAS.items() if word in asked.split(",")), "")
     words = f"JAX finds no device of JAX_PLATFORMS={asked}" if asked else "JAX finds no device"
@@ -93,16 +95,6 @@ def _share(name: str, text: str) -> float:
     if not share > 0:
         raise ConfigError(f"{name} is {text!r}, but must be the share of a GPU that JAX may use, as 0.9; or unset it")
     return share
-
-
-def is_running() -> bool:
-    """Whether JAX has started its devices in this process."""
-    try:
-        from jax._src import xla_bridge  # there is no public way to ask
-
-        return bool(xla_bridge.backends_are_initialized())
-    except (ImportError, AttributeError):
-        return False
 
 
 def least_free_memory(devices: Sequence[jax.Device], mem_fraction_static: float, jax_share: float) -> Memory:

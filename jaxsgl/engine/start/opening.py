@@ -29,6 +29,7 @@ from jaxsgl.models import ModelArch, Precision, cpu_multiplies_bfloat16, resolve
 from jaxsgl.weights import resolve_model_folder
 from pallas_kernels import KernelChoice
 from pallas_kernels.gpu_compiler import choose_mosaic_ptxas, log_compilers, versions_key
+from pallas_kernels.native import library as native
 from pallas_kernels.selftest.report import Verdict
 
 
@@ -108,11 +109,18 @@ def in_words(info: EngineInfo, model: str, devices: str) -> str:
     """Returns what is served, on what, and how much fits, in a line."""
     if info.num_ranks > 1:
         devices = f"{devices} in {info.num_ranks} ranks"
-    tested = sorted({backend for _, backend, _ in info.kernels})
     limits = info.limits
     return (
         f"serving {model} ({info.architecture}) on {devices}: {info.dtype}, {info.weight_bytes / 2**30:.2f} GiB of "
-        f"weights, kernels {', '.join(tested) or info.attention_backend}, KV pool of {info.pool_tokens} tokens in "
+        f"weights, kernels {_backends(info)}, KV pool of {info.pool_tokens} tokens in "
         f"{info.kv_bytes / 2**30:.2f} GiB ({info.kv_cache_dtype}), context of {limits.context_length} tokens, up to "
         f"{info.max_running_requests} requests at once"
     )
+
+
+def _backends(info: EngineInfo) -> str:
+    """Names what kernels run on: what was tested, what the flag says, or a CPU's best."""
+    tested = sorted({backend for _, backend, _ in info.kernels})
+    if tested or info.attention_backend != "auto" or info.platform != "cpu":
+        return ", ".join(tested) or info.attention_backend
+    return "native (C++)" if native.load() is None else "xla"

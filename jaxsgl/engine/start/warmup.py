@@ -97,7 +97,8 @@ def compile_all(
     lowerings: Mapping[KeyT, Callable[[], jax.stages.Lowered]], *, progress: bool, threads: int | None = None
 ) -> dict[KeyT, Compilation]:
     """Lowers each program here, and compiles them in so many `threads`; None: as many as there are processors."""
-    bar = tqdm(total=len(lowerings), desc="compiling", unit="program", file=sys.stderr, disable=not progress)
+    draws = progress and len(lowerings) > 0
+    bar = tqdm(total=len(lowerings), desc="compiling", unit="program", file=sys.stderr, disable=not draws)
     with bar, ThreadPoolExecutor(threads or processors(), thread_name_prefix="compile") as pool:
         futures: dict[KeyT, Future[Compilation]] = {}
         for key, lower in lowerings.items():

@@ -22,7 +22,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.access import Caller, current_tenant, enter
 from jaxsgl.frontend.batches import OPEN_STATES, BatchFile, BatchStore, Results, check_file, run
 from jaxsgl.frontend.generation import FrontEnd
@@ -124,15 +124,22 @@ def _counts(batch: dict[str, Any], results: Results) -> dict[str, int]:
 
 
 def router(front_end: FrontEnd) -> APIRouter:
-    """Returns the endpoints, for `front_end`; none without --batch-dir."""
+    """Returns the endpoints, for `front_end`; without --batch-dir they name that flag."""
     api = APIRouter(route_class=StrictJson)
     if front_end.config.batch_dir is None:
+        for path in (FILES_PATH, "/v1/batches"):
+            for each in (path, f"{path}/{{rest:path}}"):
+                api.add_api_route(each, _have_no_folder, methods=["GET", "POST", "DELETE"], include_in_schema=False)
         return api
     store = BatchStore(Path(front_end.config.batch_dir).expanduser())
     batches = Batches(store, front_end)
     _add_files(api, store)
     _add_batches(api, store, batches)
     return api
+
+
+async def _have_no_folder() -> None:
+    raise NotFound("this server keeps no files: start it with --batch-dir FOLDER, or run the file by jaxsgl run-batch")
 
 
 def _add_files(api: APIRouter, store: BatchStore) -> None:

@@ -7,7 +7,7 @@ import { fillSettings, sampling, systemPrompt } from "./settings.js";
 import { allChats, dropChat, keepChat } from "./store.js";
 
 const STARTERS = ["What is 3 + 4?", "Count from 1 to 20", "Write a table of three planets and their moons"];
-const MAX_IMAGE_BYTES = 20e6;
+const MAX_IMAGE_BYTES = 12e6; // with base64, what a server takes in a body by default
 let info = null;
 let chats = [];
 let chat = fresh();
@@ -287,9 +287,17 @@ function drawAttached() {
     h("button", { type: "button", class: "quiet tiny", "aria-label": `Remove image ${at + 1}`, onclick: () => { attached.splice(at, 1); drawAttached(); } }, "Remove"))));
 }
 
+function fault(file) {
+  if (!file.type.startsWith("image/")) return `${file.name} is no image.`;
+  if (file.size > MAX_IMAGE_BYTES) return `${file.name} has ${(file.size / 1e6).toFixed(1)} MB; an image may have ${MAX_IMAGE_BYTES / 1e6}.`;
+  return "";
+}
+
 async function attach(files) {
-  for (const file of files) {
-    if (!file.type.startsWith("image/") || file.size > MAX_IMAGE_BYTES) continue;
+  const faults = [...files].map(fault);
+  $("attach-error").textContent = faults.filter(Boolean).join(" ");
+  $("attach-error").hidden = !faults.some(Boolean);
+  for (const file of [...files].filter((_, at) => !faults[at])) {
     attached.push(await new Promise((resolve) => {
       const reader = new FileReader();
       reader.onload = () => resolve(reader.result);
