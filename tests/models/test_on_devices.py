@@ -20,9 +20,10 @@ ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZAT
 SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_next", "qwen3_5_moe"), {"linear_num_key_heads": 4, "linear_num_value_heads": 12}
-    ),
+    **{
+        kind: {"linear_num_key_heads": 4, "linear_num_value_heads": 12}
+        for kind in ("qwen3_5", "qwen3_next", "qwen3_5_moe")
+    },
 }
 # Those left out are served by devices in tests/end_to_end/test_tensor_parallel.py.
 KINDS = (
