@@ -418,6 +418,7 @@ def _family_of(architecture: str | None) -> tuple[str, Head]:
 
 def _read_activation(config: ConfigFile, family: Family) -> Activation:
     word = config.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
+    word = family.activations.get(word, word)
     if word not in ACTIVATIONS:
         raise CheckpointError(
             f"{config.path}: {family.activation_key} is {word}, but supported are {', '.join(ACTIVATIONS)}"

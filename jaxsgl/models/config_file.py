@@ -56,6 +56,10 @@ class ConfigFile:
         value = self.values.get(key) if key in self.values else self.defaults.get(key)
         return default if value is None else value
 
+    def skip(self, *keys: str) -> None:
+        """Takes keys for asked: beside the other values they mean nothing, to the family's own code either."""
+        self._asked.update(keys)
+
     def count(self, key: str, default: int | None = None) -> int:
         """A positive integer; an error where it is missing without a default."""
         value = self.get(key, default)

@@ -78,7 +78,10 @@ class Family:
       scales_embedding: embeddings are multiplied by the square root of the hidden size.
       multipliers: `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` hold.
       activation_key: the key of the MLP's activation.
-      windows: "none": attention is full. "always": `sliding_window` holds. "flag": it holds if `use_sliding_window`.
+      activations: words for it that mean another one in this family.
+      windows: "none": attention is full. "always": `sliding_window` holds. "flag": it holds if `use_sliding_window`,
+        without `layer_types` from the layer `max_window_layers` on. "all by flag": it holds in all layers if
+        `use_sliding_window`.
       full_every: without `layer_types`, every layer of so many has no window; None: the family has another rule.
       partial_rope: `partial_rotary_factor` says which part of a head is turned.
       interleaved_rope: a checkpoint turns dimensions 2 i and 2 i + 1 together; else i and i + R / 2 of R turned ones.
@@ -118,7 +121,8 @@ class Family:
     scales_embedding: bool = False
     multipliers: bool = False
     activation_key: str = "hidden_act"
-    windows: Literal["none", "always", "flag"] = "none"
+    activations: Mapping[str, str] = field(default_factory=dict)
+    windows: Literal["none", "always", "flag", "all by flag"] = "none"
     full_every: int | None = None
     partial_rope: bool = False
     interleaved_rope: bool = False
@@ -328,8 +332,18 @@ _HYBRID = Family(
     delta_nets=True,
     output_gate=True,
     defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
-    # Positions of text are the same on all three axes. Draft heads are left out.
-    ignored=frozenset({"mrope_section", "mrope_interleaved", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+    # Positions of text are the same on all three axes. Draft heads are left out. Gates and states are always these.
+    ignored=frozenset(
+        {
+            "mrope_section",
+            "mrope_interleaved",
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
+            "attn_output_gate",
+            "output_gate_type",
+            "mamba_ssm_dtype",
+        }
+    ),
 )
 _HYBRID_MOE = MoeFamily(
     ("num_experts", "num_local_experts"),
@@ -436,6 +450,7 @@ FAMILIES: dict[str, Family] = {
     "GemmaForCausalLM": Family(
         norm_offset=1,
         scales_embedding=True,
+        activations={"gelu": "gelu_pytorch_tanh"},  # its first folders say so
         defaults={
             "head_dim": 256,
             "num_key_value_heads": 16,
@@ -496,7 +511,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3MoeForCausalLM": Family(
         qk_norm="head",
-        windows="flag",
+        windows="all by flag",
         moe=MoeFamily(("num_experts", "num_local_experts"), dense_layers="steps"),
         defaults={"num_key_value_heads": 4, "num_experts_per_tok": 8},
     ),

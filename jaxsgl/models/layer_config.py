@@ -126,7 +126,7 @@ def _read_window(config: ConfigFile, family: Family, max_context: int) -> int | 
     """Tokens that a layer with a window attends to; None: all, as where no sequence is longer than the window."""
     if family.windows == "none":
         return None
-    is_on = config.get("use_sliding_window", False) if family.windows == "flag" else True
+    is_on = family.windows == "always" or config.get("use_sliding_window", False)
     is_given = config.get("sliding_window") is not None
     if not (is_on and is_given):
         return None
@@ -157,6 +157,7 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
         return {FULL: one, SLIDING: one}
     sliding_theta = config.number(family.sliding_theta_key, theta)
     if both is not None and (FULL in both.values or SLIDING in both.values):
+        both.skip(*both.values)  # what else stands there no layer has, in transformers either
         return {FULL: rope(both.section(FULL), theta), SLIDING: rope(both.section(SLIDING), sliding_theta)}
     return {FULL: rope(both, theta), SLIDING: rope(None, sliding_theta)}
 
@@ -214,6 +215,8 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
     key = next((key for key, value in counts.items() if value is not None), family.count_keys[0])
     num_experts, ffn_size = config.count(key), config.count(family.ffn_key)
     by_groups = family.grouped and config.get("topk_method") != "greedy"
+    if family.grouped and not by_groups:  # published folders give their numbers all the same
+        config.skip("n_group", "topk_group")
     router = Router(
         top_k=config.count(family.top_k_key),
         score=family.score,

@@ -194,29 +194,29 @@ class _Stretch:
     """The numbers of one section, with errors that name the rope's type."""
 
     def __init__(self, section: ConfigFile, word: str, original: int | None, max_context: int) -> None:
-        self._section, self._word = section, word
+        self.section, self._word = section, word
         self.max_context = max_context
         in_section = self.number("original_max_position_embeddings", max_context)
         self.original = int(original or in_section)
 
     def number(self, key: str, default: float | None = None) -> float:
         try:
-            return self._section.number(key, default)
+            return self.section.number(key, default)
         except CheckpointError as error:
             raise CheckpointError(f"{error} (rope type {self._word})") from error
 
     def optional(self, key: str) -> float | None:
-        return None if self._section.get(key) is None else self.number(key)
+        return None if self.section.get(key) is None else self.number(key)
 
     def flag(self, key: str, default: bool) -> bool:
-        return bool(self._section.get(key, default))
+        return bool(self.section.get(key, default))
 
     def numbers(self, key: str, count: int | None) -> tuple[float, ...]:
-        values = self._section.get(key)
+        values = self.section.get(key)
         fits = isinstance(values, list) and all(isinstance(each, int | float) for each in values)
         if not fits or (count is not None and len(values) != count):
             raise CheckpointError(
-                f"{self._section.path}: {key} of rope type {self._word} must be a list of numbers, one for each of "
+                f"{self.section.path}: {key} of rope type {self._word} must be a list of numbers, one for each of "
                 f"the {count} turned pairs, but is {str(values)[:60]}"
             )
         return tuple(map(float, values))
@@ -280,8 +280,13 @@ def _longrope(told: _Stretch, plain: RopeParams) -> RopeParams:
 
 
 def _dynamic(told: _Stretch, plain: RopeParams) -> RopeParams:
-    """Only with a fixed `alpha`: else the rope of a token would depend on how long its sequence has become."""
-    return replace(plain, kind="ntk", factor=told.number("alpha"))
+    """With a fixed `alpha`, as Hunyuan's, `theta` is stretched. Without one the rope is plain up to `max_context`.
+
+    No sequence is longer here: there the rope of its tokens would depend on how long it has become.
+    """
+    told.section.skip("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    alpha = told.optional("alpha")
+    return replace(plain, kind="ntk", factor=alpha) if alpha else plain
 
 
 def _proportional(told: _Stretch, plain: RopeParams) -> RopeParams:

@@ -67,6 +67,14 @@ SERVED_BY_OTHERS = frozenset(
         "heads of two sizes",
     }
 )
+# The family that comes nearest where the names don't show it, by what a name begins with.
+UNLIKE_IN_NAME: Mapping[str, str] = {
+    "ministral": "MistralForCausalLM",
+    "glmmoe": "Glm4MoeLiteForCausalLM",
+    "kimi": "DeepseekV3ForCausalLM",
+    "phimoe": "Phi3ForCausalLM",
+    "arcee": "LlamaForCausalLM",
+}
 
 
 def mechanisms_of(config: Mapping[str, Any]) -> list[str]:
@@ -76,8 +84,14 @@ def mechanisms_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def nearest(architecture: str, families: Iterable[str]) -> str | None:
-    """The family whose name begins alike, as Gemma3n and Gemma3; of several the one that goes on alike the longest."""
+    """The family whose name begins alike, as Gemma3n and Gemma3; of several the one that goes on alike the longest.
+
+    `UNLIKE_IN_NAME` counts first.
+    """
     stem = _stem(architecture)
+    known = next((family for start, family in UNLIKE_IN_NAME.items() if stem.startswith(start)), None)
+    if known is not None:
+        return known
     head = architecture[len(stem) :]
 
     def likeness(name: str) -> tuple[int, bool, int, str]:

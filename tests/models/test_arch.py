@@ -82,7 +82,6 @@ def test_eos_ids_come_from_the_generation_config_else_the_config(
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2", "Qwen3"]),
         ({"architectures": None}, ["LlamaForCausalLM"]),
         ({"rope_parameters": {"rope_type": "spiral", "factor": 4.0}}, ["spiral", "linear", "llama3"]),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, ["alpha", "rope type dynamic"]),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}, ["rope_parameters.mrope_section"]),
         ({"rope_scaling": {"type": "linear"}}, ["linear", "factor"]),
         ({"rope_scaling": {"type": "linear", "factor": "two"}}, ["linear", "two"]),

@@ -16,7 +16,7 @@ from jaxsgl.models import ModelArch, RopeParams
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.rope import inverse_frequencies, split_half_order
 from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, configuration
-from tests.models.test_arch import read
+from tests.models.test_arch import LLAMA, read
 
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Keys whose defaults transformers refuses beside the other values, or derives from them.
@@ -201,6 +201,64 @@ def test_minimax_m2_as_it_is_published_is_understood(tmp_path: Path) -> None:
     assert mixture.router.choice_bias and mixture.router.renormalize and mixture.router.score == "sigmoid"
     assert arch.weight_format is not None and arch.weight_format.group == 128
     assert not any(layer.unquantized for layer in arch.layers)
+
+
+# What folders of the hub say that transformers' own don't.
+Q35: dict[str, Any] = {
+    "num_hidden_layers": 4, "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [], "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+    "output_gate_type": "swish", "partial_rotary_factor": 0.25, "head_dim": 256,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 1e7,
+        "rope_type": "default",
+    },
+}  # fmt: skip
+V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "n_routed_experts": 64, "num_experts_per_tok": 6,
+    "moe_intermediate_size": 32, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+    "scoring_func": "softmax", "norm_topk_prob": False, "aux_loss_alpha": 0.001, "seq_aux": True,
+}  # fmt: skip
+HUNYUAN_ROPE = {
+    "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "type": "dynamic",
+}  # fmt: skip
+
+
+def test_hybrids_as_they_are_published_are_understood(tmp_path: Path) -> None:
+    arch = read(tmp_path, architectures=["Qwen3_5ForCausalLM"], **Q35)
+    assert (arch.delta_layers, arch.ropes[0].rotary_dim, arch.output_gate) == ((0, 1, 2), 64, True)
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**LLAMA, **Q35}}
+    beside = {"vision_config": {"depth": 2}, "image_token_id": 7, "language_model_only": False}
+    assert arch_of(tmp_path, {**whole, **beside}) is not None
+
+
+def test_numbers_of_groups_mean_nothing_to_a_greedy_choice(tmp_path: Path) -> None:
+    mixture = read(tmp_path, **V2_LITE).mixture
+    assert mixture is not None and (mixture.router.num_groups, mixture.router.top_k) == (1, 6)
+
+
+def test_a_dynamic_rope_is_stretched_by_its_alpha_or_plain_up_to_its_context(tmp_path: Path) -> None:
+    """Hunyuan's as it is published; without an alpha none of its tokens would be turned otherwise before the end."""
+    (rope,) = read(tmp_path, architectures=["HunYuanDenseV1ForCausalLM"], rope_scaling=HUNYUAN_ROPE).ropes
+    assert (rope.kind, rope.factor) == ("ntk", 1000.0)
+    arch = read(tmp_path, rope_scaling={"type": "dynamic", "factor": 4.0})
+    assert arch.ropes == (RopeParams(),) and arch.max_context == LLAMA["max_position_embeddings"]
+
+
+def test_gelu_means_its_approximation_to_gemma_1_alone(tmp_path: Path) -> None:
+    gemma = read(tmp_path, architectures=["GemmaForCausalLM"], num_key_value_heads=1, hidden_act="gelu")
+    assert gemma.activation == "gelu_tanh"
+    with pytest.raises(CheckpointError, match="hidden_act is gelu"):
+        read(tmp_path, hidden_act="gelu")
+
+
+def test_qwen_3s_mixtures_have_windows_in_all_layers_or_none(tmp_path: Path) -> None:
+    told: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 32,
+        "sliding_window": 8, "max_window_layers": 1,
+    }  # fmt: skip
+    assert windows(read(tmp_path, **told, use_sliding_window=True)) == [8, 8]
+    assert windows(read(tmp_path, **told)) == [None, None]
 
 
 def test_exaones_layers_without_a_window_are_not_turned(tmp_path: Path) -> None:

@@ -20,9 +20,17 @@ ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZAT
 SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
-    "qwen3_5": {"linear_num_key_heads": 4, "linear_num_value_heads": 12},
+    **{
+        kind: {"linear_num_key_heads": 4, "linear_num_value_heads": 12}
+        for kind in ("qwen3_5", "qwen3_next", "qwen3_5_moe")
+    },
 }
-KINDS = ("llama_tied", "phi3", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5")  # plain, experts, sinks, latents, states
+# Those left out are served by devices in tests/end_to_end/test_tensor_parallel.py.
+KINDS = (
+    "llama_tied", "phi3", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5", "mistral", "olmo3", "glm", "glm4", "smollm3",
+    "gemma", "gemma2", "qwen2", "seed_oss", "granite", "hunyuan", "exaone4", "ernie4_5", "ernie4_5_moe", "minimax_m2",
+    "deepseek_v2", "glm4_moe_lite", "qwen2_moe", "qwen3_next", "qwen3_5_moe",
+)  # fmt: skip
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="compiles a model on devices in up to six layouts; by night")

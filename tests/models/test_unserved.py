@@ -11,7 +11,7 @@ import pytest
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.families import FAMILIES
-from jaxsgl.models.unserved import nearest
+from jaxsgl.models.unserved import UNLIKE_IN_NAME, nearest
 
 pytestmark = pytest.mark.device
 
@@ -51,3 +51,10 @@ def test_the_error_names_the_mechanism_and_the_nearest_family(
 def test_a_model_that_differs_by_nothing_known_gets_the_list() -> None:
     assert nearest("ExampleForCausalLM", FAMILIES) is None
     assert (nearest("Qwen3OmniForCausalLM", FAMILIES) or "").startswith("Qwen3")
+
+
+def test_a_family_may_come_near_whose_name_is_another() -> None:
+    assert nearest("Ministral3ForCausalLM", FAMILIES) == "MistralForCausalLM"
+    assert nearest("GlmMoeDsaForCausalLM", FAMILIES) == "Glm4MoeLiteForCausalLM"
+    assert nearest("KimiLinearForCausalLM", FAMILIES) == "DeepseekV3ForCausalLM"
+    assert set(UNLIKE_IN_NAME.values()) <= set(FAMILIES)
