@@ -35,6 +35,7 @@ from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.start import token_check
 from jaxsgl.engine.start.dry_run import run_all, run_masks, run_tower, step_failure
 from jaxsgl.engine.start.joining import same_programs
+from jaxsgl.engine.start.large_pages import use_large_pages
 from jaxsgl.engine.start.memory import (
     Memory,
     check_weights_fit,
@@ -171,6 +172,8 @@ class Engine:
         self._params = self.weight_store.leaves
         self._runner = StepRunner(self.programs, self.arch, self._params, state, self.adapters, self._draft_leaves)
         self._launcher: Launcher | None = None
+        if platform == "cpu":
+            use_large_pages(jax.tree.leaves((self._params, self._draft_leaves, state)))
         run_all(
             self.submit,
             self.buckets.all(),

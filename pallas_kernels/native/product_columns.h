@@ -1,8 +1,8 @@
 // Many rows times int8 weights as bytes: registers along the rows, four inputs of one to a lane.
 //
 // The rows are packed so and stay in the second level of cache while the weights pass by, 16 weight rows at a time: four
-// weights spread over a register meet 16 rows with each instruction, and sums leave the registers once a block. Here the
-// rows are the side without a sign, 128 being their zero; the weights' sums times 128 are taken off first.
+// weights spread over a register meet 16 rows with each instruction, and sums leave the registers once a block. Weights
+// are the side without a sign: 128 is added to them as they are spread, and 128 times the rows' sums is taken off first.
 
 #pragma once
 
@@ -33,23 +33,28 @@ void ForColumns(int tokens, const Work& work) {
   for (Columns c(0, tokens); c.first < tokens; c = Columns(c.first + c.strips * kLanes, tokens)) work(c);
 }
 
-// Packed rows: for each Columns and block, integers [depth / 4, strips, kLanes, 4], scales [strips, kLanes].
+// Packed rows: for each Columns and block, integers [depth / 4, strips, kLanes, 4], and [strips, kLanes] of scales and
+// of what sums begin with.
 struct PackedColumns {
-  uint8_t* integers;
+  int8_t* integers;
   float* scales;
+  int* begins;
 
   PackedColumns(char* begin, const Int8Product& p, int tokens)
-      : integers(reinterpret_cast<uint8_t*>(begin)), scales(reinterpret_cast<float*>(begin + Padded(tokens) * p.in)) {}
+      : integers(reinterpret_cast<int8_t*>(begin)),
+        scales(reinterpret_cast<float*>(begin + Padded(tokens) * p.in)),
+        begins(reinterpret_cast<int*>(scales + Padded(tokens) * p.blocks())) {}
 
   static int64_t Padded(int64_t tokens) { return (tokens + kLanes - 1) / kLanes * kLanes; }
   static int64_t NumBytes(const Int8Product& p, int64_t tokens) {
-    return Padded(tokens) * (p.in + p.blocks() * sizeof(float));
+    return Padded(tokens) * (p.in + p.blocks() * (sizeof(float) + sizeof(int)));
   }
-  uint8_t* IntegersOf(const Int8Product& p, const Columns& c, int64_t b) const {
+  int8_t* IntegersOf(const Int8Product& p, const Columns& c, int64_t b) const {
     return integers + c.first * p.in + b * p.block * c.strips * kLanes;
   }
-  float* ScalesOf(const Int8Product& p, const Columns& c, int64_t b) const {
-    return scales + (c.first * p.blocks() + b * c.strips * kLanes);
+  // Where the scales and begins of a block's rows lie.
+  int64_t RowsOf(const Int8Product& p, const Columns& c, int64_t b) const {
+    return c.first * p.blocks() + b * c.strips * kLanes;
   }
 };
 
@@ -66,46 +71,36 @@ void PackColumns(const Int8Product& p, int64_t first, int tokens, const Columns&
           scale = Bytes::Pack(p.Row(first + token) + b * p.block, depth, rows[j]);
         else
           std::memset(rows[j], 0, depth + kFours);
-        to.ScalesOf(p, c, b)[s * kLanes + j] = scale;
+        to.scales[to.RowsOf(p, c, b) + s * kLanes + j] = scale;
       }
-      uint8_t* const integers = to.IntegersOf(p, c, b) + s * kFours;
+      int8_t* const integers = to.IntegersOf(p, c, b) + s * kFours;
+      Sums sum{};
       for (int i = 0; i < depth; i += kFours) {
         Bits lines[kLanes];
-        for (int j = 0; j < kLanes; ++j) lines[j] = Xor(LoadBits(rows[j] + i), AllBytes(-128));
+        for (int j = 0; j < kLanes; ++j) lines[j] = LoadBits(rows[j] + i);
         Transpose(lines);
-        for (int j = 0; j < kLanes && i + 4 * j < depth; ++j)
+        for (int j = 0; j < kLanes && i + 4 * j < depth; ++j) {
           StoreBits(integers + (i + 4 * j) * c.strips * kLanes, lines[j]);
+          sum = PlusFours(sum, AllBytes(1), lines[j]);
+        }
       }
+      StoreBits(to.begins + to.RowsOf(p, c, b) + s * kLanes, SubtractIntegers(Bits{}, TimesPowerOfTwo(Bits(sum), 7)));
     }
   }
 }
 
-// Of kRows weight rows, 128 times their sums over a block, below zero.
-void TakeOff(const int8_t* weights, int64_t in, int depth, int* to) {
-  for (int r = 0; r < kRows; r += kLanes) {
-    Bits sums[kLanes];
-    for (int l = 0; l < kLanes; ++l) {
-      const int8_t* const row = weights + (r + l) * in;
-      Sums sum{};
-      for (int i = 0; i < depth; i += kFours)
-        sum = PlusFours(sum, AllBytes(1), LoadBytes(row + i, depth - i));
-      sums[l] = Bits(sum);
-    }
-    StoreBits(to + r, SubtractIntegers(Bits{}, TimesPowerOfTwo(SumsOfLanes(sums), 7)));
-  }
-}
-
-// sums [R, kLanes * V] += a block of R weight rows times packed rows, whose integers' sums begin at begins [R], times
-// the scales of rows [kLanes * V] and of weight rows [R]. Prefetches the R weight rows at `ahead`. Not inlined: GCC would
-// keep sums in memory.
+// sums [R, kLanes * V] += a block of R weight rows times packed rows, whose integers' sums begin at begins [kLanes * V],
+// times the scales of rows [kLanes * V] and of weight rows [R]. Prefetches the R weight rows at `ahead`. Not inlined: GCC
+// would keep sums in memory.
 template <int R, int V>
-[[gnu::noinline]] void AddColumns(const int8_t* weights, const int8_t* ahead, int64_t in, const uint8_t* packed,
+[[gnu::noinline]] void AddColumns(const int8_t* weights, const int8_t* ahead, int64_t in, const int8_t* packed,
                                   int depth, const int* begins, const float* scales, const float* of_rows, float* sums) {
   Sums sum[R][V];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) sum[r][v] = Sums(AllIntegers(begins[r]));
+    for (int v = 0; v < V; ++v) sum[r][v] = Sums(LoadBits(begins + v * kLanes));
   const int shift = ShiftOfRows(depth);
+#pragma GCC unroll 2
   for (int i = 0; i < depth; i += 4) {
     PrefetchLine(ahead, in, i * R / 64, shift);  // the same one several times: a condition would make GCC copy the sums
     Bits right[V];
@@ -118,9 +113,9 @@ template <int R, int V>
     for (int r = 0; r < R; ++r) {
       int32_t four;
       std::memcpy(&four, weights + r * in + i, 4);
-      const Bits left = AllIntegers(four);
+      const Bits left = Xor(AllIntegers(four), AllBytes(-128));
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sum[r][v] = PlusFours(sum[r][v], right[v], left);
+      for (int v = 0; v < V; ++v) sum[r][v] = PlusFours(sum[r][v], left, right[v]);
     }
   }
 #pragma GCC unroll 16
@@ -136,17 +131,18 @@ template <int R, int V>
 
 template <int V>
 void MultiplyColumns(const Int8Product& p, int64_t begin, int64_t first, int tokens, const Columns& c,
-                     const PackedColumns& packed, const int (*begins)[kRows]) {
+                     const PackedColumns& packed) {
   constexpr int R = std::min(kSumsAtATime / V, kMostWeightRows);
   alignas(64) float sums[kRows][kLanes * V] = {};
   for (int64_t b = 0; b < p.blocks(); ++b) {
+    const int64_t rows = packed.RowsOf(p, c, b);
     float of_rows[kRows];
     for (int r = 0; r < kRows; ++r) of_rows[r] = p.ScaleOfBlock(begin + r, b);
     for (int r = 0; r < kRows; r += R) {
       const int8_t* const weights = p.weights + (begin + r) * p.in + b * p.block;
       const int8_t* const ahead = c.first ? weights : weights + kRows * p.in;  // the first columns fetch the next rows
-      AddColumns<R, V>(weights, ahead, p.in, packed.IntegersOf(p, c, b), p.depth(b), begins[b] + r,
-                       packed.ScalesOf(p, c, b), of_rows + r, sums[r]);
+      AddColumns<R, V>(weights, ahead, p.in, packed.IntegersOf(p, c, b), p.depth(b), packed.begins + rows,
+                       packed.scales + rows, of_rows + r, sums[r]);
     }
   }
   for (int r = 0; r < kRows; r += kLanes) {
@@ -200,14 +196,11 @@ struct PiecesOfBytes {
     if (p.tokens <= kFewBytes) return Few::Multiply(p, first, begin, rows, packed);
     const int tokens = TokensFrom(p, first);
     const PackedColumns from(packed, p, tokens);
-    const auto begins = reinterpret_cast<int(*)[kRows]>(Packed<int>(p.blocks() * kRows));
     for (int64_t row = begin; row < begin + rows; row += kRows) {
-      for (int64_t b = 0; b < p.blocks(); ++b)
-        TakeOff(p.weights + row * p.in + b * p.block, p.in, p.depth(b), begins[b]);
       ForColumns(tokens, [&](const Columns& c) {
         const auto multiply = c.strips == 1 ? MultiplyColumns<1> : c.strips == 2 ? MultiplyColumns<2>
                                                                                  : MultiplyColumns<kMostStrips>;
-        multiply(p, row, first, tokens, c, from, begins);
+        multiply(p, row, first, tokens, c, from);
       });
     }
   }
