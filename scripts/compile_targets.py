@@ -8,6 +8,7 @@
     python scripts/compile_targets.py h200 --grid steps-ordered    # of --enable-deterministic-inference
     python scripts/compile_targets.py v6e --grid steps --json FILE --missing    # goes on where another run was ended
     python scripts/compile_targets.py h200 v6e --grid steps --tp 8 # larger models, shared by 8 devices
+    python scripts/compile_targets.py h200 --grid steps --tp 16 --ranks 4    # in ranks, here on two hosts of 8 GPUs
 
 Makes a virtual environment per plug-in (2 GB each), compiles there, and prints for each kernel: registers,
 spilled bytes, shared memory and the instructions found (wgmma, bulk copies); for the engine's steps: kernels per layer
@@ -98,6 +99,7 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; default all")
     parser.add_argument("--grid", choices=GRIDS, default="full", help="which programs; full is all of them")
     parser.add_argument("--tp", type=int, default=1, help="devices that share a model, of --grid steps")
+    parser.add_argument("--ranks", type=int, default=1, help="that they are divided into (--enable-dp-attention)")
     parser.add_argument("--match", default="", metavar="REGEX", help="only programs whose names match")
     parser.add_argument("--xla-flags", default="", metavar="FLAGS", help="given to XLA; write --xla-flags='--xla_...'")
     parser.add_argument("--launches", action="store_true", help="list the launches of a layer")
@@ -112,6 +114,8 @@ def main() -> int:
         parser.error("--update and --missing need the FILE of --json")
     if options.tp > 1 and not options.grid.startswith("steps"):
         parser.error("--tp is for the grids of steps: kernels are those of one device")
+    if options.ranks > 1 and (options.grid != "steps" or options.tp % options.ranks):
+        parser.error("--ranks are of --grid steps, and divide the devices of --tp")
     if unknown := set(options.targets) - set(TARGETS):
         parser.error(f"unknown target {', '.join(sorted(unknown))}; choose from {', '.join(TARGETS)}")
 
@@ -127,7 +131,7 @@ def main() -> int:
             continue
         python = make_environment(target.extra, options.environments)
         done = [program for of_target, program in kept if of_target == name] if options.missing else []
-        which = options.grid, options.jobs, options.match, options.xla_flags, done, options.tp
+        which = options.grid, options.jobs, options.match, options.xla_flags, done, options.tp, options.ranks
         for result in compile_in(python, target, *which):
             results[name, result["program"]] = result
             print(describe(result), flush=True)

@@ -2,7 +2,9 @@
 
 A launch hands every array over once per device, which on eight devices takes twice as long as on one, and longer than
 planning the step. So on a mesh of several devices a thread launches, and the serving loop doesn't wait for JAX; on one
-device the serving loop launches by itself. Knows no program; made and called by `engine`.
+device the serving loop launches by itself. One thread launches all that a step runs, the choice by masks too: XLA runs
+programs of two threads side by side on a CPU, and hosts whose devices exchange something in two programs at a time may
+do so in different orders. Knows no program; made and called by `engine` and `stages`.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class Launcher:
 
     def launch(self, launch: Callable[[], StepHandle]) -> LaunchedHandle:
         """Has a step launched behind all others; returns at once."""
-        return LaunchedHandle(self.put(launch))
+        return LaunchedHandle(self.put(launch), self)
 
     def settle(self) -> None:
         """Waits until all steps are launched. Raises the error of one that failed."""
@@ -136,23 +138,41 @@ class Launcher:
 
 
 class LaunchedHandle:
-    """A step that is being launched. All methods wait for the launch and raise its error if it failed."""
+    """A step that is being launched. What reads it waits for the launch and raises its error if it failed.
 
-    def __init__(self, launched: Future[StepHandle]) -> None:
+    Args:
+      launched: the handle of the step, once it is.
+      launcher: whose thread launches it.
+    """
+
+    def __init__(self, launched: Future[Any], launcher: Launcher) -> None:
         self._launched = launched
+        self._launcher = launcher
 
     def choose(self, masks: npt.NDArray[np.uint32]) -> None:
-        """See `MaskedHandle`."""
-        cast(MaskedHandle, self._launched.result()).choose(masks)
+        """See `MaskedHandle`; the same thread launches it, after all that it was given before. Returns at once."""
+        launched = self._launched
+
+        def choose() -> StepHandle:
+            handle: StepHandle = launched.result()
+            cast(MaskedHandle, handle).choose(masks)
+            return handle
+
+        self._launched = self._launcher.put(choose)
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """See `StepHandle`."""
-        return self._launched.result().tokens()
+        return self._handle.tokens()
 
     def outputs(self) -> HostOutputs:
         """See `StepHandle`."""
-        return self._launched.result().outputs()
+        return self._handle.outputs()
 
     def drafts(self) -> npt.NDArray[np.int32]:
         """See `StepHandle`."""
-        return self._launched.result().drafts()
+        return self._handle.drafts()
+
+    @property
+    def _handle(self) -> StepHandle:
+        handle: StepHandle = self._launched.result()
+        return handle

@@ -18,14 +18,15 @@ from tests.end_to_end.servers import START_TIMEOUT_S
 from tests.hosts.world import free_port
 
 GONE_S = 15.0
+SERVER = "jaxsgl.serve"
 
 
 class Host:
     """A server process and its log."""
 
-    def __init__(self, folder: Path, rank: int, flags: Sequence[str]) -> None:
+    def __init__(self, folder: Path, rank: int, flags: Sequence[str], module: str) -> None:
         self.log_path = folder / f"host{rank}.log"
-        command = [sys.executable, "-m", "jaxsgl.serve", "--grpc-port", "0", "--port", "0", *flags]
+        command = [sys.executable, "-m", module, "--grpc-port", "0", "--port", "0", *flags]
         with self.log_path.open("wb") as out:
             self.process = subprocess.Popen(
                 [*command, "--node-rank", str(rank)], stdout=out, stderr=out, start_new_session=True
@@ -51,12 +52,12 @@ class Host:
 
 
 class Hosts:
-    """Hosts that share a model."""
+    """Hosts that share a model, each started as `module`."""
 
-    def __init__(self, folder: Path, number: int, flags: Sequence[str]) -> None:
+    def __init__(self, folder: Path, number: int, flags: Sequence[str], module: str = SERVER) -> None:
         at = f"127.0.0.1:{free_port(number)}"
         address = ("--nnodes", str(number), "--dist-init-addr", at, "--dist-timeout", "300")
-        self.hosts = [Host(folder, rank, (*flags, *address)) for rank in range(number)]
+        self.hosts = [Host(folder, rank, (*flags, *address), module) for rank in range(number)]
         self.url = ""
 
     def wait_for_log(self, text: str, patience_s: float = 2 * START_TIMEOUT_S) -> None:
@@ -67,6 +68,12 @@ class Hosts:
             assert all(host.process.poll() is None for host in self.hosts) and time.monotonic() < deadline_s, logs
             time.sleep(0.05)
         self.url = self.hosts[0].url
+
+    @property
+    def grpc_address(self) -> str:
+        """Of host 0, once it has reported ready."""
+        (address,) = re.findall(r"ready: .* on (\S+:\d+) \(gRPC\)", self.hosts[0].log)
+        return str(address)
 
     def ask(self, timeout_s: float = 300.0, **body: object) -> httpx.Response:
         return httpx.post(f"{self.url}/generate", json=body, timeout=timeout_s)
@@ -90,9 +97,11 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def running_hosts(folder: Path, number: int, flags: Sequence[str], until: str = "ready: ") -> Iterator[Hosts]:
+def running_hosts(
+    folder: Path, number: int, flags: Sequence[str], until: str = "ready: ", module: str = SERVER
+) -> Iterator[Hosts]:
     """Starts hosts and waits until all have logged `until`; kills what is left at the end."""
-    hosts = Hosts(folder, number, flags)
+    hosts = Hosts(folder, number, flags, module)
     try:
         hosts.wait_for_log(until)
         yield hosts

@@ -47,6 +47,7 @@ def bodies() -> list[dict[str, Any]]:
         ([11, 12, 13, 14], {**sampled, "frequency_penalty": 0.7}, {"return_logprob": True}),
         ([5, 6], {**GREEDY, "logit_bias": {"17": 4.0, "60": 5.0}}, {}),
         ([3, 4], {**GREEDY, "regex": "[0-9]{30}"}, {}),
+        ([4, 3], {**GREEDY, "regex": "[0-9]{30}"}, {"return_logprob": True, "top_logprobs_num": 3}),
     ]
     return [{"input_ids": ids, "sampling_params": params, **more} for ids, params, more in asked]
 
@@ -201,19 +202,20 @@ def test_a_host_that_dies_or_stands_still_ends_all_and_open_requests_get_its_nam
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="minutes; by night")
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_idle_hosts_live_on_until_one_dies_or_stands_still(number: signal.Signals, tmp_path: Path) -> None:
-    """Two pairs idle at the same time; of one the first host's engine gets the signal, of the other the second's."""
+@pytest.mark.timeout(1200)
+def test_idle_hosts_live_on_until_one_dies_or_stands_still(tmp_path: Path) -> None:
+    """Pairs idle at the same time; then of each the engine of one host gets a signal."""
+    cases = [(number, rank) for number in (signal.SIGKILL, signal.SIGSTOP) for rank in (0, 1)]
     with contextlib.ExitStack() as stack:
         pairs = []
-        for rank in (0, 1):
-            (tmp_path / str(rank)).mkdir()
-            pairs.append(stack.enter_context(running_hosts(tmp_path / str(rank), 2, [*FLAGS, "--tp", "2"])))
+        for case in range(len(cases)):
+            (tmp_path / str(case)).mkdir()
+            pairs.append(stack.enter_context(running_hosts(tmp_path / str(case), 2, [*FLAGS, "--tp", "2"])))
         time.sleep(IDLE_S)
-        for rank, hosts in enumerate(pairs):
+        for hosts, (number, rank) in zip(pairs, cases, strict=True):
             assert hosts.ask(input_ids=[1, 2], sampling_params=GREEDY).status_code == 200
             hosts.hosts[rank].send(number, to_engine=True)
+        for hosts in pairs:
             assert 0 not in hosts.statuses(SILENT_S + SLACK_S + GONE_S)
 
 

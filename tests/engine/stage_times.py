@@ -43,18 +43,18 @@ class Timed(ScriptedMailbox):
             self.came_s.append(time.perf_counter())
 
 
-def asleep(x: jax.Array) -> jax.Array:
-    """`x`, after a while on the device."""
+def asleep(x: jax.Array, stage_s: float) -> jax.Array:
+    """`x`, after so many seconds on the device."""
 
     def sleep(x: Any) -> Any:
-        time.sleep(STAGE_S)
+        time.sleep(stage_s)
         return x
 
     slept: jax.Array = jax.pure_callback(sleep, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     return slept
 
 
-def sleeping(make: Callable[..., Any], field: str) -> Callable[..., Any]:
+def sleeping(make: Callable[..., Any], field: str, stage_s: float) -> Callable[..., Any]:
     """`make_passing` or `make_forward`, whose programs sleep before they have `field`."""
 
     def made(*arguments: Any) -> Any:
@@ -62,18 +62,23 @@ def sleeping(make: Callable[..., Any], field: str) -> Callable[..., Any]:
 
         def sleeper(*values: Any) -> Any:
             out = program(*values)
-            return out._replace(**{field: asleep(getattr(out, field))})
+            return out._replace(**{field: asleep(getattr(out, field), stage_s)})
 
         return sleeper
 
     return made
 
 
+def plant(stage_s: float) -> None:
+    """Has the programs of all stages that are made from now on sleep so many seconds."""
+    stage_programs.make_passing = sleeping(step.make_passing, "stream", stage_s)  # type: ignore[attr-defined]
+    step_programs.make_forward = sleeping(step.make_forward, "logits", stage_s)  # type: ignore[attr-defined]
+
+
 def main() -> None:
     folder, num_stages = sys.argv[1], int(sys.argv[2])
     jax.config.update("jax_num_cpu_devices", num_stages)
-    stage_programs.make_passing = sleeping(step.make_passing, "stream")  # type: ignore[attr-defined]
-    step_programs.make_forward = sleeping(step.make_forward, "logits")  # type: ignore[attr-defined]
+    plant(STAGE_S)
     config = EngineConfig(
         model=folder,
         load_format="dummy",

@@ -52,3 +52,37 @@ def test_after_a_launch_that_failed_no_step_is_launched() -> None:
         launcher.settle()
     assert not launched
     launcher.close()
+
+
+def test_tokens_are_chosen_by_the_thread_that_launches_before_the_steps_that_follow() -> None:
+    """Programs of two threads may run at the same time, in other orders on other hosts."""
+    launcher, gate, done = Launcher(), threading.Event(), list[tuple[str, str]]()
+
+    def noted(what: str) -> None:
+        done.append((what, threading.current_thread().name))
+
+    def launch(token: int) -> Any:
+        gate.wait()
+        noted(f"step {token}")
+        return SimpleNamespace(**vars(step(token)), choose=lambda masks: noted(f"choice {token} of {len(masks)}"))
+
+    first = launcher.launch(functools.partial(launch, 0))
+    first.choose(np.zeros((3, 1), np.uint32))  # returns while the step waits
+    second = launcher.launch(functools.partial(launch, 1))
+    gate.set()
+    assert [int(handle.tokens()[0]) for handle in (first, second)] == [0, 1]
+    assert done == [(what, "launcher") for what in ("step 0", "choice 0 of 3", "step 1")]
+    launcher.close()
+
+
+def test_a_choice_that_fails_fails_the_step_and_those_that_follow() -> None:
+    def fail(masks: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    launcher = Launcher()
+    first = launcher.launch(lambda: SimpleNamespace(**vars(step(0)), choose=fail))
+    first.choose(np.zeros((1, 1), np.uint32))
+    for handle in (first, launcher.launch(lambda: step(1))):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            handle.tokens()
+    launcher.close()

@@ -88,6 +88,22 @@ def test_a_device_has_its_part_of_a_model_that_eight_share(tmp_path: Path) -> No
     assert model.wanted(model.bucket("decode", 256, "greedy")) == Wanted(8, 256 * 4096 * 2, 256)
 
 
+def test_ranks_have_heads_and_vocabulary_for_themselves_and_experts_together(tmp_path: Path) -> None:
+    mesh: Any = AbstractMesh((2, 4), ("data", "tensor"))
+    ranked, whole = (
+        served("qwen3-235b-a22b", TARGETS["h200"], mesh, tmp_path),
+        on_eight("qwen3-235b-a22b", "h200", tmp_path),
+    )
+    assert ranked is not None and ranked.name == "qwen3-235b-a22b-2x4"
+    assert ranked.states.page_bytes == whole.states.page_bytes  # a head of each device; of eight, each has a copy
+    assert 2 * ranked.capacity.num_rows == whole.capacity.num_rows
+    assert 2 * ranked.capacity.max_extend_tokens == whole.capacity.max_extend_tokens
+    copied = 94 * 2 * 4096 * 64 * 128 * 2 // 8 + 151_936 * 4096 * 2 // 8  # of q, its output and the head
+    assert ranked.weight_bytes() - whole.weight_bytes() == pytest.approx(copied, rel=0.02)
+    bucket = ranked.buckets.decode(32)
+    assert ranked.wanted(bucket) == Wanted(8, 32 * 4096 * 2, 32, num_ranks=2)
+
+
 def test_weights_in_float8_take_half_as_much_and_experts_are_kept_in_bfloat16(tmp_path: Path) -> None:
     dense, quantized = (on_eight(f"qwen3-8b{weights}", "h200", tmp_path).facts() for weights in ("", "-fp8"))
     # Scales take some percent; every device has all those of a matrix whose inputs are split.

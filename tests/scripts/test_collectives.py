@@ -71,6 +71,24 @@ def test_a_sum_that_is_scattered_and_gathered_again_is_one() -> None:
     assert problems_of([*halves, *halves], [], WANTED) == []
 
 
+def test_ranks_gather_their_tokens_and_scatter_their_sums_once_a_layer() -> None:
+    """Next to the sums within each rank. A TPU writes a small scatter as a sum of all."""
+    ranks = Wanted(num_devices=8, residual_bytes=RESIDUAL, num_rows=4, num_ranks=2)
+    within = [("all-reduce", RESIDUAL)] * 2
+    gathered, scattered = ("all-gather", 2 * RESIDUAL), ("reduce-scatter", 2 * RESIDUAL)
+    embedding_and_flags = [("all-reduce", RESIDUAL), ("all-gather", 2 * 64)]
+    assert problems_of([*within, gathered, scattered], embedding_and_flags, ranks) == []
+    assert problems_of([*within, gathered, ("all-reduce", 2 * RESIDUAL)], embedding_and_flags, ranks) == []
+    twice = problems_of([*within, gathered, gathered, scattered], embedding_and_flags, ranks)
+    assert [problem.split(";")[0] for problem in twice] == [
+        "a layer has 2 all-gather, 2 all-reduce, 1 reduce-scatter",
+        f"a layer's collectives carry {8 * RESIDUAL} bytes",
+    ]
+    alone = Wanted(num_devices=8, residual_bytes=RESIDUAL, num_rows=4, num_ranks=8)  # a device each: nothing to add up
+    assert problems_of([("all-gather", 8 * RESIDUAL), ("reduce-scatter", 8 * RESIDUAL)], [], alone) == []
+    assert len(problems_of([*within, ("all-gather", 8 * RESIDUAL), ("reduce-scatter", 8 * RESIDUAL)], [], alone)) == 2
+
+
 def test_logits_that_are_gathered_for_greedy_tokens_are_a_problem() -> None:
     logits = ("all-gather", 4 * 151_936 * 4)
     (problem,) = problems_of([], [("all-reduce", RESIDUAL), logits], WANTED)

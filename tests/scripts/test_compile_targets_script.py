@@ -28,7 +28,7 @@ def test_a_run_compiles_what_the_file_lacks_or_has_with_problems(
     asked = []
 
     def compile_in(*arguments: Any) -> Iterator[dict[str, Any]]:
-        *_, done, _ = arguments
+        *_, done, _, _ = arguments
         for name in ("c", "b", "a"):
             if name not in done:
                 asked.append(name)

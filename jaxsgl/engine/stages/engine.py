@@ -36,9 +36,10 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import profiler
 from jaxsgl.engine.kernels.tester import KernelTester
+from jaxsgl.engine.launcher import LaunchedHandle
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.programs import ProgramSet
-from jaxsgl.engine.stages.parts import FromHost, Part, Stage, StagedHandle, ToHost
+from jaxsgl.engine.stages.parts import FromHost, Part, Stage, ToHost
 from jaxsgl.engine.stages.programs import PassingRunner, StageSpec
 from jaxsgl.engine.start.dry_run import run_all, run_masks, run_passing, step_failure
 from jaxsgl.engine.start.memory import Memory, check_weights_fit, keep_small_places, least_free_memory, loading_weights
@@ -320,7 +321,7 @@ class StagedEngine:
         """See `StepEngine`."""
         return self._compiles.count
 
-    def submit(self, inputs: StepInputs) -> StagedHandle:
+    def submit(self, inputs: StepInputs) -> LaunchedHandle:
         """Has each part do its own of a step, one after the other, and returns at once.
 
         What a part raises comes with the handle; after that the engine can't go on.
@@ -329,7 +330,7 @@ class StagedEngine:
         for part in self._parts:
             before = part.launch(inputs, before)
         assert before is not None
-        return StagedHandle(before, self._parts[-1].launcher)
+        return LaunchedHandle(before, self._parts[-1].launcher)
 
     def start_profile(self, folder: str) -> None:
         """Starts to record a trace of devices and host; see `profiler.start`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from jaxsgl.batch.engine_api import MaskedHandle, StepHandle
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
-from jaxsgl.engine.launcher import LaunchedHandle, Launcher
+from jaxsgl.engine.launcher import Launcher
 from jaxsgl.engine.stages.programs import PassingRunner
 from jaxsgl.engine.step_runner import StepRunner
 from jaxsgl.hosts.group import After, Before
@@ -146,27 +145,3 @@ class PassedOn:
     def drafts(self) -> npt.NDArray[np.int32]:
         """None are known here."""
         return np.zeros((0, 0), np.int32)
-
-
-class StagedHandle(LaunchedHandle):
-    """A step that is on its way through the stages.
-
-    Args:
-      launched: its handle of the last part here, once that has done its own.
-      last: the thread of that part.
-    """
-
-    def __init__(self, launched: Future[Any], last: Launcher) -> None:
-        super().__init__(launched)
-        self._last = last
-
-    def choose(self, masks: npt.NDArray[np.uint32]) -> None:
-        """See `MaskedHandle`. The last stage's thread does it, after it has launched the step."""
-        launched = self._launched
-
-        def choose() -> StepHandle:
-            handle: StepHandle = launched.result()
-            cast(MaskedHandle, handle).choose(masks)
-            return handle
-
-        self._launched = self._last.put(choose)

@@ -2,7 +2,9 @@
 
 A layer whose matrices are split over devices needs two sums over them, each of the residual stream `[T, D]`: after
 attention and after the MLP or the experts. The embedding needs one more, and the choice of a token a few numbers per
-row and device. Whatever exceeds that is a problem. Imports no JAX. Called by `hlo`, `launch_report` and `prediction`.
+row and device. Where devices are ranks with tokens of their own, these sums are within a rank, and a layer gathers the
+tokens of all ranks before its MLP or experts and scatters the sums after them. Whatever exceeds that is a problem.
+Imports no JAX. Called by `hlo`, `launch_report` and `prediction`.
 """
 
 from __future__ import annotations
@@ -26,13 +28,46 @@ class Wanted:
 
     Attributes:
       num_devices: that share the work.
-      residual_bytes: of `[T, D]` in the format of activations.
-      num_rows: rows that get a token.
+      residual_bytes: of `[T, D]` in the format of activations, of one rank.
+      num_rows: rows that get a token, of one rank.
+      num_ranks: that the devices are divided into.
     """
 
     num_devices: int
     residual_bytes: int
     num_rows: int
+    num_ranks: int = 1
+
+    @property
+    def sums(self) -> int:
+        """Sums of a rank's residual stream in a layer."""
+        return PER_LAYER if self.num_devices > self.num_ranks else 0
+
+    @property
+    def exchanges(self) -> int:
+        """What a layer gathers from and scatters to all ranks."""
+        return 2 if self.num_ranks > 1 else 0
+
+    @property
+    def layer_bytes(self) -> int:
+        """The most that a layer's collectives may carry."""
+        return (self.sums + self.exchanges * self.num_ranks) * self.residual_bytes
+
+    @property
+    def rest_bytes(self) -> int:
+        """The most that collectives outside of layers may carry: the embedding's sum, and the choice of tokens.
+
+        Ranks tell each other once who is padding. XLA does so together with the first layer's tokens, which then aren't
+        counted as the layer's.
+        """
+        with_flags = self.num_ranks * self.residual_bytes if self.exchanges else 0
+        return self.residual_bytes + self.choice_bytes + with_flags
+
+    @property
+    def needed(self) -> str:
+        """A layer's collectives, in words."""
+        of_ranks = [f"1 all-gather and 1 reduce-scatter over {self.num_ranks} ranks"] if self.exchanges else []
+        return ", ".join([*([f"{self.sums} all-reduce"] if self.sums else []), *of_ranks])
 
     @property
     def choice_bytes(self) -> int:
@@ -80,15 +115,14 @@ def problems_of(layer: Sequence[tuple[str, int]], rest: Sequence[tuple[str, int]
     """
     found = []
     counts = Counter(kind for kind, _ in layer)
-    if _sums(counts) > PER_LAYER:
+    ranks = wanted.num_ranks > 1  # whose tokens are gathered and scattered for their own sake, and not as a sum
+    if (len(layer) if ranks else _sums(counts)) > wanted.sums + wanted.exchanges:
         listed = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
-        found.append(f"a layer has {listed}; {PER_LAYER} all-reduce are needed")
-    most = PER_LAYER * wanted.residual_bytes
-    if (moved := sum(_carried_once(layer))) > most:
-        found.append(f"a layer's collectives carry {moved} bytes; {most} are needed")
-    most = wanted.residual_bytes + wanted.choice_bytes
-    if (moved := sum(_carried_once(rest))) > most:
-        found.append(f"collectives outside of layers carry {moved} bytes; {most} are needed")
+        found.append(f"a layer has {listed}; {wanted.needed} are needed")
+    if (moved := sum(moved for _, moved in layer) if ranks else sum(_carried_once(layer))) > wanted.layer_bytes:
+        found.append(f"a layer's collectives carry {moved} bytes; {wanted.layer_bytes} are needed")
+    if (moved := sum(_carried_once(rest))) > wanted.rest_bytes:
+        found.append(f"collectives outside of layers carry {moved} bytes; {wanted.rest_bytes} are needed")
     return found
 
 

@@ -42,24 +42,29 @@ def compile_all(
     xla_flags: str = "",
     done: Collection[str] = (),
     tp: int = 1,
+    ranks: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """Yields the results of every `share[1]`-th program whose name matches and that isn't done, from `share[0]` on."""
     with tempfile.TemporaryDirectory() as folder:
         prepare_environment(Path(folder), xla_flags)
         devices = target.devices(tp)
-        named = [each for each in _programs(target, grid, devices, Path(folder)) if re.search(match, each.name)]
+        found = _programs(target, grid, devices, ranks, Path(folder))
+        named = [each for each in found if re.search(match, each.name)]
         every = [each for each in named if each.name not in done]
         for program in every[share[0] :: share[1]]:
             with target.traced_for(devices[0]):
                 yield _result(program, target, Path(folder), ptxas)
 
 
-def _programs(target: Target, grid: str, devices: list[jax.Device], folder: Path) -> Iterator[Program]:
+def _programs(target: Target, grid: str, devices: list[jax.Device], num_ranks: int, folder: Path) -> Iterator[Program]:
     from bench.targets import programs, steps
     from jaxsgl.weights.sharding import make_mesh
     from pallas_kernels.specs import COMMON_SPECS, GRID_SPECS, LATENT_SPECS, PRODUCT_SPECS
 
-    mesh = make_mesh(devices)
+    mesh = make_mesh(devices, num_ranks)
+    if num_ranks > 1:
+        yield from steps.ranked_programs(target, mesh, folder)
+        return
     if grid == "steps-float8":
         yield from steps.programs_of_models(target, mesh, folder, "fp8_e4m3")
         return
@@ -192,11 +197,12 @@ def main() -> None:
     parser.add_argument("--match", default="", help="regular expression for names of programs")
     parser.add_argument("--xla-flags", default="")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--done", type=json.loads, default=(), help="names of programs to leave out, a list as JSON")
     options = parser.parse_args()
     share = options.index, options.count
     target = TARGETS[options.target]
-    limits = options.match, options.xla_flags, options.done, options.tp
+    limits = options.match, options.xla_flags, options.done, options.tp, options.ranks
     for result in compile_all(target, options.grid, share, options.ptxas, *limits):
         print(json.dumps(result), flush=True)
     sys.exit(0)

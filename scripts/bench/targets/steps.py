@@ -42,6 +42,7 @@ from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
 from jaxsgl.models.heads import EagleArch, abstract_head
 from jaxsgl.models.layer_spec import DeltaNet, MoeMlp
 from jaxsgl.models.lora import adaptable_modules
+from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
 from pallas_kernels import KernelChoice
 
 MODELS = (
@@ -55,6 +56,7 @@ MODELS = (
     "deepseek-v2-lite",
 )  # of `bench.models`; a model more is a line more
 ORDERED_MODELS = ("qwen3-0.6b", "qwen3-8b", "phi3-mini")  # of 16 bits, without experts
+RANKED_MODELS = ("qwen3-235b-a22b", "qwen3-235b-a22b-fp8", "qwen3-30b-a3b")  # in ranks, where they fit
 SHARED_MODELS = (
     *(f"{name}{weights}" for name in ("qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b") for weights in ("", "-fp8")),
     "qwen3-vl-30b-a3b",
@@ -63,6 +65,7 @@ SHARED_MODELS = (
 COMPILED_LAYERS = 4  # at least; of layers that recur in groups, three groups
 MEM_FRACTION = 0.85  # of the chip's memory for weights and pool, as the engine's own default
 DECODE_ROWS = (1, 32, 256)
+RANK_ROWS = 16  # that decode in each rank
 EXTEND_TOKENS, EXTEND_SEQS = 4096, 4
 NUM_DRAFTS = 3  # of a sequence, of which 16 fit into the larger verify step
 VERIFY_TOKENS = 64
@@ -106,6 +109,11 @@ class Served:
         if self.arch.latent is not None:
             return tuple(name for name in target.backends if name != "mosaic_gpu")
         return target.backends if self.mesh.size == 1 else target.backends[-1:]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks with attention of their own."""
+        return self.mesh.shape[DATA_AXIS]
 
     def bucket(self, kind: str, size: int, sampling: str) -> Bucket:
         """The bucket of a batch of the table."""
@@ -161,7 +169,8 @@ class Served:
 
     def weight_bytes(self) -> int:
         """Bytes of weights that a device reads in each step."""
-        embedding = 0 if self.arch.tie_embeddings else self.arch.vocab_size * self.arch.hidden_size // self.mesh.size
+        parts = self.mesh.shape[TENSOR_AXIS]
+        embedding = 0 if self.arch.tie_embeddings else self.arch.vocab_size * self.arch.hidden_size // parts
         return bytes_on_one_device(_of_decoder(self.params)) - embedding * self.dtype.itemsize
 
     def wanted(self, shape: Bucket | EncodeBucket | int) -> Wanted | None:
@@ -171,7 +180,7 @@ class Served:
         if isinstance(shape, int):
             return Wanted(self.mesh.size, 0, shape)
         residual = shape.num_tokens * self.arch.hidden_size * self.dtype.itemsize
-        return Wanted(self.mesh.size, residual, shape.num_seqs)
+        return Wanted(self.mesh.size, residual, shape.num_seqs, self.num_ranks)
 
 
 def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: str = "auto") -> Served | None:
@@ -184,6 +193,11 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
         tp=mesh.size,
         speculation=SpeculationConfig("NGRAM", NUM_DRAFTS),
     )
+    num_ranks = mesh.shape[DATA_AXIS]
+    if num_ranks > 1:
+        config = dataclasses.replace(
+            config, dp_size=num_ranks, enable_dp_attention=True, speculation=SpeculationConfig()
+        )
     if mesh.size > 1 and ModelArch.from_folder(home).mixture is not None:
         config = dataclasses.replace(config, ep=True, vision=VisionConfig(mm_enable_dp_encoder=True))
     arch = read_arch(config, home)
@@ -191,7 +205,7 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
     dtype, _, kv_dtype = resolve_precision(
         config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=lambda: False
     )
-    states = choose_states(config, arch, platform, kv_dtype, mesh.size)
+    states = choose_states(config, arch, platform, kv_dtype, mesh.shape[TENSOR_AXIS])
     params = placed_params(arch, dtype, mesh)
     weights = bytes_on_one_device(params)
     static = int(target.memory_bytes * MEM_FRACTION) - weights
@@ -199,6 +213,8 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
         return None
     capacity = plan_capacity(config, arch, states, Memory(platform, static, target.memory_bytes - weights))
     shared = name if mesh.size == 1 else f"{name}-tp{mesh.size}"
+    if num_ranks > 1:
+        shared = f"{name}-{num_ranks}x{mesh.shape[TENSOR_AXIS]}"
     takes_head = name in HEADS and mesh.size == 1 and kv_cache_dtype == "auto"
     head = EagleArch.from_folder(write_head_config(name, folder / f"{name}-head"), arch) if takes_head else None
     return Served(shared, arch, dtype, states, capacity, buckets_of(config, capacity), params, mesh, head)
@@ -210,19 +226,39 @@ def placed_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
     return nnx.from_flat_state([(path, placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
 
 
+def _with_few_layers(model: Served, backend: str) -> ProgramSpec:
+    """What the programs of `model` share, of as many layers as are compiled."""
+    arch = dataclasses.replace(model.arch, layers=model.arch.layers[: model.layers.compiled])
+    states = dataclasses.replace(model.states, layers=model.states.layers[: model.layers.compiled])
+    graphdef, _ = abstract_model(arch, model.dtype)
+    leaves = placed_params(arch, model.dtype, model.mesh)
+    images = None if arch.vision is None else (arch.vision.row_len, model.dtype)
+    state = abstract_state(states, model.capacity, model.mesh, images)
+    kernels = KernelChoice.of_attention(backend)
+    return ProgramSpec(graphdef, leaves, state, kernels, model.mesh, tower=model.capacity.tower)
+
+
+def _as_step(program: Program, model: Served, spec: ProgramSpec, bucket: Bucket, backend: str) -> Program:
+    """`program` as the forward program of a step of `bucket`, with all that is checked of such."""
+    return dataclasses.replace(
+        program,
+        backend=backend,
+        num_donated=len(jax.tree.leaves(spec.state.kv)),
+        states=tuple({array.shape for array in jax.tree.leaves(spec.state.running)}),
+        layers=model.layers,
+        page_table=(bucket.num_seqs, model.capacity.max_pages_per_seq),
+        weight_bytes=model.weight_bytes(),
+        argument_bytes=bytes_on_one_device((_of_decoder(spec.params), spec.state)),
+    )
+
+
 def engine_programs(model: Served, backend: str) -> Iterator[Program]:
     """Yields each program of the table once, with few layers."""
     mesh = model.mesh
-    layers = model.layers
-    arch = dataclasses.replace(model.arch, layers=model.arch.layers[: layers.compiled])
-    states = dataclasses.replace(model.states, layers=model.states.layers[: layers.compiled])
-    graphdef, _ = abstract_model(arch, model.dtype)
-    leaves = placed_params(arch, model.dtype, mesh)
-    images = None if arch.vision is None else (arch.vision.row_len, model.dtype)
-    state = abstract_state(states, model.capacity, mesh, images)
-    spec = ProgramSpec(graphdef, leaves, state, KernelChoice.of_attention(backend), mesh, tower=model.capacity.tower)
+    arch = dataclasses.replace(model.arch, layers=model.arch.layers[: model.layers.compiled])
+    spec = _with_few_layers(model, backend)
     facts = model.facts()
-    pages: Any = on_one_device(state.kv.k[0])  # a description in the place of an array
+    pages: Any = on_one_device(spec.state.kv.k[0])  # a description in the place of an array
     found: dict[ProgramKey, EngineProgram] = {}
     steps: dict[ProgramKey, list[str]] = {}
     for step, shape in model.table():
@@ -242,16 +278,7 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
             wanted=model.wanted(key.shape),
         )
         if isinstance(key.shape, Bucket):
-            program = dataclasses.replace(
-                program,
-                backend=backend,
-                num_donated=len(jax.tree.leaves(state.kv)),
-                states=tuple({array.shape for array in jax.tree.leaves(state.running)}),
-                layers=layers,
-                page_table=(key.shape.num_seqs, model.capacity.max_pages_per_seq),
-                weight_bytes=model.weight_bytes(),
-                argument_bytes=bytes_on_one_device((_of_decoder(leaves), state)),
-            )
+            program = _as_step(program, model, spec, key.shape, backend)
         yield program
     yield from _mask_programs(spec, model, pages, facts)
     if not model.states.row_bytes:  # else nothing speculates
@@ -345,6 +372,36 @@ def programs_of_models(
                 before = found.get(each.name)
                 found[each.name] = dataclasses.replace(each, steps=(*before.steps, *each.steps)) if before else each
     return list(found.values())
+
+
+def ranked_programs(target: Target, mesh: Mesh, folder: Path) -> Iterator[Program]:
+    """Yields steps of models on a mesh of several ranks: all decode, and one extends a chunk meanwhile."""
+    for name in RANKED_MODELS:
+        model = served(name, target, mesh, folder)
+        if model is None:
+            continue
+        (backend,) = model.backends(target)
+        spec = _with_few_layers(model, backend)
+        pages: Any = on_one_device(spec.state.kv.k[0])
+        buckets, num_decodes = model.buckets, RANK_ROWS * (model.num_ranks - 1)
+        decode, extend = buckets.decode(RANK_ROWS), buckets.extend(buckets.extend_sizes[-1], EXTEND_SEQS)
+        for bucket in (
+            buckets.joint(decode, RANK_ROWS + num_decodes),
+            buckets.joint(extend, extend.num_tokens + num_decodes),
+        ):
+            step = spec.forward(bucket)
+            places = bucket.mlp_tokens or model.num_ranks * bucket.num_tokens
+            program = Program(
+                f"{model.name} {bucket.kind} {bucket.num_tokens} of {places} {backend}",
+                backend,
+                step.trace,
+                pages,
+                num_donated=0,
+                on_matrix_units=False,
+                steps=(f"{model.name} {backend} {bucket.kind} {bucket.num_tokens} greedy",),
+                wanted=model.wanted(bucket),
+            )
+            yield _as_step(program, model, spec, bucket, backend)
 
 
 def ordered_programs(target: Target, mesh: Mesh, folder: Path) -> Iterator[Program]:

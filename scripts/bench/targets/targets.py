@@ -56,14 +56,20 @@ class Target:
         return "gpu" if self.platform == "cuda" else self.platform
 
     def devices(self, count: int = 1) -> list[jax.Device]:
-        """Descriptions of `count` devices that compile and never run; needs the target's plug-in."""
+        """Descriptions of `count` devices that compile and never run; needs the target's plug-in.
+
+        More than eight are those of several hosts.
+        """
         from jax.experimental import topologies  # the parent process may have no JAX
 
         if self.platform == "cuda":
             config = (Path(__file__).parent / f"{self.name}.txtpb").read_text()
-            described = topologies.get_topology_desc(self.name, "cuda", topology=f"1x1x{count}", target_config=config)
+            hosts = -(-count // 8)
+            shape = f"1x{hosts}x{count // hosts}"
+            described = topologies.get_topology_desc(self.name, "cuda", topology=shape, target_config=config)
         else:
-            described = topologies.get_topology_desc(f"{self.name}:{'2x2' if count <= 4 else '2x4'}", "tpu")
+            shape = next(shape for most, shape in ((4, "2x2"), (8, "2x4"), (16, "4x4")) if count <= most)
+            described = topologies.get_topology_desc(f"{self.name}:{shape}", "tpu")
         return list(described.devices)[:count]
 
     @contextmanager
@@ -156,6 +162,7 @@ def compile_in(
     xla_flags: str = "",
     done: Sequence[str] = (),
     tp: int = 1,
+    ranks: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """Yields the results of the target's programs whose names `match` and that aren't `done`, compiled by `jobs`
     processes side by side."""
@@ -167,6 +174,7 @@ def compile_in(
     def share(index: int) -> None:
         command = [str(python), "-m", "bench.targets.compile_for", target.name, grid, str(index), str(jobs), str(ptxas)]
         command += ["--match", match, f"--xla-flags={xla_flags}", "--done", json.dumps(done), "--tp", str(tp)]
+        command += ["--ranks", str(ranks)]
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
                 command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
