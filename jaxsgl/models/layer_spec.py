@@ -197,7 +197,7 @@ class LayerSpec:
     def matrices(self) -> frozenset[str]:
         """The names of its matrices that a checkpoint may have quantized."""
         if isinstance(self.mixer, DeltaNet):
-            of_mixer = set()
+            of_mixer = {"delta_inputs", "delta_output"}
         elif not isinstance(self.mixer, Latent):
             of_mixer = {"qkv", "o"}
         else:

@@ -133,7 +133,8 @@ class GatedDeltaNet(Matrices):
         out     = (rms_norm(S^T q) w silu(x Wz)) Wo
 
     These are the products around `Recur`, which `pallas_kernels/delta.py` computes. Rows of the fused product lie by
-    key head, so that devices that share the model have whole groups each.
+    key head, so that devices that share the model have whole groups each. Where it is quantized, a and b, of which
+    there are few, are products of their own that are not.
 
     Source: Gated DeltaNet (Yang et al., arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it.
     """
@@ -143,13 +144,18 @@ class GatedDeltaNet(Matrices):
         assert isinstance(net, DeltaNet)
         self.net, self.eps = net, arch.rms_norm_eps
         d, values = arch.hidden_size, net.value_heads * net.value_size
-        rows = net.channels + net.group * net.value_size + 2 * net.group  # of a key head: q, k, v; z; b, a
-        self.declare("inputs", (net.key_heads, rows, d), ("key_heads", None, None), dtype, None, fan_in=d)
-        self.declare("output", (d, values), (None, "key_heads"), dtype, None, fan_in=values)
+        large, small = net.channels + net.group * net.value_size, 2 * net.group  # rows of a key head: q, k, v, z; b, a
+        fmt = arch.format_of(spec, "delta_inputs")
+        parts = {"inputs": (large + small, None)} if fmt is None else {"qkvz": (large, fmt), "gates": (small, None)}
+        for name, (rows, kept) in parts.items():
+            self.declare(name, (net.key_heads, rows, d), ("key_heads", None, None), dtype, kept, fan_in=d)
+        self.inputs_in = tuple(parts)
+        of_output = arch.format_of(spec, "delta_output")
+        self.declare("output", (d, values), (None, "key_heads"), dtype, of_output, fan_in=values)
 
     def reader(self, kernels: KernelChoice) -> Weights | None:
-        """The only matrix that multiplies x."""
-        return self.matrix("inputs", kernels)
+        """The matrix that multiplies x, if it is only one."""
+        return self.matrix(self.inputs_in[0], kernels) if len(self.inputs_in) == 1 else None
 
     def __call__(
         self,
@@ -165,7 +171,7 @@ class GatedDeltaNet(Matrices):
         `place` is that of the layer in `ModelArch.delta_layers`.
         """
         net, (taps, decay, norm) = self.net, self._vectors(vectors, rows, place)
-        fused = product(x_TD, self.matrix("inputs", kernels))
+        fused = jnp.concatenate([product(x_TD, self.matrix(name, kernels)) for name in self.inputs_in], axis=-1)
         mixed, gate, write, forget = jnp.split(
             fused, (net.channels, fused.shape[-1] - 2 * net.group, fused.shape[-1] - net.group), axis=-1
         )

@@ -34,6 +34,10 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "kv_a": (("self_attn.kv_a_proj_with_mqa",),),
     "kv_b": (("self_attn.kv_b_proj",),),
     "o": (("self_attn.o_proj",),),
+    "delta_inputs": (("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), ("linear_attn.in_proj_qkvz",)),
+    "delta_output": (("linear_attn.out_proj",),),
+    "embedding_gate": (("per_layer_input_gate",),),
+    "embedding_out": (("per_layer_projection",),),
     "gate_up": (("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",)),
     "down": (("mlp.down_proj",),),
     "experts": (

@@ -518,6 +518,20 @@ _HYBRID: dict[Path, Recipe] = {
         ),
         _delta_inputs,
     ),
+    ("delta_net", "qkvz"): Recipe(
+        (
+            Source(_DELTA_NET + "in_proj_qkv.weight", ("GC", "D")),
+            Source(_DELTA_NET + "in_proj_z.weight", ("GV", "D")),
+        ),
+        _delta_inputs,
+    ),
+    ("delta_net", "gates"): Recipe(
+        (
+            Source(_DELTA_NET + "in_proj_b.weight", ("GN", "D")),
+            Source(_DELTA_NET + "in_proj_a.weight", ("GN", "D")),
+        ),
+        _delta_inputs_by_head,
+    ),
     ("delta_net", "output"): Recipe((Source(_DELTA_NET + "out_proj.weight", ("D", "GV")),), _as_is),
     ("vectors", "delta_taps"): Recipe((Source(_DELTA_NET + "conv1d.weight", ("GC", "1", "GT")),), _delta_taps),
     ("vectors", "delta_decay"): Recipe(
@@ -534,6 +548,8 @@ _QWEN3_NEXT: dict[Path, Recipe] = {
         ),
         _delta_inputs_by_head,
     ),
+    ("delta_net", "qkvz"): Recipe((Source(_DELTA_NET + "in_proj_qkvz.weight", ("GCV", "D")),), _delta_inputs_by_head),
+    ("delta_net", "gates"): Recipe((Source(_DELTA_NET + "in_proj_ba.weight", ("G2N", "D")),), _delta_inputs_by_head),
 }
 
 # Recipes that differ from those above, or are missing there, by architecture.

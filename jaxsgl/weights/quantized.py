@@ -3,7 +3,8 @@
 Weights that are quantized at load are read as `names.py` says, and a part (`models/matrix.py`) is computed on the
 devices from its whole matrix. Of a quantized checkpoint, each row of a part is computed by the host where it is copied
 (`stored_matrix.py`); `names.py` and `experts.py` only say which row of which tensor goes where. Experts in a format
-that their kernels don't multiply are dequantized there. The loader calls `recipe_of` for every parameter.
+that their kernels don't multiply are dequantized there, as are gates of delta-nets. The loader calls `recipe_of` for
+every parameter.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
         if of_experts is not None:
             return _of_experts(path, of_experts, arch)
         recipe = names.recipe_of(path, arch)
+        if path[2:] in (("delta_net", "inputs"), ("delta_net", "gates")):
+            return _dequantized_if_stored_so(recipe, arch, shape_of)
         return _dequantized(path, recipe, "kv_b", arch) if path[2:] == ("attention", "kv_b") else recipe
     fmt: WeightFormat = param.get_metadata("format")
     whole = (*path[:-1], str(path[-1]).removesuffix(part_name("", part)))
@@ -75,6 +78,25 @@ def _dequantized(path: Path, recipe: Recipe, matrix: str, arch: ModelArch) -> Re
     fmt = arch.stored_format
     assert isinstance(path[1], int)
     return recipe if fmt is None or matrix in arch.layers[path[1]].unquantized else _of_stored(recipe, fmt, WEIGHTS)
+
+
+def _dequantized_if_stored_so(recipe: Recipe, arch: ModelArch, shape_of: ShapeOf) -> Recipe:
+    """What `recipe` makes of tensors that the checkpoint has quantized or not, whatever its configuration says.
+
+    Of gates with few outputs it may say nothing, since a block has more of them. Raises `CheckpointError` if some of
+    the tensors are quantized and others are not.
+    """
+    fmt = arch.stored_format
+    if fmt is None or fmt.storage is None:
+        return recipe
+    modules = [source.name.removesuffix("weight") for source in recipe.sources]
+    is_stored_so = [shape_of(module + fmt.storage.scale) is not None for module in modules]
+    if any(is_stored_so) and not all(is_stored_so):
+        raise CheckpointError(
+            f"{modules[is_stored_so.index(True)]}* are quantized and {modules[is_stored_so.index(False)]}* are not, "
+            "but they are multiplied at once: quantize both or none"
+        )
+    return _of_stored(recipe, fmt, WEIGHTS) if all(is_stored_so) else recipe
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,6 @@ def test_no_program_copies_the_states(engine: Engine) -> None:
         ({"disaggregation": DisaggregationConfig(disaggregation_mode="prefill")}, "--disaggregation-mode"),
         ({"scheduling": SchedulingConfig(enable_mixed_chunk=True)}, "--enable-mixed-chunk"),
         ({"lora": LoraConfig(enable_lora=True)}, "--enable-lora"),
-        ({"quantization": "int8"}, "--quantization"),
         ({"page_size": 96}, "--page-size is 96"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.grids import NIGHTLY
+from tests.weights.stored_weights import hybrid_in_fp8
 
 ATOL = 2e-4
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -38,7 +39,16 @@ KINDS = (
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_devices_and_ranks_are_those_of_one_device(kind: str, tmp_path: Path) -> None:
     """Of the whole model, with the sums and exchanges of the engine's programs; two prompts in two ranks."""
-    folder = make_checkpoint(kind, tmp_path, seed=3, **SIZES.get(kind, {}))
+    check_devices(make_checkpoint(kind, tmp_path, seed=3, **SIZES.get(kind, {})))
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="compiles a model on devices in three layouts; by night")
+@pytest.mark.timeout(600)
+def test_devices_share_the_quantized_matrices_of_a_hybrid(tmp_path: Path) -> None:
+    check_devices(hybrid_in_fp8("qwen3_5_moe", tmp_path))
+
+
+def check_devices(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.models.on_devices"], input=json.dumps([str(folder)]),
         capture_output=True, text=True, env=ENVIRONMENT, cwd=Path(__file__).parents[2],

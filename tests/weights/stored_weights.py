@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import make_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 Quantize = Callable[[np.ndarray, np.random.Generator], tuple[Tensors, np.ndarray]]
@@ -50,11 +53,14 @@ def _torch8(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values.view(np.uint8).copy()).view(torch.float8_e4m3fn)
 
 
-def fp8_blocks(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-    """Blocks of 40 by 48, cut at the edges."""
+def fp8_blocks(
+    weights: np.ndarray, rng: np.random.Generator, block: tuple[int, int] = (40, 48)
+) -> tuple[Tensors, np.ndarray]:
+    """Blocks of so many outputs by so many inputs, cut at the edges."""
     out, num_in = weights.shape
-    scale = rng.uniform(0.002, 0.01, (-(-out // 40), -(-num_in // 48))).astype(np.float32)
-    full = np.repeat(np.repeat(scale, 40, 0)[:out], 48, 1)[:, :num_in]
+    rows, columns = block
+    scale = rng.uniform(0.002, 0.01, (-(-out // rows), -(-num_in // columns))).astype(np.float32)
+    full = np.repeat(np.repeat(scale, rows, 0)[:out], columns, 1)[:, :num_in]
     numbers = _float8(weights / full)
     tensors = {"weight": _torch8(numbers), "weight_scale_inv": torch.from_numpy(scale)}
     return tensors, numbers.astype(np.float32) * full
@@ -224,13 +230,21 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
 
 
 def quantize_folder(
-    plain: Path, folder: Path, name: str, seed: int = 0, *, excepted: str = "", exceptions: Sequence[str] = ()
+    plain: Path,
+    folder: Path,
+    name: str | tuple[dict[str, Any], Quantize],
+    seed: int = 0,
+    *,
+    excepted: str = "",
+    exceptions: Sequence[str] = (),
 ) -> Path:
-    """Writes the checkpoint of `plain` in the format `name` to `folder`, and what its numbers mean to `folder/meant`.
+    """Writes the checkpoint of `plain` in a format to `folder`, and what its numbers mean to `folder/meant`.
+
+    The format is one of `FORMATS` by its name, or another.
 
     Tensors that the expression `excepted` is found in stay as they are, as `exceptions` of the configuration say.
     """
-    config, quantize = FORMATS[name]
+    config, quantize = FORMATS[name] if isinstance(name, str) else name
     if exceptions:
         key = "ignore" if "ignore" in config else "modules_to_not_convert"
         config = {**config, key: [*config.get(key, ()), *exceptions]}
@@ -238,7 +252,7 @@ def quantize_folder(
     stored: Tensors = {}
     meant: Tensors = {}
     for key, tensor in load_file(plain / "model.safetensors").items():
-        if not key.endswith(("_proj.weight", "_proj_with_mqa.weight")) or (excepted and re.search(excepted, key)):
+        if not re.search(r"_proj(_\w+)?\.weight$", key) or (excepted and re.search(excepted, key)):
             stored[key] = meant[key] = tensor
             continue
         parts, values = quantize(tensor.float().numpy(), rng)
@@ -249,3 +263,34 @@ def quantize_folder(
         save_file(tensors, place / "model.safetensors")
         (place / "config.json").write_text(json.dumps(json.loads((plain / "config.json").read_text()) | added))
     return folder
+
+
+HYBRID_LAYERS = ["linear_attention", "full_attention"]
+HYBRID_BLOCK = (48, 64)
+# Sizes that a CPU's kernels take packed in such blocks.
+OF_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": len(HYBRID_LAYERS),
+    "layer_types": HYBRID_LAYERS,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+OF_HYBRID_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(HYBRID_BLOCK), "activation_scheme": "dynamic"}
+UNQUANTIZED = (
+    "linear_attn.conv1d", "linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba",
+    "linear_attn.norm", "mlp.gate", "mlp.shared_expert_gate", "input_layernorm",
+)  # fmt: skip
+
+
+def hybrid_in_fp8(kind: str, folder: Path) -> Path:
+    """A random hybrid in blocks of FP8 as Qwen's own are published: exceptions name small modules of each layer."""
+    sizes = OF_HYBRID if kind == "qwen3_5" else OF_HYBRID | OF_HYBRID_EXPERTS | {"mlp_only_layers": []}
+    plain = make_checkpoint(kind, folder / "plain", seed=3, **sizes)
+    names = [f"model.layers.{layer}.{each}" for layer in range(len(HYBRID_LAYERS)) for each in UNQUANTIZED]
+    form = FP8, partial(fp8_blocks, block=HYBRID_BLOCK)
+    exceptions = ["lm_head", "mtp.fc", *names]
+    return quantize_folder(plain, folder / "stored", form, exceptions=exceptions, excepted=r"in_proj_(ba|a|b)\.")

@@ -20,11 +20,12 @@ from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.matrix import dequantized
 from jaxsgl.models.quantization import FORMATS_AT_LOAD, WeightFormat, weight_format
 from jaxsgl.weights import load_params, random_params
-from tests.checkpoints import make_checkpoint
+from pallas_kernels.packed import FLOAT8
+from tests.checkpoints import HYBRID_KINDS, make_checkpoint
 from tests.grids import count, daily
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 from tests.vision_models import make_model
-from tests.weights.stored_weights import FORMATS, quantize_folder
+from tests.weights.stored_weights import FORMATS, hybrid_in_fp8, quantize_folder
 
 TOKENS = list(range(3, 60))
 # Half a step of 127; half a unit of a mantissa of 3 bits, or half a unit of the smallest numbers.
@@ -57,6 +58,21 @@ def test_every_matrix_is_rounded_to_the_nearest_numbers_of_its_rows(kind: str, f
         dequantized = leaves[path] * leaves[(*path[:-1], f"{path[-1]}_scale")]
         assert (np.abs(dequantized - weights) <= LARGEST_ERROR[flag](weights) * 1.001 + 1e-7).all()
         assert np.abs(dequantized).max(-1) == pytest.approx(np.abs(weights).max(-1), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", daily(["qwen3_5", "qwen3_next"], every=2))
+def test_delta_nets_are_quantized_at_load_but_for_their_gates(kind: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path)
+    whole: Any = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+    _, params = quantized(folder, "int8")
+    found, plain = ({name: np.asarray(param[...]) for name, param in each["layers"][0]["delta_net"].items()}
+                    for each in (params, whole))  # fmt: skip
+    num_rows = found["qkvz"].shape[1]
+    np.testing.assert_array_equal(found["gates"], plain["inputs"][:, num_rows:])
+    for name, weights in (("qkvz", plain["inputs"][:, :num_rows]), ("output", plain["output"])):
+        assert found[name].dtype == np.int8
+        errors = np.abs(found[name] * found[f"{name}_scale"] - weights)
+        assert (errors <= LARGEST_ERROR["int8"](weights) * 1.001 + 1e-7).all(), name
 
 
 @pytest.mark.parametrize("flag", ["int8", "fp8"])
@@ -175,6 +191,12 @@ EXCEPTED: list[tuple[str, str, list[str], str]] = [
     ("glm4_moe", "fp8 in blocks", ["model.layers.1.mlp.experts"], r"1\.mlp\.experts"),
     ("deepseek_v3", "fp8 in blocks", ["lm_head"], ""),  # what makes keys and values is dequantized
     ("deepseek_v3", "compressed-tensors int8", ["re:.*kv_b_proj", "re:.*mlp"], r"kv_b_proj|mlp"),
+    ("qwen3_next", "fp8 in blocks", ["linear_attn.in_proj_ba", "mlp.gate", "mtp.fc"], "in_proj_ba"),
+    ("qwen3_5", "awq", ["linear_attn"], "linear_attn"),
+    ("gemma4_small", "compressed-tensors int8", ["per_layer_input_gate", "per_layer_projection"], ""),
+    ("qwen3_5", "fp8 in blocks", ["lm_head"], ""),  # gates are dequantized
+    ("qwen3_next", "compressed-tensors int8", ["lm_head"], "in_proj_ba"),  # nothing is said of gates that aren't
+    ("qwen3_5_moe", "gptq desc_act", ["in_proj_a", "in_proj_b", "model.layers.1.linear_attn"], r"in_proj_[ab]|1\.lin"),
 ]
 
 
@@ -189,6 +211,29 @@ def test_matrices_that_a_checkpoint_excepts_keep_their_numbers(
     expected, unquantized = (checkpoint_logits(each, TOKENS) for each in (folder / "meant", plain))
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
     assert np.linalg.norm(logits - unquantized) > 3e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("kind", daily(HYBRID_KINDS[::-1], every=3))
+def test_a_hybrid_in_blocks_of_fp8_keeps_all_but_its_gates_as_published(kind: str, tmp_path: Path) -> None:
+    folder = hybrid_in_fp8(kind, tmp_path)
+    arch = ModelArch.from_folder(folder)
+    assert arch.weight_format is not None and not any(layer.unquantized for layer in arch.layers)
+    arch = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=True))
+    params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+    kept = {path[2:]: param.get_metadata().get("format") for path, param in nnx.to_flat_state(params)}
+    experts = [] if arch.mixture is None else [("mlp", "gate_up"), ("mlp", "down"), ("mlp", "shared", "gate_up")]
+    for matrix in [("delta_net", "qkvz"), ("delta_net", "output"), ("attention", "qkv"), ("attention", "o"), *experts]:
+        assert kept[matrix].packing == FLOAT8, matrix
+    assert kept["delta_net", "gates"] is None and ("delta_net", "inputs") not in kept
+    logits, expected = plain_logits(arch, params, TOKENS), checkpoint_logits(folder / "meant", TOKENS)
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+
+
+def test_gates_that_are_quantized_in_part_are_refused_by_name(tmp_path: Path) -> None:
+    plain = make_checkpoint("qwen3_5", tmp_path / "plain")
+    folder = quantize_folder(plain, tmp_path / "stored", "fp8 in blocks", excepted="in_proj_a")
+    with pytest.raises(CheckpointError, match=r"in_proj_b\.\* are quantized and .*in_proj_a\.\* are not"):
+        load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
 
 
 def test_a_quantized_model_that_sees_images_keeps_its_tower(tmp_path: Path) -> None:

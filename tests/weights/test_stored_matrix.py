@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models.layer_spec import DenseMlp, Latent, LayerSpec, MoeMlp
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, MoeMlp
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import read_format, read_unquantized
 from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
@@ -143,6 +143,22 @@ def test_exceptions_name_matrices_of_layers_by_parts_of_names_or_expressions(
 ) -> None:
     assert read_unquantized(PATH, {**COMPRESSED, "ignore": told}, LAYERS) == expected
     assert read_unquantized(PATH, {**FORMATS["awq"][0], "modules_to_not_convert": told}, LAYERS) == expected
+
+
+def test_exceptions_of_hybrids_name_what_is_multiplied_at_once() -> None:
+    layers = LayerSpec(DenseMlp(8), mixer=DeltaNet(2, 4, 8, 8, 4)), LayerSpec(DenseMlp(8))
+
+    def excepted(*told: str) -> list[frozenset[str]]:
+        return read_unquantized(PATH, {**FORMATS["fp8 in blocks"][0], "modules_to_not_convert": told}, layers)
+
+    small = ("conv1d", "norm", "in_proj_a", "in_proj_b", "in_proj_ba")
+    assert excepted(*(f"model.language_model.layers.0.linear_attn.{each}" for each in small)) == [NOTHING] * 2
+    assert excepted("linear_attn") == [frozenset({"delta_inputs", "delta_output"}), NOTHING]
+    assert excepted("re:.*linear_attn\\.in_proj_.*") == [frozenset({"delta_inputs"}), NOTHING]
+    assert excepted("model.layers.0.linear_attn.in_proj_qkvz") == [frozenset({"delta_inputs"}), NOTHING]
+    assert excepted("linear_attn.out_proj", "self_attn") == [frozenset({"delta_output"}), frozenset({"qkv", "o"})]
+    with pytest.raises(CheckpointError, match=r"leaves linear_attn.in_proj_z of layer 0 unquantized"):
+        excepted("linear_attn.in_proj_z")
 
 
 def test_an_exception_for_a_part_of_what_is_multiplied_at_once_is_refused() -> None:

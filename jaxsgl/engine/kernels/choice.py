@@ -138,12 +138,15 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
 
 
 def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
-    """Outputs and inputs of each matrix around attention, and which of them devices share: "" for none."""
-    hidden, n, latent = arch.hidden_size, arch.num_heads, arch.latent
+    """Outputs and inputs of each matrix around attention and states, and which of them devices share: "" for none."""
+    hidden, n, latent, net = arch.hidden_size, arch.num_heads, arch.latent, arch.delta_net
     if latent is None:
         out = n * arch.head_dim
-        alone = [(out, hidden, "outputs")] if arch.reading_layers else []  # queries without keys
-        return [(math.prod(qkv_heads(arch)), hidden, "outputs"), *alone, (hidden, out, "inputs")]
+        others = [(out, hidden, "outputs")] if arch.reading_layers else []  # queries without keys
+        if net is not None:
+            values = net.value_heads * net.value_size
+            others = [(net.key_heads * net.channels + values, hidden, "outputs"), (hidden, values, "inputs")]
+        return [(math.prod(qkv_heads(arch)), hidden, "outputs"), *others, (hidden, out, "inputs")]
     query = n * (latent.unrotated + latent.rotated)
     queries = [(query, hidden, "outputs")]
     if latent.q_rank is not None:

@@ -34,7 +34,6 @@ def _check_states(config: EngineConfig, arch: ModelArch) -> None:
         (config.disaggregation.is_on, "--disaggregation-mode", "pages travel between servers, not states"),
         (config.scheduling.enable_mixed_chunk, "--enable-mixed-chunk", "each decode would take a block of 64 tokens"),
         (config.lora.is_on, "--lora-paths or --enable-lora", "adapters of its layers are not served"),
-        (config.quantization is not None, "--quantization", "its layers are not quantized"),
     )
     for is_on, flags, reason in refused:
         if is_on:
@@ -44,10 +43,6 @@ def _check_states(config: EngineConfig, arch: ModelArch) -> None:
         raise ConfigError(
             f"--page-size is {page_size}, but cached prefixes of {arch.name} end at states, which are made every "
             f"{STATE_PAGE_SIZE} tokens: give 64, 128, 192 or 256, leave it out, or add --disable-radix-cache"
-        )
-    if arch.weight_format is not None:
-        raise ConfigError(
-            f"{config.model} has quantized weights, which are not served for {arch.name}: use a checkpoint in bfloat16"
         )
 
 
