@@ -17,7 +17,7 @@ from jaxsgl.weights import load_params
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.precision import EXACT_FLAGS
 from tests.end_to_end.servers import check_log, running_server
-from tests.grids import daily
+from tests.grids import NIGHTLY
 from tests.plain_model import mesh_of, plain_logits
 from tests.weights.stored_weights import FORMATS, quantize_folder
 from tests.weights.test_experts import pack
@@ -61,7 +61,8 @@ def update(http: httpx.Client, folder: Path) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("name", daily(NAMES, every=len(NAMES)))
+@pytest.mark.skipif(not NIGHTLY, reason="by day tests/weights/test_quantized.py has these weights without a server")
+@pytest.mark.parametrize("name", NAMES)
 def test_a_server_answers_by_its_quantized_weights_and_by_those_of_an_update(name: str, tmp_path: Path) -> None:
     folders = [checkpoint(name, tmp_path / f"{seed}", seed) for seed in (1, 2)]
     other_format = checkpoint("fp8 per tensor" if name == "awq" else "awq", tmp_path / "other", seed=1)

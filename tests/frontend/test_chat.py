@@ -6,6 +6,7 @@ The template ends with EOS, so the fake engine's echo is the whole conversation.
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import re
@@ -160,6 +161,7 @@ class Terminal:
 
     def __init__(self, address: str) -> None:
         self.screen = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end in the middle of a character
         self._keyboard, inside = os.openpty()
         os.set_blocking(self._keyboard, False)
         chat = [sys.executable, "-m", "jaxsgl.chat", "--addr", address]
@@ -182,7 +184,7 @@ class Terminal:
 
         def look() -> bool:
             try:
-                self.screen += os.read(self._keyboard, 65536).decode()
+                self.screen += self._decoder.decode(os.read(self._keyboard, 65536))
             except BlockingIOError:
                 pass
             except OSError:  # the other side is closed

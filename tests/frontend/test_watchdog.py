@@ -22,6 +22,7 @@ from jaxsgl.mask_mark import MaskMark
 from jaxsgl.messages.orders import Answer, Ping
 from jaxsgl.messages.replies import Load, Replies, Totals
 from jaxsgl.requests.request import Request, SamplingParams
+from tests.grids import daily
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -166,7 +167,7 @@ def test_a_server_whose_engine_hangs_shows_both_processes_and_ends(start_server:
     assert "stacks of the server process" in server.log and "in run" in server.log
 
 
-@pytest.mark.parametrize(("how", "workers"), [("dies", 1), ("dies", 2), ("hangs", 1)])
+@pytest.mark.parametrize(("how", "workers"), daily([("dies", 2), ("dies", 1), ("hangs", 1)], every=2))
 def test_the_request_whose_mask_ended_the_engine_is_not_to_be_sent_again_and_all_others_are(
     start_server: Start, how: str, workers: int
 ) -> None:

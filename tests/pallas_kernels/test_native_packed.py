@@ -125,7 +125,7 @@ def floats(packing: str, group: int, outputs: int, num_experts: int = 3) -> Pack
 
 @pytest.mark.parametrize(
     ("each_way", "kind", "dtype", "num_rows"),
-    covering(native_cases.WAYS, KINDS, ["bfloat16", "float32"], [1, 5, 8, 90]),
+    daily(covering(native_cases.WAYS, KINDS, ["bfloat16", "float32"], [1, 5, 8, 90]), every=2),
     indirect=["each_way"],
     ids=str,
 )

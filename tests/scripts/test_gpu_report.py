@@ -383,7 +383,7 @@ def dry_run(out: Path, *parts: str) -> tuple[dict[str, Any], str]:
     return report, (out / "summary.md").read_text()
 
 
-@pytest.mark.timeout(600)
+@nightly
 def test_a_dry_run_samples(tmp_path: Path) -> None:
     report, summary = dry_run(tmp_path, "sampling")
     assert report["sampling"]["ms"]["4 x 1024"] > 0

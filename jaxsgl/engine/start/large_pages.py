@@ -17,6 +17,7 @@ import jax
 LARGE_PAGE = 2 << 20  # bytes
 LEAST_BYTES = 1 << 18  # of an array that is worth a large page
 _MADV_COLLAPSE = 25  # of linux/mman.h, since Linux 6.1
+_TRIES = 4  # memory that was written a moment ago is often refused once or twice
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,10 @@ def use_large_pages(arrays: Iterable[jax.Array]) -> int:
                 pages.update(range(begin // LARGE_PAGE, (begin + shard.data.nbytes - 1) // LARGE_PAGE + 1))
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    # One by one: those that hold the ends of what the process has mapped are refused.
-    moved = sum(madvise(page * LARGE_PAGE, LARGE_PAGE, _MADV_COLLAPSE) == 0 for page in sorted(pages))
+    left = sorted(pages)
+    # One by one: those that hold the ends of what the process has mapped are always refused, others now and then.
+    for _ in range(_TRIES):
+        left = [page for page in left if madvise(page * LARGE_PAGE, LARGE_PAGE, _MADV_COLLAPSE) != 0]
+    moved = len(pages) - len(left)
     logger.debug("%d of %d pages of 2 MiB with weights or KV are large", moved, len(pages))
     return moved * LARGE_PAGE
