@@ -1,9 +1,9 @@
 """How tests compile: by night as users do; by day fast, but for a few tests.
 
-By day LLVM optimizes next to nothing, and XLA 0.10 emits loops by its older emitters, which are compiled in half the
-time. JAX reads most of that when it is imported, so files of tests whose own process must compile as users do are run
-by test_as_users_compile.py, each in a process of its own (`AS_USERS`); `fully_optimized` is for servers and other
-processes that tests start. Used by conftest.
+By day LLVM optimizes next to nothing, and XLA 0.10 emits loops by its older emitters, which compile in half the CPU
+time. JAX reads most of that when it is imported, so test_as_users_compile.py runs files whose own process must compile
+as users do in other processes (`AS_USERS`); `fully_optimized` is for servers and other processes that tests start. Used
+by conftest.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def start_jax() -> float:
 
 
 def no_device(reason: str) -> str:
-    """Returns the error of a start without a device: what was asked for, why there is none, and what to install."""
+    """Returns the error for a platform that has no device; it names the platform, the reason and what to install."""
     asked = str(getattr(jax.config, "jax_platforms", "") or "")
     extras = next((names for word, names in EXTRAS.items() if word in asked.split(",")), "")
     words = f"JAX finds no device of JAX_PLATFORMS={asked}" if asked else "JAX finds no device"
