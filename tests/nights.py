@@ -4,7 +4,7 @@ Each test is in one slice, and slices take about the same time, by what tests to
 seconds of each test function's average item; others count `UNKNOWN_S`). A slice holds whole files, or runs of a long
 file's tests, so that fixtures are set up in few slices. conftest.py calls this. To measure anew:
 
-    pytest -n 2 --nightly-slice 3/24 --junitxml night-3.xml; python -m tests.nights night-*.xml
+    pytest -n 3 --nightly-slice 3/24 --junitxml night-3.xml; python -m tests.nights night-*.xml
 """
 
 from __future__ import annotations
