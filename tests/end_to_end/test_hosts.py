@@ -244,10 +244,29 @@ def asked_long(hosts: Hosts) -> tuple[int, str, float]:
 def test_a_host_that_dies_while_all_load_ends_all(
     shared: str, rank: int, number: signal.Signals, tmp_path: Path
 ) -> None:
-    with running_hosts(tmp_path, 2, [*FLAGS, shared, "2"], until="weights: ") as hosts:
+    with running_hosts(tmp_path, 2, [*FLAGS, shared, "2"], "weights: ") as hosts, ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(asked_until_gone, hosts)
+        sent_s = time.monotonic()
         hosts.hosts[rank].send(number, to_engine=number != signal.SIGTERM)
         statuses = hosts.statuses(GONE_S + SLACK_S)
         assert statuses[1 - rank] == 1 or number == signal.SIGTERM, statuses
+        answers, gone_s = asked.result()
+        assert {status for status, _ in answers} <= {503} and (answers or number != signal.SIGSTOP), answers
+        if number != signal.SIGTERM:
+            assert gone_s - sent_s < (DEAD_S if number == signal.SIGKILL else SILENT_S) + SLACK_S
+            assert ("host 1 (127.0.0.1)" if rank else "the engine process") in hosts.hosts[0].log
+
+
+def asked_until_gone(hosts: Hosts) -> tuple[list[tuple[int, str]], float]:
+    """Statuses and texts of all answers until host 0 takes no more connections, and when that was."""
+    answers = []
+    while True:
+        try:
+            answer = httpx.post(f"{hosts.url}/generate", json={"input_ids": [1, 2]}, timeout=60)
+        except httpx.TransportError:
+            return answers, time.monotonic()
+        answers.append((answer.status_code, answer.text))
+        time.sleep(0.05)
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="four servers; by night")
