@@ -259,7 +259,7 @@ def test_a_host_that_dies_while_all_load_ends_all(
 
 def asked_until_gone(hosts: Hosts) -> tuple[list[tuple[int, str]], float]:
     """Statuses and texts of all answers until host 0 takes no more connections, and when that was."""
-    answers = []
+    answers = list[tuple[int, str]]()
     while True:
         try:
             answer = httpx.post(f"{hosts.url}/generate", json={"input_ids": [1, 2]}, timeout=60)
