@@ -44,7 +44,7 @@ inline void StoreAs(Floats x, uint16_t* to) { StoreRounded(x, to); }
 // 32 e2m1 numbers from 16 bytes, times 2^(scale - 127): one look into a table of the products.
 inline void WidenBlock(const uint8_t* from, int scale, uint16_t* to) {
   const Bits plain = Float4Table();
-  const Bits table = scale > 1 ? _mm512_mask_add_epi16(plain, 0xfefefefe, plain, _mm512_set1_epi16((scale - 127) << 7))
+  const Bits table = scale > 1 ? _mm512_mask_add_epi16(plain, 0xfefefefe, plain, _mm512_set1_epi16((scale - 127) * 128))
                                : _mm512_and_si512(plain, _mm512_set1_epi16(short(0x8000)));
   const Bits x = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   const Bits spread = _mm512_or_si512(x, _mm512_slli_epi32(x, 12));
