@@ -233,10 +233,9 @@ QWEN = {
         if name == "hermes" and text.count("</tool_call>") == text.count("tool_call>") / 2
     ],
 )
-def test_transformers_reads_the_same(text: str) -> None:
+def test_transformers_reads_the_same(text: str, chat_parsing: Any) -> None:
     """Where it can: it raises for malformed calls, and forgets the text before calls if text follows them."""
-    transformers = pytest.importorskip("transformers.utils.chat_parsing", reason="transformers is older than 5.13")
-    theirs = transformers.parse_response(text.rstrip(), QWEN, prefix="<|im_start|>assistant\n")
+    theirs = chat_parsing.parse_response(text.rstrip(), QWEN, prefix="<|im_start|>assistant\n")
     reasoning, content, calls = whole("hermes", text)
     assert theirs.get("reasoning_content", "") == reasoning
     assert theirs.get("content", "") == content.strip()
@@ -244,10 +243,17 @@ def test_transformers_reads_the_same(text: str) -> None:
     assert [(function["name"], function["arguments"]) for function in functions] == calls
 
 
+@pytest.fixture
+def chat_parsing() -> Any:
+    """What transformers reads response templates with."""
+    return pytest.importorskip("transformers.utils.chat_parsing", reason="transformers is older than 5.13")
+
+
 # The template ends a call at the first mark, in a text or not.
 OF_HERMES = [case[1:] for case in VALID if case[0] == "hermes" and "</tool_call>{" not in case[1]]
 
 
+@pytest.mark.usefixtures("chat_parsing")
 @pytest.mark.parametrize(("text", "reasoning", "content", "calls"), OF_HERMES)
 def test_a_model_that_nobody_knows_is_read_as_its_tokenizer_says(
     text: str, reasoning: str, content: str, calls: list[tuple[str, object]]
@@ -260,6 +266,7 @@ def test_a_model_that_nobody_knows_is_read_as_its_tokenizer_says(
     assert result(dialect.parser(TOOLS), list(text)) == got
 
 
+@pytest.mark.usefixtures("chat_parsing")
 def test_what_a_response_template_cant_read_comes_back_as_text() -> None:
     dialect = dialect_of(None, response_template=QWEN)
     broken = '<tool_call>{"name": "weather", "arg</tool_call>'
