@@ -24,6 +24,13 @@ HLO = """HloModule jit_forward, is_scheduled=true, num_partitions=8
   ROOT %part = bf16[8,32]{1,0} reduce-scatter(%b), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, to_apply=%add
 }
 
+%all-reduce-scatter (c: bf16[64,32]) -> bf16[9,32] {
+  %c = bf16[64,32]{1,0} parameter(0)
+  %pad = bf16[72,32]{1,0} pad(%c, %zero), padding=0_8x0_0
+  %each = bf16[72,32]{1,0} all-reduce(%pad), replica_groups=[1,8]<=[8], to_apply=%add
+  ROOT %padded = bf16[9,32]{1,0} dynamic-slice(%each, %number, %zero), dynamic_slice_sizes={9,32}
+}
+
 ENTRY %main (x: bf16[64,32], best: s32[64,2]) -> s32[64,16] {
   %x = bf16[64,32]{1,0} parameter(0)
   %best = s32[64,2]{1,0} parameter(1)
@@ -34,6 +41,7 @@ ENTRY %main (x: bf16[64,32], best: s32[64,2]) -> s32[64,16] {
   %done = bf16[8,32]{1,0} async-done(%start)
   %whole = (bf16[8,32]{1,0}, bf16[64,32]{1,0}) all-gather-start(%done), replica_groups={{0,1,2,3,4,5,6,7}}
   %whole.1 = bf16[64,32]{1,0} all-gather-done(%whole)
+  %ring = bf16[9,32] fusion(%sum.1), calls=%all-reduce-scatter, backend_config={"x":"SingleInputAllReduceScatterFusion"}
   ROOT %all = s32[64,16]{1,0} all-gather(%best), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={1}
 }
 """
@@ -48,6 +56,7 @@ def test_collectives_are_counted_with_their_bytes_and_peers() -> None:
         ("all-reduce", RESIDUAL, RESIDUAL, 8),
         ("reduce-scatter", RESIDUAL, RESIDUAL // 8, 8),
         ("all-gather", RESIDUAL // 8, RESIDUAL, 8),
+        ("reduce-scatter", 72 * 32 * 2, 9 * 32 * 2, 8),
         ("all-gather", 64 * 2 * 4, 64 * 16 * 4, 2),
     ]
 
@@ -79,6 +88,9 @@ def test_ranks_gather_their_tokens_and_scatter_their_sums_once_a_layer() -> None
     embedding_and_flags = [("all-reduce", RESIDUAL), ("all-gather", 2 * 64)]
     assert problems_of([*within, gathered, scattered], embedding_and_flags, ranks) == []
     assert problems_of([*within, gathered, ("all-reduce", 2 * RESIDUAL)], embedding_and_flags, ranks) == []
+    padded, edges = ("reduce-scatter", 2 * RESIDUAL + 32), ("collective-permute", 32)
+    assert problems_of([*within, gathered, padded, edges], embedding_and_flags, ranks) == []
+    assert len(problems_of([*within, gathered, scattered, ("collective-permute", RESIDUAL // 8)], [], ranks)) == 2
     twice = problems_of([*within, gathered, gathered, scattered], embedding_and_flags, ranks)
     assert [problem.split(";")[0] for problem in twice] == [
         "a layer has 2 all-gather, 2 all-reduce, 1 reduce-scatter",

@@ -238,6 +238,8 @@ def _exchange(each: _Instruction, kind: str, call: _Instruction, scope: dict[str
     parts = _elements(call.type) if call.opcode.endswith("-start") and call.type.startswith("(") else []
     if parts and (parts[0].startswith("(") or call.opcode != "all-reduce-start"):  # the operands stand before them
         results = parts[1]
+    if "AllReduceScatterFusion" in each.rest:  # a TPU's: it sums over a ring that leaves each device its part
+        kind, results = "reduce-scatter", each.type
     written = sum(_bytes(*shape) for shape in _ANY_SHAPE.findall(results))
     return Launch(each.name, kind, _source(call), read, written, 0, times, peers=num_peers(call.rest))
 
