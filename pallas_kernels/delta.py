@@ -8,7 +8,8 @@ A state is a matrix `[h, v]` for each value head, and the last inputs of the con
 `delta_decode` does that for one token of each sequence. `delta_extend` takes blocks of 64 tokens, in which a unit
 triangular system gives the corrected values of all tokens at once, and moves the state by one product a block. Blocks
 lie at absolute positions, multiples of 64, and are computed one after the other in one loop: so a block's numbers
-depend neither on chunks nor on what else is in a step.
+depend neither on chunks nor on what else is in a step. Sequences of one token in such a step, as those that decode in
+mixed steps, take no block: all of them are decoded at once.
 
 Both read and write places of the kept arrays in place, if the program owns these. A sequence that begins at position 0
 begins with a state of zeros, whatever its place holds.
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from pallas_kernels.backend import DeltaDecode
 from pallas_kernels.dispatch import choose_kernel_or_xla
 
 BLOCK = 64  # tokens
@@ -112,21 +114,51 @@ def delta_decode(
     window = jnp.concatenate([before, tokens.mixed.astype(jnp.float32)[:, None]], axis=1)
     taps = jnp.moveaxis(tokens.taps, -1, 0)
     q, k, v = _heads((window * taps).sum(axis=1), tokens)
-    inputs = states.inputs.at[place].set(window[:, 1:], mode="promise_in_bounds")
-    if kernel is not None:
-        nowhere = jnp.full_like(place, -1)
-        to = nowhere if kept_to is None else kept_to
-        decay = jnp.exp(tokens.log_decay)
-        out, matrices = kernel(q, k, v, decay, tokens.beta, states.matrices, place, has_state, to, interpret)
-        inputs = inputs.at[jnp.where(to < 0, len(inputs), to)].set(window[:, 1:], mode="drop")
-        return out, DeltaStates(matrices, inputs)
-    state = _or_zeros(has_state, states.matrices[place]) * jnp.exp(tokens.log_decay)[..., None, None]
-    k, q = k[:, :, None, :, None], q[:, :, None, :, None]
-    change = (v - (state * k).sum(axis=-2)) * tokens.beta[..., None]
+    states = DeltaStates(states.matrices, states.inputs.at[place].set(window[:, 1:], mode="promise_in_bounds"))
+    heads = _Heads(q, k, v, tokens.log_decay, tokens.beta)
+    if kernel is None:
+        return _decoded(heads, states, place, has_state, kept_to)
+    return _decoded_by(kernel, heads, states, place, has_state, kept_to, interpret)
+
+
+class _Heads(NamedTuple):
+    """What moves a state: q and k `[T, K, h]`, v `[T, K, r, v]`, log a and b `[T, K, r]`."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+
+
+def _decoded(
+    heads: _Heads, states: DeltaStates, place: jax.Array, has_state: jax.Array, kept_to: jax.Array | None
+) -> tuple[jax.Array, DeltaStates]:
+    """`delta_decode` of matrices in XLA; the inputs are those after the token, and are copied to `kept_to`, too."""
+    state = _or_zeros(has_state, states.matrices[place]) * jnp.exp(heads.log_decay)[..., None, None]
+    k, q = heads.k[:, :, None, :, None], heads.q[:, :, None, :, None]
+    change = (heads.v - (state * k).sum(axis=-2)) * heads.beta[..., None]
     state = state + k * change[..., None, :]
-    matrices = states.matrices.at[place].set(state, mode="promise_in_bounds")
-    after = DeltaStates(matrices, inputs)
+    after = states._replace(matrices=states.matrices.at[place].set(state, mode="promise_in_bounds"))
     return (state * q).sum(axis=-2), after if kept_to is None else _copied(after, place, kept_to)
+
+
+def _decoded_by(
+    kernel: DeltaDecode,
+    heads: _Heads,
+    states: DeltaStates,
+    place: jax.Array,
+    has_state: jax.Array,
+    kept_to: jax.Array | None,
+    interpret: bool,
+) -> tuple[jax.Array, DeltaStates]:
+    """The same by a backend's kernel."""
+    to = jnp.full_like(place, -1) if kept_to is None else kept_to
+    decay, inputs = jnp.exp(heads.log_decay), states.inputs
+    out, matrices = kernel(
+        heads.q, heads.k, heads.v, decay, heads.beta, states.matrices, place, has_state, to, interpret
+    )
+    return out, DeltaStates(matrices, inputs.at[jnp.where(to < 0, len(inputs), to)].set(inputs[place], mode="drop"))
 
 
 def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates:
@@ -144,8 +176,16 @@ def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates
     return copied
 
 
-def delta_extend(tokens: DeltaTokens, states: DeltaStates, seqs: Sequences) -> tuple[jax.Array, DeltaStates]:
-    """What each token reads from its sequence's state, `[T, K, r, v]` float32 (any for padding), and the states."""
+def delta_extend(
+    tokens: DeltaTokens, states: DeltaStates, seqs: Sequences, *, backend: str = "auto", interpret: bool = False
+) -> tuple[jax.Array, DeltaStates]:
+    """What each token reads from its sequence's state, `[T, K, r, v]` float32 (any for padding), and the states.
+
+    `backend` and `interpret` are those of `delta_decode`, for sequences of one token.
+    """
+    kernel = choose_kernel_or_xla(
+        "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
+    )
     num_tokens, offsets = len(tokens.mixed), seqs.query_offsets
     counts = offsets[1:] - offsets[:-1]
     seq_of = jnp.minimum(jnp.searchsorted(offsets[1:], jnp.arange(num_tokens), side="right"), len(counts) - 1)
@@ -155,8 +195,22 @@ def delta_extend(tokens: DeltaTokens, states: DeltaStates, seqs: Sequences) -> t
     inputs = states.inputs.at[seqs.place].set(_last_inputs(mixed, before, offsets, counts), mode="promise_in_bounds")
     for at, to in zip(seqs.kept_at, seqs.kept_to, strict=True):
         inputs = inputs.at[to].set(_last_inputs(mixed, before, offsets, at), mode="promise_in_bounds")
-    blocks = _Blocks.of(seqs, counts, num_tokens)
-    padded = [_between_blocks(each) for each in (q, k, v, tokens.log_decay, tokens.beta)]
+    heads = _Heads(q, k, v, tokens.log_decay, tokens.beta)
+    is_alone = (counts == 1) & ((seqs.source == seqs.place) | (seqs.starts == 0))
+    blocks = _Blocks.of(seqs, jnp.where(is_alone, 0, counts), num_tokens)
+    padded = [_between_blocks(each) for each in heads]
+
+    def decode(_: jax.Array, carry: tuple[DeltaStates, jax.Array]) -> tuple[DeltaStates, jax.Array]:
+        states, out = carry
+        mine = _of_tokens_alone(heads, seqs, is_alone)
+        kept_to = jnp.where(is_alone & (seqs.kept_at == 1), seqs.kept_to, -1).max(axis=0, initial=-1)
+        has_state = ~is_alone | (seqs.starts > 0)
+        if kernel is None:
+            read, states = _decoded(mine, states, seqs.place, has_state, kept_to)
+        else:
+            read, states = _decoded_by(kernel, mine, states, seqs.place, has_state, kept_to, interpret)
+        at = jnp.where(is_alone, offsets[:-1] + BLOCK, len(out))
+        return states, out.at[at].set(read, mode="drop")
 
     def one(block: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         matrices, out = carry
@@ -177,12 +231,22 @@ def delta_extend(tokens: DeltaTokens, states: DeltaStates, seqs: Sequences) -> t
         return matrices, out
 
     out = jnp.zeros((num_tokens + 2 * BLOCK, *v.shape[1:]), jnp.float32)
+    # A loop of one turn or none, here as below: XLA leaves the arrays in place.
+    carry = DeltaStates(states.matrices, inputs), out
+    states, out = jax.lax.fori_loop(0, is_alone.any().astype(jnp.int32), decode, carry)
     matrices, out = jax.lax.fori_loop(0, blocks.count, one, (states.matrices, out))
-    return out[BLOCK:-BLOCK], DeltaStates(matrices, inputs)
+    return out[BLOCK:-BLOCK], states._replace(matrices=matrices)
+
+
+def _of_tokens_alone(heads: _Heads, seqs: Sequences, is_alone: jax.Array) -> _Heads:
+    """The tokens `[S, ...]` of sequences that have one; of the others what leaves their states as they are."""
+    token = jnp.minimum(seqs.query_offsets[:-1], len(heads.q) - 1)
+    mine = _Heads(*(each[token] for each in heads))
+    return mine._replace(log_decay=_or_zeros(is_alone, mine.log_decay), beta=_or_zeros(is_alone, mine.beta))
 
 
 def _written(matrices: jax.Array, state: jax.Array, place: jax.Array, is_due: jax.Array) -> jax.Array:
-    """`matrices` with `state` at a place, if that is due. A loop of one turn or none: XLA leaves the array in place."""
+    """`matrices` with `state` at a place, if that is due."""
 
     def write(_: jax.Array, matrices: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(matrices, state, place, 0)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import empty_step
-from jaxsgl.batch.inputs import Bucket, StepFeatures, StepInputs, host_views
+from jaxsgl.batch.inputs import Bucket, StepArrays, StepFeatures, StepInputs, host_views
 from jaxsgl.batch.sampling import SamplingArrays, Variant, neutral_edits, row_setup
 from jaxsgl.cache.pages import IntArray
 
@@ -69,7 +69,7 @@ def joined(bucket: Bucket, batches: Sequence[StepInputs | None], num_rows: int, 
         if batch is not None and batch.bucket == of_rank:
             own[:] = batch.packed
         elif batch is not None:
-            _widen(batch, bucket, own)
+            _widen(batch, bucket, own, num_rows)
         own.flags.writeable = False
         part = replace(nothing, features=None, table_changes=()) if batch is None else batch
         parts.append(replace(part, bucket=bucket, packed=own))
@@ -95,12 +95,13 @@ def _nothing(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
     return empty_step(bucket, num_rows, vocab_size)
 
 
-def _widen(batch: StepInputs, bucket: Bucket, packed: npt.NDArray[np.int32]) -> None:
+def _widen(batch: StepInputs, bucket: Bucket, packed: npt.NDArray[np.int32], dummy_row: int) -> None:
     """Writes the fields of `batch` into `packed`, which is padding of `bucket`; what does not fit is padding."""
     own, wide = batch.arrays, host_views(packed, bucket)
     wide.query_offsets[:] = batch.num_tokens
     if own.token_rows is None and wide.token_rows is not None:  # it decodes, the step does not
         wide.token_rows[: batch.num_tokens] = own.rows[: batch.num_tokens]
+        own = _states_of_chunks(own, wide, dummy_row)
     for field in fields(own):
         array, into = getattr(own, field.name), getattr(wide, field.name)
         if isinstance(array, SamplingArrays):
@@ -109,6 +110,16 @@ def _widen(batch: StepInputs, bucket: Bucket, packed: npt.NDArray[np.int32]) -> 
         elif array is not None:
             part = tuple(slice(min(sizes)) for sizes in zip(array.shape, into.shape, strict=True))
             into[part] = array[part]
+
+
+def _states_of_chunks(own: StepArrays[Any], wide: StepArrays[Any], dummy_row: int) -> StepArrays[Any]:
+    """The fields of a batch that decodes as those of chunks of one token: where states begin and are kept."""
+    if own.snapshot_to is None:
+        return own
+    assert wide.snapshot_at is not None and wide.snapshot_to is not None
+    at, to = (np.full((len(wide.snapshot_at), len(own.rows)), value, np.int32) for value in (0, dummy_row))
+    at[0], to[0] = own.snapshot_to != dummy_row, own.snapshot_to
+    return replace(own, state_from=own.rows, snapshot_at=at, snapshot_to=to)
 
 
 def _with_features(parts: Sequence[StepInputs], num_rows: int) -> list[StepInputs]:

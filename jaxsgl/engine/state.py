@@ -137,7 +137,7 @@ def abstract_running(states: LayerStates, capacity: Capacity, mesh: Mesh) -> Sta
     if not states.row_bytes:
         return None
 
-    places = capacity.num_rows + 1 + (capacity.num_snapshots or 0)
+    places = mesh.shape[DATA_AXIS] * (capacity.num_rows + 1 + (capacity.num_snapshots or 0))
 
     def described(array: StateArray) -> Any:
         return jax.ShapeDtypeStruct((places, *array.shape), array.dtype, sharding=array.sharding(mesh))

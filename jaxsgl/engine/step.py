@@ -473,7 +473,7 @@ class Running:
             at, to = (none if each is None else each for each in kept)
             source = a.rows if a.state_from is None else a.state_from
             seqs = Sequences(a.query_offsets, starts, source, a.rows, at, to)
-            out, self._layers[place] = delta_extend(tokens, states, seqs)
+            out, self._layers[place] = delta_extend(tokens, states, seqs, backend=self._backend)
         return out
 
     def buffers(self) -> StateBuffers:

@@ -501,7 +501,10 @@ class Applier:
         self._cache.grow(req.lease, start + 1)
         positions = req.rope_positions(start, start + 1)
         ids = self._state.turns.token_ids([req], np.array([row], dtype=np.int32))
-        return Work(row, ids, start, True, rope_positions=positions)
+        work = Work(row, ids, start, True, rope_positions=positions)
+        for resource in self._resources:
+            work = resource.placed_decode(work, req)
+        return work
 
     def _launched(self, inputs: StepInputs, step: InFlightStep, rows: Sequence[int]) -> None:
         if inputs.table_changes:

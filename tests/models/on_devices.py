@@ -35,18 +35,14 @@ def main() -> None:
 
 
 def differences(folder: Path) -> dict[str, float]:
-    """By layout, such as "4 devices in 2 ranks"; each rank has a prompt of its own.
-
-    Without ranks where the engine refuses them.
-    """
+    """By layout, such as "4 devices in 2 ranks"; each rank has a prompt of its own."""
     arch = ModelArch.from_folder(folder)
     prompts = np.random.default_rng(7).integers(3, arch.vocab_size, (2, LENGTH)).tolist()
     params = load_params(folder, arch, jnp.dtype("float32"), mesh_of(1))
     expected = [plain_logits(arch, params, prompt) for prompt in prompts]
-    has_ranks = arch.delta_net is None and len(arch.all_heads) == 1
     found: dict[str, float] = {}
     for devices, ranks, by_experts in LAYOUTS:
-        if (by_experts and arch.mixture is None) or (ranks > 1 and not has_ranks):
+        if by_experts and arch.mixture is None:
             continue
         name = f"{devices} devices in {ranks} ranks{' by experts' * by_experts}"
         logits = logits_of(folder, arch, prompts[:ranks], devices, by_experts)

@@ -167,6 +167,51 @@ def test_states_inside_a_chunk_are_kept_and_gone_on_from_like_those_at_its_end()
             np.testing.assert_array_equal(found[place], right[place])
 
 
+def test_sequences_of_one_token_are_decoded_next_to_chunks_and_take_no_block() -> None:
+    """One goes on and is kept, one begins; one begins at a kept state, and so takes a block."""
+    seqs = [drawn(2 * BLOCK, seed) for seed in range(4)]
+    first = BLOCK - 1
+    tokens, of_step, _ = step_of(seqs, [(0, 0, first), (2, 0, 30), (3, 0, BLOCK)], kept=[(0, DUMMY), (0, DUMMY)])
+    _, states = extend(tokens, stale(), of_step)
+    states = DeltaStates(*(each.at[5].set(each[3]).at[3].set(7.0) for each in states))
+    chunks = [(0, first, 1), (1, 0, 1), (2, 30, 70), (3, BLOCK, 1)]
+    tokens, of_step, offsets = step_of(seqs, chunks, kept=[(1, 4), (0, DUMMY)])
+    of_step = of_step._replace(source=of_step.source.at[3].set(5))
+    out, after = extend(tokens, states, of_step)
+    for (s, start, count), at in zip(chunks, offsets, strict=True):
+        np.testing.assert_allclose(out[at : at + count], recur(seqs[s])[start : start + count], atol=ATOL)
+    for each, before in zip(after, states, strict=True):
+        np.testing.assert_array_equal(each[4], each[0])
+        np.testing.assert_array_equal(each[5], before[5])
+    for i in range(1, 5):  # all go on, in a step without chunks
+        tokens, of_step, offsets = step_of(seqs, [(s, start + count + i - 1, 1) for s, start, count in chunks])
+        out, after = extend(tokens, after, of_step)
+        for (s, start, count), at in zip(chunks, offsets, strict=True):
+            np.testing.assert_allclose(out[at], recur(seqs[s])[start + count + i - 1], atol=ATOL)
+
+
+def test_a_kernel_decodes_sequences_of_one_token_next_to_chunks() -> None:
+    shape = StateShape(2, 3, 16, 16, TAPS)
+    rng = np.random.default_rng(4)
+
+    def some(*dims: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(dims), jnp.float32)
+
+    channels = 2 * shape.key_size + 3 * shape.value_size
+    tokens = DeltaTokens(some(9, 2, channels), some(2, channels, TAPS), -abs(some(9, 2, 3)), abs(some(9, 2, 3)), 16)
+    states = DeltaStates(some(PLACES, 2, 3, 16, 16), some(PLACES, TAPS - 1, 2, channels))
+    rows = (np.array([0, 1, 7, 8, 8]), [63, 40, 5, 0], [0, 1, 2, DUMMY])
+    offsets, starts, places = (jnp.asarray(each, jnp.int32) for each in rows)
+    at, to = jnp.array([[1, 0, 0, 0]]), jnp.array([[4, DUMMY, DUMMY, DUMMY]])
+    seqs = Sequences(offsets, starts, places, places, at, to)
+    right, found = (
+        delta_extend(tokens, states, seqs, **backend) for backend in ({}, {"backend": "triton", "interpret": True})
+    )
+    np.testing.assert_allclose(found[0][:8], right[0][:8], atol=ATOL)
+    for mine, others in zip(found[1], right[1], strict=True):
+        np.testing.assert_allclose(mine[:DUMMY], others[:DUMMY], atol=ATOL)
+
+
 def test_no_call_of_a_library_waits_in_the_loop_over_blocks() -> None:
     """LAPACK's wait for threads of XLA's pool: devices that share a CPU's waited for each other, for ever."""
     tokens, of_step, _ = step_of([drawn(40, 0)], [(0, 0, 40)])

@@ -67,6 +67,7 @@ class RankedMachine(ServingMachine):
         ),
         retract_every=st.sampled_from([None, None, 2, 3, 7]),
         pooling=st.sampled_from([None, None, PoolingSpec("last", 1), PoolingSpec("mean", 1)]),
+        snapshots=st.sampled_from([None, None, 1, 4, 40]),
     )
     def start(
         self,
@@ -81,10 +82,11 @@ class RankedMachine(ServingMachine):
         config: SchedulingConfig,
         retract_every: int | None,
         pooling: PoolingSpec | None,
+        snapshots: int | None,
     ) -> None:
         num_pages = pages_for(context, page_size) // 2 + spare_pages + 2
         sizes = Capacity(page_size, num_pages, rows, context, min(chunk, context), VOCAB)
-        self.capacity = replace(sizes, pooling=pooling)
+        self.capacity = replace(sizes, pooling=pooling, num_snapshots=snapshots)
         self.config = config
         self.now_s = 0.0
         self.tier = None
@@ -299,6 +301,26 @@ def test_aborts_reach_whichever_rank_has_the_request() -> None:
         assert serving.finish_reason(mailbox, f"r{rank}") is FinishReason.ABORT
         output = mailbox.output_ids(f"r{rank}")
         assert output == expected([rank + 5] * 6, 50)[: len(output)]
+
+
+def test_each_rank_keeps_states_of_its_own_and_those_of_decodes_next_to_anothers_chunks() -> None:
+    """A turn of a chat goes on, in its rank, where the answer before it ended, all of which another's prompts filled.
+
+    The fake engine refuses a sequence whose state is not that of its tokens.
+    """
+    sizes = replace(serving.capacity(max_extend_tokens=16), num_snapshots=8)
+    scheduler = ranked(sizes, 2)
+    chat = list(range(1, 11))
+    others = [[to(1, request(f"long {i}", list(range(100 + 10 * i, 160 + 10 * i)), 1))] for i in range(4)]
+    mailbox = serve(scheduler, sizes, [[to(0, request("chat", chat, 12))], [], *others])
+    assert all(step.bucket.kind == "extend" for step in scheduler.launched if step.of_ranks[1].num_tokens)
+    answer = mailbox.output_ids("chat")
+    assert answer == expected(chat, 12)
+    chat = [*chat, *answer, 7, 8]
+    mailbox = serve(scheduler, sizes, [[to(0, request("next", chat, 5)), to(1, request("elsewhere", chat, 5))]])
+    found = {reply.request_id: (reply.cached_tokens, mailbox.output_ids(reply.request_id)) for reply in mailbox.replies}
+    assert found == {"next": (20, expected(chat, 5)), "elsewhere": (0, expected(chat, 5))}
+    assert scheduler._place(request("again", chat)) == 0
 
 
 def test_loads_and_cache_events_name_their_rank() -> None:

@@ -2,8 +2,8 @@
 
 Models whose layers keep states instead of keys and values (`models/mixers.py`): a state holds all tokens before it,
 so it can't go back, and it isn't in pages. Models whose layers differ in what a page holds of them, or lack
-projections. Models that data-parallel attention gains nothing for, or that keep for
-their requests what is not divided among ranks yet. What flags say of each other `EngineConfig` checks.
+projections. Models that data-parallel attention gains nothing for, or that see images, which are not divided among
+ranks yet. What flags say of each other `EngineConfig` checks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def _check_states(config: EngineConfig, arch: ModelArch) -> None:
         (config.speculation.is_on, "--speculative-algorithm", "a state can't go back to the drafts that stand"),
         (config.host_kv.is_on, "--host-kv-gib or --enable-hierarchical-cache", "host memory holds pages, not states"),
         (config.disaggregation.is_on, "--disaggregation-mode", "pages travel between servers, not states"),
-        (config.scheduling.enable_mixed_chunk, "--enable-mixed-chunk", "each decode would take a block of 64 tokens"),
         (config.lora.is_on, "--lora-paths or --enable-lora", "adapters of its layers are not served"),
     )
     for is_on, flags, reason in refused:
@@ -86,15 +85,12 @@ def _check_ranks(config: EngineConfig, arch: ModelArch) -> None:
             f"--enable-dp-attention does not go with {arch.name}, which sees images, yet: serve text alone with "
             f"--language-only, or {_WAY_OUT}"
         )
+    divided = {"kv heads": min(heads.stored for heads in arch.all_heads)}
     if arch.delta_net is not None:
-        raise ConfigError(f"--enable-dp-attention does not go with {arch.name}, which keeps states, yet: {_WAY_OUT}")
-    if len(arch.all_heads) > 1:
+        divided["key heads"] = arch.delta_net.key_heads
+    if arch.mixture is None and min(divided.values()) >= config.tp:
+        heads = " and ".join(f"{number} {what}" for what, number in divided.items())
         raise ConfigError(
-            f"--enable-dp-attention does not go with {arch.name} yet, whose layers have kv heads of several shapes: "
-            f"{_WAY_OUT}"
-        )
-    if arch.mixture is None and arch.kv_copies == 1 and arch.num_kv_heads >= config.tp:
-        raise ConfigError(
-            f"--enable-dp-attention gains nothing: {config.tp} devices can share the {arch.num_kv_heads} kv heads of "
-            f"{arch.name}, and it has no experts: {_WAY_OUT}"
+            f"--enable-dp-attention gains nothing: {config.tp} devices can share the {heads} of {arch.name}, and it "
+            f"has no experts: {_WAY_OUT}"
         )

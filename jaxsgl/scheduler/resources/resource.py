@@ -130,8 +130,12 @@ class Resource:
         """The chunk `work` of `req` with what the engine must know of this resource."""
         return work
 
+    def placed_decode(self, work: Work, req: Req) -> Work:
+        """`work` likewise, by which `req` decodes in a step that extends prompts of others."""
+        return work
+
     def decoding(self, decodes: Sequence[Part]) -> None:
-        """The batch that is built next decodes so many tokens of each of these."""
+        """The batch that is built next decodes so many tokens of each of these, and extends none."""
 
     def completed(self, inputs: StepInputs) -> StepInputs:
         """The batch, which is built, with what must run on the device before it."""

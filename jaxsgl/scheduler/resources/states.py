@@ -73,12 +73,22 @@ class States(Resource):
     def decoding(self, decodes: Sequence[Part]) -> None:
         """Finds places for the states of those that fill a page."""
         for req, count in decodes:
-            lease, stop = req.lease, req.kv_len + count
-            assert lease is not None
-            end = self._cache.page_floor(stop)
-            place = self._snapshots.border(lease, end) if end > req.kv_len else None
-            self.borders[lease.row] = self._dummy if place is None else place
+            assert req.lease is not None
+            place = self._border(req, count)
+            self.borders[req.lease.row] = self._dummy if place is None else place
+
+    def placed_decode(self, work: Work, req: Req) -> Work:
+        """Likewise for a request that decodes in a step that extends prompts."""
+        place = self._border(req, 1)
+        return work if place is None else replace(work, snapshots=((1, place),))
+
+    def _border(self, req: Req, count: int) -> int | None:
+        """A place for the state at the end of the last page that the next `count` tokens fill; None for none."""
+        assert req.lease is not None
+        end = self._cache.page_floor(req.kv_len + count)
+        place = self._snapshots.border(req.lease, end) if end > req.kv_len else None
         self.epoch = self._snapshots.num_dropped
+        return place
 
     def launched(self, chunks: Sequence[Part]) -> None:
         """What the chunks begin with may be overwritten by later steps."""
