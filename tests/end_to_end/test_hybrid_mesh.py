@@ -1,4 +1,5 @@
-"""Hybrids on two devices yield the tokens of one: chunks, retraction, and prefixes that begin at kept states."""
+"""Hybrids on two devices, or in two ranks, yield the tokens of one: chunks, retraction, and prefixes that begin at kept
+states."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from tests.grids import NIGHTLY
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="compiles a model for one device and for two")
+@pytest.mark.skipif(not NIGHTLY, reason="compiles a model for one device and twice for two")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", HYBRID_KINDS)
-def test_two_devices_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
+def test_two_devices_and_two_ranks_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
     layers = ["linear_attention", "full_attention"]
     folder = make_checkpoint(kind, tmp_path, seed=3, num_hidden_layers=len(layers), layer_types=layers)
     done = subprocess.run(
@@ -29,12 +30,13 @@ def test_two_devices_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
         capture_output=True, text=True, env=ENVIRONMENT, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    one, two = json.loads(done.stdout)
-    for answers in (one, two):
+    one, two, ranks = json.loads(done.stdout)
+    for answers in (one, two, ranks):
         assert answers["retracted"] == answers["tokens"]
         assert answers["cached"] == [0, 0, 128, 128], "a shared beginning is found from the third request on"
-        assert answers["recompiles"] == 0
-    assert two["tokens"] == one["tokens"] and two["turns"] == one["turns"]
+        assert answers["recompiles"] == answers["copies"] == 0
+        assert answers["tokens"] == one["tokens"] and answers["turns"] == one["turns"]
     assert len(set(map(tuple, one["tokens"]))) == len(one["tokens"])  # else any model would agree
     for whole, part in zip(one["shards"], two["shards"], strict=True):  # each device holds half of the key heads
         assert math.prod(whole) == 2 * math.prod(part)
+    assert ranks["shards"] == one["shards"], "each rank has states of its own"
