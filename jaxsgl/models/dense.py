@@ -181,7 +181,7 @@ class DecoderLayers(Matrices):
         """What a layer's MLP or experts add to this rank's tokens, `[T, D]` or in parts; computed for those of all."""
         if isinstance(layer.mlp, MoE):
             assert isinstance(read_TD, jax.Array), "routers read rows as they are"
-            return self._of_experts(layer.mlp, read_TD, None, ranks, experts, kernels)
+            return self._of_experts(layer.mlp, ranks.gathered(read_TD), None, ranks, experts, kernels)
         summed = not ranks.are_shared
         update = layer.mlp(ranks.gathered(read_TD), summed=summed, adapters=adapters, kernels=kernels)
         if experts is not None:
@@ -191,15 +191,14 @@ class DecoderLayers(Matrices):
     def _of_experts(
         self,
         of_layer: MoE,
-        read_TD: jax.Array,
-        routed_TD: jax.Array | None,
+        x_MD: jax.Array,
+        routed_MD: jax.Array | None,
         ranks: TokensOfRanks,
         experts: list[jax.Array] | None,
         kernels: KernelChoice,
     ) -> Update:
-        """What experts add to this rank's tokens; see `MoE`."""
-        x_MD, summed = ranks.gathered(read_TD), not ranks.are_shared
-        routed_MD = None if routed_TD is None else ranks.gathered(routed_TD)
+        """What experts add to this rank's tokens, of what they and the router read of all ranks'; see `MoE`."""
+        summed = not ranks.are_shared
         update = of_layer(x_MD, ranks.is_token, experts, kernels, routed_MD, summed=summed)
         if experts is not None:
             experts[-1] = ranks.of_this_rank(experts[-1])
@@ -227,7 +226,8 @@ class DecoderLayers(Matrices):
             assert row is not None
             return rms_norm(rows_TD, scale_of(*row, rows_TD.dtype), self.arch.rms_norm_eps)
 
-        read, routed = (normed(stack, x_TD) for stack in (vectors.experts_norm, vectors.router_norm))
+        x_MD = ranks.gathered(x_TD)
+        read, routed = (normed(stack, x_MD) for stack in (vectors.experts_norm, vectors.router_norm))
         of_experts = self._of_experts(of_layer, read, routed, ranks, experts, kernels)
         of_mlp = normed(vectors.mlp_part_norm, sum_parts(of_mlp, x_TD))
         return of_mlp + normed(vectors.experts_part_norm, sum_parts(of_experts, x_TD))

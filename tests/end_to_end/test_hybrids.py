@@ -65,7 +65,8 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(engine: Engine) ->
     for i in range(0, len(requests), 5):
         last = len(requests[i].prompt_ids) - 1
         np.testing.assert_allclose(first_logits(engine, requests[i].prompt_ids), logits[i][last], atol=ATOL)
-    for changes in ({"retract_every": 5}, {"overlap": False}, {"decode_steps": 1}):
+    mixed: dict[str, Any] = {"config": SchedulingConfig(enable_mixed_chunk=True)}
+    for changes in ({"retract_every": 5}, {"overlap": False}, {"decode_steps": 1}, mixed):
         assert outputs(serve(engine, [requests], **changes), requests) == answers, changes
     assert engine.recompiles == 0
 
@@ -122,7 +123,6 @@ def test_no_program_copies_the_states(engine: Engine) -> None:
         ({"speculation": SpeculationConfig(speculative_algorithm="NGRAM")}, "--speculative-algorithm"),
         ({"host_kv": HostKvConfig(host_kv_gib=1.0)}, "--host-kv-gib"),
         ({"disaggregation": DisaggregationConfig(disaggregation_mode="prefill")}, "--disaggregation-mode"),
-        ({"scheduling": SchedulingConfig(enable_mixed_chunk=True)}, "--enable-mixed-chunk"),
         ({"lora": LoraConfig(enable_lora=True)}, "--enable-lora"),
         ({"page_size": 96}, "--page-size is 96"),
     ],

@@ -33,9 +33,14 @@ def test_a_mixture_and_latents_may_have_ranks(tmp_path: Path) -> None:
     check(make_checkpoint("deepseek_v3", tmp_path / "latent"), tp=4, ranks=4)
 
 
-def test_states_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="keeps states"):
-        check(make_checkpoint("qwen3_5", tmp_path), tp=2, ranks=2)
+def test_a_hybrid_or_layers_that_differ_gain_where_devices_cannot_share_one_kind_of_heads(tmp_path: Path) -> None:
+    hybrid = make_checkpoint("qwen3_5", tmp_path / "hybrid", linear_num_key_heads=4, linear_num_value_heads=8)
+    check(hybrid, tp=4, ranks=2)  # its attention has two kv heads
+    with pytest.raises(ConfigError, match="2 kv heads and 4 key heads of Qwen3_5"):
+        check(hybrid, tp=2, ranks=2)
+    check(make_checkpoint("qwen3_5_moe", tmp_path / "mixture"), tp=2, ranks=2)
+    check(make_checkpoint("gemma4", tmp_path / "gemma4"), tp=4, ranks=2)  # full layers have two
+    check(make_checkpoint("gemma4_moe", tmp_path / "gemma4_moe"), tp=2, ranks=2)
 
 
 def test_sizes_that_devices_can_not_share_are_refused_with_those_that_can(tmp_path: Path) -> None:

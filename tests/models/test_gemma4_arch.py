@@ -110,7 +110,6 @@ def test_pages_hold_a_part_of_each_shape_and_nothing_of_layers_that_read_others(
         ({"host_kv": HostKvConfig(host_kv_gib=1.0)}, "--host-kv-gib"),
         ({"speculation": SpeculationConfig("EAGLE3", speculative_draft_model_path="head")}, "give NGRAM"),
         ({"lora": LoraConfig(enable_lora=True)}, "--enable-lora"),
-        ({"dp_size": 2, "tp": 2, "enable_dp_attention": True}, "--enable-dp-attention"),
     ],
 )
 def test_flags_that_take_like_layers_are_refused_with_a_way_out(
