@@ -74,15 +74,23 @@ class Case:
 
         XLA adds up both embeddings of a token at once, and an MLP's results with those of experts next to it.
         """
-        return 1 + (3 if self.kind in ("olmo2", "olmoe") else 2) * OTHER_NUM_LAYERS.get(self.kind, NUM_LAYERS)
+        return 1 + (3 if self.kind in ("olmo2", "olmoe") else 2) * self.num_layers
+
+    @property
+    def num_layers(self) -> int:
+        return OTHER_NUM_LAYERS.get(self.kind, NUM_LAYERS)
 
     @property
     def exchange(self) -> dict[str, int]:
-        """The exchanges of a step. Ranks gather tokens and scatter sums once a layer, and gather who is padding."""
+        """The exchanges of a step. Ranks gather tokens and scatter sums once a layer, and gather who is padding.
+
+        Of experts next to an MLP twice, since each of both is normalized by itself.
+        """
         shared = {"all-reduce": self.sums, "all-gather": 1} if self.tp > self.ranks else {}
         if self.ranks == 1:
             return shared
-        return {**shared, "all-gather": shared.get("all-gather", 0) + NUM_LAYERS + 1, "reduce-scatter": NUM_LAYERS}
+        count = self.num_layers * (2 if self.kind == "gemma4_moe" else 1)
+        return {**shared, "all-gather": shared.get("all-gather", 0) + count + 1, "reduce-scatter": count}
 
     @property
     def choice(self) -> dict[str, int]:
@@ -111,6 +119,7 @@ NIGHTLY_CASES = [
     ),
     *(Case(kind, 8, masked=True, ranks=ranks) for kind, ranks in (("mixtral", 2), ("olmoe", 4))),
     *(Case("deepseek_v3", 8, masked=True, ranks=ranks) for ranks in (2, 4, 8)),
+    *(Case(kind, 8, masked=True, ranks=ranks) for kind, ranks in (("gemma4_small", 4), ("gemma4_moe", 2))),
     Case("qwen3", 8, flags=INT8, ranks=4, updated=True),
 ]
 
