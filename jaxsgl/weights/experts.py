@@ -1,7 +1,7 @@
 """Maps the tensors of mixtures of experts to our parameters: one tensor per expert, or all experts stacked in one.
 
 Checkpoints name experts singly, or stack them as `[E, out, in]` or `[E, in, out]`; the shapes tell these two apart. A
-stack may be in MXFP4, as blocks and scales. Our
+stack may be in FP8, with a stack of scales (`quantized.py`), or in MXFP4, as blocks and scales. Our
 parameters are `gate_up [E, 2, F, D]`, an expert's gates before its ups, and `down [E, D, F]`. As in `names`, recipes
 make views only. `quantized.py` asks here first.
 """
@@ -161,7 +161,8 @@ class _OfLayer:
         if is_transposed:
             axes = (axes[0], axes[2], axes[1])
         pieces = self._gate_up if name == "gate_up" else _whole
-        return Recipe((Source(self.block + tensor, axes),), partial(_transposed, pieces) if is_transposed else pieces)
+        source = Source(self.block + tensor, axes, is_transposed=is_transposed)
+        return Recipe((source,), partial(_transposed, pieces) if is_transposed else pieces)
 
     def _packed(self, name: str) -> Recipe:
         """Of a stack in MXFP4, which is `[E, out, in]`."""

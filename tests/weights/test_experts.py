@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxsgl.weights import load_params
 from pallas_kernels.packed import MXFP4, PackedMatrix
 from tests.checkpoints import make_checkpoint
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
+from tests.weights.stored_weights import FORMATS, fp8_blocks, quantize_folder
 
 FILE = "model.safetensors"
 
@@ -30,6 +32,50 @@ FILE = "model.safetensors"
 def parameters(folder: Path) -> dict[tuple, np.ndarray]:
     params = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
     return {path: np.asarray(param[...]) for path, param in nnx.to_flat_state(params)}
+
+
+def stack_in_fp8(folder: Path, turn: Callable[[torch.Tensor], torch.Tensor], scale: str) -> None:
+    """Replaces the experts' numbers and their scales by stacks of all of a layer, as Qwen3-VL's are published."""
+    tensors = load_file(folder / FILE)
+    blocks = {name.split(".experts.")[0] for name in tensors if ".mlp.experts." in name}
+    for block in blocks:
+        for part, name in (("weight", ""), (scale, "_scale_inv")):
+            each = [f"{block}.experts.{e}." for e in range(10)]
+            gates, ups, downs = (
+                [tensors.pop(f"{expert}{kind}_proj.{part}") for expert in each] for kind in ("gate", "up", "down")
+            )
+            pairs = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+            tensors[f"{block}.experts.gate_up_proj{name}"] = turn(torch.stack(pairs)).contiguous()
+            tensors[f"{block}.experts.down_proj{name}"] = turn(torch.stack(downs)).contiguous()
+    save_file(tensors, folder / FILE)
+
+
+@pytest.mark.parametrize("layout", ["in_out", "out_in"])
+def test_stacks_in_fp8_are_their_experts_one_by_one(layout: str, tmp_path: Path) -> None:
+    form = FORMATS["fp8 in blocks"][0] | {"weight_block_size": [48, 48]}, partial(fp8_blocks, block=(48, 48))
+    folder = quantize_folder(make_checkpoint("qwen3_moe", tmp_path / "plain"), tmp_path / "stored", form)
+    expected = parameters(folder)
+    stack_in_fp8(folder, (lambda x: x.mT) if layout == "in_out" else (lambda x: x), "weight_scale_inv")
+    found = parameters(folder)
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array, err_msg=str(path))
+
+
+def test_stacks_that_are_not_quantized_or_in_another_format_are_refused_by_name(tmp_path: Path) -> None:
+    plain = make_checkpoint("qwen3_moe", tmp_path / "plain")
+    for name, excepted in (("fp8 in blocks", "experts"), ("awq", "")):
+        folder = quantize_folder(plain, tmp_path / name, name, excepted=excepted)
+        tensors = {name: tensor for name, tensor in load_file(folder / FILE).items() if ".experts." not in name}
+        for layer in (0, 2):
+            experts = f"model.layers.{layer}.mlp.experts."
+            tensors |= {
+                experts + "gate_up_proj": torch.zeros(10, 96, 128),
+                experts + "down_proj": torch.zeros(10, 128, 48),
+            }
+        save_file(tensors, folder / FILE)
+        with pytest.raises(CheckpointError, match=r"_proj is a stack of experts.*must except it"):
+            parameters(folder)
 
 
 def stack(folder: Path, turn: Callable[[torch.Tensor], torch.Tensor]) -> None:
