@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +97,15 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
 
     def is_excepted(module: str) -> bool:
         names = [prefix + module for prefix in _PREFIXES]
-        if targets is not None and not any(target.match(name) for target in targets for name in names):
-            return True
         return any(part in f".{name}." for part in parts for name in names) or any(
             expression.match(name) for expression in expressions for name in names
         )
 
-    def is_whole(layer: int, modules: tuple[str, ...]) -> bool:
-        excepted = [is_excepted(f"layers.{layer}.{module}") for module in modules]
+    def is_no_target(module: str) -> bool:
+        return not any(target.match(prefix + module) for target in targets or () for prefix in _PREFIXES)
+
+    def is_whole(layer: int, modules: tuple[str, ...], is_left: Callable[[str], bool]) -> bool:
+        excepted = [is_left(f"layers.{layer}.{module}") for module in modules]
         if any(excepted) and not all(excepted):
             raise CheckpointError(
                 f"{path}: quantization_config leaves {modules[excepted.index(True)]} of layer {layer} unquantized and "
@@ -112,11 +113,15 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
             )
         return all(excepted)
 
+    def is_kept(layer: int, spellings: tuple[tuple[str, ...], ...]) -> bool:
+        if targets is not None and all(is_whole(layer, each, is_no_target) for each in spellings):
+            return True
+        return any(is_whole(layer, each, is_excepted) for each in spellings)
+
     if not told and targets is None:
         return [frozenset()] * len(layers)
     return [
-        frozenset(name for name in spec.matrices if any(is_whole(layer, each) for each in _MODULES[name]))
-        for layer, spec in enumerate(layers)
+        frozenset(name for name in spec.matrices if is_kept(layer, _MODULES[name])) for layer, spec in enumerate(layers)
     ]
 
 
