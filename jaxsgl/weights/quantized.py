@@ -204,9 +204,9 @@ class StoredPieces:
             found = [named] if not stack else _of_each_matrix(named, stack[0], source, self.fmt)
             shape = (num_columns, num_rows) if source.is_transposed else (num_rows, num_columns)
             matrices += [StoredMatrix(self.fmt, each, shape, source.name) for each in found]
-            rows = np.arange(first, first + len(found) * shape[0]).reshape(*stack, shape[0], 1)
-            indices.append(rows.swapaxes(-1, -2) if source.is_transposed else rows)
-            first += rows.size
+            of_source = np.arange(first, first + len(found) * shape[0]).reshape(*stack, shape[0], 1)
+            indices.append(of_source.swapaxes(-1, -2) if source.is_transposed else of_source)
+            first += of_source.size
         if self.part == "order":
             yield Piece((), _common_order(matrices, self.whole))
             return

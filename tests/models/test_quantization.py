@@ -91,7 +91,7 @@ def test_another_kv_cache_is_left_unquantized_with_a_warning(
 
 
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-INT4 = {
+INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "config_groups": {"g": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}},
