@@ -74,6 +74,13 @@ def fp8_tensor(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, 
     return tensors, numbers.astype(np.float32) * scale
 
 
+def fp8_static(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """The same as transformers stores it, and Mistral publishes."""
+    tensors, meant = fp8_tensor(weights, rng)
+    scale, of_inputs = tensors["weight_scale"].reshape(()), tensors["input_scale"]
+    return {"weight": tensors["weight"], "weight_scale_inv": scale, "activation_scale": of_inputs}, meant
+
+
 def fp8_channels(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
     """One scale per output, in bfloat16."""
     scale = (np.abs(weights).max(1, keepdims=True) / 400).astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -199,6 +206,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
          "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"]}, fp8_blocks,
     ),
     "fp8 per tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
+    "fp8 static": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, fp8_static,
+    ),
     "compressed-tensors fp8 per tensor": (
         compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), fp8_tensor,
     ),

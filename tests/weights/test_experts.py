@@ -21,7 +21,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
 from jaxsgl.weights import load_params
-from pallas_kernels.packed import MXFP4, PackedMatrix
+from pallas_kernels.packed import FLOAT8, MXFP4, PackedMatrix
 from tests.checkpoints import make_checkpoint
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 from tests.weights.stored_weights import FORMATS, fp8_blocks, quantize_folder
@@ -52,11 +52,24 @@ def stack_in_fp8(folder: Path, turn: Callable[[torch.Tensor], torch.Tensor], sca
 
 @pytest.mark.parametrize("layout", ["in_out", "out_in"])
 def test_stacks_in_fp8_are_their_experts_one_by_one(layout: str, tmp_path: Path) -> None:
-    form = FORMATS["fp8 in blocks"][0] | {"weight_block_size": [48, 48]}, partial(fp8_blocks, block=(48, 48))
-    folder = quantize_folder(make_checkpoint("qwen3_moe", tmp_path / "plain"), tmp_path / "stored", form)
-    expected = parameters(folder)
+    """Dequantized, and kept as published where a CPU's kernels multiply them."""
+    form = FORMATS["fp8 in blocks"][0] | {"weight_block_size": [64, 64]}, partial(fp8_blocks, block=(64, 64))
+    sizes: Any = {"moe_intermediate_size": 64}
+    folder = quantize_folder(make_checkpoint("qwen3_moe", tmp_path / "plain", **sizes), tmp_path / "stored", form)
+
+    def both() -> dict[tuple, np.ndarray]:
+        arch = ModelArch.from_folder(folder)
+        assert arch.weight_format is not None
+        kept = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=True))
+        params = load_params(folder, kept, jnp.dtype("float32"), mesh_of())
+        formats = {path: param.get_metadata().get("format") for path, param in nnx.to_flat_state(params)}
+        assert formats["layers", 0, "mlp", "gate_up"].packing == formats["layers", 0, "mlp", "down"].packing == FLOAT8
+        found = {("kept", *path): np.asarray(param[...]) for path, param in nnx.to_flat_state(params)}
+        return {**parameters(folder), **found}
+
+    expected = both()
     stack_in_fp8(folder, (lambda x: x.mT) if layout == "in_out" else (lambda x: x), "weight_scale_inv")
-    found = parameters(folder)
+    found = both()
     assert found.keys() == expected.keys()
     for path, array in expected.items():
         np.testing.assert_array_equal(found[path], array, err_msg=str(path))
