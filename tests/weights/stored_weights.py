@@ -199,6 +199,7 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 
 MODELOPT_FP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+STATIC_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, fp8_static
 # Name -> (quantization_config, how a matrix is quantized).
 FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "fp8 in blocks": (
@@ -206,9 +207,6 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
          "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"]}, fp8_blocks,
     ),
     "fp8 per tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
-    "fp8 static": (
-        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, fp8_static,
-    ),
     "compressed-tensors fp8 per tensor": (
         compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), fp8_tensor,
     ),
