@@ -87,12 +87,12 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
     Raises `CheckpointError` if it excepts a part of what is multiplied at once.
     """
     keys = ("ignore", "modules_to_not_convert", "exclude_modules")
-    told = [str(each).strip(".") for key in keys for each in modelopt_part(config).get(key) or ()]
+    told = [str(each) for key in keys for each in modelopt_part(config).get(key) or ()]
     told += [f"re:{key.removeprefix(_EXCEPTS)}" for key in config.get("dynamic") or {}]  # which `_gptq` has checked
     expressions = [re.compile(each.removeprefix("re:")) for each in told if each.startswith("re:")]
     names_with_stars = [each for each in told if "*" in each and not each.startswith("re:")]
     expressions += [re.compile(fnmatch.translate(each)) for each in names_with_stars]
-    parts = [f".{each}." for each in told if not each.startswith("re:")]
+    parts = [f".{each.strip('.')}." for each in told if not each.startswith("re:")]
     targets = _targets(config)
 
     def is_excepted(module: str) -> bool:
