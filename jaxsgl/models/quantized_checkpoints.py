@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ EXPERTS_IN_MXFP4 = WeightFormat(
     "mxfp4", "float4_e2m1fn", group=MXFP4_GROUP, storage=Storage("mxfp4", 4, scale="_scales")
 )
 FP4_GROUP = 16  # inputs that share a scale in NVFP4
+_EXCEPTS = "-:"  # before an expression for modules that GPTQ leaves as they are
 # Matrices of a layer, by the names of `LayerSpec.matrices`, and the modules that make each, in every spelling.
 _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.qkv_proj",)),
@@ -44,6 +45,8 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj"),
         ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
         ("block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.0.w2", "block_sparse_moe.experts.0.w3"),
+        ("experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj"),
+        ("experts.gate_up_proj", "experts.down_proj"),
     ),
     "shared": tuple(
         (f"mlp.{word}.gate_proj", f"mlp.{word}.up_proj", f"mlp.{word}.down_proj")
@@ -79,16 +82,18 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
 
     An exception is a part of a module's name, cut at its dots ("mlp.gate", "model.layers.3", "visual"), a whole name
     with "*" for any letters, or after "re:" an expression for how it begins. One that means no matrix of ours, as a
-    norm, changes nothing.
+    norm, changes nothing. Modules that are no targets of compressed-tensors are excepted, too.
 
     Raises `CheckpointError` if it excepts a part of what is multiplied at once.
     """
     keys = ("ignore", "modules_to_not_convert", "exclude_modules")
     told = [str(each) for key in keys for each in modelopt_part(config).get(key) or ()]
+    told += [f"re:{key.removeprefix(_EXCEPTS)}" for key in config.get("dynamic") or {}]  # which `_gptq` has checked
     expressions = [re.compile(each.removeprefix("re:")) for each in told if each.startswith("re:")]
     names_with_stars = [each for each in told if "*" in each and not each.startswith("re:")]
     expressions += [re.compile(fnmatch.translate(each)) for each in names_with_stars]
-    parts = [f".{each}." for each in told if not each.startswith("re:")]
+    parts = [f".{each.strip('.')}." for each in told if not each.startswith("re:")]
+    targets = _targets(config)
 
     def is_excepted(module: str) -> bool:
         names = [prefix + module for prefix in _PREFIXES]
@@ -96,8 +101,11 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
             expression.match(name) for expression in expressions for name in names
         )
 
-    def is_whole(layer: int, modules: tuple[str, ...]) -> bool:
-        excepted = [is_excepted(f"layers.{layer}.{module}") for module in modules]
+    def is_no_target(module: str) -> bool:
+        return not any(target.match(prefix + module) for target in targets or () for prefix in _PREFIXES)
+
+    def is_whole(layer: int, modules: tuple[str, ...], is_left: Callable[[str], bool]) -> bool:
+        excepted = [is_left(f"layers.{layer}.{module}") for module in modules]
         if any(excepted) and not all(excepted):
             raise CheckpointError(
                 f"{path}: quantization_config leaves {modules[excepted.index(True)]} of layer {layer} unquantized and "
@@ -105,12 +113,25 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
             )
         return all(excepted)
 
-    if not told:
+    def is_kept(layer: int, spellings: tuple[tuple[str, ...], ...]) -> bool:
+        if targets is not None and all(is_whole(layer, each, is_no_target) for each in spellings):
+            return True
+        return any(is_whole(layer, each, is_excepted) for each in spellings)
+
+    if not told and targets is None:
         return [frozenset()] * len(layers)
     return [
-        frozenset(name for name in spec.matrices if any(is_whole(layer, each) for each in _MODULES[name]))
-        for layer, spec in enumerate(layers)
+        frozenset(name for name in spec.matrices if is_kept(layer, _MODULES[name])) for layer, spec in enumerate(layers)
     ]
+
+
+def _targets(config: Mapping[str, Any]) -> list[re.Pattern[str]] | None:
+    """Expressions for how the names of compressed-tensors' targets begin; None: all matrices are."""
+    groups = (config.get("config_groups") or {}).values()
+    told = [str(each) for group in groups for each in (group or {}).get("targets") or ()]
+    if config.get("quant_method") != "compressed-tensors" or not told or "Linear" in told:
+        return None
+    return [re.compile(each.removeprefix("re:") if each.startswith("re:") else re.escape(each)) for each in told]
 
 
 def has_quantized_experts(config: Mapping[str, Any]) -> bool:
@@ -188,7 +209,7 @@ def _compressed_tensors(config: _Reader) -> WeightFormat:
                 f"{config.path}: weights of {bits} bits of type float are not supported as "
                 f"{config.values.get('format')}: give nvfp4-pack-quantized"
             )
-        rows, columns = weights.values["block_structure"] if strategy == "block" else (1, group)
+        rows, columns = _block(weights) if strategy == "block" else (1, group)
         storage = Storage("plain", scale="weight_scale", block_rows=int(rows))
         return WeightFormat("compressed-tensors", "float8_e4m3fn", group=columns, storage=storage)
     packed = config.values.get("format") == "pack-quantized"
@@ -201,6 +222,17 @@ def _compressed_tensors(config: _Reader) -> WeightFormat:
         "compressed-tensors", f"int{bits}", group=group, has_zeros=has_zeros,
         reorders=packed and actorder in ("group", "dynamic"), storage=storage,
     )  # fmt: skip
+
+
+def _block(weights: _Reader) -> tuple[int, int]:
+    """Outputs and inputs that share a scale; older folders write "128x128"."""
+    told = weights.values.get("block_structure")
+    sides = told.split("x") if isinstance(told, str) else told
+    if not isinstance(sides, list) or len(sides) != 2 or not all(str(side).isdecimal() for side in sides):
+        raise CheckpointError(
+            f"{weights.path}: quantization_config: block_structure is {told}, but must be two numbers, as [128, 128]"
+        )
+    return int(sides[0]), int(sides[1])
 
 
 def _modelopt(config: _Reader) -> WeightFormat:
@@ -230,9 +262,11 @@ def _gptq(config: _Reader) -> WeightFormat:
     config.one_of("lm_head", False, default=False)
     one_less = config.one_of("checkpoint_format", "gptq", "gptq_v2", default="gptq") == "gptq"
     has_zeros = not config.one_of("sym", True, False, default=True)
-    if config.values.get("dynamic"):
+    changed = [key for key in config.values.get("dynamic") or {} if not key.startswith(_EXCEPTS)]
+    if changed:
         raise CheckpointError(
-            f"{config.path}: quantization_config: dynamic (other bits for some modules) is not supported"
+            f"{config.path}: quantization_config: dynamic gives {changed[0]} other bits, which is not supported; only "
+            f"modules that it leaves out ({_EXCEPTS}) are"
         )
     group = config.group()
     storage = Storage("gptq", bits, "scales", has_zeros=has_zeros, zeros_one_less=one_less)

@@ -1,9 +1,9 @@
 """Maps the tensors of mixtures of experts to our parameters: one tensor per expert, or all experts stacked in one.
 
-Checkpoints name experts singly, or stack them as `[E, out, in]` or `[E, in, out]`; the shapes tell these two apart. A
-stack may be in MXFP4, as blocks and scales. Our
-parameters are `gate_up [E, 2, F, D]`, an expert's gates before its ups, and `down [E, D, F]`. As in `names`, recipes
-make views only. `quantized.py` asks here first.
+Checkpoints name experts singly, or stack them as `[E, out, in]` or `[E, in, out]`; the shapes of a layer's two stacks,
+of which one at least isn't square, tell these apart. A stack may be in FP8, with a stack of scales (`quantized.py`), or
+in MXFP4, as blocks and scales. Our parameters are `gate_up [E, 2, F, D]`, an expert's gates before its ups, and
+`down [E, D, F]`. As in `names`, recipes make views only. `quantized.py` asks here first.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ class _OfLayer:
         if is_transposed:
             axes = (axes[0], axes[2], axes[1])
         pieces = self._gate_up if name == "gate_up" else _whole
-        return Recipe((Source(self.block + tensor, axes),), partial(_transposed, pieces) if is_transposed else pieces)
+        source = Source(self.block + tensor, axes, is_transposed=is_transposed)
+        return Recipe((source,), partial(_transposed, pieces) if is_transposed else pieces)
 
     def _packed(self, name: str) -> Recipe:
         """Of a stack in MXFP4, which is `[E, out, in]`."""
@@ -205,15 +206,10 @@ class _OfLayer:
         """Whether stacks are `[E, in, out]`."""
         if self.names.transposed is not None:
             return self.names.transposed
-        tensor = self.block + self.names.stacked_gate_up
-        shape = self.shape_of(tensor)
-        out, num_in = 2 * self.mlp.ffn_size, self.arch.hidden_size
-        if out == num_in:
-            raise CheckpointError(
-                f"tensor {tensor} has shape {shape}: with a hidden size of {num_in} and an expert's intermediate size "
-                f"of {self.mlp.ffn_size} it can't be told which axis is which; name each expert's tensors singly"
-            )
-        return shape is not None and shape[1:] == (num_in, out)
+        size, num_in = self.mlp.ffn_size, self.arch.hidden_size
+        if 2 * size != num_in:
+            return self.shape_of(self.block + self.names.stacked_gate_up) == (self.mlp.num_experts, num_in, 2 * size)
+        return self.shape_of(self.block + self.names.stacked_down) == (self.mlp.num_experts, size, num_in)
 
     def _gate_up(self, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
         """A stack `[E, 2 F, ..]`, gates first."""

@@ -66,11 +66,13 @@ class Source:
       name: the tensor's name; `{}` stands for the layer's index.
       axes: the tensor's shape, as names of `sizes`; None: the reader checks shape and dtype.
       layer: the layer of `arch` that it is a tensor of; None: of the model.
+      is_transposed: it is a stack of matrices `[in, out]`, whose rows are outputs elsewhere.
     """
 
     name: str
     axes: tuple[str, ...] | None
     layer: int | None = None
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from jaxsgl.models.matrix import part_name
 from jaxsgl.models.quantization import FLOAT8, WeightFormat
 from jaxsgl.weights import names
 from jaxsgl.weights.experts import ShapeOf, recipe_of_experts, recipe_of_mxfp4
-from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, axes_lengths, recipe_of_tower
+from jaxsgl.weights.names import Path, Piece, Place, Recipe, Source, Tensor, axes_lengths, recipe_of_tower
 from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
 from pallas_kernels import packed
 
@@ -44,11 +44,12 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
             return of_tower
         of_experts = recipe_of_experts(path, arch, shape_of)
         if of_experts is not None:
-            return _of_experts(path, of_experts, arch)
+            return _of_experts(path, of_experts, arch, shape_of)
         recipe = names.recipe_of(path, arch)
         if path[2:] in (("delta_net", "inputs"), ("delta_net", "gates")):
             return _dequantized_if_stored_so(recipe, arch, shape_of)
-        return _dequantized(path, recipe, "kv_b", arch) if path[2:] == ("attention", "kv_b") else recipe
+        is_kv = path[2:] == ("attention", "kv_b")
+        return _dequantized(path, recipe, "kv_b", arch, shape_of) if is_kv else recipe
     fmt: WeightFormat = param.get_metadata("format")
     whole = (*path[:-1], str(path[-1]).removesuffix(part_name("", part)))
     if fmt.packing == packed.MXFP4:
@@ -56,28 +57,51 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
     recipe = recipe_of_experts(whole, arch, shape_of) or names.recipe_of(whole, arch)
     if fmt.storage is None:
         return Recipe(recipe.sources, recipe.pieces, QuantizedAtLoad(fmt.numbers, part, fmt.group, fmt.packing))
-    stored = _of_stored(recipe, fmt, part)
+    stored = _of_stored(recipe, fmt, part, shape_of)
     return replace(stored, computed=Packed(part)) if fmt.packing == packed.INT4 and part != "order" else stored
 
 
-def _of_stored(recipe: Recipe, fmt: WeightFormat, part: str) -> Recipe:
+def _of_stored(recipe: Recipe, fmt: WeightFormat, part: str, shape_of: ShapeOf) -> Recipe:
     assert fmt.storage is not None
     parts = tensor_names(fmt.storage, fmt.reorders)
-    sources = [Source(source.name.removesuffix("weight") + name, None) for source in recipe.sources for name in parts]
+    sources = [Source(_stored_name(source, name, fmt, shape_of), None) for source in recipe.sources for name in parts]
     return Recipe(tuple(sources), StoredPieces(recipe, fmt, part))
 
 
-def _of_experts(path: Path, recipe: Recipe, arch: ModelArch) -> Recipe:
+def _stored_name(source: Source, part: str, fmt: WeightFormat, shape_of: ShapeOf) -> str:
+    """The tensor of `source` that `part` of `tensor_names` means; a stack and its scales have no "weight" in the names.
+
+    One scale of a tensor in FP8 goes by the name of scales of blocks, too. Raises `CheckpointError` for a stack in a
+    format whose stacks are not read.
+    """
+    assert fmt.storage is not None
+    is_stack = len(source.axes or ()) > 2
+    stem = source.name.removesuffix("weight")
+    found = stem + (part.removeprefix("weight") if is_stack else part)
+    if part == "weight_scale" and shape_of(found) is None and shape_of(found + "_inv") is not None:
+        found += "_inv"
+    if is_stack and (fmt.storage.kind != "plain" or fmt.storage.has_zeros or shape_of(found) is None):
+        raise CheckpointError(
+            f"tensor {source.name} is a stack of experts, but there is none of {found}: quantization_config "
+            f"({fmt.method}) must except it if it is not quantized; of stacks FP8 with stacks of scales and MXFP4 are "
+            "supported, of other formats tensors of each expert"
+        )
+    return found
+
+
+def _of_experts(path: Path, recipe: Recipe, arch: ModelArch, shape_of: ShapeOf) -> Recipe:
     """What `recipe` makes of experts' tensors for a parameter that isn't quantized: dequantized if these are."""
     is_expert = path[3:] in (("gate_up",), ("down",))
-    return _dequantized(path, recipe, "experts", arch) if is_expert else recipe
+    return _dequantized(path, recipe, "experts", arch, shape_of) if is_expert else recipe
 
 
-def _dequantized(path: Path, recipe: Recipe, matrix: str, arch: ModelArch) -> Recipe:
+def _dequantized(path: Path, recipe: Recipe, matrix: str, arch: ModelArch, shape_of: ShapeOf) -> Recipe:
     """What `recipe` makes of the tensors of a layer's matrix, dequantized if the checkpoint has quantized them."""
     fmt = arch.stored_format
     assert isinstance(path[1], int)
-    return recipe if fmt is None or matrix in arch.layers[path[1]].unquantized else _of_stored(recipe, fmt, WEIGHTS)
+    if fmt is None or matrix in arch.layers[path[1]].unquantized:
+        return recipe
+    return _of_stored(recipe, fmt, WEIGHTS, shape_of)
 
 
 def _dequantized_if_stored_so(recipe: Recipe, arch: ModelArch, shape_of: ShapeOf) -> Recipe:
@@ -96,7 +120,7 @@ def _dequantized_if_stored_so(recipe: Recipe, arch: ModelArch, shape_of: ShapeOf
             f"{modules[is_stored_so.index(True)]}* are quantized and {modules[is_stored_so.index(False)]}* are not, "
             "but they are multiplied at once: quantize both or none"
         )
-    return _of_stored(recipe, fmt, WEIGHTS) if all(is_stored_so) else recipe
+    return _of_stored(recipe, fmt, WEIGHTS, shape_of) if all(is_stored_so) else recipe
 
 
 @dataclass(frozen=True)
@@ -171,21 +195,28 @@ class StoredPieces:
         """The pieces, which compute rows when they are read."""
         assert self.fmt.storage is not None
         parts = tensor_names(self.fmt.storage, self.fmt.reorders)
-        matrices, indices, first = [], [], 0
+        matrices: list[StoredMatrix] = []
+        indices: list[npt.NDArray[np.intp]] = []
+        first = 0
         for number, source in enumerate(self.whole.sources):
-            out, num_in = axes_lengths(source, arch)
             named = dict(zip(parts, tensors[number * len(parts) :], strict=False))
-            matrices.append(StoredMatrix(self.fmt, named, (out, num_in), source.name))
-            indices.append(np.arange(first, first + out)[:, None])
-            first += out
+            *stack, num_rows, num_columns = axes_lengths(source, arch)
+            found = [named] if not stack else _of_each_matrix(named, stack[0], source, self.fmt)
+            shape = (num_columns, num_rows) if source.is_transposed else (num_rows, num_columns)
+            matrices += [StoredMatrix(self.fmt, each, shape, source.name) for each in found]
+            of_source = np.arange(first, first + len(found) * shape[0]).reshape(*stack, shape[0], 1)
+            indices.append(of_source.swapaxes(-1, -2) if source.is_transposed else of_source)
+            first += of_source.size
         if self.part == "order":
             yield Piece((), _common_order(matrices, self.whole))
             return
-        ends = np.cumsum([len(each) for each in indices])
+        ends = np.cumsum([matrix.shape[0] for matrix in matrices])
         for place, rows in self.whole.pieces(arch, tuple(indices)):
             assert isinstance(rows, np.ndarray)
-            which = int(np.searchsorted(ends, rows.flat[0], side="right"))
-            yield Piece(place, self._rows(matrices[which], rows[..., 0] - (ends[which] - len(indices[which]))))
+            for each_place, each in _by_matrix(place, rows, len(matrices) > len(indices)):
+                which = int(np.searchsorted(ends, each.flat[0], side="right"))
+                of_matrix = each[..., 0] - (ends[which] - matrices[which].shape[0])
+                yield Piece(each_place, self._rows(matrices[which], of_matrix))
 
     def _rows(self, matrix: StoredMatrix, rows: npt.NDArray[np.intp]) -> Rows:
         if self.part == "numbers":
@@ -194,6 +225,31 @@ class StoredPieces:
             return Rows(rows, matrix.weights, matrix.shape[1], jnp.float32)
         compute, dtype = (matrix.scale, jnp.float32) if self.part == "scale" else (matrix.zero, jnp.int8)
         return Rows(rows, compute, matrix.num_groups, dtype)
+
+
+def _of_each_matrix(named: dict[str, Tensor], count: int, source: Source, fmt: WeightFormat) -> list[dict[str, Tensor]]:
+    """The tensors of each matrix of a stack, `[out, ...]`. Raises `CheckpointError` for stacks of other lengths."""
+    different = {name: tensor.shape for name, tensor in named.items() if tensor.shape[:1] != (count,)}
+    if different:
+        raise CheckpointError(f"{source.name}: {different} must have {count} matrices, one of each expert")
+    if not source.is_transposed:
+        return [{name: tensor[i] for name, tensor in named.items()} for i in range(count)]
+    assert fmt.storage is not None
+    if fmt.storage.block_rows != (fmt.group or 1):
+        raise CheckpointError(
+            f"{source.name} is [experts, in, out] in blocks of {fmt.storage.block_rows} by {fmt.group}, but blocks of "
+            "such stacks must be square: name each expert's tensors singly"
+        )
+    return [{name: tensor[i].T for name, tensor in named.items()} for i in range(count)]
+
+
+def _by_matrix(place: Place, rows: Tensor, has_stacks: bool) -> Iterator[tuple[Place, Tensor]]:
+    """A piece cut into those of single matrices, if it may be of a stack, whose axis comes first."""
+    if not has_stacks:
+        yield place, rows
+        return
+    for i in range(len(rows)):
+        yield (slice(i, i + 1), *place[1:]), rows[i : i + 1]
 
 
 class Rows:

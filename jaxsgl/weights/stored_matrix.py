@@ -53,6 +53,7 @@ def is_unused(name: str, fmt: WeightFormat) -> bool:
     return name.endswith(
         (
             ".input_scale",
+            "activation_scale",
             ".input_global_scale",
             ".input_zero_point",
             ".output_scale",
@@ -204,6 +205,8 @@ class StoredMatrix:
         if groups == 1 and kind in ("plain", "packed"):
             of_scale |= {(out,), (), (1,), (1, 1)}
         self._refuse_unless(self._scale.shape in of_scale, "scales", self._scale, sorted(of_scale)[-1])
+        is_float = np.issubdtype(self._scale.dtype, np.floating) or self._scale.dtype.kind == "V"
+        self._refuse_unless(is_float, "scales", self._scale, sorted(of_scale)[-1])
         wanted = {"plain": (np.int8, ml_dtypes.float8_e4m3fn), **dict.fromkeys(FP4_NAMES, (np.uint8,))}
         self._refuse_unless(
             self._numbers.dtype in wanted.get(kind, (np.int32, np.uint32)), "numbers", self._numbers, expected

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from jaxsgl.errors import CheckpointError
+from jaxsgl.models import ModelArch
+from tests.checkpoints import configuration
 from tests.models.test_arch import read
 
 FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -86,3 +88,65 @@ def test_another_kv_cache_is_left_unquantized_with_a_warning(
     config = {"quant_method": "compressed-tensors", "kv_cache_scheme": {**FLOAT8, **changes}}
     assert read(tmp_path, quantization_config=config).kv_cache_dtype is None
     assert "supported is fp8_e4m3 with static scales" in caplog.text
+
+
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+INT4: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"g": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}},
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+
+
+def targeting(*targets: str) -> dict[str, Any]:
+    return {**INT4, "config_groups": {"g": {**INT4["config_groups"]["g"], "targets": list(targets)}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        ({**GPTQ, "dynamic": {"-:.*self_attn": {}}}, {"qkv", "o"}),
+        ({**GPTQ, "dynamic": {r"-:.*\.down_proj": {}, "-:.*o_proj": {}}}, {"o", "down"}),
+        (targeting("Linear"), set()),
+        (targeting("re:.*mlp.*"), {"qkv", "o"}),
+        (targeting(r"re:.*self_attn.*", r"re:.*\.(gate|up)_proj$"), {"down"}),
+        ({**FP8_BLOCKS, "modules_to_not_convert": ["model.layers.0.", "model.layers.1.mlp"]}, {"gate_up", "down"}),
+    ],
+)
+def test_matrices_that_a_configuration_leaves_out_are_known(
+    config: dict[str, Any], kept: set[str], tmp_path: Path
+) -> None:
+    assert read(tmp_path, quantization_config=config).layers[1].unquantized == kept
+
+
+@pytest.mark.parametrize(
+    "exception", ["model.language_model.layers.1.experts", "re:.*layers.1.experts.*", "re:.*1\\.experts\\.\\d+"]
+)
+def test_experts_next_to_an_mlp_are_excepted_by_their_own_names(exception: str, tmp_path: Path) -> None:
+    values = {**configuration("gemma4_moe"), "quantization_config": {**INT4, "ignore": [exception]}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    arch = ModelArch.from_folder(tmp_path)
+    assert [layer.unquantized for layer in arch.layers[:2]] == [set(), {"experts"}]
+
+
+def test_blocks_are_two_numbers_in_either_spelling(tmp_path: Path) -> None:
+    def block(told: Any) -> tuple[int | None, int]:
+        weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": told}
+        config = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"g": {"weights": weights}},
+        }
+        fmt = read(tmp_path, quantization_config=config).weight_format
+        assert fmt is not None and fmt.storage is not None
+        return fmt.group, fmt.storage.block_rows
+
+    assert block([64, 128]) == block("64x128") == (128, 64)
+    with pytest.raises(CheckpointError, match=r"block_structure is None, but must be two numbers"):
+        block(None)
+
+
+def test_other_bits_for_some_modules_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"dynamic gives .*mlp other bits"):
+        read(tmp_path, quantization_config={**GPTQ, "dynamic": {".*mlp": {"bits": 8}, "-:.*o_proj": {}}})

@@ -74,6 +74,13 @@ def fp8_tensor(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, 
     return tensors, numbers.astype(np.float32) * scale
 
 
+def fp8_static(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """The same as transformers stores it, and Mistral publishes."""
+    tensors, meant = fp8_tensor(weights, rng)
+    scale, of_inputs = tensors["weight_scale"].reshape(()), tensors["input_scale"]
+    return {"weight": tensors["weight"], "weight_scale_inv": scale, "activation_scale": of_inputs}, meant
+
+
 def fp8_channels(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
     """One scale per output, in bfloat16."""
     scale = (np.abs(weights).max(1, keepdims=True) / 400).astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -192,6 +199,7 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 
 MODELOPT_FP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+STATIC_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, fp8_static
 # Name -> (quantization_config, how a matrix is quantized).
 FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "fp8 in blocks": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
 from jaxsgl.weights import load_params
-from pallas_kernels.packed import MXFP4, PackedMatrix
+from pallas_kernels.packed import FLOAT8, MXFP4, PackedMatrix
 from tests.checkpoints import make_checkpoint
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
+from tests.weights.stored_weights import FORMATS, fp8_blocks, quantize_folder
 
 FILE = "model.safetensors"
 
@@ -30,6 +32,63 @@ FILE = "model.safetensors"
 def parameters(folder: Path) -> dict[tuple, np.ndarray]:
     params = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
     return {path: np.asarray(param[...]) for path, param in nnx.to_flat_state(params)}
+
+
+def stack_in_fp8(folder: Path, turn: Callable[[torch.Tensor], torch.Tensor], scale: str) -> None:
+    """Replaces the experts' numbers and their scales by stacks of all of a layer, as Qwen3-VL's are published."""
+    tensors = load_file(folder / FILE)
+    blocks = {name.split(".experts.")[0] for name in tensors if ".mlp.experts." in name}
+    for block in blocks:
+        for part, name in (("weight", ""), (scale, "_scale_inv")):
+            each = [f"{block}.experts.{e}." for e in range(10)]
+            gates, ups, downs = (
+                [tensors.pop(f"{expert}{kind}_proj.{part}") for expert in each] for kind in ("gate", "up", "down")
+            )
+            pairs = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+            tensors[f"{block}.experts.gate_up_proj{name}"] = turn(torch.stack(pairs)).contiguous()
+            tensors[f"{block}.experts.down_proj{name}"] = turn(torch.stack(downs)).contiguous()
+    save_file(tensors, folder / FILE)
+
+
+@pytest.mark.parametrize("layout", ["in_out", "out_in"])
+def test_stacks_in_fp8_are_their_experts_one_by_one(layout: str, tmp_path: Path) -> None:
+    """Dequantized, and kept as published where a CPU's kernels multiply them."""
+    form = FORMATS["fp8 in blocks"][0] | {"weight_block_size": [64, 64]}, partial(fp8_blocks, block=(64, 64))
+    sizes: Any = {"moe_intermediate_size": 64}
+    folder = quantize_folder(make_checkpoint("qwen3_moe", tmp_path / "plain", **sizes), tmp_path / "stored", form)
+
+    def both() -> dict[tuple, np.ndarray]:
+        arch = ModelArch.from_folder(folder)
+        assert arch.weight_format is not None
+        kept = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=True))
+        params = load_params(folder, kept, jnp.dtype("float32"), mesh_of())
+        formats = {path: param.get_metadata().get("format") for path, param in nnx.to_flat_state(params)}
+        assert formats["layers", 0, "mlp", "gate_up"].packing == formats["layers", 0, "mlp", "down"].packing == FLOAT8
+        found = {("kept", *path): np.asarray(param[...]) for path, param in nnx.to_flat_state(params)}
+        return {**parameters(folder), **found}
+
+    expected = both()
+    stack_in_fp8(folder, (lambda x: x.mT) if layout == "in_out" else (lambda x: x), "weight_scale_inv")
+    found = both()
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array, err_msg=str(path))
+
+
+def test_stacks_that_are_not_quantized_or_in_another_format_are_refused_by_name(tmp_path: Path) -> None:
+    plain = make_checkpoint("qwen3_moe", tmp_path / "plain")
+    for name, excepted in (("fp8 in blocks", "experts"), ("awq", "")):
+        folder = quantize_folder(plain, tmp_path / name, name, excepted=excepted)
+        tensors = {name: tensor for name, tensor in load_file(folder / FILE).items() if ".experts." not in name}
+        for layer in (0, 2):
+            experts = f"model.layers.{layer}.mlp.experts."
+            tensors |= {
+                experts + "gate_up_proj": torch.zeros(10, 96, 128),
+                experts + "down_proj": torch.zeros(10, 128, 48),
+            }
+        save_file(tensors, folder / FILE)
+        with pytest.raises(CheckpointError, match=r"_proj is a stack of experts.*must except it"):
+            parameters(folder)
 
 
 def stack(folder: Path, turn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -47,25 +106,19 @@ def stack(folder: Path, turn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     save_file(tensors, folder / FILE)
 
 
-def test_stacked_experts_load_in_both_layouts_as_single_ones_do(tmp_path: Path) -> None:
-    expected = parameters(make_checkpoint("qwen3_moe", tmp_path / "single"))
+@pytest.mark.parametrize("ffn_size", [48, 64])  # with 64, a stack of gates and ups is square
+def test_stacked_experts_load_in_both_layouts_as_single_ones_do(ffn_size: int, tmp_path: Path) -> None:
+    sizes: Any = {"moe_intermediate_size": ffn_size}
+    expected = parameters(make_checkpoint("qwen3_moe", tmp_path / "single", **sizes))
     gate_up = load_file(tmp_path / "single" / FILE)["model.layers.2.mlp.experts.7.up_proj.weight"].numpy()
     np.testing.assert_array_equal(expected["layers", 2, "mlp", "gate_up"][7, 1], gate_up)
     for layout, turn in {"out_in": lambda x: x, "in_out": lambda x: x.swapaxes(1, 2)}.items():
-        folder = make_checkpoint("qwen3_moe", tmp_path / layout)
+        folder = make_checkpoint("qwen3_moe", tmp_path / layout, **sizes)
         stack(folder, turn)
         found = parameters(folder)
         assert found.keys() == expected.keys()
         for path, array in expected.items():
             np.testing.assert_array_equal(found[path], array, err_msg=str(path))
-
-
-def test_a_stack_whose_axes_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
-    folder = make_checkpoint("qwen3_moe", tmp_path, moe_intermediate_size=64)
-    parameters(folder)  # one by one they can
-    stack(folder, lambda x: x)
-    with pytest.raises(CheckpointError, match="can't be told which axis is which"):
-        parameters(folder)
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

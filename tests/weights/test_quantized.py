@@ -25,7 +25,7 @@ from tests.checkpoints import HYBRID_KINDS, make_checkpoint
 from tests.grids import count, daily
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 from tests.vision_models import make_model
-from tests.weights.stored_weights import FORMATS, hybrid_in_fp8, quantize_folder
+from tests.weights.stored_weights import FORMATS, STATIC_FP8, hybrid_in_fp8, quantize_folder
 
 TOKENS = list(range(3, 60))
 # Half a step of 127; half a unit of a mantissa of 3 bits, or half a unit of the smallest numbers.
@@ -138,6 +138,14 @@ def test_a_quantized_checkpoint_is_its_dequantized_weights(name: str, on_cpu: st
     folder = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain"), tmp_path / "stored", name)
     arch, plain = stored_arch(folder, on_cpu), ModelArch.from_folder(folder / "meant")
     dtype = jnp.dtype("float32")
+    stored, meant = load_params(folder, arch, dtype, mesh_of()), load_params(folder / "meant", plain, dtype, mesh_of())
+    for found, expected in zip(matrices(arch, stored), matrices(plain, meant), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_one_scale_of_a_tensor_goes_by_the_name_of_scales_of_blocks_too(tmp_path: Path) -> None:
+    folder = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain"), tmp_path / "stored", STATIC_FP8)
+    arch, plain, dtype = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant"), jnp.dtype("float32")
     stored, meant = load_params(folder, arch, dtype, mesh_of()), load_params(folder / "meant", plain, dtype, mesh_of())
     for found, expected in zip(matrices(arch, stored), matrices(plain, meant), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
