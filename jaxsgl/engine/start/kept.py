@@ -114,11 +114,13 @@ class KeptPrograms(NothingKept):
             logger.warning("%s is damaged: its program is compiled anew", file)
             return None
         try:
-            libraries, *kept = pickle.loads(zlib.decompress(packed))
+            libraries, payload, in_tree, out_tree = pickle.loads(zlib.decompress(packed))
             if libraries != native.loaded(libraries):
                 return None
             devices = list(program.devices)
-            return deserialize_and_load(*kept, devices[0].client, execution_devices=devices)
+            return deserialize_and_load(
+                payload, in_tree, out_tree, devices[0].client, execution_devices=devices
+            )
         except Exception as error:  # whatever XLA and pickle raise
             logger.warning("%s can't be loaded (%s): its program is compiled anew", file, error)
             return None
