@@ -118,9 +118,7 @@ class KeptPrograms(NothingKept):
             if libraries != native.loaded(libraries):
                 return None
             devices = list(program.devices)
-            return deserialize_and_load(
-                payload, in_tree, out_tree, devices[0].client, execution_devices=devices
-            )
+            return deserialize_and_load(payload, in_tree, out_tree, devices[0].client, execution_devices=devices)
         except Exception as error:  # whatever XLA and pickle raise
             logger.warning("%s can't be loaded (%s): its program is compiled anew", file, error)
             return None
