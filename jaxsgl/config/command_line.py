@@ -311,7 +311,9 @@ REFUSED = {
 
 def _without_other_values(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the words but the flags of `OTHER_VALUES`, and these, each as `flag value`. Raises `ConfigError`."""
-    words, others, index = [], [], 0
+    words: list[str] = []
+    others: list[str] = []
+    index = 0
     while index < len(argv):
         flag, equals, value = argv[index].partition("=")
         after = 1

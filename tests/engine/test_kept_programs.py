@@ -23,6 +23,7 @@ from jaxsgl.engine.start import kept
 from jaxsgl.engine.start.kept import KeptPrograms, NothingKept, kept_programs
 from jaxsgl.engine.start.naming import Namer, Unnamed
 from jaxsgl.weights.sharding import make_mesh, replicated
+from pallas_kernels.native import library
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, greedy_programs
 
@@ -118,7 +119,7 @@ def test_other_libraries_than_a_program_was_compiled_with_have_it_compiled_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started(tmp_path, program())
-    monkeypatch.setattr(kept.native, "loaded", lambda names=None: {"common": False})
+    monkeypatch.setattr(library, "loaded", lambda names=None: {"common": False})
     assert started(tmp_path, program()).num_compiled == 1
 
 
@@ -134,7 +135,7 @@ def test_settings_sources_and_libraries_have_folders_of_their_own(monkeypatch: p
         changed.setattr(kept, "_processor", lambda: ["flags: avx2"])
         found.append(kept._surroundings())
     with monkeypatch.context() as changed:
-        changed.setattr(kept.native, "load", lambda: "there is no compiler")
+        changed.setattr(library, "load", lambda: "there is no compiler")
         found.append(kept._surroundings())
     with jax.default_matmul_precision("float32"):
         found.append(kept._surroundings())
