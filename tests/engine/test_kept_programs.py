@@ -34,7 +34,7 @@ KEY = ProgramKey("times", 4)
 @pytest.fixture(autouse=True)
 def no_cache_of_jax(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a user's environment, which names none."""
-    monkeypatch.delenv(kept.JAX_CACHE_VARIABLE)
+    monkeypatch.delenv(kept.JAX_CACHE_VARIABLE, raising=False)
     before: str | None = jax.config.values["jax_compilation_cache_dir"]
     yield
     jax.config.update("jax_compilation_cache_dir", before)
@@ -202,6 +202,20 @@ def test_nothing_is_kept_where_others_can_write(tmp_path: Path, caplog: pytest.L
     (tmp_path / "open").chmod(0o777)
     assert type(kept_programs(tmp_path / "open")) is NothingKept
     assert "programs are not kept between starts" in caplog.text
+
+
+def test_a_cache_of_jax_that_the_environment_names_or_turns_off_is_heeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as changed:
+        changed.setenv(kept.JAX_CACHE_VARIABLE, str(tmp_path))
+        assert type(kept_programs(tmp_path)) is NothingKept
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        assert type(kept_programs(tmp_path)) is NothingKept
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert isinstance(kept_programs(tmp_path), KeptPrograms)
 
 
 def test_folders_that_no_start_has_used_for_long_go(tmp_path: Path) -> None:

@@ -139,14 +139,7 @@ class KeptPrograms(NothingKept):
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """See `NothingKept`. JAX's cache is off meanwhile, unless the environment names one: programs are kept once.
-
-        What JAX has loaded from its cache can't be written down again if it sorts.
-        """
-        before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-        if not before or os.environ.get(JAX_CACHE_VARIABLE):
-            yield
-            return
+        """See `NothingKept`. JAX's cache is off meanwhile: what it has loaded can't be written down again if it sorts."""
         _use_jax_cache(False)
         try:
             yield
@@ -160,8 +153,13 @@ def _use_jax_cache(on: bool) -> None:
 
 
 def kept_programs(cache: Path | None) -> NothingKept:
-    """What keeps programs of this process's CPU in a folder of `cache`; nothing does if that is None, or unsafe."""
-    if cache is None:
+    """What keeps programs of this process's CPU in a folder of `cache`.
+
+    Nothing does if that is None or unsafe, nor where the environment turns JAX's cache off, or names one: that one
+    still finds programs whose text an edit of the sources leaves as it was.
+    """
+    off = not jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    if cache is None or off or os.environ.get(JAX_CACHE_VARIABLE):
         return NothingKept()
     try:
         folder = own_folder(cache / FOLDER) / _surroundings()
