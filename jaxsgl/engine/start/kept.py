@@ -139,7 +139,7 @@ class KeptPrograms(NothingKept):
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """See `NothingKept`. JAX's cache is off meanwhile: what it has loaded can't be written down again if it sorts."""
+        """See `NothingKept`. JAX's cache is off meanwhile: what it has loaded and sorts can't be written down again."""
         _use_jax_cache(False)
         try:
             yield
