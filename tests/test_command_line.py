@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxsgl.config.command_line import REFUSED, SETTINGS, SWITCHES, TOPICS, new_parser, parse, words_of
+from jaxsgl.config.command_line import OTHER_VALUES, REFUSED, SETTINGS, SWITCHES, TOPICS, new_parser, parse, words_of
 from jaxsgl.config.flags import from_flags
+from jaxsgl.config.kernels import ATTENTION_BACKENDS
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, StartupError
 from jaxsgl.frontend.server import sampling_defaults, template_of
@@ -55,6 +56,14 @@ PASTED = {
     "--tensor-parallel-size 2": "--tp 2",
     "-tp 2": "--tp 2",
     "--max-model-len 4096": "--context-length 4096",
+    "--max-model-len 32k": "--context-length 32000",
+    "--max-model-len 32K --max-num-batched-tokens 1.5k": "--context-length 32768 --chunked-prefill-size 1500",
+    "--attention-backend flashinfer --tp 2": "--tp 2",
+    "--attention-backend=FLASH_ATTN --port 80": "--port 80",
+    "--attention-backend fa3": "",
+    "--attention-backend triton": "--attention-backend triton",
+    "--ep 1 --tp 2": "--tp 2",
+    "--ep --tp 2": "--tp 2 --ep",
     "--gpu-memory-utilization 0.9": "--mem-fraction-static 0.9",
     "--mem-fraction-static 0.9": "--mem-fraction-static 0.9",
     "--max-num-seqs 64": "--max-running-requests 64",
@@ -92,6 +101,12 @@ def test_flags_without_effect_say_why() -> None:
     lines = words_of(parse(argv).without_effect)
     assert len(lines) == len(SWITCHES) + len(SETTINGS)
     assert lines[0].startswith("--trust-remote-code changes nothing here: code of a checkpoint is never run")
+    lines = words_of(parse(["--attention-backend", "FLASHINFER", "--ep", "1"]).without_effect)
+    assert lines == [
+        "--attention-backend flashinfer changes nothing here: kernels are our own, the best for the device are chosen "
+        "(docs/kernels.md)",
+        "--ep 1 changes nothing here: each device has all experts without it",
+    ]
     assert words_of(["--enforce-eager"] * 2) == words_of(["--enforce-eager"])
 
 
@@ -102,7 +117,21 @@ def test_flags_that_would_change_something_name_the_way_out(name: str, capsys: p
     assert f"{name} is no flag of jaxsgl: {REFUSED[name]}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("argv", [["--ep", "8"], ["--ep=8"]])
+def test_a_number_of_experts_devices_names_the_way_out(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--ep takes no number: give --tp 8 --ep, and each device has whole experts"):
+        parse(argv)
+
+
+@pytest.mark.parametrize("text", ["k", "1.5K", "3kb", "1..5k", "x"])
+def test_what_is_no_number_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--max-model-len", text])
+    assert f"invalid int value: '{text}'" in capsys.readouterr().err
+
+
 def test_no_flag_of_others_is_one_of_ours() -> None:
+    assert not {name for names in OTHER_VALUES.values() for name in names} & set(ATTENTION_BACKENDS)
     new_parser()  # argparse refuses a name that is taken
     assert not SWITCHES.keys() & SETTINGS.keys() | REFUSED.keys() & (SWITCHES | SETTINGS).keys()
 

@@ -149,10 +149,14 @@ def new_parser(topics: Sequence[str] = tuple(TOPICS)) -> argparse.ArgumentParser
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the command line and the file that it names. Raises `ConfigError` for a file that can't be used."""
     parser = new_parser()
+    argv, others = _without_other_values(argv)
     args = parser.parse_args(argv)
     if args.config is not None:
+        in_file, others_in_file = _without_other_values(_flags_in(args.config))
         # Its own flag ends a list of words that the file may end with.
-        args = parser.parse_args([*_flags_in(args.config), f"{CONFIG_FLAG}={args.config}", *argv])
+        args = parser.parse_args([*in_file, f"{CONFIG_FLAG}={args.config}", *argv])
+        others = [*others_in_file, *others]
+    args.without_effect = [*args.without_effect, *others]
     if args.positional_model is not None:
         args.model = args.positional_model
     return args
@@ -188,6 +192,16 @@ def _flags_in(path: str) -> list[str]:
 
 # Flags of other servers.
 
+# Values of ours, in lower case, that change nothing here: backends of attention by names of other servers, of libraries
+# or of ways to call them; and a number after a switch.
+_OTHER_BACKENDS = _words(
+    "aiter ascend cutlass_mla dual_chunk_flash_attn fa3 fa4 flash_attn flash_attn_vllm_v1 flashattn_mla flashinfer"
+    " flashinfer_mla flashmla flex_attention flex_attention_v1 intel_amx intel_xpu mla nsa pallas rocm_aiter_fa"
+    " rocm_attn rocm_flash tokenspeed_mla torch_native torch_sdpa tree_attn triton_attn triton_mla trtllm_mha"
+    " trtllm_mla wave xformers"
+)
+OTHER_VALUES = {"--attention-backend": _OTHER_BACKENDS, "--ep": ("1",)}
+
 _ON = "that is on already"
 _COMPILED = "steps are compiled programs in any case"
 _FAMILIES = "code of a checkpoint is never run, all families are built in (docs/models.md)"
@@ -195,6 +209,7 @@ _FAMILIES = "code of a checkpoint is never run, all families are built in (docs/
 _SIZES = "give --decode-buckets to choose the compiled sizes"
 _XLA = "XLA chooses how devices exchange data, and what it fuses"
 _RELEASES = "/release_memory_occupation is always there"
+_KERNELS = "kernels are our own, the best for the device are chosen (docs/kernels.md)"
 _ONE_PROCESS = "one process drives all devices"
 _CHAINS = "drafts are chains of --speculative-num-draft-tokens"
 
@@ -294,6 +309,27 @@ REFUSED = {
 }
 
 
+def _without_other_values(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the words but the flags of `OTHER_VALUES`, and these, each as `flag value`. Raises `ConfigError`."""
+    words: list[str] = []
+    others: list[str] = []
+    index = 0
+    while index < len(argv):
+        flag, equals, value = argv[index].partition("=")
+        after = 1
+        if not equals and flag in OTHER_VALUES and index + 1 < len(argv):
+            value, after = argv[index + 1], 2
+        if flag == "--ep" and value.isdigit() and value != "1":
+            raise ConfigError(f"--ep takes no number: give --tp {value} --ep, and each device has whole experts")
+        if value.lower() in OTHER_VALUES.get(flag, ()):
+            others.append(f"{flag} {value.lower()}")
+        else:
+            words += argv[index : index + 1]
+            after = 1
+        index += after
+    return words, others
+
+
 class _Ignored(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, option: str | None = None
@@ -323,5 +359,6 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
 
 def words_of(without_effect: Sequence[str]) -> list[str]:
     """Returns a line for each flag that has no effect."""
-    why = SWITCHES | SETTINGS
+    backends = dict.fromkeys((f"--attention-backend {name}" for name in _OTHER_BACKENDS), _KERNELS)
+    why = SWITCHES | SETTINGS | backends | {"--ep 1": "each device has all experts without it"}
     return [f"{name} changes nothing here: {why[name]}" for name in dict.fromkeys(without_effect)]

@@ -120,7 +120,19 @@ def _parser_of(hint: Any) -> Any:
             return functools.partial(_word_or, words, hint)
     if typing.get_origin(hint) is tuple:
         return functools.partial(_list_of, typing.get_args(hint)[0])
-    return hint
+    return _integer if hint is int else hint
+
+
+def _integer(text: str) -> int:
+    """Reads an integer, with vLLM's units: 32k and 1.5m are 32000 and 1500000, 32K is 32768."""
+    number, unit = text[:-1], text[-1:]
+    if unit in _UNITS and number.replace(".", "", unit.islower()).isdigit():
+        return round(float(number) * _UNITS[unit])
+    return int(text)
+
+
+_integer.__name__ = "int"  # in argparse's errors
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def _word_or(words: list[str], kind: type, text: str) -> Any:

@@ -337,7 +337,7 @@ def _what_it_has(folder: Path) -> str:
     names = [path.name for path in folder.iterdir()]
     if "adapter_config.json" in names:
         return ", but an adapter: serve its base model, and give the adapter as --lora-paths NAME=FOLDER"
-    return ""
+    return "; name a checkpoint's folder, as Hugging Face's save_pretrained writes it, or a GGUF file"
 
 
 def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:

@@ -163,7 +163,7 @@ class AdapterFolder:
         for name in self._file.tensors:
             match = _TENSOR.fullmatch(name)
             if match is None or int(match[1]) >= self._arch.num_layers:
-                raise CheckpointError(f"{self.folder}: tensor {name} {_why_not(name, self._arch)}")
+                raise CheckpointError(f"{self.folder}: tensor {name} {_why_not(name, self._arch)}{self._base()}")
             pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = name
         if not pairs:
             raise CheckpointError(f"{self.folder} holds no tensors")
@@ -191,8 +191,13 @@ class AdapterFolder:
             if stored.shape != expected or stored.dtype not in FLOAT_DTYPES or not rank:
                 raise CheckpointError(
                     f"{self.folder}: tensor {names[part]} is {stored.dtype} of shape {stored.shape}, but must be "
-                    f"floats of shape {expected} for {arch.name}"
+                    f"floats of shape {expected} for {arch.name}{self._base()}"
                 )
+
+    def _base(self) -> str:
+        """What the adapter says that it was trained for, after an error that may come from another model."""
+        base = self._config.get("base_model_name_or_path")
+        return f": it was trained for {base!r:.200}, which it needs" if base else ""
 
     def _rank_of(self, names: Mapping[str, str]) -> int:
         shape = self._file.tensors[names["A"]].shape if "A" in names else ()
@@ -226,6 +231,12 @@ def _number(folder: Path, what: str, given: Any) -> float:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """The configuration, if all that it says can be served."""
+    if not (folder / CONFIG_FILE).exists():
+        holds = "a model's config.json" if (folder / "config.json").exists() else f"no {CONFIG_FILE}"
+        raise CheckpointError(
+            f"{folder} is not an adapter's folder: it has {holds}; name the one that PEFT's save_pretrained wrote, "
+            f"with {CONFIG_FILE} and {WEIGHTS_FILE}"
+        )
     try:
         config = read_object(folder / CONFIG_FILE)
     except CheckpointError as error:

@@ -85,10 +85,13 @@ def _open(gguf: ModuleType, path: Path) -> Any:
         with path.open("rb") as file:
             begin = file.read(len(MAGIC))
         if begin != MAGIC:
-            raise CheckpointError(f"{path} is not a GGUF file: it begins with {begin!r} and not with {MAGIC!r}")
+            raise CheckpointError(
+                f"{path} is not a GGUF file: it begins with {begin!r} and not with {MAGIC!r}; fetch it again, since a "
+                "page or a pointer of Git LFS may have been saved in its place"
+            )
         return gguf.GGUFReader(path)
     except (OSError, ValueError, KeyError, IndexError, OverflowError, TypeError) as error:
-        raise CheckpointError(f"{path} is truncated or not a GGUF file ({error}); fetch it again") from error
+        raise CheckpointError(f"{path} is truncated or not a GGUF file ({error}): fetch it again") from error
 
 
 def is_of_parts(key: str) -> bool:

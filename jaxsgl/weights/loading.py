@@ -212,7 +212,8 @@ def resolve_model_folder(name_or_path: str, revision: str | None = None) -> Path
         )
     tried = f"model {name_or_path}: {folder.absolute()} is not a folder"
     if HUB_ID.fullmatch(name_or_path) is None:
-        raise CheckpointError(f"{tried}, and it is not a hub id (owner/name) either")
+        what = "there is no such file" if folder.suffix == ".gguf" else "and it is not a hub id (owner/name) either"
+        raise CheckpointError(f"{tried}, {what}: check the path")
 
     from huggingface_hub import snapshot_download  # seconds to import, and a local folder doesn't need it
     from huggingface_hub.errors import HfHubHTTPError

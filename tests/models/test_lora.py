@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
+import jaxsgl
 from jaxsgl.config.features import LoraConfig
 from jaxsgl.engine.adapters import plan_adapters
 from jaxsgl.errors import CheckpointError, ConfigError
@@ -25,6 +27,7 @@ from tests.grids import daily
 from tests.plain_model import causal_attend, mesh_of
 from tests.weights.peft_adapters import ATTENTION, MLP, adapted_logits, make_adapter
 
+BUNDLED = Path(jaxsgl.__file__).parent / "bundled_model"
 PROMPT = np.random.default_rng(3).integers(0, VOCAB_SIZE, 80).tolist()
 KINDS: dict[
     str, list[tuple[list[str], dict[str, Any]]]
@@ -109,6 +112,26 @@ def test_alphas_by_regular_expression_and_those_that_are_no_numbers_are_refused(
     (folder / "adapter_config.json").write_text(json.dumps(config | changes))
     with pytest.raises(CheckpointError, match=words):
         AdapterFolder(folder, ModelArch.from_folder(model))
+
+
+def test_what_is_no_adapter_of_the_model_says_what_it_is(tmp_path: Path) -> None:
+    arch, name = ModelArch.from_folder(BUNDLED), "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    with pytest.raises(
+        CheckpointError, match=r"is not an adapter's folder: it has no adapter_config.json; name the one"
+    ):
+        AdapterFolder(tmp_path, arch)
+    with pytest.raises(
+        CheckpointError, match=r"is not an adapter's folder: it has a model's config.json; name the one"
+    ):
+        AdapterFolder(BUNDLED, arch)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "some/other-model"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    for layer, words in ((0, "but must be floats of shape"), (99, "belongs to no layer of Qwen3ForCausalLM")):
+        pair = {name.format(layer, "A"): np.zeros((4, 4096), np.float32)}
+        pair[name.format(layer, "B")] = np.zeros((4096, 4), np.float32)
+        save_file(pair, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(CheckpointError, match=f"{words}.*: it was trained for 'some/other-model', which it needs"):
+            AdapterFolder(tmp_path, arch)
 
 
 def test_models_with_a_latent_take_no_adapters(tmp_path: Path) -> None:

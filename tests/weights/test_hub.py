@@ -66,6 +66,11 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         resolve_model_folder(str(tmp_path / "adapter_config.json"))
     with pytest.raises(CheckpointError, match=r"but an adapter: serve its base model"):
         ModelArch.from_folder(tmp_path)
+    with pytest.raises(CheckpointError, match=r"it has no config.json; name a checkpoint's folder"):
+        (tmp_path / "empty").mkdir()
+        ModelArch.from_folder(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match=r"no.gguf is not a folder, there is no such file: check the path"):
+        resolve_model_folder(str(tmp_path / "no.gguf"))
 
 
 def test_a_platform_that_jax_lacks_names_what_brings_it(tmp_path: Path) -> None:
