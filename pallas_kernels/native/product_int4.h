@@ -3,7 +3,7 @@
 // 16 outputs stand side by side (packed.py): a line of 64 bytes has eight inputs of each, the first four in the low
 // halves of four bytes. Its halves meet four inputs of a row at once, spread over a register; no lanes are added up, and
 // memory is read from its first byte to its last. Weights are the side without a sign: once a block, what stands for
-// zero times the sum of the row's integers is taken off. Blocks, scales and the order of sums are those of int8
+// zero times the sum of the row's integers is taken off first. Blocks, scales and the order of sums are those of int8
 // (product_int8.cc).
 
 #pragma once
@@ -87,30 +87,48 @@ struct PackedRows {
         totals(reinterpret_cast<int*>(scales + tokens * p.blocks())) {}
 };
 
-// Multiplies kRows outputs from `begin` on with T packed rows from `t` on, into y's rows from first + t on.
+// What stands for zero in a register of outputs, of which a group's begin at `group`, times a row's sum.
+inline Bits TimesZero(const Int4Product& p, int64_t group, int total) {
+  static_assert(kMiddle == 8);
+  if (!p.zeros) return TimesPowerOfTwo(AllIntegers(total), 3);
+  return TimesIntegers(PlusBytes(AllIntegers(kMiddle), p.zeros + group), AllIntegers(total));
+}
+
+// Multiplies kRows outputs from `begin` on with T of `tokens` packed rows, from `t` on, into y's rows from first + t on.
+// One tile of rows fetches weights just ahead of their use. Of several only the first waits for memory, so two share what
+// is fetched for the next outputs, half of it each; else the first would have to read as fast as all multiply.
 template <typename Form, int T>
-void MultiplyTile(const Int4Product& p, int64_t begin, int64_t first, int t, const PackedRows<Form>& packed) {
+void MultiplyTile(const Int4Product& p, int64_t begin, int64_t first, int t, int tokens,
+                  const PackedRows<Form>& packed) {
   constexpr int kStrips = kRowsOfInt4 / kSide, kHalf = kSide / kLanes, N = kStrips * kHalf;  // registers of outputs
   constexpr int kChains = T == 1 ? 2 : 1;  // sums of one row would wait for each other
   const int64_t width = PackedRows<Form>::Width(p), blocks = p.blocks(), strip = begin / kSide;
   const auto* const rows = packed.integers + t * width;
+  const int64_t near = t == 0 ? kBytesAhead : 0;
+  const bool fetches_next = tokens > kMostTile;
+  const uint8_t* next = p.weights + (strip + kStrips + t / kMostTile % 2) * (kSide / 2) * p.in;
   Floats sums[T][N];
   for (int r = 0; r < T; ++r)
     for (int n = 0; n < N; ++n) sums[r][n] = Zero();
   for (int64_t b = 0; b < blocks; ++b) {
     const uint8_t* weights = p.weights + strip * kSide / 2 * p.in + b * p.block * (kSide / 2);
     const auto* numbers = rows + b * p.block;
+    const auto group_of = [&](int n) {
+      return ((strip + n / kHalf) * p.groups + (p.groups > 1 ? b : 0)) * kSide + n % kHalf * kLanes;
+    };
+    const auto zeros_of = [&](int r, int n) { return TimesZero(p, group_of(n), packed.totals[(t + r) * blocks + b]); };
     Sums dots[kChains][T][N];
 #pragma GCC unroll 16
     for (int c = 0; c < kChains; ++c)
       for (int r = 0; r < T; ++r)
-        for (int n = 0; n < N; ++n) dots[c][r][n] = Sums{};
+        for (int n = 0; n < N; ++n) dots[c][r][n] = c ? Sums{} : Sums(SubtractIntegers(Bits{}, zeros_of(r, n)));
     for (int i = 0; i < p.depth(b); i += 8, weights += 64, numbers += 8) {
       Bits low[N], high[N];
+      if (fetches_next) _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1), next += 64;
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         const uint8_t* const line = weights + n / kHalf * (kSide / 2) * p.in;
-        if (n % kHalf == 0) _mm_prefetch(reinterpret_cast<const char*>(line + kBytesAhead), _MM_HINT_T0);
+        if (n % kHalf == 0) _mm_prefetch(reinterpret_cast<const char*>(line + near), _MM_HINT_T0);
         const Bits bytes = LoadBits(line + n % kHalf * 4 * kLanes);
         low[n] = LowHalves(bytes), high[n] = HighHalves(bytes);
       }
@@ -125,15 +143,12 @@ void MultiplyTile(const Int4Product& p, int64_t begin, int64_t first, int t, con
     }
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      const int64_t group = ((strip + n / kHalf) * p.groups + (p.groups > 1 ? b : 0)) * kSide + n % kHalf * kLanes;
-      const Bits zero = p.zeros ? PlusBytes(AllIntegers(kMiddle), p.zeros + group) : AllIntegers(kMiddle);
-      const Floats scale = p.groups > 1 ? Load(p.scales + group) : All(1.0f);
+      const Floats scale = p.groups > 1 ? Load(p.scales + group_of(n)) : All(1.0f);
 #pragma GCC unroll 8
       for (int r = 0; r < T; ++r) {
         const int64_t block = (t + r) * blocks + b;
         Bits dot = Bits(dots[0][r][n]);
         if (kChains > 1) dot = AddIntegers(dot, Bits(dots[kChains - 1][r][n]));
-        dot = SubtractIntegers(dot, TimesIntegers(zero, AllIntegers(packed.totals[block])));
         sums[r][n] = TimesPlus(Times(All(packed.scales[block]), scale), ToFloats(dot), sums[r][n]);
       }
     }
@@ -182,10 +197,10 @@ struct PiecesOfInt4 {
     const PackedRows<Form> from(packed, p, tokens);
     for (int64_t row = begin; row < begin + rows; row += kRows) {
       int t = 0;
-      for (; t + kMostTile <= tokens; t += kMostTile) MultiplyTile<Form, kMostTile>(p, row, first, t, from);
-      if (kMostTile > 4 && t + 4 <= tokens) MultiplyTile<Form, 4>(p, row, first, t, from), t += 4;
-      if (kMostTile > 2 && t + 2 <= tokens) MultiplyTile<Form, 2>(p, row, first, t, from), t += 2;
-      if (t < tokens) MultiplyTile<Form, 1>(p, row, first, t, from);
+      for (; t + kMostTile <= tokens; t += kMostTile) MultiplyTile<Form, kMostTile>(p, row, first, t, tokens, from);
+      if (kMostTile > 4 && t + 4 <= tokens) MultiplyTile<Form, 4>(p, row, first, t, tokens, from), t += 4;
+      if (kMostTile > 2 && t + 2 <= tokens) MultiplyTile<Form, 2>(p, row, first, t, tokens, from), t += 2;
+      if (t < tokens) MultiplyTile<Form, 1>(p, row, first, t, tokens, from);
     }
   }
 };
