@@ -91,21 +91,19 @@ def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
     A kernel that rotates stores too, only some devices store in a decode, XLA stores latents, only mixtures have
     experts, and few models states, or weights in groups or of float8.
     """
-    if (
-        op in ("rotate_and_store", "store_kv", "store_and_decode")
-        and KernelShapes.from_json(request.shapes).has_latents
-    ):
+    shapes = KernelShapes.from_json(request.shapes)
+    if op in ("rotate_and_store", "store_kv", "store_and_decode") and shapes.has_latents:
         return False
     if op == "grouped_product":
-        return bool(request.shapes["experts"])
+        return bool(shapes.experts)
     if op == "quantized_product":
-        return any(each.is_in_groups for each in KernelShapes.from_json(request.shapes).matrices)
+        return any(each.is_in_groups for each in shapes.matrices)
     if op == "float8_product":
-        return any(each.may_be_in_float8 for each in KernelShapes.from_json(request.shapes).matrices)
+        return any(each.may_be_in_float8 for each in shapes.matrices)
     if op == "delta_decode":
-        return bool(request.shapes["states"])
+        return bool(shapes.states)
     if op == "ordered_product":
-        return bool(request.shapes["in_fixed_order"])
+        return shapes.in_fixed_order
     if op == "store_and_decode":  # else a store and a decode follow each other, which have tests of their own
         parts = {request.choice["store_kv"], request.choice["paged_decode_attention"]}
         return request.choice[op] not in (AUTO, XLA) or (bool(tuning.preferred_backends(op)) and parts == {AUTO})
