@@ -26,6 +26,9 @@ from bench.report.watched import watch
 
 from pallas_kernels import gpu_compiler, group_by_expert, grouped_product
 from pallas_kernels.dispatch import BACKEND_OF_NAME
+from pallas_kernels.selftest import __main__ as selftest
+from pallas_kernels.selftest.cases import CASES_OF
+from pallas_kernels.selftest.report import Request, Verdict
 from pallas_kernels.selftest.shapes import KernelShapes
 from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS
 from tests.grids import NIGHTLY
@@ -229,6 +232,17 @@ def test_every_specification_is_one_that_its_rung_takes(dry: bool) -> None:
             assert spec["spec"] in {each.name for each in (*SMALL_SPECS, *GRID_SPECS)}
         elif rung.kind == "step":
             assert spec["shape"] in NAMES
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_the_start_s_rung_tests_all_operations_but_those_in_a_fixed_order(dry: bool) -> None:
+    (rung,) = (rung for rung in ladder(("triton",), dry=dry) if rung.kind == "start")
+    news: list[object] = []
+    request = Request("cpu", rung.spec, dict.fromkeys(CASES_OF, "auto"))
+    selftest.test(request, news.append, dict.fromkeys(CASES_OF, lambda shapes: iter(())))
+    tested = {each.op for each in news if isinstance(each, Verdict)}
+    of_large_groups = {"float8_product"} if dry else set()
+    assert set(CASES_OF) - tested <= {"ordered_product", "store_kv", "store_and_decode"} | of_large_groups, tested
 
 
 @dataclasses.dataclass
