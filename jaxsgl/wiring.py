@@ -226,8 +226,8 @@ def _weights_name(config: EngineConfig, engine: Engine) -> str:
     name = f"{engine.arch.name} with norms {norms_digest(engine.weight_store.params):08x}"
     if not config.speculation.is_from_weights:
         return name
-    digest = norms_digest(engine.draft_params)
-    return f"{name} and {config.speculation.speculative_algorithm} with norms {digest:08x}"
+    drafting = engine.programs.spec.drafting
+    return f"{name} and {config.speculation.speculative_algorithm} with norms {norms_digest(drafting.params):08x}"
 
 
 def norms_digest(params: Params) -> int:

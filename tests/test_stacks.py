@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.server
 LOOKS_WHILE_FINALIZERS_WAIT = """
-import gc, threading, time
+import gc, os, threading, time
 from jaxsgl import stacks
 
 class Garbage:  # each collection frees one, lets another thread run, and makes the next
@@ -35,7 +35,8 @@ Garbage()
 for _ in range(40):
     text = stacks.of_threads()
 looking = False
-print(text.count("in waits"), gc.isenabled())
+print(text.count("in waits"), gc.isenabled(), flush=True)
+os._exit(0)  # the threads would run on while the interpreter is taken down
 """
 
 

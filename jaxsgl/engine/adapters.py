@@ -213,12 +213,10 @@ class EngineAdapters:
     def _writing(self) -> Program:
         """The program that writes a block of columns into the pool."""
 
-        axes = self._axes
-
         def write(pool: Leaves, block: Leaves, columns: jax.Array) -> Leaves:
             return [
                 leaf.at[_at(axis, columns)].set(part, mode="drop")
-                for leaf, part, axis in zip(pool, block, axes, strict=True)
+                for leaf, part, axis in zip(pool, block, self._axes, strict=True)
             ]
 
         pool = jax.tree.leaves(self.abstract)

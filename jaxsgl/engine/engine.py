@@ -62,7 +62,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.logs import StartParts
 from jaxsgl.messages.replies import EngineInfo
-from jaxsgl.models import ModelArch, Params, abstract_model, kv_cache_flag
+from jaxsgl.models import ModelArch, abstract_model, kv_cache_flag
 from jaxsgl.models.quantization import FP8_E4M3
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from jaxsgl.weights import load_kv_scales
@@ -128,7 +128,6 @@ class Engine:
             drafting = load_drafting(config, folder, self.arch, precision, states, mesh)
             states = with_drafting(states, drafting, choose_num_rows(config, platform))
             self._draft_leaves: list[jax.Array] = jax.tree.leaves(drafting.params)
-            drafting = replace(drafting, params=abstract_params(drafting.params))  # programs know shapes only
             jax.block_until_ready(params)  # so that memory in use is what will stay in use
             self.adapters: EngineAdapters | None = None
             if adapter_plan is not None:
@@ -210,9 +209,9 @@ class Engine:
         )
         logger.info("%s", in_words(self.info, config.model, f"{mesh.size} x {device.device_kind}"))
         logger.info(
-            "%d programs loaded or compiled (%d), and run, in %.1f s; a step takes up to %.0f MiB next to the weights "
-            "and the KV pool",
-            len(self.compiled), self.compiled.num_compiled, self.info.warmup_s, self.programs.step_bytes / 2**20,
+            "%d programs compiled and run, %.1f s of loading and compiling; a step takes up to %.0f MiB next to "
+            "the weights and the KV pool",
+            len(self.compiled), self.info.warmup_s, self.programs.step_bytes / 2**20,
         )  # fmt: skip
 
     @property
@@ -253,13 +252,6 @@ class Engine:
                 "is wrong here; compare with --attention-backend xla",
                 token_check.NUM_TOKENS, token_check.NUM_DECODED, 100 * apart, of_extend, of_decode,
             )  # fmt: skip
-
-    @property
-    def draft_params(self) -> Params:
-        """The parameters of what drafts, none if nothing does."""
-        structure = jax.tree.structure(self.programs.spec.drafting.params)
-        params: Params = jax.tree.unflatten(structure, self._draft_leaves)
-        return params
 
     @property
     def page_layout(self) -> PageLayout:

@@ -1,7 +1,7 @@
 """Programs as data: `Program` says what is compiled, `ProgramSet` holds what was, for all parts of an engine.
 
     a part of the engine    exports Programs: a key, a function, shapes and places of its arguments, what it donates
-    ProgramSet.add          loads those that it lacks and an earlier start has kept; traces, lowers and compiles others
+    ProgramSet.add          traces, lowers and compiles those that it lacks, in parallel
     ProgramSet[key]         finds one to run: a shape that was not compiled raises, it never compiles
 
 Steps, sampling, masks and the vision tower (step_programs.py), pages and rows of images (page_io.py) and adapters
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.batch.patches import EncodeBucket
-from jaxsgl.engine.start.kept import NothingKept
-from jaxsgl.engine.start.naming import Unnamed
-from jaxsgl.engine.start.warmup import Compilation, compile_all, load_all
+from jaxsgl.engine.start.warmup import Compilation, compile_all
 from jaxsgl.errors import JaxsglError
 from pallas_kernels.order import fixed_order
 
@@ -61,19 +58,6 @@ class Program:
     donated: tuple[int, ...] = ()
     mesh: Mesh | None = None
 
-    @property
-    def made_from(self) -> tuple[Any, ...]:
-        """All that decides what it computes, and where."""
-        return self.function, self.arguments, self.shardings, self.donated, self.mesh
-
-    @property
-    def devices(self) -> list[jax.Device]:
-        """Those that run it. Raises `Unnamed` if its arguments don't say."""
-        for leaf in jax.tree.leaves(self.arguments):
-            if isinstance(leaf.sharding, NamedSharding):
-                return list(leaf.sharding.mesh.devices.flat)
-        raise Unnamed(f"{self.key} has no arguments on a mesh")
-
     def trace(self, *, in_fixed_order: bool = False) -> jax.stages.Traced:
         """Traces it; compiles nothing."""
         function = _ordered(self.function) if in_fixed_order else self.function
@@ -96,19 +80,11 @@ class ProgramSet:
       progress: whether to draw a progress bar on stderr while compiling.
       in_fixed_order: whether programs add in one order, whatever the number of rows.
       threads: that compile; None: one for each processor.
-      kept: what keeps programs between starts.
     """
 
-    def __init__(
-        self,
-        *,
-        progress: bool = False,
-        in_fixed_order: bool = False,
-        threads: int | None = None,
-        kept: NothingKept = NothingKept(),
-    ) -> None:
+    def __init__(self, *, progress: bool = False, in_fixed_order: bool = False, threads: int | None = None) -> None:
         self._progress, self._in_fixed_order = progress, in_fixed_order
-        self._threads, self._kept = threads, kept
+        self._threads = threads
         self._compilations: dict[ProgramKey, Compilation] = {}
         self._bytes: dict[ProgramKey, StageBytes] = {}
 
@@ -125,35 +101,18 @@ class ProgramSet:
             ) from None
 
     @property
-    def num_compiled(self) -> int:
-        """Those that no earlier start had kept."""
-        return sum(not each.was_kept for each in self._compilations.values())
-
-    @property
     def compilations(self) -> Mapping[ProgramKey, Compilation]:
         """By key, with the time that each took."""
         return self._compilations
 
     def add(self, programs: Iterable[Program]) -> None:
-        """Loads or compiles those of `programs` that are not in the set."""
+        """Compiles those of `programs` that are not in the set."""
         missing = {program.key: program for program in programs if program.key not in self._compilations}
-        order, kept = self._in_fixed_order, self._kept
-        names = {key: name for key, each in missing.items() if (name := kept.name(each, order)) is not None}
-        loads = {key: partial(kept.load, name, missing[key]) for key, name in names.items()}
-        self._compilations |= load_all(loads, threads=self._threads)
-
-        def compile(programs: Mapping[ProgramKey, Program], keep: Callable[..., None]) -> None:
-            lowerings = {
-                key: lambda program=program: program.trace(in_fixed_order=order).lower()
-                for key, program in programs.items()
-                if key not in self._compilations
-            }
-            made = compile_all(lowerings, progress=self._progress, threads=self._threads, keep=keep)
-            self._compilations |= made
-
-        with kept.compiling():
-            compile({key: missing[key] for key in names}, lambda key, compiled: kept.save(names[key], compiled))
-        compile(missing, lambda key, compiled: None)
+        order = self._in_fixed_order
+        lowerings = {
+            key: lambda program=program: program.trace(in_fixed_order=order).lower() for key, program in missing.items()
+        }
+        self._compilations |= compile_all(lowerings, progress=self._progress, threads=self._threads)
 
     def forget(self, keys: Iterable[ProgramKey]) -> None:
         """Drops programs, which are to be compiled for other sizes of the state."""

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -53,9 +52,6 @@ class Part(NamedTuple):
 COMMON = Part(("kernels.cc", "rows.cc"), (PAGED_ATTENTION, ROWS_PRODUCT, ROW_SUMS))
 GROUPED = Part(("grouped.cc",), (GROUPED_PRODUCT, GROUPED_KEPT_PRODUCT))
 INTEGERS = Part(("product_int8.cc",), (INT8_PRODUCT, GROUPED_INT8_PRODUCT, GROUPED_INT4_PRODUCT))
-PARTS = {"common": COMMON, "grouped": GROUPED, "integers": INTEGERS}
-
-_asked: set[Part] = set()
 
 logger = logging.getLogger(__name__)
 
@@ -67,24 +63,9 @@ def load(*parts: Part) -> str | None:
     `$XDG_CACHE_HOME/jaxsgl/native` (default ~/.cache) under names made from all that they depend on. Only this user may
     be able to write there.
     """
-    return _load(tuple(dict.fromkeys((COMMON, *parts))))
-
-
-def loaded(names: Iterable[str] | None = None) -> dict[str, bool]:
-    """Whether the libraries of these names are loaded, after a try; None: of all that this process has tried to load.
-
-    What was compiled while some libraries were missing differs from what is compiled with them.
-    """
-    if names is None:
-        return {name: load(part) is None for name, part in PARTS.items() if part in _asked}
-    return {name: name in PARTS and load(PARTS[name]) is None for name in names}
-
-
-@functools.cache  # programs ask hundreds of times as they are traced
-def _load(parts: tuple[Part, ...]) -> str | None:
-    _asked.update(parts)
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return next((kernels for kernels in pool.map(_kernels, parts) if isinstance(kernels, str)), None)
+    wanted = dict.fromkeys((COMMON, *parts))
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        return next((kernels for kernels in pool.map(_kernels, wanted) if isinstance(kernels, str)), None)
 
 
 @functools.cache

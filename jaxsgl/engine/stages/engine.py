@@ -303,8 +303,8 @@ class StagedEngine:
             logger.info("host %d has the layers %d to %d", hosts.rank, cuts[own.start][0], cuts[own.stop - 1][1] - 1)
         logger.info("%s", in_words(self.info, config.model, in_all))
         logger.info(
-            "%d programs loaded or compiled (%d), and run, in %.1f s",
-            sum(map(len, self.compiled)), sum(each.num_compiled for each in self.compiled), self.info.warmup_s,
+            "%d programs compiled and run, %.1f s of loading and compiling",
+            sum(map(len, self.compiled)), self.info.warmup_s,
         )  # fmt: skip
 
     def _running(self, stage: _Stage, choosing: Sequence[StepPrograms]) -> Stage:

@@ -19,7 +19,6 @@ from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.start.devices import join_hosts, meshes_of, reveal_devices
 from jaxsgl.engine.start.fixed_order import asks_for_fixed_order, check_kernels
 from jaxsgl.engine.start.joining import check_hosts
-from jaxsgl.engine.start.kept import NothingKept, kept_programs
 from jaxsgl.engine.start.memory import start_jax
 from jaxsgl.engine.start.model_flags import check_flags
 from jaxsgl.engine.start.warmup import use_compilation_cache
@@ -46,7 +45,6 @@ class Opened(NamedTuple):
       jax_share: of a GPU's memory.
       precision: dtypes of weights, activations and the KV cache.
       in_fixed_order: whether programs add in one order, whatever the number of rows.
-      programs: what keeps programs between starts.
     """
 
     folder: Path
@@ -58,7 +56,6 @@ class Opened(NamedTuple):
     jax_share: float
     precision: Precision
     in_fixed_order: bool
-    programs: NothingKept
 
     @property
     def device(self) -> jax.Device:
@@ -73,7 +70,7 @@ class Opened(NamedTuple):
 
     def program_set(self, progress: bool, threads: int | None) -> ProgramSet:
         """An empty one; arguments as those of `ProgramSet`."""
-        return ProgramSet(progress=progress, in_fixed_order=self.in_fixed_order, threads=threads, kept=self.programs)
+        return ProgramSet(progress=progress, in_fixed_order=self.in_fixed_order, threads=threads)
 
 
 def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: Hosts) -> Opened:
@@ -94,7 +91,7 @@ def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: 
     device = own_devices[0]
     hosts.same("the devices", f"{len(own_devices)} x {device.device_kind}", "let hosts of one kind share a model")
     platform = device.platform
-    cache = use_compilation_cache(config.compilation_cache_dir, versions_key() if platform == "gpu" else "")
+    use_compilation_cache(config.compilation_cache_dir, versions_key() if platform == "gpu" else "")
     if platform == "gpu":
         log_compilers(device.device_kind)
     precision = resolve_precision(
@@ -105,10 +102,7 @@ def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: 
         check_kernels(verdicts)
     kept = as_kept(arch, precision.weights, platform, config.num_devices, weight_only=config.weight_only)
     tests_kernels = tester.platform is not None
-    programs = kept_programs(cache) if platform == "cpu" and hosts.size == 1 else NothingKept()
-    return Opened(
-        folder, kept, kernels, verdicts, tests_kernels, meshes, jax_share, precision, in_fixed_order, programs
-    )
+    return Opened(folder, kept, kernels, verdicts, tests_kernels, meshes, jax_share, precision, in_fixed_order)
 
 
 def in_words(info: EngineInfo, model: str, devices: str) -> str:

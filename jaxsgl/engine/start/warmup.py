@@ -38,34 +38,30 @@ class Compilation(NamedTuple):
     Attributes:
       compiled: the program, ready to run.
       lower_s: time of tracing and lowering.
-      compile_s: time of XLA, or of reading what was kept.
-      was_kept: whether an earlier start had made it, so that it was not traced.
+      compile_s: time of XLA, or of reading the persistent cache.
     """
 
     compiled: jax.stages.Compiled
     lower_s: float
     compile_s: float
-    was_kept: bool = False
 
 
-def use_compilation_cache(directory: str | None, compilers: str = "") -> Path | None:
+def use_compilation_cache(directory: str | None, compilers: str = "") -> None:
     """Keeps every compiled program in `directory` between starts; None: in the default directory; "": nowhere.
 
     compilers: a name of what else compiles programs, of which JAX's key of a program knows nothing. Programs are kept
     in a folder of that name in the directory, so that those of another version are not taken.
 
-    This sets JAX's configuration, and so holds for the whole process. Returns the folder; None: there is none. Raises
-    `ConfigError` as `cache_folder` does.
+    This sets JAX's configuration, and so holds for the whole process. Raises `ConfigError` as `cache_folder` does.
     """
     folder = cache_folder(directory, compilers)
     if folder is None:
-        return None
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # JAX decides once per process whether it has a cache: without this, a program compiled earlier would decide it.
     compilation_cache.reset_cache()
-    return folder
 
 
 def cache_folder(directory: str | None, compilers: str) -> Path | None:
@@ -97,32 +93,10 @@ def _default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxsgl" / "xla"
 
 
-def load_all(
-    loads: Mapping[KeyT, Callable[[], jax.stages.Compiled | None]], *, threads: int | None = None
-) -> dict[KeyT, Compilation]:
-    """Loads kept programs in so many `threads`, as `compile_all` has them; those that yield None are left out."""
-
-    def load(key: KeyT) -> tuple[KeyT, jax.stages.Compiled | None, float]:
-        start_s = time.monotonic()
-        compiled = loads[key]()
-        return key, compiled, time.monotonic() - start_s
-
-    with ThreadPoolExecutor(threads or processors(), thread_name_prefix="load") as pool:
-        found = pool.map(load, loads)
-        return {key: Compilation(made, 0.0, load_s, True) for key, made, load_s in found if made is not None}
-
-
 def compile_all(
-    lowerings: Mapping[KeyT, Callable[[], jax.stages.Lowered]],
-    *,
-    progress: bool,
-    threads: int | None = None,
-    keep: Callable[[KeyT, jax.stages.Compiled], None] = lambda key, compiled: None,
+    lowerings: Mapping[KeyT, Callable[[], jax.stages.Lowered]], *, progress: bool, threads: int | None = None
 ) -> dict[KeyT, Compilation]:
-    """Lowers each program here, and compiles them in so many `threads`; None: as many as there are processors.
-
-    `keep` gets each one in the thread that has compiled it.
-    """
+    """Lowers each program here, and compiles them in so many `threads`; None: as many as there are processors."""
     draws = progress and len(lowerings) > 0
     bar = tqdm(total=len(lowerings), desc="compiling", unit="program", file=sys.stderr, disable=not draws)
     with bar, ThreadPoolExecutor(threads or processors(), thread_name_prefix="compile") as pool:
@@ -130,21 +104,17 @@ def compile_all(
         for key, lower in lowerings.items():
             start_s = time.monotonic()
             lowered = lower()
-            futures[key] = pool.submit(_compile, key, lowered, time.monotonic() - start_s, keep)
+            futures[key] = pool.submit(_compile, lowered, time.monotonic() - start_s)
             futures[key].add_done_callback(lambda _: bar.update())
         if wait(futures.values(), return_when=FIRST_EXCEPTION).not_done:
             pool.shutdown(cancel_futures=True)
         return {key: future.result() for key, future in futures.items()}
 
 
-def _compile(
-    key: KeyT, lowered: jax.stages.Lowered, lower_s: float, keep: Callable[[KeyT, jax.stages.Compiled], None]
-) -> Compilation:
+def _compile(lowered: jax.stages.Lowered, lower_s: float) -> Compilation:
     start_s = time.monotonic()
     compiled = lowered.compile()
-    compile_s = time.monotonic() - start_s
-    keep(key, compiled)
-    return Compilation(compiled, lower_s, compile_s)
+    return Compilation(compiled, lower_s, time.monotonic() - start_s)
 
 
 class CompileCounter:
