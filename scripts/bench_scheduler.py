@@ -3,7 +3,7 @@
 Prints host microseconds per decode step (launch, collect, replies, load) with many running requests; the time to admit
 new requests, also 64 at once beside three quarters of --running; a decode step of 64 free and of 64 constrained
 requests with a vocabulary of 151,936 (processor time, in turns; without the grammars' own work); one of --running
-requests in one rank and in eight ranks of one engine, likewise; the launch of a decode
+requests in one rank and in eight ranks of one engine, likewise, and of four times as many; the launch of a decode
 step before an empty queue and before 8,000 waiting requests, when rows or pages are short; a step that orders 128
 waiting requests of 4,096 tokens by their prefixes in a radix tree of a million tokens; and the rates of match, insert
 and evict in the radix tree.
@@ -302,8 +302,9 @@ def main() -> None:
         figures[name] = 1e3 * min(runs)
     for kind, seconds in constrained_decode(64, 151_936, args.page_size, args.steps).items():
         figures[f"decode_step_of_64_{kind}_us"] = 1e6 * seconds
-    for name, seconds in decode_in_ranks(args.running, NUM_RANKS, 64, args.page_size, args.steps).items():
-        figures[f"decode_step_of_{name}_us"] = 1e6 * seconds
+    for running in (args.running, 4 * args.running):
+        for name, seconds in decode_in_ranks(running, NUM_RANKS, 64, args.page_size, args.steps).items():
+            figures[f"decode_step_of_{running}_in_{name}_us"] = 1e6 * seconds
     for short_of, policy in (("rows", "fcfs"), ("pages", "fcfs"), ("pages", "lpm")):
         for num_waiting, seconds in decode_before_queue(short_of, policy, args.page_size, steps=100).items():
             figures[f"{policy}_short_of_{short_of}_before_{num_waiting}_us"] = 1e6 * seconds

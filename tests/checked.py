@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs
+from jaxsgl.batch.sampling import SamplingArrays
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.budget import PageCount
 from jaxsgl.scheduler.in_flight import ReadDrafts
@@ -98,6 +99,11 @@ def arrays_of(inputs: StepInputs) -> list[np.ndarray]:
     features = inputs.features
     of_features = () if features is None else (features.edit_rows, *features.row_setups)
     return [inputs.packed, *inputs.table_changes, *of_features]
+
+
+def sampling_of(inputs: StepInputs) -> SamplingArrays[np.ndarray]:
+    """The sampling parameters of a batch."""
+    return SamplingArrays.unpack(inputs.arrays.sampling, np.ndarray.view)
 
 
 class WatchedScheduler(CheckedScheduler):

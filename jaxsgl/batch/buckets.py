@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -217,8 +218,7 @@ class BucketSet:
         `columns` are those of the pool up to the last one of their adapters, here as below.
         """
         size = self.decode_sizes[bisect_left(self.decode_sizes, num_seqs)]
-        forms = _forms(variant, num_steps)
-        return self._turned(Bucket("decode", size, size, *forms, adapter_columns=self._columns(columns)))
+        return self._turned(_decode_bucket(size, variant, num_steps, self._columns(columns)))
 
     def verify(self, num_tokens: int, variant: Variant = GREEDY, columns: int = 0) -> Bucket:
         """The smallest verify bucket that holds `num_tokens` tokens, of as many sequences as there may be."""
@@ -379,6 +379,12 @@ def _forms(variant: Variant, num_steps: int = 1) -> tuple[bool, bool, int, bool]
     """
     sampled, featured, filtered = variant
     return sampled or featured, featured, num_steps, filtered and not featured and num_steps == 1
+
+
+@cache
+def _decode_bucket(size: int, variant: Variant, num_steps: int, columns: int) -> Bucket:
+    """Made once: each step asks for one."""
+    return Bucket("decode", size, size, *_forms(variant, num_steps), adapter_columns=columns)
 
 
 def _default_decode_sizes(rows: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,8 @@ from jaxsgl.batch.inputs import (
     StepArrays,
     StepFeatures,
     StepInputs,
-    field_bits,
-    host_views,
     packed_len,
+    unpack,
 )
 from jaxsgl.batch.sampling import NEUTRAL_BITS, AdapterRows, SamplingRows, neutral_edits, row_setup
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, PageTable, slots_at, slots_of
@@ -69,9 +69,7 @@ def _rows_and_counts(works: Sequence[Work]) -> tuple[IntArray, list[int]]:
 
 def empty_step(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
     """A step of padding only, which runs the programs of `bucket` and writes the dummy page and the dummy row only."""
-    packed, _ = _padding(bucket, num_rows)
-    packed.flags.writeable = False
-    features = None
+    packed, features = _empty(bucket, num_rows), None
     if bucket.featured:
         neutral = row_setup(num_rows, neutral_edits(), np.zeros(vocab_size, np.int32))
         edit_rows = np.full(bucket.num_choices, num_rows, np.int32)
@@ -82,16 +80,24 @@ def empty_step(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
 
 def _padding(bucket: Bucket, dummy_row: int) -> tuple[IntArray, StepArrays[Any]]:
     """A new buffer of padding only; the device may still be reading the last one."""
+    packed = _empty(bucket, dummy_row).copy()
+    return packed, unpack(packed, bucket)
+
+
+@cache
+def _empty(bucket: Bucket, dummy_row: int) -> IntArray:
+    """The buffer of a step without sequences."""
     packed = np.zeros(packed_len(bucket), dtype=np.int32)
-    arrays = host_views(packed, bucket)
+    arrays = unpack(packed, bucket)
     arrays.rows[:] = arrays.sample_rows[:] = dummy_row
     if arrays.token_rows is not None:
         arrays.token_rows[:] = dummy_row
     for places in (arrays.state_from, arrays.snapshot_to):
         if places is not None:
             places[:] = dummy_row
-    field_bits(packed, bucket, "sampling")[:] = NEUTRAL_BITS[:, None]
-    return packed, arrays
+    arrays.sampling[:] = NEUTRAL_BITS[:, None]
+    packed.flags.writeable = False
+    return packed
 
 
 def _table_changes(entries: IntArray, dummy_row: int) -> tuple[IntArray, ...]:
@@ -264,7 +270,7 @@ class BatchBuilder:
     ) -> StepInputs:
         if bucket.sampled:
             choosers = rows if choosers is None else choosers
-            field_bits(packed, bucket, "sampling")[:, : len(choosers)] = self._sampling.bits(choosers)
+            arrays.sampling[:, : len(choosers)] = self._sampling.bits(choosers)
         if bucket.adapter_columns:
             assert self._adapters is not None and arrays.adapters is not None and arrays.column_owners is not None
             token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows

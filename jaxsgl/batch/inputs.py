@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.patches import EncodeInputs, EncodePart
-from jaxsgl.batch.sampling import COLUMNS, Bitcast, SamplingArrays
+from jaxsgl.batch.sampling import COLUMNS
 from jaxsgl.requests.outputs import MAX_LABELS
 
 ArrayT = TypeVar("ArrayT", bound=Any)
@@ -108,7 +108,8 @@ class StepArrays(Generic[ArrayT]):
       rows: `[S]` row of the page table of each sequence; the dummy row for padding.
       sample_rows: `[S]` row of the last-token table that gets the sampled token; the dummy row for padding, and for a
         chunk that isn't the prompt's last, whose token is dropped.
-      sampling: `[C]` each, C being `Bucket.num_choices`; neutral in greedy buckets.
+      sampling: `[len(COLUMNS), C]` the bits that `SamplingArrays.unpack` reads, C being `Bucket.num_choices`; neutral
+        in greedy buckets.
       token_rows: `[T]` the row of each token's sequence, the dummy row for padding; not in decode buckets, where it is
         `rows`.
       targets: `[T]` the prompt token that follows each token, where its log-probability is wanted; in "score" buckets
@@ -136,7 +137,7 @@ class StepArrays(Generic[ArrayT]):
     query_offsets: ArrayT
     rows: ArrayT
     sample_rows: ArrayT
-    sampling: SamplingArrays[ArrayT]
+    sampling: ArrayT
     token_rows: ArrayT | None = None
     targets: ArrayT | None = None
     label_ids: ArrayT | None = None
@@ -195,23 +196,20 @@ def packed_len(bucket: Bucket) -> int:
     return offset + math.prod(shape)
 
 
-def field_bits(packed: ArrayT, bucket: Bucket, name: str) -> ArrayT:
-    """The int32 part of `packed` that holds the field `name`, in the field's shape."""
-    offset, shape = layout(bucket)[name]
-    bits: ArrayT = packed[offset : offset + math.prod(shape)].reshape(shape)
-    return bits
+@cache
+def _parts(bucket: Bucket) -> tuple[tuple[str, slice, tuple[int, ...] | None], ...]:
+    """`layout` as `unpack` needs it for each step: name, part of the buffer, and shape if that has several axes."""
+    return tuple(
+        (name, slice(at, at + math.prod(shape)), shape if len(shape) > 1 else None)
+        for name, (at, shape) in layout(bucket).items()
+    )
 
 
-def unpack(packed: ArrayT, bucket: Bucket, bitcast: Bitcast[ArrayT]) -> StepArrays[ArrayT]:
-    """The fields of `packed`: the host gives NumPy's `bitcast`, a program JAX's."""
-    places = layout(bucket).items()  # looked up once: this runs for each step
-    bits = {name: packed[at : at + math.prod(shape)].reshape(shape) for name, (at, shape) in places}
-    return StepArrays(**{**bits, "sampling": SamplingArrays.unpack(bits["sampling"], bitcast)})
-
-
-def host_views(packed: npt.NDArray[np.int32], bucket: Bucket) -> StepArrays[npt.NDArray[Any]]:
-    """NumPy views of the fields inside `packed`; writing a view writes the buffer."""
-    return unpack(packed, bucket, np.ndarray.view)
+def unpack(packed: ArrayT, bucket: Bucket) -> StepArrays[ArrayT]:
+    """The fields of `packed`; on the host they are views, and writing one writes the buffer."""
+    return StepArrays(
+        **{name: packed[part] if shape is None else packed[part].reshape(shape) for name, part, shape in _parts(bucket)}
+    )
 
 
 @dataclass(frozen=True)
@@ -285,4 +283,4 @@ class StepInputs:
     @property
     def arrays(self) -> StepArrays[npt.NDArray[Any]]:
         """The fields as NumPy views."""
-        return host_views(self.packed, self.bucket)
+        return unpack(self.packed, self.bucket)

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import empty_step
-from jaxsgl.batch.inputs import Bucket, StepArrays, StepFeatures, StepInputs, host_views
-from jaxsgl.batch.sampling import SamplingArrays, Variant, neutral_edits, row_setup
+from jaxsgl.batch.inputs import Bucket, StepArrays, StepFeatures, StepInputs, unpack
+from jaxsgl.batch.sampling import Variant, neutral_edits, row_setup
 from jaxsgl.cache.pages import IntArray
 
 
@@ -31,7 +31,7 @@ def common_bucket(buckets: BucketSet, batches: Sequence[StepInputs]) -> Bucket:
 
     They take one step, verify nothing, and have neither adapters nor images.
     """
-    of_batches = [batch.bucket for batch in batches]
+    of_batches = {batch.bucket for batch in batches}
     kinds = {bucket.kind for bucket in of_batches}
     pools, states = any(bucket.pools for bucket in of_batches), any(bucket.states for bucket in of_batches)
     variant = Variant(*(any(flags) for flags in zip(*map(_variant, of_batches), strict=True)))
@@ -64,15 +64,15 @@ def joined(bucket: Bucket, batches: Sequence[StepInputs | None], num_rows: int, 
     nothing = _nothing(bucket, num_rows, vocab_size)
     of_rank = replace(bucket, mlp_tokens=0)
     packed = np.tile(nothing.packed, len(batches))
+    idle = StepInputs(bucket, nothing.packed, num_seqs=0, num_tokens=0)
     parts = []
-    for batch, own in zip(batches, np.split(packed, len(batches)), strict=True):
+    for batch, own in zip(batches, packed.reshape(len(batches), -1), strict=True):
         if batch is not None and batch.bucket == of_rank:
             own[:] = batch.packed
         elif batch is not None:
             _widen(batch, bucket, own, num_rows)
         own.flags.writeable = False
-        part = replace(nothing, features=None, table_changes=()) if batch is None else batch
-        parts.append(replace(part, bucket=bucket, packed=own))
+        parts.append(_placed(batch or idle, bucket, own))
     packed.flags.writeable = False
     features = None
     if bucket.featured:
@@ -90,6 +90,12 @@ def joined(bucket: Bucket, batches: Sequence[StepInputs | None], num_rows: int, 
     )
 
 
+def _placed(batch: StepInputs, bucket: Bucket, packed: IntArray) -> StepInputs:
+    """`batch` as a rank's part of the step in `bucket`."""
+    b = batch
+    return StepInputs(bucket, packed, b.num_seqs, b.num_tokens, b.features, b.table_changes, b.masked)
+
+
 @cache
 def _nothing(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
     return empty_step(bucket, num_rows, vocab_size)
@@ -97,17 +103,14 @@ def _nothing(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
 
 def _widen(batch: StepInputs, bucket: Bucket, packed: npt.NDArray[np.int32], dummy_row: int) -> None:
     """Writes the fields of `batch` into `packed`, which is padding of `bucket`; what does not fit is padding."""
-    own, wide = batch.arrays, host_views(packed, bucket)
+    own, wide = batch.arrays, unpack(packed, bucket)
     wide.query_offsets[:] = batch.num_tokens
     if own.token_rows is None and wide.token_rows is not None:  # it decodes, the step does not
         wide.token_rows[: batch.num_tokens] = own.rows[: batch.num_tokens]
         own = _states_of_chunks(own, wide, dummy_row)
     for field in fields(own):
         array, into = getattr(own, field.name), getattr(wide, field.name)
-        if isinstance(array, SamplingArrays):
-            for values, column in zip(array, into, strict=True):
-                column[: batch.num_choices] = values[: batch.num_choices]
-        elif array is not None:
+        if array is not None:
             part = tuple(slice(min(sizes)) for sizes in zip(array.shape, into.shape, strict=True))
             into[part] = array[part]
 

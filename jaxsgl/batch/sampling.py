@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -105,6 +106,30 @@ class Variant(NamedTuple):
     filtered: bool = False
 
 
+# What a request asks of the programs that choose its tokens, as bits; 0: the most likely token.
+DRAWS, FILTERS, EDITS, LOGPROBS, MASKS, STATES = (1 << i for i in range(6))
+
+
+def _needs_of(params: SamplingParams) -> int:
+    asked = {
+        DRAWS: not params.greedy,
+        FILTERS: params.filtered,
+        EDITS: params.edits_logits,
+        LOGPROBS: params.logprobs is not None,
+        MASKS: params.masked,
+        STATES: params.wants_states,
+    }
+    return sum(need for need, is_asked in asked.items() if is_asked)
+
+
+@cache
+def _variant_of(needs: int) -> Variant:
+    """The programs for rows of which any has each of `needs`."""
+    featured = bool(needs & (EDITS | LOGPROBS))
+    sampled = featured or bool(needs & (DRAWS | MASKS))
+    return Variant(sampled, featured, filtered=bool(needs & DRAWS and needs & FILTERS))
+
+
 class SamplingRows:
     """The sampling parameters of every row and of the dummy row. The scheduler writes a row when a request takes it.
 
@@ -117,12 +142,7 @@ class SamplingRows:
         self._arrays = SamplingArrays.unpack(self._bits, np.ndarray.view)
         self._dummy_row = num_rows
         self.rope_deltas: IntArray = np.zeros(num_rows + 1, dtype=np.int32)
-        self._sampled = np.zeros(num_rows + 1, dtype=bool)
-        self._filtered = np.zeros(num_rows + 1, dtype=bool)
-        self._edited = np.zeros(num_rows + 1, dtype=bool)
-        self._logprobs = np.zeros(num_rows + 1, dtype=bool)
-        self._masked = np.zeros(num_rows + 1, dtype=bool)
-        self._states = np.zeros(num_rows + 1, dtype=bool)
+        self._needs = np.zeros(num_rows + 1, dtype=np.uint8)
         self._masks = False  # whether any row ever was: without masks, steps aren't searched for them
 
     def set(self, row: int, params: SamplingParams, seed: int, rope_delta: int = 0) -> None:
@@ -130,13 +150,8 @@ class SamplingRows:
         self.rope_deltas[row] = rope_delta
         for array, column in zip(self._arrays, COLUMNS, strict=True):
             array[row] = column.value(params, seed)
-        self._sampled[row] = not params.greedy
-        self._filtered[row] = params.filtered
-        self._edited[row] = params.edits_logits
-        self._logprobs[row] = params.logprobs is not None
-        self._masked[row] = masked = params.masked
-        self._states[row] = params.wants_states
-        self._masks = self._masks or masked
+        self._needs[row] = needs = _needs_of(params)
+        self._masks = self._masks or bool(needs & MASKS)
 
     def bits(self, rows: IntArray) -> IntArray:
         """`[len(COLUMNS), len(rows)]`: what `SamplingArrays.unpack` reads, of `rows` in their order."""
@@ -144,29 +159,26 @@ class SamplingRows:
 
     def variant(self, rows: IntArray) -> Variant:
         """Which programs `rows` need."""
-        sampled, featured = bool(self._sampled[rows].any()), self.any_featured(rows)
-        filtered = sampled and bool(self._filtered[rows].any())
-        return Variant(sampled or featured or self.any_masked(rows), featured, filtered)
+        return _variant_of(self._needs_of_any(rows))
 
     def any_masked(self, rows: IntArray) -> bool:
         """Whether masks say which tokens any of `rows` may get."""
-        return self._masks and bool(self._masked[rows].any())
-
-    def any_featured(self, rows: IntArray) -> bool:
-        """Whether any of `rows` edits its logits or wants log-probabilities."""
-        return bool(self._edited[rows].any()) or self.any_logprobs(rows)
+        return self._masks and bool(self._needs_of_any(rows) & MASKS)
 
     def any_logprobs(self, rows: IntArray) -> bool:
         """Whether any of `rows` wants log-probabilities of its tokens."""
-        return bool(self._logprobs[rows].any())
+        return bool(self._needs_of_any(rows) & LOGPROBS)
 
     def any_states(self, rows: IntArray) -> bool:
         """Whether any of `rows` wants what is computed for its tokens."""
-        return bool(self._states[rows].any())
+        return bool(self._needs_of_any(rows) & STATES)
+
+    def _needs_of_any(self, rows: IntArray) -> int:
+        return int(np.bitwise_or.reduce(self._needs[rows]))
 
     def edit_rows(self, rows: IntArray) -> IntArray:
         """`rows`, with the dummy row in place of those that leave their logits as they are."""
-        return np.where(self._edited[rows], rows, self._dummy_row).astype(np.int32)
+        return np.where(self._needs[rows] & EDITS, rows, self._dummy_row).astype(np.int32)
 
 
 def pack_edits(params: SamplingParams, stop_ids: Collection[int], prompt_len: int) -> IntArray:

@@ -213,7 +213,7 @@ def make_forward(
         draft_leaves: Sequence[jax.Array] = (),
         stream: jax.Array | None = None,
     ) -> Forwarded:
-        arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
+        arrays = unpack(packed, bucket)
         adapters = jax.tree.unflatten(pool_treedef, adapter_leaves) if bucket.adapter_columns else None
         draft_params = jax.tree.unflatten(draft_treedef, draft_leaves)
         out = step(jax.tree.unflatten(treedef, params), state, arrays, adapters, draft_params, stream)
@@ -256,7 +256,7 @@ def make_passing(
     def passing(
         params: list[jax.Array], state: DeviceState, packed: jax.Array, stream: jax.Array | None = None
     ) -> Passed:
-        arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
+        arrays = unpack(packed, bucket)
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
         table, table_SP = _noted(state, arrays)
         pages = Pages(state.kv, table_SP, arrays, bucket.kind, _options(model.arch), kernels, kv_scales)
@@ -314,7 +314,7 @@ def make_decode_steps(
         adapter_leaves: Sequence[jax.Array] = (),
         draft_leaves: Sequence[jax.Array] = (),  # none: nothing drafts where several steps are launched at once
     ) -> Decoded:
-        first = unpack(packed, bucket, jax.lax.bitcast_convert_type)
+        first = unpack(packed, bucket)
 
         def one(state: DeviceState, i: jax.Array) -> tuple[DeviceState, jax.Array]:
             # Behind the barrier weights seem to depend on the step. Otherwise XLA would convert them to other formats
@@ -325,8 +325,9 @@ def make_decode_steps(
             out = step(jax.tree.unflatten(treedef, weights), state, arrays, adapters, NO_DRAFTING.params)
             if not bucket.sampled:
                 return out.state, out.tokens
+            sampling = SamplingArrays.unpack(arrays.sampling, jax.lax.bitcast_convert_type)
             tokens = vocabulary.sample(
-                out.logits, arrays.sampling, arrays.lengths, out.tokens, filtered=True, vocab_size=_vocab_size(state)
+                out.logits, sampling, arrays.lengths, out.tokens, filtered=True, vocab_size=_vocab_size(state)
             )
             last_tokens = out.state.last_tokens.at[arrays.sample_rows].set(tokens)
             return out.state._replace(last_tokens=last_tokens), tokens
@@ -408,8 +409,7 @@ def pack_sampling(arrays: StepArrays[jax.Array], best: jax.Array) -> jax.Array:
     A length is the position of the drawn token: it follows all tokens that have KV. `best [S]` are the most likely
     tokens, which the sampling program then need not look for.
     """
-    bits = (jax.lax.bitcast_convert_type(array, jnp.int32) for array in arrays.sampling)
-    return jnp.stack([arrays.lengths, arrays.sample_rows, best, *bits])
+    return jnp.concatenate([jnp.stack([arrays.lengths, arrays.sample_rows, best]), arrays.sampling])
 
 
 def unpack_sampling(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, SamplingArrays[jax.Array]]:

@@ -124,8 +124,8 @@ class _Planner(PlanBuilder):
         failed = self._failed_admission
         if failed is not None:
             tokens = max(map(len, drafts.tokens), default=0) + num_steps
-            steps_left = max(failed.steps - tokens, 0) if decodes else failed.steps
-            failed = dataclasses.replace(failed, steps=steps_left)
+            if decodes and failed.steps:
+                failed = dataclasses.replace(failed, steps=max(failed.steps - tokens, 0))
         return StepPlan(
             retract=tuple(self._retract),
             preempt=tuple(self._preempt),

@@ -231,9 +231,8 @@ class RankedScheduler:
     def load(self, recompiles: int, leaks: int = 0, weight_version: str = DEFAULT_WEIGHT_VERSION) -> Load:
         """How busy all ranks are together, and each one."""
         each = [rank.rank_load for rank in self.ranks]
-        sums = {name: sum(getattr(load, name) for load in each) for name in RankLoad.__struct_fields__}
         return Load(
-            **sums,
+            **msgspec.structs.asdict(RankLoad(*_sums(each))),
             num_retracted=sum(rank.state.requests.num_retracted for rank in self.ranks),
             paused=self.is_paused,
             totals=self._totals(recompiles, leaks),
@@ -243,10 +242,11 @@ class RankedScheduler:
         )
 
     def _totals(self, recompiles: int, leaks: int) -> Totals:
-        of_ranks = [rank.state.totals for rank in self.ranks]
-        sums = {name: sum(getattr(totals, name) for totals in of_ranks) for name in Totals.__struct_fields__}
-        of_steps = {name: value for name, value in msgspec.structs.asdict(self._steps).items() if name in STEP_TOTALS}
-        return Totals(**{**sums, **of_steps, "recompiles": recompiles, "leaks": leaks})
+        totals = Totals(*_sums([rank.state.totals for rank in self.ranks]))
+        for name in STEP_TOTALS:
+            setattr(totals, name, getattr(self._steps, name))
+        totals.recompiles, totals.leaks = recompiles, leaks
+        return totals
 
     def pause(self, reason: PauseReason = PauseReason.OPERATOR) -> None:
         """See `Scheduler`, as for all below."""
@@ -291,3 +291,8 @@ class RankedScheduler:
         """Integrity of requests, rows and pages; raises AssertionError."""
         for rank in self.ranks:
             rank.check()
+
+
+def _sums(structs: Sequence[msgspec.Struct]) -> list[int]:
+    """The sum of each field over `structs`, in the order of the fields."""
+    return [sum(values) for values in zip(*map(msgspec.structs.astuple, structs), strict=True)]

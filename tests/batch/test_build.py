@@ -8,11 +8,11 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, host_views, packed_len
+from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, packed_len, unpack
 from jaxsgl.batch.sampling import COLUMNS, SamplingRows
 from jaxsgl.cache.pages import IntArray, PageTable
 from jaxsgl.requests.request import SamplingParams
-from tests.checked import arrays_of
+from tests.checked import arrays_of, sampling_of
 
 SIZES = Capacity(page_size=4, num_pages=40, num_rows=6, context_length=24, max_extend_tokens=32, vocab_size=100)
 
@@ -128,7 +128,7 @@ def test_sampling_parameters_follow_their_rows() -> None:
     sampling.set(2, SamplingParams(temperature=0.5, top_k=9, top_p=0.25, min_p=0.125), seed=7)
     sampling.set(4, SamplingParams(temperature=0.0), seed=8)
     build = BatchBuilder(BucketSet.derive(SIZES), PageTable(6, 6), sampling, page_size=4)
-    arrays = build.decode(ids(4, 2), ids(0, 0)).arrays.sampling
+    arrays = sampling_of(build.decode(ids(4, 2), ids(0, 0)))
     assert arrays.temperature.tolist() == [0.0, 0.5]
     assert arrays.top_k.tolist() == [0, 9]
     assert arrays.top_p.tolist() == [1.0, 0.25]
@@ -173,7 +173,7 @@ def test_sampling_parameters_of_padding_are_neutral(sampled: bool) -> None:
     sampling = SamplingRows(6)
     sampling.set(2, SamplingParams(temperature=0.5 if sampled else 0.0, top_k=9, top_p=0.25, min_p=0.125), seed=7)
     build = BatchBuilder(BucketSet.derive(SIZES), PageTable(6, 6), sampling, page_size=4)
-    arrays = build.extend([Work(2, ids(11), 0, sample=True)]).arrays.sampling
+    arrays = sampling_of(build.extend([Work(2, ids(11), 0, sample=True)]))
     for array, column in zip(arrays, COLUMNS, strict=True):
         assert array.dtype == column.dtype
         assert array[int(sampled) :].tolist() == [column.neutral] * (len(array) - sampled)
@@ -190,10 +190,9 @@ def test_sampling_parameters_of_padding_are_neutral(sampled: bool) -> None:
 )
 def test_fields_fill_the_buffer_without_gap_or_overlap(bucket: Bucket) -> None:
     packed = np.zeros(packed_len(bucket), dtype=np.int32)
-    fields = dict(vars(host_views(packed, bucket)))
-    for array in (*fields.pop("sampling"), *fields.values()):
+    for array in vars(unpack(packed, bucket)).values():
         if array is not None:
-            array.view(np.int32)[...] += 1
+            array += 1
     assert (packed == 1).all()
 
 

@@ -27,8 +27,10 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 def test_the_weights_take_the_bytes_of_their_format(llm: LLM) -> None:
     arch = llm.engine.arch
     assert arch.weight_format is not None
-    on_this_machine = {"int8": 1, "int4": 0.75, "float8_e4m3fn": 1.3, "bfloat16": 2}[arch.weight_format.numbers]
-    assert llm.engine.info.weight_bytes < 1.1 * on_this_machine * 1_970_000
+    on_cpus = {"int8": 1, "int4": 0.62, "float8_e4m3fn": 2}[
+        arch.weight_format.numbers
+    ]  # FP8 with a scale per output becomes 16 bits
+    assert 0.9 < llm.engine.info.weight_bytes / (on_cpus * 1_970_000) < 1.1
 
 
 def test_sums_are_right_and_scores_do_not_depend_on_the_batch(llm: LLM) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import Capacity
-from jaxsgl.batch.inputs import Bucket, StepArrays, host_views, packed_len, unpack
+from jaxsgl.batch.inputs import Bucket, packed_len, unpack
 from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.state import allocate
 from jaxsgl.engine.step_programs import ProgramSpec, keys_of
@@ -126,13 +126,9 @@ def test_small_programs_change_last_tokens_and_tables_in_place(spec: ProgramSpec
 def test_the_device_unpacks_what_the_host_packed(kind: Literal["extend", "score"]) -> None:
     bucket = Bucket(kind, 8, 3, True)
     packed = np.random.default_rng(0).integers(-(2**31), 2**31, packed_len(bucket), dtype=np.int32)
-    on_device = jax.jit(lambda x: parts(unpack(x, bucket, jax.lax.bitcast_convert_type)))(packed)
-    on_host = parts(host_views(packed, bucket))
+    on_device = jax.jit(lambda x: vars(unpack(x, bucket)))(packed)
+    on_host = vars(unpack(packed, bucket))
     assert (on_host["targets"] is None) == (on_device["targets"] is None) == (kind == "extend")
     for array, view in zip(jax.tree.leaves(on_device), jax.tree.leaves(on_host), strict=True):
         assert array.dtype == view.dtype
         assert np.asarray(array).tobytes() == view.tobytes()
-
-
-def parts(arrays: StepArrays[Any]) -> dict[str, Any]:
-    return vars(arrays) | {"sampling": tuple(arrays.sampling)}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxsgl.batch.build import Work
-from jaxsgl.batch.inputs import Bucket, host_views, packed_len
+from jaxsgl.batch.inputs import Bucket, packed_len, unpack
 from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.sampling.sampler import accept, pack_runs
@@ -26,7 +26,7 @@ def test_a_sequence_keeps_what_was_chosen_up_to_the_first_draft_that_was_not(see
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 5, rng.integers(1, ROWS))
     bucket = Bucket("verify", 16, ROWS, False)
-    arrays = host_views(np.zeros(packed_len(bucket), np.int32), bucket)
+    arrays = unpack(np.zeros(packed_len(bucket), np.int32), bucket)
     total = int(counts.sum())
     arrays.query_offsets[:] = total
     arrays.query_offsets[: len(counts)] = np.cumsum(counts) - counts

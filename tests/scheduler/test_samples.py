@@ -10,6 +10,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.messages.orders import Abort
 from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.testing.engine import ScriptedMailbox, next_token
+from tests.checked import sampling_of
 from tests.scheduler.serving import VOCAB, Script, capacity, expected, new_scheduler, request, serve
 
 PROMPT = list(range(100, 142))
@@ -76,7 +77,7 @@ def test_seeds_of_samples_follow_one_another() -> None:
         inputs = scheduler.launch()
         assert inputs is not None
         if inputs.bucket.kind == "extend":
-            seeds += inputs.arrays.sampling.seeds[: inputs.num_seqs].astype("uint32").tolist()
+            seeds += sampling_of(inputs).seeds[: inputs.num_seqs].astype("uint32").tolist()
         scheduler.collect([7] * inputs.num_seqs)
     assert seeds == [2**32 - 2, 2**32 - 1, 0, 1]
 

@@ -4,6 +4,7 @@ import pytest
 
 from jaxsgl.requests.request import MAX_MIN_TOKENS, FinishReason, Request, SamplingParams
 from jaxsgl.testing.engine import FakeEngine, generate
+from tests.checked import sampling_of
 from tests.scheduler.serving import (
     VOCAB,
     capacity,
@@ -139,7 +140,7 @@ def test_seeds_of_requests_without_one_follow_from_the_servers_seed() -> None:
         scheduler.receive([Request(str(i), [1, 2], SamplingParams(temperature=1.0)) for i in range(3)])
         inputs = scheduler.launch()
         assert inputs is not None
-        return inputs.arrays.sampling.seeds[:3].tolist()
+        return sampling_of(inputs).seeds[:3].tolist()
 
     assert seeds(1) == seeds(1)
     assert seeds(1) != seeds(2)
@@ -159,11 +160,11 @@ def test_greedy_batches_take_a_program_without_the_sampling_code() -> None:
     inputs = scheduler.launch()
     assert inputs is not None
     assert inputs.bucket.sampled
-    arrays = inputs.arrays
-    assert (arrays.sampling.top_k[0], arrays.sampling.seeds[0]) == (7, -1)
-    assert arrays.sampling.temperature[0] == 0.5
-    assert arrays.sampling.top_p.tolist()[0] == pytest.approx(0.9)
-    assert arrays.sampling.min_p.tolist()[0] == pytest.approx(0.1)
+    sampling = sampling_of(inputs)
+    assert (sampling.top_k[0], sampling.seeds[0]) == (7, -1)
+    assert sampling.temperature[0] == 0.5
+    assert sampling.top_p.tolist()[0] == pytest.approx(0.9)
+    assert sampling.min_p.tolist()[0] == pytest.approx(0.1)
 
 
 def test_batches_are_read_only() -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.inputs import StepInputs, host_views
+from jaxsgl.batch.inputs import StepInputs, unpack
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import PageTable, pages_for
 
@@ -71,7 +71,7 @@ def _decode(builder: BatchBuilder, position: int, token_id: int, dummy_row: int)
     """A decode step of a given token in place of the row's last one, whose own token goes to the dummy row."""
     inputs = builder.decode(np.array([IN_TWO], np.int32), np.array([position], np.int32))
     packed: npt.NDArray[Any] = inputs.packed.copy()
-    arrays = host_views(packed, inputs.bucket)
+    arrays = unpack(packed, inputs.bucket)
     arrays.token_ids[0] = token_id
     arrays.sample_rows[0] = dummy_row
     packed.flags.writeable = False
