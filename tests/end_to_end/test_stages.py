@@ -22,7 +22,7 @@ SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 200, 
 KINDS: dict[str, dict[str, Any]] = {
     "llama_untied_llama3_rope": SIZES,
     "qwen3": SIZES,
-    "gemma3": {},
+    "gemma3": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4": {},
     "olmo2": {},
     "deepseek_v3": {},

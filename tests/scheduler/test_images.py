@@ -84,6 +84,25 @@ def test_later_weights_encode_images_again() -> None:
     assert scheduler.state.totals.encoded_images == 2
 
 
+class NewWeightsAfterOneStep(CheckedScheduler):
+    """Nothing is found any more that the first step has computed."""
+
+    def launch(self) -> StepInputs | None:
+        if self.num_steps == 1:
+            self.retire_cache()
+        return super().launch()
+
+
+def test_rows_of_old_weights_are_not_counted_for_another_request_with_that_image() -> None:
+    """One holds them between two chunks; the other can't share them, so it waits until they are free."""
+    sizes, requests = capacity(rows=12, chunk=9), [asked(name, [(1, 11), 3]) for name in ("a", "b")]
+    scheduler = NewWeightsAfterOneStep(sizes, BucketSet.derive(sizes), ())
+    mailbox = ScriptedMailbox([[requests[0]], [requests[1]]])
+    run_loop(scheduler, FakeEngine(sizes), mailbox, 0)
+    assert [mailbox.output_ids(one.request_id) for one in requests] == [expected(one) for one in requests]
+    assert scheduler.state.totals.encoded_images == 2
+
+
 def after(*turns: Request) -> list[list[ToEngine]]:
     """Each of `turns` once the one before has ended; nothing is left of it in the prefix cache."""
     script: list[list[ToEngine]] = []

@@ -119,6 +119,8 @@ class ImageDraft(ResourceDraft):
             self._ahead = ((req, index),)
             self.seconds += self._time.for_encoding_s
         for index, item in items_of(req, start, start + count) if count else ():
+            if self._images.holds_retired(req, index):
+                continue  # no other request finds these rows
             if not self._has_rows(req, index, item):
                 self._left -= item.length
             self._taken.add(item.digest)
@@ -133,6 +135,8 @@ class ImageDraft(ResourceDraft):
     def _look(self, req: Req, start: int, count: int) -> _Look:
         left, seen, look = self._left, set[bytes](), _Look(count)
         for place, (index, item) in enumerate(items_of(req, start, start + count)):
+            if self._images.holds_retired(req, index):
+                continue
             has_rows = self._has_rows(req, index, item)
             seconds = self._seconds_of(item, look)
             if seconds is None:
@@ -305,6 +309,11 @@ class Images(Resource):
     def holds(self, req: Req, index: int) -> bool:
         """Whether the request has locked rows of its image `index`."""
         return index in self._locks.get(req, ())
+
+    def holds_retired(self, req: Req, index: int) -> bool:
+        """Whether the rows of its image `index` that the request has locked are of weights of the past."""
+        image = self._locks.get(req, {}).get(index)
+        return image is not None and image.retired
 
     def is_kept(self, item: MediaItem) -> bool:
         """Whether the rows of the image are in host memory."""
