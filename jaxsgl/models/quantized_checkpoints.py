@@ -84,16 +84,16 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
     with "*" for any letters, or after "re:" an expression for how it begins. One that means no matrix of ours, as a
     norm, changes nothing. Modules that are no targets of compressed-tensors are excepted, too.
 
-    Raises `CheckpointError` if it excepts a part of what is multiplied at once.
+    Raises `CheckpointError` if it excepts a part of what is multiplied at once, or if an expression is none.
     """
     keys = ("ignore", "modules_to_not_convert", "exclude_modules")
     told = [str(each) for key in keys for each in modelopt_part(config).get(key) or ()]
     told += [f"re:{key.removeprefix(_EXCEPTS)}" for key in config.get("dynamic") or {}]  # which `_gptq` has checked
-    expressions = [re.compile(each.removeprefix("re:")) for each in told if each.startswith("re:")]
+    expressions = [_expression(path, each) for each in told if each.startswith("re:")]
     names_with_stars = [each for each in told if "*" in each and not each.startswith("re:")]
     expressions += [re.compile(fnmatch.translate(each)) for each in names_with_stars]
     parts = [f".{each.strip('.')}." for each in told if not each.startswith("re:")]
-    targets = _targets(config)
+    targets = _targets(path, config)
 
     def is_excepted(module: str) -> bool:
         names = [prefix + module for prefix in _PREFIXES]
@@ -125,13 +125,25 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
     ]
 
 
-def _targets(config: Mapping[str, Any]) -> list[re.Pattern[str]] | None:
+def _expression(path: Path, told: str) -> re.Pattern[str]:
+    """What `told` says after "re:"; else the name that it is."""
+    if not told.startswith("re:"):
+        return re.compile(re.escape(told))
+    try:
+        return re.compile(told.removeprefix("re:"))
+    except re.error as error:
+        raise CheckpointError(
+            f"{path}: quantization_config names modules by {told!r}, which is no regular expression: {error}"
+        ) from error
+
+
+def _targets(path: Path, config: Mapping[str, Any]) -> list[re.Pattern[str]] | None:
     """Expressions for how the names of compressed-tensors' targets begin; None: all matrices are."""
     groups = (config.get("config_groups") or {}).values()
     told = [str(each) for group in groups for each in (group or {}).get("targets") or ()]
     if config.get("quant_method") != "compressed-tensors" or not told or "Linear" in told:
         return None
-    return [re.compile(each.removeprefix("re:") if each.startswith("re:") else re.escape(each)) for each in told]
+    return [_expression(path, each) for each in told]
 
 
 def has_quantized_experts(config: Mapping[str, Any]) -> bool:

@@ -165,3 +165,9 @@ def test_an_exception_for_a_part_of_what_is_multiplied_at_once_is_refused() -> N
     config = {**COMPRESSED, "ignore": ["model.layers.0.mlp.up_proj"]}
     with pytest.raises(CheckpointError, match=r"leaves mlp.up_proj of layer 0 unquantized and mlp.gate_proj not"):
         read_unquantized(PATH, config, LAYERS)
+
+
+def test_an_expression_that_is_none_is_refused_by_its_text() -> None:
+    for config in ({**COMPRESSED, "ignore": ["re:*mlp"]}, {**FORMATS["gptq"][0], "dynamic": {"-:*mlp": {}}}):
+        with pytest.raises(CheckpointError, match=r"names modules by 're:\*mlp', which is no regular expression"):
+            read_unquantized(PATH, config, LAYERS)
