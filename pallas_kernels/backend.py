@@ -212,6 +212,31 @@ class DeltaDecode(Protocol):
         ...
 
 
+L2_EPS = 1e-6  # added to the sum of a head's squares, in q and k of the delta rule
+
+
+class DeltaInputs(Protocol):
+    """The convolution before `delta_decode` on one backend."""
+
+    def __call__(
+        self,
+        mixed: jax.Array,
+        taps: jax.Array,
+        inputs: jax.Array,
+        place: jax.Array,
+        has_state: jax.Array,
+        kept_to: jax.Array,
+        sizes: tuple[int, int, int],
+        interpret: bool,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """mixed `[S, K, C]`, taps `[K, C, n]` and inputs `[P, n - 1, K, C]` float32, `sizes` (h, r, v).
+
+        Returns q and k `[S, K, h]`, normalized, v `[S, K, r, v]`, float32, and the inputs: those at place `[S]` (zeros
+        unless has_state `[S]`) after the token, also at kept_to `[S]` where that is not -1.
+        """
+        ...
+
+
 def refuse_nothing(*_arguments: object) -> str | None:
     """The refusal of a backend that takes every call."""
     return None
@@ -268,7 +293,8 @@ class Backend:
     grouped_packed_product: Kernel[GroupedPackedProduct] | None = None
     """None where weights are not kept packed."""
     delta_decode: Kernel[DeltaDecode] | None = None
-    """None where XLA gathers states and scatters them."""
+    delta_inputs: Kernel[DeltaInputs] | None = None
+    """None, both, where XLA gathers states and scatters them."""
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

@@ -27,12 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_kernels.backend import DeltaDecode
+from pallas_kernels.backend import L2_EPS, DeltaDecode
 from pallas_kernels.dispatch import choose_kernel_or_xla
 
 BLOCK = 64  # tokens
 _DIRECT = 8  # rows of a part that is inverted row by row
-_L2_EPS = 1e-6
 
 
 class DeltaStates(NamedTuple):
@@ -109,16 +108,25 @@ def delta_decode(
     kernel = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
     )
+    convolve = choose_kernel_or_xla(
+        "delta_decode", lambda each: each.delta_inputs, backend, states.matrices, interpret=interpret
+    )
     has_state = positions > 0
-    before = _or_zeros(has_state, states.inputs[place])
-    window = jnp.concatenate([before, tokens.mixed.astype(jnp.float32)[:, None]], axis=1)
-    taps = jnp.moveaxis(tokens.taps, -1, 0)
-    q, k, v = _heads((window * taps).sum(axis=1), tokens)
-    states = DeltaStates(states.matrices, states.inputs.at[place].set(window[:, 1:], mode="promise_in_bounds"))
+    if kernel is None or convolve is None:
+        before = _or_zeros(has_state, states.inputs[place])
+        window = jnp.concatenate([before, tokens.mixed.astype(jnp.float32)[:, None]], axis=1)
+        taps = jnp.moveaxis(tokens.taps, -1, 0)
+        q, k, v = _heads((window * taps).sum(axis=1), tokens)
+        states = DeltaStates(states.matrices, states.inputs.at[place].set(window[:, 1:], mode="promise_in_bounds"))
+        return _decoded(_Heads(q, k, v, tokens.log_decay, tokens.beta), states, place, has_state, kept_to)
+    group, key_size, value_size = states.matrices.shape[2:]
+    to = jnp.full_like(place, -1) if kept_to is None else kept_to
+    q, k, v, inputs = convolve(
+        tokens.mixed, tokens.taps, states.inputs, place, has_state, to, (key_size, group, value_size), interpret
+    )
     heads = _Heads(q, k, v, tokens.log_decay, tokens.beta)
-    if kernel is None:
-        return _decoded(heads, states, place, has_state, kept_to)
-    return _decoded_by(kernel, heads, states, place, has_state, kept_to, interpret)
+    out, matrices = _decoded_by(kernel, heads, states.matrices, place, has_state, to, interpret)
+    return out, DeltaStates(matrices, inputs)
 
 
 class _Heads(NamedTuple):
@@ -146,19 +154,15 @@ def _decoded(
 def _decoded_by(
     kernel: DeltaDecode,
     heads: _Heads,
-    states: DeltaStates,
+    matrices: jax.Array,
     place: jax.Array,
     has_state: jax.Array,
-    kept_to: jax.Array | None,
+    kept_to: jax.Array,
     interpret: bool,
-) -> tuple[jax.Array, DeltaStates]:
-    """The same by a backend's kernel."""
-    to = jnp.full_like(place, -1) if kept_to is None else kept_to
-    decay, inputs = jnp.exp(heads.log_decay), states.inputs
-    out, matrices = kernel(
-        heads.q, heads.k, heads.v, decay, heads.beta, states.matrices, place, has_state, to, interpret
-    )
-    return out, DeltaStates(matrices, inputs.at[jnp.where(to < 0, len(inputs), to)].set(inputs[place], mode="drop"))
+) -> tuple[jax.Array, jax.Array]:
+    """The same of matrices alone by a backend's kernel."""
+    q, k, v, log_decay, beta = heads
+    return kernel(q, k, v, jnp.exp(log_decay), beta, matrices, place, has_state, kept_to, interpret)
 
 
 def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates:
@@ -208,7 +212,8 @@ def delta_extend(
         if kernel is None:
             read, states = _decoded(mine, states, seqs.place, has_state, kept_to)
         else:
-            read, states = _decoded_by(kernel, mine, states, seqs.place, has_state, kept_to, interpret)
+            read, matrices = _decoded_by(kernel, mine, states.matrices, seqs.place, has_state, kept_to, interpret)
+            states = states._replace(matrices=matrices)
         at = jnp.where(is_alone, offsets[:-1] + BLOCK, len(out))
         return states, out.at[at].set(read, mode="drop")
 
@@ -362,7 +367,7 @@ def _heads(convolved: jax.Array, tokens: DeltaTokens) -> tuple[jax.Array, jax.Ar
     q, k, v = jnp.split(jax.nn.silu(convolved), (h, 2 * h), axis=-1)
 
     def normalized(heads: jax.Array) -> jax.Array:
-        return heads * jax.lax.rsqrt((heads * heads).sum(axis=-1, keepdims=True) + _L2_EPS)
+        return heads * jax.lax.rsqrt((heads * heads).sum(axis=-1, keepdims=True) + L2_EPS)
 
     return normalized(q) * h**-0.5, normalized(k), v.reshape(*v.shape[:2], group, -1)
 

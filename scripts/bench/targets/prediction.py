@@ -96,6 +96,9 @@ FORECAST_SOURCES = {
 # The share of flops_per_s that each kind of product reaches; those of experts are counted otherwise.
 PRODUCT_SHARES = {"product": "product_share", "quantized": "quantized_share", "float8": "float8_share"}
 
+# What a row has of the states that each kind of kernel moves, by its name among the facts.
+ROW_BYTES = {"states": "matrices_bytes", "inputs": "inputs_bytes"}
+
 
 def expected(assumed: Assumed) -> Assumed:
     """The constants of the forecast on the same chip."""
@@ -222,8 +225,9 @@ def _parts(
         elif kernel["kind"] == "attention":
             per_layer = kernel["count"] / attending_layers(facts)
             times["attention"] += kernel["count"] * _attention_us(batch, backend, facts, kernel, assumed) / per_layer
-        elif kernel["kind"] == "states":
-            times["states"] += kernel["count"] * _states_us(batch, facts, kernel, assumed)
+        elif kernel["kind"] in ROW_BYTES:
+            row_bytes = facts[ROW_BYTES[kernel["kind"]]]
+            times["states"] += kernel["count"] * _states_us(batch, row_bytes, kernel, assumed)
         elif kernel["kind"] == "experts":
             times["products"] += kernel["count"] * _experts_us(batch, facts, kernel, assumed)
         else:
@@ -306,12 +310,9 @@ def _attention_us(batch: Batch, backend: str, facts: dict[str, int], kernel: dic
     return assumed.kernel_us + max(moved / rate, flops_us) + waves * assumed.slot_start_us
 
 
-def _states_us(batch: Batch, facts: dict[str, int], kernel: dict[str, Any], assumed: Assumed) -> float:
-    """One layer's matrices of states, read and written once by Triton's kernel, and what `kernel` counts besides.
-
-    The inputs of convolutions pass through kernels of XLA, which count their bytes themselves.
-    """
-    moved = 2 * batch.num_seqs * facts["matrices_bytes"] + kernel["bytes_read"] + kernel["bytes_written"]
+def _states_us(batch: Batch, row_bytes: int, kernel: dict[str, Any], assumed: Assumed) -> float:
+    """One layer's states, read and written once by Triton's kernel, and what `kernel` counts besides."""
+    moved = 2 * batch.num_seqs * row_bytes + kernel["bytes_read"] + kernel["bytes_written"]
     return assumed.kernel_us + moved / (assumed.bytes_per_s * assumed.decode_share["triton"]) * 1e6
 
 

@@ -159,7 +159,10 @@ class Served:
             "kv_token_bytes": self.states.page_bytes // (len(attending) * self.states.page_size),  # of a layer
             "pair_flops": 2 * arch.num_heads // parts * (keys.shape[-1] + values),  # of a layer
             "row_bytes": self.states.row_bytes,  # of all layers with states
-            "matrices_bytes": sum(array.num_bytes(parts) for array in self.states.by_row("matrices")[:1]),  # of a layer
+            **{
+                f"{name}_bytes": sum(array.num_bytes(parts) for array in self.states.by_row(name)[:1])  # of a layer
+                for name in ("matrices", "inputs")
+            },
             "state_flops": 6 * sum(net.value_heads * net.key_size * net.value_size for net in nets) // parts,  # a token
             "page_size": self.states.page_size,
             "expert_weights": expert_weights,
