@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ class Served(ScriptedMailbox):
     def receive(self, block: bool) -> list[ToEngine]:
         if self._script and self._script[0] is ANSWERED:
             if self._asked - self.answers.keys():
+                time.sleep(0.02)  # another thread loads; requests go on meanwhile, turn by turn
                 return []
             self._script.popleft()
         messages = super().receive(block)
