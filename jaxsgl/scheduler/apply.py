@@ -349,22 +349,15 @@ class Applier:
         state.totals.cached_prompt_tokens += req.cached_tokens
 
     def _extend(self, plan: StepPlan) -> StepInputs:
-        works: list[Work] = []
-        for req, num_tokens in plan.chunks:
-            try:
-                works.append(self._work_of(req, num_tokens))
-            except Exception as error:
-                raise RequestFailure(req) from error
-        works += [self._decoding_work_of(req) for req, _ in plan.decodes]
-        decoding = [req for req, _ in plan.decodes]
-        reqs = [*(req for req, _ in plan.chunks), *decoding]
         try:
-            inputs = self._builder.extend(works)
+            works, inputs = self._built(plan)
         except Exception:
-            blame((req, partial(self._builder.extend, [work])) for req, work in zip(reqs, works, strict=True))
+            for resource in self._resources:
+                resource.not_launched()
             raise
         for resource in self._resources:
             inputs = resource.completed(inputs)
+        reqs, decoding = [req for req, _ in (*plan.chunks, *plan.decodes)], [req for req, _ in plan.decodes]
         for req, num_tokens in plan.chunks:
             if req.launch_chunk(num_tokens):
                 self._requests.moved(req)
@@ -387,6 +380,22 @@ class Applier:
         self._state.timing.extends(inputs, works)
         self._state.extended_last = True
         return inputs
+
+    def _built(self, plan: StepPlan) -> tuple[list[Work], StepInputs]:
+        """The batch of an extend step, and the work for each of its requests, whose pages are allocated."""
+        works: list[Work] = []
+        for req, num_tokens in plan.chunks:
+            try:
+                works.append(self._work_of(req, num_tokens))
+            except Exception as error:
+                raise RequestFailure(req) from error
+        works += [self._decoding_work_of(req) for req, _ in plan.decodes]
+        try:
+            return works, self._builder.extend(works)
+        except Exception:
+            reqs = [req for req, _ in (*plan.chunks, *plan.decodes)]
+            blame((req, partial(self._builder.extend, [work])) for req, work in zip(reqs, works, strict=True))
+            raise
 
     def _decode(self, plan: StepPlan) -> StepInputs:
         for resource in self._resources:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as changed
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs
@@ -139,6 +140,18 @@ def test_later_weights_begin_the_image_anew() -> None:
             break
         scheduler.collect(engine.submit(inputs).tokens())
     assert parts_of(engine) == [(0, 1), (1, 2), (2, 3), *((layer, layer + 1) for layer in range(LAYERS))]
+
+
+def test_a_request_that_waits_keeps_no_rows_once_another_one_has_read_its_image() -> None:
+    """Two go before it in the queue: one with its image, and one whose image needs all rows of the pool."""
+    text, low = asked("text", [3], 6), asked("low", [(1, 9), 3])
+    same, other = (changed(asked(*args), priority=5) for args in (("same", [(1, 9), 1], 1), ("other", [(2, 9), 1])))
+    config = replace(BOUND, enable_priority_scheduling=True, prefill_max_requests=1)
+    script: list[list[ToEngine]] = [[text], [], [low], [], [same, other]]
+    mailbox, engine, _ = serve(sliced(rows=9), script, config, patch_s=1 / 40)
+    for request in (text, low, same, other):
+        assert mailbox.output_ids(request.request_id) == expected(request)
+    assert (0, 1) in parts_of(engine), "the image was begun before the others came"
 
 
 @pytest.mark.parametrize("seed", sorted({57, *range(count(3, 200))}))

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.build import BatchBuilder, Work
+from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.snapshots import SnapshotCache, Snapshots
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
@@ -114,6 +116,27 @@ def test_pages_and_their_snapshots_leave_together() -> None:
     assert isinstance(tree, SnapshotCache) and 0 < tree.num_kept < 4
     server.scheduler.flush_cache()
     assert tree.num_kept == 0 and len(tree.free) == server.books.num_places
+
+
+class FailingBuilder(BatchBuilder):
+    """Fails at prompts with a certain token."""
+
+    def extend(self, works: Sequence[Work]) -> StepInputs:
+        if any(VOCAB - 1 in work.token_ids for work in works):
+            raise ValueError("poison")
+        return super().extend(works)
+
+
+def test_places_for_the_states_of_a_step_that_is_not_launched_are_free_again() -> None:
+    """A request fails while its batch is built, with places taken for its own states and for those of another one."""
+    capacity = Capacity(PAGE, 100, 4, 80, 64, VOCAB, num_snapshots=2)
+    scheduler = CheckedScheduler(capacity, BucketSet.derive(capacity), (), make_builder=FailingBuilder)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    whole, poisoned = Request("whole", SYSTEM, params), Request("poisoned", [1] * 9 + [VOCAB - 1], params)
+    mailbox = ScriptedMailbox([[whole, poisoned]])
+    run_loop(scheduler, FakeEngine(capacity), mailbox, 1)
+    assert mailbox.output_ids("whole") == generate(SYSTEM, 3, frozenset(), VOCAB)
+    assert [reply.request_id for reply in mailbox.replies if reply.refusal is not None] == ["poisoned"]
 
 
 def test_the_audit_finds_lost_and_doubled_places() -> None:

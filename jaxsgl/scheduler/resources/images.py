@@ -114,14 +114,14 @@ class ImageDraft(ResourceDraft):
         self.seconds += sum(look.coming.values())
         for index in look.ahead:
             item = req.media[index]
-            self._left -= 0 if self._has_rows(req, index, item) else item.length
+            self._left -= 0 if self._has_rows(item) else item.length
             self._taken.add(item.digest)
             self._ahead = ((req, index),)
             self.seconds += self._time.for_encoding_s
         for index, item in items_of(req, start, start + count) if count else ():
             if self._images.holds_retired(req, index):
                 continue  # no other request finds these rows
-            if not self._has_rows(req, index, item):
+            if not self._has_rows(item):
                 self._left -= item.length
             self._taken.add(item.digest)
 
@@ -137,7 +137,7 @@ class ImageDraft(ResourceDraft):
         for place, (index, item) in enumerate(items_of(req, start, start + count)):
             if self._images.holds_retired(req, index):
                 continue
-            has_rows = self._has_rows(req, index, item)
+            has_rows = self._has_rows(item)
             seconds = self._seconds_of(item, look)
             if seconds is None:
                 look.num_tokens = max(item.offset - start, 0)
@@ -183,13 +183,12 @@ class ImageDraft(ResourceDraft):
         seconds = self._time.encode_s(item.num_patches)
         return seconds is None or seconds > self._time.for_encoding_s or self._images.is_under_way(item)
 
-    def _has_rows(self, req: Req, index: int, item: MediaItem) -> bool:
+    def _has_rows(self, item: MediaItem) -> bool:
         """Whether the image has rows that no other image can take."""
         if not self._time.is_bounded and self._images.is_under_way(item):
             return item.digest in self._taken
         held = self._images.pool.find(item.digest)
-        is_locked = (held is not None and held.num_locks > 0) or self._images.holds(req, index)
-        return is_locked or item.digest in self._taken
+        return (held is not None and held.num_locks > 0) or item.digest in self._taken
 
 
 class Images(Resource):
@@ -221,6 +220,7 @@ class Images(Resource):
         self._capacity, self._buckets, self._totals = capacity, buckets, totals
         self._num_layers = capacity.shape.num_layers
         self._locks: dict[Req, dict[int, HeldImage]] = {}  # by the image's place among the request's
+        self._locked: list[tuple[Req, int]] = []  # of those, what the chunks of the step that is being built have added
         self._to_encode: dict[bytes, tuple[MediaItem, HeldImage]] = {}
         self._to_restore: dict[bytes, HeldImage] = {}  # instead, in the step that is launched now
         self.kept = KeptImages(capacity.host_bytes, ops)
@@ -264,6 +264,13 @@ class Images(Resource):
             rows[first - start : end - start] = image.rows[first - item.offset : end - item.offset]
         return replace(work, pool_rows=rows) if req.media else work
 
+    def not_launched(self) -> None:
+        """Unlocks what the step's chunks have locked, so that what a request holds is always encoded."""
+        for req, index in self._locked:
+            self._unlock(req, index)
+        self._locked.clear()
+        self._to_encode.clear()
+
     def completed(self, inputs: StepInputs) -> StepInputs:
         """The batch with the calls of the tower that must come before it, and with the part of one that is ahead."""
         parts = [self._part(ahead) for ahead in self._ahead]
@@ -273,7 +280,7 @@ class Images(Resource):
         if self.sliced is not None and self.sliced.item.digest in self._to_encode:
             parts.append(self.sliced.next_part())  # the step needs it
             self._is_encoded(*self._to_encode.pop(self.sliced.item.digest))
-            self.sliced = None
+            self._drop_sliced()
         calls = self._calls() if self._to_encode else []
         return replace(inputs, encodes=(*parts, *calls)) if parts or calls else inputs
 
@@ -287,28 +294,18 @@ class Images(Resource):
             image.encoded = True
             self._totals.restored_images += 1
         self._to_restore.clear()
+        self._locked.clear()
         for req, _ in chunks:
-            locks = self._locks.get(req)
-            if locks is None:
-                continue
-            for index in [index for index in locks if req.media[index].stop <= req.kv_len]:
-                self.pool.unlock(locks.pop(index))
-            if not locks:
-                del self._locks[req]
+            for index in [index for index in self._locks.get(req, ()) if req.media[index].stop <= req.kv_len]:
+                self._unlock(req, index)
         self.epoch += 1
 
     def left(self, req: Req, ends: bool) -> None:
         """Unlocks what a request holds."""
         for image in self._locks.pop(req, {}).values():
-            if self.sliced is not None and self.sliced.rows is image:
-                self.sliced = None
             self.pool.unlock(image)
-            if image.num_locks == 0:
-                self._to_encode.pop(image.digest, None)
-
-    def holds(self, req: Req, index: int) -> bool:
-        """Whether the request has locked rows of its image `index`."""
-        return index in self._locks.get(req, ())
+        if self.sliced is not None and self.sliced.req is req:
+            self._drop_sliced()
 
     def holds_retired(self, req: Req, index: int) -> bool:
         """Whether the rows of its image `index` that the request has locked are of weights of the past."""
@@ -336,10 +333,13 @@ class Images(Resource):
 
     def check(self, requests: RequestTable) -> None:
         """Raises AssertionError if a row or a lock is lost, or a lock is that of a request that has ended."""
-        gone = self._locks.keys() - set(requests.all())
+        holders = [*self._locks, *([] if self.sliced is None else [self.sliced.req])]
+        gone = set(holders) - set(requests.all())
         assert not gone, f"rows are locked for requests that have ended: {[req.name for req in gone]}"
         self.kept.host.check()
-        self.pool.check([image for locks in self._locks.values() for image in locks.values()])
+        images = [image for locks in self._locks.values() for image in locks.values()]
+        assert all(image.encoded for image in images), "a request holds rows that no launched step has written"
+        self.pool.check([*images, *([] if self.sliced is None else [self.sliced.rows])])
 
     def _use(self, item: MediaItem) -> None:
         """Lets others leave host memory before the image.
@@ -361,9 +361,16 @@ class Images(Resource):
             if self.sliced is not None and self.pool.find(item.digest) is None:
                 self._make_room(item.length)
             image = locks[index] = self.pool.lock(item.digest, item.length)
+            self._locked.append((req, index))
         if not image.encoded:
             self._to_encode[item.digest] = (item, image)
         return image
+
+    def _unlock(self, req: Req, index: int) -> None:
+        locks = self._locks[req]
+        self.pool.unlock(locks.pop(index))
+        if not locks:
+            del self._locks[req]
 
     def _restore(self) -> None:
         """Copies back what is in host memory, in place of encoding it."""
@@ -374,20 +381,17 @@ class Images(Resource):
                 del self._to_encode[digest]
 
     def _part(self, ahead: EncodeAhead) -> EncodePart:
-        """The next layers of the image, whose rows are locked for the request."""
+        """The next layers of the image, whose rows are locked until the last one."""
         item = ahead.req.media[ahead.place]
         if self.sliced is None:
-            locks = self._locks.setdefault(ahead.req, {})
-            if ahead.place not in locks:
-                locks[ahead.place] = self.pool.lock(item.digest, item.length)
-            rows = locks[ahead.place]
+            rows = self.pool.lock(item.digest, item.length)
             call = pack([[(item, rows.rows)]], self._buckets.encode_of(item.num_patches), self._capacity)
             self.sliced = SlicedImage(ahead.req, ahead.place, item, rows, call, self._num_layers)
         assert self.sliced.item.digest == item.digest, "two images are encoded in parts"
         part = self.sliced.next_part(ahead.num_layers)
         if part.is_last:
             self._is_encoded(item, self.sliced.rows)
-            self._drop_sliced()  # a request that waits must not keep rows from those before it in the order
+            self._drop_sliced()
         return part
 
     def _is_encoded(self, item: MediaItem, image: HeldImage) -> None:
@@ -405,10 +409,7 @@ class Images(Resource):
     def _drop_sliced(self) -> None:
         """Forgets the image that is encoded in parts, and unlocks its rows."""
         if self.sliced is not None:
-            locks = self._locks[self.sliced.req]
-            self.pool.unlock(locks.pop(self.sliced.index))
-            if not locks:
-                del self._locks[self.sliced.req]
+            self.pool.unlock(self.sliced.rows)
             self.sliced = None
 
     def _calls(self) -> list[EncodeInputs]:
@@ -457,15 +458,15 @@ class SlicedImage:
     A tower attends within a whole image: it can't be cut along its patches, but between its layers. While requests
     decode and `--max-itl-ms` is set, an image whose encoding takes more than half of the bound is encoded ahead of the
     step that reads it: each step that decodes is preceded by as many layers as the bound allows, and the engine keeps
-    the numbers between them. Its rows are locked meanwhile, whether its request is admitted or waits, and unlocked
+    the numbers between them. It has a lock on its rows meanwhile, whether its request is admitted or waits, and none
     after the last layer: a request that waits must not keep rows from those before it in the order. When no request
     decodes any more, the step that reads the image computes the rest; if one that reads others needs the rows, the
     image begins anew later. There is one such image at a time.
 
     Args:
-      req, index: the request for which rows are locked, and the image's place among its own.
+      req, index: the request for which it is encoded, and the image's place among its own.
       item: the image.
-      rows: that are locked.
+      rows: that it has locked.
       call: of the tower, for this image alone.
       num_layers: of the tower.
     """

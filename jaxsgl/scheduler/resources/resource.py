@@ -130,6 +130,9 @@ class Resource:
         """The chunk `work` of `req` with what the engine must know of this resource."""
         return work
 
+    def not_launched(self) -> None:
+        """The step isn't launched for whose chunks `placed` was called: takes back what it has taken for them."""
+
     def placed_decode(self, work: Work, req: Req) -> Work:
         """`work` likewise, by which `req` decodes in a step that extends prompts of others."""
         return work

@@ -46,12 +46,6 @@ class States(Resource):
         self._parting: dict[Req, int] = {}  # tokens up to which the cache had pages, of requests between chunks
         self._taken: list[tuple[Req, int, int]] = []  # request, tokens, place of states that the next step keeps
 
-    def prepare(self, actions: Iterable[Action]) -> None:
-        """Takes back what a step was to fill that was not launched."""
-        for _, _, place in self._taken:
-            self._snapshots.give_back(place)
-        self._taken.clear()
-
     def admitted(self, req: Req) -> None:
         """Notes where the request's prompt parts from what is cached."""
         seen = self._cache.peek(req.matchable_ids, req.namespace).num_seen
@@ -69,6 +63,12 @@ class States(Resource):
                 kept.append((end - work.start, place))
         self.epoch = self._snapshots.num_dropped
         return replace(work, state_from=req.lease.source, snapshots=tuple(kept))
+
+    def not_launched(self) -> None:
+        """Takes back the places that the step was to fill."""
+        for _, _, place in self._taken:
+            self._snapshots.give_back(place)
+        self._taken.clear()
 
     def decoding(self, decodes: Sequence[Part]) -> None:
         """Finds places for the states of those that fill a page."""
