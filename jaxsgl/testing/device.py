@@ -121,8 +121,11 @@ class FakeImages:
         self._ids: IntArray = np.full(1 if capacity is None else capacity.num_rows + 1, -1, dtype=np.int32)
         self._next_layer = 0  # of the image that is encoded in parts
 
-    def embedded(self, ids: IntArray, inputs: StepInputs) -> IntArray:
-        """Ids `[T]` of a step's tokens, those of images from their rows, after the calls of the tower before it."""
+    def embedded(self, ids: IntArray, inputs: StepInputs, weights: int) -> IntArray:
+        """Ids `[T]` of a step's tokens, those of images from their rows, after the calls of the tower before it.
+
+        The tower is that of `weights`.
+        """
         for call in inputs.encodes:
             if isinstance(call, EncodePart):
                 assert call.first in (0, self._next_layer), "a layer of an image is left out"
@@ -132,7 +135,7 @@ class FakeImages:
                 call = call.call
             for pixels, rows in zip(call.pixels, call.rows, strict=True):
                 real = rows < len(self._ids)
-                self._ids[rows[real]] = image_ids(pixels.reshape(len(rows), -1))[real]
+                self._ids[rows[real]] = image_ids(pixels.reshape(len(rows), -1), weights)[real]
         pool_rows = inputs.arrays.pool_rows
         if pool_rows is None:
             return ids
@@ -150,9 +153,9 @@ class FakeImages:
         return self._ids[op.rows][:, None].view(np.uint8)
 
 
-def image_ids(pixels: npt.NDArray[np.uint8]) -> IntArray:
-    """`[tokens]` ids of the pixels `[tokens, ...]` of an image's tokens."""
-    return np.array([zlib.crc32(each.tobytes()) & 0x7FFFFFFF for each in pixels], dtype=np.int32)
+def image_ids(pixels: npt.NDArray[np.uint8], weights: int = 0) -> IntArray:
+    """`[tokens]` ids that `weights` make of the pixels `[tokens, ...]` of an image's tokens."""
+    return np.array([zlib.crc32(each.tobytes(), weights) & 0x7FFFFFFF for each in pixels], dtype=np.int32)
 
 
 class FakeStates:

@@ -40,11 +40,11 @@ def asked(request_id: str, parts: list[int | tuple[int, int]], max_tokens: int =
     return Request(request_id, ids, SamplingParams(temperature=0.0, max_tokens=max_tokens), media=tuple(media))
 
 
-def expected(request: Request) -> list[int]:
-    """What the fake engine yields, given what is in the images' places."""
+def expected(request: Request, weights: int = 0, adapter: int = 0, stop_ids: frozenset[int] = frozenset()) -> list[int]:
+    """What the fake engine yields with `weights` and an adapter, given what is in the images' places."""
     ids = list(request.prompt_ids)
     for item in request.media:
-        ids[item.offset : item.stop] = image_ids(patches_of(item).reshape(item.length, -1)).tolist()
+        ids[item.offset : item.stop] = image_ids(patches_of(item).reshape(item.length, -1), weights).tolist()
     max_tokens = request.sampling.max_tokens
     assert max_tokens is not None
-    return generate(ids, max_tokens, frozenset(), VOCAB)
+    return generate(ids, max_tokens, stop_ids, VOCAB, weights=weights + adapter)

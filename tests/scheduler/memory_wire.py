@@ -35,13 +35,13 @@ class Network:
         return ends[0][1]
 
     def deliver(self, end: tuple[MemoryWire, Peer], twice: bool = False) -> None:
-        """Hands over the oldest message that `end` has sent."""
+        """Hands over the oldest message that `end` has sent; `twice`, unless it is a part of rows, as parts add up."""
         message, payload = self.on_way[end].popleft()
         wire, peer = end
         if payload is not None and isinstance(message, Pages | Rows):
             wire.events.append(Sent(peer, message.room, payload.nbytes, self.clock()))
         other, at_other = self.links[end]
-        for _ in range(1 + twice):
+        for _ in range(1 + (twice and not isinstance(message, Rows))):
             if payload is None or other.takes(message, at_other):
                 copied = None if payload is None else payload.reshape(-1).view(np.uint8).copy()
                 other.events.append(News(at_other, message, copied))

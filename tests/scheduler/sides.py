@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -156,6 +157,13 @@ class Worker:
         if self.tier is not None:
             assert not self.tier.is_writing and not any(page.num_loads for page in self.tier.host.all())
             check_names(self.tier, scheduler.cache)
+
+
+def without_tower(sizes: Capacity) -> Capacity:
+    """`sizes` of a decode worker, which gets embeddings from prefill."""
+    assert sizes.media is not None and sizes.tower is not None
+    media = msgspec.structs.replace(sizes.media, may_come_later=True)
+    return replace(sizes, media=media, tower=replace(sizes.tower, encodes=False))
 
 
 def at(request: Request, number: int, address: tuple[str, int] = PREFILL) -> Request:

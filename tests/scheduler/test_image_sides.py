@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxsgl.batch.buckets import Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind
@@ -19,13 +18,7 @@ from jaxsgl.testing.engine import RetractEvery
 from tests.grids import count
 from tests.scheduler.image_requests import asked, capacity, expected
 from tests.scheduler.memory_wire import Network
-from tests.scheduler.sides import PREFILL, Worker, at, run
-
-
-def without_tower(sizes: Capacity) -> Capacity:
-    assert sizes.media is not None and sizes.tower is not None
-    media = msgspec.structs.replace(sizes.media, may_come_later=True)
-    return replace(sizes, media=media, tower=replace(sizes.tower, encodes=False))
+from tests.scheduler.sides import PREFILL, Worker, at, run, without_tower
 
 
 def pair_of(network: Network, host_rows: int = 60, **options: Any) -> tuple[Worker, Worker]:
@@ -265,5 +258,25 @@ def test_embeddings_of_weights_that_were_exchanged_on_the_way_are_not_used() -> 
     assert decode.ended["a", 0] is RefusalKind.PEER and not decode.outputs.get(("a", 0))
     host = decode.scheduler.kept_images
     assert host is not None and host.host.num_bytes == 0
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_embeddings_that_are_lost_on_their_way_to_the_host_end_their_request() -> None:
+    """All is computed, and while the image's rows are copied the operator exchanges the weights, under their old name."""
+    network = Network()
+    prefill, decode = pair_of(network)
+    request, prefill.holds_gathers = asked("a", [3, (1, 12), 2], 9), True
+    prefill.receive(at(msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1)), 1))
+    decode.receive(at(request, 1))
+    for _ in range(4):
+        network.deliver_all()
+        prefill.turn()
+        decode.turn()
+    assert prefill.scheduler.state.totals.encoded_images == 1 and not prefill.in_flight
+    prefill.scheduler.retire_cache()
+    prefill.holds_gathers = False
+    run(network, prefill, decode)
+    assert decode.ended["a", 0] is prefill.ended["a", 0] is RefusalKind.PEER
     prefill.check_empty()
     decode.check_empty()

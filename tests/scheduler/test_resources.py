@@ -1,9 +1,10 @@
 """Random histories of all resources at once: whatever a request has taken is given back, whatever its end.
 
-Adapters, images and the host tier in any mixture, each scarce; requests that finish, are aborted, retracted, or fail by
-a fault of ours; replaced adapters, new weights, flushes. The oracle is the hash chain of each request's tokens, images
-and adapter. After every event the accounts of each resource are those of the requests that there are (`Resource.check`,
-which `CheckedScheduler` asks for); when all have ended, nothing is held.
+Adapters, images, the host tier, states with snapshots, drafts and priorities in several mixtures, each scarce; requests
+that finish, are aborted, retracted, preempted, late, or fail by a fault of ours; replaced adapters, other weights,
+flushes. The oracle is the hash chain of each request's tokens, images and adapter. After every event the accounts of
+each resource are those of the requests that there are (`Resource.check`, which `CheckedScheduler` asks for); when all
+have ended, nothing is held.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort, LoadAdapter
 from jaxsgl.messages.replies import Refusal, RefusalKind
-from jaxsgl.requests.media import MediaLimits, patches_of
+from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.orders.adapters import load
@@ -37,12 +38,13 @@ from jaxsgl.scheduler.resources.host_tier import HostDraft
 from jaxsgl.scheduler.resources.images import ImageDraft
 from jaxsgl.scheduler.resources.resource import Resource, ResourceDraft
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing.device import image_ids
-from jaxsgl.testing.engine import RetractEvery, generate
+from jaxsgl.scheduler.speculation.drafter import drafts_nothing
+from jaxsgl.testing.engine import RetractEvery
 from tests.checked import CheckedApplier, CheckedScheduler
 from tests.choices import Choices, check_histories
 from tests.grids import count
-from tests.scheduler.image_requests import PATCH_LEN, PLACEHOLDER, asked
+from tests.scheduler.drafters import Asking
+from tests.scheduler.image_requests import PATCH_LEN, PLACEHOLDER, asked, expected
 from tests.scheduler.serving import VOCAB
 from tests.scheduler.tiered import Stepper, tier_of
 
@@ -51,14 +53,18 @@ MUTABLE = (
     "_used", "_removed", "_placements", "_keeps_places", "_begun", "_ahead", "_coming", "_taken", "_left", "seconds",
 )  # fmt: skip
 NAMES = ("one", "two", "three")
-POISON = 997  # a prompt that begins with it can't be served
+POISON = 997  # a chunk that has it can't be built
+KINDS = (  # what a history has
+    "images adapters tier", "images tier", "adapters tier", "images states", "images adapters tier drafts",
+    "images tier priorities", "images states priorities", "images adapters tier drafts priorities late",
+)  # fmt: skip
 
 
 class FailingBuilder(BatchBuilder):
-    """Fails at prompts that begin with a certain token."""
+    """Fails at chunks with a certain token."""
 
     def extend(self, works: Sequence[Work]) -> StepInputs:
-        if any(work.start == 0 and work.token_ids[0] == POISON for work in works):
+        if any(POISON in work.token_ids for work in works):
             raise ValueError("poison")
         return super().extend(works)
 
@@ -111,24 +117,37 @@ class History:
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
         one_of = choices.one_of
-        self.has_images, self.has_adapters = one_of(((True, True), (True, False), (False, True)))
+        kind = one_of(KINDS).split()
+        self.has_images, self.has_adapters, has_tier = ("images" in kind, "adapters" in kind, "tier" in kind)
+        self.has_priorities, self.are_late = "priorities" in kind, "late" in kind
         sizes = Capacity(4, one_of((18, 18, 26)), one_of((3, 2, 5)), 64, one_of((64, 24, 9)), VOCAB)
         max_itl_ms = one_of((None, 1000.0))
         if self.has_images:
             limits = MediaLimits(PLACEHOLDER, PLACEHOLDER - 1, patch_size=1)
             sliced_from = None if max_itl_ms is None else 16
-            shape = TowerShape(2, 4, PATCH_LEN)
+            shape = TowerShape(2, 4, PATCH_LEN, num_layers=3)
             host_bytes = 4 * one_of((20, 0))
             tower = TowerCapacity(shape, one_of((12, 18)), 64, 1, host_bytes=host_bytes, sliced_from=sliced_from)
             sizes = replace(sizes, media=limits, tower=tower, has_axes=True)
         if self.has_adapters:
             sizes = replace(sizes, max_adapters=2, adapter_columns=8)
+        if "states" in kind:
+            sizes = replace(sizes, num_snapshots=one_of((8, 1, 3)))
         every = one_of((None, 5, 2))
-        config = SchedulingConfig(enable_mixed_chunk=one_of((False, True)), max_itl_ms=max_itl_ms)
+        config = SchedulingConfig(
+            enable_mixed_chunk=one_of((False, True)),
+            max_itl_ms=max_itl_ms,
+            enable_priority_scheduling=self.has_priorities,
+            priority_scheduling_preemption_threshold=0,
+            queue_timeout_s=8.0 if self.are_late else None,
+            running_timeout_s=10.0 if self.are_late else None,
+        )
         self.stepper = FailingStepper(
             sizes,
-            tier_of(sizes, one_of((40, 6)), most_pages=2),
+            tier_of(sizes, one_of((40, 6)), most_pages=2) if has_tier else None,
             timeout_s=5.0,
+            max_drafts=4 if "drafts" in kind else 0,
+            drafter_of=(lambda request: Asking()) if "drafts" in kind else drafts_nothing,
             checked=CheckedScheduler,
             config=config,
             retract_also=None if every is None else RetractEvery(every),
@@ -137,8 +156,10 @@ class History:
         self.stepper.refused = {}
         self.scheduler = self.stepper.scheduler
         self.requests: dict[str, Request] = {}
-        self.weights: dict[str, int] = {}  # of the adapter that each request names, at its arrival
+        self.weights: dict[str, tuple[int, int]] = {}  # of the model and each request's adapter, at its arrival
         self.aborted: set[str] = set()
+        self.base = 0  # weights of the model
+        self.mixed: set[str] = set()  # requests that ran with several weights
         self.weights_of: dict[str, int] = {}
         self.replaced: list[Adapter] = []
         for name in NAMES if self.has_adapters else ():
@@ -181,12 +202,17 @@ class History:
         request = changed(request, prompt_ids=ids)
         if self.has_adapters:
             request = changed(request, adapter=one_of(("", "", *NAMES)))
-        if one_of((False, False, False, False, True)):
+        if self.has_priorities:
+            request = changed(request, priority=one_of((0, 0, 5)))
+        doom = one_of((None, None, None, None, None, "first", "last"))
+        if doom == "first":
             media = tuple(changed(item, offset=item.offset + 1) for item in request.media)
             request = changed(request, prompt_ids=[POISON, *request.prompt_ids], media=media)
+        elif doom == "last":
+            request = changed(request, prompt_ids=[*request.prompt_ids, POISON])
         request = changed(request, sampling=changed(request.sampling, n=one_of((1, 1, 2))))
         self.requests[request_id] = request
-        self.weights[request_id] = 1000 * self.weights_of.get(request.adapter, 0)
+        self.weights[request_id] = self.base, 1000 * self.weights_of.get(request.adapter, 0)
         self.stepper.receive(request)
 
     def arrive_and_turn(self) -> None:
@@ -205,7 +231,7 @@ class History:
     def abort(self) -> None:
         if self.requests:
             self.aborted.add(request_id := self.choices.one_of(list(self.requests)))
-            self.scheduler.receive([Abort(request_id)])
+            self.scheduler.receive([Abort(request_id, self.choices.one_of((None, None, 0, 1)))])
             for reply in self.scheduler.take_replies():
                 assert reply.finish_reason is FinishReason.ABORT
 
@@ -217,9 +243,9 @@ class History:
         self.stepper.now_s += 6.0
 
     def operate(self) -> None:
-        """Retracts all, drops what is cached, or takes new weights, which happen to compute the same."""
+        """Retracts all, drops what is cached, or takes other weights."""
         scheduler = self.scheduler
-        act = self.choices.one_of((scheduler.retract_all, scheduler.flush_cache, scheduler.retire_cache))
+        act = self.choices.one_of((scheduler.retract_all, scheduler.flush_cache, self.exchange, self.exchange))
         scheduler.pause()
         while self.stepper.num_in_flight:
             self.stepper.turn()
@@ -227,6 +253,15 @@ class History:
         scheduler.check()
         self.stepper.settle()
         scheduler.resume()
+
+    def exchange(self) -> None:
+        """Other weights, which compute all that comes now; in the mode "retract" or "in_place"."""
+        self.base += 1
+        self.stepper.engine.swap_weights(self.base, None)
+        if self.choices.one_of((False, True)):
+            self.scheduler.retract_all()
+        self.scheduler.retire_cache()
+        self.mixed |= {req.request_id for req in self.scheduler.state.requests.all()}
 
     def replace_adapter(self) -> None:
         if self.has_adapters:
@@ -239,23 +274,24 @@ class History:
         stepper.run()
         assert list(held(self.scheduler)) == []
         for request_id, request in self.requests.items():
-            if request.prompt_ids[0] == POISON:
-                refused = stepper.refused.get(request_id)
-                assert request_id in self.aborted or (refused is not None and refused.kind is RefusalKind.FAILED)
-            elif request_id not in self.aborted:
-                whole = self.expected(request)
-                outputs = stepper.outputs[request_id]
-                assert outputs == whole if request.sampling.n == 1 else sorted(outputs) == sorted(2 * whole)
+            if request_id not in self.aborted:
+                self.check_end(request, stepper.outputs.get(request_id, []), stepper.refused.get(request_id))
         for adapter in self.replaced:
             self.scheduler.state.adapters.forget(adapter)  # asserts that no request has it
         self.scheduler.check()
 
-    def expected(self, request: Request) -> list[int]:
-        ids = list(request.prompt_ids)
-        for item in request.media:
-            ids[item.offset : item.stop] = image_ids(patches_of(item).reshape(item.length, -1)).tolist()
-        most = request.sampling.max_tokens or 0
-        return generate(ids, most, frozenset(), VOCAB, weights=self.weights[request.request_id])
+    def check_end(self, request: Request, outputs: list[int], refused: Refusal | None) -> None:
+        if refused is not None and refused.kind is RefusalKind.FAILED:
+            assert POISON in (*request.prompt_ids, *outputs)
+        elif refused is not None:
+            assert self.are_late and refused.kind in (RefusalKind.WAITED, RefusalKind.RAN)
+        elif POISON in request.prompt_ids:
+            raise AssertionError(f"{request.request_id} was to fail")
+        elif request.request_id in self.mixed:
+            assert len(outputs) == (request.sampling.max_tokens or 0) * request.sampling.n
+        else:
+            whole = expected(request, *self.weights[request.request_id])
+            assert outputs == whole if request.sampling.n == 1 else sorted(outputs) == sorted(2 * whole)
 
 
 @pytest.fixture(autouse=True)

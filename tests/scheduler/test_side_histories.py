@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.cache.pages import pages_for
@@ -21,8 +22,9 @@ from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.testing.engine import RetractEvery, generate
 from tests.choices import Choices, check_histories
 from tests.grids import count
+from tests.scheduler.image_requests import asked, capacity, expected
 from tests.scheduler.memory_wire import Network
-from tests.scheduler.sides import Worker, at, run
+from tests.scheduler.sides import Worker, at, run, without_tower
 from tests.scheduler.tiered import tier_of
 
 pytestmark = pytest.mark.histories
@@ -42,16 +44,14 @@ class SideHistory:
         self.network = Network()
         self.addresses = [("prefill", number) for number in range(one_of((1, 1, 2)))]
         num_decodes = one_of((1, 1, 2))
-        page_size = one_of((4, 2, 1))
-        num_pages = pages_for(40, page_size) + one_of(self.spare_pages)
-        sizes = Capacity(page_size, num_pages, one_of(range(1, 5)), 40, one_of((40, 40, 8, 3)), VOCAB)
+        of_kinds = self.sizes()
         staging_pages, max_rooms, overlap = one_of((1000, 15, 7, 1)), one_of((1000, 2)), one_of((True, False))
         retract_every = one_of((None, None, 3))
         self.workers = [
             Worker(
                 self.network,
                 address,
-                sizes,
+                sizes := of_kinds[address is None],
                 lambda: self.now_s,
                 eos=EOS,
                 staging_pages=staging_pages,
@@ -67,6 +67,14 @@ class SideHistory:
         self.unsent: dict[str, tuple[Worker, Request]] = {}
         self.troubled: set[str] = set()
         self.may_be_refused = max_rooms == 2
+
+    def sizes(self) -> tuple[Capacity, Capacity]:
+        """Of prefill and of decode workers."""
+        one_of = self.choices.one_of
+        page_size = one_of((4, 2, 1))
+        num_pages = pages_for(40, page_size) + one_of(self.spare_pages)
+        sizes = Capacity(page_size, num_pages, one_of(range(1, 5)), 40, one_of((40, 40, 8, 3)), VOCAB)
+        return sizes, sizes
 
     spare_pages: Sequence[int] = range(1, 21)  # of the pool, besides those of the longest request
     lengths: Sequence[int] = range(1, 33)  # of prompts
@@ -93,15 +101,13 @@ class SideHistory:
     def arrive(self, orders: Sequence[str] = ("both", "prefill", "decode", "decode")) -> None:
         """The gateway sends both legs, or one of them first."""
         one_of = self.choices.one_of
-        base, length, max_tokens, n = one_of(range(3)), one_of(self.lengths), one_of((1, 2, 3)), one_of((1, 1, 3))
-        salt, order = one_of(("", "", "a")), one_of(orders)
-        prompt = [1 + (i * i + base * (i // 5 + 1)) % (VOCAB - 1) for i in range(length)]
         number = len(self.legs)
         request_id = f"r{number}"
+        whole, order = self.request(request_id), one_of(orders)
         place, decode = one_of(range(len(self.addresses))), one_of(self.decodes)
         address = self.addresses[place]
-        whole = Request(request_id, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n), 0, salt)
-        leg = Request(request_id, prompt, SamplingParams(temperature=0.0, max_tokens=1), 0, salt)
+        leg = replace(whole, sampling=SamplingParams(temperature=0.0, max_tokens=1))
+        whole = self.at_decode(whole)
         legs = ((self.prefills[place], at(leg, number % 5, address)), (decode, at(whole, number % 5, address)))
         self.legs[request_id] = (*legs[0], *legs[1])
         for (worker, of_leg), name in zip(legs, ("prefill", "decode"), strict=True):
@@ -109,6 +115,22 @@ class SideHistory:
                 worker.receive(of_leg)
             else:
                 self.unsent[request_id] = worker, of_leg
+
+    def request(self, request_id: str) -> Request:
+        """The next request."""
+        one_of = self.choices.one_of
+        base, length, max_tokens, n = one_of(range(3)), one_of(self.lengths), one_of((1, 2, 3)), one_of((1, 1, 3))
+        prompt = [1 + (i * i + base * (i // 5 + 1)) % (VOCAB - 1) for i in range(length)]
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n)
+        return Request(request_id, prompt, params, cache_salt=one_of(("", "", "a")))
+
+    def at_decode(self, whole: Request) -> Request:
+        """`whole` as the gateway gives it to decode."""
+        return whole
+
+    def oracle(self, request: Request) -> list[int]:
+        """What a request yields alone."""
+        return generate(request.prompt_ids, request.sampling.max_tokens or 0, EOS, VOCAB)
 
     def second_leg(self) -> None:
         if self.unsent:
@@ -182,7 +204,7 @@ class SideHistory:
 
     def check_request(self, request_id: str, prefill: Worker, leg: Request, decode: Worker, whole: Request) -> None:
         for worker, request in ((prefill, leg), (decode, whole)):
-            oracle = generate(request.prompt_ids, request.sampling.max_tokens or 0, EOS, VOCAB)
+            oracle = self.oracle(request)
             for index in range(request.sampling.n):
                 key = request_id, index
                 output = worker.outputs.get(key, [])
@@ -256,6 +278,90 @@ class TieredHistory(SideHistory):
         act()
         worker.settle()
         scheduler.resume()
+
+
+class ImageHistory(TieredHistory):
+    """Requests with images, for which decode workers have no tower, and weights that are exchanged on any workers."""
+
+    def __init__(self, choices: Choices) -> None:
+        self.weights: dict[str, int] = {}  # of requests
+        self.mixed: set[str] = set()  # requests that ran with several
+        self.proved = choices.one_of((True, False))
+        super().__init__(choices)
+        for worker in self.workers:
+            worker.engine.weight_version = "0"
+            worker.wire.proves_peers = self.proved
+
+    def sizes(self) -> tuple[Capacity, Capacity]:
+        one_of = self.choices.one_of
+        page_size, chunk = one_of((4, 3, 16)), one_of((16, 40, 5))
+        num_pages, host_rows = one_of((160, 100)) // page_size + 2, one_of((17, 200, 1))
+        prefill = capacity(one_of((16, 20, 60)), page_size, num_pages, chunk, host_rows=host_rows)
+        decode = capacity(one_of((16, 20)), page_size, num_pages, chunk, host_rows=one_of((36, 200)))
+        return prefill, without_tower(decode)
+
+    def tier(self, sizes: Capacity) -> HostTier | None:
+        return super().tier(sizes) if self.choices.one_of((False, True)) else None
+
+    @property
+    def events(self) -> Sequence[Callable[[], None]]:
+        return (*super().events, self.exchange, self.exchange)
+
+    def request(self, request_id: str) -> Request:
+        one_of = self.choices.one_of
+        parts: list[int | tuple[int, int]] = [one_of(range(1, 10))]
+        for _ in range(one_of((1, 0, 2, 3))):
+            image = one_of(range(5))
+            parts += [(image, 3 * image + 1), one_of(range(1, 7))]
+        whole = asked(request_id, parts, one_of((5, 1, 12)))
+        return replace(whole, sampling=replace(whole.sampling, n=one_of((1, 1, 2))))
+
+    def at_decode(self, whole: Request) -> Request:
+        return replace(whole, media=()) if self.choices.one_of((False, False, True)) else whole
+
+    def oracle(self, request: Request) -> list[int]:
+        _, with_images, _, _ = self.legs[request.request_id]
+        return expected(replace(request, media=with_images.media), self.weights[request.request_id], stop_ids=EOS)
+
+    def arrive(self, orders: Sequence[str] = ("both", "prefill", "decode", "decode")) -> None:
+        super().arrive(orders)
+        name, (prefill, _, decode, _) = next(reversed(self.legs.items()))
+        if self.base_of(prefill) != self.base_of(decode):
+            self.troubled.add(name)
+        self.weights[name] = self.base_of(prefill)
+
+    @staticmethod
+    def base_of(worker: Worker) -> int:
+        """Its weights."""
+        return worker.engine._weights
+
+    def exchange(self) -> None:
+        """One worker, or all of them, gets other weights, in the mode "retract" or "in_place"."""
+        one_of = self.choices.one_of
+        base, retracts = one_of((0, 1, 2)), one_of((False, True))
+        for worker in one_of((self.workers, self.workers, [one_of(self.workers)])):
+            scheduler = worker.scheduler
+            scheduler.pause()
+            while worker.in_flight:
+                worker.turn()
+            worker.engine.swap_weights(base, str(base))
+            if retracts:
+                scheduler.retract_all()
+            scheduler.retire_cache()
+            worker.settle()
+            scheduler.resume()
+        for name, (prefill, leg, decode, whole) in self.legs.items():
+            of_legs = ((worker, request) for worker, request in ((prefill, leg), (decode, whole)))
+            keys = [(worker, (name, index)) for worker, request in of_legs for index in range(request.sampling.n)]
+            if any(key not in worker.ended for worker, key in keys):
+                self.troubled.add(name)
+                self.mixed.add(name)
+
+    def check_request(self, request_id: str, prefill: Worker, leg: Request, decode: Worker, whole: Request) -> None:
+        if request_id in self.mixed:
+            assert (request_id, 0) in prefill.ended and (request_id, 0) in decode.ended
+        else:
+            super().check_request(request_id, prefill, leg, decode, whole)
 
 
 @pytest.mark.timeout(1800)

@@ -241,6 +241,11 @@ class PrefillRooms:
             actions += self._done(leg)
         return actions
 
+    def sending_without(self, digest: bytes) -> list[str]:
+        """Requests that are computed, and for which embeddings of that image are still to be sent."""
+        legs = self._legs.values()
+        return [leg.request.request_id for leg in legs if leg.state is PrefillState.SENDING and digest in leg.wanted]
+
     def sent(self, sent: Sent) -> list[Action]:
         """Pages have left this process."""
         if sent.peer in self._unsent:

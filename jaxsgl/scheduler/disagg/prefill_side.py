@@ -14,6 +14,7 @@ import msgspec
 from jaxsgl.batch.engine_api import Gather as GatherOp
 from jaxsgl.batch.engine_api import HostPages
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.cache.embeddings import HostRows
 from jaxsgl.cache.pages import full_pages
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.orders import Abort
@@ -22,7 +23,6 @@ from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.disagg.prefill import PrefillRooms
 from jaxsgl.scheduler.disagg.rooms import Action, Answer, Drop, Gather, Refuse, lost
 from jaxsgl.scheduler.disagg.sides import Side, room_of_request
-from jaxsgl.scheduler.resources.images import Images
 from jaxsgl.transfer.frames import Ack, Fail, Grant, Open
 from jaxsgl.transfer.wire import Event, Left, News, Sent
 
@@ -39,7 +39,7 @@ class PrefillSide(Side):
         self._expire_s = 0.0
         self._images = self.scheduler.state.images
         if self.scheduler.kept_images is not None:
-            self.scheduler.kept_images.on_rows = lambda digest, rows: self._carry_out(self.rooms.rows(digest, rows))
+            self.scheduler.kept_images.on_rows = self._rows_came
 
     def launch(self) -> StepInputs | None:
         """Starts legs, decides the next step, and has the pages that it completes copied after it."""
@@ -83,9 +83,20 @@ class PrefillSide(Side):
             num_pages = full_pages(min(req.kv_len, req.prompt_len), self.scheduler.cache.page_size)
             is_last = req.kv_len >= req.prompt_len
             self._carry_out(self.rooms.launched(req.request_id, num_pages, is_last))
-            if is_last and self._images is not None and has_lost_rows(self.rooms, self._images, req.request_id):
-                refusal = lost("embeddings of its images are lost")
-                self._carry_out([*self.rooms.refused(req.request_id, refusal), Refuse(req.request_id, refusal)])
+            if is_last:
+                self._end_without_rows(req.request_id)
+
+    def _rows_came(self, digest: bytes, rows: HostRows | None) -> None:
+        self._carry_out(self.rooms.rows(digest, rows))
+        for request_id in self.rooms.sending_without(digest) if rows is None else ():
+            self._end_without_rows(request_id)
+
+    def _end_without_rows(self, request_id: str) -> None:
+        """Ends a request that is computed if rows that decode lacks are nowhere, and don't come any more."""
+        wanted, images = self.rooms.wanted(request_id), self._images
+        if images is not None and any(not images.kept.is_coming(digest, also_old=True) for digest in wanted):
+            refusal = lost("embeddings of its images are lost")
+            self._carry_out([*self.rooms.refused(request_id, refusal), Refuse(request_id, refusal)])
 
     def _carry_out_other(self, action: Gather | Answer) -> None:
         if isinstance(action, Answer):
@@ -148,9 +159,3 @@ class PrefillSide(Side):
             case News(peer, Fail() as fail):
                 return self.rooms.failed(peer, fail)
         return []
-
-
-def has_lost_rows(rooms: PrefillRooms, images: Images, request_id: str) -> bool:
-    """Whether rows that decode lacks of a request that is computed are nowhere, and don't come any more."""
-    wanted, kept = rooms.wanted(request_id), images.kept
-    return any(not kept.is_coming(digest, also_old=True) for digest in wanted)
