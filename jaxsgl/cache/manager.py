@@ -222,7 +222,7 @@ class CacheManager:
         freed pages; steps run in order, so a later owner writes after them.
         """
         num_full = full_pages(len(token_ids), self.page_size)
-        if num_full <= lease.num_shared:
+        if num_full <= lease.num_shared or lease.is_retired:
             return
         row = self.table.pages[lease.row]
         token_pages = as_pages(token_ids, self.page_size)
@@ -303,17 +303,17 @@ class CacheManager:
     def retire(self, leases: Iterable[Lease]) -> None:
         """Lets no later request find what is cached now, under any salt: the weights that computed it are gone.
 
-        Pages that `leases` hold stay theirs. What these leases share from now on is found by none either.
+        Pages that `leases` hold stay theirs. They share nothing any more, not even with each other: what one computes
+        now would be replaced by what another one has computed before.
         """
         self._allocator.free(self.prefixes.flush())
         if self.tier is not None:
             self.tier.clear()
         self._num_retired += 1
         self._num_changes += 1
-        prefix = retired(self._num_retired)
-        self.prefixes.rename(prefix)
+        self.prefixes.rename(retired(self._num_retired))
         for lease in leases:
-            lease.salt, lease.names = prefix + lease.salt, None
+            lease.is_retired = True
         if self._observer is not None:
             self._observer.cleared()
 

@@ -225,6 +225,7 @@ class Lease:
       names: of its leading full pages, as far as they are known, if there is a host tier; see host_pages.py.
       source: the place of the state that its first step reads, until that is launched; see snapshots.py.
       borders: (tokens, place) of states at its page borders, while it decodes.
+      is_retired: a part of what it holds is of weights of the past, so that nothing of it is shared any more.
     """
 
     row: int
@@ -237,3 +238,4 @@ class Lease:
     names: list[bytes] | None = None
     source: int | None = None
     borders: tuple[tuple[int, int], ...] = ()
+    is_retired: bool = False

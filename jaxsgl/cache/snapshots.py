@@ -167,8 +167,8 @@ class Snapshots(SnapshotBooks):
         self._tree.free.append(place)
 
     def keep(self, lease: Lease, num_tokens: int, place: int) -> None:
-        """Keeps the state after `num_tokens` tokens of the lease, whole pages that are in the tree."""
-        if not self._tree.put(lease.handle, full_pages(num_tokens, self._page_size), place):
+        """Keeps the state after `num_tokens` tokens of the lease, whole pages that are in the tree if it shares any."""
+        if lease.is_retired or not self._tree.put(lease.handle, full_pages(num_tokens, self._page_size), place):
             self.give_back(place)
 
     def border(self, lease: Lease, num_tokens: int) -> int | None:

@@ -131,7 +131,9 @@ class PrefixesInProgress:
             self.add(claim)
 
     def add(self, claim: Claim) -> None:
-        """Adds the prompt of a request that extends in the step that is being planned."""
+        """Adds the prompt of a request that extends in the step that is being planned, unless it shares nothing."""
+        if claim.req.lease is not None and claim.req.lease.is_retired:
+            return
         ids = claim.req.hash_ids
         start, stop = self._next_pages(claim.num_shared)
         if stop <= len(ids):

@@ -151,8 +151,9 @@ class Worker:
         assert (rooms.num_rooms, rooms.staged_bytes) == (0, 0)
         assert self.side.is_idle and scheduler.cache.num_available == self.sizes.num_pages - 1
         assert scheduler.load(0).used_tokens == 0
-        kept_images = scheduler.kept_images
+        kept_images, images = scheduler.kept_images, scheduler.state.images
         assert kept_images is None or not kept_images.host.num_holders
+        assert images is None or (images.sliced is None and not images.pool.num_locked)
         scheduler.check()
         if self.tier is not None:
             assert not self.tier.is_writing and not any(page.num_loads for page in self.tier.host.all())

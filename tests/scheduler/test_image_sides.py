@@ -263,7 +263,7 @@ def test_embeddings_of_weights_that_were_exchanged_on_the_way_are_not_used() -> 
 
 
 def test_embeddings_that_are_lost_on_their_way_to_the_host_end_their_request() -> None:
-    """All is computed, and while the image's rows are copied the operator exchanges the weights, under their old name."""
+    """All is computed, and while the image's rows are copied weights are exchanged, under their old name."""
     network = Network()
     prefill, decode = pair_of(network)
     request, prefill.holds_gathers = asked("a", [3, (1, 12), 2], 9), True

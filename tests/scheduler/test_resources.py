@@ -120,7 +120,7 @@ class History:
         kind = one_of(KINDS).split()
         self.has_images, self.has_adapters, has_tier = ("images" in kind, "adapters" in kind, "tier" in kind)
         self.has_priorities, self.are_late = "priorities" in kind, "late" in kind
-        sizes = Capacity(4, one_of((18, 18, 26)), one_of((3, 2, 5)), 64, one_of((64, 24, 9)), VOCAB)
+        sizes = Capacity(4, one_of((18, 26, 40)), one_of((3, 2, 5)), 64, one_of((64, 9, 24, 6)), VOCAB)
         max_itl_ms = one_of((None, 1000.0))
         if self.has_images:
             limits = MediaLimits(PLACEHOLDER, PLACEHOLDER - 1, patch_size=1)
@@ -166,7 +166,7 @@ class History:
             self.load_adapter(name)
         timing = self.scheduler.state.timing
         if isinstance(timing, Latency):
-            bucket = self.scheduler.state.buckets.extend(9, 1)
+            bucket = self.scheduler.state.buckets.extend(6, 1)
             timing.launched(bucket, 0.0, 0.0)
             timing.collected(0.0)
             timing.launched(bucket, 0.0, 0.0, num_patches=64)
@@ -177,6 +177,7 @@ class History:
         events = (
             self.turns, self.arrive, self.arrive_and_turn, self.arrive_and_turn, self.arrive_and_turn, self.arrive,
             self.abort, self.hold_gathers, self.operate, self.replace_adapter, self.wait,
+            self.interrupt, self.interrupt,
         )  # fmt: skip
         while not self.choices.are_over:
             self.choices.one_of(events)()
@@ -227,6 +228,14 @@ class History:
     def turn(self) -> None:
         if not self.scheduler.is_idle or self.stepper.num_in_flight:
             self.stepper.turn(collects=bool(self.stepper.num_in_flight))
+
+    def interrupt(self) -> None:
+        """Requests are amid their prompts as an operator does something."""
+        self.arrive()
+        self.arrive()
+        for _ in range(self.choices.one_of((2, 3, 4, 5, 1))):
+            self.turn()
+        self.operate()
 
     def abort(self) -> None:
         if self.requests:

@@ -1,6 +1,7 @@
 """Random histories of prefill and decode workers: legs in any order, cuts, delays, duplicates, aborts in every state.
 
-In others workers have a host tier besides: too few host pages, late gathers, retractions, flushes, new weights.
+In others workers have a host tier besides: too few host pages, late gathers, retractions, flushes, new weights. In a
+third kind requests have images, and weights are exchanged on one worker or on all.
 
 The oracle is the hash chain of each request's tokens. Whatever happens, what a client gets is the beginning of what its
 request would yield alone; a request that nothing befell ends as it should on both sides; and in the end no worker holds
@@ -19,6 +20,7 @@ from jaxsgl.cache.pages import pages_for
 from jaxsgl.cache.tiers import WRITE_AFTER_REUSE, WRITE_THROUGH, HostTier
 from jaxsgl.messages.orders import Abort
 from jaxsgl.requests.request import FinishReason, Request, SamplingParams
+from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import RetractEvery, generate
 from tests.choices import Choices, check_histories
 from tests.grids import count
@@ -268,16 +270,20 @@ class TieredHistory(SideHistory):
         self.choices.one_of(self.workers).holds_gathers = self.choices.one_of((False, False, True))
 
     def operate(self) -> None:
-        """Retracts all, drops what is cached, or takes new weights, which happen to compute the same."""
+        """See `acts`."""
         worker = self.choices.one_of(self.workers)
         scheduler = worker.scheduler
-        act = self.choices.one_of((scheduler.retract_all, scheduler.flush_cache, scheduler.retire_cache))
+        act = self.choices.one_of(self.acts(scheduler))
         scheduler.pause()
         while worker.in_flight:
             worker.turn()
         act()
         worker.settle()
         scheduler.resume()
+
+    def acts(self, scheduler: Scheduler) -> Sequence[Callable[[], None]]:
+        """Retracts all, drops what is cached, or takes new weights, which happen to compute the same."""
+        return scheduler.retract_all, scheduler.flush_cache, scheduler.retire_cache
 
 
 class ImageHistory(TieredHistory):
@@ -306,6 +312,9 @@ class ImageHistory(TieredHistory):
     @property
     def events(self) -> Sequence[Callable[[], None]]:
         return (*super().events, self.exchange, self.exchange)
+
+    def acts(self, scheduler: Scheduler) -> Sequence[Callable[[], None]]:
+        return scheduler.retract_all, scheduler.flush_cache
 
     def request(self, request_id: str) -> Request:
         one_of = self.choices.one_of
@@ -375,3 +384,10 @@ def test_every_history_of_two_legs_yields_right_tokens_and_leaves_nothing() -> N
 def test_every_history_of_two_legs_with_host_tiers_yields_right_tokens_and_leaves_no_pin(part: int) -> None:
     """By night 20,000 histories, in parts that are drawn anew."""
     check_histories(lambda choices: TieredHistory(choices).play(), count(500, 2_500), count(40, 50))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(count(1, 2)))
+def test_every_history_of_two_legs_with_images_yields_right_tokens_and_leaves_no_rows(part: int) -> None:
+    """By night 5,000 histories, in parts that are drawn anew."""
+    check_histories(lambda choices: ImageHistory(choices).play(), count(40, 2_500), 100)

@@ -34,7 +34,7 @@ from jaxsgl.messages.orders import (
     Withdraw,
 )
 from jaxsgl.messages.replies import CacheEvents, Replies
-from jaxsgl.requests.request import FinishReason
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.served_engine import StepsOnly
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox, generate, next_token, seed_of
@@ -106,6 +106,36 @@ def test_no_answer_mixes_weights_and_none_is_computed_from_old_kv(turns: int, ov
     if turns == 7:
         begun = [name for name, (version, *_) in mailbox.versions.items() if version == "default"]
         assert 0 < len(begun) < 24, "requests that had begun end with the old weights, the others wait"
+
+
+def test_what_a_running_request_computes_by_new_weights_is_not_replaced_by_what_another_has_of_old_ones() -> None:
+    """Two pages ahead of it in the same prompt, as the weights are exchanged. It computes all of that, to score it."""
+    sizes, prompt = capacity(max_extend_tokens=8), PROMPT[:20]
+    scheduler, engine = CheckedScheduler(sizes, BucketSet.derive(sizes), ()), FakeEngine(sizes)
+    outputs: dict[str, list[int]] = {"ahead": [], "behind": []}
+    scheduler.receive([request("ahead", prompt, 3)])
+    stored: dict[str, int] = {}
+    for turn in range(12):
+        if turn == 1:
+            scored = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=0)
+            scheduler.receive([Request("behind", prompt, scored)])
+        elif turn == 2:
+            stored = {req.request_id: req.kv_len for req in scheduler.state.requests.all()}
+            engine.swap_weights(1, None)
+            scheduler.retire_cache()
+        inputs = scheduler.launch()
+        if inputs is not None:
+            step = engine.submit(inputs)
+            scheduler.collect(step.tokens(), step.outputs())
+        for reply in scheduler.take_replies():
+            outputs[reply.request_id] += reply.token_ids
+    assert scheduler.is_idle and 0 < stored["behind"] < stored["ahead"] < len(prompt)
+    for name, num_old in stored.items():
+        sequence = list(prompt)
+        for _ in range(3):
+            weights = [0] * num_old + [1] * (len(sequence) - num_old)
+            sequence.append(next_token(sequence, VOCAB, seed_of(weights)))
+        assert outputs[name] == sequence[len(prompt) :], name
 
 
 @both_loops

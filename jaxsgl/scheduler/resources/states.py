@@ -56,7 +56,7 @@ class States(Resource):
         assert req.lease is not None
         stop, last = work.start + len(work.token_ids), self._cache.page_floor(req.extend_to - 1)
         kept = []
-        for end in sorted({self._parting.get(req, 0), last}):
+        for end in () if req.lease.is_retired else sorted({self._parting.get(req, 0), last}):
             place = self._snapshots.take() if work.start < end <= stop else None
             if place is not None:
                 self._taken.append((req, end, place))
@@ -86,7 +86,8 @@ class States(Resource):
         """A place for the state at the end of the last page that the next `count` tokens fill; None for none."""
         assert req.lease is not None
         end = self._cache.page_floor(req.kv_len + count)
-        place = self._snapshots.border(req.lease, end) if end > req.kv_len else None
+        fills_page = end > req.kv_len and not req.lease.is_retired
+        place = self._snapshots.border(req.lease, end) if fills_page else None
         self.epoch = self._snapshots.num_dropped
         return place
 
