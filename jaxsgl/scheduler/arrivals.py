@@ -85,25 +85,22 @@ class Arrivals:
         return [self._refuse(request_id, refusal) for request_id, refusal in self._requests.overdue()]
 
     def _enqueue(self, request: Request) -> list[Reply]:
-        replies = []
-        refusal = self.refusal(request)
+        refusal, lowest = self.refusal(request), None
         if refusal is not None and refusal.kind is RefusalKind.OVERLOADED:
             lowest = self._lower_than(request)
-            if lowest is not None:
-                replies.append(self._refuse(lowest.request_id, refusal))
-                refusal = None
-        if refusal is not None:
+        if refusal is not None and lowest is None:
             return [Reply(request.request_id, refusal=refusal)]
         answer = None
         if request.sampling.masked:
             answer = self._grammars.ask(request.request_id, request.sampling.grammar)
         if isinstance(answer, Refusal):
-            return [*replies, Reply(request.request_id, refusal=answer)]
+            return [Reply(request.request_id, refusal=answer)]
         samples = self._samples(request)
         if answer is not None:
             self._constrain(samples, answer)
         for resource in self._state.resources:
             resource.arrived(samples)  # first, as it may fail at a request, which no list may hold then
+        replies = [] if refusal is None or lowest is None else [self._refuse(lowest.request_id, refusal)]
         self.take_over(samples)
         return replies
 

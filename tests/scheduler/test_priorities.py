@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import Request, SamplingParams
+from jaxsgl.scheduler.req import Req
 from jaxsgl.testing.engine import FakeEngine
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected
@@ -104,3 +107,21 @@ def test_an_urgent_request_is_admitted_behind_one_that_was_preempted_for_it() ->
     assert plan is not None
     assert [req.request_id for req in plan.preempt] == ["low"]
     assert [entry.req.request_id for entry in plan.admit] == ["urgent"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_that_is_refused_or_fails_takes_no_place_in_a_full_queue(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a grammar, which this server doesn't take; or there is a fault in our work for it."""
+    sizes, scheduling = capacity(), SchedulingConfig(enable_priority_scheduling=True)
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), scheduling, max_queued_requests=1)
+    low, high = of("low", 0, 0), of("high", 1, 5)
+    scheduler.receive([low])
+    if fails:
+        monkeypatch.setattr(Req, "__init__", lambda *args, **kwargs: [][0])
+    else:
+        high = replace(high, sampling=replace(high.sampling, grammar=Grammar.regex("a")))
+    scheduler.receive([high])
+    assert [reply.request_id for reply in scheduler.take_replies()] == ["high"]
+    assert scheduler.has("low") and scheduler.num_waiting == 1
