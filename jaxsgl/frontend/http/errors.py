@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxsgl.errors import RETRY_AFTER_S, JaxsglError
 from jaxsgl.logs import OF_CLIENTS
+from jaxsgl.requests.request import TOO_LONG
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; the client has left and reads no answer
 MAX_SHOWN_PROBLEMS = 3
@@ -31,6 +32,7 @@ MAX_PARAM_CHARS = 200
 RETRY_STATUSES = (429, 503)
 LOGGED_STATUSES = (400, 403, 404, 405, 413)  # by mistakes of clients, which their authors look for in the log
 MAX_LOGGED_CHARS = 300
+UNION_TAG = "|"  # begins the tags of members of unions, which are no part of a field's name
 
 _TYPES = {
     401: "authentication_error",
@@ -93,6 +95,7 @@ def body_of(path: str, status: int, message: str, param: str | None = None, code
     """Returns the JSON body that goes with `status`, in the shape of the API that `path` belongs to."""
     message = _shortened(message, MAX_MESSAGE_CHARS)  # it may quote the request
     if path.startswith(_ANTHROPIC_PATHS):
+        message = f"prompt is too long: {message}" if code == TOO_LONG else message  # by which clients know it
         kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 and status != 422 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
     param = None if param is None else _shortened(param, MAX_PARAM_CHARS)
@@ -192,7 +195,7 @@ def _problem(problem: dict[str, Any]) -> str:
 
 def _param(loc: Sequence[int | str]) -> str | None:
     """Returns `messages.0.role` for `body.messages.0.role`; None for the whole body, or a place in its text."""
-    names = [str(part) for part in loc[1:]]
+    names = [name for part in loc[1:] if not (name := str(part)).startswith(UNION_TAG)]
     return ".".join(names) if names and not names[0].isdigit() else None
 
 
