@@ -22,7 +22,7 @@ from jaxsgl.models import ModelArch
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
 from jaxsgl.weights import load_params
 from pallas_kernels.packed import FLOAT8, MXFP4, PackedMatrix
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import load_reference, make_checkpoint
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 from tests.weights.stored_weights import FORMATS, fp8_blocks, quantize_folder
 
@@ -119,6 +119,18 @@ def test_stacked_experts_load_in_both_layouts_as_single_ones_do(ffn_size: int, t
         assert found.keys() == expected.keys()
         for path, array in expected.items():
             np.testing.assert_array_equal(found[path], array, err_msg=str(path))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "minimax_m2", "ernie4_5_moe"])
+def test_experts_load_by_the_names_that_transformers_has_in_memory(kind: str, tmp_path: Path) -> None:
+    """So trainers hand them over, and so folders are saved with `save_original_format=False`."""
+    published = make_checkpoint(kind, tmp_path / "published")
+    load_reference(published).save_pretrained(tmp_path / "own", save_original_format=False)
+    assert load_file(published / FILE).keys() != load_file(tmp_path / "own" / FILE).keys()
+    expected, found = parameters(published), parameters(tmp_path / "own")
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array, err_msg=str(path))
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
