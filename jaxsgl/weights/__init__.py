@@ -3,7 +3,7 @@
 `resolve_model_folder` finds the folder, `load_params` reads it, `random_params` makes parameters without one.
 `load_kv_scales` reads what a float8 KV cache is scaled by, `load_head` a head that drafts, `load_next_layer` the
 checkpoint's own.
-`save_converted` writes parameters as they were loaded.
+`save_converted` writes parameters as they were loaded. `with_plain_experts` finds experts that are not quantized.
 """
 
 from jaxsgl.weights.converted import is_converted, save_converted
@@ -16,6 +16,7 @@ from jaxsgl.weights.loading import (
     random_params,
     resolve_model_folder,
 )
+from jaxsgl.weights.plain_experts import with_plain_experts
 
 __all__ = [
     "KvScales",
@@ -28,4 +29,5 @@ __all__ = [
     "random_params",
     "resolve_model_folder",
     "save_converted",
+    "with_plain_experts",
 ]
