@@ -20,7 +20,7 @@ import jax
 from jaxsgl.config.engine import BUNDLED_MODEL, DTYPES
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.models import ModelArch
-from jaxsgl.weights import is_converted, load_params, resolve_model_folder, save_converted, with_plain_experts
+from jaxsgl.weights import as_stored, is_converted, load_params, resolve_model_folder, save_converted
 from jaxsgl.weights.sharding import check_divisible, make_mesh
 
 MAX_SHARDS = 8  # of a parameter; a mesh of more devices reads parts of them
@@ -34,7 +34,7 @@ def convert(model: str, output: Path, dtype: str, revision: str | None = None) -
     folder = resolve_model_folder(model, revision)
     if is_converted(folder):
         raise ConfigError(f"{folder} is converted already: --model takes it as it is")
-    arch = with_plain_experts(ModelArch.from_folder(folder), folder)
+    arch = as_stored(ModelArch.from_folder(folder), folder)
     mesh = make_mesh(jax.devices()[: num_shards(arch)])
     params = load_params(folder, arch, jax.numpy.dtype(arch.dtype if dtype == "auto" else dtype), mesh)
     save_converted(folder, output, params)

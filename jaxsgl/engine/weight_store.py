@@ -35,11 +35,11 @@ from jaxsgl.models.arch import serve_as
 from jaxsgl.models.quantization import AT_LOAD, WeightFormat, weight_format
 from jaxsgl.weights import (
     KvScales,
+    as_stored,
     load_kv_scales,
     load_params,
     random_params,
     resolve_model_folder,
-    with_plain_experts,
 )
 from jaxsgl.weights.converted import is_converted
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
@@ -57,7 +57,7 @@ def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
     """The model of `folder`, as flags have it served. Raises `StartupError`."""
     arch = ModelArch.from_folder(folder)
     if config.load_format != "dummy":
-        arch = with_plain_experts(arch, folder)
+        arch = as_stored(arch, folder)
     arch = serve_as(
         arch,
         is_embedding=config.is_embedding,

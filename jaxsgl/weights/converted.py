@@ -57,9 +57,9 @@ def is_converted(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def has_scales(folder: Path, path: Iterable[Hashable]) -> bool:
-    """Whether the converted `folder` holds the matrix at `path` quantized."""
-    return part_name(_name(tuple(path)), "scale") in read_manifest(folder)["params"]
+def has_param(folder: Path, path: Iterable[Hashable]) -> bool:
+    """Whether the converted `folder` holds the parameter at `path`."""
+    return _name(tuple(path)) in read_manifest(folder)["params"]
 
 
 def save_converted(source: Path, folder: Path, params: Params) -> None:

@@ -20,7 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
-from jaxsgl.weights import load_params, with_plain_experts
+from jaxsgl.weights import as_stored, load_params
 from pallas_kernels.packed import FLOAT8, MXFP4, PackedMatrix
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
@@ -30,7 +30,7 @@ FILE = "model.safetensors"
 
 
 def parameters(folder: Path) -> dict[tuple, np.ndarray]:
-    arch = with_plain_experts(ModelArch.from_folder(folder), folder)
+    arch = as_stored(ModelArch.from_folder(folder), folder)
     params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
     return {path: np.asarray(param[...]) for path, param in nnx.to_flat_state(params)}
 
@@ -85,8 +85,8 @@ def test_experts_that_are_not_quantized_need_no_exception(form: str, layout: str
     folder = quantize_folder(plain, tmp_path / "untold", form, excepted="experts")
     if layout == "stacked":
         stack(folder, lambda x: x)
-    arch = with_plain_experts(ModelArch.from_folder(folder), folder)
-    assert arch == ModelArch.from_folder(excepted) == with_plain_experts(arch, folder)
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert arch == ModelArch.from_folder(excepted) == as_stored(arch, folder)
     expected = parameters(excepted)
     for path, param in nnx.to_flat_state(load_params(folder, arch, jnp.dtype("float32"), mesh_of())):
         np.testing.assert_array_equal(np.asarray(param[...]), expected[path], err_msg=str(path))
@@ -97,10 +97,10 @@ def test_quantized_experts_stay_quantized_whatever_their_layout(tmp_path: Path) 
     for form in ("compressed-tensors int4", "awq", "fp8 in blocks", "fp8 per tensor"):
         folder = quantize_folder(plain, tmp_path / form, form)
         arch = ModelArch.from_folder(folder)
-        assert with_plain_experts(arch, folder) == arch
+        assert as_stored(arch, folder) == arch
     stack_in_fp8(tmp_path / "fp8 in blocks", lambda x: x, "weight_scale_inv")
     arch = ModelArch.from_folder(tmp_path / "fp8 in blocks")
-    assert with_plain_experts(arch, tmp_path / "fp8 in blocks") == arch
+    assert as_stored(arch, tmp_path / "fp8 in blocks") == arch
 
 
 def test_a_stack_that_is_quantized_in_part_is_refused_by_name(tmp_path: Path) -> None:

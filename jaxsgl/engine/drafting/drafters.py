@@ -24,12 +24,12 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, Precision, abstract_model, kv_cache_flag
 from jaxsgl.models.heads import EagleArch, abstract_head, abstract_next_layer
 from jaxsgl.weights import (
+    as_stored,
     is_converted,
     load_head,
     load_next_layer,
     random_next_layer,
     resolve_model_folder,
-    with_plain_experts,
 )
 from jaxsgl.weights.sharding import model_on_devices
 
@@ -121,7 +121,7 @@ def _load_model(target: _Target) -> Drafting:
     folder = target.draft_folder
     arch = ModelArch.from_folder(folder)
     if config.load_format != "dummy":
-        arch = with_plain_experts(arch, folder)
+        arch = as_stored(arch, folder)
     check_draft_model(arch, target.arch, context_length)
     arch = model_on_devices(arch.for_context(context_length), mesh.size, by_experts=False)
     if is_converted(folder):
