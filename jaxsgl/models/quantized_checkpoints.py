@@ -285,7 +285,6 @@ def _awq(config: _Reader) -> WeightFormat:
 
 def _gptq(config: _Reader) -> WeightFormat:
     bits = config.one_of("bits", 4, 8)
-    config.one_of("lm_head", False, default=False)
     one_less = config.one_of("checkpoint_format", "gptq", "gptq_v2", default="gptq") == "gptq"
     has_zeros = not config.one_of("sym", True, False, default=True)
     changed = [key for key in config.values.get("dynamic") or {} if not key.startswith(_EXCEPTS)]

@@ -21,7 +21,7 @@ from jaxsgl.weights.converted import has_param, is_converted
 from jaxsgl.weights.experts import recipe_of_experts
 from jaxsgl.weights.gguf_tensors import open_tensors
 from jaxsgl.weights.names import Path as ParamPath
-from jaxsgl.weights.names import Source, axes_lengths, stored_name
+from jaxsgl.weights.names import Source, stored_name
 from jaxsgl.weights.tensor_files import TensorFiles
 
 EXPERTS = "experts"  # in `LayerSpec.matrices`
@@ -45,9 +45,8 @@ def _with_own_head(arch: ModelArch, folder: Path) -> ModelArch:
     tensors = open_tensors(folder)
     if not isinstance(tensors, TensorFiles):
         return arch
-    embedding, head = (Source(stored_name(name, arch), ("V", "D")) for name in (EMBEDDING, HEAD))
-    shapes = {tensors.shape(source.name) for source in (embedding, head)}
-    if shapes != {axes_lengths(head, arch)}:
+    embedding, head = (Source(stored_name(name, arch), None) for name in (EMBEDDING, HEAD))
+    if {tensors.shape(source.name) for source in (embedding, head)} != {(arch.vocab_size, arch.hidden_size)}:
         return arch
     one, other = (tensors.tensor(source, arch) for source in (embedding, head))
     if all(np.array_equal(one[i : i + ROWS], other[i : i + ROWS]) for i in range(0, len(one), ROWS)):
