@@ -92,5 +92,5 @@ def _excepting(arch: ModelArch, is_plain: Callable[[ModelArch, ParamPath], bool]
     return replace(
         arch,
         layers=tuple(told(arch, layer, spec) for layer, spec in enumerate(arch.layers)),
-        next_layer=after and told(after, 0, after.layers[0]),
+        next_layer=None if after is None else told(after, 0, after.layers[0]),
     )
