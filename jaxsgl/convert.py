@@ -20,7 +20,14 @@ import jax
 from jaxsgl.config.engine import BUNDLED_MODEL, DTYPES
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.models import ModelArch
-from jaxsgl.weights import is_converted, load_params, make_output, resolve_model_folder, save_converted
+from jaxsgl.weights import (
+    as_stored,
+    is_converted,
+    load_params,
+    make_output,
+    resolve_model_folder,
+    save_converted,
+)
 from jaxsgl.weights.sharding import check_divisible, make_mesh
 
 MAX_SHARDS = 8  # of a parameter; a mesh of more devices reads parts of them
@@ -35,7 +42,7 @@ def convert(model: str, output: Path, dtype: str, revision: str | None = None) -
     folder = resolve_model_folder(model, revision)
     if is_converted(folder):
         raise ConfigError(f"{folder} is converted already: --model takes it as it is")
-    arch = ModelArch.from_folder(folder)
+    arch = as_stored(ModelArch.from_folder(folder), folder)
     make_output(output)  # before minutes of reading
     mesh = make_mesh(jax.devices()[: num_shards(arch)])
     params = load_params(folder, arch, jax.numpy.dtype(arch.dtype if dtype == "auto" else dtype), mesh)

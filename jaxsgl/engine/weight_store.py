@@ -33,7 +33,14 @@ from jaxsgl.messages.orders import MemoryTag
 from jaxsgl.models import ModelArch, Params
 from jaxsgl.models.arch import serve_as
 from jaxsgl.models.quantization import AT_LOAD, WeightFormat, weight_format
-from jaxsgl.weights import KvScales, load_kv_scales, load_params, random_params, resolve_model_folder
+from jaxsgl.weights import (
+    KvScales,
+    as_stored,
+    load_kv_scales,
+    load_params,
+    random_params,
+    resolve_model_folder,
+)
 from jaxsgl.weights.converted import is_converted
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
 from pallas_kernels.native import library as native_library
@@ -49,6 +56,8 @@ logger = logging.getLogger(__name__)
 def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
     """The model of `folder`, as flags have it served. Raises `StartupError`."""
     arch = ModelArch.from_folder(folder)
+    if config.load_format != "dummy":
+        arch = as_stored(arch, folder)
     arch = serve_as(
         arch,
         is_embedding=config.is_embedding,

@@ -76,8 +76,9 @@ class ModelArch:
       output_gate: each query head has a gate, whose sigmoid multiplies the head's output.
       kv_cache_dtype: "fp8_e4m3" if the checkpoint was calibrated for a KV cache of it; None: as the weights.
       weight_format: how matrices are quantized; None: not at all.
-      stored_format: how the checkpoint has quantized its experts, what makes keys and values of a latent and gates of a
-        delta-net. They are dequantized as they are loaded, experts unless `weight_format.of_experts` says otherwise.
+      stored_format: how the checkpoint has quantized what has no format here: what makes keys and values of a latent,
+        gates, an output head, a tower, and experts unless `weight_format.of_experts` says otherwise. They are
+        dequantized as they are loaded.
       expert_format: how the checkpoint's experts are quantized where nothing else is (MXFP4). Unless it is packed, they
         are dequantized as they are loaded.
       may_pack: quantized matrices may be packed: the folder has them as they were published.
@@ -313,7 +314,7 @@ class ModelArch:
             kv_cache_dtype=kv_cache_dtype,
             weight_format=weight_format,
             expert_format=expert_format,
-            stored_format=weight_format if arch.mixture or arch.latent or arch.delta_net else None,
+            stored_format=weight_format,
             layers=tuple(map(lambda spec, kept: replace(spec, unquantized=kept), arch.layers, unquantized)),
             next_layer=arch.next_layer and replace(arch.next_layer, unquantized=unquantized[-1]),
         )

@@ -147,6 +147,11 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
         section = section or ConfigFile(config.path, {})
         own_share = section.number("partial_rotary_factor", share) if family.partial_rope else 1.0
         rotary_dim = None if own_share == 1 else int(head_dim * own_share)
+        if rotary_dim is not None and rotary_dim % 2:
+            raise CheckpointError(
+                f"{config.path}: partial_rotary_factor is {own_share}, which turns {rotary_dim} of the {head_dim} "
+                "numbers of a head, but they turn in pairs: give a factor that turns an even number"
+            )
         sections = _read_sections(section, head_dim) if family.vision else ()
         plain = RopeParams(theta, rotary_dim=rotary_dim, interleaved=is_interleaved, sections=sections)
         return read_rope(section, plain, original, max_context)

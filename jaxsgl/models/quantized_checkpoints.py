@@ -200,8 +200,7 @@ def _compressed_tensors(config: _Reader) -> WeightFormat:
         raise CheckpointError(
             f"{config.path}: quantization_config has {len(groups)} formats of weights, but 1 is supported"
         )
-    if config.values.get("sparsity_config"):
-        config.one_of("sparsity_config", None)
+    _refuse_what_weights_lack(config)
     formats = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized")
     is_fp4 = config.one_of("format", *formats) == "nvfp4-pack-quantized"
     weights = _Reader(config.path, groups[0]["weights"])
@@ -234,6 +233,21 @@ def _compressed_tensors(config: _Reader) -> WeightFormat:
         "compressed-tensors", f"int{bits}", group=group, has_zeros=has_zeros,
         reorders=packed and actorder in ("group", "dynamic"), storage=storage,
     )  # fmt: skip
+
+
+def _refuse_what_weights_lack(config: _Reader) -> None:
+    """Raises `CheckpointError` for sparse weights, and for rotations that aren't folded into the weights."""
+    sparse = (config.values.get("sparsity_config") or {}).get("format") or "dense"
+    if sparse != "dense":
+        raise CheckpointError(f"{config.path}: quantization_config: sparsity_config is {sparse}; supported is dense")
+    schemes = ((config.values.get("transform_config") or {}).get("config_groups") or {}).values()
+    places = [str(each.get("location")) for scheme in schemes for each in scheme.get("apply") or ()]
+    online = [place for place in places if not place.startswith("weight_")]
+    if online:
+        raise CheckpointError(
+            f"{config.path}: quantization_config: transform_config rotates at {online[0]}, but activations are not "
+            "rotated here: supported are rotations of weights"
+        )
 
 
 def _block(weights: _Reader) -> tuple[int, int]:
@@ -271,7 +285,6 @@ def _awq(config: _Reader) -> WeightFormat:
 
 def _gptq(config: _Reader) -> WeightFormat:
     bits = config.one_of("bits", 4, 8)
-    config.one_of("lm_head", False, default=False)
     one_less = config.one_of("checkpoint_format", "gptq", "gptq_v2", default="gptq") == "gptq"
     has_zeros = not config.one_of("sym", True, False, default=True)
     changed = [key for key in config.values.get("dynamic") or {} if not key.startswith(_EXCEPTS)]

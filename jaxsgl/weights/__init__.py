@@ -3,9 +3,11 @@
 `resolve_model_folder` finds the folder, `load_params` reads it, `random_params` makes parameters without one.
 `load_kv_scales` reads what a float8 KV cache is scaled by, `load_head` a head that drafts, `load_next_layer` the
 checkpoint's own.
-`save_converted` writes parameters as they were loaded.
+`save_converted` writes parameters as they were loaded. `as_stored` says what tensors show of a model that its
+configuration doesn't.
 """
 
+from jaxsgl.weights.as_stored import as_stored
 from jaxsgl.weights.converted import is_converted, make_output, save_converted
 from jaxsgl.weights.eagle import load_head
 from jaxsgl.weights.kv_scales import KvScales, load_kv_scales
@@ -19,6 +21,7 @@ from jaxsgl.weights.loading import (
 
 __all__ = [
     "KvScales",
+    "as_stored",
     "is_converted",
     "load_head",
     "load_kv_scales",

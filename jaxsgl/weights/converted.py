@@ -68,6 +68,11 @@ def make_output(folder: Path) -> None:
         raise CheckpointError(f"{folder} is not empty: name a new folder for the converted checkpoint")
 
 
+def has_param(folder: Path, path: Iterable[Hashable]) -> bool:
+    """Whether the converted `folder` holds the parameter at `path`."""
+    return _name(tuple(path)) in read_manifest(folder)["params"]
+
+
 def save_converted(source: Path, folder: Path, params: Params) -> None:
     """Writes `params`, and what else a server reads of the folder `source`, to the new or empty folder `folder`.
 

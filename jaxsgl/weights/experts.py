@@ -19,6 +19,7 @@ from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.weights.mxfp4 import Mxfp4, Mxfp4Scales
 from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, stored_name
+from pallas_kernels import Router
 
 ShapeOf = Callable[[str], tuple[int, ...] | None]  # of the checkpoint's tensor of that name; None: there is none
 
@@ -37,6 +38,8 @@ class ExpertNames:
       shared: how names of shared experts begin.
       interleaved: a stack has gates and ups in turns; else all gates before all ups.
       transposed: stacks are `[E, in, out]`; None: their shapes tell.
+      in_memory: the names in transformers' models, of which `state_dict()` and some folders have other ones; None: they
+        are the same.
     """
 
     block: str = "model.layers.{}.mlp."
@@ -51,6 +54,15 @@ class ExpertNames:
     shared: str = "shared_experts."
     interleaved: bool = False
     transposed: bool | None = None
+    in_memory: ExpertNames | None = None
+
+    def of_checkpoint(self, router: Router, has: Callable[[str], bool]) -> ExpertNames:
+        """These names or those in memory: the first of which the checkpoint `has` the small tensors, by their ends."""
+        for names in filter(None, (self, self.in_memory)):
+            small = (names.router, *((names.choice_bias[0],) if router.choice_bias else ()))
+            if all(has(names.block + name) for name in small):
+                return names
+        return self
 
 
 _MIXTRAL = ExpertNames(
@@ -58,12 +70,19 @@ _MIXTRAL = ExpertNames(
     gate="experts.{}.w1.weight",
     up="experts.{}.w3.weight",
     down="experts.{}.w2.weight",
+    in_memory=ExpertNames(),
 )
+_MINIMAX_BIAS = ("e_score_correction_bias", ("E",))
+_ERNIE_BIAS = ("moe_statics.e_score_correction_bias", ("1", "E"))
 
 NAMES: dict[str, ExpertNames] = {
     "MixtralForCausalLM": _MIXTRAL,
-    "MiniMaxM2ForCausalLM": replace(_MIXTRAL, choice_bias=("e_score_correction_bias", ("E",))),
-    "Ernie4_5_MoeForCausalLM": ExpertNames(choice_bias=("moe_statics.e_score_correction_bias", ("1", "E"))),
+    "MiniMaxM2ForCausalLM": replace(
+        _MIXTRAL, choice_bias=_MINIMAX_BIAS, in_memory=ExpertNames(choice_bias=_MINIMAX_BIAS)
+    ),
+    "Ernie4_5_MoeForCausalLM": ExpertNames(
+        choice_bias=_ERNIE_BIAS, in_memory=ExpertNames(choice_bias=("gate." + _ERNIE_BIAS[0], _ERNIE_BIAS[1]))
+    ),
     **dict.fromkeys(
         (
             "Qwen2MoeForCausalLM",
@@ -108,9 +127,13 @@ def recipe_of_mxfp4(path: Path, part: str, arch: ModelArch, shape_of: ShapeOf) -
 
 
 def _of_layer(layer: int, mlp: MoeMlp, arch: ModelArch, shape_of: ShapeOf) -> _OfLayer:
-    names = NAMES.get(arch.name, ExpertNames())
-    block = names.block.format(arch.stage.layers_before + layer)
-    return _OfLayer(names, stored_name(block, arch), mlp, arch, shape_of)
+    def as_stored(name: str) -> str:
+        return stored_name(name.format(arch.stage.layers_before + layer), arch)
+
+    names = NAMES.get(arch.name, ExpertNames()).of_checkpoint(
+        mlp.router, lambda name: shape_of(as_stored(name)) is not None
+    )
+    return _OfLayer(names, as_stored(names.block), mlp, arch, shape_of)
 
 
 @dataclass(frozen=True)

@@ -585,49 +585,62 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": _GEMMA4,
 }
-# Where the decoder is a part of a larger model: what its tensors' names begin with, and those of the other parts.
-_WITH_TOWER = ("language_model.", ("vision_tower.", "multi_modal_projector."))
-_PREFIXES = {"Gemma3ForConditionalGeneration": _WITH_TOWER, "Mistral3ForConditionalGeneration": _WITH_TOWER}
-# Where the decoder is within "model.", beside the tower; the output head is outside. With the names of the other parts.
+# Where the decoder is within "model.", beside a tower; the output head is outside. With the names of the other parts.
 _QWEN_TOWER = ("model.visual.",)
+_PROJECTED_TOWER = ("model.vision_tower.", "model.multi_modal_projector.")
 _BESIDE_TOWER = {
     "Qwen3VLForConditionalGeneration": _QWEN_TOWER,
     "Qwen3VLMoeForConditionalGeneration": _QWEN_TOWER,
     "Qwen3_5ForConditionalGeneration": _QWEN_TOWER,
     "Qwen3_5MoeForConditionalGeneration": _QWEN_TOWER,
+    "Gemma3ForConditionalGeneration": _PROJECTED_TOWER,
+    "Mistral3ForConditionalGeneration": _PROJECTED_TOWER,
     "Gemma4ForConditionalGeneration": tuple(
         f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
     ),
 }
 _WITHIN = "model.language_model."
-
+# How names begin in files where the decoder is a model of its own, beside the tower, and how recipes have them.
+_OF_OWN_MODEL = {
+    "language_model.model.": _WITHIN,
+    "language_model.lm_head.": "lm_head.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
 
 _HEADS = ("lm_head.", "score.")
 
 
-def with_model_prefix(names: Iterable[str]) -> dict[str, str]:
-    """Names as recipes have them, with those of the files: decoders saved without a head lack the first part."""
+def as_in_recipes(names: Iterable[str]) -> dict[str, str]:
+    """The files' names by those that recipes have: decoders saved without a head lack the first part, and older folders
+    of decoders with a tower have the parts in another order.
+    """
     stored = list(names)
-    if "embed_tokens.weight" not in stored:
+    if "embed_tokens.weight" in stored:
+        return {name if name.startswith(_HEADS) else f"model.{name}": name for name in stored}
+    if "language_model.model.embed_tokens.weight" not in stored:
         return dict(zip(stored, stored, strict=True))
-    return {name if name.startswith(_HEADS) else f"model.{name}": name for name in stored}
+
+    def renamed(name: str) -> str:
+        start = next((each for each in _OF_OWN_MODEL if name.startswith(each)), "")
+        return _OF_OWN_MODEL.get(start, "") + name.removeprefix(start)
+
+    return {renamed(name): name for name in stored}
 
 
 def stored_name(name: str, arch: ModelArch) -> str:
-    """What the checkpoint calls a tensor of the decoder, which is `name` where the model is nothing but a decoder."""
-    if arch.name in _BESIDE_TOWER:
-        return _WITHIN + name.removeprefix("model.") if name.startswith("model.") else name
-    return _PREFIXES.get(arch.name, ("", ()))[0] + name
+    """What recipes call a tensor of the decoder, which is `name` where the model is nothing but a decoder."""
+    is_within = arch.name in _BESIDE_TOWER and name.startswith("model.")
+    return _WITHIN + name.removeprefix("model.") if is_within else name
 
 
 def own_name(name: str, arch: ModelArch) -> str | None:
     """The inverse of `stored_name`; None for a tensor of a part of the model that is not served."""
-    if arch.name in _BESIDE_TOWER:
-        if name.startswith(_BESIDE_TOWER[arch.name]):
-            return name if arch.vision is not None and arch.vision.has_tower else None
-        return "model." + name.removeprefix(_WITHIN) if name.startswith(_WITHIN) else name
-    prefix, others = _PREFIXES.get(arch.name, ("", ()))
-    return None if others and name.startswith(others) else name.removeprefix(prefix)
+    if arch.name not in _BESIDE_TOWER:
+        return name
+    if name.startswith(_BESIDE_TOWER[arch.name]):
+        return name if arch.vision is not None and arch.vision.has_tower else None
+    return "model." + name.removeprefix(_WITHIN) if name.startswith(_WITHIN) else name
 
 
 def recipe_of(path: Path, arch: ModelArch) -> Recipe:

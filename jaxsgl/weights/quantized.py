@@ -3,8 +3,8 @@
 Weights that are quantized at load are read as `names.py` says, and a part (`models/matrix.py`) is computed on the
 devices from its whole matrix. Of a quantized checkpoint, each row of a part is computed by the host where it is copied
 (`stored_matrix.py`); `names.py` and `experts.py` only say which row of which tensor goes where. Experts in a format
-that their kernels don't multiply are dequantized there, as are gates of delta-nets. The loader calls `recipe_of` for
-every parameter.
+that their kernels don't multiply are dequantized there, as is all else that is kept in the model's dtype: what makes
+keys and values of a latent, gates, an output head. The loader calls `recipe_of` for every parameter.
 """
 
 from __future__ import annotations
@@ -39,17 +39,13 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
     """The recipe of the (abstract) parameter at `path`, quantized or not; `shape_of` tells the checkpoint's tensors."""
     part = param.get_metadata().get("part")
     if part is None:
-        of_tower = recipe_of_tower(path, arch)
-        if of_tower is not None:
-            return of_tower
         of_experts = recipe_of_experts(path, arch, shape_of)
-        if of_experts is not None:
-            return _of_experts(path, of_experts, arch, shape_of)
-        recipe = names.recipe_of(path, arch)
-        if path[2:] in (("delta_net", "inputs"), ("delta_net", "gates")):
-            return _dequantized_if_stored_so(recipe, arch, shape_of)
-        is_kv = path[2:] == ("attention", "kv_b")
-        return _dequantized(path, recipe, "kv_b", arch, shape_of) if is_kv else recipe
+        if of_experts is not None and path[3:] in (("gate_up",), ("down",)):
+            return _dequantized(path, of_experts, "experts", arch, shape_of)
+        recipe = recipe_of_tower(path, arch) or of_experts or names.recipe_of(path, arch)
+        if path[2:] == ("attention", "kv_b"):
+            return _dequantized(path, recipe, "kv_b", arch, shape_of)
+        return _dequantized_if_stored_so(recipe, arch, shape_of)
     fmt: WeightFormat = param.get_metadata("format")
     whole = (*path[:-1], str(path[-1]).removesuffix(part_name("", part)))
     if fmt.packing == packed.MXFP4:
@@ -89,12 +85,6 @@ def _stored_name(source: Source, part: str, fmt: WeightFormat, shape_of: ShapeOf
     return found
 
 
-def _of_experts(path: Path, recipe: Recipe, arch: ModelArch, shape_of: ShapeOf) -> Recipe:
-    """What `recipe` makes of experts' tensors for a parameter that isn't quantized: dequantized if these are."""
-    is_expert = path[3:] in (("gate_up",), ("down",))
-    return _dequantized(path, recipe, "experts", arch, shape_of) if is_expert else recipe
-
-
 def _dequantized(path: Path, recipe: Recipe, matrix: str, arch: ModelArch, shape_of: ShapeOf) -> Recipe:
     """What `recipe` makes of the tensors of a layer's matrix, dequantized if the checkpoint has quantized them."""
     fmt = arch.stored_format
@@ -107,14 +97,16 @@ def _dequantized(path: Path, recipe: Recipe, matrix: str, arch: ModelArch, shape
 def _dequantized_if_stored_so(recipe: Recipe, arch: ModelArch, shape_of: ShapeOf) -> Recipe:
     """What `recipe` makes of tensors that the checkpoint has quantized or not, whatever its configuration says.
 
-    Of gates with few outputs it may say nothing, since a block has more of them. Raises `CheckpointError` if some of
-    the tensors are quantized and others are not.
+    These are what stays in the model's dtype here: an output head, gates, a tower. Of gates with few outputs the
+    configuration may say nothing, since a block has more of them. Raises `CheckpointError` if some of the tensors are
+    quantized and others are not.
     """
     fmt = arch.stored_format
     if fmt is None or fmt.storage is None:
         return recipe
     modules = [source.name.removesuffix("weight") for source in recipe.sources]
-    is_stored_so = [shape_of(module + fmt.storage.scale) is not None for module in modules]
+    scale = fmt.storage.scale
+    is_stored_so = [any(shape_of(module + name) is not None for name in (scale, scale + "_inv")) for module in modules]
     if any(is_stored_so) and not all(is_stored_so):
         raise CheckpointError(
             f"{modules[is_stored_so.index(True)]}* are quantized and {modules[is_stored_so.index(False)]}* are not, "

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.weights import stored_matrix
-from jaxsgl.weights.names import Piece, Recipe, Source, Tensor, axes_lengths, own_name, with_model_prefix
+from jaxsgl.weights.names import Piece, Recipe, Source, Tensor, as_in_recipes, axes_lengths, own_name
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class TensorFiles:
         self.folder = folder
         self._file_of: dict[str, MappedFile] = {}
         files = [MappedFile(path) for path in _listed_files(folder)]
-        renamed = with_model_prefix(name for file in files for name in file.tensors)
+        renamed = as_in_recipes(name for file in files for name in file.tensors)
         ours = {stored: name for name, stored in renamed.items()}
         for file in files:
             file.tensors = {ours[stored]: tensor for stored, tensor in file.tensors.items()}
@@ -229,7 +229,7 @@ class GivenTensors:
     """Tensors by name; remembers which were asked for. Arrays on other devices are copied to the host."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._tensors = {name: tensors[given] for name, given in with_model_prefix(tensors).items()}
+        self._tensors = {name: tensors[given] for name, given in as_in_recipes(tensors).items()}
         self._unread = set(self._tensors)
 
     def tensor(self, source: Source, arch: ModelArch) -> npt.NDArray[Any]:

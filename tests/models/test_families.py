@@ -237,6 +237,13 @@ def test_numbers_of_groups_mean_nothing_to_a_greedy_choice(tmp_path: Path) -> No
     assert mixture is not None and (mixture.router.num_groups, mixture.router.top_k) == (1, 6)
 
 
+def test_a_part_of_a_head_that_turns_has_whole_pairs(tmp_path: Path) -> None:
+    glm: dict[str, Any] = {"architectures": ["GlmForCausalLM"], "head_dim": 32, "num_key_value_heads": 2}
+    assert read(tmp_path, **glm, partial_rotary_factor=0.625).ropes[0].rotary_dim == 20
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor is 0\.6, which turns 19 of the 32 numbers"):
+        read(tmp_path, **glm, partial_rotary_factor=0.6)
+
+
 def test_a_dynamic_rope_is_stretched_by_its_alpha_or_plain_up_to_its_context(tmp_path: Path) -> None:
     """Hunyuan's as it is published; without an alpha none of its tokens would be turned otherwise before the end."""
     (rope,) = read(tmp_path, architectures=["HunYuanDenseV1ForCausalLM"], rope_scaling=HUNYUAN_ROPE).ropes

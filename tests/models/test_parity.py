@@ -52,15 +52,26 @@ def test_logits_of_every_family_equal_those_of_transformers(kind: str, tmp_path:
 @pytest.mark.parametrize(
     ("kind", "name"), [("gemma3", "Gemma3ForConditionalGeneration"), ("mistral", "Mistral3ForConditionalGeneration")]
 )
-def test_the_text_of_a_model_that_sees_images_is_its_decoders(kind: str, name: str, tmp_path: Path) -> None:
-    """The tower and its projector are left out, and the keys of the decoder stand in an object of their own."""
+@pytest.mark.parametrize("layout", ["published", "in memory"])
+def test_the_text_of_a_model_that_sees_images_is_its_decoders(
+    kind: str, name: str, layout: str, tmp_path: Path
+) -> None:
+    """The tower and its projector are left out, and the keys of the decoder stand in an object of their own.
+
+    Tensors go by the names of published folders, or by those of transformers' `state_dict()`.
+    """
     folder = make_checkpoint(kind, tmp_path / "text")
     config = json.loads((folder / "config.json").read_text())
     whole = {"architectures": [name], "text_config": config, "vision_config": {"layers": 2}, "image_token_index": 10}
-    tensors = {f"language_model.{key}": tensor for key, tensor in load_file(folder / "model.safetensors").items()}
+    stored, start = load_file(folder / "model.safetensors"), "" if layout == "published" else "model."
+    if layout == "published":
+        tensors = {f"language_model.{key}": tensor for key, tensor in stored.items()}
+    else:
+        tensors = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in stored.items()}
+    tensors |= {f"{start}{part}.bias": torch.zeros(3) for part in ("vision_tower", "multi_modal_projector")}
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
-    save_file({**tensors, "vision_tower.bias": torch.zeros(3)}, tmp_path / "whole" / "model.safetensors")
+    save_file(tensors, tmp_path / "whole" / "model.safetensors")
     expected = checkpoint_logits(folder, PROMPT[:5])
     np.testing.assert_array_equal(checkpoint_logits(tmp_path / "whole", PROMPT[:5]), expected)
 

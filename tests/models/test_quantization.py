@@ -130,6 +130,23 @@ def test_experts_next_to_an_mlp_are_excepted_by_their_own_names(exception: str, 
     assert [layer.unquantized for layer in arch.layers[:2]] == [set(), {"experts"}]
 
 
+def test_sparse_weights_and_rotated_activations_are_refused_and_what_weights_hold_is_taken(tmp_path: Path) -> None:
+    group = {"targets": ["Linear"], "weights": {**FLOAT8, "strategy": "channel"}}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": group}}
+
+    def rotations(*places: str) -> dict[str, Any]:
+        return {"config_groups": {"R": {"type": "hadamard", "apply": [{"location": place} for place in places]}}}
+
+    taken = {"sparsity_config": {"format": "dense"}, "transform_config": rotations("weight_input", "weight_output")}
+    assert read(tmp_path, quantization_config={**config, **taken}).weight_format is not None
+    for refused, words in (
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is sparse-24-bitmask"),
+        ({"transform_config": rotations("weight_input", "input")}, "transform_config rotates at input"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            read(tmp_path, quantization_config={**config, **refused})
+
+
 def test_blocks_are_two_numbers_in_either_spelling(tmp_path: Path) -> None:
     def block(told: Any) -> tuple[int | None, int]:
         weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": told}

@@ -245,12 +245,14 @@ def quantize_folder(
     *,
     excepted: str = "",
     exceptions: Sequence[str] = (),
+    also: str = "",
 ) -> Path:
     """Writes the checkpoint of `plain` in a format to `folder`, and what its numbers mean to `folder/meant`.
 
     The format is one of `FORMATS` by its name, or another.
 
-    Tensors that the expression `excepted` is found in stay as they are, as `exceptions` of the configuration say.
+    Tensors that the expression `excepted` is found in stay as they are, as `exceptions` of the configuration say. Those
+    that `also` is found in are quantized with the layers' projections.
     """
     config, quantize = FORMATS[name] if isinstance(name, str) else name
     if exceptions:
@@ -260,7 +262,8 @@ def quantize_folder(
     stored: Tensors = {}
     meant: Tensors = {}
     for key, tensor in load_file(plain / "model.safetensors").items():
-        if not re.search(r"_proj(_\w+)?\.weight$", key) or (excepted and re.search(excepted, key)):
+        is_meant = re.search(r"_proj(_\w+)?\.weight$", key) or (also and re.search(also, key))
+        if not is_meant or (excepted and re.search(excepted, key)):
             stored[key] = meant[key] = tensor
             continue
         parts, values = quantize(tensor.float().numpy(), rng)

@@ -20,9 +20,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
-from jaxsgl.weights import load_params
+from jaxsgl.weights import as_stored, load_params
 from pallas_kernels.packed import FLOAT8, MXFP4, PackedMatrix
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import load_reference, make_checkpoint
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 from tests.weights.stored_weights import FORMATS, fp8_blocks, quantize_folder
 
@@ -30,7 +30,8 @@ FILE = "model.safetensors"
 
 
 def parameters(folder: Path) -> dict[tuple, np.ndarray]:
-    params = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
     return {path: np.asarray(param[...]) for path, param in nnx.to_flat_state(params)}
 
 
@@ -75,20 +76,41 @@ def test_stacks_in_fp8_are_their_experts_one_by_one(layout: str, tmp_path: Path)
         np.testing.assert_array_equal(found[path], array, err_msg=str(path))
 
 
-def test_stacks_that_are_not_quantized_or_in_another_format_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["compressed-tensors int4", "awq", "fp8 in blocks"])
+@pytest.mark.parametrize("layout", ["stacked", "single"])
+def test_experts_that_are_not_quantized_need_no_exception(form: str, layout: str, tmp_path: Path) -> None:
+    """Software that quantizes modules leaves stacks alone, and names only modules."""
     plain = make_checkpoint("qwen3_moe", tmp_path / "plain")
-    for name, excepted in (("fp8 in blocks", "experts"), ("awq", "")):
-        folder = quantize_folder(plain, tmp_path / name, name, excepted=excepted)
-        tensors = {name: tensor for name, tensor in load_file(folder / FILE).items() if ".experts." not in name}
-        for layer in (0, 2):
-            experts = f"model.layers.{layer}.mlp.experts."
-            tensors |= {
-                experts + "gate_up_proj": torch.zeros(10, 96, 128),
-                experts + "down_proj": torch.zeros(10, 128, 48),
-            }
-        save_file(tensors, folder / FILE)
-        with pytest.raises(CheckpointError, match=r"_proj is a stack of experts.*must except it"):
-            parameters(folder)
+    excepted = quantize_folder(plain, tmp_path / "told", form, excepted="experts", exceptions=["mlp.experts"])
+    folder = quantize_folder(plain, tmp_path / "untold", form, excepted="experts")
+    if layout == "stacked":
+        stack(folder, lambda x: x)
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert arch == ModelArch.from_folder(excepted) == as_stored(arch, folder)
+    expected = parameters(excepted)
+    for path, param in nnx.to_flat_state(load_params(folder, arch, jnp.dtype("float32"), mesh_of())):
+        np.testing.assert_array_equal(np.asarray(param[...]), expected[path], err_msg=str(path))
+
+
+def test_quantized_experts_stay_quantized_whatever_their_layout(tmp_path: Path) -> None:
+    plain = make_checkpoint("qwen3_moe", tmp_path / "plain")
+    for form in ("compressed-tensors int4", "awq", "fp8 in blocks", "fp8 per tensor"):
+        folder = quantize_folder(plain, tmp_path / form, form)
+        arch = ModelArch.from_folder(folder)
+        assert as_stored(arch, folder) == arch
+    stack_in_fp8(tmp_path / "fp8 in blocks", lambda x: x, "weight_scale_inv")
+    arch = ModelArch.from_folder(tmp_path / "fp8 in blocks")
+    assert as_stored(arch, tmp_path / "fp8 in blocks") == arch
+
+
+def test_a_stack_that_is_quantized_in_part_is_refused_by_name(tmp_path: Path) -> None:
+    folder = quantize_folder(make_checkpoint("qwen3_moe", tmp_path / "plain"), tmp_path / "stored", "fp8 in blocks")
+    stack_in_fp8(folder, lambda x: x, "weight_scale_inv")
+    tensors = load_file(folder / FILE)
+    del tensors["model.layers.0.mlp.experts.down_proj_scale_inv"]
+    save_file(tensors, folder / FILE)
+    with pytest.raises(CheckpointError, match=r"layers\.0.*down_proj is a stack of experts.*must except it"):
+        parameters(folder)
 
 
 def stack(folder: Path, turn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -119,6 +141,18 @@ def test_stacked_experts_load_in_both_layouts_as_single_ones_do(ffn_size: int, t
         assert found.keys() == expected.keys()
         for path, array in expected.items():
             np.testing.assert_array_equal(found[path], array, err_msg=str(path))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "minimax_m2", "ernie4_5_moe"])
+def test_experts_load_by_the_names_that_transformers_has_in_memory(kind: str, tmp_path: Path) -> None:
+    """So trainers hand them over, and so folders are saved with `save_original_format=False`."""
+    published = make_checkpoint(kind, tmp_path / "published")
+    load_reference(published).save_pretrained(tmp_path / "own", save_original_format=False)
+    assert load_file(published / FILE).keys() != load_file(tmp_path / "own" / FILE).keys()
+    expected, found = parameters(published), parameters(tmp_path / "own")
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array, err_msg=str(path))
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

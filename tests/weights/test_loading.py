@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.weights import load_params
-from tests.checkpoints import CHECKPOINT_KINDS, make_checkpoint
-from tests.plain_model import checkpoint_logits, mesh_of
+from jaxsgl.weights import as_stored, load_params
+from tests.checkpoints import CHECKPOINT_KINDS, make_checkpoint, reference_logits
+from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 
 
 def load(folder: Path, dtype: str = "float32") -> nnx.State:
@@ -125,6 +125,22 @@ def test_tensors_that_mean_nothing_may_be_left_over(tmp_path: Path) -> None:
     names = ("lm_head__weight", "model__layers__0__self_attn__rotary_emb__inv_freq", "mtp__layers__0__mlp__weight")
     rewrite(folder, **{name: torch.zeros(8) for name in names})
     load(folder)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_head_next_to_ties_counts_if_it_differs_from_the_embedding(
+    is_own: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers, which compares the two."""
+    folder = make_checkpoint("llama_tied", tmp_path)
+    head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    head[-1, -1] += is_own
+    rewrite(folder, lm_head__weight=head)
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert arch.tie_embeddings is not is_own and ("it is not tied" in caplog.text) is is_own
+    assert arch == as_stored(arch, folder)
+    logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), [5, 6, 7])
+    np.testing.assert_allclose(logits, reference_logits(folder, [5, 6, 7]).numpy(), atol=1e-4)
 
 
 def test_a_tensor_that_no_parameter_is_made_of_is_refused_by_name(tmp_path: Path) -> None:

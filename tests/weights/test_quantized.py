@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.matrix import dequantized
 from jaxsgl.models.quantization import FORMATS_AT_LOAD, WeightFormat, weight_format
-from jaxsgl.weights import load_params, random_params
+from jaxsgl.weights import as_stored, load_params, random_params
 from pallas_kernels.packed import FLOAT8
 from tests.checkpoints import HYBRID_KINDS, make_checkpoint
 from tests.grids import count, daily
@@ -219,6 +220,33 @@ def test_matrices_that_a_checkpoint_excepts_keep_their_numbers(
     expected, unquantized = (checkpoint_logits(each, TOKENS) for each in (folder / "meant", plain))
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
     assert np.linalg.norm(logits - unquantized) > 3e-3 * np.linalg.norm(expected)
+
+
+# Kind, format, and an expression for modules besides the layers' projections.
+MORE: list[tuple[str, str, str]] = [
+    ("seed_oss", "gptq desc_act", "lm_head"),
+    ("qwen2_moe", "compressed-tensors fp8 per channel", "lm_head|shared_expert_gate"),
+    ("gemma4_small", "compressed-tensors int4", r"per_layer_(model_projection|projection|input_gate)\."),
+    ("gemma4_moe", "fp8 in blocks", r"router\.proj|lm_head"),
+    ("llama_linear_rope_bias", "compressed-tensors nvfp4", "lm_head"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "also"), daily(MORE, every=2))
+def test_whatever_a_checkpoint_has_quantized_besides_is_dequantized(
+    kind: str, name: str, also: str, tmp_path: Path
+) -> None:
+    """Software that quantizes all linear modules takes heads and gates, too, unless it is told not to."""
+    sizes: Any = {"hidden_size_per_layer_input": 32} if "per_layer" in also else {}  # a group of int4
+    plain = make_checkpoint(kind, tmp_path / "plain", **sizes)
+    folder = quantize_folder(plain, tmp_path / "stored", name, also=also)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= {"ignore": []} if "ignore" in config["quantization_config"] else {}
+    (folder / "config.json").write_text(json.dumps(config))
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
+    expected = checkpoint_logits(folder / "meant", TOKENS)
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("kind", daily(HYBRID_KINDS[::-1], every=3))

@@ -105,7 +105,6 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
         ({**FORMATS["awq"][0], "version": "gemv"}, "version is gemv; supported are gemm"),
         ({**FORMATS["awq"][0], "bits": 3}, "bits is 3; supported are 4"),
         ({**FORMATS["gptq"][0], "bits": 2}, "bits is 2; supported are 4, 8"),
-        ({**FORMATS["gptq"][0], "lm_head": True}, "lm_head is True"),
         ({**COMPRESSED, "format": "marlin-24"}, "format is marlin-24"),
         ({**COMPRESSED, "config_groups": {"a": {"weights": {**WEIGHTS, "type": "float", "num_bits": 4}}}}, "4 bits of"),
     ],

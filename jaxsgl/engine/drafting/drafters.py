@@ -23,7 +23,14 @@ from jaxsgl.engine.weight_store import as_kept, read_params
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, Precision, abstract_model, kv_cache_flag
 from jaxsgl.models.heads import EagleArch, abstract_head, abstract_next_layer
-from jaxsgl.weights import is_converted, load_head, load_next_layer, random_next_layer, resolve_model_folder
+from jaxsgl.weights import (
+    as_stored,
+    is_converted,
+    load_head,
+    load_next_layer,
+    random_next_layer,
+    resolve_model_folder,
+)
 from jaxsgl.weights.sharding import model_on_devices
 
 
@@ -113,6 +120,8 @@ def _load_model(target: _Target) -> Drafting:
     context_length, platform = choose_context_length(config, target.arch), mesh.devices.flat[0].platform
     folder = target.draft_folder
     arch = ModelArch.from_folder(folder)
+    if config.load_format != "dummy":
+        arch = as_stored(arch, folder)
     check_draft_model(arch, target.arch, context_length)
     arch = model_on_devices(arch.for_context(context_length), mesh.size, by_experts=False)
     if is_converted(folder):
