@@ -208,7 +208,7 @@ def test_sampling_parameters_out_of_range_are_refused(values: dict[str, Any]) ->
     ("prompt", "params", "message"),
     [
         ([], {}, "the prompt is empty"),
-        ([1] * 64, {}, "the prompt has 64 tokens, but the context holds 64"),
+        ([1] * 64, {}, "the prompt has 64 tokens, but this model's maximum context length is 64"),
         ([1, 100], {}, "prompt holds token id 100, but ids go from 0 to 99"),
         ([-1], {}, "prompt holds token id -1"),
         ([1], {"stop_token_ids": (100,)}, "stop_token_ids holds token id 100"),

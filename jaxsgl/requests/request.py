@@ -304,6 +304,7 @@ def check(ok: bool, name: str, value: float | None, allowed: str) -> None:
 
 POOLING_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)  # it ends where it would sample
 MAX_OUTPUT_TOKENS = 1 << 22  # of all samples of a request
+TOO_LONG = "context_length_exceeded"  # OpenAI's code of a prompt that is too long
 MAX_SCORES = 1 << 20  # log-probabilities in one answer, those of other likely tokens included: 120 MB
 MAX_PROMPT_SCORES = 1 << 18  # of those, the prompt's, which come all at once: reading them takes 30 ms
 MAX_CACHE_SALT_CHARS = 256
@@ -404,7 +405,7 @@ def check_request(request: Request, limits: Limits) -> None:
     least = request.least_output
     needed = prompt_len + (min(asked, limits.context_length - prompt_len) if asked is not None and least else least)
     if needed > limits.pool_tokens:
-        raise InvalidRequest(
+        raise too_long(
             f"prompt and output need {needed} tokens of KV cache ({prompt_len} + {needed - prompt_len}), but the "
             f"whole pool holds {limits.pool_tokens}: shorten the prompt, lower max_tokens, or start the server "
             "with a larger --max-total-tokens"
@@ -490,14 +491,24 @@ def _check_prediction(request: Request, limits: Limits) -> None:
     check_token_ids("prediction", request.prediction_ids, limits.vocab_size)
 
 
+def too_long(words: str) -> InvalidRequest:
+    """Returns the error about a prompt that is too long. Clients that shorten it by themselves look for its code."""
+    error = InvalidRequest(words)
+    error.code = TOO_LONG
+    return error
+
+
 def check_prompt_len(prompt_len: int, context_length: int, least_output: int = 1) -> None:
     """Raises `InvalidRequest` unless `prompt_len` tokens leave room for `least_output` (0 or 1) in the context."""
     if not least_output and prompt_len > context_length:
-        raise InvalidRequest(f"the prompt has {prompt_len} tokens, but the context holds {context_length}: shorten it")
+        raise too_long(
+            f"the prompt has {prompt_len} tokens, but this model's maximum context length is {context_length} tokens: "
+            "shorten it"
+        )
     if least_output and prompt_len >= context_length:
-        raise InvalidRequest(
-            f"the prompt has {prompt_len} tokens, but the context holds {context_length} with room for at least one "
-            f"new token: shorten the prompt to {context_length - 1} tokens"
+        raise too_long(
+            f"the prompt has {prompt_len} tokens, but this model's maximum context length is {context_length} tokens, "
+            f"at least one of them new: shorten the prompt to {context_length - 1} tokens"
         )
 
 

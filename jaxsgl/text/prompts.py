@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.sources import Source
 from jaxsgl.requests.media import MediaItem
-from jaxsgl.requests.request import MAX_ALLOWED_TOKEN_IDS, SamplingParams, check_prompt_len
+from jaxsgl.requests.request import MAX_ALLOWED_TOKEN_IDS, SamplingParams, check_prompt_len, too_long
 from jaxsgl.text.infill import infill_ids
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, Turn, num_bytes_of
 
@@ -105,9 +105,9 @@ async def tokenize(
         is_long = len(prompt.text) + len(prompt.suffix) > INLINE_CHARS
         return await _run(threads if is_long else None, encode_text, prompt, tokenizer, context_length)
     if len(prompt.messages) > context_length:
-        raise InvalidRequest(
-            f"the chat has {len(prompt.messages)} messages, but the context holds {context_length} tokens: "
-            f"send at most {context_length} messages"
+        raise too_long(
+            f"the chat has {len(prompt.messages)} messages, but this model's maximum context length is "
+            f"{context_length} tokens: send at most {context_length} messages"
         )
     turns = [_turn(message) for message in prompt.messages]
     options = prompt.options
@@ -188,9 +188,9 @@ def check_bytes(what: str, num_bytes: int, tokenizer: Tokenizer, context_length:
     """Raises `InvalidRequest` for a text of more bytes than the tokens of a context can stand for."""
     max_bytes = context_length * tokenizer.max_token_bytes
     if num_bytes > max_bytes:
-        raise InvalidRequest(
-            f"the {what} has {num_bytes} bytes, but the {context_length} tokens that the context holds stand for at "
-            f"most {max_bytes}: shorten the prompt to {context_length - 1} tokens"
+        raise too_long(
+            f"the {what} has {num_bytes} bytes, but this model's maximum context length is {context_length} tokens, "
+            f"which stand for at most {max_bytes}: shorten the prompt to {context_length - 1} tokens"
         )
 
 

@@ -265,12 +265,12 @@ def test_a_prompt_at_the_limit_gets_its_one_token_and_a_longer_one_is_refused(
     for answer in at_once(ask, requests):
         assert (answer.samples[0].reason, answer.prompt_tokens, answer.output_tokens) == ("length", CONTEXT - 1, 1)
     for kind in ("own", "sglang"):
-        with pytest.raises(grpc.RpcError, match=f"the context holds {CONTEXT}"):
+        with pytest.raises(grpc.RpcError, match=f"maximum context length is {CONTEXT}"):
             ask(apis[kind], [*ids, 5], params, True)
     for path, body in (("/v1/completions", {"prompt": [*ids, 5]}), ("/generate", {"input_ids": [*ids, 5]})):
         for stream in (False, True):
             refused = http.post(path, json=body | {"stream": stream})
-            assert (refused.status_code, f"the context holds {CONTEXT}" in refused.text) == (400, True)
+            assert (refused.status_code, f"maximum context length is {CONTEXT}" in refused.text) == (400, True)
 
 
 def test_several_prompts_in_one_body_are_answered_as_if_each_came_alone(

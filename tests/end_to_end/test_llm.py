@@ -114,7 +114,7 @@ def test_priorities_may_differ_by_prompt(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="the context holds"):
+    with pytest.raises(InvalidRequest, match="maximum context length"):
         prompts: list[str | list[int]] = ["fine", [5] * 5000]
         llm.generate(prompts, GREEDY)
     assert llm.generate("fine", GREEDY, use_tqdm=False)[0].token_ids

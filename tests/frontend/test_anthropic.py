@@ -236,3 +236,21 @@ def test_what_the_body_says_of_choice_and_form_reaches_the_chat() -> None:
     assert chat.tool_choice == {"type": "function", "function": {"name": "weather"}}
     assert (chat.parallel_tool_calls, chat.reasoning_effort) == (False, "high")
     assert chat.response_format is not None and chat.response_format.type == "json_schema"
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_words_that_agents_shorten_it_by(http: httpx.Client) -> None:
+    """Claude Code looks for "prompt is too long", clients of OpenAI's API for the code or vLLM's words."""
+    refused = http.post(PATH, json=ask("a b " * 150))
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert re.match(r"prompt is too long: the prompt has \d{3} tokens, ", refused.json()["error"]["message"])
+    messages = [{"role": "user", "content": "a"}] * 300
+    for path, body in (
+        ("/v1/completions", {"prompt": [5] * 200}),
+        ("/v1/chat/completions", {"messages": ask("a b " * 150)["messages"], "stream": True}),
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/responses", {"input": "a" * 10_000}),
+    ):
+        refused = http.post(path, json=body)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, "context_length_exceeded"), path
+        assert "this model's maximum context length is 200 tokens" in error["message"], path

@@ -106,7 +106,7 @@ def test_the_openai_client_reads_them(server: ServerProcess) -> None:
         ({"input": ""}, "is empty"),
         ({"input": []}, "is empty"),
         ({"input": [VOCAB_SIZE]}, "ids go from 0 to 999"),
-        ({"input": list(range(201))}, "the prompt has 201 tokens, but the context holds 200"),
+        ({"input": list(range(201))}, "the prompt has 201 tokens, but this model's maximum context length is 200"),
         ({"input": "x", "dimensions": 5}, "dimensions is 5, but must be 1 to 4"),
         ({"input": "x", "dimensions": 0}, "dimensions"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format"),

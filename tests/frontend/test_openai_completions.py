@@ -313,7 +313,7 @@ def counts(http: httpx.Client) -> tuple[int, int]:
         ({"prompt": ""}, None, "text is empty"),
         ({"prompt": [VOCAB_SIZE]}, None, "ids go from 0 to 999"),
         ({"prompt": [10**30]}, None, "ids go from 0 to 999"),
-        ({"prompt": [5] * 200}, None, "the context holds 200"),
+        ({"prompt": [5] * 200}, None, "maximum context length is 200 tokens"),
         ({"prompt": ["a"] * 520, "n": 2}, None, "1040 choices"),
         ({"suffix": "end"}, None, "the model's tokenizer has no tokens to fill in the middle"),
         ({"best_of": 1, "n": 2}, None, "best_of is 1, but n=2"),

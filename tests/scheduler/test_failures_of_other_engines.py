@@ -129,7 +129,7 @@ def test_an_unfinished_request_drops_its_duplicate_pages(overlap: bool) -> None:
 @pytest.mark.parametrize(
     ("prompt_len", "max_tokens", "message"),
     [
-        (128, 1, "the prompt has 128 tokens, but the context holds 128"),
+        (128, 1, "the prompt has 128 tokens, but this model's maximum context length is 128"),
         (1000, None, "the prompt has 1000 tokens"),
         (60, 60, "need 120 tokens of KV cache .* the whole pool holds 96"),
         (0, 5, "the prompt is empty"),

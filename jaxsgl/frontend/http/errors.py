@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxsgl.errors import RETRY_AFTER_S, JaxsglError
 from jaxsgl.logs import OF_CLIENTS
+from jaxsgl.requests.request import TOO_LONG
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; the client has left and reads no answer
 MAX_SHOWN_PROBLEMS = 3
@@ -93,6 +94,7 @@ def body_of(path: str, status: int, message: str, param: str | None = None, code
     """Returns the JSON body that goes with `status`, in the shape of the API that `path` belongs to."""
     message = _shortened(message, MAX_MESSAGE_CHARS)  # it may quote the request
     if path.startswith(_ANTHROPIC_PATHS):
+        message = f"prompt is too long: {message}" if code == TOO_LONG else message  # by which clients know it
         kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 and status != 422 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
     param = None if param is None else _shortened(param, MAX_PARAM_CHARS)
