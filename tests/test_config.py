@@ -9,7 +9,7 @@ import pytest
 
 from jaxsgl.config.engine import EngineConfig, Limits, SchedulingConfig
 from jaxsgl.config.features import DisaggregationConfig, HostKvConfig, LoraConfig, SpeculationConfig
-from jaxsgl.config.flags import add_flags, from_flags, public_flags
+from jaxsgl.config.flags import add_flags, fields_of, from_flags, public_flags
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.requests.request import Request, SamplingParams, check_request, max_new_tokens
@@ -30,6 +30,23 @@ def test_every_field_is_a_flag_and_no_flag_is_the_default() -> None:
     )  # fmt: skip
     assert config.engine == EngineConfig(model="m", page_size=64, disable_radix_cache=True, decode_buckets=(1, 8))
     assert config.grpc_port == 0
+
+
+def test_arguments_of_the_offline_model_have_other_servers_names_too() -> None:
+    given = {"max_model_len": 100, "gpu_memory_utilization": 0.5, "tensor_parallel_size": 2, "seed": 3}
+    own = {"context_length": 100, "mem_fraction_static": 0.5, "tp": 2, "random_seed": 3}
+    assert fields_of(EngineConfig, given) == fields_of(EngineConfig, own) == own
+    lora = LoraConfig()
+    assert fields_of(EngineConfig, {"lora": lora}) == {"lora": lora}
+    for name, words in (
+        ("max_model_length", r"is it max_model_len\?"),
+        ("enable_lora", r"give lora=LoraConfig\(enable_lora=...\)"),
+        ("trust_remote_code", "leave it out"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} is no argument: {words}"):
+            fields_of(EngineConfig, {name: True})
+    with pytest.raises(ConfigError, match="tp_size and another name of tp are both given"):
+        fields_of(EngineConfig, {"tp": 1, "tp_size": 2})
 
 
 def test_the_page_size_is_a_word_or_a_number(capsys: pytest.CaptureFixture[str]) -> None:

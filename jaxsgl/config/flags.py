@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import types
 import typing
@@ -89,6 +90,48 @@ def from_flags(config_type: type[ConfigT], args: argparse.Namespace) -> ConfigT:
             value = getattr(args, spec.name)
             values[spec.name] = tuple(value) if spec.metadata["words"] else value
     return config_type(**values)
+
+
+def fields_of(config_type: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keyword arguments of `config_type`, also for names that other servers have for flags.
+
+    Raises `ConfigError` for a name that is none, with what to give.
+    """
+    names: dict[str, str] = {}  # to its field
+    parts: dict[str, str] = {}  # field of a nested configuration -> how to give it
+    hints = typing.get_type_hints(config_type)
+    for spec in dataclasses.fields(config_type):
+        nested = hints[spec.name]
+        if dataclasses.is_dataclass(nested):
+            whole = f"{spec.name}={typing.cast(type, nested).__name__}"
+            parts |= {name: f"{whole}({name}=...)" for name in fields_by_name(nested)}
+            names[spec.name] = spec.name
+    names |= fields_by_name(config_type)
+    fields: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in names:
+            raise ConfigError(f"{name} is no argument: {_way_out(name, list(names), parts)}")
+        if names[name] in fields:
+            raise ConfigError(f"{name} and another name of {names[name]} are both given: give one of them")
+        fields[names[name]] = value
+    return fields
+
+
+def fields_by_name(config_type: Any) -> dict[str, str]:
+    """Returns the fields that are flags, by their names and those that other servers have for them."""
+    return {
+        name.lstrip("-").replace("-", "_"): spec.name
+        for spec in dataclasses.fields(config_type)
+        if "aliases" in spec.metadata
+        for name in (spec.name, *spec.metadata["aliases"])
+    }
+
+
+def _way_out(name: str, names: list[str], parts: Mapping[str, str]) -> str:
+    if name in parts:
+        return f"give {parts[name]}"
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"is it {near[0]}?" if near else "leave it out (docs/flags.md)"
 
 
 def public_flags(config: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -79,13 +79,13 @@ class Completion:
 
 
 class LLM(PoolingLLM):
-    """A model with its KV cache, ready for batches of prompts. Not for use by several threads at once.
+    """A model with its KV cache, ready for batches of prompts. Calls of several threads run one after the other.
 
     Args:
       model: local folder or hub id; default the bundled model.
-      flags: any other field of `EngineConfig`, such as `page_size` or `max_total_tokens`. `max_queued_requests`,
-        `max_queued_tokens` and the timeouts limit servers only: a call may bring any number of prompts, and waits for
-        all of them.
+      flags: any other field of `EngineConfig`, such as `page_size` or `max_total_tokens`, also by the names of flags
+        that vLLM and SGLang have. `max_queued_requests`, `max_queued_tokens` and the timeouts limit servers only: a
+        call may bring any number of prompts, and waits for all of them.
     """
 
     def generate(
@@ -138,6 +138,9 @@ class LLM(PoolingLLM):
 
         A content with pictures is a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": ...}`.
         """
+        if isinstance(conversations, str):
+            raise InvalidRequest("conversations are a text, but a conversation is a list of turns: write "
+                                 '[{"role": "user", "content": ...}], or call generate')  # fmt: skip
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         many = cast(Sequence[Conversation], [conversations] if one else conversations)
         encoded = [self._encode_chat(turns) for turns in many]
@@ -214,8 +217,17 @@ class LLM(PoolingLLM):
 
         With `kv_file` in `host_kv`, keeps what is cached there before.
         """
-        keep_prefixes(self.config, self.engine, self._scheduler)
-        self.engine.close()
+        with self._lock:
+            if not self._is_closed:
+                keep_prefixes(self.config, self.engine, self._scheduler)
+                self.engine.close()
+                self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     def _encode_chat(self, turns: Conversation) -> Encoded:
         if has_parts(turns):

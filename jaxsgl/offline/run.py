@@ -7,7 +7,8 @@ control carry out orders.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from numbers import Real
 from typing import Any, TypeAlias, TypeVar, cast
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from tqdm import tqdm
 
 from jaxsgl.config.engine import BUNDLED_MODEL, EngineConfig
+from jaxsgl.config.flags import fields_of
 from jaxsgl.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
 from jaxsgl.messages.orders import Abort, Answer, Command, News, Shutdown, ToEngine
 from jaxsgl.messages.replies import RefusalKind, Replies
@@ -40,7 +42,9 @@ class Offline:
     """An engine, its scheduler and its tokenizer. The arguments are those of `LLM`."""
 
     def __init__(self, model: str = BUNDLED_MODEL, **flags: Any) -> None:
-        self.config = EngineConfig(model=model, **flags)
+        self.config = EngineConfig(model=model, **fields_of(EngineConfig, flags))
+        self._lock = threading.Lock()  # held while the engine serves a call or carries out an order
+        self._is_closed = False
         self.engine, self._scheduler = build(self.config, limited=False)
         made = self.engine.info.model_path
         self.tokenizer = load_tokenizer(made if is_gguf(model) else model, self.config.revision)
@@ -48,7 +52,10 @@ class Offline:
     def _encode(self, prompt: Prompt) -> Encoded:
         try:
             if isinstance(prompt, Mapping):
-                return self._media.prepare(read_prompt(prompt), add_special_tokens=True)
+                given = read_prompt(prompt)
+                if given.files or self.engine.capacity.limits.media is not None:
+                    return self._media.prepare(given, add_special_tokens=True)
+                prompt = given.prompt
             if isinstance(prompt, str):
                 prompt.encode()  # a lone surrogate is no text
                 return self.tokenizer.encode(prompt), ()
@@ -74,7 +81,12 @@ class Offline:
         return OfflineMedia(self.engine.info.model_path, self.engine.capacity.limits.media, self.tokenizer)
 
     def _serve(self, requests: list[Request], use_tqdm: UseTqdm) -> OfflineMailbox:
-        """Runs the loop until `requests` have ended. Raises as `LLM.generate`."""
+        """Runs the loop until `requests` have ended, after calls of other threads. Raises as `LLM.generate`."""
+        with self._lock:
+            return self._serve_alone(requests, use_tqdm)
+
+    def _serve_alone(self, requests: list[Request], use_tqdm: UseTqdm) -> OfflineMailbox:
+        self._check_open()
         released = self.engine.weight_store.released
         if released:
             names = ", ".join(sorted(tag.value for tag in released))
@@ -102,18 +114,24 @@ class Offline:
         Raises what reading raises, or `ConfigError` if something else is in the way.
         """
         loader = CallersThread(read)
-        control = Control(
-            self._scheduler,
-            self.engine,
-            LeakCheck(self._scheduler),
-            loader=loader,
-        )
-        control.handle(order)
-        while control.is_active:
-            for news in control.after_turn(collected=False):
-                assert isinstance(news, Answer), f"{news} came, but one answer is due"
-                if not news.ok:
-                    raise loader.error or ConfigError(news.text)
+        with self._lock:
+            self._check_open()
+            control = Control(
+                self._scheduler,
+                self.engine,
+                LeakCheck(self._scheduler),
+                loader=loader,
+            )
+            control.handle(order)
+            while control.is_active:
+                for news in control.after_turn(collected=False):
+                    assert isinstance(news, Answer), f"{news} came, but one answer is due"
+                    if not news.ok:
+                        raise loader.error or ConfigError(news.text)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineUnavailable("the LLM is closed, and its memory given back: make another")
 
 
 class CallersThread(Executor):
@@ -186,13 +204,20 @@ class OfflineMailbox:
 
 def per_prompt(what: str, given: Any, kind: type, num_prompts: int) -> list[Any]:
     """Returns a value for each prompt, if one of type `kind` or a sequence of them is given."""
-    values = [given] * num_prompts if isinstance(given, kind) else list(given)
+    values = list(given) if isinstance(given, Iterable) and not isinstance(given, kind | Mapping) else None
+    if any(isinstance(value, Mapping) for value in values or [given]) or not isinstance(given, kind | Iterable):
+        words = f"must be of type {kind.__name__}, one for all prompts or one for each"
+        raise InvalidRequest(f"{what} {words}: {given!r:.200}")
+    values = [given] * num_prompts if values is None else values
     if len(values) != num_prompts:
         raise InvalidRequest(f"{len(values)} {what} for {num_prompts} prompts: give one for all, or one for each")
     return values
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Returns one text or one list of ids as a list of one."""
+    """Returns one text or one list of ids as a list of one. Raises `InvalidRequest`."""
+    if not hasattr(prompts, "__len__"):
+        raise InvalidRequest(f"prompts are a {type(prompts).__name__}, but must be a text, a list of token ids, or a "
+                             "list of these")  # fmt: skip
     one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Real))
     return cast(Sequence[Prompt], [prompts] if one else prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from tqdm import tqdm
 
 import jaxsgl
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.offline.llm import LLM
 
 pytestmark = pytest.mark.device
@@ -75,6 +76,50 @@ def test_a_call_may_bring_more_prompts_than_a_server_would_queue(llm: LLM) -> No
 def test_values_that_are_no_prompt_are_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(InvalidRequest, match="a prompt must be a text or a list of token ids"):
         llm.generate(prompt, GREEDY)
+
+
+def test_values_that_are_no_arguments_are_refused_by_name(llm: LLM) -> None:
+    wrong: Any
+    for wrong in (None, 5):
+        with pytest.raises(InvalidRequest, match=r"prompts are a (NoneType|int), but must be a text"):
+            llm.generate(wrong, GREEDY)
+    for wrong in ({"max_new_tokens": 5}, [{"max_new_tokens": 5}], 5):
+        with pytest.raises(InvalidRequest, match=r"sampling_params must be of type SamplingParams, .*5"):
+            llm.generate(["a"], wrong)
+    with pytest.raises(InvalidRequest, match="a conversation is a list of turns"):
+        llm.chat("Hi", GREEDY)  # type: ignore[arg-type]
+
+
+def test_prompts_in_vllms_form_need_no_pictures(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("3 + 4 =")
+    texts: list[dict[str, Any]] = [{"prompt": "3 + 4 ="}, {"prompt_token_ids": ids}]
+    first, second = llm.generate(texts, GREEDY, use_tqdm=False)
+    assert first.token_ids == second.token_ids == llm.generate(ids, GREEDY, use_tqdm=False)[0].token_ids
+    with pytest.raises(InvalidRequest, match="a model with a vision tower"):
+        llm.generate({"prompt": "a", "multi_modal_data": {"image": b"x"}}, GREEDY)
+
+
+def test_a_model_that_is_closed_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    monkeypatch.setattr(llm.engine, "close", lambda: closed.append(True))
+    monkeypatch.setattr(llm, "_is_closed", False)
+    with llm as same:
+        assert same is llm
+    llm.close()
+    assert closed == [True], "once"
+    with pytest.raises(EngineUnavailable, match="the LLM is closed"):
+        llm.generate("a", GREEDY)
+    with pytest.raises(EngineUnavailable, match="the LLM is closed"):
+        llm.flush_cache()
+
+
+def test_calls_of_several_threads_run_one_after_the_other(llm: LLM) -> None:
+    params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompts = [[40 + i, 5, 6] for i in range(8)]
+    alone = [llm.generate(prompt, params, use_tqdm=False)[0].token_ids for prompt in prompts]
+    with ThreadPoolExecutor(8) as threads:
+        together = threads.map(lambda prompt: llm.generate(prompt, params, use_tqdm=False)[0].token_ids, prompts)
+        assert list(together) == alone
 
 
 def test_a_turn_without_content_is_refused(llm: LLM) -> None:

@@ -95,7 +95,10 @@ def test_a_common_prefix_is_computed_once(stub: Any) -> None:
         (lambda request: setattr(request, "text", ""), "empty"),
         (lambda request: request.token_ids.ids.extend([5, 10**6]), "token id 1000000, but ids go from 0 to"),
         (lambda request: request.token_ids.ids.extend([-3]), "token id -3"),
-        (lambda request: request.token_ids.ids.extend([5] * 5000), "the prompt has 5000 tokens, but this model's maximum context length is"),
+        (
+            lambda request: request.token_ids.ids.extend([5] * 5000),
+            "the prompt has 5000 tokens, but this model's maximum context length is",
+        ),
         (lambda request: setattr(request.sampling, "max_tokens", -1), "max_tokens is -1"),
         (lambda request: setattr(request.sampling, "max_tokens", 0), "max_tokens is 0"),
         (lambda request: setattr(request.sampling, "temperature", -1.0), "temperature is -1"),

@@ -124,7 +124,12 @@ def test_a_conversation_is_a_chat() -> None:
         ({"conversation": "conv_1"}, "conversations are not kept here"),
         ({"background": True}, "background is true"),
         ({"input": []}, "must be a text, or a list"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] is of type 'item_reference'"),
+        (
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input[0] refers to item x, but none of that id is stored",
+        ),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt isn't taken here"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format has no schema"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0] holds a part of type"),
         ({"input": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
         ({"temperature": -1}, "greater than or equal to 0"),
@@ -149,6 +154,28 @@ def test_an_answer_can_be_continued(client: openai.OpenAI, http: httpx.Client) -
     assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
     unkept = client.responses.create(model="default", input="Hi", store=False)
     assert http.get(f"{PATH}/{unkept.id}").status_code == 404
+
+
+def test_items_of_answers_may_be_sent_by_their_ids(client: openai.OpenAI, http: httpx.Client) -> None:
+    """As Vercel's AI SDK does, unless `store` is false."""
+    first = client.responses.create(model="default", input=ALL, tools=[WEATHER])
+    _, message, _ = first.output
+    given = [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": message.id}]
+    assert post(http, PATH, input=given, store=False)["output"][0]["content"][0]["text"] == "I look."
+    client.responses.delete(first.id)
+    assert "send the item itself" in refusal(http, PATH, input=given)["message"]
+
+
+def test_an_item_is_found_as_long_as_its_answer() -> None:
+    store = ResponseStore(1 << 10)
+    call = {"id": "fc_1", "type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    store.put("r", Stored(json.dumps({"output": [{"id": "msg_1"}, call]}).encode(), b"[]", ("msg_1", "fc_1")))
+    reference = {"type": "item_reference", "id": "fc_1"}
+    assert store.referred(0, reference) == call
+    assert store.referred(0, {"type": "x"}) == {"type": "x"}
+    store.put("s", Stored(b"a" * 700, b"", ()))
+    with pytest.raises(InvalidRequest, match=r"input\[3\] refers to item fc_1, but none .* raise --responses-store"):
+        store.referred(3, reference)
 
 
 def test_a_conversation_goes_on_where_it_ended() -> None:

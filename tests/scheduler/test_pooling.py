@@ -115,7 +115,7 @@ def test_a_prompt_for_pooling_may_fill_the_context() -> None:
     check_request(whole, sizes.limits)
     mailbox, _ = serve(sizes, [[whole]])
     assert hidden(mailbox, "a") == hidden_state(range(128))
-    with pytest.raises(InvalidRequest, match="the prompt has 129 tokens, but this model's maximum context length is 128"):
+    with pytest.raises(InvalidRequest, match=r"the prompt has 129 tokens, .* length is 128 tokens"):
         check_request(pooled("a", list(range(129))), sizes.limits)
 
 

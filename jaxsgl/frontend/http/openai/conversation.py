@@ -88,7 +88,7 @@ def chat_of(body: ResponsesRequest, earlier: Sequence[dict[str, Any]] = ()) -> C
         raise InvalidRequest("conversations are not kept here: send previous_response_id, or all of it in input")
     if body.background:
         raise InvalidRequest("background is true, but no answer is made in the background: leave it out, or stream")
-    refuse_others(body, frozenset({"chat_template", *StatesAsked.model_fields}))
+    refuse_others(body, frozenset({"chat_template", "prompt", *StatesAsked.model_fields}))
     given = body.model_dump(by_alias=True, exclude_unset=True)
     chat = {name: given[name] for name in _SAME_IN_CHAT & given.keys()}
     chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in ChatRequest.model_fields}
@@ -99,6 +99,10 @@ def chat_of(body: ResponsesRequest, earlier: Sequence[dict[str, Any]] = ()) -> C
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
     if body.text is not None and body.text.format is not None:
         form = body.text.format
+        if form.type == "json_schema" and form.schema_ is None:
+            raise InvalidRequest(
+                'text.format has no schema: send {"type": "json_schema", "name": ..., "schema": {...}}'
+            )
         schema = {"name": form.name, "schema": form.schema_, "strict": form.strict}
         chat["response_format"] = {"type": form.type} | ({"json_schema": schema} if form.type == "json_schema" else {})
     try:

@@ -5,8 +5,8 @@ whole answer is what a stream ends with. conversation.py makes a chat of the bod
 `answer_responses`.
 
 `ResponseStore` keeps answers by their ids, with the conversations that led to them, within `--responses-store` MiB, and
-lets go of what was used least lately. An answer is found by callers of the tenant that got it alone. It is one
-front-end process's; several would each know other answers.
+lets go of what was used least lately. An answer is found by callers of the tenant that got it alone, and so are its
+items, which Vercel's AI SDK sends by their ids. It is one front-end process's; several would each know other answers.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ async def answer_responses(
     Raises `InvalidRequest`, and as `Generator.start`.
     """
     earlier = store.items_of(body.previous_response_id)
+    if not isinstance(body.input, str):
+        body.input = [store.referred(number, item) for number, item in enumerate(body.input)]
     answer = _described(body, adapter or front_end.config.model_name)
     answer["store"] = store.is_on and body.store is not False
     request, form = await prepare_chat(front_end, chat_of(body, decode(earlier)), answer["id"], adapter)
@@ -52,7 +54,8 @@ async def answer_responses(
     def keep() -> None:
         if answer["store"] and answer["status"] != "failed":
             items = [*decode(earlier), *items_of(body), *answer["output"]]
-            store.put(answer["id"], Stored(encode(answer), encode(items)))
+            ids = tuple(item["id"] for item in answer["output"])
+            store.put(answer["id"], Stored(encode(answer), encode(items), ids))
 
     events = _events(front_end, request, form, output, keep)
     if body.stream:
@@ -240,10 +243,11 @@ _EVENTS = {"content": "response.output_text", "reasoning": "response.reasoning_t
 
 
 class Stored(NamedTuple):
-    """An answer, and the items of the whole conversation up to and with it, both as JSON."""
+    """An answer, the items of the whole conversation up to and with it, both as JSON, and the ids of the answer's."""
 
     answer: bytes
     items: bytes
+    item_ids: tuple[str, ...] = ()
 
 
 class ResponseStore:
@@ -253,6 +257,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._stored: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # by tenant and id; used last comes last
+        self._answer_of: dict[tuple[str, str], str] = {}  # by tenant and id of an item
 
     @property
     def is_on(self) -> bool:
@@ -264,11 +269,20 @@ class ResponseStore:
         size = _size(stored)
         if size > self._max_bytes:
             return
-        key = (cache_namespace(""), response_id)
-        self._num_bytes += size - (_size(self._stored.pop(key)) if key in self._stored else 0)
-        self._stored[key] = stored
+        tenant = cache_namespace("")
+        if (tenant, response_id) in self._stored:
+            self._drop((tenant, response_id))
+        self._num_bytes += size
+        self._stored[tenant, response_id] = stored
+        self._answer_of.update({(tenant, item_id): response_id for item_id in stored.item_ids})
         while self._num_bytes > self._max_bytes:
-            self._num_bytes -= _size(self._stored.popitem(last=False)[1])
+            self._drop(next(iter(self._stored)))
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        stored = self._stored.pop(key)
+        self._num_bytes -= _size(stored)
+        for item_id in stored.item_ids:
+            self._answer_of.pop((key[0], item_id), None)
 
     def get(self, response_id: str) -> Stored:
         """Returns an answer. Raises `NotFound` if it isn't kept, or not the running caller's."""
@@ -281,7 +295,21 @@ class ResponseStore:
     def delete(self, response_id: str) -> None:
         """Forgets an answer. Raises as `get`."""
         self.get(response_id)
-        self._num_bytes -= _size(self._stored.pop((cache_namespace(""), response_id)))
+        self._drop((cache_namespace(""), response_id))
+
+    def referred(self, number: int, item: dict[str, Any]) -> dict[str, Any]:
+        """Returns an item of an input, or the kept one that it refers to. Raises `InvalidRequest` if there is none."""
+        if item.get("type") != "item_reference":
+            return item
+        item_id = str(item.get("id"))
+        answer_id = self._answer_of.get((cache_namespace(""), item_id))
+        if answer_id is None:
+            raise InvalidRequest(
+                f"input[{number}] refers to item {item_id:.100}, but none of that id is stored here{self._way_out()}, "
+                "or send the item itself"
+            )
+        output: list[dict[str, Any]] = msgspec.json.decode(self.get(answer_id).answer)["output"]
+        return next(item for item in output if item["id"] == item_id)
 
     def items_of(self, response_id: str | None) -> bytes:
         """Returns the items of the conversation that a request continues. Raises `InvalidRequest` as OpenAI does."""
@@ -301,4 +329,4 @@ class ResponseStore:
 
 
 def _size(stored: Stored) -> int:
-    return len(stored.answer) + len(stored.items) + 200  # and its entry
+    return len(stored.answer) + len(stored.items) + 200 * (1 + len(stored.item_ids))  # and its entries
