@@ -20,7 +20,7 @@ import jax
 from jaxsgl.config.engine import BUNDLED_MODEL, DTYPES
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.models import ModelArch
-from jaxsgl.weights import is_converted, load_params, resolve_model_folder, save_converted
+from jaxsgl.weights import is_converted, load_params, make_output, resolve_model_folder, save_converted
 from jaxsgl.weights.sharding import check_divisible, make_mesh
 
 MAX_SHARDS = 8  # of a parameter; a mesh of more devices reads parts of them
@@ -29,12 +29,14 @@ MAX_SHARDS = 8  # of a parameter; a mesh of more devices reads parts of them
 def convert(model: str, output: Path, dtype: str, revision: str | None = None) -> int:
     """Converts `model`, a folder or a hub id, and returns the number of bytes of the parameters.
 
-    Raises `JaxsglError` for a model that can't be loaded, or converted already, and for an output that has files.
+    Raises `JaxsglError` for a model that can't be loaded, or converted already, and for an output that has files or can't
+    be made.
     """
     folder = resolve_model_folder(model, revision)
     if is_converted(folder):
         raise ConfigError(f"{folder} is converted already: --model takes it as it is")
     arch = ModelArch.from_folder(folder)
+    make_output(output)  # before minutes of reading
     mesh = make_mesh(jax.devices()[: num_shards(arch)])
     params = load_params(folder, arch, jax.numpy.dtype(arch.dtype if dtype == "auto" else dtype), mesh)
     save_converted(folder, output, params)

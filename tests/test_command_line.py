@@ -30,6 +30,24 @@ def fields_of(config_type: type) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("argv", "in_file", "words"),
+    [
+        (["--prot", "5"], "", "unrecognized arguments: --prot (is it --port?)"),
+        (["--tensor_parallel_size=2"], "", "--tensor_parallel_size=2 (is it --tensor-parallel-size?)"),
+        (["--xyzzy"], "", "unrecognized arguments: --xyzzy\n"),
+        ([], "page-sise: 16", "flags.yaml: --page-sise=16 (is it --page-size?)"),
+    ],
+)
+def test_an_unknown_flag_is_named_with_the_one_that_was_meant(
+    argv: list[str], in_file: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "flags.yaml").write_text(in_file)
+    with pytest.raises(SystemExit):
+        parse([*argv, "--config", str(tmp_path / "flags.yaml")])
+    assert words in capsys.readouterr().err
+
+
 def test_each_flag_has_one_topic() -> None:
     assert Counter(fields_of(ServerConfig)) == Counter(name for topic in TOPICS.values() for name in topic.fields)
 

@@ -11,6 +11,7 @@ has no effect, or ends with one that names ours. Help shows none.
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,16 +151,34 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the command line and the file that it names. Raises `ConfigError` for a file that can't be used."""
     parser = new_parser()
     argv, others = _without_other_values(argv)
-    args = parser.parse_args(argv)
+    args = _parse_all(parser, argv)
     if args.config is not None:
         in_file, others_in_file = _without_other_values(_flags_in(args.config))
         # Its own flag ends a list of words that the file may end with.
-        args = parser.parse_args([*in_file, f"{CONFIG_FLAG}={args.config}", *argv])
+        args = _parse_all(parser, [*in_file, f"{CONFIG_FLAG}={args.config}", *argv], f" in {args.config}")
         others = [*others_in_file, *others]
     args.without_effect = [*args.without_effect, *others]
     if args.positional_model is not None:
         args.model = args.positional_model
     return args
+
+
+def _parse_all(parser: argparse.ArgumentParser, argv: Sequence[str], where: str = "") -> argparse.Namespace:
+    """Parses as `parse_args`, but names the flags that unknown ones come near to."""
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments{where}: {', '.join(near_flags(parser, unknown))}")
+    return args
+
+
+def near_flags(parser: argparse.ArgumentParser, words: Iterable[str]) -> list[str]:
+    """Returns unknown words of a command line, each with the flag that was meant, if one comes near."""
+    flags = [flag for action in parser._actions for flag in action.option_strings if action.help != argparse.SUPPRESS]
+    shown: list[str] = []
+    for word in words:
+        near = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), flags, n=1)
+        shown.append(f"{word} (is it {near[0]}?)" if near and word.startswith("-") else word)
+    return shown
 
 
 def _flags_in(path: str) -> list[str]:

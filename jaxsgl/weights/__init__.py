@@ -6,7 +6,7 @@ checkpoint's own.
 `save_converted` writes parameters as they were loaded.
 """
 
-from jaxsgl.weights.converted import is_converted, save_converted
+from jaxsgl.weights.converted import is_converted, make_output, save_converted
 from jaxsgl.weights.eagle import load_head
 from jaxsgl.weights.kv_scales import KvScales, load_kv_scales
 from jaxsgl.weights.loading import (
@@ -24,6 +24,7 @@ __all__ = [
     "load_kv_scales",
     "load_next_layer",
     "load_params",
+    "make_output",
     "random_next_layer",
     "random_params",
     "resolve_model_folder",

@@ -57,15 +57,24 @@ def is_converted(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def make_output(folder: Path) -> None:
+    """Makes `folder`, for a converted checkpoint. Raises `CheckpointError` if it has files or can't be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{folder} can't be made: {error.strerror}; name another folder") from None
+    if not is_empty:
+        raise CheckpointError(f"{folder} is not empty: name a new folder for the converted checkpoint")
+
+
 def save_converted(source: Path, folder: Path, params: Params) -> None:
     """Writes `params`, and what else a server reads of the folder `source`, to the new or empty folder `folder`.
 
     Each shard of a parameter is stored by itself. The manifest comes last, so a folder that isn't finished is not taken
-    for a converted one. Raises `CheckpointError` if `folder` has files.
+    for a converted one. Raises as `make_output`.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder} is not empty: name a new folder for the converted checkpoint")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_output(folder)
     for pattern in COPIED:
         for path in source.glob(pattern):
             if not path.name.endswith(".safetensors.index.json"):

@@ -99,6 +99,7 @@ def test_sglangs_generate_takes_its_own_fields(fields: dict[str, Any], grammar: 
         ({"response_format": {"type": "json_schema"}}, "has no schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "has no schema"),
         ({"response_format": {"type": "xml"}}, "is of type xml, but must be text"),
+        ({"structured_outputs": {"json_schema": SCHEMA}}, "has json_schema, but no grammar: send one of json, regex,"),
     ],
 )
 def test_a_body_asks_for_one_grammar_and_for_a_whole_one(fields: dict[str, Any], words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -51,6 +52,18 @@ def test_a_malformed_body_is_a_bad_request(http: httpx.Client, body: bytes, word
     assert response.status_code == 400
     assert words in error_of(response)["message"]
     assert error_of(response)["type"] == "invalid_request_error"
+
+
+def test_a_compressed_body_is_refused_as_such(http: httpx.Client) -> None:
+    response = http.post("/generate", content=gzip.compress(b"{}"), headers=JSON | {"content-encoding": "gzip"})
+    assert response.status_code == 400
+    assert "it is compressed (content-encoding: gzip): send it as it is" in error_of(response)["message"]
+
+
+def test_health_answers_head(http: httpx.Client) -> None:
+    response = http.head("/health")
+    assert (response.status_code, response.content) == (200, b"")
+    assert http.get("/health").json() == {"status": "ok"}, "over the same connection"
 
 
 def test_the_invalid_field_is_named(http: httpx.Client) -> None:

@@ -223,6 +223,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
         ({"messages": ["hello"]}, "messages.0", "valid dictionary"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, None, "the model takes text alone"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, None, "content[0] is of type audio"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, None, "content[0] is of type text without a"),
         ({"messages": [{"role": "tool", "content": "a"}]}, None, "unknown role tool"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},

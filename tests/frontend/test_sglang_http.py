@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -116,14 +118,41 @@ def test_log_probabilities_come_as_sglang_writes_them(http: httpx.Client) -> Non
     assert isinstance(with_text["output_token_logprobs"][0][2], str)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_may_be_scored_without_an_output(http: httpx.Client, stream: bool) -> None:
+    """As SGLang's own language does for `select`."""
+    none = {"max_new_tokens": 0, "temperature": 0}
+    body = {"input_ids": [[8, 16, 24], [9]], "sampling_params": [none, {"max_new_tokens": 2}], "return_logprob": True}
+    response = http.post("/generate", json=body | {"logprob_start_len": 0, "stream": stream})
+    scored, other = response.json() if not stream else last_events(response)
+    assert (scored["text"], scored["output_ids"]) == ("", [])
+    meta = scored["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert (meta["completion_tokens"], meta["output_token_logprobs"]) == (0, [])
+    assert [token_id for _, token_id, _ in meta["input_token_logprobs"]] == [8, 16, 24]
+    assert len(other["output_ids"]) == 2
+
+
+def last_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Returns the last event of each of two choices."""
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    return [[event for event in events if event["index"] == index][-1] for index in range(2)]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"text": "a"}, "either"),
         ({"input_ids": []}, "empty"),
         ({"input_ids": [5000]}, "5000"),
-        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
-        ({"sampling_params": {"max_tokens": 5}}, "max_tokens"),
+        ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens: Input should be greater than"),
+        ({"sampling_params": {"max_tokens": 5}}, "sampling_params.max_tokens: Extra inputs are not permitted"),
+        ({"sampling_params": [{"top_p": 2}]}, "sampling_params.0.top_p: Input should be less than or equal to 1"),
+        ({"sampling_params": "greedy"}, "sampling_params: Input should be a valid dictionary"),
+        ({"text": 5}, "text: must be a text, or a list of 1 to 1024 texts"),
+        ({"input_ids": ["a"]}, "input_ids: must be a list of token ids, or a list of"),
+        ({"rid": 5}, "rid: must be a text, or a list with one for each prompt"),
+        ({"lora_path": 5}, "lora_path: must be a text, or a list with one"),
         ({"sampling_params": {"regex": "a+", "ebnf": "root ::= 'a'"}}, "regex and ebnf each"),
         ({"sampling_params": [{}, {}]}, "2 entries for 1 prompts"),
         ({"input_ids": [[5], [6]], "sampling_params": [{"n": 1}, {"n": 2}]}, "n differs"),

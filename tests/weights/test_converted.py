@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from jaxsgl.convert import convert as convert_folder
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
@@ -195,6 +196,16 @@ def test_weights_that_are_not_safetensors_cannot_be_quantized_at_load(pair: tupl
 def test_a_folder_with_files_is_not_overwritten(pair: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not empty: name a new folder"):
         save_converted(pair[0], pair[1], load(pair[0]))
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_read(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxsgl.convert.load_params", lambda *_: pytest.fail("the weights are read"))
+    (tmp_path / "file").touch()
+    for folder, words in ((pair[1], "is not empty"), (tmp_path / "file" / "x", "can't be made: Not a directory")):
+        with pytest.raises(CheckpointError, match=words):
+            convert_folder(str(pair[0]), folder, "auto")
 
 
 def test_the_version_names_this_layout(tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ class _StrictRequest(Request):
 
     async def json(self) -> Any:
         """Returns the parsed body. Raises `ValueError`."""
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise InvalidRequest(f"it is compressed (content-encoding: {encoding:.20}): send it as it is")
         body = await self.body()
         if len(body) <= SMALL_BODY:
             return from_json(body, allow_inf_nan=False)
@@ -168,6 +171,7 @@ Speculative = Annotated[
 LoraPath = Annotated[str, Field(description="the name of a LoRA adapter, if model does not name one")]
 LoraPaths = Annotated[
     str | Annotated[list[str | None], Field(max_length=MAX_TEXTS, fail_fast=True)],
+    one_error("must be a text, or a list with one or null for each prompt"),
     Field(description="the name of a LoRA adapter, or one for each prompt; null is none"),
 ]
 TopLogprobs = Annotated[int, within(BOUNDS["logprobs"])]

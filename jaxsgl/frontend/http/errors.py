@@ -32,6 +32,7 @@ MAX_PARAM_CHARS = 200
 RETRY_STATUSES = (429, 503)
 LOGGED_STATUSES = (400, 403, 404, 405, 413)  # by mistakes of clients, which their authors look for in the log
 MAX_LOGGED_CHARS = 300
+UNION_TAG = "|"  # begins the tags of members of unions, which are no part of a field's name
 
 _TYPES = {
     401: "authentication_error",
@@ -194,7 +195,7 @@ def _problem(problem: dict[str, Any]) -> str:
 
 def _param(loc: Sequence[int | str]) -> str | None:
     """Returns `messages.0.role` for `body.messages.0.role`; None for the whole body, or a place in its text."""
-    names = [str(part) for part in loc[1:]]
+    names = [name for part in loc[1:] if not (name := str(part)).startswith(UNION_TAG)]
     return ".".join(names) if names and not names[0].isdigit() else None
 
 

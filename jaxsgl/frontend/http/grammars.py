@@ -88,6 +88,10 @@ def grammar_of(body: BaseModel) -> Grammar | None:
         found["response_format"] = grammar
     if len(set(found.values())) > 1:  # the same one under names old and new is one
         raise InvalidRequest(f"{' and '.join(found)} each ask for a grammar, but an output has one: send one of them")
+    if not found and outputs is not None and outputs.model_extra:
+        names = [field.alias or name for name, field in StructuredOutputs.model_fields.items() if name in _MAKERS]
+        given = ", ".join(outputs.model_extra)
+        raise InvalidRequest(f"structured_outputs has {given:.200}, but no grammar: send one of {', '.join(names)}")
     grammar = next(iter(found.values()), None)
     guidance: dict[str, Any] = {}
     pattern = getattr(body, "guided_whitespace_pattern", None) or getattr(outputs, "whitespace_pattern", None)

@@ -32,6 +32,7 @@ def router(front_end: FrontEnd) -> APIRouter:
     probe = _Probe(front_end)
     registry = registry_of(front_end.metrics, front_end.config.model_name)
 
+    @api.head("/health", include_in_schema=False)  # of wget --spider and of monitors
     @api.get("/health")
     async def health() -> dict[str, Any]:
         """200 when requests make sense; 503 while the engine starts, is stuck or dead, and while the server stops.

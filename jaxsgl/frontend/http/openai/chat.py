@@ -274,8 +274,12 @@ def content_of(index: int, content: str | list[ContentPart] | None, media: list[
 
 
 def _part(name: str, part: ContentPart, media: list[Source]) -> dict[str, Any]:
-    if part.type in _TEXTS and part.text is not None:
+    if part.type in _TEXTS:
+        if part.text is None:
+            raise InvalidRequest(f'{name} is of type {part.type} without a text: send {{"type": "text", "text": ...}}')
         return {"type": "text", "text": part.text}
+    if part.type == "refusal":  # of an assistant's earlier message
+        return {"type": "text", "text": part.refusal or ""}
     if part.type in _IMAGES:
         media.append(ImageSource(_url(name, getattr(part, _IMAGES[part.type]), _IMAGES[part.type])))
         return {"type": "image"}

@@ -252,7 +252,7 @@ class Choices:
     def _choice(self, number: int, piece: Piece) -> TextChoice | None:
         prompt = number // self._n
         if not self._keep_output:
-            piece = _without_output(piece)
+            piece = without_output(piece)
         self._usage.add(number, piece)
         text = piece.text
         scores: Logprobs | None = None
@@ -274,7 +274,7 @@ class Choices:
         return writer.prompt(self._requests[prompt].prompt_ids, self._prompt_scores[prompt], len(self._echoed[prompt]))
 
 
-def _without_output(piece: Piece) -> Piece:
+def without_output(piece: Piece) -> Piece:
     """Returns `piece` as if the client had asked for the prompt alone."""
     end = piece.end
     if end is not None:

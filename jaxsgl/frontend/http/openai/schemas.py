@@ -179,6 +179,7 @@ class ContentPart(Body):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
     image_url: Annotated[MediaUrl | str, one_error('must be {"url": ...} or a URL')] | None = None
     image: Annotated[str, Field(description="as image_url, under Qwen's name")] | None = None
     video_url: Annotated[MediaUrl | str, one_error('must be {"url": ...} or a URL')] | None = None

@@ -43,6 +43,7 @@ from jaxsgl.frontend.http.calls import (
     whole,
 )
 from jaxsgl.frontend.http.grammars import grammar_of
+from jaxsgl.frontend.http.openai.completions import without_output
 from jaxsgl.frontend.http.openai.replies import MIN_LOGPROB, encode, experts_text, json_response, name_of
 from jaxsgl.frontend.http.sglang.schemas import GenerateBody, SamplingBody
 from jaxsgl.messages.replies import TokenLogprob
@@ -70,6 +71,7 @@ def router(front_end: FrontEnd) -> APIRouter:
     async def generate(body: GenerateBody) -> Response:
         """Continues prompts, as SGLang does: an object for one choice, a list for several, prompt by prompt."""
         requests = await _requests(front_end, body)
+        keep_outputs = [params.max_new_tokens > 0 for params in _each(body, len(requests))]
         start_len = None if body.logprob_start_len == -1 else body.logprob_start_len
         tokenizer = front_end.generator.model.tokenizer if body.return_text_in_logprobs else None
         n = requests[0].sampling.n
@@ -86,8 +88,9 @@ def router(front_end: FrontEnd) -> APIRouter:
                 tokenizer,
                 states,
                 speculates,
+                keep_output,
             )
-            for number, request in enumerate(requests)
+            for number, (request, keep_output) in enumerate(zip(requests, keep_outputs, strict=True))
             for sample in range(n)
         ]
         if body.stream:
@@ -101,13 +104,18 @@ async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
     """Returns one request per prompt, all of them checked. Raises `InvalidRequest`."""
     refuse_others(body, NOT_BUILT)
     prompts = _with_media(_prompts(body), body)
-    given = body.sampling_params if body.sampling_params is not None else SamplingBody()
-    each = given if isinstance(given, list) else [given] * len(prompts)
+    each = _each(body, len(prompts))
     _check_counts(prompts, each)
     ids = _ids(body.rid, prompts)
     samplings = [_sampling(body, params) for params in each]
     options = in_rooms(options_of(body, adapters_of(front_end, None, body.lora_path, len(prompts))), body)
     return await front_end.generator.prepare_all(list(map(Prompted, prompts, samplings, ids, options)))
+
+
+def _each(body: GenerateBody, num_prompts: int) -> list[SamplingBody]:
+    """Returns the sampling parameters of each prompt."""
+    given = body.sampling_params if body.sampling_params is not None else SamplingBody()
+    return given if isinstance(given, list) else [given] * num_prompts
 
 
 def _is_batch(body: GenerateBody) -> bool:
@@ -205,7 +213,7 @@ def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
     scores_prompt = body.logprob_start_len is not None and body.logprob_start_len >= 0
     return sampling_params(
         params,
-        max_tokens=params.max_new_tokens,
+        max_tokens=max(1, params.max_new_tokens),  # the engine samples at least one token; `Writer` drops it
         min_tokens=params.min_new_tokens,
         seed=params.sampling_seed,
         include_stop_str_in_output=params.no_stop_trim,
@@ -304,6 +312,7 @@ class Writer:
       tokenizer: gives scored tokens their texts; None leaves them out.
       states: what the server returns of single tokens.
       speculates: whether the server does.
+      keep_output: false leaves the token out that is sampled though max_new_tokens is 0.
 
     Attributes:
       num_scores: log-probabilities so far, counted by a stream.
@@ -317,6 +326,7 @@ class Writer:
         tokenizer: Tokenizer | None,
         states: StatesSpec | None = None,
         speculates: bool = False,
+        keep_output: bool = True,
     ) -> None:
         self.num_scores = 0
         self._start_s = time.monotonic()
@@ -326,6 +336,7 @@ class Writer:
         self._sampling = sampling = request.sampling
         self._states = states
         self._speculates = speculates
+        self._keep_output = keep_output
         meta = MetaInfo(request.request_id, len(request.prompt_ids))
         if sampling.logprobs is not None:
             meta.input_token_logprobs, meta.output_token_logprobs = [], []
@@ -335,6 +346,8 @@ class Writer:
 
     def add(self, piece: Piece) -> Choice:
         """Adds `piece` and returns the choice so far."""
+        if not self._keep_output:
+            piece = without_output(piece)
         choice, meta = self._choice, self._choice.meta_info
         choice.text += piece.text
         choice.output_ids += piece.token_ids

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import pydantic
 from pydantic import ConfigDict, Field, model_validator
 
 from jaxsgl.frontend.http.bodies import (
@@ -29,6 +30,7 @@ from jaxsgl.frontend.http.bodies import (
     one_error,
     within,
 )
+from jaxsgl.frontend.http.errors import UNION_TAG
 from jaxsgl.frontend.http.grammars import GrammarText, Schema, Tag
 from jaxsgl.requests.request import BOUNDS
 
@@ -42,7 +44,9 @@ class SamplingBody(Body):
 
     model_config = ConfigDict(extra="forbid")
 
-    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] = DEFAULT_MAX_NEW_TOKENS
+    max_new_tokens: Annotated[int, Field(ge=0, le=MAX_INT, description="0: nothing, to score the prompt alone")] = (
+        DEFAULT_MAX_NEW_TOKENS
+    )
     min_new_tokens: Annotated[int, within(BOUNDS["min_tokens"])] = 0
     n: Annotated[int, within(BOUNDS["n"])] = 1
     temperature: Annotated[float, within(BOUNDS["temperature"])] = 1.0
@@ -73,6 +77,12 @@ class SamplingBody(Body):
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
+# Errors are those of the member that was meant, and leave out its tag.
+SamplingOfPrompts = Annotated[
+    Annotated[SamplingBody, pydantic.Tag(f"{UNION_TAG}one")]
+    | Annotated[list[SamplingBody], Field(max_length=MAX_TEXTS, fail_fast=True), pydantic.Tag(f"{UNION_TAG}of each")],
+    pydantic.Discriminator(lambda given: UNION_TAG + ("of each" if isinstance(given, list) else "one")),
+]
 Files = Annotated[list[str], Field(max_length=MAX_FILES, fail_fast=True)]
 FilesOfPrompts = Annotated[
     str | Annotated[list[str | Files | None], Field(max_length=MAX_TEXTS, fail_fast=True)],
@@ -83,14 +93,24 @@ FilesOfPrompts = Annotated[
 class GenerateBody(Body):
     """Body of /generate: one prompt or several, as text or as token ids."""
 
-    text: str | TextList | None = None
-    input_ids: TokenIds | IdLists | None = None
-    sampling_params: (
-        SamplingBody | Annotated[list[SamplingBody], Field(max_length=MAX_TEXTS, fail_fast=True)] | None
+    text: Annotated[str | TextList, one_error(f"must be a text, or a list of 1 to {MAX_TEXTS} texts")] | None = None
+    input_ids: (
+        Annotated[
+            TokenIds | IdLists, one_error(f"must be a list of token ids, or a list of 1 to {MAX_TEXTS} such lists")
+        ]
+        | None
     ) = None
+    sampling_params: SamplingOfPrompts | None = None
     image_data: Annotated[FilesOfPrompts, Field(description="pictures, each with a placeholder")] | None = None
     video_data: Annotated[FilesOfPrompts, Field(description="videos, likewise")] | None = None
-    rid: Annotated[str | list[str], Field(description="names the request, for /abort_request")] | None = None
+    rid: (
+        Annotated[
+            str | list[str],
+            one_error("must be a text, or a list with one for each prompt"),
+            Field(description="names the request, for /abort_request"),
+        ]
+        | None
+    ) = None
     stream: Flag = None
     return_logprob: Flag = None
     logprob_start_len: (
