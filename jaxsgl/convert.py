@@ -29,8 +29,8 @@ MAX_SHARDS = 8  # of a parameter; a mesh of more devices reads parts of them
 def convert(model: str, output: Path, dtype: str, revision: str | None = None) -> int:
     """Converts `model`, a folder or a hub id, and returns the number of bytes of the parameters.
 
-    Raises `JaxsglError` for a model that can't be loaded, or converted already, and for an output that has files or can't
-    be made.
+    Raises `JaxsglError` for a model that can't be loaded, or converted already, and for an output that has files or
+    can't be made.
     """
     folder = resolve_model_folder(model, revision)
     if is_converted(folder):

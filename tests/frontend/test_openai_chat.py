@@ -125,6 +125,34 @@ def test_logprobs_have_the_form_of_openai(http: httpx.Client, tokenizer: Tokeniz
     assert bytes(in_parts) == "龘".encode()
 
 
+def test_token_ids_come_with_the_texts_if_asked_for(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    """In vLLM's places: trainers read them."""
+    prompt_ids = tokenizer.encode("<|start|>user\nhello<|end|>\n<|start|>assistant\n")
+    body = {"messages": say("hello"), "return_token_ids": True, "n": 2}
+    answer = post(http, PATH, **body)
+    assert answer["prompt_token_ids"] == prompt_ids
+    whole = [choice["token_ids"] for choice in answer["choices"]]
+    assert whole[0] == prompt_ids[: prompt_ids.index(EOS_ID) + 1]
+    streamed: list[list[int]] = [[], []]
+    for chunk in chunks(http, PATH, **body):
+        (choice,) = chunk["choices"]
+        is_first = choice["delta"].get("role") == "assistant"
+        assert chunk.get("prompt_token_ids") == (prompt_ids if is_first else None)
+        streamed[choice["index"]] += choice.get("token_ids", [])
+    assert streamed == whole
+    prompts = [[7, 8], [9]]
+    body = {"prompt": prompts, "return_token_ids": True, "max_tokens": 3}
+    choices = post(http, "/v1/completions", **body)["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == prompts
+    assert [choice["token_ids"] for choice in choices] == [[7, 8, 7], [9, 9, 9]]
+    streamed, given = [[], []], [[], []]
+    for chunk in chunks(http, "/v1/completions", **body):
+        (choice,) = chunk["choices"]
+        streamed[choice["index"]] += choice["token_ids"]
+        given[choice["index"]] += choice.get("prompt_token_ids", [])
+    assert (streamed, given) == ([[7, 8, 7], [9, 9, 9]], prompts)
+
+
 def test_max_completion_tokens_counts_before_max_tokens(http: httpx.Client) -> None:
     body = {"messages": say("hello"), "max_tokens": 9, "max_completion_tokens": 2}
     assert post(http, PATH, **body)["usage"]["completion_tokens"] == 2
@@ -224,6 +252,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, None, "the model takes text alone"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, None, "content[0] is of type audio"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, None, "content[0] is of type text without a"),
+        ({"prompt_logprobs": 1}, None, "prompt_logprobs is not taken (completions with echo"),
         ({"messages": [{"role": "tool", "content": "a"}]}, None, "unknown role tool"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},

@@ -76,11 +76,11 @@ async def answer_chat(front_end: FrontEnd, body: ChatRequest, adapter: str = "")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = new_head("chatcmpl", kind, adapter or front_end.config.model_name)
     request, form = await prepare_chat(front_end, body, head.id, adapter)
-    predicted = body.prediction is not None
+    predicted, ids = body.prediction is not None, bool(body.return_token_ids)
     if body.stream:
         usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], request.sampling.n, predicted)
-        return EventStream(_stream(front_end, request, head, usage, form))
-    return json_response(await _whole(front_end, request, head, form, predicted))
+        return EventStream(_stream(front_end, request, head, usage, form, ids))
+    return json_response(await _whole(front_end, request, head, form, predicted, ids))
 
 
 async def prepare_chat(
@@ -180,7 +180,9 @@ def _sampling(body: ChatRequest, defaults: Mapping[str, float]) -> SamplingParam
     return sampling_of(body, max_tokens, logprobs, defaults=defaults)
 
 
-async def _whole(front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm, predicted: bool) -> bytes:
+async def _whole(
+    front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm, predicted: bool, ids: bool
+) -> bytes:
     tokenizer = front_end.generator.model.tokenizer
     async with start_all(front_end.generator, [request], visible=form.visible) as generations:
         samples = await whole(generations)
@@ -198,14 +200,17 @@ async def _whole(front_end: FrontEnd, request: Request, head: AnswerHead, form: 
             scores, message = _scores(request, tokenizer, sample), writer.whole(sample.text)
             reason = finish_reason(end.reason.value, writer, form.use.legacy)
             states.add(index, sample)
-            choices.append(ChatChoice(index, message, scores, reason, end.matched_stop, states.hidden(index)))
-        return head.answer(choices, usage, samples[-1].weight_version, states.extension())
+            choice = ChatChoice(index, message, scores, reason, end.matched_stop, states.hidden(index))
+            choice.token_ids = sample.token_ids if ids else UNSET
+            choices.append(choice)
+        prompt_ids = request.prompt_ids if ids else UNSET
+        return head.answer(choices, usage, samples[-1].weight_version, states.extension(), prompt_ids)
 
     return await front_end.generator.off_loop(sum(sample.num_scores for sample in samples), write)
 
 
 async def _stream(
-    front_end: FrontEnd, request: Request, head: AnswerHead, usage: UsageCounter, form: AnswerForm
+    front_end: FrontEnd, request: Request, head: AnswerHead, usage: UsageCounter, form: AnswerForm, ids: bool
 ) -> AsyncGenerator[bytes, None]:
     tokenizer = front_end.generator.model.tokenizer
     started = [False] * request.sampling.n
@@ -225,9 +230,11 @@ async def _stream(
             role = b""
             if not started[index]:
                 started[index] = True
-                role = event(head.answer([ChatDelta(index, Delta("assistant", ""))], usage.in_chunk(index)))
+                first = [ChatDelta(index, Delta("assistant", ""))]
+                prompt_ids = request.prompt_ids if ids else UNSET
+                role = event(head.answer(first, usage.in_chunk(index), prompt_token_ids=prompt_ids))
             usage.add(index, piece)
-            write = partial(_delta, request, tokenizer, index, piece, writers[index], form.use.legacy)
+            write = partial(_delta, request, tokenizer, index, piece, writers[index], form.use.legacy, ids)
             delta = await front_end.generator.off_loop(piece.num_scores, write) if scored else write()
             if delta is not None:
                 version = None if piece.end is None else piece.weight_version
@@ -240,17 +247,18 @@ async def _stream(
 
 
 def _delta(
-    request: Request, tokenizer: Tokenizer, index: int, piece: Piece, writer: MessageWriter, legacy: bool
+    request: Request, tokenizer: Tokenizer, index: int, piece: Piece, writer: MessageWriter, legacy: bool, ids: bool
 ) -> ChatDelta | None:
     """Returns None for a piece that adds nothing, such as a part of a character or of a call that is held back."""
     scores = _scores(request, tokenizer, piece)
     delta = writer.delta(piece.text, final=piece.end is not None)
+    token_ids = piece.token_ids if ids else UNSET
     if piece.end is not None:
         reason = finish_reason(piece.end.reason.value, writer, legacy)
-        return ChatDelta(index, delta, scores, reason, piece.end.matched_stop)
-    if scores is not None and delta == _NOTHING:
+        return ChatDelta(index, delta, scores, reason, piece.end.matched_stop, token_ids)
+    if (ids or scores is not None) and delta == _NOTHING:
         delta.content = ""
-    return None if delta == _NOTHING else ChatDelta(index, delta, scores)
+    return None if delta == _NOTHING else ChatDelta(index, delta, scores, token_ids=token_ids)
 
 
 def _scores(request: Request, tokenizer: Tokenizer, piece: Piece) -> ChatLogprobs | None:

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 from typing import cast
 
+from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.responses import Response
 
@@ -60,7 +61,9 @@ async def answer_completions(front_end: FrontEnd, body: CompletionRequest, adapt
     answered = _answered(body, requests)
     n = answered[0].sampling.n
     usage = UsageCounter(body.stream_options, [len(request.prompt_ids) for request in requests], n)
-    choices = Choices(tokenizer, answered, texts, keep_output=body.max_tokens != 0, usage=usage)
+    choices = Choices(
+        tokenizer, answered, texts, keep_output=body.max_tokens != 0, usage=usage, ids=bool(body.return_token_ids)
+    )
     if body.stream:
         return EventStream(_stream(front_end, requests, choices, head, usage))
     return json_response(await _whole(front_end, requests, answered, choices, head, usage))
@@ -201,16 +204,19 @@ class Choices:
         echoed: Sequence[str] | None,
         keep_output: bool,
         usage: UsageCounter,
+        ids: bool = False,
     ) -> None:
         """Args: one request per prompt; `echoed` are their texts, if choices begin with them.
 
-        `usage` counts the tokens of the choices that are returned. Without `keep_output` they hold the prompt alone.
+        `usage` counts the tokens of the choices that are returned. Without `keep_output` they hold the prompt alone,
+        with `ids` token ids too.
         """
         sampling = requests[0].sampling
         self._usage = usage
         self._requests = requests
         self._echoed = echoed
         self._keep_output = keep_output
+        self._ids = ids
         self._n = sampling.n
         self._started = [False] * (len(requests) * self._n)
         self._writers = [LogprobsWriter(tokenizer) for _ in self._started] if sampling.logprobs is not None else None
@@ -265,9 +271,15 @@ class Choices:
             echoed = self._prompt(prompt, writer) if starts and self._echoed is not None else None
             scores = writer.output(piece.token_ids, piece.logprobs)
             scores = scores if echoed is None else joined(echoed, scores)
+        choice = TextChoice(number, text, scores)
+        if self._ids:
+            choice.token_ids = piece.token_ids
+            choice.prompt_token_ids = self._requests[prompt].prompt_ids if starts else UNSET
         if piece.end is not None:
-            return TextChoice(number, text, scores, piece.end.reason.value, piece.end.matched_stop)
-        return TextChoice(number, text, scores) if text or scores is not None else None
+            choice.finish_reason, choice.matched_stop = piece.end.reason.value, piece.end.matched_stop
+        elif not text and scores is None and not self._ids:
+            return None
+        return choice
 
     def _prompt(self, prompt: int, writer: LogprobsWriter) -> Logprobs:
         assert self._echoed is not None

@@ -160,6 +160,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     matched_stop: int | str | None
     hidden_states: list[float] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -170,10 +171,11 @@ class ChatDelta(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     matched_stop: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct):
-    """One sample of a completion, or the part of it that a chunk adds."""
+    """One sample of a completion, or the part of it that a chunk adds. The first chunk has the prompt's ids."""
 
     index: int
     text: str
@@ -181,13 +183,15 @@ class TextChoice(msgspec.Struct):
     finish_reason: str | None = None
     matched_stop: int | str | UnsetType | None = UNSET
     hidden_states: list[float] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class AnswerBody(msgspec.Struct):
     """A whole answer, or a chunk of a streamed one. If usage is asked for, chunks without it hold null.
 
     `metadata` is SGLang's: a whole answer, and the chunk that ends a choice, name the version of the weights. So is
-    `sglext`, which holds experts.
+    `sglext`, which holds experts. `prompt_token_ids` are those of a chat that asks for them.
     """
 
     id: str
@@ -198,6 +202,7 @@ class AnswerBody(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     metadata: dict[str, str] | UnsetType = UNSET
     sglext: dict[str, str] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
@@ -214,10 +219,12 @@ class AnswerHead(msgspec.Struct, frozen=True):
         usage: Usage | UnsetType | None = UNSET,
         weight_version: str | None = None,
         sglext: dict[str, str] | UnsetType = UNSET,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
     ) -> bytes:
         """Returns the JSON text of an answer or chunk, with the version of the weights that made it, if it is given."""
         metadata = UNSET if weight_version is None else {"weight_version": weight_version}
-        return encode(AnswerBody(self.id, self.object, self.created, self.model, choices, usage, metadata, sglext))
+        head = (self.id, self.object, self.created, self.model)
+        return encode(AnswerBody(*head, choices, usage, metadata, sglext, prompt_token_ids))
 
 
 def new_head(prefix: str, kind: str, model: str) -> AnswerHead:

@@ -62,8 +62,9 @@ Texts = Annotated[str | TextList, one_error(f"must be a text, or a list of 1 to 
 
 
 class StatesAsked(Body):
-    """A body that may ask for states."""
+    """A body that may ask for ids or states of tokens."""
 
+    return_token_ids: Annotated[bool, Field(description="vLLM's: answers hold token ids next to texts")] | None = None
     return_hidden_states: (
         Annotated[bool, Field(description="of the last token; of servers with --enable-return-hidden-states")] | None
     ) = None
