@@ -145,7 +145,7 @@ def test_token_ids_come_with_the_texts_if_asked_for(http: httpx.Client, tokenize
     choices = post(http, "/v1/completions", **body)["choices"]
     assert [choice["prompt_token_ids"] for choice in choices] == prompts
     assert [choice["token_ids"] for choice in choices] == [[7, 8, 7], [9, 9, 9]]
-    streamed, given = [[], []], [[], []]
+    streamed, given = [[], []], [list[int](), list[int]()]
     for chunk in chunks(http, "/v1/completions", **body):
         (choice,) = chunk["choices"]
         streamed[choice["index"]] += choice["token_ids"]
