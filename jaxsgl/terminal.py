@@ -158,7 +158,7 @@ def _wait_until_ready(channel: grpc.Channel, addr: str, wait_s: float) -> None:
                 raise
         if left_s <= 0:
             raise ClientError(
-                f"no server is ready at {addr}, by gRPC, after {wait_s:g} s ({state}): start one with `jaxsgl serve`, "
-                "give its --grpc-port in --addr as host:port, or wait longer with --wait-s"
+                f"no server is ready at {addr} after {wait_s:g} s ({state}): start one with `jaxsgl serve`, give its "
+                "--grpc-port in --addr, as host:port, or wait longer with --wait-s"
             )
         time.sleep(min(POLL_S, left_s))
