@@ -64,6 +64,8 @@ def _with_plain_experts(arch: ModelArch, folder: Path) -> ModelArch:
     if fmt is None or fmt.storage is None or arch.mixture is None or fmt.method == "gguf":
         return arch
     if is_converted(folder):
+        if fmt.of_experts(()) is None:  # they were dequantized, if they were quantized
+            return arch
         return _excepting(arch, lambda _, path: not has_param(folder, (*path[:-1], part_name(str(path[-1]), "scale"))))
     shape_of, scale = open_tensors(folder).shape, fmt.storage.scale
 

@@ -20,7 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
-from jaxsgl.weights import as_stored, load_params
+from jaxsgl.weights import as_stored, load_params, save_converted
 from pallas_kernels.packed import FLOAT8, MXFP4, PackedMatrix
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
@@ -90,6 +90,20 @@ def test_experts_that_are_not_quantized_need_no_exception(form: str, layout: str
     expected = parameters(excepted)
     for path, param in nnx.to_flat_state(load_params(folder, arch, jnp.dtype("float32"), mesh_of())):
         np.testing.assert_array_equal(np.asarray(param[...]), expected[path], err_msg=str(path))
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors int4", "compressed-tensors int8"])
+def test_a_converted_folder_tells_as_the_original_does(form: str, tmp_path: Path) -> None:
+    plain = make_checkpoint("qwen3_moe", tmp_path / "plain")
+    for excepted in ("", "experts"):
+        folder = quantize_folder(plain, tmp_path / f"original{excepted}", form, excepted=excepted)
+        arch = as_stored(ModelArch.from_folder(folder), folder)
+        converted = tmp_path / f"converted{excepted}"
+        save_converted(folder, converted, load_params(folder, arch, jnp.dtype("float32"), mesh_of()))
+        told = as_stored(ModelArch.from_folder(converted), converted)
+        assert told == arch or (excepted and "int4" in form)  # whose experts are dequantized in any case
+        restored, expected = parameters(converted), parameters(folder)
+        assert all(np.array_equal(restored[path], array) for path, array in expected.items())
 
 
 def test_quantized_experts_stay_quantized_whatever_their_layout(tmp_path: Path) -> None:
