@@ -19,7 +19,7 @@ from jaxsgl.models.layer_spec import LayerSpec, MoeMlp
 from jaxsgl.models.matrix import part_name
 from jaxsgl.weights.converted import has_param, is_converted
 from jaxsgl.weights.experts import recipe_of_experts
-from jaxsgl.weights.gguf_tensors import open_tensors
+from jaxsgl.weights.gguf_tensors import has_tensors, open_tensors
 from jaxsgl.weights.names import Path as ParamPath
 from jaxsgl.weights.names import Source, stored_name
 from jaxsgl.weights.tensor_files import TensorFiles
@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def as_stored(arch: ModelArch, folder: Path) -> ModelArch:
-    """`arch` as the tensors of `folder` show it. Raises `CheckpointError` for broken files."""
+    """`arch` as the tensors of `folder` show it, if there are any. Raises `CheckpointError` for broken files."""
+    if not is_converted(folder) and not has_tensors(folder):
+        return arch
     return _with_own_head(_with_plain_experts(arch, folder), folder)
 
 

@@ -225,6 +225,11 @@ def open_tensors(folder: Path) -> TensorFiles | GgufTensors:
     return GgufTensors(folder) if (folder / TABLE).is_file() else TensorFiles(folder)
 
 
+def has_tensors(folder: Path) -> bool:
+    """Whether the folder has files of tensors. Some have a configuration alone, of which memory is computed."""
+    return (folder / TABLE).is_file() or any(folder.glob("*.safetensors"))
+
+
 def _mapped(path: Path) -> MappedBytes:
     try:
         return MappedBytes(path)
