@@ -36,20 +36,22 @@ def of_threads() -> str:
     """Returns the stacks of all threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     with _no_collection():
-        frames = sys._current_frames()
-    parts = [
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in frames.items()
-    ]
+        found = {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
+    parts = []
+    for ident, inner_first in found.items():
+        summary = traceback.StackSummary.extract(reversed(inner_first))
+        parts.append(f"thread {names.get(ident, ident)}:\n{''.join(summary.format())}")
     return "".join(parts)
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keeps the garbage collector away from `sys._current_frames`, which holds a lock of the interpreter.
+    """Keeps the garbage collector away while stacks of other threads are walked.
 
-    A finalizer that lets another thread run, which wants that lock, would end in a deadlock (seen with CPython 3.11.7;
-    https://github.com/python/cpython/issues/106883).
+    `sys._current_frames` holds a lock of the interpreter: a finalizer that lets another thread run, which wants that
+    lock, would end in a deadlock (https://github.com/python/cpython/issues/106883). And a frame's `f_back` makes an
+    object of the frame before: if a collection at that moment lets its thread run on and return from it, the process
+    crashes. Both were seen with CPython 3.11.7.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -41,7 +41,9 @@ os._exit(0)  # the threads would run on while the interpreter is taken down
 
 
 def test_a_look_at_all_threads_ends_though_finalizers_wait() -> None:
-    """CPython's own look holds a lock that new threads want: the collector must not run others meanwhile."""
+    """CPython's own look holds a lock that new threads want, and each frame may end while an object is made of it: the
+    collector must not run others meanwhile.
+    """
     command = [sys.executable, "-c", LOOKS_WHILE_FINALIZERS_WAIT]
     looked = subprocess.run(command, text=True, capture_output=True, timeout=60, check=True)
     assert looked.stdout == "20 True\n"
