@@ -92,8 +92,9 @@ def joined(bucket: Bucket, batches: Sequence[StepInputs | None], num_rows: int, 
 
 def _placed(batch: StepInputs, bucket: Bucket, packed: IntArray) -> StepInputs:
     """`batch` as a rank's part of the step in `bucket`."""
-    b = batch
-    return StepInputs(bucket, packed, b.num_seqs, b.num_tokens, b.features, b.table_changes, b.masked)
+    return StepInputs(
+        bucket, packed, batch.num_seqs, batch.num_tokens, batch.features, batch.table_changes, batch.masked
+    )
 
 
 @cache

@@ -333,13 +333,13 @@ class Images(Resource):
 
     def check(self, requests: RequestTable) -> None:
         """Raises AssertionError if a row or a lock is lost, or a lock is that of a request that has ended."""
-        holders = [*self._locks, *([] if self.sliced is None else [self.sliced.req])]
-        gone = set(holders) - set(requests.all())
+        sliced = [] if self.sliced is None else [self.sliced]
+        gone = {*self._locks, *(each.req for each in sliced)} - set(requests.all())
         assert not gone, f"rows are locked for requests that have ended: {[req.name for req in gone]}"
         self.kept.host.check()
         images = [image for locks in self._locks.values() for image in locks.values()]
         assert all(image.encoded for image in images), "a request holds rows that no launched step has written"
-        self.pool.check([*images, *([] if self.sliced is None else [self.sliced.rows])])
+        self.pool.check([*images, *(each.rows for each in sliced)])
 
     def _use(self, item: MediaItem) -> None:
         """Lets others leave host memory before the image.

@@ -298,7 +298,10 @@ class ResponseStore:
         self._drop((cache_namespace(""), response_id))
 
     def referred(self, number: int, item: dict[str, Any]) -> dict[str, Any]:
-        """Returns an item of an input, or the kept one that it refers to. Raises `InvalidRequest` if there is none."""
+        """Returns `item`, the input's of that number; of an `item_reference` the item of a kept answer that it names.
+
+        Raises `InvalidRequest` if no kept answer has it.
+        """
         if item.get("type") != "item_reference":
             return item
         item_id = str(item.get("id"))
