@@ -134,7 +134,7 @@ def _fill_states(arrays: StepArrays[Any], s: int, work: Work) -> None:
 
 
 class BatchBuilder:
-    """Builds `StepInputs` from the page table, sampling rows and buckets; all are the scheduler's.
+    """Builds `StepInputs` from what it has as attributes; all of it is the scheduler's.
 
     So are `adapters`, and `borders` of states by row (`scheduler/resources/states.py`); None: there are none.
     """
@@ -148,12 +148,12 @@ class BatchBuilder:
         adapters: AdapterRows | None = None,
         borders: IntArray | None = None,
     ) -> None:
-        self._buckets = buckets
-        self._table = table
-        self._sampling = sampling
+        self.buckets = buckets
+        self.table = table
+        self.sampling = sampling
+        self.page_size = page_size
         self._adapters = adapters
         self._borders = borders
-        self._page_size = page_size
         self._dummy_row = len(table.pages)
 
     def decode(
@@ -165,17 +165,17 @@ class BatchBuilder:
         With `steps [S]`, uses the program of several steps: each row takes that many, and its pages must reach as far.
         """
         n = len(rows)
-        num_steps = 1 if steps is None else self._buckets.decode_steps
-        variant = self._sampling.variant(rows)
+        num_steps = 1 if steps is None else self.buckets.decode_steps
+        variant = self.sampling.variant(rows)
         columns = self._columns(rows)
-        bucket = self._buckets.decode(n, variant, num_steps=num_steps, columns=columns)
-        if self._buckets.states and num_steps == 1 and self._sampling.any_states(rows):
+        bucket = self.buckets.decode(n, variant, num_steps=num_steps, columns=columns)
+        if self.buckets.states and num_steps == 1 and self.sampling.any_states(rows):
             bucket = replace(bucket, states=True)
         packed, arrays = _padding(bucket, self._dummy_row)
         arrays.token_ids[:n] = ~rows if token_ids is None else token_ids
         arrays.positions[:n] = positions
         if arrays.rope_positions is not None:
-            arrays.rope_positions[:n] = positions + self._sampling.rope_deltas[rows]
+            arrays.rope_positions[:n] = positions + self.sampling.rope_deltas[rows]
         arrays.lengths[:n] = positions + 1
         arrays.query_offsets[:] = np.minimum(np.arange(bucket.num_seqs + 1), n)
         arrays.rows[:n] = arrays.sample_rows[:n] = rows
@@ -195,8 +195,8 @@ class BatchBuilder:
     def verify(self, works: Sequence[Work]) -> StepInputs:
         """Extends the sequences of `works` by their last known token and drafts, and chooses a token after each."""
         rows, counts = _rows_and_counts(works)
-        bucket = self._buckets.verify(sum(counts), self._sampling.variant(rows), columns=self._columns(rows))
-        if self._buckets.states and self._sampling.any_states(rows):
+        bucket = self.buckets.verify(sum(counts), self.sampling.variant(rows), columns=self._columns(rows))
+        if self.buckets.states and self.sampling.any_states(rows):
             bucket = replace(bucket, states=True)
         return self._filled(bucket, works, rows, counts, np.repeat(rows, counts))
 
@@ -205,17 +205,17 @@ class BatchBuilder:
         rows, counts = _rows_and_counts(works)
         num_tokens = sum(counts)
         sampling_rows = rows[[work.sample for work in works]]
-        variant = self._sampling.variant(sampling_rows)
+        variant = self.sampling.variant(sampling_rows)
         columns = self._columns(rows)
         if any(work.targets is not None for work in works):
-            bucket = self._buckets.score(num_tokens, variant, columns=columns)
-        elif not self._buckets.generates or any(work.pooling is not None for work in works):
-            bucket = self._buckets.pool(num_tokens, len(works), variant, columns=columns)
+            bucket = self.buckets.score(num_tokens, variant, columns=columns)
+        elif not self.buckets.generates or any(work.pooling is not None for work in works):
+            bucket = self.buckets.pool(num_tokens, len(works), variant, columns=columns)
         else:
-            bucket = self._buckets.extend(num_tokens, len(works), variant, columns=columns)
+            bucket = self.buckets.extend(num_tokens, len(works), variant, columns=columns)
         if any(work.pool_rows is not None for work in works):
             bucket = with_images(bucket)
-        if self._buckets.states and (any(work.states for work in works) or self._sampling.any_states(sampling_rows)):
+        if self.buckets.states and (any(work.states for work in works) or self.sampling.any_states(sampling_rows)):
             bucket = replace(bucket, states=True)
         return self._filled(bucket, works, rows, counts, rows)
 
@@ -233,7 +233,7 @@ class BatchBuilder:
             stop, end = work.start + count, offset + count
             arrays.token_ids[offset:end] = work.token_ids
             arrays.positions[offset:end] = np.arange(work.start, stop)
-            arrays.slots[offset:end] = slots_of(self._table.pages[work.row], work.start, stop, self._page_size)
+            arrays.slots[offset:end] = slots_of(self.table.pages[work.row], work.start, stop, self.page_size)
             arrays.lengths[s] = stop
             arrays.query_offsets[s] = offset
             arrays.sample_rows[s] = work.row if work.sample else self._dummy_row
@@ -256,7 +256,7 @@ class BatchBuilder:
         return 0 if self._adapters is None else self._adapters.columns_of(rows)
 
     def _slots_at(self, rows: IntArray, positions: IntArray) -> IntArray:
-        return slots_at(self._table.pages, rows, positions, self._page_size)
+        return slots_at(self.table.pages, rows, positions, self.page_size)
 
     def _finish(
         self,
@@ -270,7 +270,7 @@ class BatchBuilder:
     ) -> StepInputs:
         if bucket.sampled:
             choosers = rows if choosers is None else choosers
-            arrays.sampling[:, : len(choosers)] = self._sampling.bits(choosers)
+            arrays.sampling[:, : len(choosers)] = self.sampling.bits(choosers)
         if bucket.adapter_columns:
             assert self._adapters is not None and arrays.adapters is not None and arrays.column_owners is not None
             token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
@@ -282,14 +282,17 @@ class BatchBuilder:
             chosen_for = arrays.token_rows
         features = self._features(chosen_for, works) if bucket.featured else None
         packed.flags.writeable = False
-        changes = _table_changes(self._table.unsent(rows), self._dummy_row)
-        masked = bucket.sampled and self._sampling.any_masked(arrays.sample_rows)
-        return StepInputs(bucket, packed, len(rows), num_tokens, features, changes, masked)
+        masked = bucket.sampled and self.sampling.any_masked(arrays.sample_rows)
+        return StepInputs(bucket, packed, len(rows), num_tokens, features, self.table_changes(rows), masked)
+
+    def table_changes(self, rows: IntArray) -> tuple[IntArray, ...]:
+        """`StepInputs.table_changes` of a batch of `rows`."""
+        return _table_changes(self.table.unsent(rows), self._dummy_row)
 
     def _features(self, sample_rows: IntArray, works: Sequence[Work]) -> StepFeatures:
         """A sequence whose token is dropped has the dummy row already, and so edits and counts nothing."""
-        edit_rows = self._sampling.edit_rows(sample_rows)
+        edit_rows = self.sampling.edit_rows(sample_rows)
         row_setups = tuple(work.setup for work in works if work.setup is not None)
         for array in (edit_rows, *row_setups):
             array.flags.writeable = False
-        return StepFeatures(edit_rows, row_setups, self._sampling.any_logprobs(sample_rows))
+        return StepFeatures(edit_rows, row_setups, self.sampling.any_logprobs(sample_rows))

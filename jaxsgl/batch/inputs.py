@@ -212,6 +212,17 @@ def unpack(packed: ArrayT, bucket: Bucket) -> StepArrays[ArrayT]:
     )
 
 
+def unpack_ranks(packed: npt.NDArray[np.int32], bucket: Bucket) -> StepArrays[npt.NDArray[Any]]:
+    """The fields of all ranks in `packed [R, packed_len(bucket)]`, as views with a first axis of ranks."""
+    ranks = len(packed)
+    return StepArrays(
+        **{
+            name: packed[:, part] if shape is None else packed[:, part].reshape(ranks, *shape)
+            for name, part, shape in _parts(bucket)
+        }
+    )
+
+
 @dataclass(frozen=True)
 class StepFeatures:
     """What the engine needs for a featured batch besides `StepInputs.packed`.

@@ -61,44 +61,57 @@ def joined(bucket: Bucket, batches: Sequence[StepInputs | None], num_rows: int, 
       num_rows: of each rank.
       vocab_size: V.
     """
-    nothing = _nothing(bucket, num_rows, vocab_size)
     of_rank = replace(bucket, mlp_tokens=0)
-    packed = np.tile(nothing.packed, len(batches))
-    idle = StepInputs(bucket, nothing.packed, num_seqs=0, num_tokens=0)
-    parts = []
-    for batch, own in zip(batches, packed.reshape(len(batches), -1), strict=True):
+    packed = np.tile(nothing(bucket, num_rows, vocab_size).packed, (len(batches), 1))
+    for batch, own in zip(batches, packed, strict=True):
         if batch is not None and batch.bucket == of_rank:
             own[:] = batch.packed
         elif batch is not None:
             _widen(batch, bucket, own, num_rows)
-        own.flags.writeable = False
-        parts.append(_placed(batch or idle, bucket, own))
     packed.flags.writeable = False
+    parts = [as_part(batch, bucket, own) for batch, own in zip(batches, packed, strict=True)]
     features = None
     if bucket.featured:
         parts = _with_features(parts, num_rows)
         features = _together([part.features for part in parts if part.features], num_rows, vocab_size)
-    return StepInputs(
-        bucket,
-        packed,
-        num_seqs=sum(part.num_seqs for part in parts),
-        num_tokens=sum(part.num_tokens for part in parts),
-        features=features,
-        table_changes=_side_by_side([part.table_changes for part in parts], nothing.table_changes[0], axis=1),
-        masked=any(part.masked for part in parts),
-        of_ranks=tuple(parts),
-    )
+    return in_one(bucket, packed, parts, features, num_rows, vocab_size)
 
 
-def _placed(batch: StepInputs, bucket: Bucket, packed: IntArray) -> StepInputs:
-    """`batch` as a rank's part of the step in `bucket`."""
+def as_part(batch: StepInputs | None, bucket: Bucket, packed: IntArray) -> StepInputs:
+    """`batch` as a rank's part of the step in `bucket`; None: the rank computes nothing."""
+    if batch is None:
+        return StepInputs(bucket, packed, num_seqs=0, num_tokens=0)
     return StepInputs(
         bucket, packed, batch.num_seqs, batch.num_tokens, batch.features, batch.table_changes, batch.masked
     )
 
 
+def in_one(
+    bucket: Bucket,
+    packed: IntArray,
+    parts: Sequence[StepInputs],
+    features: StepFeatures | None,
+    num_rows: int,
+    vocab_size: int,
+) -> StepInputs:
+    """The step of all ranks, of their `parts` of `packed [R, packed_len(bucket)]`."""
+    changes = [part.table_changes for part in parts]
+    neutral = nothing(bucket, num_rows, vocab_size).table_changes[0]
+    return StepInputs(
+        bucket,
+        packed.reshape(-1),
+        num_seqs=sum([part.num_seqs for part in parts]),
+        num_tokens=sum([part.num_tokens for part in parts]),
+        features=features,
+        table_changes=_side_by_side(changes, neutral, axis=1) if any(changes) else (),
+        masked=any(part.masked for part in parts),
+        of_ranks=tuple(parts),
+    )
+
+
 @cache
-def _nothing(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
+def nothing(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
+    """A rank's part of a step in which it computes nothing."""
     return empty_step(bucket, num_rows, vocab_size)
 
 

@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.requests.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
@@ -123,7 +124,7 @@ def _needs_of(params: SamplingParams) -> int:
 
 
 @cache
-def _variant_of(needs: int) -> Variant:
+def variant_of(needs: int) -> Variant:
     """The programs for rows of which any has each of `needs`."""
     featured = bool(needs & (EDITS | LOGPROBS))
     sampled = featured or bool(needs & (DRAWS | MASKS))
@@ -145,6 +146,12 @@ class SamplingRows:
         self._needs = np.zeros(num_rows + 1, dtype=np.uint8)
         self._masks = False  # whether any row ever was: without masks, steps aren't searched for them
 
+    def move_to(self, bits: IntArray, needs: npt.NDArray[np.uint8]) -> None:
+        """Keeps its values in `bits [len(COLUMNS), rows + 1]` and `needs [rows + 1]` from now on: see `RankTables`."""
+        bits[:], needs[:] = self._bits, self._needs
+        self._bits, self._needs = bits, needs
+        self._arrays = SamplingArrays.unpack(bits, np.ndarray.view)
+
     def set(self, row: int, params: SamplingParams, seed: int, rope_delta: int = 0) -> None:
         """Writes the parameters of the request that took `row`; `seed` is a uint32."""
         self.rope_deltas[row] = rope_delta
@@ -159,7 +166,7 @@ class SamplingRows:
 
     def variant(self, rows: IntArray) -> Variant:
         """Which programs `rows` need."""
-        return _variant_of(self._needs_of_any(rows))
+        return variant_of(self._needs_of_any(rows))
 
     def any_masked(self, rows: IntArray) -> bool:
         """Whether masks say which tokens any of `rows` may get."""

@@ -167,6 +167,11 @@ class PageTable:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._unsent: dict[int, tuple[int, int]] = {}  # row -> first entry, end; mostly empty
 
+    def move_to(self, pages: IntArray) -> None:
+        """Keeps its entries in `pages [rows, P]` from now on, a part of an array that has those of other tables too."""
+        pages[:] = self.pages
+        self.pages = pages
+
     @property
     def num_free_rows(self) -> int:
         """Rows that can be taken now."""

@@ -81,13 +81,16 @@ class Applier:
       builder: makes the batches.
       sampling: sampling parameters by row, which the builder reads.
       stopwatch: measures steps.
+
+    Attributes:
+      builder: the one that makes the next batches.
     """
 
     def __init__(self, state: SchedulerState, builder: Builder, sampling: SamplingRows, stopwatch: Stopwatch) -> None:
         self._state = state
         self._cache = state.cache
         self._requests = state.requests
-        self._builder = builder
+        self.builder = builder
         self._sampling = sampling
         self._stopwatch = stopwatch
         self._resources = state.resources
@@ -391,10 +394,10 @@ class Applier:
                 raise RequestFailure(req) from error
         works += [self._decoding_work_of(req) for req, _ in plan.decodes]
         try:
-            return works, self._builder.extend(works)
+            return works, self.builder.extend(works)
         except Exception:
             reqs = [req for req, _ in (*plan.chunks, *plan.decodes)]
-            blame((req, partial(self._builder.extend, [work])) for req, work in zip(reqs, works, strict=True))
+            blame((req, partial(self.builder.extend, [work])) for req, work in zip(reqs, works, strict=True))
             raise
 
     def _decode(self, plan: StepPlan) -> StepInputs:
@@ -419,11 +422,11 @@ class Applier:
         if plan.num_steps > 1:
             steps_S = np.array([count for _, count in plan.decodes], dtype=np.int32)
         try:
-            inputs = self._builder.decode(rows_S, positions_S, steps_S, ids_S)
+            inputs = self.builder.decode(rows_S, positions_S, steps_S, ids_S)
         except Exception:
             self._undo_decodes(plan.decodes)
             blame(
-                (req, partial(self._builder.decode, rows_S[i : i + 1], positions_S[i : i + 1]))
+                (req, partial(self.builder.decode, rows_S[i : i + 1], positions_S[i : i + 1]))
                 for i, req in enumerate(reqs)
             )
             raise
@@ -451,9 +454,9 @@ class Applier:
         reqs = [req for req, _ in plan.decodes]
         works = [self._run_of(req, drafts) for req, drafts in zip(reqs, plan.drafts, strict=True)]
         try:
-            inputs = self._builder.verify(works)
+            inputs = self.builder.verify(works)
         except Exception:
-            blame((req, partial(self._builder.verify, [work])) for req, work in zip(reqs, works, strict=True))
+            blame((req, partial(self.builder.verify, [work])) for req, work in zip(reqs, works, strict=True))
             raise
         for resource in self._resources:
             inputs = resource.completed(inputs)

@@ -1,7 +1,7 @@
 """`RankedScheduler`: the ranks of an engine with data-parallel attention, whose steps are one.
 
     receive(messages)   each new request goes to one rank (`requests/placement.py`)
-    launch()            each rank plans and applies its own batch; batch/joint.py puts all into one bucket
+    launch()            each rank plans and applies its own batch; batch/joint_builder.py makes one step of all
     collect(tokens)     each rank gets what its batch yields
 
 A rank is a `Scheduler` with pages, rows, a prefix cache and a queue of its own, on devices of its own; experts and MLPs
@@ -22,9 +22,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from jaxsgl.batch.build import BatchBuilder
 from jaxsgl.batch.engine_api import PageEngine
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.batch.joint import common_bucket, joined
+from jaxsgl.batch.joint_builder import JointBuilder
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs, by_rank
 from jaxsgl.cache.manager import namespace_of
 from jaxsgl.cache.pages import full_pages
@@ -75,6 +76,10 @@ class RankedScheduler:
         self._capacity = state.capacity
         self._grammars = grammars
         self._stopwatch = Stopwatch(clock)
+        builders = [rank.builder for rank in self.ranks if isinstance(rank.builder, BatchBuilder)]
+        self._builder = JointBuilder(builders, state.capacity.vocab_size)
+        for rank, builder in zip(self.ranks, self._builder.of_ranks, strict=True):
+            rank.builder = builder
         self._in_flight: deque[StepInputs] = deque()
         self._steps = Totals()  # what belongs to no rank: steps, and what they are padded to
 
@@ -151,15 +156,13 @@ class RankedScheduler:
         """Decides the next step of all ranks and counts it as launched; None if no rank has anything to do."""
         self._even_out()
         batches = [rank.launch() for rank in self.ranks]
-        launched = [batch for batch in batches if batch is not None]
-        if not launched:
+        if all(batch is None for batch in batches):
             if self._grammars.num_waiting and self._has_nothing_to_do:
                 self._grammars.wait(GRAMMAR_WAIT_S)
             return None
-        bucket = common_bucket(self.buckets, launched)
-        inputs = joined(bucket, batches, self._capacity.num_rows, self._capacity.vocab_size)
+        inputs = self._builder.step(batches)
         self._in_flight.append(inputs)
-        self._stopwatch.launched(bucket)
+        self._stopwatch.launched(inputs.bucket)
         self._count(inputs)
         return inputs
 

@@ -40,7 +40,7 @@ from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import BucketTimes, Load, RankLoad, Refusal, Reply, Totals
 from jaxsgl.requests.placement import PlaceLoad
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.apply import Applier, MakeBuilder, Mark
+from jaxsgl.scheduler.apply import Applier, Builder, MakeBuilder, Mark
 from jaxsgl.scheduler.arrivals import Arrivals, QueueLimits
 from jaxsgl.scheduler.budget import NewTokenRatio, Timing, pages_held_for
 from jaxsgl.scheduler.engine_ops import EngineOps
@@ -231,6 +231,15 @@ class Scheduler:
     def buckets(self) -> BucketSet:
         """Shapes that the engine has compiled."""
         return self.state.buckets
+
+    @property
+    def builder(self) -> Builder:
+        """Builds its batches; ranks that share steps get another one."""
+        return self._applier.builder
+
+    @builder.setter
+    def builder(self, builder: Builder) -> None:
+        self._applier.builder = builder
 
     @property
     def cache(self) -> CacheManager:
