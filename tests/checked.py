@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxsgl.batch.inputs import StepInputs
@@ -90,7 +90,7 @@ class CheckedScheduler(Scheduler):
         state.failed_admission = None
         with_try = plan_step(state)
         state.failed_admission = failed
-        same = replace(with_try, failed_admission=plan.failed_admission, blocked=plan.blocked)
+        same = msgspec.structs.replace(with_try, failed_admission=plan.failed_admission, blocked=plan.blocked)
         assert same == plan, f"another try to admit gives another plan: {with_try}; {failed}"
 
 

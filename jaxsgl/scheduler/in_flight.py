@@ -10,9 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -29,8 +29,7 @@ NEWS_S = 1.0
 ReadDrafts: TypeAlias = Callable[[], npt.NDArray[np.int32]]  # `[S, k]`, see `StepHandle.drafts`
 
 
-@dataclass(frozen=True, slots=True)
-class InFlightStep:
+class InFlightStep(msgspec.Struct, frozen=True):
     """A step that is launched and not collected, and which requests get what it yields.
 
     A request that ended or was retracted since the launch gets nothing: its lease has another number then.
@@ -59,7 +58,7 @@ class InFlightStep:
     drafts: Sequence[tuple[int, ...]] = ()
     dropped: frozenset[Req] = frozenset()
     drafts_after: bool = False
-    bounds: dict[int, Bound] = field(default_factory=dict)
+    bounds: dict[int, Bound] = msgspec.field(default_factory=dict)
 
     @property
     def extend_tokens(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
+
+import msgspec
 
 from jaxsgl.scheduler.budget import FailedAdmission, PageCount
 from jaxsgl.scheduler.req import Req
@@ -37,8 +38,7 @@ class Action(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """What happens in the next step, in this order.
 
     Attributes:
