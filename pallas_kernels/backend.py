@@ -216,23 +216,24 @@ L2_EPS = 1e-6  # added to the sum of a head's squares, in q and k of the delta r
 
 
 class DeltaInputs(Protocol):
-    """The convolution before `delta_decode` on one backend."""
+    """What `delta_decode` takes, made of a layer's product: the convolution, a and b, on one backend."""
 
     def __call__(
         self,
-        mixed: jax.Array,
+        fused: jax.Array,
         taps: jax.Array,
+        rates: jax.Array,
         inputs: jax.Array,
         place: jax.Array,
         has_state: jax.Array,
         kept_to: jax.Array,
         sizes: tuple[int, int, int],
         interpret: bool,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """mixed `[S, K, C]`, taps `[K, C, n]` and inputs `[P, n - 1, K, C]` float32, `sizes` (h, r, v).
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """fused, taps and rates are those of `delta.DeltaTokens`, inputs `[P, n - 1, K, C]` float32, `sizes` (h, r, v).
 
-        Returns q and k `[S, K, h]`, normalized, v `[S, K, r, v]`, float32, and the inputs: those at place `[S]` (zeros
-        unless has_state `[S]`) after the token, also at kept_to `[S]` where that is not -1.
+        Returns q and k `[S, K, h]`, normalized, v `[S, K, r, v]`, a and b `[S, K, r]`, float32, and the inputs: those
+        at place `[S]` (zeros unless has_state `[S]`) after the token, also at kept_to `[S]` where that is not -1.
         """
         ...
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_kernels.backend import L2_EPS, DeltaDecode
+from pallas_kernels.backend import L2_EPS
 from pallas_kernels.dispatch import choose_kernel_or_xla
 
 BLOCK = 64  # tokens
@@ -46,26 +46,51 @@ class DeltaStates(NamedTuple):
     inputs: jax.Array
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("mixed", "taps", "log_decay", "beta"), meta_fields=("key_size",)
-)
+@partial(jax.tree_util.register_dataclass, data_fields=("fused", "taps", "rates"), meta_fields=("key_size",))
 @dataclass(frozen=True)
 class DeltaTokens:
-    """What a layer makes of its tokens.
+    """What a layer makes of its tokens, and how it reads that.
 
     Attributes:
-      mixed: `[T, K, C]` q, k and the v of r heads, before the convolution: C = 2 h + r v.
+      fused: `[T, K, C + r v + 2 r]` for each key head q, k and the v of r heads, before the convolution: C = 2 h + r v;
+        the gates of what is read; the logits of b, and those of a.
       taps: `[K, C, taps]` float32, that of the newest token last.
-      log_decay: `[T, K, r]` float32, log a.
-      beta: `[T, K, r]` float32, b.
+      rates: `[K, 2, r]` float32: log a = -exp(rates[0]) softplus(logit + rates[1]).
       key_size: h.
     """
 
-    mixed: jax.Array
+    fused: jax.Array
     taps: jax.Array
-    log_decay: jax.Array
-    beta: jax.Array
+    rates: jax.Array
     key_size: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """h, r and v."""
+        group = self.rates.shape[-1]
+        return self.key_size, group, (self.taps.shape[1] - 2 * self.key_size) // group
+
+    @property
+    def mixed(self) -> jax.Array:
+        """`[T, K, C]` what the convolution mixes."""
+        return self.fused[..., : self.taps.shape[1]]
+
+    @property
+    def gates(self) -> jax.Array:
+        """`[T, K, r v]` the gates of what is read."""
+        return self.fused[..., self.taps.shape[1] : -2 * self.rates.shape[-1]]
+
+    @property
+    def beta(self) -> jax.Array:
+        """`[T, K, r]` float32, b."""
+        group = self.rates.shape[-1]
+        return jax.nn.sigmoid(self.fused[..., -2 * group : -group].astype(jnp.float32))
+
+    @property
+    def log_decay(self) -> jax.Array:
+        """`[T, K, r]` float32, log a."""
+        logits = self.fused[..., -self.rates.shape[-1] :].astype(jnp.float32)
+        return -jnp.exp(self.rates[:, 0]) * jax.nn.softplus(logits + self.rates[:, 1])
 
 
 class Sequences(NamedTuple):
@@ -119,13 +144,11 @@ def delta_decode(
         q, k, v = _heads((window * taps).sum(axis=1), tokens)
         states = DeltaStates(states.matrices, states.inputs.at[place].set(window[:, 1:], mode="promise_in_bounds"))
         return _decoded(_Heads(q, k, v, tokens.log_decay, tokens.beta), states, place, has_state, kept_to)
-    group, key_size, value_size = states.matrices.shape[2:]
     to = jnp.full_like(place, -1) if kept_to is None else kept_to
-    q, k, v, inputs = convolve(
-        tokens.mixed, tokens.taps, states.inputs, place, has_state, to, (key_size, group, value_size), interpret
+    q, k, v, decay, beta, inputs = convolve(
+        tokens.fused, tokens.taps, tokens.rates, states.inputs, place, has_state, to, tokens.sizes, interpret
     )
-    heads = _Heads(q, k, v, tokens.log_decay, tokens.beta)
-    out, matrices = _decoded_by(kernel, heads, states.matrices, place, has_state, to, interpret)
+    out, matrices = kernel(q, k, v, decay, beta, states.matrices, place, has_state, to, interpret)
     return out, DeltaStates(matrices, inputs)
 
 
@@ -149,20 +172,6 @@ def _decoded(
     state = state + k * change[..., None, :]
     after = states._replace(matrices=states.matrices.at[place].set(state, mode="promise_in_bounds"))
     return (state * q).sum(axis=-2), after if kept_to is None else _copied(after, place, kept_to)
-
-
-def _decoded_by(
-    kernel: DeltaDecode,
-    heads: _Heads,
-    matrices: jax.Array,
-    place: jax.Array,
-    has_state: jax.Array,
-    kept_to: jax.Array,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """The same of matrices alone by a backend's kernel."""
-    q, k, v, log_decay, beta = heads
-    return kernel(q, k, v, jnp.exp(log_decay), beta, matrices, place, has_state, kept_to, interpret)
 
 
 def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates:
@@ -190,7 +199,7 @@ def delta_extend(
     kernel = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
     )
-    num_tokens, offsets = len(tokens.mixed), seqs.query_offsets
+    num_tokens, offsets = len(tokens.fused), seqs.query_offsets
     counts = offsets[1:] - offsets[:-1]
     seq_of = jnp.minimum(jnp.searchsorted(offsets[1:], jnp.arange(num_tokens), side="right"), len(counts) - 1)
     mixed = tokens.mixed.astype(jnp.float32)
@@ -212,7 +221,8 @@ def delta_extend(
         if kernel is None:
             read, states = _decoded(mine, states, seqs.place, has_state, kept_to)
         else:
-            read, matrices = _decoded_by(kernel, mine, states.matrices, seqs.place, has_state, kept_to, interpret)
+            each = mine.q, mine.k, mine.v, jnp.exp(mine.log_decay), mine.beta
+            read, matrices = kernel(*each, states.matrices, seqs.place, has_state, kept_to, interpret)
             states = states._replace(matrices=matrices)
         at = jnp.where(is_alone, offsets[:-1] + BLOCK, len(out))
         return states, out.at[at].set(read, mode="drop")
@@ -363,7 +373,7 @@ def _dot(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _heads(convolved: jax.Array, tokens: DeltaTokens) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q and k `[T, K, h]`, normalized, and v `[T, K, r, v]` of `convolved [T, K, C]`."""
-    h, group = tokens.key_size, tokens.beta.shape[-1]
+    h, group, _ = tokens.sizes
     q, k, v = jnp.split(jax.nn.silu(convolved), (h, 2 * h), axis=-1)
 
     def normalized(heads: jax.Array) -> jax.Array:

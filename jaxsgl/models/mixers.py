@@ -170,17 +170,12 @@ class GatedDeltaNet(Matrices):
 
         `place` is that of the layer in `ModelArch.delta_layers`.
         """
-        net, (taps, decay, norm) = self.net, self._vectors(vectors, rows, place)
+        taps, rates, norm = self._vectors(vectors, rows, place)
         fused = jnp.concatenate([product(x_TD, self.matrix(name, kernels)) for name in self.inputs_in], axis=-1)
-        mixed, gate, write, forget = jnp.split(
-            fused, (net.channels, fused.shape[-1] - 2 * net.group, fused.shape[-1] - net.group), axis=-1
-        )
-        write, forget = write.astype(jnp.float32), forget.astype(jnp.float32)
-        log_decay = -jnp.exp(decay[:, 0]) * jax.nn.softplus(forget + decay[:, 1])
-        tokens = DeltaTokens(mixed, taps, log_decay, jax.nn.sigmoid(write), net.key_size)
+        tokens = DeltaTokens(fused, taps, rates, self.net.key_size)
         out = rms_norm(recur(place, tokens), norm.astype(jnp.float32), self.eps)
-        out = out * jax.nn.silu(gate.astype(jnp.float32)).reshape(out.shape)
-        return last_product(out.reshape(len(out), -1).astype(mixed.dtype), self.matrix("output", kernels), None)
+        out = out * jax.nn.silu(tokens.gates.astype(jnp.float32)).reshape(out.shape)
+        return last_product(out.reshape(len(out), -1).astype(fused.dtype), self.matrix("output", kernels), None)
 
     def _vectors(self, vectors: LayerVectors, rows: LayerRows, place: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`[K', C, taps]`, `[K', 2, r]` and `[v]` of this layer."""

@@ -429,11 +429,11 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
         keys = jax.random.split(jax.random.key(12), 6)
         heads, num_seqs = (shape.key_heads, shape.group), len(STATE_POSITIONS)
         channels = 2 * shape.key_size + shape.group * shape.value_size
+        num_fused = channels + shape.group * (shape.value_size + 2)
         tokens = DeltaTokens(
-            normal(keys[0], 1.0, shape=(num_seqs, shape.key_heads, channels), dtype=jnp.dtype(shapes.dtype)),
+            normal(keys[0], 1.0, shape=(num_seqs, shape.key_heads, num_fused), dtype=jnp.dtype(shapes.dtype)),
             normal(keys[1], 1.0, shape=(shape.key_heads, channels, shape.taps), dtype=jnp.dtype(jnp.float32)),
-            -jax.random.uniform(keys[2], (num_seqs, *heads)),
-            jax.random.uniform(keys[3], (num_seqs, *heads)),
+            jax.random.uniform(keys[2], (shape.key_heads, 2, shape.group), minval=-2.0),
             shape.key_size,
         )
         states = DeltaStates(*(

@@ -1,7 +1,8 @@
 """`delta_decode` as two Pallas kernels for the Triton backend, which are called through `triton.BACKEND`.
 
-`delta_inputs` is the convolution: a program takes a key head of a sequence with its values, reads the inputs before the
-token, moves them on by one, and makes q, k and v. XLA has six kernels for that.
+`delta_inputs` makes what that takes of a layer's product, which it reads as it is: a program takes a key head of a
+sequence with its values, reads the inputs before the token, moves them on by one, and makes q, k, v, a and b. XLA has
+ten kernels for that.
 
 `delta_decode` is one pass over the states. The columns of a state don't depend on each other: a program takes a few of
 one value head of one sequence, reads them once, and writes them once, or twice where the state is kept besides. XLA
@@ -36,35 +37,38 @@ def refuse_delta_decode(matrices: jax.Array) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("sizes", "interpret"))
 def delta_inputs(
-    mixed: jax.Array,
+    fused: jax.Array,
     taps: jax.Array,
+    rates: jax.Array,
     inputs: jax.Array,
     place: jax.Array,
     has_state: jax.Array,
     kept_to: jax.Array,
     sizes: tuple[int, int, int],
     interpret: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """See `backend.DeltaInputs`."""
-    num_seqs, key_heads, _ = mixed.shape
+    num_seqs, key_heads, _ = fused.shape
     key_size, group, value_size = sizes
     key = jax.ShapeDtypeStruct((num_seqs, key_heads, key_size), jnp.float32)
     value = jax.ShapeDtypeStruct((num_seqs, key_heads, group, value_size), jnp.float32)
-    q, k, v, inputs = pl.pallas_call(
+    of_group = jax.ShapeDtypeStruct((num_seqs, key_heads, group), jnp.float32)
+    q, k, v, decay, beta, inputs = pl.pallas_call(
         _inputs_kernel,
-        out_shape=(key, key, value, jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)),
+        out_shape=(key, key, value, of_group, of_group, jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)),
         grid=(num_seqs, key_heads),
-        input_output_aliases={5: 3},
+        input_output_aliases={6: 5},
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS_OF_INPUTS),
         interpret=interpret,
         name="delta_inputs",
-    )(mixed, taps, place, has_state.astype(jnp.int32), kept_to, inputs)
-    return q, k, v, inputs
+    )(fused, taps, rates, place, has_state.astype(jnp.int32), kept_to, inputs)
+    return q, k, v, decay, beta, inputs
 
 
 def _inputs_kernel(
-    mixed_ref: Any,
+    fused_ref: Any,
     taps_ref: Any,
+    rates_ref: Any,
     place_ref: Any,
     has_state_ref: Any,
     kept_to_ref: Any,
@@ -72,6 +76,8 @@ def _inputs_kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
+    decay_ref: Any,
+    beta_ref: Any,
     inputs_out: Any,
 ) -> None:
     seq, head = pl.program_id(0), pl.program_id(1)
@@ -83,7 +89,7 @@ def _inputs_kernel(
         """Channels from `first` on after the convolution, whose inputs are moved on by one."""
         channel = first + jnp.arange(width, dtype=jnp.int32)
         before = [_vector(inputs, (place, i, head), channel, has_state) for i in range(num_kept)]
-        window = [*before, _vector(mixed_ref, (seq, head), channel).astype(jnp.float32)]
+        window = [*before, _vector(fused_ref, (seq, head), channel).astype(jnp.float32)]
         at = jnp.broadcast_to(head, channel.shape)
         taps = [plgpu.load(taps_ref.at[(at, channel, jnp.full_like(channel, i))]) for i in range(num_kept + 1)]
         for i, moved in enumerate(window[1:]):
@@ -100,6 +106,16 @@ def _inputs_kernel(
         for first, width in zip(itertools.accumulate(widths, initial=0), widths, strict=False):
             value = convolved(2 * key_size + i * value_size + first, width)
             _store(v_ref, (seq, head, i), first + jnp.arange(width, dtype=jnp.int32), value)
+        write = fused_ref[seq, head, fused_ref.shape[-1] - 2 * group + i].astype(jnp.float32)
+        forget = fused_ref[seq, head, fused_ref.shape[-1] - group + i].astype(jnp.float32)
+        beta_ref[seq, head, i] = 1 / (1 + jnp.exp(-write))
+        decay_ref[seq, head, i] = _decay(forget + rates_ref[head, 1, i], rates_ref[head, 0, i])
+
+
+def _decay(logit: jax.Array, log_rate: jax.Array) -> jax.Array:
+    """exp(-exp(`log_rate`) softplus(`logit`))."""
+    softplus = jnp.maximum(logit, 0) + jnp.log1p(jnp.exp(-jnp.abs(logit)))
+    return jnp.exp(-jnp.exp(log_rate) * softplus)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")

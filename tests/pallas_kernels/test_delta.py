@@ -32,21 +32,16 @@ _recur = jax.jit(functools.partial(plain_recur, 0))
 def drawn(num_tokens: int, seed: int) -> DeltaTokens:
     rng = np.random.default_rng(seed)
     taps = np.random.default_rng(99).standard_normal((HEADS, CHANNELS, TAPS))
-    mixed = rng.standard_normal((num_tokens, HEADS, CHANNELS))
-    decay, beta = rng.uniform(0, 1, (2, num_tokens, HEADS, GROUP))
-    a, b, c, d = (jnp.asarray(x, jnp.float32) for x in (mixed, taps, -decay, beta))
-    return DeltaTokens(a, b, c, d, KEY)
+    rates = np.random.default_rng(98).uniform(-2, 0, (HEADS, 2, GROUP))
+    fused = rng.standard_normal((num_tokens, HEADS, CHANNELS + GROUP * (VALUE + 2)))
+    return DeltaTokens(*(jnp.asarray(x, jnp.float32) for x in (fused, taps, rates)), KEY)
 
 
 def recur(seq: DeltaTokens) -> np.ndarray:
     """The sequence's recurrence, token by token; padded to one length, so that one program serves all."""
-    length = len(seq.mixed)
-
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.asarray(np.pad(np.asarray(x), ((0, NUM_TOKENS - length), *[(0, 0)] * (x.ndim - 1))))
-
-    whole = DeltaTokens(padded(seq.mixed), seq.taps, padded(seq.log_decay), padded(seq.beta), KEY)
-    return np.asarray(_recur(whole))[:length]
+    length = len(seq.fused)
+    padded = np.pad(np.asarray(seq.fused), ((0, NUM_TOKENS - length), (0, 0), (0, 0)))
+    return np.asarray(_recur(replace(seq, fused=jnp.asarray(padded))))[:length]
 
 
 def stale() -> DeltaStates:
@@ -64,19 +59,14 @@ def step_of(
 
     `kept` are (tokens, place) of states of the first chunk that are kept besides.
     """
-
-    def cut(name: str) -> jax.Array:
-        parts = [np.asarray(getattr(seqs[s], name))[first : first + count] for s, first, count in chunks]
-        taken = sum(map(len, parts))
-        padding = np.full((NUM_TOKENS - taken, *parts[0].shape[1:]), 3.0, np.float32)
-        return jnp.asarray(np.concatenate([*parts, padding]))
-
+    parts = [np.asarray(seqs[s].fused)[first : first + count] for s, first, count in chunks]
+    rest = np.full((NUM_TOKENS - sum(map(len, parts)), *parts[0].shape[1:]), 3.0, np.float32)
     offsets = np.cumsum([0, *(count for *_, count in chunks)])
     padding = NUM_SEQS - len(chunks)
     places = np.array([*(s for s, *_ in chunks), *[DUMMY] * padding], np.int32)
     starts = np.array([*(first for _, first, _ in chunks), *[0] * padding], np.int32)
     ends = np.concatenate([offsets, np.full(padding, offsets[-1])]).astype(np.int32)
-    tokens = DeltaTokens(cut("mixed"), seqs[0].taps, cut("log_decay"), cut("beta"), KEY)
+    tokens = replace(seqs[0], fused=jnp.asarray(np.concatenate([*parts, rest])))
     at, to = np.zeros((2, NUM_SEQS), np.int32), np.full((2, NUM_SEQS), DUMMY, np.int32)
     at[:, 0], to[:, 0] = zip(*kept, strict=True)
     of_step = Sequences(*map(jnp.asarray, (ends, starts, places, places, at, to)))
@@ -107,8 +97,7 @@ def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0() 
     dummies = [np.asarray(each[DUMMY]) for each in states]
     first = np.array([37, 0])
     for i in range(3):
-        parts = [jnp.stack([getattr(seq, name)[n + i] for seq, n in zip(seqs, first, strict=True)]) for name in FIELDS]
-        one = DeltaTokens(parts[0], tokens.taps, parts[1], parts[2], KEY)
+        one = replace(tokens, fused=jnp.stack([seq.fused[n + i] for seq, n in zip(seqs, first, strict=True)]))
         places = jnp.array([0, 1])
         kept_to = jnp.array([-1, 4 if i == 1 else -1])
         out, states = decode(one, states, jnp.asarray(first + i), places, kept_to)
@@ -129,9 +118,6 @@ def test_a_kernel_of_the_gpus_decodes_and_keeps_states_as_xla_does(size: tuple[i
         np.testing.assert_allclose(found, right, atol=ATOL)
     with pytest.raises(ValueError, match="states are 6 x 5; it takes a power of two from 16, by a multiple of 16"):
         delta_decode(drawn(1, 0), stale(), jnp.zeros(1, int), jnp.zeros(1, int), backend="triton", interpret=True)
-
-
-FIELDS = ("mixed", "log_decay", "beta")
 
 
 def test_a_state_has_the_same_bits_whatever_the_chunks_between_blocks_and_whatever_runs_beside_it() -> None:
@@ -198,7 +184,7 @@ def test_a_kernel_decodes_sequences_of_one_token_next_to_chunks() -> None:
         return jnp.asarray(rng.standard_normal(dims), jnp.float32)
 
     channels = 2 * shape.key_size + 3 * shape.value_size
-    tokens = DeltaTokens(some(9, 2, channels), some(2, channels, TAPS), -abs(some(9, 2, 3)), abs(some(9, 2, 3)), 16)
+    tokens = DeltaTokens(some(9, 2, channels + 3 * 18), some(2, channels, TAPS), some(2, 2, 3), 16)
     states = DeltaStates(some(PLACES, 2, 3, 16, 16), some(PLACES, TAPS - 1, 2, channels))
     rows = (np.array([0, 1, 7, 8, 8]), [63, 40, 5, 0], [0, 1, 2, DUMMY])
     offsets, starts, places = (jnp.asarray(each, jnp.int32) for each in rows)
