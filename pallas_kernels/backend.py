@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import jax
 from jax.typing import DTypeLike
 
+from pallas_kernels.delta_tokens import DeltaTokens
 from pallas_kernels.experts import Groups
 from pallas_kernels.norm import Update
 from pallas_kernels.options import AttentionOptions
@@ -202,12 +203,13 @@ class DeltaDecode(Protocol):
         place: jax.Array,
         has_state: jax.Array,
         kept_to: jax.Array,
+        tokens: DeltaTokens | None,
         interpret: bool,
     ) -> tuple[jax.Array, jax.Array]:
         """q and k `[S, K, h]`, v `[S, K, r, v]`, decay and beta `[S, K, r]`, states `[P, K, r, h, v]`, all float32.
 
-        Returns what is read, as v, and the states: those at place `[S]` (zeros unless has_state `[S]`) after the token,
-        also at kept_to `[S]` where that is not -1.
+        Returns what is read, as v, or what `tokens.gated` makes of it; and the states: those at place `[S]` (zeros
+        unless has_state `[S]`) after the token, also at kept_to `[S]` where that is not -1.
         """
         ...
 
@@ -220,17 +222,14 @@ class DeltaInputs(Protocol):
 
     def __call__(
         self,
-        fused: jax.Array,
-        taps: jax.Array,
-        rates: jax.Array,
+        tokens: DeltaTokens,
         inputs: jax.Array,
         place: jax.Array,
         has_state: jax.Array,
         kept_to: jax.Array,
-        sizes: tuple[int, int, int],
         interpret: bool,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """fused, taps and rates are those of `delta.DeltaTokens`, inputs `[P, n - 1, K, C]` float32, `sizes` (h, r, v).
+        """tokens, one of each of S sequences, and inputs `[P, n - 1, K, C]` float32.
 
         Returns q and k `[S, K, h]`, normalized, v `[S, K, r, v]`, a and b `[S, K, r]`, float32, and the inputs: those
         at place `[S]` (zeros unless has_state `[S]`) after the token, also at kept_to `[S]` where that is not -1.

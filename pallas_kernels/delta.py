@@ -3,7 +3,7 @@ backend has of a decode.
 
 A state is a matrix `[h, v]` for each value head, and the last inputs of the convolution. For each token
 
-    S = a S;  S = S + k outer (b (v - S^T k));  out = S^T q
+    S = a S;  S = S + k outer (b (v - S^T k));  out = rms_norm(S^T q) w silu(z)
 
 `delta_decode` does that for one token of each sequence. `delta_extend` takes blocks of 64 tokens, in which a unit
 triangular system gives the corrected values of all tokens at once, and moves the state by one product a block. Blocks
@@ -20,7 +20,6 @@ Source: Yang et al., arXiv 2412.06464 (the chunked form).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +27,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_kernels.backend import L2_EPS
+from pallas_kernels.delta_tokens import DeltaTokens
 from pallas_kernels.dispatch import choose_kernel_or_xla
 
 BLOCK = 64  # tokens
@@ -44,53 +44,6 @@ class DeltaStates(NamedTuple):
 
     matrices: jax.Array
     inputs: jax.Array
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=("fused", "taps", "rates"), meta_fields=("key_size",))
-@dataclass(frozen=True)
-class DeltaTokens:
-    """What a layer makes of its tokens, and how it reads that.
-
-    Attributes:
-      fused: `[T, K, C + r v + 2 r]` for each key head q, k and the v of r heads, before the convolution: C = 2 h + r v;
-        the gates of what is read; the logits of b, and those of a.
-      taps: `[K, C, taps]` float32, that of the newest token last.
-      rates: `[K, 2, r]` float32: log a = -exp(rates[0]) softplus(logit + rates[1]).
-      key_size: h.
-    """
-
-    fused: jax.Array
-    taps: jax.Array
-    rates: jax.Array
-    key_size: int
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """h, r and v."""
-        group = self.rates.shape[-1]
-        return self.key_size, group, (self.taps.shape[1] - 2 * self.key_size) // group
-
-    @property
-    def mixed(self) -> jax.Array:
-        """`[T, K, C]` what the convolution mixes."""
-        return self.fused[..., : self.taps.shape[1]]
-
-    @property
-    def gates(self) -> jax.Array:
-        """`[T, K, r v]` the gates of what is read."""
-        return self.fused[..., self.taps.shape[1] : -2 * self.rates.shape[-1]]
-
-    @property
-    def beta(self) -> jax.Array:
-        """`[T, K, r]` float32, b."""
-        group = self.rates.shape[-1]
-        return jax.nn.sigmoid(self.fused[..., -2 * group : -group].astype(jnp.float32))
-
-    @property
-    def log_decay(self) -> jax.Array:
-        """`[T, K, r]` float32, log a."""
-        logits = self.fused[..., -self.rates.shape[-1] :].astype(jnp.float32)
-        return -jnp.exp(self.rates[:, 0]) * jax.nn.softplus(logits + self.rates[:, 1])
 
 
 class Sequences(NamedTuple):
@@ -124,7 +77,7 @@ def delta_decode(
     backend: str = "auto",
     interpret: bool = False,
 ) -> tuple[jax.Array, DeltaStates]:
-    """What each of S sequences reads from its state after one token more, `[S, K, r, v]` float32, and the states.
+    """What each of S sequences reads from its state after one token more, `[S, K, r, v]`, and the states.
 
     `positions [S]` are the tokens'; states are at `place [S]`, and go to `kept_to [S]` besides where that is not -1.
     `backend` has the op, or is "auto" or "xla"; `interpret` runs a Pallas one in its interpreter. Raises `ValueError`
@@ -143,12 +96,11 @@ def delta_decode(
         taps = jnp.moveaxis(tokens.taps, -1, 0)
         q, k, v = _heads((window * taps).sum(axis=1), tokens)
         states = DeltaStates(states.matrices, states.inputs.at[place].set(window[:, 1:], mode="promise_in_bounds"))
-        return _decoded(_Heads(q, k, v, tokens.log_decay, tokens.beta), states, place, has_state, kept_to)
+        read, states = _decoded(_Heads(q, k, v, tokens.log_decay, tokens.beta), states, place, has_state, kept_to)
+        return tokens.gated(read), states
     to = jnp.full_like(place, -1) if kept_to is None else kept_to
-    q, k, v, decay, beta, inputs = convolve(
-        tokens.fused, tokens.taps, tokens.rates, states.inputs, place, has_state, to, tokens.sizes, interpret
-    )
-    out, matrices = kernel(q, k, v, decay, beta, states.matrices, place, has_state, to, interpret)
+    q, k, v, decay, beta, inputs = convolve(tokens, states.inputs, place, has_state, to, interpret)
+    out, matrices = kernel(q, k, v, decay, beta, states.matrices, place, has_state, to, tokens, interpret)
     return out, DeltaStates(matrices, inputs)
 
 
@@ -192,7 +144,7 @@ def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates
 def delta_extend(
     tokens: DeltaTokens, states: DeltaStates, seqs: Sequences, *, backend: str = "auto", interpret: bool = False
 ) -> tuple[jax.Array, DeltaStates]:
-    """What each token reads from its sequence's state, `[T, K, r, v]` float32 (any for padding), and the states.
+    """What each token reads from its sequence's state, `[T, K, r, v]` (any for padding), and the states.
 
     `backend` and `interpret` are those of `delta_decode`, for sequences of one token.
     """
@@ -222,7 +174,7 @@ def delta_extend(
             read, states = _decoded(mine, states, seqs.place, has_state, kept_to)
         else:
             each = mine.q, mine.k, mine.v, jnp.exp(mine.log_decay), mine.beta
-            read, matrices = kernel(*each, states.matrices, seqs.place, has_state, kept_to, interpret)
+            read, matrices = kernel(*each, states.matrices, seqs.place, has_state, kept_to, None, interpret)
             states = states._replace(matrices=matrices)
         at = jnp.where(is_alone, offsets[:-1] + BLOCK, len(out))
         return states, out.at[at].set(read, mode="drop")
@@ -250,7 +202,7 @@ def delta_extend(
     carry = DeltaStates(states.matrices, inputs), out
     states, out = jax.lax.fori_loop(0, is_alone.any().astype(jnp.int32), decode, carry)
     matrices, out = jax.lax.fori_loop(0, blocks.count, one, (states.matrices, out))
-    return out[BLOCK:-BLOCK], states._replace(matrices=matrices)
+    return tokens.gated(out[BLOCK:-BLOCK]), states._replace(matrices=matrices)
 
 
 def _of_tokens_alone(heads: _Heads, seqs: Sequences, is_alone: jax.Array) -> _Heads:

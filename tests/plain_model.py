@@ -15,7 +15,7 @@ from jaxsgl.models.layers import Queries
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
 from pallas_kernels import AttentionOptions
-from pallas_kernels.delta import DeltaTokens
+from pallas_kernels.delta_tokens import DeltaTokens
 
 
 def causal_attend(arch: ModelArch) -> Attend:
@@ -76,8 +76,11 @@ def plain_recur(place: int, tokens: DeltaTokens) -> jax.Array:
         return state, jnp.einsum("kh,krhv->krv", q, state) / h**0.5
 
     zeros = jnp.zeros((*v.shape[1:3], h, v.shape[-1]))
-    out: jax.Array = jax.lax.scan(one, zeros, (q, k, v, tokens.log_decay, tokens.beta))[1]
-    return out
+    read = jax.lax.scan(one, zeros, (q, k, v, tokens.log_decay, tokens.beta))[1]
+    vectors = tokens.vectors
+    z = tokens.fused[..., tokens.mixed.shape[-1] : -2 * group].astype(jnp.float32).reshape(read.shape)
+    normed = read / jnp.sqrt((read**2).mean(axis=-1, keepdims=True) + vectors.eps) * vectors.scales[vectors.row]
+    return (normed * jax.nn.silu(z)).astype(tokens.fused.dtype)
 
 
 def mesh_of(num_devices: int = 1) -> Mesh:

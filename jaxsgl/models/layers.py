@@ -26,7 +26,7 @@ from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv, KernelChoice
 from pallas_kernels.choice import AUTO_CHOICE
-from pallas_kernels.delta import DeltaTokens
+from pallas_kernels.delta_tokens import DeltaTokens
 from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.norm import rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.sums import mean_squares
@@ -140,7 +140,7 @@ class Recur(Protocol):
     """Moves the states of this step's sequences over its tokens; the caller of the model provides it, as `Attend`."""
 
     def __call__(self, place: int, tokens: DeltaTokens, /) -> jax.Array:
-        """What each token reads from its sequence's state, `[T, K', r, v]` float32.
+        """What each token reads from its sequence's state, normalized and gated: `[T, K', r, v]`.
 
         `place` is that of the layer among those that have states.
         """

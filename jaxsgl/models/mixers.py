@@ -28,7 +28,7 @@ from jaxsgl.models.matrix import Matrices, Rows, Weights
 from jaxsgl.models.precision import product
 from pallas_kernels import KernelChoice
 from pallas_kernels.choice import AUTO_CHOICE
-from pallas_kernels.delta import DeltaTokens
+from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
 from pallas_kernels.norm import Update, rms_norm, scale_of
 from pallas_kernels.qkv import rotate
 
@@ -142,7 +142,7 @@ class GatedDeltaNet(Matrices):
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
         net = spec.mixer
         assert isinstance(net, DeltaNet)
-        self.net, self.eps = net, arch.rms_norm_eps
+        self.key_size, self.eps = net.key_size, arch.rms_norm_eps
         d, values = arch.hidden_size, net.value_heads * net.value_size
         large, small = net.channels + net.group * net.value_size, 2 * net.group  # rows of a key head: q, k, v, z; b, a
         fmt = arch.format_of(spec, "delta_inputs")
@@ -170,18 +170,13 @@ class GatedDeltaNet(Matrices):
 
         `place` is that of the layer in `ModelArch.delta_layers`.
         """
-        taps, rates, norm = self._vectors(vectors, rows, place)
         fused = jnp.concatenate([product(x_TD, self.matrix(name, kernels)) for name in self.inputs_in], axis=-1)
-        tokens = DeltaTokens(fused, taps, rates, self.net.key_size)
-        out = rms_norm(recur(place, tokens), norm.astype(jnp.float32), self.eps)
-        out = out * jax.nn.silu(tokens.gates.astype(jnp.float32)).reshape(out.shape)
-        return last_product(out.reshape(len(out), -1).astype(fused.dtype), self.matrix("output", kernels), None)
-
-    def _vectors(self, vectors: LayerVectors, rows: LayerRows, place: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`[K', C, taps]`, `[K', 2, r]` and `[v]` of this layer."""
-        stacks = [rows.stack(stack, place) for stack in (vectors.delta_taps, vectors.delta_decay, vectors.delta_norm)]
-        taps, decay, norm = (stack[rows.row(place)] for stack in stacks if stack is not None)
-        return taps, decay, norm
+        stacks = vectors.delta_taps, vectors.delta_decay, vectors.delta_norm
+        taps, rates, scales = (rows.stack(stack, place) for stack in stacks)
+        assert taps is not None and rates is not None and scales is not None
+        of_layer = DeltaVectors(taps, rates, scales, rows.row(place), self.eps)
+        out = recur(place, DeltaTokens(fused, of_layer, self.key_size))
+        return last_product(out.reshape(len(out), -1), self.matrix("output", kernels), None)
 
 
 class SharedKeysAttention(Matrices):

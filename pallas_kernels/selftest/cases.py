@@ -33,7 +33,8 @@ from pallas_kernels.api import (
     store_kv,
 )
 from pallas_kernels.choice import AUTO, XLA, KernelChoice
-from pallas_kernels.delta import DeltaStates, DeltaTokens, delta_decode
+from pallas_kernels.delta import DeltaStates, delta_decode
+from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
 from pallas_kernels.experts import Groups, sort_by_expert
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv, numbers_dtype, to_numbers
@@ -432,8 +433,13 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
         num_fused = channels + shape.group * (shape.value_size + 2)
         tokens = DeltaTokens(
             normal(keys[0], 1.0, shape=(num_seqs, shape.key_heads, num_fused), dtype=jnp.dtype(shapes.dtype)),
-            normal(keys[1], 1.0, shape=(shape.key_heads, channels, shape.taps), dtype=jnp.dtype(jnp.float32)),
-            jax.random.uniform(keys[2], (shape.key_heads, 2, shape.group), minval=-2.0),
+            DeltaVectors(
+                normal(keys[1], 1.0, shape=(2, shape.key_heads, channels, shape.taps), dtype=jnp.dtype(jnp.float32)),
+                jax.random.uniform(keys[2], (2, shape.key_heads, 2, shape.group), minval=-2.0),
+                normal(keys[3], 1.0, shape=(2, shape.value_size), dtype=jnp.dtype(jnp.float32)),
+                row=1,
+                eps=1e-6,
+            ),
             shape.key_size,
         )
         states = DeltaStates(*(
