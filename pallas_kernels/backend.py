@@ -190,7 +190,7 @@ class OrderedProduct(Protocol):
 
 
 class DeltaDecode(Protocol):
-    """`delta_decode` on one backend."""
+    """The delta rule for one token of each sequence, on one backend."""
 
     def __call__(
         self,
@@ -203,38 +203,38 @@ class DeltaDecode(Protocol):
         place: jax.Array,
         has_state: jax.Array,
         kept_to: jax.Array,
-        tokens: DeltaTokens | None,
         interpret: bool,
     ) -> tuple[jax.Array, jax.Array]:
         """q and k `[S, K, h]`, v `[S, K, r, v]`, decay and beta `[S, K, r]`, states `[P, K, r, h, v]`, all float32.
 
-        Returns what is read, as v, or what `tokens.gated` makes of it; and the states: those at place `[S]` (zeros
-        unless has_state `[S]`) after the token, also at kept_to `[S]` where that is not -1.
+        Returns what is read, as v, and the states: those at place `[S]` (zeros unless has_state `[S]`) after the token,
+        also at kept_to `[S]` where that is not -1.
+        """
+        ...
+
+
+class DeltaStep(Protocol):
+    """`delta_decode` on one backend: from a layer's product to what goes into the next one."""
+
+    def __call__(
+        self,
+        tokens: DeltaTokens,
+        matrices: jax.Array,
+        inputs: jax.Array,
+        positions: jax.Array,
+        place: jax.Array,
+        kept_to: jax.Array,
+        interpret: bool,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """tokens at `positions [S]`, one of each sequence; states as in `delta.DeltaStates`.
+
+        Returns `[S, K, r, v]` of what is read, normalized and gated, and the states: those at place `[S]` after the
+        token, also at kept_to `[S]` where that is not -1.
         """
         ...
 
 
 L2_EPS = 1e-6  # added to the sum of a head's squares, in q and k of the delta rule
-
-
-class DeltaInputs(Protocol):
-    """What `delta_decode` takes, made of a layer's product: the convolution, a and b, on one backend."""
-
-    def __call__(
-        self,
-        tokens: DeltaTokens,
-        inputs: jax.Array,
-        place: jax.Array,
-        has_state: jax.Array,
-        kept_to: jax.Array,
-        interpret: bool,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """tokens, one of each of S sequences, and inputs `[P, n - 1, K, C]` float32.
-
-        Returns q and k `[S, K, h]`, normalized, v `[S, K, r, v]`, a and b `[S, K, r]`, float32, and the inputs: those
-        at place `[S]` (zeros unless has_state `[S]`) after the token, also at kept_to `[S]` where that is not -1.
-        """
-        ...
 
 
 def refuse_nothing(*_arguments: object) -> str | None:
@@ -293,7 +293,7 @@ class Backend:
     grouped_packed_product: Kernel[GroupedPackedProduct] | None = None
     """None where weights are not kept packed."""
     delta_decode: Kernel[DeltaDecode] | None = None
-    delta_inputs: Kernel[DeltaInputs] | None = None
+    delta_step: Kernel[DeltaStep] | None = None
     """None, both, where XLA gathers states and scatters them."""
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""

@@ -39,7 +39,8 @@ class DeltaStates(NamedTuple):
 
     Attributes:
       matrices: `[P, K, r, h, v]` float32, of P places, K key heads and r value heads of each.
-      inputs: `[P, taps - 1, K, C]` float32, what the convolution still reads of earlier tokens, oldest first.
+      inputs: `[P, taps, K, C]` float32, what the convolution has read of the last tokens, that at position p in slot
+        p modulo taps: so a token writes one slot, and reads others.
     """
 
     matrices: jax.Array
@@ -84,24 +85,20 @@ def delta_decode(
     for one that can't run here.
     """
     kernel = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
+        "delta_decode", lambda each: each.delta_step, backend, states.matrices, interpret=interpret
     )
-    convolve = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_inputs, backend, states.matrices, interpret=interpret
-    )
-    has_state = positions > 0
-    if kernel is None or convolve is None:
-        before = _or_zeros(has_state, states.inputs[place])
-        window = jnp.concatenate([before, tokens.mixed.astype(jnp.float32)[:, None]], axis=1)
-        taps = jnp.moveaxis(tokens.taps, -1, 0)
-        q, k, v = _heads((window * taps).sum(axis=1), tokens)
-        states = DeltaStates(states.matrices, states.inputs.at[place].set(window[:, 1:], mode="promise_in_bounds"))
-        read, states = _decoded(_Heads(q, k, v, tokens.log_decay, tokens.beta), states, place, has_state, kept_to)
-        return tokens.gated(read), states
-    to = jnp.full_like(place, -1) if kept_to is None else kept_to
-    q, k, v, decay, beta, inputs = convolve(tokens, states.inputs, place, has_state, to, interpret)
-    out, matrices = kernel(q, k, v, decay, beta, states.matrices, place, has_state, to, tokens, interpret)
-    return out, DeltaStates(matrices, inputs)
+    if kernel is not None:
+        to = jnp.full_like(place, -1) if kept_to is None else kept_to
+        out, *after = kernel(tokens, *states, positions, place, to, interpret)
+        return out, DeltaStates(*after)
+    mixed = tokens.mixed.astype(jnp.float32)
+    window = jnp.concatenate([_inputs_before(states.inputs, place, positions), mixed[:, None]], axis=1)
+    q, k, v = _heads((window * jnp.moveaxis(tokens.taps, -1, 0)).sum(axis=1), tokens)
+    slot = positions % window.shape[1]
+    states = states._replace(inputs=states.inputs.at[place, slot].set(mixed, mode="promise_in_bounds"))
+    heads = _Heads(q, k, v, tokens.log_decay, tokens.beta)
+    read, states = _decoded(heads, states, place, positions > 0, kept_to)
+    return tokens.gated(read), states
 
 
 class _Heads(NamedTuple):
@@ -155,11 +152,12 @@ def delta_extend(
     counts = offsets[1:] - offsets[:-1]
     seq_of = jnp.minimum(jnp.searchsorted(offsets[1:], jnp.arange(num_tokens), side="right"), len(counts) - 1)
     mixed = tokens.mixed.astype(jnp.float32)
-    before = _or_zeros(seqs.starts > 0, states.inputs[seqs.source])
+    before = _inputs_before(states.inputs, seqs.source, seqs.starts)
     q, k, v = _heads(_convolved(mixed, tokens.taps, before, seq_of, offsets), tokens)
-    inputs = states.inputs.at[seqs.place].set(_last_inputs(mixed, before, offsets, counts), mode="promise_in_bounds")
-    for at, to in zip(seqs.kept_at, seqs.kept_to, strict=True):
-        inputs = inputs.at[to].set(_last_inputs(mixed, before, offsets, at), mode="promise_in_bounds")
+    inputs = states.inputs
+    for at, to in ((counts, seqs.place), *zip(seqs.kept_at, seqs.kept_to, strict=True)):
+        last = _in_slots(_last_inputs(mixed, before, offsets, at), seqs.starts + at)
+        inputs = inputs.at[to].set(last, mode="promise_in_bounds")
     heads = _Heads(q, k, v, tokens.log_decay, tokens.beta)
     is_alone = (counts == 1) & ((seqs.source == seqs.place) | (seqs.starts == 0))
     blocks = _Blocks.of(seqs, jnp.where(is_alone, 0, counts), num_tokens)
@@ -174,7 +172,7 @@ def delta_extend(
             read, states = _decoded(mine, states, seqs.place, has_state, kept_to)
         else:
             each = mine.q, mine.k, mine.v, jnp.exp(mine.log_decay), mine.beta
-            read, matrices = kernel(*each, states.matrices, seqs.place, has_state, kept_to, None, interpret)
+            read, matrices = kernel(*each, states.matrices, seqs.place, has_state, kept_to, interpret)
             states = states._replace(matrices=matrices)
         at = jnp.where(is_alone, offsets[:-1] + BLOCK, len(out))
         return states, out.at[at].set(read, mode="drop")
@@ -348,14 +346,28 @@ def _convolved(
     return out
 
 
+def _inputs_before(inputs: jax.Array, source: jax.Array, positions: jax.Array) -> jax.Array:
+    """`[S, taps - 1, K, C]` what the convolution still reads at `positions [S]` of earlier tokens, oldest first."""
+    num_taps = inputs.shape[1]
+    earlier = positions[:, None] + jnp.arange(1 - num_taps, 0)
+    return jnp.where((earlier >= 0)[..., None, None], inputs[source[:, None], earlier % num_taps], 0.0)
+
+
+def _in_slots(last: jax.Array, ends: jax.Array) -> jax.Array:
+    """The inputs `[S, taps, K, C]` of the last tokens before positions `ends [S]`, oldest first, in their slots."""
+    num_taps = last.shape[1]
+    order = (jnp.arange(num_taps) - ends[:, None]) % num_taps
+    return jnp.take_along_axis(last, order[..., None, None], axis=1)
+
+
 def _last_inputs(mixed: jax.Array, before: jax.Array, offsets: jax.Array, counts: jax.Array) -> jax.Array:
-    """`[S, taps - 1, K, C]` what the convolution reads of a sequence after `counts [S]` of its tokens."""
-    kept = before.shape[1]
-    place = counts[:, None] - kept + jnp.arange(kept)  # [S, taps - 1], below 0 in `before`
+    """`[S, taps, K, C]` what the convolution has read of a sequence's last tokens, after `counts [S]` in this step."""
+    early = before.shape[1]
+    place = counts[:, None] - early - 1 + jnp.arange(early + 1)  # [S, taps], below 0 in `before`
     seqs = jnp.arange(len(counts))[:, None]
-    early = before[seqs, jnp.clip(kept + place, 0, kept - 1)]
+    of_before = before[seqs, jnp.clip(early + place, 0, early - 1)]
     late = mixed[jnp.clip(offsets[:-1, None] + place, 0, len(mixed) - 1)]
-    return jnp.where((place >= 0)[..., None, None], late, early)
+    return jnp.where((place >= 0)[..., None, None], late, of_before)
 
 
 def _between_blocks(x: jax.Array) -> jax.Array:

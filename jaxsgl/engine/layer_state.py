@@ -158,9 +158,9 @@ def latent_state(num_copies: int, page_size: int, entry_dim: int, dtype: jnp.dty
 
 
 def delta_state(net: DeltaNet) -> LayerState:
-    """What a gated delta-net keeps: a matrix for each value head, and what its convolution still reads."""
+    """What a gated delta-net keeps: a matrix for each value head, and what its convolution read of the last tokens."""
     matrices = net.key_heads, net.group, net.key_size, net.value_size
-    inputs = net.taps - 1, net.key_heads, net.channels
+    inputs = net.taps, net.key_heads, net.channels
     float32 = jnp.dtype(jnp.float32)
     return LayerState(
         (),

@@ -446,7 +446,7 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
             normal(key, 1.0, shape=(2 * num_seqs, *dims), dtype=jnp.dtype(jnp.float32))
             for key, dims in zip(
                 keys[4:],
-                ((*heads, shape.key_size, shape.value_size), (shape.taps - 1, shape.key_heads, channels)),
+                ((*heads, shape.key_size, shape.value_size), (shape.taps, shape.key_heads, channels)),
                 strict=True,
             )
         ))  # fmt: skip

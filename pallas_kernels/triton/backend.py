@@ -30,7 +30,7 @@ BACKEND = Backend(
     _kernel("float8_product", "float8_product", "refuse_float8_product"),
     ordered_product=_kernel("ordered_product", "ordered_product", "refuse_ordered_product"),
     delta_decode=_kernel("delta_decode", "delta_decode", "refuse_delta_decode"),
-    delta_inputs=_kernel("delta_decode", "delta_inputs", "refuse_delta_decode"),
+    delta_step=_kernel("delta_decode", "delta_step", "refuse_delta_decode"),
     platform="gpu",
     has_interpreter=True,
 )

@@ -1,14 +1,13 @@
-"""`delta_decode` as two Pallas kernels for the Triton backend, which are called through `triton.BACKEND`.
+"""`delta_decode` as Pallas kernels for the Triton backend, which are called through `triton.BACKEND`.
 
-`delta_inputs` makes what that takes of a layer's product, which it reads as it is: a program takes a key head of a
-sequence with its values, reads the inputs before the token, moves them on by one, and makes q, k, v, a and b. XLA has
-ten kernels for that.
-
-`delta_decode` is one pass over the states: a program takes one value head of one sequence, reads its state once, and
-writes it once, or twice where the state is kept besides; and normalizes and gates what it has read. XLA gathers states,
-computes, scatters them, and copies those that are kept in a loop that the host steps.
+A program takes one value head of one sequence, reads its state once, and writes it once, or twice where the state is
+kept besides. `delta_step` is all of a decode between two products: a program reads the first as it is, convolves q, k
+and its v, makes a and b, moves its state, and normalizes and gates what it has read. The programs of a key head all
+convolve q and k; one of them keeps the inputs. XLA has a dozen kernels for that, and copies kept states in a loop that
+the host steps. `delta_decode` is the delta rule alone, for sequences of one token in a step that extends others.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -23,7 +22,6 @@ from pallas_kernels.delta_tokens import DeltaTokens
 from pallas_kernels.triton.tiles import index_of, load_rows, store_rows
 
 _NUMBERS_OF_WARP = 1024  # of a state: 32 in each thread, 16 warps for one of 128 x 128
-_WARPS_OF_INPUTS = 1  # 4 channels of a head of 128 in each thread
 
 
 def refuse_delta_decode(matrices: jax.Array) -> str | None:
@@ -34,95 +32,113 @@ def refuse_delta_decode(matrices: jax.Array) -> str | None:
     return None
 
 
-def delta_inputs(
+def delta_step(
     tokens: DeltaTokens,
+    matrices: jax.Array,
     inputs: jax.Array,
+    positions: jax.Array,
     place: jax.Array,
-    has_state: jax.Array,
     kept_to: jax.Array,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """See `backend.DeltaInputs`."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `backend.DeltaStep`."""
     vectors = tokens.vectors
-    of_layer = vectors.taps, vectors.rates, index_of(vectors.row)
-    return _inputs(tokens.fused, *of_layer, inputs, place, has_state, kept_to, tokens.sizes, interpret)
+    of_layer = vectors.taps, vectors.rates, vectors.scales, index_of(vectors.row)
+    return _step(tokens.fused, *of_layer, positions, place, kept_to, inputs, matrices, vectors.eps, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("sizes", "interpret"))
-def _inputs(
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def _step(
     fused: jax.Array,
     taps: jax.Array,
     rates: jax.Array,
+    scales: jax.Array,
     layer: jax.Array,
-    inputs: jax.Array,
+    positions: jax.Array,
     place: jax.Array,
-    has_state: jax.Array,
     kept_to: jax.Array,
-    sizes: tuple[int, int, int],
+    inputs: jax.Array,
+    matrices: jax.Array,
+    eps: float,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    num_seqs, key_heads, _ = fused.shape
-    key_size, group, value_size = sizes
-    key = jax.ShapeDtypeStruct((num_seqs, key_heads, key_size), jnp.float32)
-    value = jax.ShapeDtypeStruct((num_seqs, key_heads, group, value_size), jnp.float32)
-    of_group = jax.ShapeDtypeStruct((num_seqs, key_heads, group), jnp.float32)
-    q, k, v, decay, beta, inputs = pl.pallas_call(
-        _inputs_kernel,
-        out_shape=(key, key, value, of_group, of_group, jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)),
-        grid=(num_seqs, key_heads),
-        input_output_aliases={7: 5},
-        compiler_params=plgpu.CompilerParams(num_warps=_WARPS_OF_INPUTS),
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    _, key_heads, group, _, value_size = matrices.shape
+    out, inputs, matrices = pl.pallas_call(
+        functools.partial(_step_kernel, eps=eps),
+        out_shape=(
+            jax.ShapeDtypeStruct((len(fused), key_heads, group, value_size), fused.dtype),
+            jax.ShapeDtypeStruct(inputs.shape, inputs.dtype),
+            jax.ShapeDtypeStruct(matrices.shape, matrices.dtype),
+        ),
+        grid=(len(fused), key_heads * group),
+        input_output_aliases={8: 1, 9: 2},
+        compiler_params=plgpu.CompilerParams(num_warps=_num_warps(matrices)),
         interpret=interpret,
-        name="delta_inputs",
-    )(fused, taps, rates, layer, place, has_state.astype(jnp.int32), kept_to, inputs)
-    return q, k, v, decay, beta, inputs
+        name="delta_step",
+    )(fused, taps, rates, scales, layer, positions, place, kept_to, inputs, matrices)
+    return out, matrices, inputs
 
 
-def _inputs_kernel(
+def _step_kernel(
     fused_ref: Any,
     taps_ref: Any,
     rates_ref: Any,
+    scales_ref: Any,
     layer_ref: Any,
+    position_ref: Any,
     place_ref: Any,
-    has_state_ref: Any,
     kept_to_ref: Any,
     inputs: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    decay_ref: Any,
-    beta_ref: Any,
+    states: Any,
+    out_ref: Any,
     inputs_out: Any,
+    states_out: Any,
+    *,
+    eps: float,
 ) -> None:
-    seq, head = pl.program_id(0), pl.program_id(1)
-    *_, group, value_size = v_ref.shape
-    key_size, num_kept = q_ref.shape[-1], inputs.shape[1]
-    place, kept_to, has_state = place_ref[seq], kept_to_ref[seq], has_state_ref[seq] != 0
-    layer = layer_ref[0]
+    _, _, group, key_size, value_size = states.shape
+    seq, key_head, of_group = _ids(group)
+    layer, position = layer_ref[0], position_ref[seq]
+    place, kept_to = place_ref[seq], kept_to_ref[seq]
+    moves = _State(states, states_out, (place, key_head, of_group), kept_to)
+    state = moves.load(position > 0)
 
-    def convolved(first: int, width: int) -> jax.Array:
-        """Channels from `first` on after the convolution, whose inputs are moved on by one."""
-        channel = first + jnp.arange(width, dtype=jnp.int32)
-        before = [_vector(inputs, (place, i, head), channel, has_state) for i in range(num_kept)]
-        window = [*before, _vector(fused_ref, (seq, head), channel).astype(jnp.float32)]
-        of_head = [jnp.broadcast_to(each, channel.shape) for each in (layer, head)]
-        taps = [plgpu.load(taps_ref.at[(*of_head, channel, jnp.full_like(channel, i))]) for i in range(num_kept + 1)]
-        for i, moved in enumerate(window[1:]):
-            _store(inputs_out, (place, i, head), channel, moved)
-            _store(inputs_out, (jnp.maximum(kept_to, 0), i, head), channel, moved, kept_to >= 0)
-        out = functools.reduce(jnp.add, (each * tap for each, tap in zip(window, taps, strict=True)))
+    def convolved(first: int | jax.Array, width: int, is_mine: jax.Array) -> jax.Array:
+        """Channels from `first` on after the convolution; the token's are kept, by the one program whose they are."""
+        num_taps, channel = inputs.shape[1], first + jnp.arange(width, dtype=jnp.int32)
+        at = [jnp.broadcast_to(each, channel.shape) for each in (layer, key_head)]
+        taps = [plgpu.load(taps_ref.at[(*at, channel, jnp.full_like(channel, i))]) for i in range(num_taps)]
+        own = _vector(fused_ref, (seq, key_head), channel).astype(jnp.float32)
+        out = own * taps[-1]
+        slot = lax.rem(position, jnp.int32(num_taps))
+        _store(inputs_out, (place, slot, key_head), channel, own, is_mine)
+        is_kept = (kept_to >= 0) & is_mine
+        _store(inputs_out, (jnp.maximum(kept_to, 0), slot, key_head), channel, own, is_kept)
+        for back in range(1, num_taps):
+            slot = lax.rem(position + num_taps - back, jnp.int32(num_taps))
+            before = _vector(inputs, (place, slot, key_head), channel)
+            _store(inputs_out, (jnp.maximum(kept_to, 0), slot, key_head), channel, before, is_kept)
+            out += jnp.where(position >= back, before, 0) * taps[-1 - back]
         return out / (1 + jnp.exp(-out))
 
-    row, column = (jnp.arange(size, dtype=jnp.int32) for size in (key_size, value_size))
-    for number, (ref, scale) in enumerate(((q_ref, key_size**-0.5), (k_ref, 1.0))):
-        of_head = convolved(number * key_size, key_size)
-        _store(ref, (seq, head), row, of_head * (lax.rsqrt(jnp.sum(of_head * of_head) + L2_EPS) * scale))
-    for i in range(group):
-        _store(v_ref, (seq, head, i), column, convolved(2 * key_size + i * value_size, value_size))
-        write = fused_ref[seq, head, fused_ref.shape[-1] - 2 * group + i].astype(jnp.float32)
-        forget = fused_ref[seq, head, fused_ref.shape[-1] - group + i].astype(jnp.float32)
-        beta_ref[seq, head, i] = 1 / (1 + jnp.exp(-write))
-        decay_ref[seq, head, i] = _decay(forget + rates_ref[layer, head, 1, i], rates_ref[layer, head, 0, i])
+    def normalized(first: int) -> jax.Array:
+        head = convolved(first, key_size, of_group == 0)
+        return head * lax.rsqrt(jnp.sum(head * head) + L2_EPS)
+
+    q, k = normalized(0) * key_size**-0.5, normalized(key_size)
+    v = convolved(2 * key_size + of_group * value_size, value_size, of_group >= 0)
+    write, forget = (
+        fused_ref[seq, key_head, fused_ref.shape[-1] - part * group + of_group].astype(jnp.float32) for part in (2, 1)
+    )
+    decay = _decay(forget + rates_ref[layer, key_head, 1, of_group], rates_ref[layer, key_head, 0, of_group])
+    read = moves.moved(state, q, k, v, decay, 1 / (1 + jnp.exp(-write)))
+
+    column = jnp.arange(value_size, dtype=jnp.int32)
+    first_gate = fused_ref.shape[-1] - group * (value_size + 2)
+    gate = _vector(fused_ref, (seq, key_head), first_gate + of_group * value_size + column).astype(jnp.float32)
+    scale = _vector(scales_ref, (layer,), column).astype(jnp.float32)
+    read = read * lax.rsqrt(jnp.sum(read * read) / value_size + eps) * scale * gate / (1 + jnp.exp(-gate))
+    _store(out_ref, (seq, key_head, of_group), column, read.astype(out_ref.dtype))
 
 
 def _decay(logit: jax.Array, log_rate: jax.Array) -> jax.Array:
@@ -131,6 +147,7 @@ def _decay(logit: jax.Array, log_rate: jax.Array) -> jax.Array:
     return jnp.exp(-jnp.exp(log_rate) * softplus)
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def delta_decode(
     q: jax.Array,
     k: jax.Array,
@@ -141,46 +158,23 @@ def delta_decode(
     place: jax.Array,
     has_state: jax.Array,
     kept_to: jax.Array,
-    tokens: DeltaTokens | None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """See `backend.DeltaDecode`."""
-    heads, where = (q, k, v, decay, beta), (place, has_state.astype(jnp.int32), kept_to)
-    if tokens is None:
-        return _decode(heads, matrices, where, (), 0.0, v.dtype, interpret)
-    vectors = tokens.vectors
-    gates = tokens.fused, vectors.scales, index_of(vectors.row)
-    return _decode(heads, matrices, where, gates, vectors.eps, tokens.fused.dtype, interpret)
-
-
-@functools.partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))
-def _decode(
-    heads: tuple[jax.Array, ...],
-    matrices: jax.Array,
-    where: tuple[jax.Array, ...],
-    gates: tuple[jax.Array, ...],
-    eps: float,
-    dtype: jnp.dtype,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """With `gates`, the fused product, the norms' scales and the layer `[1]`, what is read is normalized and gated."""
-    _, _, value, *_ = heads
-    num_seqs, key_heads, group, _ = value.shape
-    numbers = matrices.shape[-2] * matrices.shape[-1]
-    operands = (*heads, *where, *gates, matrices)
+    num_seqs, key_heads, group, _ = v.shape
     out, matrices = pl.pallas_call(
-        functools.partial(_kernel, eps=eps),
-        out_shape=(jax.ShapeDtypeStruct(value.shape, dtype), jax.ShapeDtypeStruct(matrices.shape, matrices.dtype)),
+        _decode_kernel,
+        out_shape=(jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(matrices.shape, matrices.dtype)),
         grid=(num_seqs, key_heads * group),
-        input_output_aliases={len(operands) - 1: 1},
-        compiler_params=plgpu.CompilerParams(num_warps=min(max(numbers // _NUMBERS_OF_WARP, 1), 16)),
+        input_output_aliases={8: 1},
+        compiler_params=plgpu.CompilerParams(num_warps=_num_warps(matrices)),
         interpret=interpret,
         name="delta_decode",
-    )(*operands)
+    )(q, k, v, decay, beta, place, has_state.astype(jnp.int32), kept_to, matrices)
     return out, matrices
 
 
-def _kernel(
+def _decode_kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -189,37 +183,67 @@ def _kernel(
     place_ref: Any,
     has_state_ref: Any,
     kept_to_ref: Any,
-    *refs: Any,
-    eps: float,
+    states: Any,
+    out_ref: Any,
+    states_out: Any,
 ) -> None:
-    *gates, states, out_ref, states_out = refs
     _, _, group, key_size, value_size = states.shape
-    seq, head = pl.program_id(0), pl.program_id(1)
-    key_head, of_group = lax.div(head, jnp.int32(group)), lax.rem(head, jnp.int32(group))
+    seq, key_head, of_group = _ids(group)
+    mine = seq, key_head, of_group
     row, column = (jnp.arange(size, dtype=jnp.int32) for size in (key_size, value_size))
-    place, kept_to = place_ref[seq], kept_to_ref[seq]
-    has_state = jnp.broadcast_to(has_state_ref[seq] != 0, (key_size,))
-    is_kept = jnp.broadcast_to(kept_to >= 0, (key_size,))
+    moves = _State(states, states_out, (place_ref[seq], key_head, of_group), kept_to_ref[seq])
+    state = moves.load(has_state_ref[seq] != 0)
+    q, k = (_vector(ref, (seq, key_head), row) for ref in (q_ref, k_ref))
+    read = moves.moved(state, q, k, _vector(v_ref, mine, column), decay_ref[mine], beta_ref[mine])
+    _store(out_ref, mine, column, read)
 
-    state = load_rows(states, (place, key_head, of_group, row), has_state)
-    k = _vector(k_ref, (seq, key_head), row)[:, None]
-    q = _vector(q_ref, (seq, key_head), row)[:, None]
-    v = _vector(v_ref, (seq, key_head, of_group), column)
-    state = state * decay_ref[seq, key_head, of_group]
-    change = (v - jnp.sum(state * k, axis=0)) * beta_ref[seq, key_head, of_group]
-    state = state + k * change[None, :]
-    every = jnp.full((key_size,), True)
-    store_rows(states_out, (place, key_head, of_group, row), every, state)
-    store_rows(states_out, (jnp.maximum(kept_to, 0), key_head, of_group, row), is_kept, state)
-    read = jnp.sum(state * q, axis=0)
-    if gates:
-        fused_ref, scales_ref, layer_ref = gates
-        first = fused_ref.shape[-1] - group * (value_size + 2) + of_group * value_size
-        gate = _vector(fused_ref, (seq, key_head), first + column).astype(jnp.float32)
-        scale = _vector(scales_ref, (layer_ref[0],), column).astype(jnp.float32)
-        read = read * lax.rsqrt(jnp.sum(read * read) * (1 / value_size) + eps) * scale
-        read = read * gate / (1 + jnp.exp(-gate))
-    _store(out_ref, (seq, key_head, of_group), column, read.astype(out_ref.dtype))
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """The state of a value head inside a kernel: where it comes from and goes to.
+
+    Attributes:
+      states, states_out: all of them, `[P, K, r, h, v]`.
+      index: its place, key head and number in the group.
+      kept_to: another place for it, if that is not -1.
+    """
+
+    states: Any
+    states_out: Any
+    index: tuple[Any, jax.Array, jax.Array]
+    kept_to: jax.Array
+
+    @property
+    def _rows(self) -> jax.Array:
+        return jnp.arange(self.states.shape[3], dtype=jnp.int32)
+
+    def load(self, has_state: jax.Array) -> jax.Array:
+        """`[h, v]`; zeros unless `has_state`."""
+        rows = self._rows
+        return load_rows(self.states, (*self.index, rows), jnp.broadcast_to(has_state, rows.shape))
+
+    def moved(
+        self, state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array
+    ) -> jax.Array:
+        """What is read of `state` after a token, `[v]`; the state after it is stored."""
+        state = state * decay
+        change = (v - jnp.sum(state * k[:, None], axis=0)) * beta
+        state = state + k[:, None] * change[None, :]
+        rows, (_, *head) = self._rows, self.index
+        store_rows(self.states_out, (*self.index, rows), jnp.full(rows.shape, True), state)
+        is_kept = jnp.broadcast_to(self.kept_to >= 0, rows.shape)
+        store_rows(self.states_out, (jnp.maximum(self.kept_to, 0), *head, rows), is_kept, state)
+        return jnp.sum(state * q[:, None], axis=0)
+
+
+def _ids(group: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The sequence, key head and number in the group of a program's value head."""
+    head = pl.program_id(1)
+    return pl.program_id(0), lax.div(head, jnp.int32(group)), lax.rem(head, jnp.int32(group))
+
+
+def _num_warps(matrices: jax.Array) -> int:
+    return min(max(matrices.shape[-2] * matrices.shape[-1] // _NUMBERS_OF_WARP, 1), 16)
 
 
 def _vector(ref: Any, index: tuple[Any, ...], column: jax.Array, is_there: jax.Array | None = None) -> jax.Array:

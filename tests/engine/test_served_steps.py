@@ -46,7 +46,7 @@ def test_a_token_of_a_latent_and_a_row_of_states_have_the_bytes_of_a_hand_count(
     )
     assert latents is not None and hybrid is not None
     facts = latents.facts()
-    assert (facts["attending_layers"], facts["row_bytes"]) == (27, 0)
+    assert (facts["attending_layers"], facts["state_bytes_moved"]) == (27, 0)
     assert facts["kv_token_bytes"] == (512 + 64) * 2 == 1152  # the sizes of DeepSeek-V3, too
     assert facts["pair_flops"] == 2 * 16 * (576 + 512)  # keys are the latent with what is rotated, values the latent
     assert latents.layers == Layers(5, 27)
@@ -56,9 +56,9 @@ def test_a_token_of_a_latent_and_a_row_of_states_have_the_bytes_of_a_hand_count(
         2 * 4 * 256 * 2,
         4 * 16 * 256,
     )
-    inputs = 3 * 16 * (2 * 128 + 2 * 128)  # of three tokens: a key head's q, k and v of two value heads
-    assert facts["matrices_bytes"] == 32 * 128 * 128 * 4
-    assert facts["row_bytes"] == 24 * (facts["matrices_bytes"] + 4 * inputs)
+    inputs = 4 * 16 * (2 * 128 + 2 * 128)  # of four tokens: a key head's q, k and v of two value heads
+    assert facts["layer_state_bytes_moved"] == 4 * (2 * 32 * 128 * 128 + inputs)  # three are read, one is written
+    assert facts["state_bytes_moved"] == 24 * facts["layer_state_bytes_moved"]
     assert facts["state_flops"] == 24 * 32 * 6 * 128 * 128
     assert hybrid.layers == Layers(12, 32, recurring=4)
 

@@ -50,7 +50,7 @@ def recur(seq: DeltaTokens) -> np.ndarray:
 def stale() -> DeltaStates:
     """States that no sequence may begin with."""
     matrices = jnp.full((PLACES, HEADS, GROUP, KEY, VALUE), 7.0)
-    return DeltaStates(matrices, jnp.full((PLACES, TAPS - 1, HEADS, CHANNELS), 7.0))
+    return DeltaStates(matrices, jnp.full((PLACES, TAPS, HEADS, CHANNELS), 7.0))
 
 
 def step_of(
@@ -189,7 +189,7 @@ def test_a_kernel_decodes_sequences_of_one_token_next_to_chunks() -> None:
     channels = 2 * shape.key_size + 3 * shape.value_size
     vectors = DeltaVectors(some(1, 2, channels, TAPS), some(1, 2, 2, 3), some(1, 16), row=0, eps=1e-6)
     tokens = DeltaTokens(some(9, 2, channels + 3 * 18), vectors, 16)
-    states = DeltaStates(some(PLACES, 2, 3, 16, 16), some(PLACES, TAPS - 1, 2, channels))
+    states = DeltaStates(some(PLACES, 2, 3, 16, 16), some(PLACES, TAPS, 2, channels))
     rows = (np.array([0, 1, 7, 8, 8]), [63, 40, 5, 0], [0, 1, 2, DUMMY])
     offsets, starts, places = (jnp.asarray(each, jnp.int32) for each in rows)
     at, to = jnp.array([[1, 0, 0, 0]]), jnp.array([[4, DUMMY, DUMMY, DUMMY]])

@@ -96,9 +96,6 @@ FORECAST_SOURCES = {
 # The share of flops_per_s that each kind of product reaches; those of experts are counted otherwise.
 PRODUCT_SHARES = {"product": "product_share", "quantized": "quantized_share", "float8": "float8_share"}
 
-# What a row has of the states that each kind of kernel moves, by its name among the facts.
-ROW_BYTES = {"states": "matrices_bytes", "inputs": "inputs_bytes"}
-
 
 def expected(assumed: Assumed) -> Assumed:
     """The constants of the forecast on the same chip."""
@@ -225,9 +222,8 @@ def _parts(
         elif kernel["kind"] == "attention":
             per_layer = kernel["count"] / attending_layers(facts)
             times["attention"] += kernel["count"] * _attention_us(batch, backend, facts, kernel, assumed) / per_layer
-        elif kernel["kind"] in ROW_BYTES:
-            row_bytes = facts[ROW_BYTES[kernel["kind"]]]
-            times["states"] += kernel["count"] * _states_us(batch, row_bytes, kernel, assumed)
+        elif kernel["kind"] == "states":
+            times["states"] += kernel["count"] * _states_us(batch, facts, kernel, assumed)
         elif kernel["kind"] == "experts":
             times["products"] += kernel["count"] * _experts_us(batch, facts, kernel, assumed)
         else:
@@ -310,9 +306,10 @@ def _attention_us(batch: Batch, backend: str, facts: dict[str, int], kernel: dic
     return assumed.kernel_us + max(moved / rate, flops_us) + waves * assumed.slot_start_us
 
 
-def _states_us(batch: Batch, row_bytes: int, kernel: dict[str, Any], assumed: Assumed) -> float:
-    """One layer's states, read and written once by Triton's kernel, and what `kernel` counts besides."""
-    moved = 2 * batch.num_seqs * row_bytes + kernel["bytes_read"] + kernel["bytes_written"]
+def _states_us(batch: Batch, facts: dict[str, int], kernel: dict[str, Any], assumed: Assumed) -> float:
+    """One layer's states, moved once by Triton's kernel, and what `kernel` counts besides."""
+    of_states = batch.num_seqs * facts["layer_state_bytes_moved"]
+    moved = of_states + kernel["bytes_read"] + kernel["bytes_written"]
     return assumed.kernel_us + moved / (assumed.bytes_per_s * assumed.decode_share["triton"]) * 1e6
 
 
@@ -359,8 +356,8 @@ def kv_bytes(batch: Batch, facts: dict[str, int]) -> int:
 
 
 def state_bytes(batch: Batch, facts: dict[str, int]) -> int:
-    """Bytes of the states of the batch in all layers, read once and written once."""
-    return 2 * batch.num_seqs * facts.get("row_bytes", 0)
+    """Bytes that a decode of the batch moves of its states in all layers."""
+    return batch.num_seqs * facts.get("state_bytes_moved", 0)
 
 
 def _attention_flops(batch: Batch, facts: dict[str, int]) -> int:

@@ -143,6 +143,10 @@ class Served:
         attending = [layer.by_page for layer in self.states.layers if layer.by_page]
         keys, values = attending[0][0], arch.latent.kv_rank if arch.latent else attending[0][-1].shape[-1]
         nets = [layer.mixer for layer in arch.layers if isinstance(layer.mixer, DeltaNet)]
+        matrices, inputs = (
+            sum(array.num_bytes(parts) for array in self.states.by_row(name)[:1]) for name in ("matrices", "inputs")
+        )
+        moved = 2 * matrices + inputs  # of the inputs all slots but one are read, and that one is written
         return {
             "num_devices": parts,
             "num_layers": arch.num_layers,
@@ -158,11 +162,8 @@ class Served:
             "attending_layers": len(attending),
             "kv_token_bytes": self.states.page_bytes // (len(attending) * self.states.page_size),  # of a layer
             "pair_flops": 2 * arch.num_heads // parts * (keys.shape[-1] + values),  # of a layer
-            "row_bytes": self.states.row_bytes,  # of all layers with states
-            **{
-                f"{name}_bytes": sum(array.num_bytes(parts) for array in self.states.by_row(name)[:1])  # of a layer
-                for name in ("matrices", "inputs")
-            },
+            "state_bytes_moved": len(nets) * moved,  # by a decode of a row, in all layers with states
+            "layer_state_bytes_moved": moved,
             "state_flops": 6 * sum(net.value_heads * net.key_size * net.value_size for net in nets) // parts,  # a token
             "page_size": self.states.page_size,
             "expert_weights": expert_weights,
