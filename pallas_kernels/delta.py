@@ -91,11 +91,13 @@ def delta_decode(
         to = jnp.full_like(place, -1) if kept_to is None else kept_to
         out, *after = kernel(tokens, *states, positions, place, to, interpret)
         return out, DeltaStates(*after)
-    mixed = tokens.mixed.astype(jnp.float32)
-    window = jnp.concatenate([_inputs_before(states.inputs, place, positions), mixed[:, None]], axis=1)
+    num_taps = tokens.taps.shape[-1]
+    is_slot = _like_slots(positions[:, None] % num_taps == jnp.arange(num_taps))
+    # All slots are written, so that XLA reads them before: it would copy the kept arrays.
+    slots = jnp.where(is_slot, tokens.mixed.astype(jnp.float32)[:, None], states.inputs[place])
+    window = _in_order(slots, positions[:, None] + jnp.arange(1 - num_taps, 1))
     q, k, v = _heads((window * jnp.moveaxis(tokens.taps, -1, 0)).sum(axis=1), tokens)
-    slot = positions % window.shape[1]
-    states = states._replace(inputs=states.inputs.at[place, slot].set(mixed, mode="promise_in_bounds"))
+    states = states._replace(inputs=states.inputs.at[place].set(slots, mode="promise_in_bounds"))
     heads = _Heads(q, k, v, tokens.log_decay, tokens.beta)
     read, states = _decoded(heads, states, place, positions > 0, kept_to)
     return tokens.gated(read), states
@@ -152,7 +154,8 @@ def delta_extend(
     counts = offsets[1:] - offsets[:-1]
     seq_of = jnp.minimum(jnp.searchsorted(offsets[1:], jnp.arange(num_tokens), side="right"), len(counts) - 1)
     mixed = tokens.mixed.astype(jnp.float32)
-    before = _inputs_before(states.inputs, seqs.source, seqs.starts)
+    earlier = seqs.starts[:, None] + jnp.arange(1 - tokens.taps.shape[-1], 0)
+    before = _in_order(states.inputs[seqs.source], earlier)
     q, k, v = _heads(_convolved(mixed, tokens.taps, before, seq_of, offsets), tokens)
     inputs = states.inputs
     for at, to in ((counts, seqs.place), *zip(seqs.kept_at, seqs.kept_to, strict=True)):
@@ -346,18 +349,20 @@ def _convolved(
     return out
 
 
-def _inputs_before(inputs: jax.Array, source: jax.Array, positions: jax.Array) -> jax.Array:
-    """`[S, taps - 1, K, C]` what the convolution still reads at `positions [S]` of earlier tokens, oldest first."""
-    num_taps = inputs.shape[1]
-    earlier = positions[:, None] + jnp.arange(1 - num_taps, 0)
-    return jnp.where((earlier >= 0)[..., None, None], inputs[source[:, None], earlier % num_taps], 0.0)
+def _in_order(slots: jax.Array, positions: jax.Array) -> jax.Array:
+    """`[S, n, K, C]` the inputs of the tokens at `positions [S, n]`, of `slots [S, taps, K, C]`; zeros before 0."""
+    found = jnp.take_along_axis(slots, _like_slots(positions % slots.shape[1]), axis=1)
+    return jnp.where(_like_slots(positions >= 0), found, 0.0)
+
+
+def _like_slots(x: jax.Array) -> jax.Array:
+    return x[..., None, None]
 
 
 def _in_slots(last: jax.Array, ends: jax.Array) -> jax.Array:
     """The inputs `[S, taps, K, C]` of the last tokens before positions `ends [S]`, oldest first, in their slots."""
     num_taps = last.shape[1]
-    order = (jnp.arange(num_taps) - ends[:, None]) % num_taps
-    return jnp.take_along_axis(last, order[..., None, None], axis=1)
+    return jnp.take_along_axis(last, _like_slots((jnp.arange(num_taps) - ends[:, None]) % num_taps), axis=1)
 
 
 def _last_inputs(mixed: jax.Array, before: jax.Array, offsets: jax.Array, counts: jax.Array) -> jax.Array:

@@ -75,7 +75,7 @@ def test_mixtures_have_a_shared_expert_with_a_gate(tmp_path: Path) -> None:
 def test_devices_share_key_heads_with_their_value_heads(tmp_path: Path) -> None:
     arch = read(tmp_path, **NINE_B)
     whole = layer_states(arch, 64, BFLOAT16).row_bytes
-    assert whole == 24 * (32 * 128 * 128 + 3 * 8192) * 4
+    assert whole == 24 * (32 * 128 * 128 + 4 * 8192) * 4
     assert layer_states(arch, 64, BFLOAT16, 2).row_bytes == whole // 2
     with pytest.raises(ConfigError, match=r"9 key heads of its delta-nets.*--tp 1"):
         model_on_devices(
@@ -94,9 +94,9 @@ def test_states_take_memory_before_pages_and_rows_give_way(tmp_path: Path) -> No
         return capacity.num_rows, capacity.num_snapshots, capacity.num_pages
 
     rows, snapshots, pages = planned(60)
-    assert (rows, snapshots) == (256, 256)  # 0.3 of what 257 states of 49.1 MiB leave, in a steady number
+    assert (rows, snapshots) == (256, 256)  # 0.3 of what 257 states of 51 MiB leave, in a steady number
     assert 0.9 < ((257 + 256) * states.row_bytes + pages * states.page_bytes) / (60 * GIB) <= 1
-    assert planned(60, snapshot_share=0.1)[1] == 96 and planned(60, disable_radix_cache=True)[1] == 0
+    assert planned(60, snapshot_share=0.11)[1] == 96 and planned(60, disable_radix_cache=True)[1] == 0
     few, *_ = planned(10)
     assert few == 5 * GIB // states.row_bytes - 1
     assert planned(10, max_running_requests=16)[:2] == (16, 48)

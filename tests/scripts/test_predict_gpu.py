@@ -149,7 +149,8 @@ def test_floors_of_latents_and_states_are_those_of_a_hand_count(model: str, rows
     step = f"{model} triton decode {rows} greedy"
     (found,) = (each for each in steps_on(CHIPS["h200"], results, 1024) if each["step"] == step)
     weights, experts, token = ROOFLINES[model]
-    states = 2 * rows * 24 * 4 * (32 * 128 * 128 + 3 * 16 * 512) if model == "qwen3.5-9b" else 0  # read and written
+    moved_of_row = 2 * 32 * 128 * 128 + 4 * 16 * 512  # matrices are read and written, slots of inputs read or written
+    states = rows * 24 * 4 * moved_of_row if model == "qwen3.5-9b" else 0
     vocab = 248_320 if states else 102_400
     moved = experts * (1 - (1 - 6 / 64) ** rows) + rows * (1024 * token + 8 * vocab) + states
     # Two FLOPs for each weight of two bytes and each row; from 184 rows on they take longer than the bytes.
