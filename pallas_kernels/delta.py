@@ -351,8 +351,16 @@ def _convolved(
 
 def _in_order(slots: jax.Array, positions: jax.Array) -> jax.Array:
     """`[S, n, K, C]` the inputs of the tokens at `positions [S, n]`, of `slots [S, taps, K, C]`; zeros before 0."""
-    found = jnp.take_along_axis(slots, _like_slots(positions % slots.shape[1]), axis=1)
-    return jnp.where(_like_slots(positions >= 0), found, 0.0)
+    return jnp.where(_like_slots(positions >= 0), _picked(slots, positions), 0.0)
+
+
+def _picked(slots: jax.Array, numbers: jax.Array) -> jax.Array:
+    """`[S, n, K, C]` the slots that `numbers [S, n]` modulo taps name, by choices: a gather would be a kernel."""
+    num_taps = slots.shape[1]
+    found = slots[:, :1]
+    for number in range(1, num_taps):
+        found = jnp.where(_like_slots(numbers % num_taps == number), slots[:, number : number + 1], found)
+    return jnp.broadcast_to(found, (*numbers.shape, *slots.shape[2:]))
 
 
 def _like_slots(x: jax.Array) -> jax.Array:
@@ -361,8 +369,7 @@ def _like_slots(x: jax.Array) -> jax.Array:
 
 def _in_slots(last: jax.Array, ends: jax.Array) -> jax.Array:
     """The inputs `[S, taps, K, C]` of the last tokens before positions `ends [S]`, oldest first, in their slots."""
-    num_taps = last.shape[1]
-    return jnp.take_along_axis(last, _like_slots((jnp.arange(num_taps) - ends[:, None]) % num_taps), axis=1)
+    return _picked(last, jnp.arange(last.shape[1]) - ends[:, None])
 
 
 def _last_inputs(mixed: jax.Array, before: jax.Array, offsets: jax.Array, counts: jax.Array) -> jax.Array:
