@@ -288,7 +288,7 @@ class BucketSet:
     def _turned(self, bucket: Bucket) -> Bucket:
         if not (self.rope_axes or self.snapshots):
             return bucket
-        return replace(bucket, rope_axes=self.rope_axes, snapshots=self.snapshots)
+        return _turned(bucket, self.rope_axes, self.snapshots)
 
     def encode_of(self, num_patches: int) -> EncodeBucket:
         """The smallest call of the tower that holds `num_patches` on each device that encodes other images."""
@@ -385,6 +385,11 @@ def _forms(variant: Variant, num_steps: int = 1) -> tuple[bool, bool, int, bool]
 def _decode_bucket(size: int, variant: Variant, num_steps: int, columns: int) -> Bucket:
     """Made once: each step asks for one."""
     return Bucket("decode", size, size, *_forms(variant, num_steps), adapter_columns=columns)
+
+
+@cache
+def _turned(bucket: Bucket, rope_axes: int, snapshots: bool) -> Bucket:
+    return replace(bucket, rope_axes=rope_axes, snapshots=snapshots)
 
 
 def _default_decode_sizes(rows: int) -> tuple[int, ...]:

@@ -53,13 +53,16 @@ Tree: TypeAlias = Params | Mapping[Any, Any] | Sequence[Any]
 logger = logging.getLogger(__name__)
 
 
+def arch_of_folder(config: EngineConfig, folder: Path) -> ModelArch:
+    """The model of `folder` by its configuration, and by its tensors if they are loaded. Raises `StartupError`."""
+    arch = ModelArch.from_folder(folder)
+    return arch if config.load_format == "dummy" else as_stored(arch, folder)
+
+
 def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
     """The model of `folder`, as flags have it served. Raises `StartupError`."""
-    arch = ModelArch.from_folder(folder)
-    if config.load_format != "dummy":
-        arch = as_stored(arch, folder)
     arch = serve_as(
-        arch,
+        arch_of_folder(config, folder),
         is_embedding=config.is_embedding,
         enable_embeddings=config.enable_embeddings,
         matryoshka=config.matryoshka,

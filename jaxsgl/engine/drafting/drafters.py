@@ -19,12 +19,11 @@ from jaxsgl.engine.drafting.draft_model import ModelDrafting, check_draft_model
 from jaxsgl.engine.drafting.heads import HeadDrafting, check_head, check_pages
 from jaxsgl.engine.layer_state import LayerStates, layer_states
 from jaxsgl.engine.start.sizing import choose_context_length, kept_heads
-from jaxsgl.engine.weight_store import as_kept, read_params
+from jaxsgl.engine.weight_store import arch_of_folder, as_kept, read_params
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, Precision, abstract_model, kv_cache_flag
 from jaxsgl.models.heads import EagleArch, abstract_head, abstract_next_layer
 from jaxsgl.weights import (
-    as_stored,
     is_converted,
     load_head,
     load_next_layer,
@@ -119,9 +118,7 @@ def _load_model(target: _Target) -> Drafting:
     config, mesh, precision, states = target.config, target.mesh, target.precision, target.states
     context_length, platform = choose_context_length(config, target.arch), mesh.devices.flat[0].platform
     folder = target.draft_folder
-    arch = ModelArch.from_folder(folder)
-    if config.load_format != "dummy":
-        arch = as_stored(arch, folder)
+    arch = arch_of_folder(config, folder)
     check_draft_model(arch, target.arch, context_length)
     arch = model_on_devices(arch.for_context(context_length), mesh.size, by_experts=False)
     if is_converted(folder):
