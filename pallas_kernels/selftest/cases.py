@@ -33,7 +33,7 @@ from pallas_kernels.api import (
     store_kv,
 )
 from pallas_kernels.choice import AUTO, XLA, KernelChoice
-from pallas_kernels.delta import DeltaStates, delta_decode
+from pallas_kernels.delta import DeltaStates, Sequences, delta_decode, delta_extend
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
 from pallas_kernels.experts import Groups, sort_by_expert
 from pallas_kernels.options import AttentionOptions
@@ -451,12 +451,14 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
             )
         ))  # fmt: skip
         where = jnp.array(STATE_POSITIONS), jnp.arange(num_seqs)[::-1] + 1, jnp.array(STATES_KEPT)
-        yield Case(
-            f"{num_seqs} rows, {shape.key_heads} x {shape.group} states of {shape.key_size} x {shape.value_size}",
-            TOLERANCE["float32"],
-            functools.partial(_decoded_states, tokens, states, where),
-            functools.partial(_decoded_states, tokens, states, where, XLA, False),
-        )
+        name = f"{num_seqs} rows, {shape.key_heads} x {shape.group} states of {shape.key_size} x {shape.value_size}"
+        for which, run in (("", _decoded_states), (", next to chunks", _extended_states)):
+            yield Case(
+                name + which,
+                TOLERANCE[shapes.dtype],
+                functools.partial(run, tokens, states, where),
+                functools.partial(run, tokens, states, where, XLA, False),
+            )
 
 
 def _decoded_states(
@@ -464,6 +466,18 @@ def _decoded_states(
 ) -> list[jax.Array]:
     out, after = _delta_jit(tokens, states, *where, backend=backend, interpret=interpret)
     return [each.reshape(len(each), -1) for each in (out, *after)]
+
+
+def _extended_states(
+    tokens: DeltaTokens, states: DeltaStates, where: tuple[jax.Array, ...], backend: str, interpret: bool
+) -> list[jax.Array]:
+    """The same in a step that extends: so sequences of one token are decoded by a kernel of their own."""
+    positions, place, kept_to = where
+    is_kept = kept_to >= 0
+    kept = jnp.where(is_kept, kept_to, 0)[None]  # place 0 is no sequence's
+    seqs = Sequences(jnp.arange(len(place) + 1), positions, place, place, is_kept[None].astype(jnp.int32), kept)
+    out, after = _delta_extend_jit(tokens, states, seqs, backend=backend, interpret=interpret)
+    return [each.reshape(len(each), -1) for each in (out, *(array[1:] for array in after))]
 
 
 def _ordered(x: jax.Array, weights: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
@@ -520,6 +534,7 @@ _quantized_jit = jax.jit(
 )
 _ordered_jit = jax.jit(functools.partial(ordered_product, dtype=jnp.float32), static_argnames=("backend", "interpret"))
 _delta_jit = jax.jit(delta_decode, static_argnames=("backend", "interpret"))
+_delta_extend_jit = jax.jit(delta_extend, static_argnames=("backend", "interpret"))
 _rows_jit = jax.jit(float8_rows, static_argnames=("activation", "backend", "interpret"))
 
 
