@@ -153,7 +153,7 @@ class BatchBuilder:
         self.sampling = sampling
         self.page_size = page_size
         self._adapters = adapters
-        self._borders = borders
+        self.borders = borders
         self._dummy_row = len(table.pages)
 
     def decode(
@@ -179,8 +179,8 @@ class BatchBuilder:
         arrays.lengths[:n] = positions + 1
         arrays.query_offsets[:] = np.minimum(np.arange(bucket.num_seqs + 1), n)
         arrays.rows[:n] = arrays.sample_rows[:n] = rows
-        if arrays.snapshot_to is not None and self._borders is not None:
-            arrays.snapshot_to[:n] = self._borders[rows]
+        if arrays.snapshot_to is not None and self.borders is not None:
+            arrays.snapshot_to[:n] = self.borders[rows]
         if steps is None:
             arrays.slots[:n] = self._slots_at(rows, positions)
         else:

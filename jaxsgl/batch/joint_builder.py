@@ -91,6 +91,7 @@ class JointBuilder:
         for rank, builder in enumerate(builders):
             builder.table.move_to(self._pages[rank, :rows])
             builder.sampling.move_to(self._bits[rank], self._needs[rank])
+        self._borders = [builder.borders for builder in builders if builder.borders is not None]
         self._ranks = np.arange(ranks)[:, None]
 
     def step(self, batches: Sequence[StepInputs | None]) -> StepInputs:
@@ -106,7 +107,7 @@ class JointBuilder:
 
     def _decode(self, batches: Sequence[StepInputs | None], decodes: Sequence[RankDecodes]) -> StepInputs | None:
         """The step of ranks that all decode; None if it needs more than the fields that are filled here."""
-        if self._buckets.rope_axes or self._buckets.snapshots:
+        if self._buckets.rope_axes:
             return None
         n = max(batch.num_seqs for batch in decodes)
         rows = np.full((len(batches), n), self._num_rows, np.int32)
@@ -137,6 +138,8 @@ class JointBuilder:
         arrays.rows[:, :n] = arrays.sample_rows[:, :n] = rows
         pages = self._pages[self._ranks, rows, page_of(positions, self._page_size)]
         arrays.slots[:, :n] = slots_on(pages, positions, self._page_size)
+        if arrays.snapshot_to is not None and self._borders:
+            arrays.snapshot_to[:, :n] = np.stack(self._borders)[self._ranks, rows]
         if bucket.sampled:
             arrays.sampling[:, :, :n] = np.take_along_axis(self._bits, rows[:, None], axis=2)
         packed.flags.writeable = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -20,34 +20,41 @@ from jaxsgl.requests.request import SamplingParams
 RANKS, ROWS, PAGES = 3, 6, 8
 SIZES = Capacity(page_size=4, num_pages=40, num_rows=ROWS, context_length=32, max_extend_tokens=32, vocab_size=100)
 BUCKETS = BucketSet.derive(SIZES, num_ranks=RANKS)
+WITH_STATES = BucketSet.derive(replace(SIZES, num_snapshots=4), num_ranks=RANKS)
 GREEDY = SamplingParams(temperature=0.0)
 TEMPERATURE = [field.name for field in fields(SamplingArrays)].index("temperature")
 DRAWN = SamplingParams(temperature=0.7, top_p=0.9, top_k=5)
 
 
-def builders(seed: int, asked: Sequence[SamplingParams] = (GREEDY,)) -> list[BatchBuilder]:
-    """Of ranks with random pages, whose rows have what is `asked`, in turns."""
+def builders(
+    seed: int, asked: Sequence[SamplingParams] = (GREEDY,), buckets: BucketSet = BUCKETS
+) -> list[BatchBuilder]:
+    """Of ranks with random pages, whose rows have what is `asked`, in turns; some states are kept, if any are."""
     rng, made = np.random.default_rng(seed), []
     for _ in range(RANKS):
         table, sampling = PageTable(ROWS, PAGES), SamplingRows(ROWS)
         table.pages[:] = rng.integers(1, 40, table.pages.shape)
         for row in range(ROWS):
             sampling.set(row, asked[row % len(asked)], seed=int(rng.integers(2**32)))
-        made.append(BatchBuilder(BUCKETS, table, sampling, page_size=4))
+        borders = np.where(rng.random(ROWS + 1) < 0.5, rng.integers(7, 11, ROWS + 1), ROWS).astype(np.int32)
+        borders[ROWS] = ROWS
+        made.append(BatchBuilder(buckets, table, sampling, page_size=4, borders=borders if buckets.snapshots else None))
     return made
 
 
-def put_together(seed: int, asked: Sequence[SamplingParams], counts: Sequence[int]) -> tuple[StepInputs, StepInputs]:
+def put_together(
+    seed: int, asked: Sequence[SamplingParams], counts: Sequence[int], buckets: BucketSet
+) -> tuple[StepInputs, StepInputs]:
     """The step of ranks that decode so many sequences: of their own batches, and filled at once."""
     rng = np.random.default_rng(seed)
     rows = [rng.permutation(ROWS)[:count].astype(np.int32) for count in counts]
     positions = [rng.integers(0, 32, count).astype(np.int32) for count in counts]
     alone = [
         builder.decode(*parts) if len(parts[0]) else None
-        for builder, *parts in zip(builders(seed, asked), rows, positions, strict=True)
+        for builder, *parts in zip(builders(seed, asked, buckets), rows, positions, strict=True)
     ]
-    bucket = common_bucket(BUCKETS, [batch for batch in alone if batch is not None])
-    joint = JointBuilder(builders(seed, asked), SIZES.vocab_size)
+    bucket = common_bucket(buckets, [batch for batch in alone if batch is not None])
+    joint = JointBuilder(builders(seed, asked, buckets), SIZES.vocab_size)
     said = [
         builder.decode(*parts) if len(parts[0]) else None
         for builder, *parts in zip(joint.of_ranks, rows, positions, strict=True)
@@ -63,13 +70,14 @@ def said_of(part: StepInputs) -> IntArray:
     return packed
 
 
+@pytest.mark.parametrize("buckets", [BUCKETS, WITH_STATES])
 @pytest.mark.parametrize("asked", [(GREEDY,), (DRAWN,), (GREEDY, DRAWN), (GREEDY, SamplingParams(logprobs=2))])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (6, 6, 6), (2, 0, 5), (0, 0, 1)])
 def test_a_step_filled_at_once_is_that_of_the_batches_of_each_rank(
-    asked: Sequence[SamplingParams], counts: Sequence[int]
+    asked: Sequence[SamplingParams], counts: Sequence[int], buckets: BucketSet
 ) -> None:
     for seed in range(5):
-        one_by_one, at_once = put_together(seed, asked, counts)
+        one_by_one, at_once = put_together(seed, asked, counts, buckets)
         assert at_once.bucket == one_by_one.bucket
         for alone, part in zip(one_by_one.of_ranks, at_once.of_ranks, strict=True):
             assert np.array_equal(said_of(part), said_of(alone))
