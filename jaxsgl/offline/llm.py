@@ -31,7 +31,7 @@ from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.models import Params
 from jaxsgl.offline.media import has_parts, read_chat
 from jaxsgl.offline.pooling import PoolingLLM
-from jaxsgl.offline.run import Encoded, Prompt, UseTqdm, as_list, per_prompt
+from jaxsgl.offline.run import Encoded, Prompt, UseTqdm, as_list, per_prompt, text_of
 from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.text.prompts import encode_prediction, with_bad_word_ids
@@ -46,13 +46,14 @@ MEMORY_TAGS = tuple(tag.value for tag in MemoryTag)
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample of one prompt.
+    """One sample of one prompt. It is its own `outputs[0]`, where programs for vLLM look for text and ids.
 
     Attributes:
+      prompt, prompt_token_ids: the prompt as text, if it was given as one, and as the model read it.
       text: the output as text, without a stop token's and up to a stop string; empty if the model has no tokenizer.
       token_ids: the output, including a stop token or the token that completes a stop string.
       finish_reason: "stop" or "length".
-      prompt_tokens, cached_tokens: tokens of the prompt, and how many of them were in the prefix cache.
+      cached_tokens: how many of the prompt's tokens were in the prefix cache.
       index: which of the prompt's n samples.
       matched_stop: the EOS or stop token, or the stop string, that ended it.
       logprobs: of each of `token_ids`, if asked for.
@@ -63,10 +64,11 @@ class Completion:
         `[tokens, hidden_size]` and `[tokens, layers, k]`.
     """
 
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
     text: str
     token_ids: list[int]
     finish_reason: str
-    prompt_tokens: int
     cached_tokens: int
     index: int = 0
     matched_stop: int | str | None = None
@@ -76,6 +78,16 @@ class Completion:
     speculated: Speculated = field(default_factory=Speculated)
     hidden_states: npt.NDArray[np.float32] | None = None
     routed_experts: npt.NDArray[np.int32] | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """This sample alone, as in vLLM: the n samples of a prompt are n answers here."""
+        return [self]
 
 
 class LLM(PoolingLLM):
@@ -118,8 +130,9 @@ class LLM(PoolingLLM):
           InvalidRequest: a prompt can never be served; no prompt has run then, unless its grammar is at fault.
           RequestFailed: our own bug in the work for one prompt; the answers of the others are lost.
         """
-        encoded = [self._encode(prompt) for prompt in as_list(prompts)]
-        given = Given(priority, cache_salt, adapter, speculative, prediction)
+        several = as_list(prompts)
+        encoded = [self._encode(prompt) for prompt in several]
+        given = Given(list(map(text_of, several)), priority, cache_salt, adapter, speculative, prediction)
         return self._run(encoded, sampling_params, given, use_tqdm)
 
     def chat(
@@ -144,8 +157,12 @@ class LLM(PoolingLLM):
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         many = cast(Sequence[Conversation], [conversations] if one else conversations)
         encoded = [self._encode_chat(turns) for turns in many]
-        given = Given(priority, cache_salt, adapter, speculative, prediction)
+        given = Given([None] * len(encoded), priority, cache_salt, adapter, speculative, prediction)
         return self._run(encoded, sampling_params, given, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer as transformers made it, as in vLLM; `tokenizer` is what the engine uses of it."""
+        return self.tokenizer.of_transformers
 
     def load_lora_adapter(self, name: str, folder: str | Path, *, pinned: bool = False, replace: bool = False) -> None:
         """Lets prompts name the adapter in `folder`, in the layout of PEFT; needs a `LoraConfig` (docs/lora.md).
@@ -274,15 +291,19 @@ class LLM(PoolingLLM):
         ]
         pieces = self._serve(requests, use_tqdm).pieces.values()
         version, spec = self.weight_version, self.engine.capacity.states
-        samplings = (request.sampling for request in requests for _ in range(request.sampling.n))
-        answers = zip(pieces, samplings, strict=True)
-        return [_completion(join(of_sample), version, sampling, spec) for of_sample, sampling in answers]
+        asked = zip(requests, given.texts, strict=True)
+        of_samples = [(request, text) for request, text in asked for _ in range(request.sampling.n)]
+        return [
+            _completion(request, text, join(of_sample), version, spec)
+            for (request, text), of_sample in zip(of_samples, pieces, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a call says of all its prompts, or of each."""
+    """What a call says of all its prompts, or of each; `texts` are those prompts that are given as such, or None."""
 
+    texts: Sequence[str | None]
     priority: int | Sequence[int]
     cache_salt: str | Sequence[str]
     adapter: str | Sequence[str]
@@ -290,17 +311,21 @@ class Given:
     prediction: str | Sequence[str]
 
 
-def _completion(answer: Piece, weight_version: str, sampling: SamplingParams, spec: StatesSpec | None) -> Completion:
+def _completion(
+    request: Request, prompt: str | None, answer: Piece, weight_version: str, spec: StatesSpec | None
+) -> Completion:
     assert answer.end is not None
+    sampling = request.sampling
     hidden = experts = None
     if spec is not None:
         hidden = hidden_states(answer.states, spec) if sampling.return_hidden_states else None
         experts = routed_experts(answer.states, spec) if sampling.return_routed_experts else None
     return Completion(
+        prompt=prompt,
+        prompt_token_ids=request.prompt_ids,
         text=answer.text,
         token_ids=answer.token_ids,
         finish_reason=answer.end.reason.value,
-        prompt_tokens=answer.end.prompt_tokens,
         cached_tokens=answer.end.cached_tokens,
         index=answer.index,
         matched_stop=answer.end.matched_stop,

@@ -221,3 +221,9 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
                              "list of these")  # fmt: skip
     one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Real))
     return cast(Sequence[Prompt], [prompts] if one else prompts)
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """Returns the text of a prompt that is given as one, alone or with pictures."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None

@@ -132,6 +132,11 @@ class Tokenizer:
         return self._tokenizer is not None
 
     @property
+    def of_transformers(self) -> Any:
+        """The tokenizer that is wrapped. Raises `InvalidRequest` without one."""
+        return self._or_refuse()
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` works."""
         return self._tokenizer is not None and self._tokenizer.chat_template is not None

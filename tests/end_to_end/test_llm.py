@@ -40,6 +40,21 @@ def test_prompts_may_be_texts_or_token_ids_one_or_many(llm: LLM, capfd: pytest.C
     assert completions[0].prompt_tokens == len(ids)
 
 
+def test_vllms_first_example_runs_unchanged(llm: LLM) -> None:
+    prompts = ["3 + 4 =", "3 6 9 12"]
+    outputs = llm.generate(prompts, jaxsgl.SamplingParams(temperature=0.8, top_p=0.95, max_tokens=4), use_tqdm=False)
+    tokenizer = llm.get_tokenizer()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt == prompt
+        assert output.prompt_token_ids == tokenizer.encode(prompt)
+        assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+    messages = [{"role": "user", "content": "3 + 4"}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    (answer,), (same,) = llm.chat(messages, GREEDY, use_tqdm=False), llm.generate(rendered, GREEDY, use_tqdm=False)
+    assert answer.outputs[0].text == same.outputs[0].text != ""
+    assert (answer.prompt, answer.prompt_token_ids) == (None, same.prompt_token_ids)
+
+
 def test_a_prompt_that_was_served_before_is_cached_in_whole_pages(llm: LLM) -> None:
     prompt = list(range(40, 90))
     first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
