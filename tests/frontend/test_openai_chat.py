@@ -252,7 +252,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, None, "the model takes text alone"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, None, "content[0] is of type audio"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, None, "content[0] is of type text without a"),
-        ({"prompt_logprobs": 1}, None, "prompt_logprobs is not taken (completions with echo"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+        ({"prompt_logprobs": 1, "stream": True}, None, "prompt_logprobs come with whole answers: leave stream out"),
         ({"messages": [{"role": "tool", "content": "a"}]}, None, "unknown role tool"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},

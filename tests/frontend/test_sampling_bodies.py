@@ -32,7 +32,7 @@ SAME = {
 
 def fields_with_bounds() -> list[tuple[type[Body], str, str]]:
     """Returns (body, its field, the field's name in `SamplingParams`) for each bounded field of both APIs."""
-    openai = [(CompletionRequest, name, name) for name in BOUNDS if name not in ("seed", "prompt_logprobs")]
+    openai = [(CompletionRequest, name, name) for name in BOUNDS if name != "seed"]
     sglang = [(SamplingBody, SGLANG_NAMES.get(name, name), name) for name in BOUNDS if name not in SGLANG_OUTSIDE]
     return [*openai, *sglang]
 

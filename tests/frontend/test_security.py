@@ -51,7 +51,7 @@ def test_http_asks_for_the_key(guarded: ServerProcess) -> None:
                 assert refused.status_code == 401
                 assert refused.headers["www-authenticate"] == "Bearer"
                 assert error_of(refused)["code"] == "invalid_api_key"
-            for path in ("/get_model_info", "/server_info", "/openapi.json", "/engine_events", "/flush_cache"):
+            for path in ("/version", "/server_info", "/openapi.json", "/engine_events", "/flush_cache"):
                 assert http.get(path, headers=headers).status_code == 401
         answer = http.post("/generate", json=generate_body(5), headers={"authorization": f"Bearer {KEY}"})
         assert answer.status_code == 200
@@ -59,7 +59,7 @@ def test_http_asks_for_the_key(guarded: ServerProcess) -> None:
 
 def test_probes_and_scrapers_need_no_key(guarded: ServerProcess) -> None:
     with connect(guarded) as http:
-        for path in ("/health", "/health_generate", "/metrics"):
+        for path in ("/health", "/health_generate", "/load", "/metrics", "/ping"):
             assert http.get(path).status_code == 200
 
 

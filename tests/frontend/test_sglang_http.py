@@ -13,6 +13,7 @@ from fake_engine_process import EOS_ID, Script
 from http_calls import connect, error_of, events, generate_body, report
 from server_process import ServerProcess, ids_request, wait_for
 
+import jaxsgl
 from jaxsgl.text.tokenizer import Tokenizer
 
 TEXT = "hello 🦊 龘 world"
@@ -235,6 +236,17 @@ def test_health_is_good_while_the_engine_works(http: httpx.Client) -> None:
     seen = report(http)[1]
     assert http.get("/health_generate").status_code == 200
     assert report(http)[1] == seen + 2  # the probe, and the report itself
+
+
+def test_vllms_names_for_health_load_and_version_are_known(http: httpx.Client, server: ServerProcess) -> None:
+    assert http.get("/version").json() == {"version": jaxsgl.__version__}
+    assert http.get("/ping").json() == http.post("/ping").json() == {"status": "ok"}
+    with server.stub() as stub:
+        before = http.get("/load").json()["server_load"]
+        stays = stub.Generate(ids_request(Script.PAUSE))
+        next(stays)
+        assert http.get("/load").json() == {"server_load": before + 1}
+        stays.cancel()
 
 
 def test_health_is_good_while_the_queue_is_full(start_server: object) -> None:

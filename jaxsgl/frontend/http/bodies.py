@@ -243,7 +243,6 @@ NEVER_TAKEN = {
     "input_embeds": _TENSORS,
     "logits_processors": _CODE,
     "prompt_embeds": _TENSORS,
-    "prompt_logprobs": "completions with echo and logprobs score their prompts, and so does /generate",
     "use_beam_search": "ask for n samples with logprobs",
 }
 

@@ -1,4 +1,4 @@
-"""What probes and scrapers ask without a key: GET /health, /health_generate and /metrics.
+"""What probes and scrapers ask without a key: GET /health, /ping, /health_generate, /load and /metrics.
 
 Reads the watchdog and the metrics; decides neither. app.py includes the router.
 """
@@ -33,6 +33,8 @@ def router(front_end: FrontEnd) -> APIRouter:
     registry = registry_of(front_end.metrics, front_end.config.model_name)
 
     @api.head("/health", include_in_schema=False)  # of wget --spider and of monitors
+    @api.get("/ping", include_in_schema=False)  # SageMaker's
+    @api.post("/ping", include_in_schema=False)
     @api.get("/health")
     async def health() -> dict[str, Any]:
         """200 when requests make sense; 503 while the engine starts, is stuck or dead, and while the server stops.
@@ -48,6 +50,11 @@ def router(front_end: FrontEnd) -> APIRouter:
         if not front_end.engine.load.paused:
             await probe.run()
         return status
+
+    @api.get("/load")
+    async def load() -> dict[str, int]:
+        """Requests under way, under vLLM's name; /get_load says more of each replica."""
+        return {"server_load": await front_end.num_open()}
 
     @api.get("/metrics", summary="Numbers for Prometheus", response_class=Response)
     async def metrics() -> Response:

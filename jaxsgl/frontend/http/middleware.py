@@ -26,7 +26,7 @@ REQUEST_ID_HEADER = "x-request-id"
 STALL_S = 60.0  # how long a client may send nothing of a body that it has begun
 NO_PATHS: Mapping[str, int] = {}
 MIN_BODY_BYTES_PER_S = 1024  # on the whole, after the first `STALL_S`
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})  # probes and scrapers hold no key
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/load", "/metrics", "/ping"})  # probes and scrapers hold no key
 # They operate the server or show what all its clients do: for the administrator, if there is one.
 ORDER_PATHS = frozenset({
     "/abort_request", "/continue_generation", "/engine_events", "/flush_cache", "/get_server_info", "/internal_state",

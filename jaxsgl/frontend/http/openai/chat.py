@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from pydantic_core import from_json
 from starlette.responses import Response
@@ -20,19 +20,18 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd, Prompted
 from jaxsgl.frontend.http.bodies import in_rooms, options_of, truncation_of
 from jaxsgl.frontend.http.calls import DONE, EventStream, event, start_all, whole
+from jaxsgl.frontend.http.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from jaxsgl.frontend.http.openai.replies import (
     AnswerHead,
     AssistantMessage,
     CalledFunction,
     ChatChoice,
     ChatDelta,
-    ChatLogprobs,
     Delta,
     DeltaCall,
     MessageCall,
     StatesCollector,
     UsageCounter,
-    chat_logprobs,
     json_response,
     new_head,
     new_usage,
@@ -43,6 +42,7 @@ from jaxsgl.frontend.http.openai.schemas import (
     MediaUrl,
     MessageBody,
     TokenizeRequest,
+    TokensAsked,
     ToolCall,
     sampling_of,
 )
@@ -76,11 +76,11 @@ async def answer_chat(front_end: FrontEnd, body: ChatRequest, adapter: str = "")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = new_head("chatcmpl", kind, adapter or front_end.config.model_name)
     request, form = await prepare_chat(front_end, body, head.id, adapter)
-    predicted, ids = body.prediction is not None, bool(body.return_token_ids)
+    predicted = body.prediction is not None
     if body.stream:
         usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], request.sampling.n, predicted)
-        return EventStream(_stream(front_end, request, head, usage, form, ids))
-    return json_response(await _whole(front_end, request, head, form, predicted, ids))
+        return EventStream(_stream(front_end, request, head, usage, form, body))
+    return json_response(await _whole(front_end, request, head, form, predicted, body))
 
 
 async def prepare_chat(
@@ -177,11 +177,11 @@ def _sampling(body: ChatRequest, defaults: Mapping[str, float]) -> SamplingParam
         raise InvalidRequest("top_logprobs are given, but logprobs is not true: set it to true")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return sampling_of(body, max_tokens, logprobs, defaults=defaults)
+    return sampling_of(body, max_tokens, logprobs, body.prompt_logprobs, defaults)
 
 
 async def _whole(
-    front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm, predicted: bool, ids: bool
+    front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm, predicted: bool, asked: TokensAsked
 ) -> bytes:
     tokenizer = front_end.generator.model.tokenizer
     async with start_all(front_end.generator, [request], visible=form.visible) as generations:
@@ -197,20 +197,25 @@ async def _whole(
             end = sample.end
             usage.add(end, index)
             writer = MessageWriter(form)
-            scores, message = _scores(request, tokenizer, sample), writer.whole(sample.text)
+            scores, message = _scores(request, tokenizer, sample, asked), writer.whole(sample.text)
             reason = finish_reason(end.reason.value, writer, form.use.legacy)
             states.add(index, sample)
             choice = ChatChoice(index, message, scores, reason, end.matched_stop, states.hidden(index))
-            choice.token_ids = sample.token_ids if ids else UNSET
+            choice.token_ids = sample.token_ids if asked.return_token_ids else UNSET
             choices.append(choice)
-        prompt_ids = request.prompt_ids if ids else UNSET
-        return head.answer(choices, usage, samples[-1].weight_version, states.extension(), prompt_ids)
+        ids = request.prompt_ids if asked.return_token_ids else UNSET
+        of_prompt: PromptLogprobs | UnsetType | None = UNSET
+        if asked.prompt_logprobs is not None:
+            of_prompt = prompt_logprobs(
+                tokenizer, request.prompt_ids, samples[0].prompt_logprobs, asked.prompt_logprobs
+            )
+        return head.answer(choices, usage, samples[-1].weight_version, states.extension(), ids, of_prompt)
 
     return await front_end.generator.off_loop(sum(sample.num_scores for sample in samples), write)
 
 
 async def _stream(
-    front_end: FrontEnd, request: Request, head: AnswerHead, usage: UsageCounter, form: AnswerForm, ids: bool
+    front_end: FrontEnd, request: Request, head: AnswerHead, usage: UsageCounter, form: AnswerForm, asked: TokensAsked
 ) -> AsyncGenerator[bytes, None]:
     tokenizer = front_end.generator.model.tokenizer
     started = [False] * request.sampling.n
@@ -231,10 +236,10 @@ async def _stream(
             if not started[index]:
                 started[index] = True
                 first = [ChatDelta(index, Delta("assistant", ""))]
-                prompt_ids = request.prompt_ids if ids else UNSET
+                prompt_ids = request.prompt_ids if asked.return_token_ids else UNSET
                 role = event(head.answer(first, usage.in_chunk(index), prompt_token_ids=prompt_ids))
             usage.add(index, piece)
-            write = partial(_delta, request, tokenizer, index, piece, writers[index], form.use.legacy, ids)
+            write = partial(_delta, request, tokenizer, index, piece, writers[index], form.use.legacy, asked)
             delta = await front_end.generator.off_loop(piece.num_scores, write) if scored else write()
             if delta is not None:
                 version = None if piece.end is None else piece.weight_version
@@ -247,24 +252,30 @@ async def _stream(
 
 
 def _delta(
-    request: Request, tokenizer: Tokenizer, index: int, piece: Piece, writer: MessageWriter, legacy: bool, ids: bool
+    request: Request,
+    tokenizer: Tokenizer,
+    index: int,
+    piece: Piece,
+    writer: MessageWriter,
+    legacy: bool,
+    asked: TokensAsked,
 ) -> ChatDelta | None:
     """Returns None for a piece that adds nothing, such as a part of a character or of a call that is held back."""
-    scores = _scores(request, tokenizer, piece)
+    scores = _scores(request, tokenizer, piece, asked)
     delta = writer.delta(piece.text, final=piece.end is not None)
-    token_ids = piece.token_ids if ids else UNSET
+    token_ids = piece.token_ids if asked.return_token_ids else UNSET
     if piece.end is not None:
         reason = finish_reason(piece.end.reason.value, writer, legacy)
         return ChatDelta(index, delta, scores, reason, piece.end.matched_stop, token_ids)
-    if (ids or scores is not None) and delta == _NOTHING:
+    if (asked.return_token_ids or scores is not None) and delta == _NOTHING:
         delta.content = ""
     return None if delta == _NOTHING else ChatDelta(index, delta, scores, token_ids=token_ids)
 
 
-def _scores(request: Request, tokenizer: Tokenizer, piece: Piece) -> ChatLogprobs | None:
+def _scores(request: Request, tokenizer: Tokenizer, piece: Piece, asked: TokensAsked) -> ChatLogprobs | None:
     if request.sampling.logprobs is None:
         return None
-    return chat_logprobs(tokenizer, piece.token_ids, piece.logprobs)
+    return chat_logprobs(tokenizer, piece.token_ids, piece.logprobs, bool(asked.return_tokens_as_token_ids))
 
 
 def content_of(index: int, content: str | list[ContentPart] | None, media: list[Source]) -> str | list[dict[str, Any]]:

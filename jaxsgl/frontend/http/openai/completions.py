@@ -21,14 +21,12 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd, ServedModel, prompted_all
 from jaxsgl.frontend.http.bodies import in_rooms, options_of, truncation_of
 from jaxsgl.frontend.http.calls import DONE, EventStream, check_num_choices, event, pieces, start_all, whole
+from jaxsgl.frontend.http.openai.logprobs import Logprobs, LogprobsWriter, joined, prompt_logprobs, with_top
 from jaxsgl.frontend.http.openai.replies import (
     AnswerHead,
-    Logprobs,
-    LogprobsWriter,
     StatesCollector,
     TextChoice,
     UsageCounter,
-    joined,
     json_response,
     new_head,
 )
@@ -61,9 +59,7 @@ async def answer_completions(front_end: FrontEnd, body: CompletionRequest, adapt
     answered = _answered(body, requests)
     n = answered[0].sampling.n
     usage = UsageCounter(body.stream_options, [len(request.prompt_ids) for request in requests], n)
-    choices = Choices(
-        tokenizer, answered, texts, keep_output=body.max_tokens != 0, usage=usage, ids=bool(body.return_token_ids)
-    )
+    choices = Choices(tokenizer, answered, texts, body, usage)
     if body.stream:
         return EventStream(_stream(front_end, requests, choices, head, usage))
     return json_response(await _whole(front_end, requests, answered, choices, head, usage))
@@ -99,11 +95,12 @@ def prompts_of(
 def _sampling(body: CompletionRequest, model: ServedModel) -> SamplingParams:
     """Returns how all samples are generated. Raises `InvalidRequest`."""
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and not body.echo:
+    if max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise InvalidRequest("max_tokens is 0, which asks for nothing: set it to 1 and more, or echo to true")
     num_samples = num_samples_of(body)
     # The engine samples at least one token; `Choices` drops it.
-    of_prompt = body.logprobs if body.echo else None
+    asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    of_prompt = max((num_top for num_top in asked if num_top is not None), default=None)
     sampling = sampling_of(body, max(1, max_tokens), body.logprobs, of_prompt, model.sampling_defaults)
     if num_samples > sampling.n:
         sampling = replace(sampling, n=num_samples, logprobs=body.logprobs or 0)
@@ -202,24 +199,28 @@ class Choices:
         tokenizer: Tokenizer,
         requests: Sequence[Request],
         echoed: Sequence[str] | None,
-        keep_output: bool,
+        body: CompletionRequest,
         usage: UsageCounter,
-        ids: bool = False,
     ) -> None:
         """Args: one request per prompt; `echoed` are their texts, if choices begin with them.
 
-        `usage` counts the tokens of the choices that are returned. Without `keep_output` they hold the prompt alone,
-        with `ids` token ids too.
+        `body` says what choices hold; of a max_tokens of 0 the prompt alone. `usage` counts the tokens of the choices
+        that are returned.
         """
         sampling = requests[0].sampling
+        self._tokenizer = tokenizer
         self._usage = usage
         self._requests = requests
         self._echoed = echoed
-        self._keep_output = keep_output
-        self._ids = ids
+        self._keep_output = body.max_tokens != 0
+        self._ids = bool(body.return_token_ids)
+        self._num_top_of_prompt = body.prompt_logprobs
         self._n = sampling.n
         self._started = [False] * (len(requests) * self._n)
-        self._writers = [LogprobsWriter(tokenizer) for _ in self._started] if sampling.logprobs is not None else None
+        self._writers: list[LogprobsWriter] | None = None
+        if sampling.logprobs is not None:
+            as_ids = bool(body.return_tokens_as_token_ids)
+            self._writers = [LogprobsWriter(tokenizer, as_ids) for _ in self._started]
         self._wait_for_scores = self._writers is not None and echoed is not None
         self._prompt_scores: dict[int, Sequence[TokenLogprob | None]] = {}  # by prompt
         self._held: dict[int, list[tuple[int, Piece]]] = {}  # by prompt: pieces that arrived before its scores
@@ -251,7 +252,9 @@ class Choices:
                 self._held.setdefault(prompt, []).append((number, piece))
                 return []
             unknown = [None] * (len(self._requests[prompt].prompt_ids) - 1)  # if the request was aborted before
-            self._prompt_scores[prompt] = piece.prompt_logprobs if piece.prompt_logprobs is not None else unknown
+            scores = piece.prompt_logprobs
+            most = self._requests[prompt].sampling.logprobs or 0
+            self._prompt_scores[prompt] = unknown if scores is None else with_top(scores, most)
             ready += self._held.pop(prompt, [])
         return ready
 
@@ -275,6 +278,11 @@ class Choices:
         if self._ids:
             choice.token_ids = piece.token_ids
             choice.prompt_token_ids = self._requests[prompt].prompt_ids if starts else UNSET
+        if self._num_top_of_prompt is not None and number % self._n == 0:
+            ids = self._requests[prompt].prompt_ids
+            choice.prompt_logprobs = prompt_logprobs(
+                self._tokenizer, ids, piece.prompt_logprobs, self._num_top_of_prompt
+            )
         if piece.end is not None:
             choice.finish_reason, choice.matched_stop = piece.end.reason.value, piece.end.matched_stop
         elif not text and scores is None and not self._ids:

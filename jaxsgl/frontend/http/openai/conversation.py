@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.bodies import MAX_INT, Body, one_error, refuse_others
-from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Sampled, StatesAsked, ToolChoice
+from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Sampled, TokensAsked, ToolChoice
 from jaxsgl.logs import OF_CLIENTS
 
 Items = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -88,7 +88,7 @@ def chat_of(body: ResponsesRequest, earlier: Sequence[dict[str, Any]] = ()) -> C
         raise InvalidRequest("conversations are not kept here: send previous_response_id, or all of it in input")
     if body.background:
         raise InvalidRequest("background is true, but no answer is made in the background: leave it out, or stream")
-    refuse_others(body, frozenset({"chat_template", "prompt", *StatesAsked.model_fields}))
+    refuse_others(body, frozenset({"chat_template", "prompt", *TokensAsked.model_fields}))
     given = body.model_dump(by_alias=True, exclude_unset=True)
     chat = {name: given[name] for name in _SAME_IN_CHAT & given.keys()}
     chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in ChatRequest.model_fields}

@@ -1,8 +1,8 @@
-"""Bodies of OpenAI's answers and chunks, with the token counts, log-probabilities and states of tokens in them.
+"""Bodies of OpenAI's answers and chunks, with the token counts and states of tokens in them.
 
 Bodies are msgspec structs: a chunk is encoded in about a microsecond. Fields are in OpenAI's order; UNSET leaves a
-field out, None is written as null. Knows pieces and tokenizers, but not what a request body means. chat.py,
-completions.py and routes.py use it; SGLang's replies share the names of tokens and how experts are written.
+field out, None is written as null. Knows pieces, but not what a request body means. chat.py, completions.py and
+routes.py use it; SGLang's replies share how experts are written.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from jaxsgl.frontend.http.calls import event
+from jaxsgl.frontend.http.openai.logprobs import ChatLogprobs, Logprobs, PromptLogprobs
 from jaxsgl.frontend.http.openai.schemas import StreamOptions
-from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.outputs import StatesSpec, TokenStates, hidden_states, routed_experts
 from jaxsgl.requests.request import Request
 from jaxsgl.text.sample import End, Piece
-from jaxsgl.text.tokenizer import Tokenizer
-
-MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
 encode = msgspec.json.Encoder().encode
 
@@ -69,41 +66,6 @@ class Usage(msgspec.Struct):
 def new_usage(predicted: bool = False) -> Usage:
     """Returns one of no tokens; `predicted`: the request has a prediction."""
     return Usage(completion_tokens_details=CompletionDetails() if predicted else UNSET)
-
-
-class Top(msgspec.Struct):
-    """One of the most likely tokens."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatToken(msgspec.Struct):
-    """A token of a chat's answer, and the most likely tokens in its place."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[Top]
-
-
-class ChatLogprobs(msgspec.Struct):
-    """Log-probabilities in chat's form."""
-
-    content: list[ChatToken]
-
-
-class Logprobs(msgspec.Struct):
-    """Log-probabilities in the form of completions; the first token of an echoed prompt has none.
-
-    `text_offset` counts characters of the choice's text before each token.
-    """
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
 
 
 class CalledFunction(msgspec.Struct):
@@ -175,7 +137,10 @@ class ChatDelta(msgspec.Struct):
 
 
 class TextChoice(msgspec.Struct):
-    """One sample of a completion, or the part of it that a chunk adds. The first chunk has the prompt's ids."""
+    """One sample of a completion, or the part of it that a chunk adds. The first chunk has the prompt's ids.
+
+    A prompt's first sample has `prompt_logprobs`, if they are asked for.
+    """
 
     index: int
     text: str
@@ -185,13 +150,14 @@ class TextChoice(msgspec.Struct):
     hidden_states: list[float] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class AnswerBody(msgspec.Struct):
     """A whole answer, or a chunk of a streamed one. If usage is asked for, chunks without it hold null.
 
     `metadata` is SGLang's: a whole answer, and the chunk that ends a choice, name the version of the weights. So is
-    `sglext`, which holds experts. `prompt_token_ids` are those of a chat that asks for them.
+    `sglext`, which holds experts. `prompt_token_ids` and `prompt_logprobs` are those of a chat that asks for them.
     """
 
     id: str
@@ -203,6 +169,7 @@ class AnswerBody(msgspec.Struct):
     metadata: dict[str, str] | UnsetType = UNSET
     sglext: dict[str, str] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
@@ -220,11 +187,12 @@ class AnswerHead(msgspec.Struct, frozen=True):
         weight_version: str | None = None,
         sglext: dict[str, str] | UnsetType = UNSET,
         prompt_token_ids: list[int] | UnsetType = UNSET,
+        prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET,
     ) -> bytes:
         """Returns the JSON text of an answer or chunk, with the version of the weights that made it, if it is given."""
         metadata = UNSET if weight_version is None else {"weight_version": weight_version}
         head = (self.id, self.object, self.created, self.model)
-        return encode(AnswerBody(*head, choices, usage, metadata, sglext, prompt_token_ids))
+        return encode(AnswerBody(*head, choices, usage, metadata, sglext, prompt_token_ids, prompt_logprobs))
 
 
 def new_head(prefix: str, kind: str, model: str) -> AnswerHead:
@@ -281,73 +249,6 @@ class UsageCounter:
     def last_chunk(self, head: AnswerHead) -> bytes:
         """Returns the event with the total, or nothing if the client didn't ask for it."""
         return event(head.answer([], self.total)) if self._at_end else b""
-
-
-def name_of(tokenizer: Tokenizer, token_id: int) -> str:
-    """Returns the text of a token; bytes that are no whole character are written as `\\xe2`, as OpenAI does.
-
-    So different tokens have different names. Without a tokenizer a name is `token_id:7`.
-    """
-    if not tokenizer.exists:
-        return f"token_id:{token_id}"
-    return tokenizer.token_bytes(token_id).decode(errors="backslashreplace")
-
-
-def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
-    """Returns the log-probabilities of the tokens `ids` in chat's form."""
-
-    def top(token_id: int, logprob: float) -> Top:
-        return Top(name_of(tokenizer, token_id), max(logprob, MIN_LOGPROB), list(tokenizer.token_bytes(token_id)))
-
-    content = []
-    for token_id, of_token in zip(ids, logprobs, strict=True):
-        own = top(token_id, of_token.logprob)
-        others = [top(other, logprob) for other, logprob in of_token.top]
-        content.append(ChatToken(own.token, own.logprob, own.bytes, others))
-    return ChatLogprobs(content)
-
-
-class LogprobsWriter:
-    """Writes one choice's log-probabilities in the form of completions, piece by piece; tracks the text's length."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer()
-        self._num_chars = 0
-
-    def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], num_chars: int) -> Logprobs:
-        """Returns those of an echoed prompt of `num_chars` characters; its first token has no log-probability."""
-        scored = self.output(ids, [None, *logprobs])
-        self._detokenizer = self._tokenizer.detokenizer()
-        self._num_chars = num_chars
-        return scored
-
-    def output(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> Logprobs:
-        """Returns those of the next tokens."""
-        scored = Logprobs([], [], [], [])
-        for token_id, of_token in zip(ids, logprobs, strict=True):
-            name = name_of(self._tokenizer, token_id)
-            scored.tokens.append(name)
-            scored.token_logprobs.append(None if of_token is None else max(of_token.logprob, MIN_LOGPROB))
-            scored.top_logprobs.append(None if of_token is None else self._top(name, of_token))
-            scored.text_offset.append(self._num_chars)
-            self._num_chars += len(self._detokenizer.feed([token_id]))
-        return scored
-
-    def _top(self, name: str, of_token: TokenLogprob) -> dict[str, float]:
-        """Returns the most likely tokens and the token itself."""
-        top = {name_of(self._tokenizer, other): max(logprob, MIN_LOGPROB) for other, logprob in of_token.top}
-        return {name: max(of_token.logprob, MIN_LOGPROB)} | top
-
-
-def joined(first: Logprobs, second: Logprobs) -> Logprobs:
-    """Returns `first` followed by `second`."""
-    return Logprobs(
-        first.tokens + second.tokens,
-        first.token_logprobs + second.token_logprobs,
-        first.top_logprobs + second.top_logprobs,
-        first.text_offset + second.text_offset,
-    )
 
 
 class StatesCollector:

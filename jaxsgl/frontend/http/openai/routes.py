@@ -19,6 +19,7 @@ from jaxsgl.frontend.http.openai.chat import answer_chat, chat_prompt
 from jaxsgl.frontend.http.openai.completions import answer_completions
 from jaxsgl.frontend.http.openai.conversation import ResponsesRequest
 from jaxsgl.frontend.http.openai.embeddings import EmbeddingRequest, answer_embeddings
+from jaxsgl.frontend.http.openai.logprobs import name_of
 from jaxsgl.frontend.http.openai.ranking import (
     ClassifyRequest,
     RerankRequest,
@@ -27,7 +28,7 @@ from jaxsgl.frontend.http.openai.ranking import (
     answer_rerank,
     answer_score,
 )
-from jaxsgl.frontend.http.openai.replies import encode, json_response, name_of
+from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.openai.responses import ResponseStore, answer_responses
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jaxsgl.messages.orders import LoadedAdapter

@@ -61,10 +61,16 @@ Prompts = Annotated[
 Texts = Annotated[str | TextList, one_error(f"must be a text, or a list of 1 to {MAX_TEXTS} texts")]
 
 
-class StatesAsked(Body):
-    """A body that may ask for ids or states of tokens."""
+class TokensAsked(Body):
+    """A body that may ask for ids, scores or states of tokens."""
 
     return_token_ids: Annotated[bool, Field(description="vLLM's: answers hold token ids next to texts")] | None = None
+    return_tokens_as_token_ids: (
+        Annotated[bool, Field(description="vLLM's: log-probabilities name tokens as token_id:7")] | None
+    ) = None
+    prompt_logprobs: (
+        Annotated[int, within(BOUNDS["prompt_logprobs"], "vLLM's: likely tokens at each place of the prompt")] | None
+    ) = None
     return_hidden_states: (
         Annotated[bool, Field(description="of the last token; of servers with --enable-return-hidden-states")] | None
     ) = None
@@ -132,6 +138,8 @@ def sampling_of(
     Fields are refused if ignoring them would give a wrong answer.
     """
     refuse_others(body, _CHAT_ALONE)
+    if body.stream and getattr(body, "prompt_logprobs", None) is not None:
+        raise InvalidRequest("prompt_logprobs come with whole answers: leave stream out, or prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options are given, but stream is not true: leave them out, or set stream to true")
     return sampling_params(
@@ -146,11 +154,13 @@ def sampling_of(
     )
 
 
-class CompletionRequest(Sampled, StatesAsked):
+class CompletionRequest(Sampled, TokensAsked):
     """Body of /v1/completions."""
 
     prompt: Prompts
-    max_tokens: Annotated[Count, Field(description="0 only with echo: nothing is generated")] | None = 16
+    max_tokens: (
+        Annotated[Count, Field(description="0 only with echo or prompt_logprobs: nothing is generated")] | None
+    ) = 16
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
     best_of: (
@@ -286,7 +296,7 @@ ThinkingBudget = Annotated[int, Field(ge=0, le=MAX_INT, description="tokens of r
 Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)]
 
 
-class ChatRequest(Sampled, StatesAsked):
+class ChatRequest(Sampled, TokensAsked):
     """Body of /v1/chat/completions."""
 
     messages: Messages

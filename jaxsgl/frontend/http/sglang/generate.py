@@ -44,7 +44,8 @@ from jaxsgl.frontend.http.calls import (
 )
 from jaxsgl.frontend.http.grammars import grammar_of
 from jaxsgl.frontend.http.openai.completions import without_output
-from jaxsgl.frontend.http.openai.replies import MIN_LOGPROB, encode, experts_text, json_response, name_of
+from jaxsgl.frontend.http.openai.logprobs import MIN_LOGPROB, name_of
+from jaxsgl.frontend.http.openai.replies import encode, experts_text, json_response
 from jaxsgl.frontend.http.sglang.schemas import GenerateBody, SamplingBody
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource

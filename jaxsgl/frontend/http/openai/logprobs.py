@@ -1,0 +1,172 @@
+"""Log-probabilities in OpenAI's answers: those of chats, of completions, and vLLM's of prompts; how tokens are named.
+
+Knows pieces and tokenizers, but not what a request body means. chat.py, completions.py and responses.py use it;
+SGLang's replies and /tokenize share the names of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.text.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+class Top(msgspec.Struct):
+    """One of the most likely tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatToken(msgspec.Struct):
+    """A token of a chat's answer, and the most likely tokens in its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Top]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities in chat's form."""
+
+    content: list[ChatToken]
+
+
+class Logprobs(msgspec.Struct):
+    """Log-probabilities in the form of completions; the first token of an echoed prompt has none.
+
+    `text_offset` counts characters of the choice's text before each token.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct):
+    """A token of the prompt, or one that is likely in its place, in vLLM's form.
+
+    `rank` counts from 1; of a token that is none of the most likely ones it isn't known.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # by token id; None for the first token
+
+
+def name_of(tokenizer: Tokenizer, token_id: int, as_id: bool = False) -> str:
+    """Returns the text of a token; bytes that are no whole character are written as `\\xe2`, as OpenAI does.
+
+    So different tokens have different names. Without a tokenizer, or `as_id`, a name is `token_id:7`.
+    """
+    if as_id or not tokenizer.exists:
+        return f"token_id:{token_id}"
+    return tokenizer.token_bytes(token_id).decode(errors="backslashreplace")
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob], as_ids: bool = False
+) -> ChatLogprobs:
+    """Returns the log-probabilities of the tokens `ids` in chat's form; `as_ids`: by the ids of tokens."""
+
+    def top(token_id: int, logprob: float) -> Top:
+        return Top(
+            name_of(tokenizer, token_id, as_ids), max(logprob, MIN_LOGPROB), list(tokenizer.token_bytes(token_id))
+        )
+
+    content = []
+    for token_id, of_token in zip(ids, logprobs, strict=True):
+        own = top(token_id, of_token.logprob)
+        others = [top(other, logprob) for other, logprob in of_token.top]
+        content.append(ChatToken(own.token, own.logprob, own.bytes, others))
+    return ChatLogprobs(content)
+
+
+class LogprobsWriter:
+    """Writes one choice's log-probabilities in the form of completions, piece by piece; tracks the text's length.
+
+    `as_ids`: tokens are named by their ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+        self._detokenizer = tokenizer.detokenizer()
+        self._num_chars = 0
+
+    def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], num_chars: int) -> Logprobs:
+        """Returns those of an echoed prompt of `num_chars` characters; its first token has no log-probability."""
+        scored = self.output(ids, [None, *logprobs])
+        self._detokenizer = self._tokenizer.detokenizer()
+        self._num_chars = num_chars
+        return scored
+
+    def output(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> Logprobs:
+        """Returns those of the next tokens."""
+        scored = Logprobs([], [], [], [])
+        for token_id, of_token in zip(ids, logprobs, strict=True):
+            name = self._name(token_id)
+            scored.tokens.append(name)
+            scored.token_logprobs.append(None if of_token is None else max(of_token.logprob, MIN_LOGPROB))
+            scored.top_logprobs.append(None if of_token is None else self._top(name, of_token))
+            scored.text_offset.append(self._num_chars)
+            self._num_chars += len(self._detokenizer.feed([token_id]))
+        return scored
+
+    def _top(self, name: str, of_token: TokenLogprob) -> dict[str, float]:
+        """Returns the most likely tokens and the token itself."""
+        top = {self._name(other): max(logprob, MIN_LOGPROB) for other, logprob in of_token.top}
+        return {name: max(of_token.logprob, MIN_LOGPROB)} | top
+
+    def _name(self, token_id: int) -> str:
+        return name_of(self._tokenizer, token_id, self._as_ids)
+
+
+def joined(first: Logprobs, second: Logprobs) -> Logprobs:
+    """Returns `first` followed by `second`."""
+    return Logprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        first.top_logprobs + second.top_logprobs,
+        first.text_offset + second.text_offset,
+    )
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None, num_top: int
+) -> PromptLogprobs | None:
+    """Returns those of a prompt, each with `num_top` likely tokens; None if it was aborted before it had any."""
+    if logprobs is None:
+        return None
+    answer: PromptLogprobs = [None]
+    for token_id, of_token in zip(ids[1:], logprobs, strict=True):
+        ranked: list[tuple[int, float, int | None]] = [
+            (other, logprob, rank) for rank, (other, logprob) in enumerate(of_token.top[:num_top], 1)
+        ]
+        if all(token_id != other for other, _, _ in ranked):
+            ranked.append((token_id, of_token.logprob, None))
+        answer.append(
+            {
+                other: PromptLogprob(max(logprob, MIN_LOGPROB), rank, name_of(tokenizer, other))
+                for other, logprob, rank in ranked
+            }
+        )
+    return answer
+
+
+def with_top(logprobs: Sequence[TokenLogprob], num_top: int) -> Sequence[TokenLogprob]:
+    """Returns `logprobs` with at most `num_top` likely tokens each."""
+    if not logprobs or len(logprobs[0].top) <= num_top:
+        return logprobs
+    return [TokenLogprob(each.logprob, each.top[:num_top]) for each in logprobs]
