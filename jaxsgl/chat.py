@@ -19,7 +19,8 @@ import grpc
 from jaxsgl import terminal
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.terminal import ClientError
+from jaxsgl.http_stub import HttpStub
+from jaxsgl.terminal import CALL_ERRORS, ClientError, HttpError
 
 HELP = """\
 /reset        forget the conversation, but not the system's turn
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--system", metavar="TEXT", help="the system's turn, before the conversation")
     terminal.add_sampling_flags(parser)
     terminal.add_connection_flags(parser)
+    parser.add_argument("--url", help="any server of OpenAI's API, as http://host:port, in place of --addr")
     args = parser.parse_args(argv)
     return terminal.run(lambda: _talk(args))
 
@@ -47,8 +49,7 @@ def _talk(args: argparse.Namespace) -> int:
     keyboard = sys.stdin.isatty() and sys.stdout.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    with terminal.connect(args) as channel:
-        stub = pb_grpc.JaxsglStub(channel)
+    with _stub_of(args) as stub:
         info = stub.GetModelInfo(pb.GetModelInfoRequest())
         if not info.has_chat_template:
             raise ClientError(
@@ -58,6 +59,15 @@ def _talk(args: argparse.Namespace) -> int:
             _tell(f"{info.model_path}, {info.context_length} tokens of context; /help lists the commands")
         conversation = Conversation(stub, sampling, args.system, min(info.context_length, info.pool_tokens))
         return _talk_by_keyboard(conversation) if keyboard else _talk_by_lines(conversation)
+
+
+@contextlib.contextmanager
+def _stub_of(args: argparse.Namespace) -> Iterator[pb_grpc.JaxsglStub | HttpStub]:
+    if args.url is not None:
+        yield HttpStub(args)
+        return
+    with terminal.connect(args) as channel:
+        yield pb_grpc.JaxsglStub(channel)
 
 
 def _talk_by_keyboard(conversation: Conversation) -> int:
@@ -76,7 +86,7 @@ def _talk_by_keyboard(conversation: Conversation) -> int:
             conversation.take(line)
         except KeyboardInterrupt:
             continue
-        except grpc.RpcError as error:
+        except CALL_ERRORS as error:
             _tell_failure(conversation, error)
 
 
@@ -87,7 +97,7 @@ def _talk_by_lines(conversation: Conversation) -> int:
             break
         try:
             conversation.take(line.removesuffix("\n"))
-        except grpc.RpcError as error:
+        except CALL_ERRORS as error:
             _tell_failure(conversation, error)
             status = 1
     return status
@@ -114,7 +124,11 @@ class Conversation:
     """
 
     def __init__(
-        self, stub: pb_grpc.JaxsglStub, sampling: pb.SamplingParams, system: str | None, most_tokens: int
+        self,
+        stub: pb_grpc.JaxsglStub | HttpStub,
+        sampling: pb.SamplingParams,
+        system: str | None,
+        most_tokens: int,
     ) -> None:
         self.turns: list[pb.ChatMessage] = []
         self._stub = stub
@@ -125,7 +139,7 @@ class Conversation:
     def take(self, line: str) -> None:
         """Runs a command, or prints the answer to a user's turn on standard output. Ignores an empty line.
 
-        If the call fails or is interrupted (`grpc.RpcError`, `KeyboardInterrupt`), the part of the answer that was
+        If the call fails or is interrupted (`CALL_ERRORS`, `KeyboardInterrupt`), the part of the answer that was
         shown stays in the conversation, since the next turn may be about it. If none was shown, the turn is forgotten.
         """
         command, _, rest = line.partition(" ")
@@ -176,10 +190,10 @@ class Conversation:
             _tell("(ended by the server)")
 
 
-def _tell_failure(conversation: Conversation, error: grpc.RpcError) -> None:
+def _tell_failure(conversation: Conversation, error: grpc.RpcError | HttpError) -> None:
     """Prints the server's error, and the way out where the conversation may have grown too long."""
     _tell(f"error: {terminal.describe(error)}")
-    if error.code() == grpc.StatusCode.INVALID_ARGUMENT and conversation.turns:
+    if terminal.is_refusal(error) and conversation.turns:
         _tell("if the conversation has grown too long: /reset forgets it")
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,17 @@ _CHANNEL_OPTIONS = [
 
 class ClientError(JaxsglError):
     """Ends the program with exit status 1 and this message."""
+
+
+class HttpError(Exception):
+    """A refusal over HTTP, or status 0 if a connection failed."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+CALL_ERRORS = (grpc.RpcError, HttpError)  # of calls over gRPC and over HTTP
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +138,7 @@ def run(program: Callable[[], int]) -> int:
     except ClientError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except grpc.RpcError as error:
+    except CALL_ERRORS as error:
         print(f"error: {describe(error)}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader has seen enough
@@ -136,9 +148,18 @@ def run(program: Callable[[], int]) -> int:
         return 130
 
 
-def describe(error: grpc.RpcError) -> str:
+def describe(error: grpc.RpcError | HttpError) -> str:
     """Returns the status and the message of a failed call."""
+    if isinstance(error, HttpError):
+        return f"{error.status}: {error}" if error.status else str(error)
     return f"{error.code().name}: {error.details()}"
+
+
+def is_refusal(error: grpc.RpcError | HttpError) -> bool:
+    """Whether the server refused what it was sent."""
+    if isinstance(error, HttpError):
+        return error.status == HTTPStatus.BAD_REQUEST
+    return bool(error.code() == grpc.StatusCode.INVALID_ARGUMENT)
 
 
 def _wait_until_ready(channel: grpc.Channel, addr: str, wait_s: float) -> None:

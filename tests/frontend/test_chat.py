@@ -6,6 +6,7 @@ The template ends with EOS, so the fake engine's echo is the whole conversation.
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import io
 import os
@@ -24,6 +25,7 @@ from tokenizers import AddedToken
 
 from jaxsgl.chat import Conversation, main
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
+from jaxsgl.http_stub import HttpStub
 from tests.text.small_tokenizers import byte_level, save
 
 HANG, DIE, PAUSE = "<hang>", "<die>", "<pause>"
@@ -73,6 +75,39 @@ def say(server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 def test_each_turn_is_sent_with_the_ones_before(say: Say) -> None:
     assert say("hello", "and") == (0, "u(hello)\nu(hello)a(u(hello))u(and)\n", "")
+
+
+def test_a_server_of_openais_api_answers_the_same(say: Say, server: ServerProcess) -> None:
+    for url in (f"http://{server.http_address}", f"http://{server.http_address}/v1/"):
+        by_http = ("--url", url, "--addr", "127.0.0.1:1")
+        assert say("naïve 🦊", "and", flags=by_http) == say("naïve 🦊", "and")
+    assert "(cut after 2 tokens, by --max-tokens)" in say("hello", flags=(*by_http, "--max-tokens", "2"))[2]
+    assert say("hello", flags=(*by_http, "--stop", "ll"))[1] == "u(he\n"
+    status, out, err = say(*["hello"] * 8, "/reset", "you", flags=by_http)
+    assert (status, out.startswith("u(hello)\n"), out.endswith("\nu(you)\n")) == (1, True, True)
+    assert re.search(r"error: 400: .*maximum context length.*\nif the conversation has grown too long: /reset", err)
+
+
+def test_an_answer_over_http_can_be_ended(server: ServerProcess) -> None:
+    flags = argparse.Namespace(url=f"http://{server.http_address}", api_key=None, ca=None, wait_s=PATIENCE_S)
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=PAUSE)])
+    call = HttpStub(flags).Generate(pb.GenerateRequest(chat=chat))
+    call.cancel()
+    assert next(iter(call)).text == PAUSE
+    assert requests_in_the_engine(server) == 1
+    call.cancel()
+    wait_for(lambda: requests_in_the_engine(server) == 0, "end of the request in the engine")
+
+
+def test_what_is_no_server_of_openais_api_is_told(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for url in ("127.0.0.1:1", "http://127.0.0.1:1", f"http://{server.http_address}/v2"):
+        assert main(["--url", url, "--wait-s", "0"]) == 1
+    scheme, nobody, path = capsys.readouterr().err.splitlines()
+    assert scheme == "error: --url is 127.0.0.1:1, but must begin with http:// or https://"
+    assert nobody.startswith("error: no server is ready at http://127.0.0.1:1 after 0 s (no answer from")
+    assert path.startswith("error: 404: no such path")
 
 
 def test_reset_forgets_the_turns_but_not_the_system(say: Say) -> None:

@@ -15,9 +15,11 @@ from fake_engine_process import Script
 from fastapi import FastAPI
 from http_calls import connect, error_of, generate_body, post
 from server_process import PATIENCE_S, ServerProcess
+from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from jaxsgl.frontend.http import errors
+from jaxsgl.frontend.http.compressed import PART_BYTES, Gunzip
 from jaxsgl.frontend.http.middleware import BodyLimit, RequestIds
 
 JSON = {"content-type": "application/json"}
@@ -54,10 +56,62 @@ def test_a_malformed_body_is_a_bad_request(http: httpx.Client, body: bytes, word
     assert error_of(response)["type"] == "invalid_request_error"
 
 
-def test_a_compressed_body_is_refused_as_such(http: httpx.Client) -> None:
-    response = http.post("/generate", content=gzip.compress(b"{}"), headers=JSON | {"content-encoding": "gzip"})
-    assert response.status_code == 400
-    assert "it is compressed (content-encoding: gzip): send it as it is" in error_of(response)["message"]
+GZIP = JSON | {"content-encoding": "gzip"}
+
+
+def test_a_body_may_be_compressed(http: httpx.Client) -> None:
+    body = json.dumps(generate_body(*range(2, 60), max_new_tokens=4) | {"rid": "r" * 200}).encode()
+    plain = http.post("/generate", content=body, headers=JSON).json()
+    squeezed = gzip.compress(body)
+    parts = (squeezed[place : place + 7] for place in range(0, len(squeezed), 7))
+    for content in (squeezed, parts):
+        assert http.post("/generate", content=content, headers=GZIP).json()["output_ids"] == plain["output_ids"]
+    refused = http.post("/generate", content=squeezed, headers=JSON | {"content-encoding": "br"})
+    assert refused.status_code == 400
+    assert "it is compressed (content-encoding: br): send it as it is, or in gzip" in error_of(refused)["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{}", "not what content-encoding says, gzip"),
+        (b"", "cut after 0 bytes"),
+        (gzip.compress(b'{"input_ids": [5, 6]}')[:-6], "cut after 21 bytes"),
+        (gzip.compress(b"{}") + gzip.compress(b"{}"), "goes on after the end of its gzip stream"),
+        (gzip.compress(b'{"input_ids": 5'), "can't be read"),
+        (gzip.compress(b"{}"), "either text or input_ids"),
+    ],
+)
+def test_a_bad_compressed_body_is_a_bad_request(http: httpx.Client, content: bytes, words: str) -> None:
+    response = http.post("/generate", content=content, headers=GZIP)
+    assert (response.status_code, words in error_of(response)["message"]) == (400, True), response.text
+
+
+def test_a_body_that_grows_too_large_is_refused_as_it_grows() -> None:
+    read: list[int] = []
+
+    async def whole(scope: Any, receive: Any, send: Any) -> None:
+        message = {"more_body": True}
+        while message["more_body"]:
+            message = await receive()
+            read.append(len(message["body"]))
+        await PlainTextResponse("read")(scope, receive, send)
+
+    app = FastAPI()
+    errors.add_handlers(app)
+    app.mount("/", whole)
+    app.add_middleware(Gunzip)
+    app.add_middleware(BodyLimit, max_bytes=4 * PART_BYTES, max_plain_bytes=100)
+    with TestClient(app) as client:
+        fits = client.post("/", content=gzip.compress(bytes(4 * PART_BYTES)), headers={"content-encoding": "gzip"})
+        assert (fits.text, sum(read), max(read)) == ("read", 4 * PART_BYTES, PART_BYTES)
+        read.clear()
+        bomb = gzip.compress(bytes(400 * PART_BYTES))
+        assert len(bomb) < 4 * PART_BYTES
+        response = client.post("/", content=bomb, headers={"content-encoding": "gzip"})
+        assert response.status_code == 413
+        assert f"has more bytes than the {4 * PART_BYTES} that it may have" in error_of(response)["message"]
+        assert sum(read) == 4 * PART_BYTES, "no more of it was inflated"
 
 
 def test_health_answers_head(http: httpx.Client) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -16,8 +17,14 @@ from server_process import ServerProcess
 
 from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.access import Caller, enter
-from jaxsgl.frontend.http.openai.conversation import ResponsesRequest, chat_of
+from jaxsgl.frontend.http.openai.conversation import LOGPROBS, ResponsesRequest, chat_of
 from jaxsgl.frontend.http.openai.responses import ResponseStore, Stored
+from jaxsgl.frontend.http.openai.scored_text import ScoredText
+from jaxsgl.frontend.http.openai.truncation import fitting
+from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.requests.request import FinishReason, too_long
+from jaxsgl.text.sample import End, Piece
+from jaxsgl.text.tokenizer import Tokenizer
 
 PATH = "/v1/responses"
 WEATHER: FunctionToolParam = {
@@ -132,6 +139,9 @@ def test_a_conversation_is_a_chat() -> None:
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format has no schema"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0] holds a part of type"),
         ({"input": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
+        ({"top_logprobs": 1}, "include doesn't name message.output_text.logprobs"),
+        ({"truncation": "middle"}, "'auto' or 'disabled'"),
+        ({"rid": "r"}, "rid isn't taken here"),
         ({"temperature": -1}, "greater than or equal to 0"),
     ],
 )
@@ -225,12 +235,101 @@ def test_tools_of_other_kinds_are_left_out_and_logged(scripted: ServerProcess, h
     scripted.wait_for_log(f"a tool of type '{kind}' is left out")
 
 
+def test_texts_have_the_log_probabilities_of_their_tokens(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"input": f"<think>Hm</think>I löök 🙂.{CALL}", "tools": [WEATHER], "top_logprobs": 2}
+    fields["include"] = [LOGPROBS]
+    answer = client.responses.create(model="default", **fields)
+    _, message, _ = answer.output
+    assert isinstance(message, openai.types.responses.ResponseOutputMessage)
+    (content,) = message.content
+    assert content.type == "output_text" and content.logprobs is not None and answer.top_logprobs == 2
+    assert bytes(byte for token in content.logprobs for byte in token.bytes).decode() == "I löök 🙂."
+    assert all(len(token.top_logprobs) == 2 and token.logprob < 0 for token in content.logprobs)
+    streamed: list[float] = []
+    for event in client.responses.create(model="default", stream=True, **fields):
+        if event.type == "response.output_text.delta":
+            streamed += [token.logprob for token in event.logprobs]
+        if event.type == "response.output_text.done":
+            assert [token.logprob for token in event.logprobs] == streamed
+    assert streamed == [token.logprob for token in content.logprobs]
+    plain = client.responses.create(model="default", input="Hi")
+    assert plain.to_dict()["output"][0]["content"][0]["logprobs"] == [] and plain.top_logprobs == 0  # type: ignore[index]
+
+
+def test_tokens_are_shared_out_by_the_text_that_they_make(tokenizer: Tokenizer) -> None:
+    text = ScoredText(tokenizer, tokenizer.detokenizer())
+    ids = tokenizer.encode("a🙂bcd", add_special_tokens=False)
+    assert len(ids) > 5, "a character of several tokens is among them"
+    scores = tuple(TokenLogprob(-id / 8) for id in ids)
+
+    def taken(first: int, last: int, arrived: str, end: End | None = None) -> list[str]:
+        return list(text.split(Piece(arrived, ids[first:last], end, logprobs=scores[first:last])))
+
+    assert taken(0, 2, "a") == ["a"]
+    assert [token.logprob for token in text.of(1)] == [-ids[0] / 8]
+    assert taken(2, len(ids) - 1, "🙂") == ["🙂"], "a stop string holds the others back"
+    assert [token.logprob for token in text.of(1)] == [-id / 8 for id in ids[1:-3]]
+    end = End(FinishReason.STOP, None, 1, 0, len(ids))
+    assert taken(len(ids) - 1, len(ids), "bc", end) == ["b", "c"]
+    assert [token.token for token in text.of(1)] == ["c"], "that of a marker before is left out"
+    assert text.of(1) == []
+
+
+def test_a_conversation_that_is_too_long_loses_its_oldest_items(http: httpx.Client) -> None:
+    long = [{"role": "user", "content": "a" * 5000}, {"role": "assistant", "content": "b" * 5000}] * 3
+    given = [*long, {"role": "user", "content": "Hi"}]
+    error = refusal(http, PATH, input=given)
+    assert error["code"] == "context_length_exceeded"
+    answer = post(http, PATH, input=given, truncation="auto", store=False)
+    assert (answer["output"][0]["content"][0]["text"], answer["truncation"]) == ("Hi", "auto")
+    alone = [*long, {"role": "user", "content": "a" * 20000}]
+    assert refusal(http, PATH, input=alone, truncation="auto")["code"] == "context_length_exceeded"
+
+
+def test_what_is_kept_begins_with_a_turn_of_the_user_if_one_fits() -> None:
+    call = {"type": "function_call", "call_id": "c"}
+    output = {"type": "function_call_output", "call_id": "c"}
+    items: list[dict[str, Any]] = [
+        {"role": "developer"}, {"role": "user"}, {"role": "assistant"}, {"role": "user", "type": "message"}, call,
+        output, output, call, output,
+    ]  # fmt: skip
+    tried: list[int] = []
+
+    def fit(most: int) -> list[dict[str, Any]]:
+        async def prepare(given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+            tried.append(len(given))
+            if len(given) > most:
+                raise too_long("too long")
+            return list(given)
+
+        return asyncio.run(fitting(items, prepare))
+
+    assert fit(9) == items and tried == [9]
+    assert fit(8) == fit(7) == [items[0], *items[3:]]
+    assert fit(6) == fit(3) == [items[0], *items[7:]]
+    assert len(tried) <= 1 + 4 * 3
+    with pytest.raises(InvalidRequest, match="too long"):
+        fit(2)
+
+
+def test_the_tokens_of_a_prompt_are_counted(client: openai.OpenAI, http: httpx.Client) -> None:
+    answer = client.responses.create(model="default", input="Hello you")
+    assert answer.usage is not None
+    counted = post(http, f"{PATH}/input_tokens", input="Hello you")
+    assert counted == {"object": "response.input_tokens", "input_tokens": answer.usage.input_tokens}
+    follows = post(http, f"{PATH}/input_tokens", input="Hello you", previous_response_id=answer.id)
+    assert follows["input_tokens"] == answer.usage.input_tokens, "this template shows the last turn alone"
+    assert (
+        "no answer resp_1 is stored"
+        in refusal(http, f"{PATH}/input_tokens", input="a", previous_response_id="resp_1")["message"]
+    )
+
+
 def test_unknown_fields_do_no_harm(http: httpx.Client) -> None:
     body: dict[str, Any] = {
         "input": "Hi",
         "messages": [],
-        "include": [],
-        "truncation": "auto",
+        "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "a",
         "user": None,
     }

@@ -218,6 +218,22 @@ def test_the_cache_is_flushed_unless_requests_run(server: ServerProcess, http: h
     assert "not flushed" in error_of(response)["message"]
 
 
+def test_completions_and_chats_take_the_rid_of_their_client(http: httpx.Client) -> None:
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    bodies = (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "hi", "max_tokens": 2}))
+    for path, body in bodies:
+        assert http.post(path, json=body | {"rid": "mine"}).json()["id"] == "mine"
+        assert error_of(http.post(path, json=body | {"rid": "x" * 257}))["param"] == "rid"
+    held = generate_body(Script.PAUSE, stream=True) | {"rid": "mine"}
+    with http.stream("POST", "/generate", json=held) as stream:
+        next(stream.iter_lines())
+        for path, body in bodies:
+            for streamed in (False, True):
+                refused = http.post(path, json=body | {"rid": "mine", "stream": streamed})
+                assert refused.status_code == 400
+                assert "request_id mine is the id of a running request" in error_of(refused)["message"]
+
+
 def test_model_and_server_info_are_reported(http: httpx.Client) -> None:
     model = http.get("/get_model_info").json()
     assert model["is_generation"] is True

@@ -22,6 +22,7 @@ from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors, health
 from jaxsgl.frontend.http.acceptor import Acceptor
 from jaxsgl.frontend.http.anthropic import messages as anthropic
+from jaxsgl.frontend.http.compressed import Gunzip
 from jaxsgl.frontend.http.connection import Connection
 from jaxsgl.frontend.http.middleware import (
     OPEN_PATHS,
@@ -58,6 +59,7 @@ def build_app(front_end: FrontEnd) -> FastAPI:
     # The middleware added last is the first that a request passes.
     config = front_end.config
     files = {batches.FILES_PATH: batches.MAX_FILE_BYTES} if config.batch_dir is not None else {}
+    app.add_middleware(Gunzip)
     app.add_middleware(
         BodyLimit, max_bytes=config.max_body_bytes, max_plain_bytes=config.max_message_bytes, of_paths=files
     )

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from jaxsgl.config.engine import Limits
 from jaxsgl.config.features import BOOTSTRAP_PORT
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.generation import RequestOptions
+from jaxsgl.frontend.generation import MAX_REQUEST_ID_CHARS, RequestOptions
 from jaxsgl.frontend.legs import rendezvous
 from jaxsgl.preprocess.sources import MAX_FRAMES
 from jaxsgl.requests.request import (
@@ -61,7 +61,7 @@ class _StrictRequest(Request):
         """Returns the parsed body. Raises `ValueError`."""
         encoding = self.headers.get("content-encoding", "identity")
         if encoding != "identity":
-            raise InvalidRequest(f"it is compressed (content-encoding: {encoding:.20}): send it as it is")
+            raise InvalidRequest(f"it is compressed (content-encoding: {encoding:.20}): send it as it is, or in gzip")
         body = await self.body()
         if len(body) <= SMALL_BODY:
             return from_json(body, allow_inf_nan=False)
@@ -161,6 +161,7 @@ CacheSalt = Annotated[
     ),
 ]
 Priority = Annotated[int, within(PRIORITY_BOUNDS, "ignored unless the server schedules by priority")]
+RequestId = Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 TextList = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
 IdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]

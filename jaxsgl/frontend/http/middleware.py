@@ -153,7 +153,7 @@ class BodyLimit:
     """Refuses a body of more than `max_bytes`, by its declared length or as soon as that much has arrived.
 
     Paths of `of_paths` have limits of their own. What of a body may be other than files is `max_plain_bytes`, which
-    bodies.py finds in the request's state.
+    bodies.py finds in the request's state, as compressed.py finds what a body may be once it is inflated.
 
     Also refuses a body of which nothing arrives for `stall_s` seconds, or that comes more slowly than
     `MIN_BODY_BYTES_PER_S`: its client would hold a connection forever.
@@ -179,7 +179,8 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         max_bytes = self._of_paths.get(scope["path"], self._max_bytes)
-        scope.setdefault("state", {})["max_plain_bytes"] = self._max_plain_bytes
+        limits = {"max_plain_bytes": self._max_plain_bytes, "max_body_bytes": max_bytes}
+        scope.setdefault("state", {}).update(limits)
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared) > max_bytes:
             await answer(413, _words(declared, max_bytes))(scope, receive, send)

@@ -37,12 +37,12 @@ from jaxsgl.frontend.http.openai.replies import (
     new_usage,
 )
 from jaxsgl.frontend.http.openai.schemas import (
+    AnswerOptions,
     ChatRequest,
     ContentPart,
     MediaUrl,
     MessageBody,
     TokenizeRequest,
-    TokensAsked,
     ToolCall,
     sampling_of,
 )
@@ -74,7 +74,7 @@ async def answer_chat(front_end: FrontEnd, body: ChatRequest, adapter: str = "")
     Raises `InvalidRequest`, and as `Generator.start`.
     """
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    head = new_head("chatcmpl", kind, adapter or front_end.config.model_name)
+    head = new_head("chatcmpl", kind, adapter or front_end.config.model_name, body.rid)
     request, form = await prepare_chat(front_end, body, head.id, adapter)
     predicted = body.prediction is not None
     if body.stream:
@@ -181,7 +181,7 @@ def _sampling(body: ChatRequest, defaults: Mapping[str, float]) -> SamplingParam
 
 
 async def _whole(
-    front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm, predicted: bool, asked: TokensAsked
+    front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm, predicted: bool, asked: AnswerOptions
 ) -> bytes:
     tokenizer = front_end.generator.model.tokenizer
     async with start_all(front_end.generator, [request], visible=form.visible) as generations:
@@ -215,7 +215,7 @@ async def _whole(
 
 
 async def _stream(
-    front_end: FrontEnd, request: Request, head: AnswerHead, usage: UsageCounter, form: AnswerForm, asked: TokensAsked
+    front_end: FrontEnd, request: Request, head: AnswerHead, usage: UsageCounter, form: AnswerForm, asked: AnswerOptions
 ) -> AsyncGenerator[bytes, None]:
     tokenizer = front_end.generator.model.tokenizer
     started = [False] * request.sampling.n
@@ -258,7 +258,7 @@ def _delta(
     piece: Piece,
     writer: MessageWriter,
     legacy: bool,
-    asked: TokensAsked,
+    asked: AnswerOptions,
 ) -> ChatDelta | None:
     """Returns None for a piece that adds nothing, such as a part of a character or of a call that is held back."""
     scores = _scores(request, tokenizer, piece, asked)
@@ -272,7 +272,7 @@ def _delta(
     return None if delta == _NOTHING else ChatDelta(index, delta, scores, token_ids=token_ids)
 
 
-def _scores(request: Request, tokenizer: Tokenizer, piece: Piece, asked: TokensAsked) -> ChatLogprobs | None:
+def _scores(request: Request, tokenizer: Tokenizer, piece: Piece, asked: AnswerOptions) -> ChatLogprobs | None:
     if request.sampling.logprobs is None:
         return None
     return chat_logprobs(tokenizer, piece.token_ids, piece.logprobs, bool(asked.return_tokens_as_token_ids))

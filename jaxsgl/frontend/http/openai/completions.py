@@ -53,7 +53,7 @@ async def answer_completions(front_end: FrontEnd, body: CompletionRequest, adapt
     prompts = prompts_of(body.prompt, body.add_special_tokens is not False, truncation, body.suffix or "")
     check_num_choices(len(prompts), sampling.n)
     options = in_rooms(options_of(body, [adapter] * len(prompts)), body)
-    head = new_head("cmpl", "text_completion", adapter or front_end.config.model_name)
+    head = new_head("cmpl", "text_completion", adapter or front_end.config.model_name, body.rid)
     requests = await front_end.generator.prepare_all(prompted_all(prompts, sampling, head.id, options))
     texts = await _echoed(front_end, body, prompts, requests)
     answered = _answered(body, requests)

@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.http.bodies import MAX_INT, Body, one_error, refuse_others
-from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Sampled, TokensAsked, ToolChoice
+from jaxsgl.frontend.http.bodies import MAX_INT, Body, TopLogprobs, one_error, refuse_others
+from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_TOOLS, AnswerOptions, ChatRequest, Sampled, ToolChoice
 from jaxsgl.logs import OF_CLIENTS
 
+LOGPROBS = "message.output_text.logprobs"
 Items = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 Input = Annotated[str | Items, one_error(f"must be a text, or a list of 1 to {MAX_MESSAGES} items")]
 
@@ -67,9 +68,20 @@ class ResponsesRequest(Sampled):
     chat_template_kwargs: dict[str, Any] | None = None
     store: Annotated[bool, Field(description="false: it is not kept for previous_response_id")] | None = None
     metadata: dict[str, Any] | None = None
+    include: Annotated[list[str], Field(max_length=64, description=f"{LOGPROBS}; others change nothing")] | None = None
+    top_logprobs: TopLogprobs | None = None
+    truncation: (
+        Annotated[Literal["auto", "disabled"], Field(description="auto: the oldest items go until the rest fits")]
+        | None
+    ) = None
     previous_response_id: Annotated[str, Field(description="the answer that the conversation continues")] | None = None
     conversation: Annotated[Any, Field(description="not supported: send the conversation")] = None
     background: Annotated[bool, Field(description="only false is supported")] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether texts come with the log-probabilities of their tokens."""
+        return LOGPROBS in (self.include or ())
 
 
 logger = logging.getLogger(__name__)
@@ -82,20 +94,30 @@ def items_of(body: ResponsesRequest) -> list[dict[str, Any]]:
     return [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
 
 
-def chat_of(body: ResponsesRequest, earlier: Sequence[dict[str, Any]] = ()) -> ChatRequest:
-    """Returns the chat that `body` stands for, after the items `earlier`. Raises `InvalidRequest`."""
+def chat_of(
+    body: ResponsesRequest, earlier: Sequence[dict[str, Any]] = (), items: Sequence[dict[str, Any]] | None = None
+) -> ChatRequest:
+    """Returns the chat that `body` stands for, after the items `earlier`. Raises `InvalidRequest`.
+
+    `items` take the place of all of them, if they are given.
+    """
     if body.conversation:
         raise InvalidRequest("conversations are not kept here: send previous_response_id, or all of it in input")
     if body.background:
         raise InvalidRequest("background is true, but no answer is made in the background: leave it out, or stream")
-    refuse_others(body, frozenset({"chat_template", "prompt", *TokensAsked.model_fields}))
+    refuse_others(body, frozenset({"chat_template", "prompt", *AnswerOptions.model_fields}))
     given = body.model_dump(by_alias=True, exclude_unset=True)
     chat = {name: given[name] for name in _SAME_IN_CHAT & given.keys()}
     chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in ChatRequest.model_fields}
-    chat["messages"] = _messages(body.instructions, [*earlier, *items_of(body)], len(earlier))
+    all_items = [*earlier, *items_of(body)] if items is None else items
+    chat["messages"] = _messages(body.instructions, all_items, len(earlier))
     chat["tools"] = [_tool(tool) for tool in body.tools or () if _is_function(tool)] or None
     chat |= {"tool_choice": body.tool_choice, "parallel_tool_calls": body.parallel_tool_calls}
     chat |= {"max_completion_tokens": body.max_output_tokens, "chat_template_kwargs": body.chat_template_kwargs}
+    if body.top_logprobs and not body.wants_logprobs:
+        raise InvalidRequest(f"top_logprobs are given, but include doesn't name {LOGPROBS}: add it")
+    if body.wants_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
     if body.text is not None and body.text.format is not None:
         form = body.text.format

@@ -195,9 +195,9 @@ class AnswerHead(msgspec.Struct, frozen=True):
         return encode(AnswerBody(*head, choices, usage, metadata, sglext, prompt_token_ids, prompt_logprobs))
 
 
-def new_head(prefix: str, kind: str, model: str) -> AnswerHead:
-    """Returns a head with a new id, such as chatcmpl-0123."""
-    return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
+def new_head(prefix: str, kind: str, model: str, given_id: str | None = None) -> AnswerHead:
+    """Returns a head with the id that is given, or a new one, such as chatcmpl-0123."""
+    return AnswerHead(given_id or f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
 
 
 def json_response(body: bytes) -> Response:

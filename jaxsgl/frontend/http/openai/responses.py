@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,13 +25,16 @@ from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.access import cache_namespace
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.calls import EventStream, start_all
-from jaxsgl.frontend.http.openai.chat import prepare_chat
+from jaxsgl.frontend.http.openai.chat import chat_prompt, prepare_chat
 from jaxsgl.frontend.http.openai.conversation import ResponsesRequest, chat_of, items_of
+from jaxsgl.frontend.http.openai.logprobs import ChatToken
 from jaxsgl.frontend.http.openai.replies import encode, json_response
-from jaxsgl.frontend.http.openai.tools import AnswerForm
+from jaxsgl.frontend.http.openai.scored_text import ScoredText, UnscoredText
+from jaxsgl.frontend.http.openai.tools import AnswerForm, tool_use
+from jaxsgl.frontend.http.openai.truncation import fitting
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.call_stream import Part
-from jaxsgl.text.sample import End, Piece
+from jaxsgl.text.sample import End, Piece, detokenizer_of
 
 decode = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "failed"}
@@ -44,12 +48,11 @@ async def answer_responses(
     Raises `InvalidRequest`, and as `Generator.start`.
     """
     earlier = store.items_of(body.previous_response_id)
-    if not isinstance(body.input, str):
-        body.input = [store.referred(number, item) for number, item in enumerate(body.input)]
+    _resolve(store, body)
     answer = _described(body, adapter or front_end.config.model_name)
     answer["store"] = store.is_on and body.store is not False
-    request, form = await prepare_chat(front_end, chat_of(body, decode(earlier)), answer["id"], adapter)
-    output = Output(answer, form)
+    request, form = await _prepare(front_end, body, decode(earlier), answer["id"], adapter)
+    output = Output(answer, form, _text_of(front_end, request, form))
 
     def keep() -> None:
         if answer["store"] and answer["status"] != "failed":
@@ -69,13 +72,51 @@ async def answer_responses(
     return json_response(await whole())
 
 
+async def count_input_tokens(front_end: FrontEnd, store: ResponseStore, body: ResponsesRequest) -> Response:
+    """Returns how many tokens the prompt of `body` has. Raises as `answer_responses`."""
+    earlier = store.items_of(body.previous_response_id)
+    _resolve(store, body)
+    chat = chat_of(body, decode(earlier))
+    prompt = chat_prompt(chat, front_end.generator.model.tokenizer, tool_use(chat).shown)
+    (ids,) = await front_end.generator.tokenize_all([prompt])
+    return json_response(encode({"object": "response.input_tokens", "input_tokens": len(ids)}))
+
+
+def _resolve(store: ResponseStore, body: ResponsesRequest) -> None:
+    """Puts kept items in the place of references to them. Raises `InvalidRequest`."""
+    if not isinstance(body.input, str):
+        body.input = [store.referred(number, item) for number, item in enumerate(body.input)]
+
+
+async def _prepare(
+    front_end: FrontEnd, body: ResponsesRequest, earlier: list[dict[str, Any]], request_id: str, adapter: str
+) -> tuple[Request, AnswerForm]:
+    """Returns the request of the conversation, or of what fits the context of it if the client wants that."""
+
+    async def prepare(items: Sequence[dict[str, Any]]) -> tuple[Request, AnswerForm]:
+        return await prepare_chat(front_end, chat_of(body, earlier, items), request_id, adapter)
+
+    items = [*earlier, *items_of(body)]
+    return await (fitting(items, prepare) if body.truncation == "auto" else prepare(items))
+
+
+def _text_of(front_end: FrontEnd, request: Request, form: AnswerForm) -> ScoredText | UnscoredText:
+    if request.sampling.logprobs is None:
+        return UnscoredText()
+    tokenizer = front_end.generator.model.tokenizer
+    return ScoredText(tokenizer, detokenizer_of(tokenizer, request.sampling, form.visible))
+
+
 async def _events(
     front_end: FrontEnd, request: Request, form: AnswerForm, output: Output, keep: Callable[[], None]
 ) -> AsyncGenerator[bytes, None]:
     """Yields the events; `keep` is called before the last ones, which say that the answer may be referred to."""
     async with start_all(front_end.generator, [request], visible=form.visible) as generations:
+        num_scores = 0
         async for piece in generations[0]:
-            events = output.take(piece)
+            num_scores += piece.num_scores
+            to_write = piece.num_scores if piece.end is None else 2 * num_scores  # its last events repeat them
+            events = await front_end.generator.off_loop(to_write, partial(output.take, piece))
             if piece.end is not None:
                 keep()
             if events:
@@ -108,8 +149,9 @@ def _described(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "tools": [
             {"strict": None, "parameters": None} | tool.model_dump(exclude_none=True) for tool in body.tools or ()
         ],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
     }
 
@@ -121,8 +163,9 @@ class Output:
       answer: the answer so far, as it is written.
     """
 
-    def __init__(self, answer: dict[str, Any], form: AnswerForm) -> None:
+    def __init__(self, answer: dict[str, Any], form: AnswerForm, text: ScoredText | UnscoredText) -> None:
         self.answer = answer
+        self._text = text
         self._form = form
         self._parser = form.parser()
         self._items: list[dict[str, Any]] = answer["output"]
@@ -135,21 +178,33 @@ class Output:
         events: list[bytes] = []
         if self._number == 0:
             events += [self._event(f"response.{name}", response=self.answer) for name in ("created", "in_progress")]
-        parts = self._parser.feed(piece.text)
-        if piece.end is not None:
-            parts += self._parser.finish()
-        num_chars = sum(len(part.text) for part in parts)
+        num_chars = num_reasoned = 0
+        for part, tokens in self._parts(piece):
+            num_chars += len(part.text)
+            num_reasoned += len(part.text) if part.kind == "reasoning" else 0
+            events += self._take(part, tokens)
         if num_chars:  # a piece that holds more than reasoning is shared out by its text
-            of_reasoning = sum(len(part.text) for part in parts if part.kind == "reasoning")
-            self._reasoning_tokens += round(len(piece.token_ids) * of_reasoning / num_chars)
-        for part in parts:
-            events += self._take(part)
+            self._reasoning_tokens += round(len(piece.token_ids) * num_reasoned / num_chars)
         if piece.end is not None:
             events += self._close("completed" if piece.end.reason is FinishReason.STOP else "incomplete")
             events.append(self._end(piece.end))
         return events
 
-    def _take(self, part: Part) -> list[bytes]:
+    def _parts(self, piece: Piece) -> Iterator[tuple[Part, list[ChatToken]]]:
+        """Yields the parts that a piece makes, with the log-probabilities of a text's tokens, if they are asked for."""
+        for text in self._text.split(piece):
+            yield from self._scored(self._parser.feed(text))
+        if piece.end is not None:
+            yield from self._scored(self._parser.finish())
+
+    def _scored(self, parts: list[Part]) -> Iterator[tuple[Part, list[ChatToken]]]:
+        """Gives the last text among `parts` the tokens of all of them."""
+        texts = [number for number, part in enumerate(parts) if part.kind == "content"]
+        tokens = self._text.of(sum(len(parts[number].text) for number in texts)) if parts else []
+        for number, part in enumerate(parts):
+            yield part, tokens if texts and number == texts[-1] else []
+
+    def _take(self, part: Part, tokens: list[ChatToken]) -> list[bytes]:
         events: list[bytes] = []
         begins = self._open is None or (part.kind, part.number) != (self._open.kind, self._open.number)
         if part.kind == "arguments":
@@ -162,7 +217,9 @@ class Output:
             case "reasoning" | "content":
                 item["content"][0]["text"] += part.text
                 place["content_index"] = 0
-                logprobs: dict[str, Any] = {"logprobs": []} if part.kind == "content" else {}
+                logprobs: dict[str, Any] = {"logprobs": tokens} if part.kind == "content" else {}
+                if part.kind == "content":
+                    item["content"][0]["logprobs"] += tokens
                 events.append(self._event(f"{_EVENTS[part.kind]}.delta", **place, delta=part.text, **logprobs))
             case "arguments":
                 item["arguments"] += part.text
@@ -206,7 +263,7 @@ class Output:
         else:
             place["content_index"] = 0
             content = item["content"][0]
-            logprobs: dict[str, Any] = {"logprobs": []} if kind == "content" else {}
+            logprobs = {"logprobs": content["logprobs"]} if kind == "content" else {}
             events = [
                 self._event(f"{_EVENTS[kind]}.done", **place, text=content["text"], **logprobs),
                 self._event("response.content_part.done", **place, part=content),

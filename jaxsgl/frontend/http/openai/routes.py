@@ -29,7 +29,7 @@ from jaxsgl.frontend.http.openai.ranking import (
     answer_score,
 )
 from jaxsgl.frontend.http.openai.replies import encode, json_response
-from jaxsgl.frontend.http.openai.responses import ResponseStore, answer_responses
+from jaxsgl.frontend.http.openai.responses import ResponseStore, answer_responses, count_input_tokens
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jaxsgl.messages.orders import LoadedAdapter
 from jaxsgl.requests.request import check_token_ids
@@ -58,6 +58,12 @@ def router(front_end: FrontEnd) -> APIRouter:
     async def responses(body: ResponsesRequest) -> Response:
         """The assistant's next turn as OpenAI's Responses API has it; kept for a while, for previous_response_id."""
         return await answer_responses(front_end, store, body, adapter_of(front_end, body.model, body.lora_path))
+
+    @router.post("/v1/responses/input_tokens")
+    async def count_tokens(body: ResponsesRequest) -> Response:
+        """How many tokens the prompt of such a body has."""
+        adapter_of(front_end, body.model, body.lora_path)
+        return await count_input_tokens(front_end, store, body)
 
     @router.get("/v1/responses/{response_id}")
     async def get_response(response_id: str) -> Response:

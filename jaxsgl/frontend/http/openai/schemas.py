@@ -27,6 +27,7 @@ from jaxsgl.frontend.http.bodies import (
     LogitBias,
     LoraPath,
     Priority,
+    RequestId,
     Speculative,
     Stop,
     StopRegex,
@@ -61,9 +62,10 @@ Prompts = Annotated[
 Texts = Annotated[str | TextList, one_error(f"must be a text, or a list of 1 to {MAX_TEXTS} texts")]
 
 
-class TokensAsked(Body):
-    """A body that may ask for ids, scores or states of tokens."""
+class AnswerOptions(Body):
+    """What an answer is called, and what it holds of tokens besides texts."""
 
+    rid: Annotated[RequestId, Field(description="SGLang's: the answer's id, also for /abort_request")] | None = None
     return_token_ids: Annotated[bool, Field(description="vLLM's: answers hold token ids next to texts")] | None = None
     return_tokens_as_token_ids: (
         Annotated[bool, Field(description="vLLM's: log-probabilities name tokens as token_id:7")] | None
@@ -154,7 +156,7 @@ def sampling_of(
     )
 
 
-class CompletionRequest(Sampled, TokensAsked):
+class CompletionRequest(Sampled, AnswerOptions):
     """Body of /v1/completions."""
 
     prompt: Prompts
@@ -296,7 +298,7 @@ ThinkingBudget = Annotated[int, Field(ge=0, le=MAX_INT, description="tokens of r
 Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)]
 
 
-class ChatRequest(Sampled, TokensAsked):
+class ChatRequest(Sampled, AnswerOptions):
     """Body of /v1/chat/completions."""
 
     messages: Messages
