@@ -185,7 +185,8 @@ class Conversation:
             if last.usage.prompt_tokens + last.usage.completion_tokens >= self._most_tokens:
                 _tell(f"(cut: all {self._most_tokens} tokens of context are in use; /reset forgets the conversation)")
             else:
-                _tell(f"(cut after {last.usage.completion_tokens} tokens, by --max-tokens)")
+                by = "--max-tokens" if self._sampling.HasField("max_tokens") else "the server"
+                _tell(f"(cut after {last.usage.completion_tokens} tokens, by {by})")
         elif last.finish_reason == pb.FINISH_REASON_ABORT:
             _tell("(ended by the server)")
 

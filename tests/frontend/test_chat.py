@@ -84,8 +84,9 @@ def test_a_server_of_openais_api_answers_the_same(say: Say, server: ServerProces
     assert "(cut after 2 tokens, by --max-tokens)" in say("hello", flags=(*by_http, "--max-tokens", "2"))[2]
     assert say("hello", flags=(*by_http, "--stop", "ll"))[1] == "u(he\n"
     status, out, err = say(*["hello"] * 8, "/reset", "you", flags=by_http)
+    assert "tokens, by the server)" in err, "whose pool is smaller than the context"
     assert (status, out.startswith("u(hello)\n"), out.endswith("\nu(you)\n")) == (1, True, True)
-    assert re.search(r"error: 400: .*maximum context length.*\nif the conversation has grown too long: /reset", err)
+    assert re.search(r"error: 400: .*shorten the prompt.*\nif the conversation has grown too long: /reset", err)
 
 
 def test_an_answer_over_http_can_be_ended(server: ServerProcess) -> None:
@@ -93,7 +94,7 @@ def test_an_answer_over_http_can_be_ended(server: ServerProcess) -> None:
     chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=PAUSE)])
     call = HttpStub(flags).Generate(pb.GenerateRequest(chat=chat))
     call.cancel()
-    assert next(iter(call)).text == PAUSE
+    assert PAUSE in next(iter(call)).text
     assert requests_in_the_engine(server) == 1
     call.cancel()
     wait_for(lambda: requests_in_the_engine(server) == 0, "end of the request in the engine")

@@ -226,7 +226,8 @@ def test_completions_and_chats_take_the_rid_of_their_client(http: httpx.Client) 
         assert error_of(http.post(path, json=body | {"rid": "x" * 257}))["param"] == "rid"
     held = generate_body(Script.PAUSE, stream=True) | {"rid": "mine"}
     with http.stream("POST", "/generate", json=held) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()
+        next(lines)
         for path, body in bodies:
             for streamed in (False, True):
                 refused = http.post(path, json=body | {"rid": "mine", "stream": streamed})
