@@ -24,6 +24,7 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/classify": {"input": "Hi"},
     "/encode": {"input_ids": [5, 6]},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "Hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
 }
