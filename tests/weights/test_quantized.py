@@ -249,6 +249,22 @@ def test_whatever_a_checkpoint_has_quantized_besides_is_dequantized(
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("name", ["awq", "modelopt nvfp4"])
+def test_a_quantized_head_next_to_ties_is_not_the_embedding(name: str, tmp_path: Path) -> None:
+    """As folders have it that don't say whether they are tied, and mean no by having a head."""
+    plain = make_checkpoint("llama_untied_llama3_rope", tmp_path / "plain")
+    folder = quantize_folder(plain, tmp_path / "stored", name, also="lm_head")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= {"ignore": []} if "ignore" in config["quantization_config"] else {}
+    path.write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert not arch.tie_embeddings
+    logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
+    expected = checkpoint_logits(folder / "meant", TOKENS)
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("kind", daily(HYBRID_KINDS[::-1], every=3))
 def test_a_hybrid_in_blocks_of_fp8_keeps_all_but_its_gates_as_published(kind: str, tmp_path: Path) -> None:
     folder = hybrid_in_fp8(kind, tmp_path)
