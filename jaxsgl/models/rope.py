@@ -288,7 +288,7 @@ def _longrope(told: _Stretch, plain: RopeParams) -> RopeParams:
 
 
 def _dynamic(told: _Stretch, plain: RopeParams) -> RopeParams:
-    """With a fixed `alpha`, if the model's code reads it, `theta` is stretched. Else the rope is plain to `max_context`.
+    """With a fixed `alpha`, if the model's code reads it, `theta` is stretched, else plain up to `max_context`.
 
     No sequence is longer here: there the rope of its tokens would depend on how long it has become.
     """
