@@ -128,7 +128,7 @@ def test_a_model_of_several_parts_ties_its_head_as_it_does_in_transformers(
     """A word for the whole counts; without one its default, whatever is said of the text."""
     for of_text, of_whole in ((False, None), (True, True), (True, False), (False, True)):
         text = {**configuration(kind), "tie_word_embeddings": of_text}
-        values = {"architectures": [name], "model_type": model_type, "text_config": text}
+        values: dict[str, Any] = {"architectures": [name], "model_type": model_type, "text_config": text}
         values |= {} if of_whole is None else {"tie_word_embeddings": of_whole}
         found = arch_of(tmp_path, values)
         expected = AutoConfig.from_pretrained(tmp_path).tie_word_embeddings

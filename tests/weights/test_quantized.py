@@ -312,7 +312,7 @@ def list_experts(folder: Path, name_of: str) -> None:
     """Replaces the stacks of experts by tensors of their own, by names such as "{kind}_proj.{expert}"."""
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        stack, block = tensors.pop(name).mT, name.rpartition(".")[0]  # [E, out, in]
+        stack, block = tensors.pop(name), name.rpartition(".")[0]  # [E, out, in]
         kinds = (
             {"down": stack} if name.endswith("down_proj") else dict(zip(("gate", "up"), stack.chunk(2, 1), strict=True))
         )
@@ -325,7 +325,7 @@ def list_experts(folder: Path, name_of: str) -> None:
 @pytest.mark.parametrize("name_of", ["{kind}_proj.{expert}", "{expert}.{kind}_proj"])
 def test_experts_are_served_as_modelopt_lists_them(name_of: str, tmp_path: Path) -> None:
     """Those of Qwen3-VL by kind, then by number."""
-    make_model(tmp_path / "plain", moe=True, moe_intermediate_size=32)
+    make_model(tmp_path / "plain", moe=True, moe_intermediate_size=48)
     whole = checkpoint_logits(tmp_path / "plain", TOKENS)
     list_experts(tmp_path / "plain", name_of)
     np.testing.assert_array_equal(checkpoint_logits(tmp_path / "plain", TOKENS), whole)
