@@ -55,14 +55,17 @@ IDS = {
 }
 
 
-def make_model(folder: Path, *, moe: bool = False, seed: int = 0) -> Any:
-    """Saves a random model into `folder`; returns it. It never answers with a placeholder."""
+def make_model(folder: Path, *, moe: bool = False, seed: int = 0, **text_changes: Any) -> Any:
+    """Saves a random model into `folder`; returns it. It never answers with a placeholder.
+
+    `text_changes` are values of the decoder's configuration that differ from `TEXT` and `MOE`.
+    """
     transformers.logging.disable_progress_bar()
     config_class: Any = transformers.Qwen3VLMoeConfig if moe else transformers.Qwen3VLConfig
     model_class: Any = (
         transformers.Qwen3VLMoeForConditionalGeneration if moe else transformers.Qwen3VLForConditionalGeneration
     )
-    text = {**TEXT, **MOE} if moe else TEXT
+    text = {**TEXT, **(MOE if moe else {}), **text_changes}
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model = model_class(config_class(text_config=text, vision_config=VISION, **IDS)).eval().float()

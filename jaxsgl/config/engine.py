@@ -142,8 +142,9 @@ class EngineConfig:
     weight_only: bool = flag(
         False,
         "multiply quantized weights with activations as they are; without it, processors with AVX512-VNNI or AVX-VNNI "
-        "round each token's activations to int8 for products with int8 and int4 weights (W8A8), and GPUs round those "
-        "of many tokens to float8 for float8 weights: faster, less exact (docs/quantization.md)",
+        "round each token's activations to int8 for products with int8 and int4 weights (W8A8), unless --dtype is "
+        "float32, and GPUs round those of many tokens to float8 for float8 weights: faster, less exact "
+        "(docs/quantization.md)",
     )
     weight_version: str = flag(
         DEFAULT_WEIGHT_VERSION, "what the weights are called in answers until they are updated (docs/weight-updates.md)"

@@ -44,6 +44,7 @@ from jaxsgl.weights import (
 from jaxsgl.weights.converted import is_converted
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
 from pallas_kernels.native import library as native_library
+from pallas_kernels.native.product import TWO_WORDS
 
 # What may differ between checkpoints that are served one after the other: the server keeps what it began with.
 _FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context", "folder_pooling", "pooling", "next_layer")
@@ -85,7 +86,8 @@ def as_kept(
 
     Others are in `dtype`. One CPU packs them, if it has kernels for that.
 
-    With `weight_only` no product with integers on a CPU rounds the activations, too.
+    With `weight_only` no product with integers on a CPU rounds the activations to 8 bits, nor does it in float32, whose
+    products are to be exact.
 
     Raises `ConfigError` for experts that are to be quantized at load where no kernel multiplies them.
     """
@@ -97,10 +99,11 @@ def as_kept(
         if arch.mixture is not None or any(not each.has_integers for each in formats):
             parts.append(native_library.GROUPED)
         packs = native_library.load(*parts) is None and arch.may_pack and num_devices == 1  # compiles parts together
-        rounds_rows = has_integers and not weight_only and native_library.multiplies_bytes()
+        in_bytes = has_integers and not weight_only and native_library.multiplies_bytes()
+        row_bits = TWO_WORDS if dtype == jnp.float32 else 8 if in_bytes else 16
 
         def on_cpu(fmt: WeightFormat | None) -> WeightFormat | None:
-            return None if fmt is None else fmt.on_cpu(dtype.name, rounds_rows=rounds_rows, packs=packs)
+            return None if fmt is None else fmt.on_cpu(dtype.name, row_bits=row_bits, packs=packs)
 
         return dataclasses.replace(arch, weight_format=on_cpu(fmt), expert_format=on_cpu(arch.expert_format))
     if fmt is None or platform == "gpu":

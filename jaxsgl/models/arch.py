@@ -380,7 +380,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         layers=layers.specs,
         ropes=layers.ropes,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        tie_embeddings=bool(whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        tie_embeddings=_read_tied(whole, config, family),
         attention_bias=bias(family.qkv_bias, family.qkv_bias_key),
         attention_out_bias=bias(family.attention_out_bias, family.attention_out_bias_key),
         mlp_bias=bias(family.mlp_bias, family.mlp_bias_key),
@@ -415,6 +415,12 @@ def _family_of(architecture: str | None) -> tuple[str, Head]:
         if architecture is not None and architecture.endswith(suffix):
             return architecture.removesuffix(suffix) + "ForCausalLM", head
     return str(architecture), "vocabulary"
+
+
+def _read_tied(whole: ConfigFile, config: ConfigFile, family: Family) -> bool:
+    """Whether the embedding is the output head. Of a larger model the whole file's word counts, as in transformers."""
+    of_section = config.get("tie_word_embeddings", False)
+    return bool(whole.get("tie_word_embeddings", family.ties_whole or of_section))
 
 
 def _read_activation(config: ConfigFile, family: Family) -> Activation:

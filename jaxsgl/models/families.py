@@ -80,13 +80,14 @@ class Family:
       activation_key: the key of the MLP's activation.
       activations: words for it that mean another one in this family.
       windows: "none": attention is full. "always": `sliding_window` holds. "flag": it holds if `use_sliding_window`,
-        without `layer_types` from the layer `max_window_layers` on. "all by flag": it holds in all layers if
-        `use_sliding_window`.
+        without `layer_types` from the layer `max_window_layers` on. "even by flag": likewise, but in layers 0, 2, 4
+        ... before that one. "all by flag": it holds in all layers if `use_sliding_window`.
       full_every: without `layer_types`, every layer of so many has no window; None: the family has another rule.
       partial_rope: `partial_rotary_factor` says which part of a head is turned.
       interleaved_rope: a checkpoint turns dimensions 2 i and 2 i + 1 together; else i and i + R / 2 of R turned ones.
-      sliding_theta_key: layers with windows have a rope of their own, and this is the key of its theta, without
+      sliding_theta: layers with windows have a rope of their own, and this is its theta, or the theta's key, without
         `rope_parameters` by kind of layer; None: one rope for all.
+      alpha_stretches: `alpha` of a dynamic rope holds; else it means nothing.
       turned_layers: which layers have a rope. "told": as `no_rope_layers` says. "windows": those with windows; all, if
         none has one.
       caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
@@ -97,6 +98,7 @@ class Family:
       own_parts: layers have kv heads, embeddings and MLPs of their own, or others' keys (`own_parts_config`).
       sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
       section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
+      ties_whole: where the larger model doesn't say whether the head is tied, it is, whatever `section` says.
       moe: of families with mixtures of experts.
       latent: layers attend over a latent, whose sizes config.json has.
       delta_nets: layers may be gated delta-nets, as `layer_types` or `full_attention_interval` says.
@@ -122,11 +124,12 @@ class Family:
     multipliers: bool = False
     activation_key: str = "hidden_act"
     activations: Mapping[str, str] = field(default_factory=dict)
-    windows: Literal["none", "always", "flag", "all by flag"] = "none"
+    windows: Literal["none", "always", "flag", "even by flag", "all by flag"] = "none"
     full_every: int | None = None
     partial_rope: bool = False
     interleaved_rope: bool = False
-    sliding_theta_key: str | None = None
+    sliding_theta: str | float | None = None
+    alpha_stretches: bool = False
     turned_layers: Literal["all", "told", "windows"] = "all"
     caps: bool = False
     caps_logits: bool = False
@@ -135,6 +138,7 @@ class Family:
     layer_factors: bool = False
     own_parts: bool = False
     section: str | None = None
+    ties_whole: bool = False
     sinks: bool = False
     moe: MoeFamily | None = None
     latent: bool = False
@@ -258,7 +262,7 @@ _GEMMA3 = replace(
     _GEMMA,
     qk_norm="head",
     full_every=6,
-    sliding_theta_key="rope_local_base_freq",
+    sliding_theta="rope_local_base_freq",
     defaults={**_GEMMA.defaults, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
 )
 
@@ -271,7 +275,7 @@ _GEMMA4 = Family(
     activation_key="hidden_activation",
     windows="always",
     full_every=6,
-    sliding_theta_key="rope_theta",
+    sliding_theta=10_000.0,
     caps_logits=True,
     attention_scale=1.0,
     normalizes_values=True,
@@ -368,6 +372,7 @@ FAMILIES: dict[str, Family] = {
     "HunYuanDenseV1ForCausalLM": Family(
         qk_norm="head",
         rotates_first=True,
+        alpha_stretches=True,
         defaults={"rms_norm_eps": 1e-5, "eos_token_id": 2},
         ignored=frozenset(
             {
@@ -399,6 +404,7 @@ FAMILIES: dict[str, Family] = {
     "Mistral3ForConditionalGeneration": replace(
         _MISTRAL,
         section="text_config",
+        ties_whole=True,
         ignored=_BESIDE_TEXT
         | {"multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"},
     ),
@@ -416,7 +422,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="all",
         windows="always",
         full_every=4,
-        sliding_theta_key="rope_theta",
+        sliding_theta=500_000.0,  # whatever `rope_theta` says, as transformers has it
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500_000.0, "eos_token_id": 50279},
     ),
     "GlmForCausalLM": _GLM,
@@ -470,6 +476,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": replace(
         _GEMMA3,
         section="text_config",
+        ties_whole=True,
         defaults={
             **_GEMMA3.defaults,
             "vocab_size": 262_208,
@@ -483,6 +490,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma4ForConditionalGeneration": replace(
         _GEMMA4,
         section="text_config",
+        ties_whole=True,
         ignored=_GEMMA4.ignored
         | _BESIDE_TEXT
         | {
@@ -500,7 +508,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(
         qkv_bias_key="qkv_bias",
         attention_out_bias=False,
-        windows="flag",
+        windows="even by flag",
         moe=MoeFamily(
             ("num_experts", "num_local_experts"),
             shared_ffn_key="shared_expert_intermediate_size",

@@ -100,9 +100,9 @@ def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> li
         pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", pattern))
     if family.turned_layers == "told":
         slides = [not turned for turned in is_turned]
-    elif family.windows == "flag":
-        first = config.get("max_window_layers", 28)
-        slides = [i >= first for i in range(num_layers)]
+    elif family.windows in ("flag", "even by flag"):
+        limit, is_even = config.get("max_window_layers", 28), family.windows == "even by flag"
+        slides = [i % 2 == 0 and i < limit if is_even else i >= limit for i in range(num_layers)]
     elif isinstance(pattern, str) and pattern:  # L: local, G: global
         slides = [pattern[i % len(pattern)] == "L" for i in range(num_layers)]
     else:
@@ -154,13 +154,14 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
             )
         sections = _read_sections(section, head_dim) if family.vision else ()
         plain = RopeParams(theta, rotary_dim=rotary_dim, interleaved=is_interleaved, sections=sections)
-        return read_rope(section, plain, original, max_context)
+        return read_rope(section, plain, original, max_context, alpha_stretches=family.alpha_stretches)
 
     both = config.section("rope_parameters") or config.section("rope_scaling")
-    if family.sliding_theta_key is None:
+    if family.sliding_theta is None:
         one = rope(both, theta)
         return {FULL: one, SLIDING: one}
-    sliding_theta = config.number(family.sliding_theta_key, theta)
+    of_family = family.sliding_theta
+    sliding_theta = config.number(of_family) if isinstance(of_family, str) else of_family
     if both is not None and (FULL in both.values or SLIDING in both.values):
         both.skip(*both.values)  # what else stands there no layer has, in transformers either
         return {FULL: rope(both.section(FULL), theta), SLIDING: rope(both.section(SLIDING), sliding_theta)}

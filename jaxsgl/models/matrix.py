@@ -162,7 +162,7 @@ class Matrices(nnx.Module):
         fmt: WeightFormat = numbers.get_metadata("format")
         group = fmt.group_of(packed.unpacked_shape(fmt.packing, numbers[...].shape)[-1])
         whole = Matrix(numbers[...], scale, zero, order, group, fmt.packing, fmt.widened_to)
-        whole = replace(whole, kernels=kernels, row_bits=8 if fmt.rounds_rows else 16)
+        whole = replace(whole, kernels=kernels, row_bits=fmt.row_bits)
         logical: str | None = numbers.get_metadata("axes")[-1]
         return whole if logical is None or num_parts(logical) == 1 else _with_scales_of_part(whole, logical)
 

@@ -155,8 +155,8 @@ def _product(x: jax.Array, groups: Groups, weights: Weights, backend: str, *, of
         )  # fmt: skip
     numbers = weights.numbers if isinstance(weights, Matrix) else weights
     stacked = numbers.reshape(len(numbers), -1, numbers.shape[-1])
-    if _rounds_rows(x, groups, weights, stacked, backend):
-        sums_MN = native_product.grouped_int8_product(x, groups, stacked, of_tokens, 8)
+    if isinstance(weights, Matrix) and _is_native(x, groups, weights, stacked, backend):
+        sums_MN = native_product.grouped_int8_product(x, groups, stacked, of_tokens, weights.row_bits)
     else:
         sums_MN = grouped_product(x, groups, stacked, of_tokens=of_tokens, backend=backend)
     if not isinstance(weights, Matrix):
@@ -165,9 +165,9 @@ def _product(x: jax.Array, groups: Groups, weights: Weights, backend: str, *, of
     return (sums_MN.astype(jnp.float32) * scale_MN).astype(x.dtype)
 
 
-def _rounds_rows(x: jax.Array, groups: Groups, weights: Weights, stacked: jax.Array, backend: str) -> bool:
-    """Whether rows become 8 bit integers: where the weights' format says so and C++ multiplies."""
-    if not isinstance(weights, Matrix) or weights.row_bits != 8 or backend not in (AUTO, "native"):
+def _is_native(x: jax.Array, groups: Groups, weights: Matrix, stacked: jax.Array, backend: str) -> bool:
+    """Whether rows become integers of as many bits as the weights' format says: where C++ multiplies integers."""
+    if weights.numbers.dtype != jnp.int8 or target_device().platform != "cpu" or backend not in (AUTO, "native"):
         return False
     return native_product.refuse_grouped_product(x, groups, stacked) is None
 

@@ -63,7 +63,7 @@ class WeightFormat:
       packing: how C++ takes the numbers, in as many bits as are published (`pallas_kernels.packed`), where it takes a
         matrix's sizes; "": as `numbers` says.
       widened_to: the dtype that packed floats become in products.
-      rounds_rows: products with integers round the activations to 8 bits, too, where a kernel does (CPUs).
+      row_bits: of the integers that a CPU's products with integers round activations to.
       storage: of the checkpoint's tensors; None: they are not quantized.
     """
 
@@ -76,7 +76,7 @@ class WeightFormat:
     on_experts: bool = True
     packing: str = ""
     widened_to: str = "bfloat16"
-    rounds_rows: bool = False
+    row_bits: int = 16
     storage: Storage | None = None
 
     def group_of(self, num_inputs: int) -> int:
@@ -118,25 +118,25 @@ class WeightFormat:
         is_left_wide = self.packing == packed.FLOAT8 and self.group is None
         if not self.packing or (self._refusal(shape) is None and not is_left_wide):
             return self
-        return replace(self, packing="").on_cpu(dtype, rounds_rows=self.rounds_rows)
+        return replace(self, packing="").on_cpu(dtype, row_bits=self.row_bits)
 
     def _refusal(self, shape: tuple[int, ...]) -> str | None:
         return packed.refuse(self.packing, shape, self.group_of(shape[-1]))
 
-    def on_cpu(self, dtype: str, *, rounds_rows: bool = False, packs: bool = False) -> WeightFormat:
+    def on_cpu(self, dtype: str, *, row_bits: int = 16, packs: bool = False) -> WeightFormat:
         """The format in which a CPU keeps such weights beside others in `dtype`, without loss.
 
         Its kernels multiply int8 without offsets, which 4 bits less their offset fit, and bfloat16, which has all
         numbers of float8; or where it `packs`, what is packed.
         """
         if self.numbers == "int4" and packs:
-            return replace(self, packing=packed.INT4, rounds_rows=rounds_rows)
+            return replace(self, packing=packed.INT4, row_bits=row_bits)
         if self.numbers in _PACKED_FLOATS and packs:
             return replace(self, packing=_PACKED_FLOATS[self.numbers], widened_to=dtype)
         if self.numbers == "int4":
-            return replace(self, numbers="int8", has_zeros=False, rounds_rows=rounds_rows)
+            return replace(self, numbers="int8", has_zeros=False, row_bits=row_bits)
         if self.numbers == "int8":
-            return replace(self, rounds_rows=rounds_rows)
+            return replace(self, row_bits=row_bits)
         if self.numbers == FLOAT8 and dtype == "bfloat16":
             return replace(self, numbers="bfloat16")
         return self

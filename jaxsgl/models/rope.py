@@ -173,7 +173,9 @@ def rope_tables(positions: jax.Array, rope: RopeParams | None, head_dim: int) ->
     return cos_and_sin
 
 
-def read_rope(section: ConfigFile, plain: RopeParams, original: int | None, max_context: int) -> RopeParams:
+def read_rope(
+    section: ConfigFile, plain: RopeParams, original: int | None, max_context: int, *, alpha_stretches: bool
+) -> RopeParams:
     """The rope that `section` describes.
 
     Args:
@@ -181,21 +183,27 @@ def read_rope(section: ConfigFile, plain: RopeParams, original: int | None, max_
       plain: the rope without stretching, by the keys outside of `section`.
       original: `original_max_position_embeddings` outside of it, which counts first; None: not there.
       max_context: tokens that the stretched model was made for.
+      alpha_stretches: whether `alpha` of a dynamic rope means something to the model's code.
     """
     old_word = section.get("type")
     word = section.get("rope_type") or old_word or "default"
     if word not in _KINDS:
         raise CheckpointError(f"{section.path}: rope type {word} is not supported; supported are {', '.join(_KINDS)}")
     plain = replace(plain, theta=section.number("rope_theta", plain.theta))
-    return _KINDS[word](_Stretch(section, word, original, max_context), plain)
+    if not alpha_stretches:
+        section.skip("alpha")
+    return _KINDS[word](_Stretch(section, word, original, max_context, alpha_stretches), plain)
 
 
 class _Stretch:
     """The numbers of one section, with errors that name the rope's type."""
 
-    def __init__(self, section: ConfigFile, word: str, original: int | None, max_context: int) -> None:
+    def __init__(
+        self, section: ConfigFile, word: str, original: int | None, max_context: int, alpha_stretches: bool
+    ) -> None:
         self.section, self._word = section, word
         self.max_context = max_context
+        self.alpha_stretches = alpha_stretches
         in_section = self.number("original_max_position_embeddings", max_context)
         self.original = int(original or in_section)
 
@@ -280,12 +288,12 @@ def _longrope(told: _Stretch, plain: RopeParams) -> RopeParams:
 
 
 def _dynamic(told: _Stretch, plain: RopeParams) -> RopeParams:
-    """With a fixed `alpha`, as Hunyuan's, `theta` is stretched. Without one the rope is plain up to `max_context`.
+    """With a fixed `alpha`, if the model's code reads it, `theta` is stretched, else plain up to `max_context`.
 
     No sequence is longer here: there the rope of its tokens would depend on how long it has become.
     """
     told.section.skip("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    alpha = told.optional("alpha")
+    alpha = told.optional("alpha") if told.alpha_stretches else None
     return replace(plain, kind="ntk", factor=alpha) if alpha else plain
 
 

@@ -1,8 +1,9 @@
 """What a folder's tensors show of a model that its configuration leaves unsaid or says wrongly, as transformers has it.
 
 Experts that are not quantized: software that quantizes modules leaves a stack of experts, which is a parameter of its
-own, as it is, and excepts it nowhere (llm-compressor). An output head that is not the embedding, though both are said
-to be tied. Owns these two rules. Called where a configuration was read, before anything is made of it.
+own, as it is, and excepts it nowhere (llm-compressor). An output head that is not the embedding, or that is quantized,
+though both are said to be tied. Owns these two rules. Called where a configuration was read, before anything is made
+of it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import LayerSpec, MoeMlp
 from jaxsgl.models.matrix import part_name
+from jaxsgl.weights import stored_matrix
 from jaxsgl.weights.converted import has_param, is_converted
 from jaxsgl.weights.experts import recipe_of_experts
 from jaxsgl.weights.gguf_tensors import has_tensors, open_tensors
@@ -48,6 +50,11 @@ def _with_own_head(arch: ModelArch, folder: Path) -> ModelArch:
     if not isinstance(tensors, TensorFiles):
         return arch
     embedding, head = (Source(stored_name(name, arch), None) for name in (EMBEDDING, HEAD))
+    fmt = arch.stored_format
+    if fmt is not None and fmt.storage is not None:
+        parts = (head.name.removesuffix("weight") + part for part in stored_matrix.tensor_names(fmt.storage, False))
+        if all(tensors.shape(part) is not None for part in parts):
+            return replace(arch, tie_embeddings=False)
     if {tensors.shape(source.name) for source in (embedding, head)} != {(arch.vocab_size, arch.hidden_size)}:
         return arch
     one, other = (tensors.tensor(source, arch) for source in (embedding, head))

@@ -10,6 +10,7 @@ for them first.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -609,13 +610,18 @@ _OF_OWN_MODEL = {
 }
 
 _HEADS = ("lm_head.", "score.")
+_LISTED = re.compile(r"(\.experts)\.(gate_proj|up_proj|down_proj)\.(\d+)\.")
 
 
 def as_in_recipes(names: Iterable[str]) -> dict[str, str]:
-    """The files' names by those that recipes have: decoders saved without a head lack the first part, and older folders
-    of decoders with a tower have the parts in another order.
+    """The files' names by those that recipes have: decoders saved without a head lack the first part, older folders of
+    decoders with a tower have the parts in another order, and ModelOpt lists Qwen3-VL's experts by what they are.
     """
-    stored = list(names)
+    by_names = {_LISTED.sub(r"\1.\3.\2.", name): name for name in names}
+    return {recipes: by_names[name] for recipes, name in _of_decoder(list(by_names)).items()}
+
+
+def _of_decoder(stored: list[str]) -> dict[str, str]:
     if "embed_tokens.weight" in stored:
         return {name if name.startswith(_HEADS) else f"model.{name}": name for name in stored}
     if "language_model.model.embed_tokens.weight" not in stored:

@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_kernels.experts import Groups
 from pallas_kernels.native import library
+from pallas_kernels.native.product import BLOCK_OF_WORDS, TWO_WORDS, in_two_words
 
 # Of the weights' out and in.
 _STEPS = {jnp.dtype(jnp.bfloat16): (16, 32), jnp.dtype(jnp.float32): (16, 16), jnp.dtype(jnp.int8): (16, 32)}
@@ -41,6 +42,10 @@ def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens:
 
 def grouped_int8_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, row_bits: int) -> jax.Array:
     """`grouped_product` with int8 weights. Rows become integers of `row_bits`, as in `product.int8_product`."""
+    if row_bits == TWO_WORDS:
+        return in_two_words(
+            x, BLOCK_OF_WORDS, lambda words: grouped_int8_product(words, groups, weights, of_tokens, 16)
+        )
     call = jax.ffi.ffi_call(
         library.GROUPED_INT8_PRODUCT, jax.ShapeDtypeStruct((groups.num_places, weights.shape[1]), jnp.float32)
     )

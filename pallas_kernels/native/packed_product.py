@@ -13,6 +13,7 @@ import numpy as np
 from pallas_kernels import packed
 from pallas_kernels.experts import Groups
 from pallas_kernels.native import library
+from pallas_kernels.native.product import BLOCK_OF_WORDS, TWO_WORDS, in_two_words
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.target import target_device
 
@@ -57,6 +58,11 @@ def _call(
     dtype: str,
     row_bits: int,
 ) -> jax.Array:
+    if weights.packing == packed.INT4 and row_bits == TWO_WORDS:
+        block = weights.group if weights.num_groups > 1 else BLOCK_OF_WORDS
+        return in_two_words(
+            x, block, lambda words: _call(words, tokens, sizes, num_places, weights, of_tokens, dtype, 16)
+        )
     shape = jax.ShapeDtypeStruct((num_places, weights.shape[-2]), jnp.float32)
     parts = (x, tokens, sizes, weights.numbers, weights.scale)
     group = np.int64(weights.group)

@@ -6,6 +6,8 @@ depends neither on the other rows nor on their number. Called by models.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,8 @@ import numpy as np
 from pallas_kernels.native import library
 from pallas_kernels.target import target_device
 
+TWO_WORDS = 32  # of `row_bits`
+BLOCK_OF_WORDS = 512  # inputs that are rounded at once where all have one scale
 OUT_STEP = 16  # weights' outputs come in multiples of it
 _IN_STEP, _FLOAT_IN_STEP = 32, 16
 _MOST_IN_GROUP = 512
@@ -61,12 +65,29 @@ def int8_product(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int,
     """x `[T, in]` times weights: numbers `[out, in]` int8 times scale `[out, G]`, one for each `group` inputs.
 
     Returns float32 `[T, out]`. Blocks of x (a group's inputs; if G is 1, 512 or with 8 bits 128) become integers of
-    `row_bits`: 16, or where `library.multiplies_bytes` says so 8. Beyond that, each block's sum is exact.
+    `row_bits`: 16, where `library.multiplies_bytes` says so 8, or 32 (`in_two_words`). Beyond that, each block's sum is
+    exact.
     """
+    if row_bits == TWO_WORDS:
+        block = group if scale.shape[1] > 1 else BLOCK_OF_WORDS
+        return in_two_words(x, block, lambda words: int8_product(words, numbers, scale, group))
     shape = jax.ShapeDtypeStruct((x.shape[0], numbers.shape[0]), jnp.float32)
     call = jax.ffi.ffi_call(library.INT8_PRODUCT, shape)
     out: jax.Array = call(x, numbers, scale, group=np.int64(group), row_bits=np.int64(row_bits))
     return out
+
+
+def in_two_words(x: jax.Array, block: int, multiply: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`multiply` times x `[T, in]` with the error of float32, though it rounds blocks of so many inputs to 16 bits.
+
+    Twice the work: x is multiplied as it is rounded, and so is what that leaves of it.
+    """
+    num_in = x.shape[1]
+    blocks = jnp.pad(x, ((0, 0), (0, -num_in % block))).reshape(len(x), -1, block)
+    step = jnp.abs(blocks).max(axis=-1, keepdims=True) / 32767
+    words = jnp.round(blocks / jnp.maximum(step, jnp.finfo(jnp.float32).tiny)) * step
+    rounded = words.reshape(len(x), -1)[:, :num_in]
+    return multiply(rounded) + multiply(x - rounded)
 
 
 def _refuse_arrays(

@@ -16,9 +16,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsgl.engine.programs import each_device
+from jaxsgl.engine.weight_store import as_kept
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.tensor_parallel import DATA_AXIS
-from jaxsgl.weights import load_params
+from jaxsgl.weights import as_stored, load_params
 from jaxsgl.weights.sharding import logits_sharding, make_mesh, model_on_devices
 from tests.plain_model import causal_attend, mesh_of, plain_logits, plain_recur
 
@@ -36,7 +37,7 @@ def main() -> None:
 
 def differences(folder: Path) -> dict[str, float]:
     """By layout, such as "4 devices in 2 ranks"; each rank has a prompt of its own."""
-    arch = ModelArch.from_folder(folder)
+    arch = as_stored(ModelArch.from_folder(folder), folder)
     prompts = np.random.default_rng(7).integers(3, arch.vocab_size, (2, LENGTH)).tolist()
     params = load_params(folder, arch, jnp.dtype("float32"), mesh_of(1))
     expected = [plain_logits(arch, params, prompt) for prompt in prompts]
@@ -57,6 +58,7 @@ def logits_of(
     """Logits `[R T, V]` of R prompts in as many ranks, by the programs' own sums and exchanges."""
     ranks = len(prompts)
     arch = model_on_devices(arch, num_devices, by_experts=by_experts, num_ranks=ranks)
+    arch = as_kept(arch, jnp.dtype("float32"), "cpu", num_devices)
     mesh = make_mesh(jax.devices()[:num_devices], num_ranks=ranks)
     graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
     params = load_params(folder, arch, jnp.dtype("float32"), mesh)

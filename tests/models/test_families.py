@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import GptOssConfig
+from transformers import AutoConfig, GptOssConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, RopeParams
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.rope import inverse_frequencies, split_half_order
-from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, configuration
+from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, HYBRID_KINDS, configuration
 from tests.models.test_arch import LLAMA, read
 
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -75,6 +75,64 @@ def test_a_missing_key_means_what_it_means_to_transformers_or_is_asked_for(kind:
     sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"}
     of_mlps = {"intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", *NUMBERS_OF_EXPERTS}
     assert required <= sizes | of_mlps
+
+
+def as_transformers_reads(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """All values of config.json in the words of transformers 5, which may be told in older ones."""
+    (folder / "config.json").write_text(json.dumps(values))
+    config = AutoConfig.from_pretrained(folder)
+    return {**json.loads(config.to_json_string(use_diff=False)), "architectures": values["architectures"]}
+
+
+@pytest.mark.parametrize("scaling", ["none", "yarn", "dynamic"])
+def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str, tmp_path: Path) -> None:
+    """`rope_theta` next to `rope_scaling`, of which OLMo's windows have nothing; only Hunyuan's code reads `alpha`."""
+    told = {
+        "none": {},
+        "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        "dynamic": {"rope_type": "dynamic", "factor": 2.0, "alpha": 50.0},
+    }[scaling]
+    for kind in (*CHECKPOINT_KINDS, *FAMILY_KINDS):
+        if kind == "phi3" or kind.startswith("gemma4"):  # which have ropes of other kinds alone
+            continue
+        values = {key: value for key, value in configuration(kind).items() if key != "rope_parameters"}
+        values |= {"rope_theta": 3000.0, **({"rope_scaling": dict(told)} if told else {})}
+        found = arch_of(tmp_path, values)
+        assert found is not None and found == arch_of(tmp_path, as_transformers_reads(tmp_path, values)), kind
+
+
+def test_a_switch_of_windows_means_what_it_means_to_transformers(tmp_path: Path) -> None:
+    """Without `layer_types`, where families have windows in different layers."""
+    for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3", *HYBRID_KINDS):
+        for is_on, last in ((True, 3), (True, 2), (False, 2)):
+            values = {key: value for key, value in configuration(kind).items() if key != "layer_types"}
+            values |= {"num_hidden_layers": 4, "max_window_layers": last, "no_rope_layers": None}
+            if kind not in HYBRID_KINDS:
+                values |= {"use_sliding_window": is_on, "sliding_window": 8}
+            found, expected = (arch_of(tmp_path, each) for each in (values, as_transformers_reads(tmp_path, values)))
+            assert found is not None and found == expected, (kind, is_on, last)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "kind"),
+    [
+        ("Mistral3ForConditionalGeneration", "mistral3", "mistral"),
+        ("Gemma3ForConditionalGeneration", "gemma3", "gemma3"),
+        ("Gemma4ForConditionalGeneration", "gemma4", "gemma4"),
+        ("Qwen3_5ForConditionalGeneration", "qwen3_5", "qwen3_5"),
+    ],
+)
+def test_a_model_of_several_parts_ties_its_head_as_it_does_in_transformers(
+    name: str, model_type: str, kind: str, tmp_path: Path
+) -> None:
+    """A word for the whole counts; without one its default, whatever is said of the text."""
+    for of_text, of_whole in ((False, None), (True, True), (True, False), (False, True)):
+        text = {**configuration(kind), "tie_word_embeddings": of_text}
+        values: dict[str, Any] = {"architectures": [name], "model_type": model_type, "text_config": text}
+        values |= {} if of_whole is None else {"tie_word_embeddings": of_whole}
+        found = arch_of(tmp_path, values)
+        expected = AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
+        assert found is not None and found.tie_embeddings is expected, (of_text, of_whole)
 
 
 def test_a_missing_window_is_the_familys_and_null_is_none(tmp_path: Path) -> None:

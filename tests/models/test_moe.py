@@ -189,17 +189,23 @@ def test_a_cpu_compiles_the_kernels_that_a_model_needs_together(
     assert asked == parts
 
 
-@pytest.mark.parametrize(("weight_only", "multiplies"), [(False, True), (True, True), (False, False)])
-def test_a_cpu_rounds_rows_unless_weights_alone_are_to_be_quantized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight_only: bool, multiplies: bool
+@pytest.mark.parametrize(
+    ("name", "weight_only", "multiplies", "bits"),
+    [
+        ("bfloat16", False, True, 8), ("bfloat16", True, True, 16), ("bfloat16", False, False, 16),
+        ("float32", False, True, 32), ("float32", True, False, 32),
+    ],
+)  # fmt: skip
+def test_a_cpu_rounds_rows_unless_weights_alone_are_to_be_quantized_or_all_is_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, weight_only: bool, multiplies: bool, bits: int
 ) -> None:
     monkeypatch.setattr(native_library, "multiplies_bytes", lambda: multiplies)
     arch = replace(read(tmp_path, num_key_value_heads=2, **QWEN3_MOE), weight_format=weight_format("int8", None))
-    dtype = jnp.dtype("bfloat16")
+    dtype = jnp.dtype(name)
     _, params = abstract_model(as_kept(arch, dtype, "cpu", 1, weight_only=weight_only), dtype)
     for path in (("mlp", "down"), ("attention", "o")):
         param: Any = params["layers"][0][path[0]][path[1]]
-        assert param.get_metadata("format").rounds_rows == (multiplies and not weight_only)
+        assert param.get_metadata("format").row_bits == bits
 
 
 def test_experts_are_quantized_at_load_where_a_kernel_multiplies_them(tmp_path: Path) -> None:

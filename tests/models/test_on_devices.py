@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import HYBRID_KINDS, make_checkpoint
 from tests.grids import NIGHTLY
-from tests.weights.stored_weights import hybrid_in_fp8
+from tests.weights.stored_weights import hybrid_in_fp8, quantize_folder
 
 ATOL = 2e-4
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -47,6 +47,39 @@ def test_logits_of_devices_and_ranks_are_those_of_one_device(kind: str, tmp_path
 @pytest.mark.timeout(600)
 def test_devices_share_the_quantized_matrices_of_a_hybrid(tmp_path: Path) -> None:
     check_devices(hybrid_in_fp8("qwen3_5_moe", tmp_path))
+
+
+# Kind, format, and what leaves gates alone; groups begin on one device and end on another.
+QUANTIZED: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen2", "gptq desc_act", {}),
+    ("qwen3_next", "awq", {"linear_value_head_dim": 16, "moe_intermediate_size": 64}),
+    ("qwen3_5", "gptq", {}),
+    ("qwen3_5_moe", "compressed-tensors int8", {"num_experts": 8}),
+    ("deepseek_v3", "compressed-tensors int4", {}),
+    ("glm4_moe_lite", "compressed-tensors int8", {}),
+    ("glm4_moe", "modelopt nvfp4", {}),
+    ("mixtral", "gptq", {}),
+    ("gemma3", "compressed-tensors int4 asymmetric", {}),
+    ("gemma4_moe", "awq", {}),
+    ("minimax_m2", "fp8 in blocks", {"num_local_experts": 8}),
+]
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="compiles a model on devices in up to six layouts; by night")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "form", "sizes"), QUANTIZED)
+def test_devices_and_ranks_share_quantized_matrices(
+    kind: str, form: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = make_checkpoint(kind, tmp_path / "plain", seed=3, **{**SIZES.get(kind, {}), **sizes})
+    is_hybrid = kind in HYBRID_KINDS
+    gates = ["re:.*in_proj_(ba|a|b)$"] if "compressed" in form else ["in_proj_ba", "in_proj_a", "in_proj_b"]
+    check_devices(
+        quantize_folder(
+            plain, tmp_path / "stored", form, also=r"\.w[123]\.weight", excepted=r"in_proj_(ba|a|b)\." * is_hybrid,
+            exceptions=gates * is_hybrid,
+        )
+    )  # fmt: skip
 
 
 def check_devices(folder: Path) -> None:

@@ -110,6 +110,23 @@ def test_rows_get_the_products_with_the_weights_of_their_experts(row_bits: int) 
         np.testing.assert_array_equal(out[groups.place_of[token, choice]], of_experts[expert][token])
 
 
+@pytest.mark.parametrize("each_way", ["widened"], indirect=True)
+@pytest.mark.parametrize("group", [0, 96])
+def test_two_words_are_as_exact_as_float32(group: int) -> None:
+    """In any company, and for each expert; the last block of inputs is cut."""
+    x, numbers, scale = inputs(9, 48, 1056, group)
+    out = int8_product(x, numbers, scale, group or 1056, 32)
+    weights = numbers * (np.repeat(scale, group, 1) if group else scale).astype(np.float64)
+    exact = x.astype(np.float64) @ weights.T
+    assert np.linalg.norm(out - exact) < 3e-7 * np.linalg.norm(exact)
+    np.testing.assert_array_equal(int8_product(x[4:5], numbers, scale, group or 1056, 32), out[4:5])
+    groups = group_by_expert(jnp.full((9, 1), 1, jnp.int32), 2)
+    both = jnp.stack([jnp.zeros_like(numbers), jnp.asarray(numbers)])
+    of_expert = np.asarray(grouped_int8_product(jnp.asarray(x), groups, both, True, 32))
+    ones = np.ones((48, 1), np.float32)
+    np.testing.assert_array_equal(of_expert, int8_product(x, numbers, ones, 1056, 32))
+
+
 @in_each_form
 def test_rows_of_zeros_nan_and_large_numbers_spoil_no_other(row_bits: int) -> None:
     x, numbers, scale = inputs(20, 64, 512, 0)

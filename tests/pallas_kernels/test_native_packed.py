@@ -75,6 +75,20 @@ def test_sums_of_blocks_of_int4_are_exact(row_bits: int, num_rows: int, shape: t
     np.testing.assert_array_equal(out, by_definition(x, *parts, group, row_bits))
 
 
+@pytest.mark.parametrize("each_way", ["widened"], indirect=True)
+@pytest.mark.parametrize("group", [64, 0])
+def test_two_words_times_int4_are_as_exact_as_float32(group: int) -> None:
+    parts, x = int4_matrix((), 32, 576, group, True), rows(9, 576)
+    numbers, scale, zero = (each.astype(np.float64) for each in parts)
+    size = group or 576
+    weights = (numbers - np.repeat(zero, size, 1)) * np.repeat(scale, size, 1)
+    packed = packed_int4(*parts, group, True)
+    out = np.asarray(packed_product.product(jnp.asarray(x), packed, row_bits=32))
+    exact = x.astype(np.float64) @ weights.T
+    assert np.linalg.norm(out - exact) < 3e-7 * np.linalg.norm(exact)
+    np.testing.assert_array_equal(packed_product.product(jnp.asarray(x[4:5]), packed, row_bits=32), out[4:5])
+
+
 @pytest.mark.parametrize(("each_way", "row_bits"), FORMS, indirect=["each_way"], ids=str)
 def test_a_row_times_int4_comes_out_the_same_in_any_company(row_bits: int) -> None:
     weights = packed_int4(*int4_matrix((), 64, 512, 64, True), 64, True)

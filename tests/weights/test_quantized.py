@@ -26,7 +26,7 @@ from tests.checkpoints import HYBRID_KINDS, make_checkpoint
 from tests.grids import count, daily
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 from tests.vision_models import make_model
-from tests.weights.stored_weights import FORMATS, STATIC_FP8, hybrid_in_fp8, quantize_folder
+from tests.weights.stored_weights import FORMATS, MODELOPT_FP4, STATIC_FP8, fp4, hybrid_in_fp8, quantize_folder
 
 TOKENS = list(range(3, 60))
 # Half a step of 127; half a unit of a mantissa of 3 bits, or half a unit of the smallest numbers.
@@ -249,6 +249,22 @@ def test_whatever_a_checkpoint_has_quantized_besides_is_dequantized(
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("name", ["awq", "modelopt nvfp4"])
+def test_a_quantized_head_next_to_ties_is_not_the_embedding(name: str, tmp_path: Path) -> None:
+    """As folders have it that don't say whether they are tied, and mean no by having a head."""
+    plain = make_checkpoint("llama_untied_llama3_rope", tmp_path / "plain")
+    folder = quantize_folder(plain, tmp_path / "stored", name, also="lm_head")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= {"ignore": []} if "ignore" in config["quantization_config"] else {}
+    path.write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert not arch.tie_embeddings
+    logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
+    expected = checkpoint_logits(folder / "meant", TOKENS)
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("kind", daily(HYBRID_KINDS[::-1], every=3))
 def test_a_hybrid_in_blocks_of_fp8_keeps_all_but_its_gates_as_published(kind: str, tmp_path: Path) -> None:
     folder = hybrid_in_fp8(kind, tmp_path)
@@ -290,6 +306,38 @@ def test_a_quantized_model_that_sees_images_keeps_its_tower(tmp_path: Path) -> N
     jax.tree.map(
         np.testing.assert_array_equal, nnx.to_pure_dict(loaded["visual"]), nnx.to_pure_dict(expected["visual"])
     )
+
+
+def list_experts(folder: Path, name_of: str) -> None:
+    """Replaces the stacks of experts by tensors of their own, by names such as "{kind}_proj.{expert}"."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        stack, block = tensors.pop(name), name.rpartition(".")[0]  # [E, out, in]
+        kinds = (
+            {"down": stack} if name.endswith("down_proj") else dict(zip(("gate", "up"), stack.chunk(2, 1), strict=True))
+        )
+        for kind, of_kind in kinds.items():
+            for expert, matrix in enumerate(of_kind):
+                tensors[f"{block}.{name_of.format(kind=kind, expert=expert)}.weight"] = matrix.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name_of", ["{kind}_proj.{expert}", "{expert}.{kind}_proj"])
+def test_experts_are_served_as_modelopt_lists_them(name_of: str, tmp_path: Path) -> None:
+    """Those of Qwen3-VL by kind, then by number."""
+    make_model(tmp_path / "plain", moe=True, moe_intermediate_size=48)
+    whole = checkpoint_logits(tmp_path / "plain", TOKENS)
+    list_experts(tmp_path / "plain", name_of)
+    np.testing.assert_array_equal(checkpoint_logits(tmp_path / "plain", TOKENS), whole)
+    form = MODELOPT_FP4 | {"exclude_modules": ["lm_head", "model.visual*", "*.mlp.gate"]}, fp4
+    also = r"experts\.(\w+_proj\.\d+|\d+\.\w+_proj)\.weight"
+    folder = quantize_folder(tmp_path / "plain", tmp_path / "stored", form, excepted="visual", also=also)
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert not any("experts" in layer.unquantized for layer in arch.layers)
+    logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
+    expected = checkpoint_logits(folder / "meant", TOKENS)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    assert np.abs(logits - whole).max() > 1e-3
 
 
 def test_matrices_that_are_multiplied_at_once_need_one_order_of_inputs(tmp_path: Path) -> None:
