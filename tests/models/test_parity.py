@@ -62,7 +62,10 @@ def test_the_text_of_a_model_that_sees_images_is_its_decoders(
     """
     folder = make_checkpoint(kind, tmp_path / "text")
     config = json.loads((folder / "config.json").read_text())
-    whole = {"architectures": [name], "text_config": config, "vision_config": {"layers": 2}, "image_token_index": 10}
+    whole = {
+        "architectures": [name], "text_config": config, "vision_config": {"layers": 2}, "image_token_index": 10,
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }  # fmt: skip
     stored, start = load_file(folder / "model.safetensors"), "" if layout == "published" else "model."
     if layout == "published":
         tensors = {f"language_model.{key}": tensor for key, tensor in stored.items()}

@@ -34,7 +34,10 @@ SHAPES = KernelShapes(
     states=(StateShape(2, 2, 16, 16, 4),),
 )  # fmt: skip
 BACKEND = "triton"  # whose kernels are replaced by functions of XLA
-FIELDS = {"paged_decode_attention": "decode", "paged_extend_attention": "extend", "store_kv": "store"}
+FIELDS = {
+    "paged_decode_attention": "decode", "paged_extend_attention": "extend", "store_kv": "store",
+    "delta_decode": "delta_step",
+}  # fmt: skip
 AUTO = dict.fromkeys(CASES_OF, "auto")
 
 
