@@ -13,7 +13,6 @@ from fake_engine_process import EOS_ID, Script
 from http_calls import connect, error_of, events, generate_body, report
 from server_process import ServerProcess, ids_request, wait_for
 
-import jaxsgl
 from jaxsgl.text.tokenizer import Tokenizer
 
 TEXT = "hello 🦊 龘 world"
@@ -255,8 +254,8 @@ def test_health_is_good_while_the_engine_works(http: httpx.Client) -> None:
     assert report(http)[1] == seen + 2  # the probe, and the report itself
 
 
-def test_vllms_names_for_health_load_and_version_are_known(http: httpx.Client, server: ServerProcess) -> None:
-    assert http.get("/version").json() == {"version": jaxsgl.__version__}
+def test_others_names_for_health_and_load_are_known(http: httpx.Client, server: ServerProcess) -> None:
+    assert http.get("/version").status_code == 404  # by it a gateway tells vLLM, whose pages go other ways
     assert http.get("/ping").json() == http.post("/ping").json() == {"status": "ok"}
     with server.stub() as stub:
         before = http.get("/load").json()["server_load"]

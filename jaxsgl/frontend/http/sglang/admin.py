@@ -174,11 +174,6 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
             "version": jaxsgl.__version__,
         }
 
-    @router.get("/version")
-    async def version() -> dict[str, str]:
-        """The server's version, where vLLM has its own."""
-        return {"version": jaxsgl.__version__}
-
     @router.get("/get_load")
     async def get_load() -> list[dict[str, int]]:
         """How busy each replica is, or each rank, in short."""
