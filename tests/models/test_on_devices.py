@@ -78,11 +78,13 @@ def test_devices_and_ranks_share_quantized_matrices(
         quantize_folder(
             plain, tmp_path / "stored", form, also=r"\.w[123]\.weight", excepted=r"in_proj_(ba|a|b)\." * is_hybrid,
             exceptions=gates * is_hybrid,
-        )
+        ),
+        # Such a checkpoint's activations are int8: sums in another order round some of them to the next number.
+        most=5e-2 if form == "compressed-tensors int8" else ATOL,
     )  # fmt: skip
 
 
-def check_devices(folder: Path) -> None:
+def check_devices(folder: Path, most: float = ATOL) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.models.on_devices"], input=json.dumps([str(folder)]),
         capture_output=True, text=True, env=ENVIRONMENT, cwd=Path(__file__).parents[2],
@@ -91,4 +93,4 @@ def check_devices(folder: Path) -> None:
     found: dict[str, float] = json.loads(done.stdout)
     assert {name.split(" in")[0] for name in found} == {"2 devices", "4 devices"}
     for layout, difference in found.items():
-        assert difference < ATOL, (layout, difference)
+        assert difference < most, (layout, difference)
