@@ -105,9 +105,9 @@ def test_what_is_no_server_of_openais_api_is_told(
 ) -> None:
     for url in ("127.0.0.1:1", "http://127.0.0.1:1", f"http://{server.http_address}/v2"):
         assert main(["--url", url, "--wait-s", "0"]) == 1
-    scheme, nobody, path = capsys.readouterr().err.splitlines()
+    scheme, unreached, path = capsys.readouterr().err.splitlines()
     assert scheme == "error: --url is 127.0.0.1:1, but must begin with http:// or https://"
-    assert nobody.startswith("error: no server is ready at http://127.0.0.1:1 after 0 s (no answer from")
+    assert unreached.startswith("error: no server is ready at http://127.0.0.1:1 after 0 s (no answer from")
     assert path.startswith("error: 404: no such path")
 
 

@@ -24,7 +24,7 @@ class Scored(NamedTuple):
 
 
 class UnscoredText:
-    """Stands for `ScoredText` where nobody asks for log-probabilities."""
+    """Takes the place of `ScoredText` in requests that ask for no log-probabilities."""
 
     def split(self, piece: Piece) -> Iterator[str]:
         """Yields the piece's text as it is."""
