@@ -4,9 +4,9 @@
     python scripts/bench hosts --hosts 4 --kib 12 200 --calls 2000 --json hosts.json
 
 Host 0 sends steps of so many KiB to other hosts, each a process whose engine notes when a step is submitted. Prints
-microseconds: "send" is what a call takes of host 0's loop, "to submit" the time from there until the last host submits
-it, "cpu" the processor time of host 0's process for a call, its signs of life included. The clock is one for all
-processes of a machine.
+microseconds: "send" is what a call takes of host 0's loop, "to submit" the time from there until the last host has
+submitted it (negative where host 0, on a busy machine, is the last), "cpu" the processor time of host 0's process for a
+call, its signs of life included. The clock is one for all processes of a machine.
 """
 
 from __future__ import annotations
