@@ -150,7 +150,7 @@ def delta_extend(
     kernel = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
     )
-    num_tokens, offsets = len(tokens.fused), seqs.query_offsets
+    num_tokens, offsets = tokens.num_tokens, seqs.query_offsets
     counts = offsets[1:] - offsets[:-1]
     seq_of = jnp.minimum(jnp.searchsorted(offsets[1:], jnp.arange(num_tokens), side="right"), len(counts) - 1)
     mixed = tokens.mixed.astype(jnp.float32)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.norm import rms_norm
+from pallas_kernels.parts import whole
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("taps", "rates", "scales"), meta_fields=("row", "eps"))
@@ -31,21 +32,33 @@ class DeltaVectors:
     eps: float
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("fused", "vectors"), meta_fields=("key_size",))
+@partial(jax.tree_util.register_dataclass, data_fields=("product", "vectors"), meta_fields=("key_size", "dtype"))
 @dataclass(frozen=True)
 class DeltaTokens:
     """What a layer makes of its tokens, and how it reads that.
 
     Attributes:
-      fused: `[T, K, C + r v + 2 r]` for each key head q, k and the v of r heads, before the convolution: C = 2 h + r v;
-        the gates z of what is read; the logits of b, and those of a.
+      product: `[T, K, C + r v + 2 r]`, or float32 parts of it `[P, T, ...]`. For each key head q, k and the v of r
+        heads, before the convolution: C = 2 h + r v; the gates z of what is read; the logits of b, and those of a.
       vectors: of the layer.
       key_size: h.
+      dtype: of the product as a whole.
     """
 
-    fused: jax.Array
+    product: jax.Array
     vectors: DeltaVectors
     key_size: int
+    dtype: jnp.dtype
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.product.shape[-3]
+
+    @property
+    def fused(self) -> jax.Array:
+        """`[T, K, C + r v + 2 r]`, the product as a whole."""
+        return whole(self.product, 3, self.dtype)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -76,8 +89,8 @@ class DeltaTokens:
         return -jnp.exp(rates[:, 0]) * jax.nn.softplus(logits + rates[:, 1])
 
     def gated(self, read: jax.Array) -> jax.Array:
-        """What `read [T, K, r, v]` float32 gives, normalized and gated, in the dtype of `fused`."""
+        """What `read [T, K, r, v]` float32 gives, normalized and gated, in the dtype of the product."""
         vectors = self.vectors
         gates = self.fused[..., vectors.taps.shape[2] : -2 * self.sizes[1]].astype(jnp.float32)
         out = rms_norm(read, vectors.scales[vectors.row].astype(jnp.float32), vectors.eps)
-        return (out * jax.nn.silu(gates).reshape(read.shape)).astype(self.fused.dtype)
+        return (out * jax.nn.silu(gates).reshape(read.shape)).astype(self.dtype)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.norm import rms_norm, row_of, scale_of
 from pallas_kernels.paged_kv import QUERY_DTYPES
+from pallas_kernels.parts import whole
 from pallas_kernels.sums import mean_squares_of_all
 
 
@@ -25,7 +26,10 @@ class FusedQkv:
     """
 
     product: jax.Array
-    """`[T, K, G + 2, H]`: of each kv head its G query heads, then its key, then its value; no bias added yet."""
+    """`[T, K, G + 2, H]`: of each kv head its G query heads, then its key, then its value; no bias added yet.
+
+    After these each kv head may have `num_gates` rows that attention doesn't read. Or float32 parts, `[P, T, ...]`.
+    """
     cos: jax.Array
     """`[T, 1, H / 2]` float32, cosines of the tokens' angles; dimension i turns together with i + H / 2."""
     sin: jax.Array
@@ -44,32 +48,55 @@ class FusedQkv:
     """Whether heads are rotated before they are normalized, and not after that."""
     normalizes_values: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether every value is brought to unit mean square, as keys by k_norm, but without scales."""
+    num_gates: int = dataclasses.field(default=0, metadata={"static": True})
+    """How many rows of each kv head come after its value."""
+    dtype_of_sum: jnp.dtype | None = dataclasses.field(default=None, metadata={"static": True})
+    """What the product is in as a whole, if it comes in parts."""
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the product as a whole, and so of queries."""
+        return self.product.dtype if self.dtype_of_sum is None else self.dtype_of_sum
+
+    @property
+    def whole(self) -> jax.Array:
+        """`[T, K, G + 2, H]`: the product without gates, its parts added up."""
+        product = self.product[..., : self.num_groups + 2, :] if self.num_gates else self.product
+        return whole(product, 4, self.dtype)
+
+    @property
+    def gates(self) -> jax.Array:
+        """`[T, K, gates, H]`: the rows after the values."""
+        return whole(self.product[..., self.num_groups + 2 :, :], 4, self.dtype)
 
     @property
     def num_tokens(self) -> int:
         """T."""
-        return int(self.product.shape[0])
+        return int(self.product.shape[-4])
 
     @property
     def num_kv_heads(self) -> int:
         """K."""
-        return int(self.product.shape[1])
+        return int(self.product.shape[-3])
 
     @property
     def num_groups(self) -> int:
         """G: query heads per kv head, N / K."""
-        return int(self.product.shape[2]) - 2
+        return int(self.product.shape[-2]) - 2 - self.num_gates
 
     @property
     def head_dim(self) -> int:
         """H."""
-        return int(self.product.shape[3])
+        return int(self.product.shape[-1])
+
+    def with_heads(self, heads: jax.Array) -> "FusedQkv":
+        """The same with `heads [T, K, G + 2, H]` in place of the whole product; the gates stay."""
+        product = jnp.concatenate([heads, self.gates], axis=2) if self.num_gates else heads
+        return dataclasses.replace(self, product=product, dtype_of_sum=None)
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries `[T, N, H]`, keys and values `[T, K, H]`, normalized and rotated, by XLA."""
-        product = (
-            self.product if self.bias is None else self.product + row_of(self.bias, self.layer, self.product.dtype)
-        )
+        product = self.whole if self.bias is None else self.whole + row_of(self.bias, self.layer, self.dtype)
         groups = self.num_groups
         q = product[:, :, :groups].reshape(self.num_tokens, self.num_kv_heads * groups, self.head_dim)
         k, v = product[:, :, groups], product[:, :, groups + 1]
@@ -103,12 +130,14 @@ def check_qkv(qkv: FusedQkv) -> None:
     Raises:
         ValueError: shapes or dtypes that don't fit, or a norm of queries without one of keys.
     """
-    if qkv.product.ndim != 4 or qkv.num_groups < 1 or qkv.product.dtype not in QUERY_DTYPES:
+    has_parts = qkv.dtype_of_sum is not None and qkv.product.ndim == 5 and qkv.product.dtype == jnp.float32
+    if (qkv.product.ndim != 4 and not has_parts) or qkv.num_groups < 1 or qkv.dtype not in QUERY_DTYPES:
         raise ValueError(
             f"qkv.product is {qkv.product.shape} {qkv.product.dtype}; it must be [T, K, G + 2, H] in float32, "
-            "bfloat16 or float16"
+            "bfloat16 or float16, or float32 parts [P, T, K, G + 2, H] of that"
         )
-    tokens, *heads, head_dim = qkv.product.shape
+    tokens, head_dim = qkv.num_tokens, qkv.head_dim
+    heads = qkv.num_kv_heads, qkv.num_groups + 2
     for name, table in (("cos", qkv.cos), ("sin", qkv.sin)):
         if table.shape != (tokens, 1, head_dim // 2) or table.dtype != jnp.float32:
             raise ValueError(

@@ -34,7 +34,7 @@ def _store(pages: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
 
 def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bool) -> tuple[jax.Array, PagedKv]:
     """All in float32, one step after the other; rounded once, to the formats of the product and the cache."""
-    rows = qkv.product.astype(jnp.float32)
+    rows = qkv.whole.astype(jnp.float32)
     if qkv.bias is not None:
         rows = rows + qkv.bias[qkv.layer].astype(jnp.float32)
     cos, sin = qkv.cos[:, :, None], qkv.sin[:, :, None]
@@ -60,7 +60,7 @@ def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bo
     heads = kv.kept(qkv.num_kv_heads)
     k, v = (heads.joined(widened(each, heads.share)) for each in (k, v))
     k, v = k.astype(kv.dtype), v.astype(kv.dtype)
-    return heads.queries(q).astype(qkv.product.dtype), store_kv(kv, k, v, slots, interpret)
+    return heads.queries(q).astype(qkv.dtype), store_kv(kv, k, v, slots, interpret)
 
 
 def decode_attention(

@@ -9,7 +9,7 @@ accelerators multiply both forms equally fast. They may be quantized (`matrix.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import jax
@@ -278,22 +278,20 @@ class Attention(Matrices):
         )
         q_norm, k_norm = (own_scales(stack, 2 * cos.shape[-1]) for stack in (q_norm, k_norm))
         row = rows.row(place)
-        fused = product(x_TD, self.matrix("qkv", kernels))
-        gates = None
-        if self.num_gates:
-            fused, gates = fused[:, :, : -self.num_gates], fused[:, :, -self.num_gates :]
+        fused = product_in_parts(x_TD, self.matrix("qkv", kernels))
+        qkv = FusedQkv(
+            fused, cos, sin, bias, q_norm, k_norm, row, self.eps, self.rotates_first, self.normalizes_values,
+            self.num_gates, x_TD.dtype,
+        )  # fmt: skip
         if adapters is not None:
             assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
-            fused = adapters.add_to_qkv(fused, x_TD)
+            qkv = qkv.with_heads(adapters.add_to_qkv(qkv.whole, x_TD))
         if q_norm is not None and q_norm.ndim > 2:
-            assert k_norm is not None
-            fused = _normalize_all_heads(fused, bias, q_norm, k_norm, row, self.eps)
-            bias = q_norm = k_norm = None
-        qkv = FusedQkv(fused, cos, sin, bias, q_norm, k_norm, row, self.eps, self.rotates_first, self.normalizes_values)
+            qkv = _normalize_all_heads(qkv)
         out_TNH = attend(place, qkv, None if sinks is None else sinks[row])
         out = out_TNH.reshape(len(x_TD), -1)
-        if gates is not None:
-            out = out * jax.nn.sigmoid(gates.astype(jnp.float32)).reshape(out.shape).astype(out.dtype)
+        if self.num_gates:
+            out = out * jax.nn.sigmoid(qkv.gates.astype(jnp.float32)).reshape(out.shape).astype(out.dtype)
         added = None if adapters is None else adapters.of_output("o_proj", out)
         return last_product(out, self.matrix("o", kernels), self.o_bias, added)
 
@@ -303,15 +301,15 @@ def own_scales(stack: jax.Array | None, head_dim: int) -> jax.Array | None:
     return stack if stack is None or stack.shape[-1] == head_dim else stack[..., :head_dim]
 
 
-def _normalize_all_heads(
-    fused: jax.Array, bias: jax.Array | None, q_norm: jax.Array, k_norm: jax.Array, layer: int, eps: float
-) -> jax.Array:
-    """`[T, K, G + 2, H]` with the bias added, and with queries and keys normalized over all their heads.
+def _normalize_all_heads(qkv: FusedQkv) -> FusedQkv:
+    """The product with its bias added, and with queries and keys normalized over all their heads.
 
     Kernels work head by head, so XLA does it. Devices that share the heads add up their squares, in one sum for both.
     """
-    if bias is not None:
-        fused = fused + row_of(bias, layer, fused.dtype)
+    fused, q_norm, k_norm, layer, eps = qkv.whole, qkv.q_norm, qkv.k_norm, qkv.layer, qkv.eps
+    assert q_norm is not None and k_norm is not None
+    if qkv.bias is not None:
+        fused = fused + row_of(qkv.bias, layer, fused.dtype)
 
     def normalized(heads: jax.Array, scales: jax.Array, squares: jax.Array | None) -> jax.Array:
         rows = heads.reshape(len(heads), -1)
@@ -323,7 +321,7 @@ def _normalize_all_heads(
     if num_parts() > 1:
         squares = tuple(sum_of_parts(jnp.stack([mean_square(each) for each in (queries, keys)])) / num_parts())
     parts = [normalized(queries, q_norm, squares[0]), normalized(keys, k_norm, squares[1]), values]
-    return jnp.concatenate(parts, axis=2)
+    return replace(qkv.with_heads(jnp.concatenate(parts, axis=2)), bias=None, q_norm=None, k_norm=None)
 
 
 def mean_square(heads: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ from jaxsgl.models.layers import (
 )
 from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Matrices, Rows, Weights
-from jaxsgl.models.precision import product
+from jaxsgl.models.precision import product, product_in_parts
 from pallas_kernels import KernelChoice
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
@@ -170,12 +170,16 @@ class GatedDeltaNet(Matrices):
 
         `place` is that of the layer in `ModelArch.delta_layers`.
         """
-        fused = jnp.concatenate([product(x_TD, self.matrix(name, kernels)) for name in self.inputs_in], axis=-1)
+        matrices = [self.matrix(name, kernels) for name in self.inputs_in]
+        if len(matrices) == 1:
+            fused = product_in_parts(x_TD, matrices[0])
+        else:
+            fused = jnp.concatenate([product(x_TD, matrix) for matrix in matrices], axis=-1)
         stacks = vectors.delta_taps, vectors.delta_decay, vectors.delta_norm
         taps, rates, scales = (rows.stack(stack, place) for stack in stacks)
         assert taps is not None and rates is not None and scales is not None
         of_layer = DeltaVectors(taps, rates, scales, rows.row(place), self.eps)
-        out = recur(place, DeltaTokens(fused, of_layer, self.key_size))
+        out = recur(place, DeltaTokens(fused, of_layer, self.key_size, x_TD.dtype))
         return last_product(out.reshape(len(out), -1), self.matrix("output", kernels), None)
 
 

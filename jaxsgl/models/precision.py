@@ -138,8 +138,8 @@ def _native_product(x_TD: jax.Array, weights_ND: jax.Array) -> jax.Array | None:
     return multiply(x_TD, jnp.pad(weights_ND, ((0, padding), (0, 0))))[:, :num_outputs]
 
 
-def product_in_parts(x_TD: Rows, weights_ND: Weights, dtype: DTypeLike | None = None) -> jax.Array:
-    """`x [T, D]` times `weights [N, D]`, for a reader that adds up parts itself: `[P, T, N]` float32, or `[T, N]`.
+def product_in_parts(x_TD: Rows, weights: Weights, dtype: DTypeLike | None = None) -> jax.Array:
+    """`x [T, D]` times `weights [..., D]` for a reader that adds up parts: `[P, T, ...]` float32, or `[T, ...]`.
 
     What is in one part is in `dtype` (default: x's).
 
@@ -148,18 +148,21 @@ def product_in_parts(x_TD: Rows, weights_ND: Weights, dtype: DTypeLike | None = 
     the results are many, it is `product`.
     """
     device = target_device()
-    if isinstance(weights_ND, Matrix):
-        return quantized_product(x_TD, weights_ND, x_TD.dtype if dtype is None else dtype, in_parts=True)
+    if isinstance(weights, Matrix):
+        return quantized_product(x_TD, weights, x_TD.dtype if dtype is None else dtype, in_parts=True)
     assert isinstance(x_TD, jax.Array), "rows are rounded for quantized weights"
+    matrix = weights.reshape(-1, weights.shape[-1])
     if is_order_fixed():
-        return ordered_product(x_TD, weights_ND, dtype, in_parts=True)
-    if device.platform != "gpu" or weights_ND.dtype.itemsize > 2:
-        return product(x_TD, weights_ND, dtype)
-    num_parts = num_parts_of(len(x_TD), weights_ND.shape[0], weights_ND.shape[1], device.num_cores)
+        out = ordered_product(x_TD, matrix, dtype, in_parts=True)
+        return out.reshape(*out.shape[:-1], *weights.shape[:-1])
+    if device.platform != "gpu" or weights.dtype.itemsize > 2:
+        return product(x_TD, weights, dtype)
+    num_parts = num_parts_of(len(x_TD), matrix.shape[0], matrix.shape[1], device.num_cores)
     if num_parts == 1:
-        return product(x_TD, weights_ND, dtype)
-    rows, matrix = (each.reshape(len(each), num_parts, -1) for each in (x_TD.astype(weights_ND.dtype), weights_ND))
-    return jnp.einsum("tpd,npd->ptn", rows, matrix, preferred_element_type=jnp.float32)
+        return product(x_TD, weights, dtype)
+    rows, matrix = (each.reshape(len(each), num_parts, -1) for each in (x_TD.astype(weights.dtype), matrix))
+    out = jnp.einsum("tpd,npd->ptn", rows, matrix, preferred_element_type=jnp.float32)
+    return out.reshape(*out.shape[:-1], *weights.shape[:-1])
 
 
 def num_parts_of(num_rows: int, num_columns: int, length: int, num_cores: int) -> int:

@@ -165,12 +165,12 @@ def _extend(shapes: KernelShapes, pairs: list[tuple[int, int]], options: Attenti
 
 def rotate_cases(shapes: KernelShapes) -> Iterator[Case]:
     """A few tokens and many, padding among them, into pages full of NaN, which must stay wherever no token goes."""
-    for num_tokens in (5, 300):
+    for num_tokens, parts in ((5, (NUM_PARTS,)), (300, ())):
         slots, kv, empty = _places(shapes, num_tokens)
-        qkv = _qkv(shapes, len(slots))
+        qkv = _qkv(shapes, len(slots), parts)
         exact = jax.tree.map(lambda each: each.astype(jnp.float32), qkv)
         yield Case(
-            f"{num_tokens} tokens",
+            f"{num_tokens} tokens" + (" in parts" if parts else ""),
             _store_tolerance(shapes),
             functools.partial(_rotated, qkv, kv, slots, num_tokens),
             functools.partial(_rotated, exact, empty, slots, num_tokens, "xla", False),
@@ -247,8 +247,7 @@ def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
         keys = jax.random.split(jax.random.key(3), 3)
         dtype = jnp.dtype(shapes.dtype)
         x = normal(keys[0], 1.0, shape=(num_tokens, shapes.hidden_size), dtype=dtype)
-        kind = jnp.dtype(jnp.float32) if parts else dtype
-        update = normal(keys[1], 1.0, shape=(*parts, num_tokens, shapes.hidden_size), dtype=kind)
+        update = normal(keys[1], 1.0, shape=(*parts, num_tokens, shapes.hidden_size), dtype=_in_parts(dtype, parts))
         scales = normal(keys[2], 1.0, shape=(ROW + 2, shapes.hidden_size), dtype=jnp.dtype(shapes.norm_dtype))
         wide = x.astype(jnp.float32), update.astype(jnp.float32), scales.astype(jnp.float32)
 
@@ -430,9 +429,10 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
         keys = jax.random.split(jax.random.key(12), 6)
         heads, num_seqs = (shape.key_heads, shape.group), len(STATE_POSITIONS)
         channels = 2 * shape.key_size + shape.group * shape.value_size
-        num_fused = channels + shape.group * (shape.value_size + 2)
+        fused = num_seqs, shape.key_heads, channels + shape.group * (shape.value_size + 2)
+        dtype = jnp.dtype(shapes.dtype)
         tokens = DeltaTokens(
-            normal(keys[0], 1.0, shape=(num_seqs, shape.key_heads, num_fused), dtype=jnp.dtype(shapes.dtype)),
+            normal(keys[0], 1.0, shape=fused, dtype=dtype),
             DeltaVectors(
                 normal(keys[1], 1.0, shape=(2, shape.key_heads, channels, shape.taps), dtype=jnp.dtype(jnp.float32)),
                 jax.random.uniform(keys[2], (2, shape.key_heads, 2, shape.group), minval=-2.0),
@@ -441,7 +441,10 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
                 eps=1e-6,
             ),
             shape.key_size,
+            dtype,
         )
+        product = normal(keys[0], 1.0, shape=(NUM_PARTS, *fused), dtype=_in_parts(dtype, (NUM_PARTS,)))
+        in_parts = dataclasses.replace(tokens, product=product)
         states = DeltaStates(*(
             normal(key, 1.0, shape=(2 * num_seqs, *dims), dtype=jnp.dtype(jnp.float32))
             for key, dims in zip(
@@ -452,12 +455,16 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
         ))  # fmt: skip
         where = jnp.array(STATE_POSITIONS), jnp.arange(num_seqs)[::-1] + 1, jnp.array(STATES_KEPT)
         name = f"{num_seqs} rows, {shape.key_heads} x {shape.group} states of {shape.key_size} x {shape.value_size}"
-        for which, run in (("", _decoded_states), (", next to chunks", _extended_states)):
+        for which, run, of_step in (
+            ("", _decoded_states, tokens),
+            (", of parts", _decoded_states, in_parts),
+            (", next to chunks", _extended_states, tokens),
+        ):
             yield Case(
                 name + which,
                 TOLERANCE[shapes.dtype],
-                functools.partial(run, tokens, states, where),
-                functools.partial(run, tokens, states, where, XLA, False),
+                functools.partial(run, of_step, states, where),
+                functools.partial(run, of_step, states, where, XLA, False),
             )
 
 
@@ -631,14 +638,14 @@ def _rows_of(kv: PagedKv) -> list[jax.Array]:
     return rows
 
 
-def _qkv(shapes: KernelShapes, num_tokens: int) -> FusedQkv:
+def _qkv(shapes: KernelShapes, num_tokens: int, parts: tuple[int, ...] = ()) -> FusedQkv:
     heads = (shapes.num_kv_heads, shapes.num_groups + 2, shapes.head_dim)
     keys = jax.random.split(jax.random.key(7), 5)
     dtype, norm = jnp.dtype(shapes.dtype), jnp.dtype(shapes.norm_dtype)
     angles = jax.random.uniform(keys[0], (num_tokens, 1, shapes.head_dim // 2), jnp.float32, 0, 2 * np.pi)
     norms = [normal(key, 1.0, shape=(ROW + 1, shapes.head_dim), dtype=norm) for key in keys[1:3]]
     return FusedQkv(
-        product=normal(keys[3], 1.0, shape=(num_tokens, *heads), dtype=dtype),
+        product=normal(keys[3], 1.0, shape=(*parts, num_tokens, *heads), dtype=_in_parts(dtype, parts)),
         cos=jnp.cos(angles),
         sin=jnp.sin(angles),
         bias=normal(keys[4], 1.0, shape=(ROW + 1, *heads), dtype=dtype) if shapes.has_bias else None,
@@ -647,7 +654,13 @@ def _qkv(shapes: KernelShapes, num_tokens: int) -> FusedQkv:
         layer=ROW,
         rotates_first=shapes.rotates_first,
         normalizes_values=shapes.normalizes_values,
+        dtype_of_sum=dtype,
     )
+
+
+def _in_parts(dtype: jnp.dtype, parts: tuple[int, ...]) -> jnp.dtype:
+    """What a product in `dtype` is in, that comes in `(P,)` parts or in none."""
+    return jnp.dtype(jnp.float32) if parts else dtype
 
 
 def _attention_tolerance(shapes: KernelShapes) -> float:

@@ -1,10 +1,11 @@
 """`delta_decode` as Pallas kernels for the Triton backend, which are called through `triton.BACKEND`.
 
 A program takes one value head of one sequence, reads its state once, and writes it once, or twice where the state is
-kept besides. `delta_step` is all of a decode between two products: a program reads the first as it is, convolves q, k
-and its v, makes a and b, moves its state, and normalizes and gates what it has read. The programs of a key head all
-convolve q and k; one of them keeps the inputs. XLA has a dozen kernels for that, and copies kept states in a loop that
-the host steps. `delta_decode` is the delta rule alone, for sequences of one token in a step that extends others.
+kept besides. `delta_step` is all of a decode between two products: a program reads the first as it is, whole or in
+parts, convolves q, k and its v, makes a and b, moves its state, and normalizes and gates what it has read. The programs
+of a key head all convolve q and k; one of them keeps the inputs. XLA has a dozen kernels for that, and copies kept
+states in a loop that the host steps. `delta_decode` is the delta rule alone, for sequences of one token in a step that
+extends others.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.backend import L2_EPS
 from pallas_kernels.delta_tokens import DeltaTokens
+from pallas_kernels.parts import total
 from pallas_kernels.triton.tiles import index_of, load_rows, store_rows
 
 _NUMBERS_OF_WARP = 1024  # of a state: 32 in each thread, 16 warps for one of 128 x 128
@@ -44,12 +46,13 @@ def delta_step(
     """See `backend.DeltaStep`."""
     vectors = tokens.vectors
     of_layer = vectors.taps, vectors.rates, vectors.scales, index_of(vectors.row)
-    return _step(tokens.fused, *of_layer, positions, place, kept_to, inputs, matrices, vectors.eps, interpret)
+    rest = positions, place, kept_to, inputs, matrices
+    return _step(tokens.product, *of_layer, *rest, tokens.dtype, vectors.eps, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "eps", "interpret"))
 def _step(
-    fused: jax.Array,
+    product: jax.Array,
     taps: jax.Array,
     rates: jax.Array,
     scales: jax.Array,
@@ -59,28 +62,30 @@ def _step(
     kept_to: jax.Array,
     inputs: jax.Array,
     matrices: jax.Array,
+    dtype: jnp.dtype,
     eps: float,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     _, key_heads, group, _, value_size = matrices.shape
+    num_seqs = len(positions)
     out, inputs, matrices = pl.pallas_call(
         functools.partial(_step_kernel, eps=eps),
         out_shape=(
-            jax.ShapeDtypeStruct((len(fused), key_heads, group, value_size), fused.dtype),
+            jax.ShapeDtypeStruct((num_seqs, key_heads, group, value_size), dtype),
             jax.ShapeDtypeStruct(inputs.shape, inputs.dtype),
             jax.ShapeDtypeStruct(matrices.shape, matrices.dtype),
         ),
-        grid=(len(fused), key_heads * group),
+        grid=(num_seqs, key_heads * group),
         input_output_aliases={8: 1, 9: 2},
         compiler_params=plgpu.CompilerParams(num_warps=_num_warps(matrices)),
         interpret=interpret,
         name="delta_step",
-    )(fused, taps, rates, scales, layer, positions, place, kept_to, inputs, matrices)
+    )(product, taps, rates, scales, layer, positions, place, kept_to, inputs, matrices)
     return out, matrices, inputs
 
 
 def _step_kernel(
-    fused_ref: Any,
+    product_ref: Any,
     taps_ref: Any,
     rates_ref: Any,
     scales_ref: Any,
@@ -103,12 +108,19 @@ def _step_kernel(
     moves = _State(states, states_out, (place, key_head, of_group), kept_to)
     state = moves.load(position > 0)
 
+    def fused(column: jax.Array) -> jax.Array:
+        """The token's numbers at columns of the product, a vector or one, in float32."""
+        if len(product_ref.shape) == 3:
+            return _vector(product_ref, (seq, key_head), column).astype(jnp.float32)
+        parts = (_vector(product_ref, (part, seq, key_head), column) for part in range(product_ref.shape[0]))
+        return total(parts, out_ref.dtype).astype(jnp.float32)
+
     def convolved(first: int | jax.Array, width: int, is_mine: jax.Array) -> jax.Array:
         """Channels from `first` on after the convolution; the token's are kept, by the one program whose they are."""
         num_taps, channel = inputs.shape[1], first + jnp.arange(width, dtype=jnp.int32)
         at = [jnp.broadcast_to(each, channel.shape) for each in (layer, key_head)]
         taps = [plgpu.load(taps_ref.at[(*at, channel, jnp.full_like(channel, i))]) for i in range(num_taps)]
-        own = _vector(fused_ref, (seq, key_head), channel).astype(jnp.float32)
+        own = fused(channel)
         out = own * taps[-1]
         slot = lax.rem(position, jnp.int32(num_taps))
         _store(inputs_out, (place, slot, key_head), channel, own, is_mine)
@@ -127,15 +139,13 @@ def _step_kernel(
 
     q, k = normalized(0) * key_size**-0.5, normalized(key_size)
     v = convolved(2 * key_size + of_group * value_size, value_size, of_group >= 0)
-    write, forget = (
-        fused_ref[seq, key_head, fused_ref.shape[-1] - part * group + of_group].astype(jnp.float32) for part in (2, 1)
-    )
+    num_fused = product_ref.shape[-1]
+    write, forget = (fused(num_fused - part * group + of_group) for part in (2, 1))
     decay = _decay(forget + rates_ref[layer, key_head, 1, of_group], rates_ref[layer, key_head, 0, of_group])
     read = moves.moved(state, q, k, v, decay, 1 / (1 + jnp.exp(-write)))
 
     column = jnp.arange(value_size, dtype=jnp.int32)
-    first_gate = fused_ref.shape[-1] - group * (value_size + 2)
-    gate = _vector(fused_ref, (seq, key_head), first_gate + of_group * value_size + column).astype(jnp.float32)
+    gate = fused(num_fused - group * (value_size + 2) + of_group * value_size + column)
     scale = _vector(scales_ref, (layer,), column).astype(jnp.float32)
     read = read * lax.rsqrt(jnp.sum(read * read) / value_size + eps) * scale * gate / (1 + jnp.exp(-gate))
     _store(out_ref, (seq, key_head, of_group), column, read.astype(out_ref.dtype))

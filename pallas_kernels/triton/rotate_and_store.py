@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import tuning
 from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, PagedKv, per_head_scale
+from pallas_kernels.parts import total
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.triton import float8
 from pallas_kernels.triton.tiles import Columns, holds_words, index_of, load_rows, store_rows
@@ -59,7 +60,7 @@ def _of_any_layer(
 ) -> tuple[jax.Array, PagedKv]:
     """The same of layer `[1]`."""
     num_tokens, num_kv_heads = qkv.num_tokens, qkv.num_kv_heads
-    q: Any = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * qkv.num_groups, kv.head_dim), qkv.product.dtype)
+    q: Any = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * qkv.num_groups, kv.head_dim), qkv.dtype)
     blocks = tuning.blocks("rotate_and_store", "triton", tuning.shape_class(q, kv, num_tokens))
     optional = {
         "bias": qkv.bias,
@@ -81,6 +82,7 @@ def _of_any_layer(
             tile_tokens=blocks["tile_tokens"],
             rotates_first=qkv.rotates_first,
             normalizes_values=qkv.normalizes_values,
+            num_groups=qkv.num_groups,
         ),
         out_shape=(q, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in pages)),
         grid=(num_kv_heads, pl.cdiv(num_tokens, blocks["tile_tokens"])),
@@ -99,6 +101,8 @@ class _Head:
     """A tile of tokens of one kv head inside the kernel: how its rows come and become what is stored."""
 
     product: Any
+    dtype: Any
+    """Of the product as a whole."""
     vectors: dict[str, Any]
     """Refs by name: bias `[L, K, G + 2, H]`, norms `[L, H]`, scales `[K]`."""
     layer: jax.Array
@@ -110,7 +114,7 @@ class _Head:
 
     def columns(self, planes: int) -> list[tuple[Columns, Columns]]:
         """Where both sides of each pair lie in a row."""
-        half = self.product.shape[3] // 2
+        half = self.product.shape[-1] // 2
         there = half // planes
         width = _power_of_two(there)
         return [((plane, width, planes, there), (half + plane, width, planes, there)) for plane in range(planes)]
@@ -120,10 +124,16 @@ class _Head:
         return load_rows(self.vectors[name], (self.layer, *index), None, columns).astype(jnp.float32)
 
     def load(self, which: int, planes: int = 1) -> list[Pair]:
-        """Row `which` of G + 2, with its bias."""
+        """Row `which` of G + 2, with its bias; parts of the product are added up first."""
+        index = self.token, self.head, which
 
         def side(columns: Columns) -> jax.Array:
-            rows = load_rows(self.product, (self.token, self.head, which), self.is_real, columns).astype(jnp.float32)
+            if len(self.product.shape) == 4:
+                rows = load_rows(self.product, index, self.is_real, columns)
+            else:
+                parts = range(self.product.shape[0])
+                rows = total((load_rows(self.product, (p, *index), self.is_real, columns) for p in parts), self.dtype)
+            rows = rows.astype(jnp.float32)
             if "bias" not in self.vectors:
                 return rows
             return rows + self.vector("bias", (self.head, which), columns)
@@ -143,13 +153,13 @@ class _Head:
     def inverse_rms(self, pairs: list[Pair]) -> jax.Array:
         """`[tokens, 1]`: what brings the pairs of a head to unit mean square."""
         squares = [jnp.sum(side * side, axis=1) for pair in pairs for side in pair]
-        return lax.rsqrt(functools.reduce(jnp.add, squares) / self.product.shape[3] + self.eps)[:, None]
+        return lax.rsqrt(functools.reduce(jnp.add, squares) / self.product.shape[-1] + self.eps)[:, None]
 
     def store_pages(self, pages: Any, scale: str, where: tuple[Any, ...], pairs: list[Pair]) -> None:
         """Write K or V as `store_kv` would: the rounded numbers over the cache's scale, in the cache's format."""
         if scale in self.vectors:
-            dtype, factor = self.product.dtype, self.vectors[scale][self.head]
-            pairs = [tuple(side.astype(dtype).astype(jnp.float32) / factor for side in pair) for pair in pairs]
+            factor = self.vectors[scale][self.head]
+            pairs = [tuple(side.astype(self.dtype).astype(jnp.float32) / factor for side in pair) for pair in pairs]
         if not holds_words(pages):
             self.store(pages, where, pairs)
             return
@@ -159,7 +169,7 @@ class _Head:
     def store(self, ref: Any, index: tuple[Any, ...], pairs: list[Pair]) -> None:
         """Write pairs that lie one after the other: one pair of halves, then zeros to the end of the ref's row."""
         ((left, right),) = pairs
-        half = self.product.shape[3] // 2 // (float8.PLANES if holds_words(ref) else 1)
+        half = self.product.shape[-1] // 2 // (float8.PLANES if holds_words(ref) else 1)
         width = left.shape[1]
         store_rows(ref, index, self.is_real, left, (0, width, 1, half))
         store_rows(ref, index, self.is_real, right, (half, width))
@@ -176,16 +186,16 @@ def _power_of_two(number: int) -> int:
 
 def _kernel(
     layer_ref: Any, product_ref: Any, cos_ref: Any, sin_ref: Any, slots_ref: Any, *refs: Any,
-    names: tuple[str, ...], eps: float, tile_tokens: int, rotates_first: bool, normalizes_values: bool,
+    names: tuple[str, ...], eps: float, tile_tokens: int, rotates_first: bool, normalizes_values: bool, num_groups: int,
 ) -> None:  # fmt: skip
     _k_in, _v_in, q_out, k_out, v_out = refs[len(names) :]
-    num_tokens, _, num_rows, _ = product_ref.shape
-    num_groups, page_size = num_rows - 2, k_out.shape[2]
+    num_tokens, page_size = product_ref.shape[-4], k_out.shape[2]
     token = pl.program_id(1) * tile_tokens + jnp.arange(tile_tokens, dtype=jnp.int32)
     layer = jnp.full((1,), layer_ref[0], jnp.int32)
     head = _Head(
-        product_ref, dict(zip(names, refs, strict=False)), layer, eps, token, token < num_tokens, pl.program_id(0)
-    )
+        product_ref, q_out.dtype, dict(zip(names, refs, strict=False)), layer, eps, token, token < num_tokens,
+        pl.program_id(0),
+    )  # fmt: skip
     planes = float8.PLANES if holds_words(k_out) else 1
 
     # All loads before the first store: more bytes in flight.

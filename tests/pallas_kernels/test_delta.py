@@ -37,14 +37,14 @@ def drawn(num_tokens: int, seed: int) -> DeltaTokens:
     fused = rng.standard_normal((num_tokens, HEADS, CHANNELS + GROUP * (VALUE + 2)))
     scales = np.random.default_rng(97).standard_normal((1, VALUE))
     a, b, c, d = (jnp.asarray(x, jnp.float32) for x in (fused, taps[None], rates[None], scales))
-    return DeltaTokens(a, DeltaVectors(b, c, d, row=0, eps=1e-6), KEY)
+    return DeltaTokens(a, DeltaVectors(b, c, d, row=0, eps=1e-6), KEY, a.dtype)
 
 
 def recur(seq: DeltaTokens) -> np.ndarray:
     """The sequence's recurrence, token by token; padded to one length, so that one program serves all."""
     length = len(seq.fused)
     padded = np.pad(np.asarray(seq.fused), ((0, NUM_TOKENS - length), (0, 0), (0, 0)))
-    return np.asarray(_recur(replace(seq, fused=jnp.asarray(padded))))[:length]
+    return np.asarray(_recur(replace(seq, product=jnp.asarray(padded))))[:length]
 
 
 def stale() -> DeltaStates:
@@ -69,7 +69,7 @@ def step_of(
     places = np.array([*(s for s, *_ in chunks), *[DUMMY] * padding], np.int32)
     starts = np.array([*(first for _, first, _ in chunks), *[0] * padding], np.int32)
     ends = np.concatenate([offsets, np.full(padding, offsets[-1])]).astype(np.int32)
-    tokens = replace(seqs[0], fused=jnp.asarray(np.concatenate([*parts, rest])))
+    tokens = replace(seqs[0], product=jnp.asarray(np.concatenate([*parts, rest])))
     at, to = np.zeros((2, NUM_SEQS), np.int32), np.full((2, NUM_SEQS), DUMMY, np.int32)
     at[:, 0], to[:, 0] = zip(*kept, strict=True)
     of_step = Sequences(*map(jnp.asarray, (ends, starts, places, places, at, to)))
@@ -100,7 +100,7 @@ def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0() 
     dummies = [np.asarray(each[DUMMY]) for each in states]
     first = np.array([37, 0])
     for i in range(3):
-        one = replace(tokens, fused=jnp.stack([seq.fused[n + i] for seq, n in zip(seqs, first, strict=True)]))
+        one = replace(tokens, product=jnp.stack([seq.fused[n + i] for seq, n in zip(seqs, first, strict=True)]))
         places = jnp.array([0, 1])
         kept_to = jnp.array([-1, 4 if i == 1 else -1])
         out, states = decode(one, states, jnp.asarray(first + i), places, kept_to)
@@ -188,7 +188,7 @@ def test_a_kernel_decodes_sequences_of_one_token_next_to_chunks() -> None:
 
     channels = 2 * shape.key_size + 3 * shape.value_size
     vectors = DeltaVectors(some(1, 2, channels, TAPS), some(1, 2, 2, 3), some(1, 16), row=0, eps=1e-6)
-    tokens = DeltaTokens(some(9, 2, channels + 3 * 18), vectors, 16)
+    tokens = DeltaTokens(some(9, 2, channels + 3 * 18), vectors, 16, jnp.dtype("float32"))
     states = DeltaStates(some(PLACES, 2, 3, 16, 16), some(PLACES, TAPS, 2, channels))
     rows = (np.array([0, 1, 7, 8, 8]), [63, 40, 5, 0], [0, 1, 2, DUMMY])
     offsets, starts, places = (jnp.asarray(each, jnp.int32) for each in rows)

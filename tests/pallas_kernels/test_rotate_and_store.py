@@ -117,6 +117,29 @@ def test_the_kernel_normalizes_after_the_rotation_too() -> None:
     assert_close(stored.k[where], expected.k[where], spec.dtype)
 
 
+@pytest.mark.parametrize(("backend", "interpret"), [("triton", True), ("xla", False)])
+def test_a_product_in_parts_with_gates_yields_what_its_rounded_sum_does_without_them(
+    backend: str, interpret: bool
+) -> None:
+    spec = BY_NAME["groups_3_odd_page_size"]
+    plain, kv, slots = batch(spec, 2)
+    rng = np.random.default_rng(7)
+    heads = spec.num_groups + 2
+    parts = rng.standard_normal((4, spec.num_tokens, spec.num_kv_heads, heads + spec.num_groups, spec.head_dim))
+    qkv = dataclasses.replace(
+        plain, product=jnp.asarray(parts, jnp.float32), num_gates=spec.num_groups, dtype_of_sum=jnp.dtype("bfloat16")
+    )
+    summed = jnp.asarray(parts, jnp.float32).sum(axis=0).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(qkv.gates, summed[:, :, heads:])
+    q, stored = rotate_and_store(qkv, kv, slots, backend=backend, interpret=interpret)
+    whole = dataclasses.replace(plain, product=summed[:, :, :heads])
+    expected_q, expected = rotate_and_store(whole, kv, slots, backend=backend, interpret=interpret)
+    assert q.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(q, expected_q)
+    np.testing.assert_array_equal(stored.k, expected.k)
+    np.testing.assert_array_equal(stored.v, expected.v)
+
+
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
