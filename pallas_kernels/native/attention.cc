@@ -233,18 +233,17 @@ class Worker {
   }
 
   void Find(const Tile& tile, Rows<Number>& keys, Rows<Number>& values) const {
-    const int32_t* pages = p_.table + int64_t(tile.seq) * p_.table_width;
-    for (int t = 0; t < kTile; ++t) {
-      const int token = tile.begin + t;
-      if (token < tile.end) {
-        const int64_t page = pages[token / p_.page_size];
-        const int64_t row = (page * p_.num_kv_heads + head_) * p_.page_size + token % p_.page_size;
-        keys.at[t] = static_cast<const Number*>(p_.k) + row * p_.head_dim;
-        values.at[t] = static_cast<const Number*>(p_.v) + row * p_.head_dim;
-      } else {
-        keys.at[t] = values.at[t] = reinterpret_cast<const Number*>(kZeros);
+    const int32_t* pages = p_.table + int64_t(tile.seq) * p_.table_width + tile.begin / p_.page_size;
+    int slot = tile.begin % p_.page_size, t = 0;
+    for (const int count = tile.end - tile.begin; t < count; ++pages, slot = 0) {
+      const int64_t row = (int64_t(*pages) * p_.num_kv_heads + head_) * p_.page_size + slot;
+      int64_t at = row * p_.head_dim;
+      for (const int end = std::min(count, t + p_.page_size - slot); t < end; ++t, at += p_.head_dim) {
+        keys.at[t] = static_cast<const Number*>(p_.k) + at;
+        values.at[t] = static_cast<const Number*>(p_.v) + at;
       }
     }
+    for (; t < kTile; ++t) keys.at[t] = values.at[t] = reinterpret_cast<const Number*>(kZeros);
   }
 
   // Adds the packed tile to the softmaxes of its rows.
