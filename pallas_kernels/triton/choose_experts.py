@@ -39,7 +39,8 @@ def choose_experts(
     """See `backend.ChooseExperts`."""
     num_tokens = logits.shape[-2]
     shape = num_tokens, router.top_k + router.num_shared
-    biases, gates = ([] if each is None else [each] for each in (choice_bias, shared_logits))
+    biases = [] if choice_bias is None else [choice_bias[None]]  # as a row: a kernel reshapes no array in memory
+    gates = [] if shared_logits is None else [shared_logits]
     experts, shares = pl.pallas_call(
         functools.partial(_kernel, router=router, num_biases=len(biases)),
         out_shape=(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
@@ -67,7 +68,7 @@ def _kernel(logits_ref: Any, *refs: Any, router: Router, num_biases: int) -> Non
     scores = _scores(router, logits, is_out)
     ranks = scores
     for bias_ref in bias_refs:
-        ranks = ranks + load_rows(bias_ref.reshape(1, num_experts), (jnp.zeros(1, jnp.int32),), None, columns)
+        ranks = ranks + load_rows(bias_ref, (jnp.zeros(1, jnp.int32),), None, columns)
 
     num_all = router.top_k + router.num_shared
     num_choices = pl.next_power_of_2(num_all)
@@ -81,15 +82,16 @@ def _kernel(logits_ref: Any, *refs: Any, router: Router, num_biases: int) -> Non
         chosen, shares = jnp.where(choice == number, first, chosen), jnp.where(choice == number, share, shares)
         is_out = is_out | is_first
 
+    columns = 0, num_choices, 1, num_all
+    if router.num_shared:
+        chosen = jnp.where(choice < router.top_k, chosen, num_experts + choice - router.top_k)
+    store_rows(experts_ref, (token,), is_real, chosen, columns)
     shares = _shares(router, shares, choice < router.top_k)
     if router.num_shared:
         of_shared = jnp.ones(_TILE_TOKENS, jnp.float32)
         for gate_ref in gate_refs:
             of_shared = jax.nn.sigmoid(plgpu.load(gate_ref.at[token], mask=is_real, other=0))
-        chosen = jnp.where(choice < router.top_k, chosen, num_experts + choice - router.top_k)
         shares = jnp.where(choice < router.top_k, shares, of_shared[:, None])
-    columns = 0, num_choices, 1, num_all
-    store_rows(experts_ref, (token,), is_real, chosen, columns)
     store_rows(shares_ref, (token,), is_real, shares, columns)
 
 

@@ -276,6 +276,16 @@ def test_results_of_experts_are_added_up_with_the_norm(backend: str) -> None:
         add_and_norm(x[1:], update, scales, 1, 1e-6)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "glm4"])
+def test_rules_with_biases_and_shared_experts_lower_for_a_gpu(name: str) -> None:
+    router, num_experts = ROUTERS[name]
+    router = dataclasses.replace(router, num_shared=1)
+    shapes = [jax.ShapeDtypeStruct(dims, jnp.float32) for dims in ((4, num_experts), (num_experts,), (4,))]
+    with on_an_h100():
+        text = jax.jit(functools.partial(choose_experts, router)).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert "choose_experts" in text.as_text() and "chlo.top_k" not in text.as_text()
+
+
 @pytest.mark.parametrize("tokens", [1, 256, 4096])
 def test_on_a_gpu_nothing_of_xlas_sorts_or_adds_up_beside_the_kernels(tokens: int) -> None:
     """Two kernels, two products that take the same tiles, and the norm that adds up what they yield."""
