@@ -47,6 +47,8 @@ from pallas_kernels.target import target_device
 # shared experts among the others cost nothing. With more, products of an MLP reach a higher share of the FLOPs; the
 # forecasts of predict_gpu.py put both level at 110. Not measured.
 MOST_ROWS_WITH_SHARED = 64
+# More make an MLP so large that what its own kernels cost is little, by the same forecasts. Not measured.
+MOST_SHARED = 4
 
 
 class _Joined(NamedTuple):
@@ -144,8 +146,8 @@ class MoE(Matrices):
     def _joined(self, num_rows: int, backend: str) -> _Joined | None:
         """This device's weights, if its products with experts are to read the shared ones, too; None: these are an MLP.
 
-        Shared ones must be whole experts more, on devices that have a part of each expert, and all weights must be as
-        they are. In fixed order they are an MLP for any number of rows.
+        Shared ones must be a few whole experts more, on devices that have a part of each expert, and no weights may be
+        quantized. In fixed order they are an MLP for any number of rows.
         """
         spec, shared = self.spec, self.shared
         if shared is None or backend not in (AUTO, "triton") or is_order_fixed():
@@ -153,15 +155,16 @@ class MoE(Matrices):
         is_plain = spec.clamp is None and not spec.bias and not spec.expert_factors and shared.down_bias is None
         if not is_plain or num_rows * spec.router.top_k > MOST_ROWS_WITH_SHARED * spec.num_experts:
             return None
-        names = "gate_up", "down"
-        (gate_up, down), of_shared = ([each.matrix(name) for name in names] for each in (self, shared))
-        if any(isinstance(each, Matrix) for each in (gate_up, down, *of_shared)):
+        weights = [each.matrix(name) for each in (self, shared) for name in ("gate_up", "down")]
+        plain = [each for each in weights if not isinstance(each, Matrix)]
+        if len(plain) < len(weights):
             return None
+        gate_up, down, *of_shared = plain
         stacked = UnitWeights(gate_up.reshape(len(gate_up), -1, gate_up.shape[-1]), down)
         joined = _Joined(stacked, UnitWeights(*of_shared))
-        if len(down) < spec.num_experts or not joined.num_shared or not joins_shared(*joined, backend=backend):
+        if len(down) < spec.num_experts or not 0 < joined.num_shared <= MOST_SHARED:
             return None
-        return joined
+        return joined if joins_shared(*joined, backend=backend) else None
 
     def _results(self, x_TD: jax.Array, groups: Groups, joined: _Joined | None, backend: str) -> jax.Array:
         """What experts make of the tokens of their places, `[M, D]`."""

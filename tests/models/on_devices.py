@@ -34,7 +34,7 @@ def main() -> None:
     """Prints for each folder the largest difference of each layout's logits from one device's."""
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     if sys.argv[1:] == ["joined"]:
-        moe.joins_shared = lambda *weights, **backend: num_parts() > 1
+        vars(moe)["joins_shared"] = lambda *weights, **backend: num_parts() > 1
     for folder in json.load(sys.stdin):
         print(json.dumps(differences(Path(folder))), flush=True)
 
