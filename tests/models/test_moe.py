@@ -15,15 +15,18 @@ from flax import nnx
 
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.kernels.choice import kernel_shapes
 from jaxsgl.engine.weight_store import as_kept
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model, moe
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp
 from jaxsgl.models.moe import MoE, clamped_unit
+from jaxsgl.models.precision import Precision
 from jaxsgl.models.quantization import Storage, WeightFormat, weight_format
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
 from pallas_kernels import Router, choose_experts, group_by_expert
+from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.native import library as native_library
 from pallas_kernels.order import fixed_order
 from tests.checkpoints import make_checkpoint
@@ -157,6 +160,21 @@ def test_on_a_gpu_few_rows_take_shared_experts_for_two_more(tmp_path: Path) -> N
     quantized = replace(arch, weight_format=WeightFormat("int8", "int8"))
     assert products(quantized, 32) == 4
     assert products(arch, 32, fixed=True) == 0  # each is a kernel of ours
+
+
+@pytest.mark.parametrize(
+    ("shared", "devices", "by_experts", "count"),
+    [(512, 1, False, 2), (512, 2, False, 2), (512, 2, True, 0), (384, 1, False, 0)],
+)
+def test_the_test_of_kernels_at_start_has_as_many_shared_experts(
+    shared: int, devices: int, by_experts: bool, count: int, tmp_path: Path
+) -> None:
+    mixture: dict[str, Any] = {"architectures": ["Qwen2MoeForCausalLM"], "num_key_value_heads": 2}
+    mixture |= {"num_experts": 16, "moe_intermediate_size": 256, "shared_expert_intermediate_size": shared}
+    arch = replace(read(tmp_path, **mixture), by_experts=by_experts)
+    formats = Precision(*[jnp.dtype("bfloat16")] * 3)
+    shapes = kernel_shapes(arch, formats, 64, KeptHeads(2, 2, 64), devices)
+    assert [each.num_shared for each in shapes.experts] == [count, 0]
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="an engine of its own; by night")
