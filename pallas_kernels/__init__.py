@@ -18,10 +18,12 @@ from pallas_kernels.api import (
     group_by_expert,
     grouped_packed_product,
     grouped_product,
+    joins_shared,
     multiplies_float8,
     ordered_product,
     paged_decode_attention,
     paged_extend_attention,
+    products_with_shared,
     quantized_product,
     rotate_and_store,
     store_and_decode,
@@ -30,7 +32,7 @@ from pallas_kernels.api import (
 )
 from pallas_kernels.choice import KernelChoice
 from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
-from pallas_kernels.experts import Choices, Groups, add_choices
+from pallas_kernels.experts import Choices, Groups, UnitWeights, add_choices
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
@@ -49,6 +51,7 @@ __all__ = [
     "Router",
     "ScaledMatrix",
     "ScaledRows",
+    "UnitWeights",
     "add_and_norm",
     "add_and_norm_in_float8",
     "add_choices",
@@ -59,10 +62,12 @@ __all__ = [
     "group_by_expert",
     "grouped_packed_product",
     "grouped_product",
+    "joins_shared",
     "multiplies_float8",
     "ordered_product",
     "paged_decode_attention",
     "paged_extend_attention",
+    "products_with_shared",
     "quantized_product",
     "rotate_and_store",
     "store_and_decode",

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.backend import refuse_nothing
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, KernelChoice
 from pallas_kernels.dispatch import choose_backend, choose_kernel, choose_kernel_or_xla, has_kernel, refusals_of
-from pallas_kernels.experts import ACTIVATIONS, Choices, Groups, sort_by_expert
+from pallas_kernels.experts import ACTIVATIONS, Choices, Groups, UnitWeights, sort_by_expert
 from pallas_kernels.kept_heads import widened
 from pallas_kernels.norm import Update, add_then_norm
 from pallas_kernels.options import AttentionOptions
@@ -308,18 +308,20 @@ def choose_experts(
     router: Router,
     logits: jax.Array,
     choice_bias: jax.Array | None = None,
+    shared_logits: jax.Array | None = None,
     *,
     backend: str = "auto",
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts `[T, k]` int32 of each token, best first, and their shares `[T, k]` float32.
 
-    Of experts that score alike the first ones are chosen.
+    Of experts that score alike the first ones are chosen. Shared ones, if the router counts some, follow: `[T, k + n]`.
 
     Args:
         router: the rule.
         logits: `[T, E]` float32, or `[P, T, E]`, parts whose sum they are.
         choice_bias: `[E]` float32, or None.
+        shared_logits: `[T]` float32, whose sigmoids are the shares of shared experts; None: these are 1.
         backend: a backend that has the op, or "auto"; "xla" always has it.
         interpret: run a Pallas backend in its interpreter, on any platform.
 
@@ -333,12 +335,14 @@ def choose_experts(
         )
     if choice_bias is not None and choice_bias.shape != logits.shape[-1:]:
         raise ValueError(f"choice_bias is {choice_bias.shape}; it must be [{logits.shape[-1]}], one for each expert")
+    if shared_logits is not None and shared_logits.shape != logits.shape[-2:-1]:
+        raise ValueError(f"shared_logits is {shared_logits.shape}; it must be [{logits.shape[-2]}], one for each token")
     kernel = choose_kernel_or_xla(
         "choose_experts", lambda each: each.choose_experts, backend, router, logits, interpret=interpret
     )
     if kernel is None:
-        return choose_by_xla(router, logits, choice_bias)
-    return kernel(router, logits, choice_bias, interpret)
+        return choose_by_xla(router, logits, choice_bias, shared_logits)
+    return kernel(router, logits, choice_bias, shared_logits, interpret)
 
 
 def group_by_expert(
@@ -478,6 +482,65 @@ def gated_product(
     both = grouped_product(x, groups, weights, of_tokens=of_tokens, backend="xla" if backend == "xla" else "auto")
     gate, up = jnp.split(both, 2, axis=1)
     return ACTIVATIONS[activation](gate) * up
+
+
+def joins_shared(experts: UnitWeights, shared: UnitWeights, *, backend: str = "auto") -> bool:
+    """Whether a kernel reads the weights of shared experts with those of others on the target device.
+
+    Args:
+        experts, shared: as for `products_with_shared`.
+        backend: as for `gated_product`.
+
+    Raises:
+        ValueError: a named backend that can't run here.
+    """
+    return has_kernel("gated_product", backend, refusals_of(lambda each: each.products_with_shared, experts, shared))
+
+
+def products_with_shared(
+    x: jax.Array,
+    groups: Groups,
+    experts: UnitWeights,
+    shared: UnitWeights,
+    activation: str,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """A `gated_product` of tokens and the `grouped_product` after it, `[M, out]`, with shared experts among the others.
+
+    Args:
+        x: `[T, in]`.
+        groups: of E + n experts, of which the last n are the shared ones.
+        experts: `[E, 2 F, in]` and `[E, out, F]`.
+        shared: `[2, n F, in]` and `[out, n F]`: those of n experts as one MLP.
+        activation: one of `ACTIVATIONS`.
+        backend: a backend that has the op, "xla", or "auto": XLA copies all weights (see `joins_shared`).
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    num_experts, out, size = experts.down.shape
+    all_units = (groups.num_experts - num_experts) * size
+    shapes = [each.shape for each in (x, *experts, *shared)]
+    wanted = [
+        (groups.num_tokens, x.shape[-1]), (num_experts, 2 * size, x.shape[-1]), (num_experts, out, size),
+        (2, all_units, x.shape[-1]), (out, all_units),
+    ]  # fmt: skip
+    if shapes != wanted or activation not in ACTIVATIONS:
+        raise ValueError(
+            f"x, weights of experts and shared ones are {shapes} and the activation {activation!r}; for groups of "
+            f"{groups.num_experts} experts they must be {wanted} and one of {', '.join(ACTIVATIONS)}"
+        )
+    kernel = choose_kernel_or_xla(
+        "gated_product", lambda each: each.products_with_shared, backend, experts, shared, interpret=interpret
+    )
+    if kernel is not None:
+        return kernel(x, groups, experts, shared, activation, interpret)
+    both = experts.and_shared(shared)
+    gated = gated_product(x, groups, both.gate_up, activation, of_tokens=True, backend=backend)
+    return grouped_product(gated, groups, both.down, backend=backend)
 
 
 def quantized_product(

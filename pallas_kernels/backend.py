@@ -13,7 +13,7 @@ import jax
 from jax.typing import DTypeLike
 
 from pallas_kernels.delta_tokens import DeltaTokens
-from pallas_kernels.experts import Groups
+from pallas_kernels.experts import Groups, UnitWeights
 from pallas_kernels.norm import Update
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.packed import PackedMatrix
@@ -132,13 +132,35 @@ class GatedProduct(Protocol):
         ...
 
 
+class ProductsWithShared(Protocol):
+    """`products_with_shared` on one backend."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        groups: Groups,
+        experts: UnitWeights,
+        shared: UnitWeights,
+        activation: str,
+        interpret: bool,
+    ) -> jax.Array:
+        """x `[T, in]`, groups of E + n experts of which `shared` are the last n; `[M, out]`."""
+        ...
+
+
 class ChooseExperts(Protocol):
     """`choose_experts` on one backend."""
 
     def __call__(
-        self, router: Router, logits: jax.Array, choice_bias: jax.Array | None, interpret: bool
+        self,
+        router: Router,
+        logits: jax.Array,
+        choice_bias: jax.Array | None,
+        shared_logits: jax.Array | None,
+        interpret: bool,
     ) -> tuple[jax.Array, jax.Array]:
-        """logits `[T, E]` or parts `[P, T, E]`, choice_bias `[E]`; experts `[T, k]` int32 and shares float32."""
+        """logits `[T, E]` or parts `[P, T, E]`, choice_bias `[E]`, shared_logits `[T]`; experts `[T, k]` int32 and
+        shares float32, with those of the shared experts."""
         ...
 
 
@@ -290,6 +312,8 @@ class Backend:
     """None where a store comes first."""
     ordered_product: Kernel[OrderedProduct] | None = None
     """None where the order of sums depends on the number of rows."""
+    products_with_shared: Kernel[ProductsWithShared] | None = None
+    """None where shared experts are an MLP of their own."""
     grouped_packed_product: Kernel[GroupedPackedProduct] | None = None
     """None where weights are not kept packed."""
     delta_decode: Kernel[DeltaDecode] | None = None

@@ -119,6 +119,26 @@ def add_choices(y: jax.Array, groups: Groups, shares: jax.Array) -> jax.Array:
     return Choices(y, groups.place_of, shares).total()
 
 
+class UnitWeights(NamedTuple):
+    """The weights of gated MLPs.
+
+    Attributes:
+        gate_up: `[E, 2 F, in]` of experts, each the gate's rows first; `[2, F, in]` of one MLP.
+        down: `[E, out, F]` of experts; `[out, F]` of one MLP.
+    """
+
+    gate_up: jax.Array
+    down: jax.Array
+
+    def and_shared(self, shared: "UnitWeights") -> "UnitWeights":
+        """Of E experts, and of an MLP of n F units cut into n experts more, `[E + n, ..]`: a copy of all."""
+        _, out, size = self.down.shape
+        num_shared = shared.down.shape[1] // size
+        gate_up = shared.gate_up.reshape(2, num_shared, size, -1).swapaxes(0, 1).reshape(num_shared, 2 * size, -1)
+        down = shared.down.reshape(out, num_shared, size).swapaxes(0, 1)
+        return UnitWeights(jnp.concatenate([self.gate_up, gate_up]), jnp.concatenate([self.down, down]))
+
+
 class RowTiles(NamedTuple):
     """Places cut into tiles of at most R of one expert, for backends that multiply tile by tile.
 

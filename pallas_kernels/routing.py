@@ -32,6 +32,7 @@ class Router:
       group_best: of how many.
       choice_bias: a bias of each expert counts for the choice, and not for the share.
       bias: logits have a bias.
+      num_shared: so many experts more, E and those after it, are taken by each token, after the chosen ones.
     """
 
     top_k: int
@@ -43,10 +44,14 @@ class Router:
     group_best: int = 2
     choice_bias: bool = False
     bias: bool = False
+    num_shared: int = 0
 
 
 def choose_by_xla(
-    router: Router, logits: jax.Array, choice_bias: jax.Array | None = None
+    router: Router,
+    logits: jax.Array,
+    choice_bias: jax.Array | None = None,
+    shared_logits: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """What `choose_experts` returns; it has several kernels on a GPU."""
     if logits.ndim == 3:
@@ -66,7 +71,16 @@ def choose_by_xla(
         shares = softmax(shares)
     if router.renormalize:
         shares = shares / (row_sums(shares, keepdims=True) + TINY)
-    return experts, shares * router.scale
+    shares = shares * router.scale
+    if not router.num_shared:
+        return experts, shares
+    numbers, all_of_it = jnp.arange(router.num_shared, dtype=jnp.int32) + logits.shape[-1], jnp.ones(len(logits))
+    of_shared = all_of_it if shared_logits is None else jax.nn.sigmoid(shared_logits)
+    shape = len(logits), router.num_shared
+    return (
+        jnp.concatenate([experts, jnp.broadcast_to(numbers, shape)], axis=1),
+        jnp.concatenate([shares, jnp.broadcast_to(of_shared[:, None], shape)], axis=1),
+    )
 
 
 def _in_best_groups(router: Router, ranks: jax.Array) -> jax.Array:

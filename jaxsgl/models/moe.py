@@ -3,9 +3,15 @@
 Routers are data (`pallas_kernels.Router`). Owns the parameters of experts and what lies between their products; choice,
 grouping and products are functions of `pallas_kernels`. Never knows families or checkpoints. `dense.DecoderLayer`
 builds a `MoE` where a layer's spec has one.
+
+Shared experts are an MLP next to the others. On a GPU few rows take them for experts that all tokens choose, so that
+two products with experts do all of it and no kernels of an MLP's own are launched.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +27,41 @@ from pallas_kernels import (
     Choices,
     Groups,
     KernelChoice,
+    UnitWeights,
     choose_experts,
     gated_product,
     group_by_expert,
     grouped_packed_product,
     grouped_product,
+    joins_shared,
+    products_with_shared,
 )
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
 from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.native import grouped_product as native_product
 from pallas_kernels.norm import Update, sum_parts
+from pallas_kernels.order import is_order_fixed
 from pallas_kernels.target import target_device
+
+# Up to as many rows of an expert on average, reading its weights takes a GPU longer than multiplying, and so rows of
+# shared experts among the others cost nothing. With more, products of an MLP reach a higher share of the FLOPs; the
+# forecasts of predict_gpu.py put both level at 110. Not measured.
+MOST_ROWS_WITH_SHARED = 64
+# More make an MLP so large that what its own kernels cost is little, by the same forecasts. Not measured.
+MOST_SHARED = 4
+
+
+class _Joined(NamedTuple):
+    """Weights that products with experts read where some experts are shared."""
+
+    experts: UnitWeights
+    shared: UnitWeights
+
+    @property
+    def num_shared(self) -> int:
+        """How many experts the shared ones are; 0 if they are no whole ones."""
+        number, rest = divmod(self.shared.down.shape[1], self.experts.down.shape[2])
+        return 0 if rest else number
 
 
 class MoE(Matrices):
@@ -88,31 +118,63 @@ class MoE(Matrices):
         experts need is XLA's.
         """
         backend = kernels.grouped_product
-        bias_E = None if self.choice_bias is None else self.choice_bias[...]
         others = XLA if backend == XLA else AUTO
-        experts_Tk, shares_Tk = choose_experts(
-            self.spec.router, self._logits(x_TD if routed_TD is None else routed_TD), bias_E, backend=others
-        )
+        joined = self._joined(len(x_TD), backend)
+        num_shared = 0 if joined is None else joined.num_shared
+        bias_E = None if self.choice_bias is None else self.choice_bias[...]
+        logits_TE = self._logits(x_TD if routed_TD is None else routed_TD)
+        router = replace(self.spec.router, num_shared=num_shared)
+        shared_T = self._shared_logits(x_TD) if num_shared else None
+        experts_Tk, shares_Tk = choose_experts(router, logits_TE, bias_E, shared_T, backend=others)
         if self.expert_factor is not None:
             shares_Tk = shares_Tk * self.expert_factor[...][experts_Tk]
         if told is not None:
-            told.append(experts_Tk.astype(jnp.int32))
-        gate_up = self.matrix("gate_up")
-        num_experts = gate_up.shape[0]  # on this device
+            told.append(experts_Tk[:, : router.top_k].astype(jnp.int32))
+        num_experts = self.matrix("gate_up").shape[0]  # on this device
         if num_experts < self.spec.num_experts:
             experts_Tk = experts_Tk - part_index("experts") * num_experts  # those of other devices are none here
-        groups = group_by_expert(experts_Tk, num_experts, is_token, backend=others)
-        gated_MF = self._gated(x_TD, groups, gate_up, backend)
-        down_bias = None if self.down_bias is None else self.down_bias[...]
-        if down_bias is not None and num_experts == self.spec.num_experts:
-            down_bias = on_first_part(down_bias, "ffn")
-        y_MD = _plus(_product(gated_MF, groups, self.matrix("down"), backend), down_bias, groups)
+        groups = group_by_expert(experts_Tk, num_experts + num_shared, is_token, backend=others)
+        y_MD = self._results(x_TD, groups, joined, backend)
         choices = Choices(y_MD, groups.place_of, shares_Tk)
-        if self.shared is None and num_parts("experts") == 1 and target_device().platform == "gpu":
+        mlp = None if joined is not None else self.shared
+        if mlp is None and num_parts("experts") == 1 and target_device().platform == "gpu":
             return choices
         out_TD = choices.total()
-        out_TD = out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD, kernels)
+        out_TD = out_TD if mlp is None else out_TD + self._shared(mlp, x_TD, kernels)
         return sum_of_parts(out_TD) if summed else out_TD
+
+    def _joined(self, num_rows: int, backend: str) -> _Joined | None:
+        """This device's weights, if its products with experts are to read the shared ones, too; None: these are an MLP.
+
+        Shared ones must be a few whole experts more, on devices that have a part of each expert, and no weights may be
+        quantized. In fixed order they are an MLP for any number of rows.
+        """
+        spec, shared = self.spec, self.shared
+        if shared is None or backend not in (AUTO, "triton") or is_order_fixed():
+            return None
+        is_plain = spec.clamp is None and not spec.bias and not spec.expert_factors and shared.down_bias is None
+        if not is_plain or num_rows * spec.router.top_k > MOST_ROWS_WITH_SHARED * spec.num_experts:
+            return None
+        weights = [each.matrix(name) for each in (self, shared) for name in ("gate_up", "down")]
+        plain = [each for each in weights if not isinstance(each, Matrix)]
+        if len(plain) < len(weights):
+            return None
+        gate_up, down, *of_shared = plain
+        stacked = UnitWeights(gate_up.reshape(len(gate_up), -1, gate_up.shape[-1]), down)
+        joined = _Joined(stacked, UnitWeights(*of_shared))
+        if len(down) < spec.num_experts or not 0 < joined.num_shared <= MOST_SHARED:
+            return None
+        return joined if joins_shared(*joined, backend=backend) else None
+
+    def _results(self, x_TD: jax.Array, groups: Groups, joined: _Joined | None, backend: str) -> jax.Array:
+        """What experts make of the tokens of their places, `[M, D]`."""
+        if joined is not None:
+            return products_with_shared(x_TD, groups, *joined, self.activation, backend=backend)
+        gated_MF = self._gated(x_TD, groups, self.matrix("gate_up"), backend)
+        down_bias = None if self.down_bias is None else self.down_bias[...]
+        if down_bias is not None and groups.num_experts == self.spec.num_experts:
+            down_bias = on_first_part(down_bias, "ffn")
+        return _plus(_product(gated_MF, groups, self.matrix("down"), backend), down_bias, groups)
 
     def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights, backend: str) -> jax.Array:
         """What lies between the two products, `[M, F]`."""
@@ -133,6 +195,10 @@ class MoE(Matrices):
         if self.router_bias is None:
             return product_in_parts(x_TD, router, jnp.float32)
         return product(x_TD, router, jnp.float32) + self.router_bias[...].astype(jnp.float32)
+
+    def _shared_logits(self, x_TD: jax.Array) -> jax.Array | None:
+        """Of the shared experts' shares, `[T]` float32; None: these are 1."""
+        return product(x_TD, self.matrix("shared_gate"), jnp.float32)[:, 0] if self.spec.shared_gate else None
 
     def _shared(self, shared: MLP, x_TD: jax.Array, kernels: KernelChoice) -> jax.Array:
         out_TD = sum_parts(shared(x_TD, summed=num_parts("ffn") == 1, kernels=kernels), x_TD)

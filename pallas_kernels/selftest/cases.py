@@ -27,6 +27,7 @@ from pallas_kernels.api import (
     ordered_product,
     paged_decode_attention,
     paged_extend_attention,
+    products_with_shared,
     quantized_product,
     rotate_and_store,
     store_and_decode,
@@ -35,7 +36,7 @@ from pallas_kernels.api import (
 from pallas_kernels.choice import AUTO, XLA, KernelChoice
 from pallas_kernels.delta import DeltaStates, Sequences, delta_decode, delta_extend
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
-from pallas_kernels.experts import Groups, sort_by_expert
+from pallas_kernels.experts import Groups, UnitWeights, sort_by_expert
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv, numbers_dtype, to_numbers
 from pallas_kernels.qkv import FusedQkv
@@ -278,24 +279,27 @@ def _added_in_float8(
 
 
 def product_cases(shapes: KernelShapes) -> Iterator[Case]:
-    """Tokens that choose experts at random, and some that choose none; how they choose; and the gated unit."""
+    """Tokens that choose experts at random, and some that choose none; how they choose; gated units, shared experts."""
     for expert in shapes.experts:
         yield _product(shapes, expert)
         if expert.of_tokens and jnp.dtype(expert.dtype).itemsize > 1:
             yield _product(shapes, expert, gated=True)
+            if expert.num_shared:
+                yield _with_shared(shapes, expert)
     if shapes.experts:
         yield _routing(shapes.experts[0])
 
 
 def _routing(expert: ExpertShape) -> Case:
     """Chosen experts, their shares and their groups, which are XLA's whatever the kernel."""
-    router = Router(expert.top_k, "softmax", renormalize=True)
+    router = Router(expert.top_k, "softmax", renormalize=True, num_shared=expert.num_shared)
+    num_experts = expert.num_experts + expert.num_shared
     logits = jax.random.normal(jax.random.key(5), (EXPERT_TOKENS, expert.num_experts))
 
     def call(backend: str, interpret: bool) -> list[jax.Array]:
         options: dict[str, Any] = {"backend": _of_others(backend), "interpret": interpret}
         chosen, shares = choose_experts(router, logits, **options)
-        groups = group_by_expert(chosen, expert.num_experts, jnp.arange(EXPERT_TOKENS) % 16 != 15, **options)
+        groups = group_by_expert(chosen, num_experts, jnp.arange(EXPERT_TOKENS) % 16 != 15, **options)
         return [chosen, shares, groups.place_of, groups.sizes[:, None]]
 
     return Case("routing", TOLERANCE["float32"], call, functools.partial(call, XLA, False))
@@ -333,6 +337,35 @@ def _product(shapes: KernelShapes, expert: ExpertShape, *, gated: bool = False) 
         TOLERANCE[shapes.dtype],
         functools.partial(call, x, weights),
         functools.partial(call, x.astype(jnp.float32), weights.astype(jnp.float32), "xla", False),
+    )
+
+
+def _with_shared(shapes: KernelShapes, expert: ExpertShape) -> Case:
+    """Both products where each token takes the shared experts, too."""
+    num_experts, num_shared, size = min(expert.num_experts, MOST_EXPERTS), expert.num_shared, expert.outputs // 2
+    keys = jax.random.split(jax.random.key(12), 6)
+    chosen = _chosen(expert, num_experts, keys[0])
+    numbers = chosen.experts[chosen.place_of]
+    shared = jnp.broadcast_to(num_experts + jnp.arange(num_shared, dtype=jnp.int32), (EXPERT_TOKENS, num_shared))
+    numbers = jnp.concatenate([jnp.where(numbers < num_experts, numbers, -1), shared], axis=1)
+    groups = sort_by_expert(numbers, num_experts + num_shared, jnp.arange(EXPERT_TOKENS) % 16 != 15)
+    dims = (
+        (groups.num_tokens, expert.inputs), (num_experts, 2 * size, expert.inputs), (num_experts, expert.inputs, size),
+        (2, num_shared * size, expert.inputs), (expert.inputs, num_shared * size),
+    )  # fmt: skip
+    dtype = jnp.dtype(expert.dtype)
+    x, *weights = (normal(key, 1.0, shape=shape, dtype=dtype) for key, shape in zip(keys[1:], dims, strict=True))
+
+    def call(x: jax.Array, weights: list[jax.Array], backend: str, interpret: bool) -> list[jax.Array]:
+        options: dict[str, Any] = {"backend": _of_others(backend), "interpret": interpret}
+        return [_shared_jit(x, groups, UnitWeights(*weights[:2]), UnitWeights(*weights[2:]), "silu", **options)]
+
+    wide = [each.astype(jnp.float32) for each in weights]
+    return Case(
+        f"{num_shared} shared experts of {size}",
+        TOLERANCE[shapes.dtype],
+        functools.partial(call, x, weights),
+        functools.partial(call, x.astype(jnp.float32), wide, XLA, False),
     )
 
 
@@ -551,6 +584,7 @@ def _float8_jit(rows: ScaledRows, weights: ScaledMatrix, in_parts: bool, backend
 
 
 _gated_jit = jax.jit(gated_product, static_argnames=("activation", "of_tokens", "backend", "interpret"))
+_shared_jit = jax.jit(products_with_shared, static_argnames=("activation", "backend", "interpret"))
 
 
 def _past(options: AttentionOptions) -> int:

@@ -25,6 +25,8 @@ class ExpertShape:
     top_k: int
     of_tokens: bool
     """Whether its rows are tokens' or places'."""
+    num_shared: int = 0
+    """So many experts more are shared, and their weights an array of their own."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,24 +30,31 @@ def refuse_choose_experts(router: Router, logits: jax.Array) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("router", "interpret"))
 def choose_experts(
-    router: Router, logits: jax.Array, choice_bias: jax.Array | None, interpret: bool
+    router: Router,
+    logits: jax.Array,
+    choice_bias: jax.Array | None,
+    shared_logits: jax.Array | None,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """See `backend.ChooseExperts`."""
     num_tokens = logits.shape[-2]
-    shape = num_tokens, router.top_k
+    shape = num_tokens, router.top_k + router.num_shared
+    biases = [] if choice_bias is None else [choice_bias[None]]  # as a row: a kernel reshapes no array in memory
+    gates = [] if shared_logits is None else [shared_logits]
     experts, shares = pl.pallas_call(
-        functools.partial(_kernel, router=router),
+        functools.partial(_kernel, router=router, num_biases=len(biases)),
         out_shape=(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
         grid=(pl.cdiv(num_tokens, _TILE_TOKENS),),
         compiler_params=plgpu.CompilerParams(num_warps=_TILE_TOKENS),
         interpret=interpret,
         name="choose_experts",
-    )(logits, *([] if choice_bias is None else [choice_bias]))
+    )(logits, *biases, *gates)
     return experts, shares
 
 
-def _kernel(logits_ref: Any, *refs: Any, router: Router) -> None:
-    *bias_refs, experts_ref, shares_ref = refs
+def _kernel(logits_ref: Any, *refs: Any, router: Router, num_biases: int) -> None:
+    *input_refs, experts_ref, shares_ref = refs
+    bias_refs, gate_refs = input_refs[:num_biases], input_refs[num_biases:]
     *parts, num_tokens, num_experts = logits_ref.shape
     token = pl.program_id(0) * _TILE_TOKENS + jnp.arange(_TILE_TOKENS, dtype=jnp.int32)
     is_real = token < num_tokens
@@ -61,9 +68,10 @@ def _kernel(logits_ref: Any, *refs: Any, router: Router) -> None:
     scores = _scores(router, logits, is_out)
     ranks = scores
     for bias_ref in bias_refs:
-        ranks = ranks + load_rows(bias_ref.reshape(1, num_experts), (jnp.zeros(1, jnp.int32),), None, columns)
+        ranks = ranks + load_rows(bias_ref, (jnp.zeros(1, jnp.int32),), None, columns)
 
-    num_choices = pl.next_power_of_2(router.top_k)
+    num_all = router.top_k + router.num_shared
+    num_choices = pl.next_power_of_2(num_all)
     choice = jnp.broadcast_to(jnp.arange(num_choices, dtype=jnp.int32)[None, :], (_TILE_TOKENS, num_choices))
     chosen, shares = jnp.zeros(choice.shape, jnp.int32), jnp.zeros(choice.shape, jnp.float32)
     for number in range(router.top_k):
@@ -74,9 +82,17 @@ def _kernel(logits_ref: Any, *refs: Any, router: Router) -> None:
         chosen, shares = jnp.where(choice == number, first, chosen), jnp.where(choice == number, share, shares)
         is_out = is_out | is_first
 
-    columns = 0, num_choices, 1, router.top_k
+    columns = 0, num_choices, 1, num_all
+    if router.num_shared:
+        chosen = jnp.where(choice < router.top_k, chosen, num_experts + choice - router.top_k)
     store_rows(experts_ref, (token,), is_real, chosen, columns)
-    store_rows(shares_ref, (token,), is_real, _shares(router, shares, choice < router.top_k), columns)
+    shares = _shares(router, shares, choice < router.top_k)
+    if router.num_shared:
+        of_shared = jnp.ones(_TILE_TOKENS, jnp.float32)
+        for gate_ref in gate_refs:
+            of_shared = jax.nn.sigmoid(plgpu.load(gate_ref.at[token], mask=is_real, other=0))
+        shares = jnp.where(choice < router.top_k, shares, of_shared[:, None])
+    store_rows(shares_ref, (token,), is_real, shares, columns)
 
 
 def _scores(router: Router, logits: jax.Array, is_out: jax.Array) -> jax.Array:

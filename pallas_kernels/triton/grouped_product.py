@@ -1,9 +1,13 @@
-"""`grouped_product` and `gated_product` as a Pallas kernel for the Triton backend. Called through `triton.BACKEND`.
+"""`grouped_product`, `gated_product` and both with shared experts as a Pallas kernel for the Triton backend.
+
+Called through `triton.BACKEND`.
 
 A program multiplies a tile of rows of one expert with some of its weight rows. Which tiles there are is computed on the
 device, once for all products if `group_by_expert` is a kernel too, and the grid has as many programs as any choice of
 experts may need; those without a tile end at once. A gated product's program takes as many weight rows, half of them
-of the gate and half of what it multiplies, and stores their unit.
+of the gate and half of what it multiplies, and stores their unit. The weights of shared experts are an array of their
+own; a program reads one of both, in two loops of which one has no steps, since no loop with a condition would be
+pipelined.
 """
 
 import functools
@@ -15,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.experts import ACTIVATIONS, Groups, product_dtype, result_dtype, row_tiles
+from pallas_kernels.experts import ACTIVATIONS, Groups, UnitWeights, product_dtype, result_dtype, row_tiles
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.target import target_device
 from pallas_kernels.triton.common import MIN_DOT
@@ -47,6 +51,18 @@ def refuse_gated_product(x: jax.Array, groups: Groups, weights: jax.Array) -> st
     return refuse_grouped_product(x, groups, weights)
 
 
+def refuse_products_with_shared(experts: UnitWeights, shared: UnitWeights) -> str | None:
+    """Why this backend can't take weights `[E, 2 F, in]` and `[E, out, F]` with `[2, n F, in]` and `[out, n F]`."""
+    weights = *experts, *shared
+    if any(each.dtype.itemsize == 1 for each in weights) or len({each.dtype for each in weights}) > 1:
+        return (
+            f"the weights are {', '.join(each.dtype.name for each in weights)}; it takes one format of more than a byte"
+        )
+    if any(size % MIN_DOT for each in weights for size in each.shape[1:]) or experts.gate_up.shape[1] % (2 * MIN_DOT):
+        return f"the weights are {experts.gate_up.shape} and {experts.down.shape}; it takes multiples of {MIN_DOT}"
+    return None
+
+
 @functools.partial(jax.jit, static_argnames=("of_tokens", "interpret"))
 def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
     """See `backend.GroupedProduct`."""
@@ -61,11 +77,30 @@ def gated_product(
     return _product(x, groups, weights, activation, of_tokens, interpret)
 
 
-def _product(
-    x: jax.Array, groups: Groups, weights: jax.Array, activation: str | None, of_tokens: bool, interpret: bool
+@functools.partial(jax.jit, static_argnames=("activation", "interpret"))
+def products_with_shared(
+    x: jax.Array, groups: Groups, experts: UnitWeights, shared: UnitWeights, activation: str, interpret: bool
 ) -> jax.Array:
-    num_experts, num_out, num_in = weights.shape
-    num_rows = rows_of_tiles(groups.num_places, num_experts)
+    """See `backend.ProductsWithShared`."""
+    num_shared = groups.num_experts - len(experts.down)
+    gate_up = shared.gate_up.reshape(2, num_shared, -1, x.shape[1])
+    down = shared.down.reshape(len(shared.down), num_shared, -1)
+    hidden = _product(x, groups, experts.gate_up, activation, True, interpret, gate_up)
+    return _product(hidden, groups, experts.down, None, False, interpret, down)
+
+
+def _product(
+    x: jax.Array,
+    groups: Groups,
+    weights: jax.Array,
+    activation: str | None,
+    of_tokens: bool,
+    interpret: bool,
+    shared: jax.Array | None = None,
+) -> jax.Array:
+    """Weights of shared experts are `[2, n, F, in]` of a gated product, else `[out, n, in]`."""
+    _, num_out, num_in = weights.shape
+    num_rows = rows_of_tiles(groups.num_places, groups.num_experts)
     num_sides = 1 if activation is None else 2
     num_columns = _largest_factor(num_out // num_sides, _NUM_COLUMNS // num_sides)
     depth = _largest_factor(num_in, _BYTES_DEEP // product_dtype(x, weights).itemsize)
@@ -80,7 +115,10 @@ def _product(
         compiler_params=plgpu.CompilerParams(num_warps=8 if num_rows >= 64 else 4, num_stages=3),
         interpret=interpret,
         name="grouped_product" if activation is None else "gated_product",
-    )(x.astype(product_dtype(x, weights)), groups.tokens, tiles.experts, tiles.begins, tiles.ends, weights)
+    )(
+        x.astype(product_dtype(x, weights)), groups.tokens, tiles.experts, tiles.begins, tiles.ends, weights,
+        *([] if shared is None else [shared]),
+    )  # fmt: skip
     return y
 
 
@@ -96,14 +134,14 @@ def _kernel(
     begins_ref: Any,
     ends_ref: Any,
     weights_ref: Any,
-    y_ref: Any,
-    *,
+    *refs: Any,
     num_rows: int,
     num_columns: int,
     depth: int,
     of_tokens: bool,
     activation: str | None,
 ) -> None:
+    *shared_refs, y_ref = refs
     tile = pl.program_id(0)
     expert, begin, end = experts_ref[tile], begins_ref[tile], ends_ref[tile]
     num_experts, num_out, num_in = weights_ref.shape
@@ -114,22 +152,37 @@ def _kernel(
     # Of the product, or of the gate and of what it multiplies.
     first_weights = [first_column] if activation is None else [first_column, num_out // 2 + first_column]
     columns = [first + jnp.arange(num_columns, dtype=jnp.int32) for first in first_weights]
-    # Places without an expert get zeros, and tiles that don't exist store nothing.
-    steps = jnp.where((expert < num_experts) & (begin < end), jnp.int32(num_in // depth), jnp.int32(0))
 
-    def add(step: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        inputs = (step * depth, depth)
-        left = load_rows(x_ref, (row,), is_row, inputs)
-        rights = [load_rows(weights_ref, (expert, column), None, inputs).astype(left.dtype) for column in columns]
-        # float32 stays float32: the default would round it to TF32.
-        precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-        return tuple(
-            total + lax.dot(left, right.T, precision=precision, preferred_element_type=jnp.float32)
-            for total, right in zip(totals, rights, strict=True)
-        )
+    def steps_if(is_here: jax.Array) -> jax.Array:
+        # Places without an expert get zeros, and tiles that don't exist store nothing.
+        return jnp.where(is_here & (begin < end), jnp.int32(num_in // depth), jnp.int32(0))
 
+    def added(totals: tuple[jax.Array, ...], steps: jax.Array, ref: Any, weight_rows: list[Any]) -> tuple[Any, ...]:
+        """The totals with as many steps of the products of rows of weights."""
+
+        def add(step: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            inputs = (step * depth, depth)
+            left = load_rows(x_ref, (row,), is_row, inputs)
+            rights = [load_rows(ref, index, None, inputs).astype(left.dtype) for index in weight_rows]
+            # float32 stays float32: the default would round it to TF32.
+            precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+            return tuple(
+                total + lax.dot(left, right.T, precision=precision, preferred_element_type=jnp.float32)
+                for total, right in zip(totals, rights, strict=True)
+            )
+
+        done: tuple[Any, ...] = lax.fori_loop(jnp.int32(0), steps, add, totals)
+        return done
+
+    steps = steps_if(expert < num_experts)
     zeros = jnp.zeros((num_rows, num_columns), jnp.float32)
-    out, *others = lax.fori_loop(jnp.int32(0), steps, add, (zeros,) * len(columns))
+    totals = added((zeros,) * len(columns), steps, weights_ref, [(expert, column) for column in columns])
+    for ref in shared_refs:
+        number = expert - num_experts
+        of_sides = [(side, number, columns[0]) for side in range(len(columns))]
+        weight_rows = [(columns[0], number)] if activation is None else of_sides
+        totals = added(totals, steps_if((number >= 0) & (number < ref.shape[1])), ref, weight_rows)
+    out, *others = totals
     if activation is not None:
         # Rounded first, as the results of a product would be.
         gate, up = (side.astype(y_ref.dtype).astype(jnp.float32) for side in (out, *others))

@@ -1,6 +1,8 @@
 """Logits of checkpoints on virtual devices of a CPU. A program: JAX has one number of devices per process.
 
 python -m tests.models.on_devices < folders.json > differences.json
+
+With `joined` as an argument products with experts take shared ones among the others on all but the one device.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsgl.engine.programs import each_device
 from jaxsgl.engine.weight_store import as_kept
-from jaxsgl.models import ModelArch, abstract_model
-from jaxsgl.models.tensor_parallel import DATA_AXIS
+from jaxsgl.models import ModelArch, abstract_model, moe
+from jaxsgl.models.tensor_parallel import DATA_AXIS, num_parts
 from jaxsgl.weights import as_stored, load_params
 from jaxsgl.weights.sharding import logits_sharding, make_mesh, model_on_devices
 from tests.plain_model import causal_attend, mesh_of, plain_logits, plain_recur
@@ -31,6 +33,8 @@ LENGTH = 40  # tokens of each prompt; longer than windows
 def main() -> None:
     """Prints for each folder the largest difference of each layout's logits from one device's."""
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    if sys.argv[1:] == ["joined"]:
+        vars(moe)["joins_shared"] = lambda *weights, **backend: num_parts() > 1
     for folder in json.load(sys.stdin):
         print(json.dumps(differences(Path(folder))), flush=True)
 

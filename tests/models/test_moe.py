@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,25 @@ from flax import nnx
 
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.kernels.choice import kernel_shapes
 from jaxsgl.engine.weight_store import as_kept
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model, moe
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp
 from jaxsgl.models.moe import MoE, clamped_unit
+from jaxsgl.models.precision import Precision
 from jaxsgl.models.quantization import Storage, WeightFormat, weight_format
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
 from pallas_kernels import Router, choose_experts, group_by_expert
+from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.native import library as native_library
+from pallas_kernels.order import fixed_order
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import serve
 from tests.grids import NIGHTLY
 from tests.models.test_arch import read
+from tests.pallas_kernels.test_dispatch import on_an_h100
 from tests.plain_model import mesh_of
 
 LOGITS = np.array([[1.0, 3.0, 2.0, 0.0, -1.0, 2.5]], np.float32)
@@ -100,6 +106,75 @@ def test_padding_reaches_no_expert_and_changes_no_token(tmp_path: Path) -> None:
     padded = np.asarray(layer(x, is_token))
     np.testing.assert_array_equal(padded[2], among_tokens[2])
     assert not np.delete(padded, 2, 0).any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("deepseek_v3", {}), ("qwen2_moe", {"moe_intermediate_size": 36, "shared_expert_intermediate_size": 72})],
+)
+def test_shared_experts_among_the_others_are_those_of_an_mlp(
+    kind: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU takes them, three with the share 1 and two with a token's own, but with XLA's products."""
+    arch = ModelArch.from_folder(make_checkpoint(kind, tmp_path, seed=5, **sizes))
+    params = load_params(tmp_path, arch, jnp.dtype("float32"), mesh_of())
+    graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
+    layer = nnx.merge(graphdef, params).layers[-1].mlp
+    assert isinstance(layer, MoE) and layer.spec.shared_ffn_size % layer.spec.ffn_size == 0
+    x, is_token = jax.random.normal(jax.random.key(0), (6, arch.hidden_size)), jnp.arange(6) != 3
+    as_mlp: list[jax.Array] = []
+    right = np.asarray(layer(x, is_token, as_mlp))
+    monkeypatch.setattr(moe, "joins_shared", lambda *weights, **backend: True)
+    monkeypatch.setattr(MoE, "_shared", None)  # no MLP
+    joined: list[jax.Array] = []
+    found = np.asarray(layer(x, is_token, joined))
+    np.testing.assert_allclose(found[is_token], right[is_token], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(joined[0], as_mlp[0])  # which were chosen, without the shared ones
+
+
+def test_on_a_gpu_few_rows_take_shared_experts_for_two_more(tmp_path: Path) -> None:
+    """Then router and gate alone are products. Many rows, parts of experts and other formats have an MLP."""
+    mixture: dict[str, Any] = {"architectures": ["Qwen2MoeForCausalLM"], "num_key_value_heads": 2, "hidden_size": 256}
+    mixture |= {"num_experts": 16, "moe_intermediate_size": 128, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    arch = read(tmp_path, **mixture, shared_expert_intermediate_size=256)
+
+    def products(arch: ModelArch, num_rows: int, fixed: bool = False) -> int:
+        """How many matrix products XLA makes next to the kernels of experts."""
+        graphdef, params = abstract_model(arch, jnp.dtype("bfloat16"))
+        shape = jax.ShapeDtypeStruct((num_rows, arch.hidden_size), jnp.bfloat16)
+
+        def layer(params: Any, x: jax.Array) -> Any:
+            return nnx.merge(graphdef, params).layers[-1].mlp(x)
+
+        with on_an_h100(), fixed_order() if fixed else nullcontext():
+            text = jax.jit(layer).trace(params, shape).lower(lowering_platforms=("cuda",)).as_text()
+        assert "gated_product" in text or "grouped_product" in text
+        return text.count("stablehlo.dot_general")
+
+    most = moe.MOST_ROWS_WITH_SHARED * 16 // 2
+    assert products(arch, 32) == products(arch, most) == 2
+    assert products(arch, most + 1) == 4
+    assert products(replace(arch, by_experts=True), 32) == 2  # one device has all of them
+    for others in (192, 5 * 128):  # no whole ones, and many
+        assert products(read(tmp_path, **mixture, shared_expert_intermediate_size=others), 32) == 4
+    quantized = replace(arch, weight_format=WeightFormat("int8", "int8"))
+    assert products(quantized, 32) == 4
+    assert products(arch, 32, fixed=True) == 0  # each is a kernel of ours
+
+
+@pytest.mark.parametrize(
+    ("shared", "devices", "by_experts", "count"),
+    [(512, 1, False, 2), (512, 2, False, 2), (512, 2, True, 0), (384, 1, False, 0)],
+)
+def test_the_test_of_kernels_at_start_has_as_many_shared_experts(
+    shared: int, devices: int, by_experts: bool, count: int, tmp_path: Path
+) -> None:
+    mixture: dict[str, Any] = {"architectures": ["Qwen2MoeForCausalLM"], "num_key_value_heads": 2}
+    mixture |= {"num_experts": 16, "moe_intermediate_size": 256, "shared_expert_intermediate_size": shared}
+    arch = replace(read(tmp_path, **mixture), by_experts=by_experts)
+    formats = Precision(*[jnp.dtype("bfloat16")] * 3)
+    shapes = kernel_shapes(arch, formats, 64, KeptHeads(2, 2, 64), devices)
+    assert [each.num_shared for each in shapes.experts] == [count, 0]
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="an engine of its own; by night")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ KINDS = (
 def test_logits_of_devices_and_ranks_are_those_of_one_device(kind: str, tmp_path: Path) -> None:
     """Of the whole model, with the sums and exchanges of the engine's programs; two prompts in two ranks."""
     check_devices(make_checkpoint(kind, tmp_path, seed=3, **SIZES.get(kind, {})))
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="compiles a model on devices in up to six layouts; by night")
+@pytest.mark.timeout(600)
+def test_devices_have_parts_of_shared_experts_among_the_others(tmp_path: Path) -> None:
+    """As on GPUs, with XLA's products. By experts they are an MLP."""
+    check_devices(make_checkpoint("deepseek_v3", tmp_path, seed=3), arguments=["joined"])
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="compiles a model on devices in three layouts; by night")
@@ -84,9 +92,9 @@ def test_devices_and_ranks_share_quantized_matrices(
     )  # fmt: skip
 
 
-def check_devices(folder: Path, most: float = ATOL) -> None:
+def check_devices(folder: Path, most: float = ATOL, arguments: Sequence[str] = ()) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.models.on_devices"], input=json.dumps([str(folder)]),
+        [sys.executable, "-m", "tests.models.on_devices", *arguments], input=json.dumps([str(folder)]),
         capture_output=True, text=True, env=ENVIRONMENT, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -15,12 +16,14 @@ from pallas_kernels import (
     Choices,
     Groups,
     Router,
+    UnitWeights,
     add_and_norm,
     add_choices,
     choose_experts,
     gated_product,
     group_by_expert,
     grouped_product,
+    products_with_shared,
 )
 from pallas_kernels.experts import ACTIVATIONS, row_tiles
 from tests.grids import count, daily
@@ -56,6 +59,26 @@ def test_the_kernel_chooses_as_xla_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["triton", "xla"])
+@pytest.mark.parametrize("name", ["qwen2", "glm4"])
+def test_shared_experts_follow_the_chosen_ones(name: str, backend: str) -> None:
+    """Three more than are chosen fill no power of two; their shares are 1, or the sigmoid of a token's logit."""
+    router, num_experts = ROUTERS[name]
+    bias = random_logits(1, num_experts, 1)[0] if router.choice_bias else None
+    logits, gates = random_logits(6, num_experts), random_logits(6, 1, 2)[:, 0]
+    right, right_shares = choose_experts(router, logits, bias, backend="xla")
+    for gate, share in ((None, np.ones(6)), (gates, 1 / (1 + np.exp(-np.asarray(gates, np.float64))))):
+        with_shared = dataclasses.replace(router, num_shared=3)
+        experts, shares = choose_experts(
+            with_shared, logits, bias, gate, backend=backend, interpret=backend == "triton"
+        )  # fmt: skip
+        np.testing.assert_array_equal(experts[:, :-3], right)
+        np.testing.assert_array_equal(experts[:, -3:], np.tile(num_experts + np.arange(3), (6, 1)))
+        np.testing.assert_allclose(shares[:, :-3], right_shares, rtol=1e-6)
+        np.testing.assert_allclose(shares[:, -3:], np.tile(share[:, None], (1, 3)), rtol=1e-6)
+        assert experts.dtype == jnp.int32 and shares.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("backend", ["triton", "xla"])
 def test_logits_may_come_in_parts(backend: str) -> None:
     parts = jnp.stack([random_logits(5, 12, seed) for seed in range(4)])
     experts, shares = choose_experts(Router(3), parts, backend=backend, interpret=backend == "triton")
@@ -75,6 +98,8 @@ def test_logits_may_come_in_parts(backend: str) -> None:
 def test_logits_that_do_not_fit_are_errors(logits: jax.Array, bias: jax.Array | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose_experts(Router(4), logits, bias)
+    with pytest.raises(ValueError, match=r"shared_logits is \(3,\); it must be \[2\]"):
+        choose_experts(Router(2, num_shared=1), jnp.zeros((2, 8)), None, jnp.zeros(3))
     with pytest.raises(ValueError, match="is_token"):
         group_by_expert(jnp.zeros((3, 2), jnp.int32), 4, jnp.ones(2, bool))
 
@@ -176,6 +201,54 @@ def test_a_gated_product_is_the_unit_of_both_halves(name: str, dtype: Any, activ
         assert_close(found, right, dtype)
 
 
+def random_units(num_experts: int, num_shared: int, dtype: Any) -> tuple[UnitWeights, UnitWeights]:
+    """Of 32 inputs and outputs and 48 hidden units an expert."""
+    rng = np.random.default_rng(6)
+    dims = (num_experts, 96, 32), (num_experts, 32, 48), (2, 48 * num_shared, 32), (32, 48 * num_shared)
+    gate_up, down, *shared = (jnp.asarray(rng.normal(size=size) / 5, dtype) for size in dims)
+    return UnitWeights(gate_up, down), UnitWeights(*shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_shared", "dtype"),
+    [("spread", 2, jnp.float32), ("one token", 1, jnp.bfloat16), ("nowhere", 3, jnp.float32)],
+)
+def test_shared_experts_among_others_are_an_mlp_next_to_them(name: str, num_shared: int, dtype: Any) -> None:
+    """Their weights lie in an array of their own, of which each takes its rows and columns; padding takes none."""
+    routed, num_experts = CHOICES[name]
+    num_tokens = len(routed)
+    numbers = np.concatenate([routed, np.tile(num_experts + np.arange(num_shared), (num_tokens, 1))], axis=1)
+    is_token = np.arange(num_tokens) % 5 != 1
+    groups = group_by_expert(jnp.asarray(numbers, jnp.int32), num_experts + num_shared, jnp.asarray(is_token))
+    units, shared = random_units(num_experts, num_shared, dtype)
+    x = jnp.asarray(np.random.default_rng(7).normal(size=(num_tokens, 32)), dtype)
+    gate, up = jnp.einsum("td,sfd->stf", x, shared.gate_up, preferred_element_type=jnp.float32).astype(dtype)
+    mlp = jnp.einsum("tf,of->to", jax.nn.silu(gate) * up, shared.down, preferred_element_type=jnp.float32)
+    alone = group_by_expert(jnp.asarray(routed, jnp.int32), num_experts, jnp.asarray(is_token))
+    gated = gated_product(x, alone, units.gate_up, "silu", of_tokens=True, backend="xla")
+    right = add_choices(
+        grouped_product(gated, alone, units.down, backend="xla").astype(jnp.float32), alone, jnp.ones(routed.shape)
+    )  # fmt: skip
+    right += jnp.where(jnp.asarray(is_token)[:, None], mlp, 0)
+    for backend in ("triton", "xla"):
+        y = products_with_shared(x, groups, units, shared, "silu", backend=backend, interpret=backend == "triton")
+        assert y.shape == (groups.num_places, 32) and y.dtype == dtype
+        assert_close(add_choices(y.astype(jnp.float32), groups, jnp.ones(numbers.shape)), right, dtype)
+
+
+def test_weights_of_shared_experts_that_do_not_fit_are_errors() -> None:
+    units, shared = random_units(2, 2, jnp.float32)
+    x = jnp.zeros((3, 32))
+    for num_experts, activation in ((3, "silu"), (5, "silu"), (4, "relu")):
+        groups = group_by_expert(jnp.zeros((3, 1), jnp.int32), num_experts)
+        with pytest.raises(ValueError, match=f"for groups of {num_experts} experts they must be"):
+            products_with_shared(x, groups, units, shared, activation)
+    groups = group_by_expert(jnp.zeros((3, 1), jnp.int32), 4)
+    wide = UnitWeights(*(each.astype(jnp.bfloat16) for each in shared))
+    with pytest.raises(ValueError, match="bfloat16, bfloat16; it takes one format of more than a byte"):
+        products_with_shared(x, groups, units, wide, "silu", backend="triton", interpret=True)
+
+
 def test_weights_of_a_byte_and_unknown_units_have_no_gated_product() -> None:
     groups = group_by_expert(jnp.zeros((2, 1), jnp.int32), 2)
     x, weights = jnp.zeros((2, 32)), jnp.zeros((2, 64, 32))
@@ -201,6 +274,16 @@ def test_results_of_experts_are_added_up_with_the_norm(backend: str) -> None:
         assert_close(each, expected, jnp.float32)
     with pytest.raises(ValueError, match="update has rows"):
         add_and_norm(x[1:], update, scales, 1, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "glm4"])
+def test_rules_with_biases_and_shared_experts_lower_for_a_gpu(name: str) -> None:
+    router, num_experts = ROUTERS[name]
+    router = dataclasses.replace(router, num_shared=1)
+    shapes = [jax.ShapeDtypeStruct(dims, jnp.float32) for dims in ((4, num_experts), (num_experts,), (4,))]
+    with on_an_h100():
+        text = jax.jit(functools.partial(choose_experts, router)).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert "choose_experts" in text.as_text() and "chlo.top_k" not in text.as_text()
 
 
 @pytest.mark.parametrize("tokens", [1, 256, 4096])

@@ -28,7 +28,7 @@ from tests.grids import count, daily
 SHAPES = KernelShapes(
     num_kv_heads=1, num_groups=2, head_dim=32, page_size=8, hidden_size=64, dtype="float32", kv_dtype="float32",
     norm_dtype="float32", attention=(AttentionOptions(sliding_window=40),), has_sinks=True, has_bias=True,
-    has_head_norms=True, experts=(ExpertShape(3, 32, 16, "float32", 2, True),),
+    has_head_norms=True, experts=(ExpertShape(3, 32, 16, "float32", 2, True, 2),),
     matrices=(MatrixShape(48, 64, "int4", 32, has_zeros=True), MatrixShape(48, 128, "int8", 64),
               MatrixShape(48, 256, "float8_e4m3fn", 256)),
     states=(StateShape(2, 2, 16, 16, 4),),
@@ -139,7 +139,8 @@ def test_the_kernel_for_weights_in_groups_passes(numbers: str) -> None:
 def test_the_kernels_around_experts_pass_and_wrong_choices_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = {case.name: case for case in CASES_OF["grouped_product"](SHAPES)}
     (gated,) = (case for name, case in cases.items() if name.endswith("gated"))
-    assert all(case.error("triton", interpret=True) <= case.tolerance for case in (gated, cases["routing"]))
+    tested = gated, cases["routing"], cases["2 shared experts of 16"]
+    assert all(case.error("triton", interpret=True) <= case.tolerance for case in tested)
     right = BACKEND_OF_NAME["triton"].choose_experts
     assert right is not None
 

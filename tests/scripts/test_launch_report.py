@@ -78,6 +78,21 @@ def test_pallas_kernels_are_known_and_do_not_count_the_cache() -> None:
     assert (store.kind, store.bytes_read, store.bytes_written) == ("pallas", 1024, 0)
 
 
+def test_products_with_experts_read_the_weights_of_shared_ones_whole() -> None:
+    shapes = ("bf16[8,64]", "s32[24]", "s32[5]", "s32[5]", "s32[5]", "bf16[4,128,64]", "bf16[2,1,64,64]")
+    inputs = "".join(f"  %p{i} = {shape} parameter({i})\n" for i, shape in enumerate(shapes))
+    call = (
+        '  ROOT %c = bf16[24,64]{{1,0}} custom-call({}), custom_call_target="__gpu$xla.gpu.triton", '
+        'metadata={{op_name="jit(forward)/jit({})/gated_product/pallas_call"}}\n}}\n'
+    )
+    head, names = "HloModule jit_forward\n\nENTRY %main () -> bf16[24,64] {\n", [f"%p{i}" for i in range(7)]
+    (alone,) = launches(head + inputs + call.format(", ".join(names[:6]), "gated_product"))
+    (joined,) = launches(head + inputs + call.format(", ".join(names), "products_with_shared"))
+    assert (alone.kind, alone.shared_bytes) == ("experts", 0)
+    assert (joined.kind, joined.shared_bytes) == ("experts", 2 * 2 * 64 * 64)
+    assert joined.bytes_read == alone.bytes_read + joined.shared_bytes
+
+
 def test_products_have_their_flops() -> None:
     (product,) = (each for each in launches(HLO) if each.kind == "product")
     assert product.flops == 2 * 8 * 128 * 64

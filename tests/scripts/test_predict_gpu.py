@@ -104,6 +104,19 @@ def test_experts_that_no_token_chooses_are_not_read() -> None:
         assert floor_us(batch_of("decode", rows, 1), facts, "greedy") < found.step_us
 
 
+def test_shared_experts_among_the_others_are_read_and_multiplied_for_every_token() -> None:
+    facts = {**FACTS, "expert_weights": 2_000_000, "num_experts": 8, "experts_per_token": 1}
+    for rows, moved, shared in ((1, 430_000_000, 215_000_000), (1000, 8_600_000, 4_300_000)):
+        step = f"m mosaic_gpu decode {rows} greedy"
+        product = {**kernel("experts", 1, moved=moved), "shared_bytes": shared}
+        program = compiled(kernel("attention", 2), product, layers=2, steps=[step])
+        (found,) = predict([program | {"facts": facts}], 1)
+        bytes_us = (shared + (moved - shared) * (1 - (7 / 8) ** rows)) / ASSUMED.bytes_per_s * 1e6
+        flops_us = 2 * rows * (shared + (moved - shared) / 8) / 2 / ASSUMED.flops_per_s * 1e6
+        assert (flops_us > bytes_us) == (rows == 1000)
+        assert found.products_us == pytest.approx(max(bytes_us, flops_us) + ASSUMED.kernel_us)
+
+
 def test_what_devices_exchange_takes_a_start_and_its_share_of_the_links() -> None:
     facts = {**FACTS, "num_devices": 8}
     whole = int(370e9 / 1e6 / 1.75 * 100)  # of which a ring sends 100 us

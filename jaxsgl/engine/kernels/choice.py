@@ -14,6 +14,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import DeltaNet, DenseMlp
 from jaxsgl.models.layers import norm_dtype, qkv_heads
+from jaxsgl.models.moe import MOST_SHARED
 from jaxsgl.models.precision import Precision
 from jaxsgl.models.quantization import FLOAT8
 from pallas_kernels import KernelChoice
@@ -106,8 +107,11 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     dtype = precision.weights.name if fmt is None else fmt.numbers
     experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
     num_experts, ffn, top_k = mixture.num_experts // experts, mixture.ffn_size // parts, mixture.router.top_k
+    num_shared, rest = divmod(mixture.shared_ffn_size, mixture.ffn_size)
+    if rest or num_shared > MOST_SHARED or fmt is not None or arch.by_experts:  # see `MoE`
+        num_shared = 0
     return (
-        ExpertShape(num_experts, 2 * ffn, arch.hidden_size, dtype, top_k, of_tokens=True),
+        ExpertShape(num_experts, 2 * ffn, arch.hidden_size, dtype, top_k, True, num_shared),
         ExpertShape(num_experts, arch.hidden_size, ffn, dtype, top_k, of_tokens=False),
     )
 

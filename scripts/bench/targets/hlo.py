@@ -34,6 +34,7 @@ KERNELS = {
     "quantized": r"\bquantized_product\b",
     "float8": r"\bfloat8_product\b",
 }
+WITH_SHARED = "products_with_shared"  # in the source of products whose last operand is the weights of shared experts
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?!\{[^}]*S\(1\))")  # S(1) is a TPU's own memory
 _ANY_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 # Custom calls that only name memory or say what is known of a value.
@@ -56,6 +57,7 @@ class Launch:
       source: the JAX operation that it was made for.
       bytes_read, bytes_written, flops: of one run; see the module.
       matrix_bytes: what of bytes_read is of inputs that recur, as the matrices of layers do.
+      shared_bytes: what of bytes_read is weights of shared experts, in products with experts.
       times: how often it runs in one call of the program, more than once inside a loop; 0 if that is unknown.
       peers: the devices that take part in a collective.
     """
@@ -69,6 +71,7 @@ class Launch:
     times: int
     matrix_bytes: int = 0
     peers: int = 0
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,9 @@ class _Module:
                 kind = next((kind for kind, pattern in KERNELS.items() if re.search(pattern, _source(call))), "pallas")
                 read = sum(self._counted(_type_of(operand, scope)) for operand in call.operands)
                 flops = _quantized_flops(call, scope) if kind in ("quantized", "float8") else 0
-                return Launch(each.name, kind, _source(call), read, self._counted(call.type), flops, times)
+                shared = self._counted(_type_of(call.operands[-1], scope)) if WITH_SHARED in _source(call) else 0
+                written = self._counted(call.type)
+                return Launch(each.name, kind, _source(call), read, written, flops, times, shared_bytes=shared)
         flops = sum(self._flops(i, scope) for i, scope in inside)
         reads = [self._read_of(each, number, num_bytes(type_)) for number, type_ in enumerate(types)]
         matrix = sum(n for n, operand in zip(reads, each.operands, strict=True) if self._recurs(operand, by_name))

@@ -21,7 +21,7 @@ from bench.targets.thunks import CommandBuffers, command_buffers_in
 KINDS = ("attention", "states", "experts", "quantized", "float8", "pallas", "product", "small", *COLLECTIVES)
 WEIGHTS_COUNTED = 0.999  # at least; vectors lie in arrays of all layers, of which few layers were compiled
 _THUNKS_OF_COLLECTIVES = ("All", "Collective", "ReduceScatter", "Ragged")
-FIELDS = ("kind", "bytes_read", "bytes_written", "flops", "peers")
+FIELDS = ("kind", "bytes_read", "bytes_written", "flops", "peers", "shared_bytes")
 
 
 @dataclass(frozen=True)

@@ -319,11 +319,13 @@ def chosen_share(tokens: int, facts: dict[str, int]) -> float:
 
 
 def _experts_us(batch: Batch, facts: dict[str, int], kernel: dict[str, Any], assumed: Assumed) -> float:
-    """One product with experts, of which the compiler counted all; only those are read that are chosen."""
+    """One product with experts, of which the compiler counted all; only those are read that are chosen, or shared."""
     tokens = batch.num_seqs * batch.new
     chosen = facts["experts_per_token"] / facts["num_experts"]
-    flops = 2 * tokens * chosen * kernel["bytes_read"] / facts["weight_itemsize"]
-    moved = kernel["bytes_read"] * chosen_share(tokens, facts) + kernel["bytes_written"]
+    shared = kernel.get("shared_bytes", 0)  # kept results of older runs don't have it
+    of_experts = kernel["bytes_read"] - shared
+    flops = 2 * tokens * (chosen * of_experts + shared) / facts["weight_itemsize"]
+    moved = of_experts * chosen_share(tokens, facts) + shared + kernel["bytes_written"]
     bytes_s = moved / (assumed.bytes_per_s * assumed.expert_bytes_share)
     return assumed.kernel_us + max(bytes_s, flops / (assumed.flops_per_s * assumed.expert_flops_share)) * 1e6
 
