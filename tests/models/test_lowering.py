@@ -1,4 +1,4 @@
-"""Each family's steps lower for GPUs and TPUs that aren't there: what an accelerator would refuse at start fails here."""
+"""Each family's steps lower for GPUs and TPUs that aren't there: what these would refuse at start fails here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.pallas_kernels.lower_everything import CUSTOM_CALLS, TARGETS, on_a_de
 
 KINDS = (*CHECKPOINT_KINDS, *FAMILY_KINDS)
 ENGINE_PLATFORM = {"cuda": "gpu", "tpu": "tpu"}
-QUANTIZED = {
+QUANTIZED: dict[str, dict[str, Any]] = {
     "fp8": {"weight_block_size": [128, 128], "activation_scheme": "dynamic"},
     "awq": {"bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
 }
@@ -37,9 +37,10 @@ NIGHTS = [(platform, method) for platform in TARGETS for method in ("", *QUANTIZ
 
 
 def steps_of(kind: str, platform: str, folder: Path, method: str = "") -> dict[str, str]:
-    """The lowered text of a decode and an extend of the family, in bfloat16 or quantized by a method, by their names."""
-    of_weights = {"quantization_config": {"quant_method": method, **QUANTIZED[method]}} if method else {}
-    values = {**configuration(kind), "dtype": "bfloat16", **of_weights}
+    """The text of a decode and an extend of the family by their names, in bfloat16 or quantized by a method."""
+    values = {**configuration(kind), "dtype": "bfloat16"}
+    if method:
+        values["quantization_config"] = {"quant_method": method, **QUANTIZED[method]}
     (folder / "config.json").write_text(json.dumps(values))
     config = EngineConfig(model=str(folder), chunked_prefill_size=256)
     arch, engine = read_arch(config, folder), ENGINE_PLATFORM[platform]
