@@ -22,7 +22,7 @@ from pallas_kernels.partition import EMPTY_LSE
 from pallas_kernels.triton.common import MIN_DOT
 from pallas_kernels.triton.tiles import load_rows, store_rows
 
-_PART = 128  # columns of a latent that are multiplied at once: few registers hold weights
+_PART = {2: 128, 4: 32}  # columns that are multiplied at once, by the weights' bytes: few registers hold these
 _SPLITS_AT_ONCE = 2  # of a lane
 
 
@@ -83,7 +83,7 @@ def _kernel(
     every = lses(jnp.broadcast_to(splits[None, :], (MIN_DOT, splits.shape[0])))
     top = jnp.max(every, axis=1)
     total = jnp.sum(jnp.where(every > EMPTY_LSE, jnp.exp2(every - top[:, None]), 0.0), axis=1)
-    width = min(_PART, size)
+    width = min(_PART[weights_ref.dtype.itemsize], size)
     columns = [(begin, width) for begin in range(0, size, width)]
 
     def add(turn: jax.Array, merged: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
