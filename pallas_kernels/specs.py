@@ -63,6 +63,8 @@ class ArgSpec:
     """Whether query heads have attention sinks."""
     value_dim: int | None = None
     """How many of the first numbers of a key are its value, for attention over a latent."""
+    latent_sizes: tuple[int, int] | None = None
+    """D and V of a latent's heads; None: a fourth of the latent's size, both."""
     kept_head_dim: int | None = None
     """The cache's H, if it keeps zeros after the numbers of a head; queries of attention have it too."""
 
@@ -150,11 +152,11 @@ class ArgSpec:
         return self._queries(self.num_tokens), _int32(self.num_seqs + 1), self.paged_kv()
 
     def latent_heads(self) -> LatentHeads:
-        """The matrices of a layer with a latent, as shapes; both sides have a fourth of the latent's size."""
+        """The matrices of a layer with a latent, as shapes."""
         assert self.value_dim is not None
-        size = max(16, self.value_dim // 4)
-        weights: Any = jax.ShapeDtypeStruct((self.num_groups, 2 * size, self.value_dim), self.dtype)
-        return LatentHeads(weights, size)
+        absorbing, outputs = self.latent_sizes or (max(16, self.value_dim // 4),) * 2
+        weights: Any = jax.ShapeDtypeStruct((self.num_groups, absorbing + outputs, self.value_dim), self.dtype)
+        return LatentHeads(weights, absorbing)
 
     def store_latents_args(self, num_parts: int = 4) -> tuple[Any, ...]:
         """pages, qkv and slots of `absorb_and_store` in a decode, as shapes; one product in parts makes all."""
@@ -356,10 +358,13 @@ GRID_SPECS = (
 
 # The latents of DeepSeek-V2-Lite (or V3 on 8 devices), GLM-4.7-Flash, Kimi-K2 and DeepSeek-V3.
 LATENT_SPECS = tuple(
-    ArgSpec(f"latent_g{num_groups}_{dtype.name}", 32, 1024, 64, 64, 1, num_groups, 576, dtype, value_dim=512)
+    ArgSpec(
+        f"latent_g{num_groups}_{dtype.name}", 32, 1024, 64, 64, 1, num_groups, 576, dtype, value_dim=512,
+        latent_sizes=(192, 256) if num_groups == 20 else (128, 128),
+    )
     for dtype, every in ((jnp.dtype(jnp.bfloat16), (16, 20, 64, 128)), (jnp.dtype(jnp.float32), (16, 128)))
     for num_groups in every
-)
+)  # fmt: skip
 
 # Products of Qwen3-8B's layer in the formats that are published, for each of the kernel's tiles; and odd sizes.
 PRODUCT_SPECS = (

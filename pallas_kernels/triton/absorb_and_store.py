@@ -8,6 +8,7 @@ does again for each of its four kernels that read them. The pages are aliased fr
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -22,12 +23,17 @@ from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv
 from pallas_kernels.triton.common import MIN_DOT, tile_rows_for
 from pallas_kernels.triton.tiles import Columns, load_rows, store_rows
 
+# Numbers of a query that are multiplied at once, at most: few registers hold their parts.
+_MOST_INPUTS = 64
+
 
 def refuse_absorb_and_store(qkv: LatentQkv, pages: jax.Array) -> str | None:
     """Why this backend can't take the call, or None when it can."""
     size = qkv.heads.latent_size
     if size < MIN_DOT or size & (size - 1):
         return f"latents have {size} numbers; it takes powers of two from {MIN_DOT}"
+    if qkv.heads.num_absorbing % MIN_DOT:
+        return f"queries have {qkv.heads.num_absorbing} numbers without rotation; it takes multiples of {MIN_DOT}"
     if pages.shape[3] != qkv.head_dim or pages.dtype not in QUERY_DTYPES:
         return f"the cache has {pages.shape[3]} {pages.dtype} numbers for entries of {qkv.head_dim}, which it can't pad"
     return None
@@ -70,7 +76,8 @@ def _of_any_layer(qkv: LatentQkv, pages: jax.Array, slots: jax.Array, interpret:
         out_shape=(q, jax.ShapeDtypeStruct(pages.shape, pages.dtype)),
         grid=(heads.latent_size // tile_columns, heads.num_heads + 1, pl.cdiv(num_tokens, tile_tokens)),
         input_output_aliases={first_page_input: 1},
-        compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"]),
+        # The loop over a query's numbers is short, and its loads are many: nothing is copied ahead.
+        compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=1),
         interpret=interpret,
         name="absorb_and_store",
     )(*products, qkv.scales, heads.weights, qkv.cos, qkv.sin, slots, pages)
@@ -94,12 +101,17 @@ def _kernel(
         token = first + jnp.arange(tile_tokens, dtype=jnp.int32)
         is_real = token < q_out.shape[0]
         begin = head * (unrotated + tokens.num_rotated)
-        width = pl.next_power_of_2(unrotated)
-        q = _summed(products[0], token, is_real, (begin, width, 1, unrotated))
-        row, columns = jnp.arange(width, dtype=jnp.int32), (place * tile_columns, tile_columns)
-        absorbing = load_rows(weights, (head, row), row < unrotated, columns)
+        width, columns = math.gcd(unrotated, _MOST_INPUTS), (place * tile_columns, tile_columns)
         precision = lax.Precision.HIGHEST if weights.dtype == jnp.float32 else None
-        absorbed = lax.dot(q.astype(weights.dtype), absorbing, precision=precision, preferred_element_type=jnp.float32)
+
+        def add(turn: jax.Array, sums: jax.Array) -> jax.Array:
+            q = _summed(products[0], token, is_real, (begin + turn * width, width)).astype(weights.dtype)
+            row = turn * width + jnp.arange(width, dtype=jnp.int32)
+            absorbing = load_rows(weights, (head, row), None, columns)
+            return sums + lax.dot(q, absorbing, precision=precision, preferred_element_type=jnp.float32)
+
+        zeros = jnp.zeros((tile_tokens, tile_columns), jnp.float32)
+        absorbed = lax.fori_loop(0, unrotated // width, add, zeros)
         store_rows(q_out, (token, head), is_real, absorbed, columns)
         tokens.store_rotated(products[0], begin + unrotated, q_out, (tokens.token, head), size)
 

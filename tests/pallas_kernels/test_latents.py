@@ -106,6 +106,9 @@ def test_the_reference_stores_what_xla_does_and_a_wider_cache_gets_zeros() -> No
         np.testing.assert_array_equal(stored[1:], absorb_and_store(qkv, pages, slots, backend="xla")[1][1:])
     with pytest.raises(ValueError, match="128 float32 numbers for entries of 96"):
         absorb_and_store(qkv, pages, slots, backend="triton", interpret=True)
+    odd = dataclasses.replace(qkv, heads=LatentHeads(qkv.heads.weights, 24))
+    with pytest.raises(ValueError, match="queries have 24 numbers without rotation; it takes multiples of 16"):
+        absorb_and_store(odd, pages[..., :96], slots, backend="triton", interpret=True)
 
 
 # Rows of one lane and of several: alone, a few, and more than a program has.

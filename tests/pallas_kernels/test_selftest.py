@@ -224,7 +224,7 @@ def test_of_a_latent_its_own_kernels_are_tested(monkeypatch: pytest.MonkeyPatch)
 
 
 LATENTS = dataclasses.replace(
-    SHAPES, num_groups=20, head_dim=48, attention=(AttentionOptions(value_dim=32),), latents=(LatentShape(24, 16),),
+    SHAPES, num_groups=20, head_dim=48, attention=(AttentionOptions(value_dim=32),), latents=(LatentShape(48, 16),),
     has_sinks=False, experts=(), matrices=(), states=(),
 )  # fmt: skip
 
