@@ -63,8 +63,10 @@ class ArgSpec:
     """Whether query heads have attention sinks."""
     value_dim: int | None = None
     """How many of the first numbers of a key are its value, for attention over a latent."""
-    latent_sizes: tuple[int, int] | None = None
-    """D and V of a latent's heads; None: a fourth of the latent's size, both."""
+    num_absorbing: int | None = None
+    """D of a latent's heads; None, as for V: a fourth of the latent's size."""
+    num_outputs: int | None = None
+    """V of a latent's heads."""
     kept_head_dim: int | None = None
     """The cache's H, if it keeps zeros after the numbers of a head; queries of attention have it too."""
 
@@ -154,7 +156,7 @@ class ArgSpec:
     def latent_heads(self) -> LatentHeads:
         """The matrices of a layer with a latent, as shapes."""
         assert self.value_dim is not None
-        absorbing, outputs = self.latent_sizes or (max(16, self.value_dim // 4),) * 2
+        absorbing, outputs = (each or max(16, self.value_dim // 4) for each in (self.num_absorbing, self.num_outputs))
         weights: Any = jax.ShapeDtypeStruct((self.num_groups, absorbing + outputs, self.value_dim), self.dtype)
         return LatentHeads(weights, absorbing)
 
@@ -360,7 +362,7 @@ GRID_SPECS = (
 LATENT_SPECS = tuple(
     ArgSpec(
         f"latent_g{num_groups}_{dtype.name}", 32, 1024, 64, 64, 1, num_groups, 576, dtype, value_dim=512,
-        latent_sizes=(192, 256) if num_groups == 20 else (128, 128),
+        num_absorbing=192 if num_groups == 20 else 128, num_outputs=256 if num_groups == 20 else 128,
     )
     for dtype, every in ((jnp.dtype(jnp.bfloat16), (16, 20, 64, 128)), (jnp.dtype(jnp.float32), (16, 128)))
     for num_groups in every
