@@ -9,9 +9,11 @@ There is one package per platform, each with all the kernels for it: `xla`, `nat
 """
 
 from pallas_kernels.api import (
+    absorb_and_store,
     add_and_norm,
     add_and_norm_in_float8,
     choose_experts,
+    decode_latents,
     float8_product,
     float8_rows,
     gated_product,
@@ -33,6 +35,7 @@ from pallas_kernels.api import (
 from pallas_kernels.choice import KernelChoice
 from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
 from pallas_kernels.experts import Choices, Groups, UnitWeights, add_choices
+from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
@@ -47,15 +50,19 @@ __all__ = [
     "FusedQkv",
     "Groups",
     "KernelChoice",
+    "LatentHeads",
+    "LatentQkv",
     "PagedKv",
     "Router",
     "ScaledMatrix",
     "ScaledRows",
     "UnitWeights",
+    "absorb_and_store",
     "add_and_norm",
     "add_and_norm_in_float8",
     "add_choices",
     "choose_experts",
+    "decode_latents",
     "float8_product",
     "float8_rows",
     "gated_product",

@@ -15,6 +15,7 @@ from pallas_kernels.choice import AUTO, AUTO_CHOICE, KernelChoice
 from pallas_kernels.dispatch import choose_backend, choose_kernel, choose_kernel_or_xla, has_kernel, refusals_of
 from pallas_kernels.experts import ACTIVATIONS, Choices, Groups, UnitWeights, sort_by_expert
 from pallas_kernels.kept_heads import widened
+from pallas_kernels.latent import LatentHeads, LatentQkv, check_latent_qkv
 from pallas_kernels.norm import Update, add_then_norm
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.order import is_order_fixed
@@ -81,6 +82,32 @@ def store_entries(pages: jax.Array, entries: jax.Array, slots: jax.Array) -> jax
             f"pages {pages.shape} and at most their H"
         )
     return store_pages(pages, to_format(widened(entries, kv.head_dim), pages.dtype), slots)
+
+
+def absorb_and_store(
+    qkv: LatentQkv, pages: jax.Array, slots: jax.Array, *, backend: str = AUTO, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """`rotate_and_store` of a layer with a latent: norm, rotation, queries times their heads' matrices, and a store.
+
+    Returns the queries `[T, N, H]`, with the H of the pages and zeros after the model's, and the pages, updated.
+
+    Args:
+        qkv: the products and what makes queries and entries of them.
+        pages, slots: as for `store_entries`.
+        backend: a backend that has the op, "xla" or "auto": where no kernel takes the call, XLA does it all.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    check_latent_qkv(qkv)
+    check_pages(PagedKv(pages, pages, slots[None], slots))
+    kernel = choose_kernel_or_xla(
+        "rotate_and_store", lambda each: each.absorb_and_store, backend, qkv, pages, interpret=interpret
+    )
+    if kernel is not None:
+        return kernel(qkv, pages, slots, interpret)
+    return widened(qkv.queries, pages.shape[3]), store_entries(pages, qkv.entries, slots)
 
 
 def rotate_and_store(
@@ -195,6 +222,39 @@ def paged_decode_attention(
     decode = choose_kernel("paged_decode_attention", lambda each: each.decode, backend, q, kv, interpret=interpret)
     out = decode(_scale_queries(q, kv), kv.unscaled(), sinks, options, interpret)
     return _scale_output(out, kv)[..., : options.value_dim]
+
+
+def decode_latents(
+    q: jax.Array,
+    kv: PagedKv,
+    heads: LatentHeads,
+    options: AttentionOptions = _DEFAULTS,
+    *,
+    backend: str = AUTO,
+    interpret: bool = False,
+) -> jax.Array:
+    """`paged_decode_attention` over latents, and what each head makes of it: `[S, N, V]` in q's dtype.
+
+    Args:
+        q, kv, options, backend, interpret: as for `paged_decode_attention`; the cache's v is its k and has no scales,
+            and `options.value_dim` is C.
+        heads: N of them. Where the backend has no kernel that multiplies by their matrices, XLA does.
+
+    Raises:
+        ValueError: as `paged_decode_attention`, or matrices of other heads.
+    """
+    _check_decode(q, kv, options, None)
+    if heads.num_heads != q.shape[1] or heads.latent_size != options.value_dim:
+        raise ValueError(
+            f"heads.weights is {heads.weights.shape}; it must be [N, D + V, C] with the N of q {q.shape} and C = "
+            f"{options.value_dim}, options.value_dim"
+        )
+    refusals = refusals_of(lambda each: each.decode, q, kv)
+    chosen = choose_backend("paged_decode_attention", backend, refusals, interpret=interpret)
+    kernel = chosen.decode_latents
+    if kernel is None or is_order_fixed() or kernel.refuse(q, kv, heads) is not None:
+        return heads.outputs(paged_decode_attention(q, kv, options, backend=chosen.name, interpret=interpret))
+    return kernel.run(q, kv, heads, options, interpret)
 
 
 def paged_extend_attention(

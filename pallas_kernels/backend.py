@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.delta_tokens import DeltaTokens
 from pallas_kernels.experts import Groups, UnitWeights
+from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.norm import Update
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.packed import PackedMatrix
@@ -39,6 +40,16 @@ class RotateAndStore(Protocol):
         ...
 
 
+class AbsorbAndStore(Protocol):
+    """`absorb_and_store` on one backend."""
+
+    def __call__(
+        self, qkv: LatentQkv, pages: jax.Array, slots: jax.Array, interpret: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Stores entries at slots `[T]`; returns queries `[T, N, H]`, with the H of the pages, and the pages."""
+        ...
+
+
 class Decode(Protocol):
     """`paged_decode_attention` on one backend."""
 
@@ -46,6 +57,16 @@ class Decode(Protocol):
         self, q: jax.Array, kv: PagedKv, sinks: jax.Array | None, options: AttentionOptions, interpret: bool
     ) -> jax.Array:
         """Queries `[S, N, H]`, one per sequence, and sinks `[N]`; returns `[S, N, H]` in q's dtype."""
+        ...
+
+
+class DecodeLatents(Protocol):
+    """`decode_latents` on one backend."""
+
+    def __call__(
+        self, q: jax.Array, kv: PagedKv, heads: LatentHeads, options: AttentionOptions, interpret: bool
+    ) -> jax.Array:
+        """Queries `[S, N, H]`, one per sequence; returns each head's output `[S, N, V]` in q's dtype."""
         ...
 
 
@@ -319,6 +340,10 @@ class Backend:
     delta_decode: Kernel[DeltaDecode] | None = None
     delta_step: Kernel[DeltaStep] | None = None
     """None, both, where XLA gathers states and scatters them."""
+    absorb_and_store: Kernel[AbsorbAndStore] | None = None
+    """None where XLA makes queries and entries of latents, and stores."""
+    decode_latents: Kernel[DecodeLatents] | None = None
+    """None where XLA multiplies what a `decode` over latents returns."""
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

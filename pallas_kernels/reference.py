@@ -13,8 +13,9 @@ from jax.typing import DTypeLike
 from pallas_kernels.backend import Backend, Kernel
 from pallas_kernels.experts import ACTIVATIONS, Groups, product_dtype, result_dtype
 from pallas_kernels.kept_heads import widened
+from pallas_kernels.latent import LatentQkv
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers
+from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_format, to_numbers
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows, rounded_rows
 from pallas_kernels.scaled import widened as widened_matrix
@@ -23,6 +24,14 @@ from pallas_kernels.scaled import widened as widened_matrix
 def store_kv(kv: PagedKv, k: jax.Array, v: jax.Array, slots: jax.Array, interpret: bool) -> PagedKv:
     """Token t of k and v replaces the cache's entry at slots[t]; by way of a `[slots, K, H]` view of the cache."""
     return dataclasses.replace(kv, k=_store(kv.k, k, slots), v=_store(kv.v, v, slots))
+
+
+def absorb_and_store(
+    qkv: LatentQkv, pages: jax.Array, slots: jax.Array, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The queries and entries that define it; these are stored as K is."""
+    q, entries = (widened(each, pages.shape[3]) for each in (qkv.queries, qkv.entries))
+    return q, _store(pages, to_format(entries, pages.dtype), slots)
 
 
 def _store(pages: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
@@ -188,4 +197,5 @@ BACKEND = Backend(
     float8_product=Kernel(float8_product),
     store_and_decode=Kernel(store_and_decode),
     ordered_product=Kernel(ordered_product),
+    absorb_and_store=Kernel(absorb_and_store),
 )

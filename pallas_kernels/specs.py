@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.api import (
+    absorb_and_store,
+    decode_latents,
     float8_product,
     float8_rows,
     paged_decode_attention,
@@ -21,6 +23,7 @@ from pallas_kernels.api import (
     store_and_decode,
     store_kv,
 )
+from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, PagedKv
 from pallas_kernels.qkv import FusedQkv
@@ -60,6 +63,10 @@ class ArgSpec:
     """Whether query heads have attention sinks."""
     value_dim: int | None = None
     """How many of the first numbers of a key are its value, for attention over a latent."""
+    num_absorbing: int | None = None
+    """D of a latent's heads; None, as for V: a fourth of the latent's size."""
+    num_outputs: int | None = None
+    """V of a latent's heads."""
     kept_head_dim: int | None = None
     """The cache's H, if it keeps zeros after the numbers of a head; queries of attention have it too."""
 
@@ -146,17 +153,40 @@ class ArgSpec:
         """q, query_offsets and kv of `paged_extend_attention`, as shapes."""
         return self._queries(self.num_tokens), _int32(self.num_seqs + 1), self.paged_kv()
 
+    def latent_heads(self) -> LatentHeads:
+        """The matrices of a layer with a latent, as shapes."""
+        assert self.value_dim is not None
+        absorbing, outputs = (each or max(16, self.value_dim // 4) for each in (self.num_absorbing, self.num_outputs))
+        weights: Any = jax.ShapeDtypeStruct((self.num_groups, absorbing + outputs, self.value_dim), self.dtype)
+        return LatentHeads(weights, absorbing)
+
+    def store_latents_args(self, num_parts: int = 4) -> tuple[Any, ...]:
+        """pages, qkv and slots of `absorb_and_store` in a decode, as shapes; one product in parts makes all."""
+        assert self.value_dim is not None
+        heads, num_rotated = self.latent_heads(), self.head_dim - self.value_dim
+        width = heads.num_heads * (heads.num_absorbing + num_rotated) + self.head_dim
+        table: Any = jax.ShapeDtypeStruct((self.num_seqs, 1, num_rotated // 2), jnp.float32)
+        product: Any = jax.ShapeDtypeStruct((num_parts, self.num_seqs, width), jnp.float32)
+        scales: Any = jax.ShapeDtypeStruct((self.value_dim,), self.dtype)
+        qkv = LatentQkv(product, None, scales, heads, table, table, 1e-6, jnp.dtype(self.dtype))
+        return self.paged_kv().k, qkv, _int32(self.num_seqs)
+
     def calls(self) -> tuple[_Call, ...]:
         """Both stores, decode and extend with this spec: function, arguments as shapes, and keyword arguments.
 
-        Of a latent decode and extend only.
+        Of a latent its store, its decode with and without outputs, and extend.
         """
         attention: tuple[_Call, ...] = (
             (paged_decode_attention, self.decode_args(), self.attention),
             (paged_extend_attention, self.extend_args(), self.attention),
         )
         if self.value_dim is not None:
-            return attention
+            with_heads = (*self.decode_args(), self.latent_heads())
+            return (
+                (store_latents, self.store_latents_args(), {}),
+                *attention,
+                (decode_latents, with_heads, {"options": self.options}),
+            )
         return (
             (store_kv, self.store_args(), {}),
             (store_rotated, self.rotate_and_store_args(), {}),
@@ -168,6 +198,12 @@ def store_rotated(kv: PagedKv, qkv: FusedQkv, slots: jax.Array, **choice: Any) -
     """`rotate_and_store` with the cache first and returned first, as for `store_kv`."""
     q, kv = rotate_and_store(qkv, kv, slots, **choice)
     return kv, q
+
+
+def store_latents(pages: jax.Array, qkv: LatentQkv, slots: jax.Array, **choice: Any) -> tuple[jax.Array, jax.Array]:
+    """`absorb_and_store` with the pages first and returned first, as for `store_kv`."""
+    q, pages = absorb_and_store(qkv, pages, slots, **choice)
+    return pages, q
 
 
 def store_decoded(kv: PagedKv, qkv: FusedQkv, slots: jax.Array, **choice: Any) -> tuple[PagedKv, jax.Array]:
@@ -322,13 +358,15 @@ GRID_SPECS = (
     _serving_spec(192, 8, 64, "bf16", kept_head_dim=256),
 )
 
-# Attention over the latents of DeepSeek-V2-Lite (or V3 on 8 devices), GLM-4.7-Flash, Kimi-K2 and DeepSeek-V3: only
-# attention takes these.
+# The latents of DeepSeek-V2-Lite (or V3 on 8 devices), GLM-4.7-Flash, Kimi-K2 and DeepSeek-V3.
 LATENT_SPECS = tuple(
-    ArgSpec(f"latent_g{num_groups}_{dtype.name}", 32, 1024, 64, 64, 1, num_groups, 576, dtype, value_dim=512)
+    ArgSpec(
+        f"latent_g{num_groups}_{dtype.name}", 32, 1024, 64, 64, 1, num_groups, 576, dtype, value_dim=512,
+        num_absorbing=192 if num_groups == 20 else 128, num_outputs=256 if num_groups == 20 else 128,
+    )
     for dtype, every in ((jnp.dtype(jnp.bfloat16), (16, 20, 64, 128)), (jnp.dtype(jnp.float32), (16, 128)))
     for num_groups in every
-)
+)  # fmt: skip
 
 # Products of Qwen3-8B's layer in the formats that are published, for each of the kernel's tiles; and odd sizes.
 PRODUCT_SPECS = (

@@ -14,7 +14,7 @@ from jaxsgl.models import Attend, ModelArch, Qkv, abstract_model
 from jaxsgl.models.layers import Queries
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
-from pallas_kernels import AttentionOptions
+from pallas_kernels import AttentionOptions, LatentQkv
 from pallas_kernels.delta_tokens import DeltaTokens
 
 
@@ -28,7 +28,8 @@ def causal_attend(arch: ModelArch) -> Attend:
             q_TNH, k_TKH, v_TKH = qkv.split()
             stored[place] = k_TKH, v_TKH
         options = arch.attention_options(arch.attention_layers[place])
-        return causal_attention(q_TNH, k_TKH, v_TKH, options, sinks)
+        out = causal_attention(q_TNH, k_TKH, v_TKH, options, sinks)
+        return qkv.heads.outputs(out) if isinstance(qkv, LatentQkv) else out
 
     return attend
 

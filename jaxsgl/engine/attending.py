@@ -14,20 +14,22 @@ import numpy as np
 
 from jaxsgl.batch.inputs import StepKind
 from jaxsgl.engine.state import KvBuffers
-from jaxsgl.models.layers import LatentQkv, Qkv, Queries
+from jaxsgl.models.layers import Qkv, Queries
 from jaxsgl.models.tensor_parallel import num_parts, of_this_part
 from jaxsgl.weights import KvScales
 from pallas_kernels import (
     AttentionOptions,
     KernelChoice,
+    LatentQkv,
     PagedKv,
+    absorb_and_store,
+    decode_latents,
     paged_decode_attention,
     paged_extend_attention,
     rotate_and_store,
     store_and_decode,
     store_entries,
 )
-from pallas_kernels.kept_heads import widened
 from pallas_kernels.paged_kv import Scale
 
 
@@ -114,17 +116,16 @@ class Pages:
         return kept.own_numbers(out_TNH, head_dim)
 
     def _attend_latent(self, place: int, qkv: LatentQkv) -> jax.Array:
-        """The same over entries, whose values are a part of themselves; `[T, N, C]`."""
+        """The same over entries, whose values are a part of themselves; `[T, N, V]`, each head's output."""
         a, kernels = self._places, self._kernels
         options = self._options[place].for_heads(qkv.head_dim)
-        pages = store_entries(self._k[place], qkv.entries, a.slots)
+        q_TNH, pages = absorb_and_store(qkv, self._k[place], a.slots, backend=kernels.rotate_and_store)
         self._k[place] = pages
         kv = PagedKv(pages, pages, self._page_table, a.lengths)
-        q_TNH = widened(qkv.queries, kv.head_dim)
         if self._kind == "decode":
-            return paged_decode_attention(q_TNH, kv, options, backend=kernels.paged_decode_attention)
+            return decode_latents(q_TNH, kv, qkv.heads, options, backend=kernels.paged_decode_attention)
         backend = kernels.paged_extend_attention
-        return paged_extend_attention(q_TNH, a.query_offsets, kv, options, backend=backend)
+        return qkv.heads.outputs(paged_extend_attention(q_TNH, a.query_offsets, kv, options, backend=backend))
 
     def store(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, and attends to nothing: zeros, of `attend`'s shape."""
@@ -132,7 +133,7 @@ class Pages:
         assert not isinstance(qkv, Queries), "layers that draft store keys of their own"
         if isinstance(qkv, LatentQkv):
             self._k[place] = store_entries(self._k[place], qkv.entries, a.slots)
-            return jnp.zeros((*qkv.queries.shape[:2], qkv.value_dim), qkv.queries.dtype)
+            return jnp.zeros((qkv.num_tokens, qkv.heads.num_heads, qkv.heads.num_outputs), qkv.dtype)
         paged = PagedKv(self._k[place], self._v[place], self._page_table, a.lengths)
         q_TNH, kv = rotate_and_store(
             qkv, paged, a.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv

@@ -24,7 +24,7 @@ from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
-from pallas_kernels import FusedQkv, KernelChoice
+from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import DeltaTokens
 from pallas_kernels.experts import ACTIVATIONS
@@ -78,30 +78,6 @@ def _indices_in_memory(num_layers: int, positions_T: jax.Array) -> tuple[jax.Arr
 
 
 @dataclass(frozen=True)
-class LatentQkv:
-    """What a layer with a latent attends with.
-
-    Attributes:
-      queries: `[T, N, C + R]`.
-      entries: `[T, 1, C + R]`, the tokens' own keys, as the cache holds them.
-      value_dim: C, how many numbers of a key are its value.
-    """
-
-    queries: jax.Array
-    entries: jax.Array
-    value_dim: int
-
-    @property
-    def head_dim(self) -> int:
-        """C + R."""
-        return int(self.entries.shape[-1])
-
-    def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values `[T, 1, C]`."""
-        return self.queries, self.entries, self.entries[..., : self.value_dim]
-
-
-@dataclass(frozen=True)
 class Queries:
     """What a layer attends with to the keys and values of another one, which are stored already.
 
@@ -128,6 +104,7 @@ class Attend(Protocol):
     def __call__(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None, /) -> jax.Array:
         """Returns the attention output `[T, N, H]`; `qkv.split()` says what is attended, and H is that of its values.
 
+        Of a `LatentQkv` it is what `heads.outputs` makes of that, `[T, N, V]`.
         Of `Queries` nothing is stored: they attend to what the layer at `place` has stored before, in this step too.
         `place` is that of the layer in `ModelArch.attention_layers`; the softmax scale, the window and the soft cap are
         those of its `ModelArch.attention_options`. `sinks` `[N]` float32 join the denominators of the softmaxes; None:

@@ -13,7 +13,6 @@ from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import DeltaNet, Latent, LayerSpec
 from jaxsgl.models.layers import (
     Attend,
-    LatentQkv,
     LayerRows,
     LayerVectors,
     Queries,
@@ -25,11 +24,11 @@ from jaxsgl.models.layers import (
 )
 from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Matrices, Rows, Weights
-from jaxsgl.models.precision import product, product_in_parts
-from pallas_kernels import KernelChoice
+from jaxsgl.models.precision import flat_product_in_parts, product, product_in_parts, products_side_by_side
+from pallas_kernels import KernelChoice, LatentHeads, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
-from pallas_kernels.norm import Update, rms_norm, scale_of
+from pallas_kernels.norm import Update, rms_norm, scale_of, sum_parts
 from pallas_kernels.qkv import rotate
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latents, whatever the model's others have
@@ -85,43 +84,21 @@ class LatentAttention(Matrices):
         """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them; `tables` are those of R numbers."""
         assert adapters is None, "adapters are refused for models with a latent"
         assert isinstance(x_TD, jax.Array), "several matrices read rows as they are"
-        mixer, dtype = self.mixer, x_TD.dtype
-        q_TNH = self._queries(x_TD, kernels)
-        latent_TH = product(x_TD, self.matrix("kv_a", kernels))
-        own = rms_norm(latent_TH[:, : mixer.kv_rank], self.kv_a_norm[...], LATENT_NORM_EPS)
-        turned = _turned(latent_TH[:, None, mixer.kv_rank :], tables)
+        mixer = self.mixer
+        first, second = products_side_by_side(
+            x_TD, self.matrix("q" if mixer.q_rank is None else "q_a", kernels), self.matrix("kv_a", kernels)
+        )
+        if mixer.q_rank is None:
+            queries, entries = first, None if second is first else second
+        else:
+            low = rms_norm(sum_parts(first, x_TD)[:, : mixer.q_rank], self.q_a_norm[...], LATENT_NORM_EPS)
+            queries, entries = flat_product_in_parts(low, self.matrix("q_b", kernels)), second
         kv_b = self.matrix("kv_b")
         assert isinstance(kv_b, jax.Array)
-        keys, values = kv_b[:, : mixer.unrotated], kv_b[:, mixer.unrotated :]
-        absorbed = _by_head("tnd,ndc->tnc", q_TNH[..., : mixer.unrotated], keys)
-        queries = jnp.concatenate([absorbed, _turned(q_TNH[..., mixer.unrotated :], tables)], axis=-1)
-        entries = jnp.concatenate([own[:, None], turned], axis=-1)
-        out_TNC = attend(place, LatentQkv(queries.astype(dtype), entries.astype(dtype), mixer.kv_rank), None)
-        out = _by_head("tnc,nvc->tnv", out_TNC, values).astype(dtype)
+        heads = LatentHeads(kv_b, mixer.unrotated)
+        qkv = LatentQkv(queries, entries, self.kv_a_norm[...], heads, *tables, LATENT_NORM_EPS, x_TD.dtype)
+        out = attend(place, qkv, None)
         return last_product(out.reshape(len(x_TD), -1), self.matrix("o", kernels), None)
-
-    def _queries(self, x_TD: jax.Array, kernels: KernelChoice) -> jax.Array:
-        """`[T, N, D_n + R]`."""
-        if self.mixer.q_rank is None:
-            return product(x_TD, self.matrix("q", kernels))
-        low = rms_norm(product(x_TD, self.matrix("q_a", kernels)), self.q_a_norm[...], LATENT_NORM_EPS)
-        return product(low, self.matrix("q_b", kernels))
-
-
-def _by_head(axes: str, x: jax.Array, weights: jax.Array) -> jax.Array:
-    """A product for each head, multiplied in the weights' format and added up in float32."""
-    precision = "highest" if weights.dtype == jnp.float32 else None
-    return jnp.einsum(
-        axes, x.astype(weights.dtype), weights, precision=precision, preferred_element_type=jnp.float32
-    ).astype(x.dtype)
-
-
-def _turned(heads: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Heads `[T, N, R]` turned by the angles of `tables`, each `[T, 1, R / 2]`."""
-    cos, sin = tables
-    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(heads.dtype)
 
 
 class GatedDeltaNet(Matrices):

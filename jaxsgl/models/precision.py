@@ -165,6 +165,25 @@ def product_in_parts(x_TD: Rows, weights: Weights, dtype: DTypeLike | None = Non
     return out.reshape(*out.shape[:-1], *weights.shape[:-1])
 
 
+def flat_product_in_parts(x_TD: Rows, weights: Weights) -> jax.Array:
+    """`product_in_parts` with weights `[..., D]`, whose outputs lie on one axis: `[T, N]`, or parts."""
+    out = product_in_parts(x_TD, weights)
+    return out.reshape(*out.shape[: out.ndim - len(weights.shape) + 1], -1)
+
+
+def products_side_by_side(x_TD: Rows, first: Weights, second: Weights) -> tuple[jax.Array, jax.Array]:
+    """`x [T, D]` times two matrices `[..., D]`, each as `flat_product_in_parts` returns it.
+
+    On a GPU both may be one product, with the outputs of `second` after those of `first`: then it is returned twice. So
+    a reader takes the first columns of the first array, and the last ones of the second.
+    """
+    plain = [each for each in (first, second) if isinstance(each, jax.Array) and each.dtype.itemsize == 2]
+    if len(plain) < 2 or target_device().platform != "gpu" or is_order_fixed():
+        return flat_product_in_parts(x_TD, first), flat_product_in_parts(x_TD, second)
+    both = product_in_parts(x_TD, jnp.concatenate([each.reshape(-1, each.shape[-1]) for each in plain]))
+    return both, both
+
+
 def num_parts_of(num_rows: int, num_columns: int, length: int, num_cores: int) -> int:
     """Parts of the sums over `length` numbers, for one and a half tiles a core: a power of two that divides it."""
     tiles = -(-num_rows // TILE_ROWS) * -(-num_columns // TILE_COLUMNS)

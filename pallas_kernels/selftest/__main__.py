@@ -88,11 +88,11 @@ def test(request: Request, say: Callable[[News], None], cases_of: Cases) -> None
 def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
     """Whether the model uses it.
 
-    A kernel that rotates stores too, only some devices store in a decode, XLA stores latents, only mixtures have
-    experts, and few models states, or weights in groups or of float8.
+    A kernel that rotates stores too, only some devices store in a decode, where it doesn't XLA stores latents, only
+    mixtures have experts, and few models states, or weights in groups or of float8.
     """
     shapes = KernelShapes.from_json(request.shapes)
-    if op in ("rotate_and_store", "store_kv", "store_and_decode") and shapes.has_latents:
+    if op in ("store_kv", "store_and_decode") and shapes.has_latents:
         return False
     if op == "grouped_product":
         return bool(shapes.experts)

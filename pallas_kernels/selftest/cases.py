@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.api import (
+    absorb_and_store,
     add_and_norm,
     add_and_norm_in_float8,
     choose_experts,
+    decode_latents,
     float8_product,
     float8_rows,
     gated_product,
@@ -37,6 +39,7 @@ from pallas_kernels.choice import AUTO, XLA, KernelChoice
 from pallas_kernels.delta import DeltaStates, Sequences, delta_decode, delta_extend
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
 from pallas_kernels.experts import Groups, UnitWeights, sort_by_expert
+from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv, numbers_dtype, to_numbers
 from pallas_kernels.qkv import FusedQkv
@@ -44,7 +47,7 @@ from pallas_kernels.routing import Router
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 from pallas_kernels.selftest.batches import Array, normal, pages_of, scattered_pages, slots_of, used_places
 from pallas_kernels.selftest.second_opinion import second_opinion, second_opinion_of_decode
-from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape
+from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, LatentShape, MatrixShape
 from pallas_kernels.triton.row_sums import sums_of_rows
 
 RUNS = 3  # with the same inputs: a race shows in some of them
@@ -117,6 +120,38 @@ def decode_cases(shapes: KernelShapes) -> Iterator[Case]:
         lengths = few if options.sliding_window is None else [*few, _past(options) + page + 3]
         yield _decode(shapes, "ragged", np.array(lengths), options)
     yield _decode(shapes, "many rows", 37 * np.arange(MANY_ROWS) % 300, shapes.attention[0])
+    for latent in shapes.latents:
+        for rows in (np.array([3001]), np.array(few), 37 * np.arange(MANY_ROWS) % 300):
+            yield _decode_latents(shapes, latent, rows)
+
+
+def _decode_latents(shapes: KernelShapes, latent: LatentShape, lengths: Array) -> Case:
+    kv, exact = _caches(shapes, lengths)
+    options = shapes.attention[0]
+
+    def attend(q: jax.Array, kv: PagedKv, heads: LatentHeads, backend: str, interpret: bool) -> list[jax.Array]:
+        return [_latents_jit(q, kv, heads, options, backend=backend, interpret=interpret)]
+
+    call = _queries(shapes, len(lengths)), kv, _latent_heads(shapes, latent)
+    wide = _wide(call[0]), exact, _wide(call[2])
+    return Case(
+        f"{len(lengths)} rows of latents, outputs of heads",
+        _attention_tolerance(shapes),
+        functools.partial(attend, *call),
+        functools.partial(attend, *wide, "xla", False),
+    )
+
+
+def _latent_heads(shapes: KernelShapes, latent: LatentShape) -> LatentHeads:
+    size = shapes.attention[0].value_dim
+    assert size is not None
+    shape = shapes.num_groups, latent.num_absorbing + latent.num_outputs, size
+    weights = normal(jax.random.key(13), size**0.5, shape=shape, dtype=jnp.dtype(shapes.dtype))
+    return LatentHeads(weights, latent.num_absorbing)
+
+
+def _wide(tree: Any) -> Any:
+    return jax.tree.map(lambda each: each.astype(jnp.float32), tree)
 
 
 def _decode(shapes: KernelShapes, name: str, lengths: Array, options: AttentionOptions) -> Case:
@@ -166,6 +201,9 @@ def _extend(shapes: KernelShapes, pairs: list[tuple[int, int]], options: Attenti
 
 def rotate_cases(shapes: KernelShapes) -> Iterator[Case]:
     """A few tokens and many, padding among them, into pages full of NaN, which must stay wherever no token goes."""
+    if shapes.has_latents:
+        yield from (_absorb(shapes, each, *batch) for each in shapes.latents for batch in ((5, 4), (300, 1)))
+        return
     for num_tokens, parts in ((5, (NUM_PARTS,)), (300, ())):
         slots, kv, empty = _places(shapes, num_tokens)
         qkv = _qkv(shapes, len(slots), parts)
@@ -176,6 +214,36 @@ def rotate_cases(shapes: KernelShapes) -> Iterator[Case]:
             functools.partial(_rotated, qkv, kv, slots, num_tokens),
             functools.partial(_rotated, exact, empty, slots, num_tokens, "xla", False),
         )
+
+
+def _absorb(shapes: KernelShapes, latent: LatentShape, num_tokens: int, num_parts: int) -> Case:
+    """Of tokens whose queries and entries are one product in parts, or two whole ones."""
+    slots, kv, empty = _places(shapes, num_tokens)
+    heads = _latent_heads(shapes, latent)
+    num_rotated, keys = shapes.head_dim - heads.latent_size, jax.random.split(jax.random.key(14), 4)
+    angles = jax.random.uniform(keys[0], (len(slots), 1, num_rotated // 2), jnp.float32, 0, 2 * np.pi)
+    widths = [shapes.num_groups * (latent.num_absorbing + num_rotated), shapes.head_dim]
+    dtype = jnp.dtype(shapes.dtype)
+    products: list[Any] = [None, None]  # of both, or of each
+    if num_parts > 1:
+        shape, float32 = (num_parts, len(slots), sum(widths)), jnp.dtype(jnp.float32)
+        products[0] = normal(keys[1], num_parts**0.5, shape=shape, dtype=float32)
+    else:
+        products = [normal(keys[1 + i], 1.0, shape=(len(slots), width), dtype=dtype) for i, width in enumerate(widths)]
+    scales = normal(keys[3], 1.0, shape=(heads.latent_size,), dtype=dtype)
+    qkv = LatentQkv(products[0], products[1], scales, heads, jnp.cos(angles), jnp.sin(angles), EPS, dtype)
+
+    def call(qkv: LatentQkv, kv: PagedKv, backend: str, interpret: bool) -> list[jax.Array]:
+        q, pages = _absorb_jit(qkv, kv.k, slots, backend=backend, interpret=interpret)
+        return [q[:num_tokens], *_rows_of(dataclasses.replace(kv, k=pages))[:1]]
+
+    exact = dataclasses.replace(_wide(qkv), dtype=jnp.dtype(jnp.float32))
+    return Case(
+        f"{num_tokens} tokens of latents",
+        _store_tolerance(shapes),
+        functools.partial(call, qkv, kv),
+        functools.partial(call, exact, empty, "xla", False),
+    )
 
 
 def _rotated(
@@ -560,6 +628,8 @@ CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
 }
 
 _decode_jit = jax.jit(paged_decode_attention, static_argnames=("options", "backend", "interpret"))
+_latents_jit = jax.jit(decode_latents, static_argnames=("options", "backend", "interpret"))
+_absorb_jit = jax.jit(absorb_and_store, static_argnames=("backend", "interpret"))
 _extend_jit = jax.jit(paged_extend_attention, static_argnames=("options", "backend", "interpret"))
 _rotate_jit = jax.jit(rotate_and_store, static_argnames=("backend", "interpret"))
 _store_and_decode_jit = jax.jit(store_and_decode, static_argnames=("options", "backend", "parts", "interpret"))

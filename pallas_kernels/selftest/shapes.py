@@ -68,6 +68,16 @@ class StateShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentShape:
+    """The matrices of a head in a layer with a latent."""
+
+    num_absorbing: int
+    """Rows that absorb its queries."""
+    num_outputs: int
+    """Rows that make its output."""
+
+
+@dataclasses.dataclass(frozen=True)
 class KernelShapes:
     """The kernels' arguments but for their numbers of sequences and tokens. Letters as in the ops' docstrings."""
 
@@ -101,12 +111,13 @@ class KernelShapes:
     matrices: tuple[MatrixShape, ...] = ()
     """Those that are quantized, but for experts'."""
     states: tuple[StateShape, ...] = ()
+    latents: tuple[LatentShape, ...] = ()
     in_fixed_order: bool = False
     """Whether sums have one order (`order`), those of products and norms too."""
 
     @property
     def has_latents(self) -> bool:
-        """Whether the cache keeps entries of which a part is the value; no kernel stores these."""
+        """Whether the cache keeps entries of which a part is the value."""
         return any(each.value_dim is not None for each in self.attention)
 
     def as_json(self) -> dict[str, Any]:
@@ -121,7 +132,9 @@ class KernelShapes:
         experts = tuple(ExpertShape(**each) for each in values["experts"])
         matrices = tuple(MatrixShape(**each) for each in values["matrices"])
         states = tuple(StateShape(**each) for each in values.get("states", ()))
-        return cls(**{**values, "attention": attention, "experts": experts, "matrices": matrices, "states": states})
+        latents = tuple(LatentShape(**each) for each in values.get("latents", ()))
+        tuples = (attention, experts, matrices, states, latents)
+        return cls(**{**values, **dict(zip(_TUPLES, tuples, strict=True))})
 
 
-_TUPLES = ("attention", "experts", "matrices", "states")
+_TUPLES = ("attention", "experts", "matrices", "states", "latents")

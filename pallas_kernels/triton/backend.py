@@ -32,6 +32,8 @@ BACKEND = Backend(
     ordered_product=_kernel("ordered_product", "ordered_product", "refuse_ordered_product"),
     delta_decode=_kernel("delta_decode", "delta_decode", "refuse_delta_decode"),
     delta_step=_kernel("delta_decode", "delta_step", "refuse_delta_decode"),
+    absorb_and_store=_kernel("absorb_and_store", "absorb_and_store", "refuse_absorb_and_store"),
+    decode_latents=_kernel("decode", "decode_latents", "refuse_decode_latents"),
     platform="gpu",
     has_interpreter=True,
 )

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import tuning
+from pallas_kernels.latent import LatentHeads
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv
 from pallas_kernels.partition import (
@@ -26,8 +27,17 @@ from pallas_kernels.partition import (
     split_sequences,
 )
 from pallas_kernels.triton import float8
-from pallas_kernels.triton.common import MIN_DOT, attend_rows, head_block, load_queries, store_output, tile_rows_for
+from pallas_kernels.triton.common import (
+    MIN_DOT,
+    attend_rows,
+    head_block,
+    load_queries,
+    refuse_attention,
+    store_output,
+    tile_rows_for,
+)
 from pallas_kernels.triton.merge import merge_splits
+from pallas_kernels.triton.merge_latents import merge_latents, refuse_merge
 from pallas_kernels.triton.tiles import SequenceKv, value_widths
 
 
@@ -36,6 +46,35 @@ def decode_attention(
     q: jax.Array, kv: PagedKv, sinks: jax.Array | None, options: AttentionOptions, interpret: bool
 ) -> jax.Array:
     """See `backend.Decode`."""
+    is_float8 = kv.dtype == FLOAT8
+    out, lse, counts = _attend(q, kv, sinks, options, interpret)
+    if lse is not None:
+        num_groups = q.shape[1] // kv.num_kv_heads
+        parts = out.reshape(1, *out.shape[:2], kv.num_kv_heads, num_groups, out.shape[3])
+        out = merge_splits(parts, lse.reshape(parts.shape[1:5]), counts, sinks, num_groups, q.dtype, interpret)
+    return float8.planes_last(out) if is_float8 else out
+
+
+def refuse_decode_latents(q: jax.Array, kv: PagedKv, heads: LatentHeads) -> str | None:
+    """Why this backend can't decode and make outputs by `heads`, or None when it can."""
+    return refuse_attention(q, kv) or refuse_merge(heads)
+
+
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
+def decode_latents(
+    q: jax.Array, kv: PagedKv, heads: LatentHeads, options: AttentionOptions, interpret: bool
+) -> jax.Array:
+    """See `backend.DecodeLatents`."""
+    out, lse, counts = _attend(q, kv, None, options, interpret)
+    if lse is None:
+        return heads.outputs(out[..., : heads.latent_size])
+    return merge_latents(out, lse, counts, heads, tuning.shape_class(q, kv), q.dtype, interpret)
+
+
+def _attend(
+    q: jax.Array, kv: PagedKv, sinks: jax.Array | None, options: AttentionOptions, interpret: bool
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """The output `[S, N, H]`; or its splits `[max_splits, S, N, H]`, their log-sum-exp, and each sequence's items."""
     num_kv_heads, k_pages, v_pages = kv.num_kv_heads, kv.k, kv.v
     blocks = tuning.blocks("paged_decode_attention", "triton", tuning.shape_class(q, kv))
     num_groups = q.shape[1] // num_kv_heads
@@ -43,8 +82,7 @@ def decode_attention(
     head_blocks = pl.cdiv(num_groups, num_rows)
     plan = plan_splits(kv, options, blocks, head_blocks)
     splits = split_sequences(plan, kv.lengths, options)
-    is_float8 = kv.dtype == FLOAT8
-    if is_float8:
+    if kv.dtype == FLOAT8:
         q, k_pages, v_pages = float8.planes_first(q), *map(float8.as_words, (k_pages, v_pages))
     shape = (*q.shape[:2], sum(value_widths(q.shape[2], options.value_dim)))
     out_shape: Any = (jax.ShapeDtypeStruct(shape, q.dtype),)
@@ -70,12 +108,7 @@ def decode_attention(
         interpret=interpret,
         name="paged_decode_attention",
     )(q, k_pages, v_pages, kv.page_table, splits.items, *([] if sinks is None or is_split else [sinks]))
-    if lse:
-        parts = out.reshape(1, plan.max_splits, q.shape[0], num_kv_heads, num_groups, shape[2])
-        out = merge_splits(
-            parts, lse[0].reshape(parts.shape[1:5]), splits.counts, sinks, num_groups, q.dtype, interpret
-        )
-    return float8.planes_last(out) if is_float8 else out
+    return out, lse[0] if lse else None, splits.counts
 
 
 def _decode_kernel(

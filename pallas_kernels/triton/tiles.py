@@ -55,7 +55,7 @@ def load_rows(ref: Any, index: tuple[Any, ...], is_real: jax.Array | None, colum
 
 
 def store_rows(
-    ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array, rows: jax.Array, columns: Columns | None = None
+    ref: Any, index: tuple[Any, ...], is_real: jax.Array, rows: jax.Array, columns: Columns | None = None
 ) -> None:
     """The opposite of `load_rows`; rows that aren't real are not written."""
     where = _address(ref, index, columns)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from bench.kernels.check import CRASHED, FAILED, Check, check_spec
+from bench.kernels.check_latents import check_latents
 from bench.kernels.check_layer import check_layer
 from bench.kernels.contenders import backends_for
 from bench.output import command_parser, write_json
@@ -58,8 +59,8 @@ def main(arguments: list[str]) -> int:
             write(running=spec.name)  # whoever ends a check that hangs finds its name
             interpret = options.small and backend != "xla"
             new = check_spec(spec, backend, runs=options.runs, interpret=interpret)
-            if spec.value_dim is None:
-                new += check_layer(spec, backend, runs=options.runs, interpret=interpret)
+            check_others = check_layer if spec.value_dim is None else check_latents
+            new += check_others(spec, backend, runs=options.runs, interpret=interpret)
             checks += new
             for check in new:
                 print(f"{check.op:<24}{backend:<12}{spec.name:<28}{check.verdict} {check.note}", flush=True)

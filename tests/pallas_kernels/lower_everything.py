@@ -3,7 +3,7 @@
 Run as a program, so that it works in an environment that has JAX alone: prints a line of JSON per kernel, why it was
 refused or which custom call it became. An exception ends it. By day some shapes of attention and of quantized products
 are lowered, from the ones on whose number is the argument; by night every second shape of attention is, so that two
-versions that begin at an even and at an odd one lower all of them, and every product is.
+versions that begin at an even and at an odd one lower all of them, and every latent and product is.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels.specs import GRID_SPECS, PRODUCT_SPECS, ArgSpec, ProductSpec, store_decoded
+from pallas_kernels.specs import GRID_SPECS, LATENT_SPECS, PRODUCT_SPECS, ArgSpec, ProductSpec, store_decoded
 from tests.grids import daily
 
 TARGETS = {
@@ -64,11 +64,17 @@ def products_of(begin: int) -> tuple[ProductSpec, ...]:
     return tuple(daily(PRODUCT_SPECS[begin:] + PRODUCT_SPECS[:begin], every=4))
 
 
+def latents_of(begin: int) -> tuple[ArgSpec, ...]:
+    """The latents that one run lowers."""
+    return tuple(daily(LATENT_SPECS[begin:] + LATENT_SPECS[:begin], every=8))
+
+
 def calls(begin: int) -> Iterator[tuple[str, Call]]:
     """The calls that one run lowers, with the names of their specs."""
     for spec in specs_of(begin):
         yield from ((spec.name, call) for call in spec.calls())
         yield spec.name, (store_decoded, spec.store_and_decode_args(), spec.attention)
+    yield from ((spec.name, call) for spec in latents_of(begin) for call in spec.calls())
     yield from ((product.name, product.call()) for product in products_of(begin))
 
 

@@ -4,13 +4,13 @@ import pytest
 
 from tests.grids import daily
 from tests.pallas_kernels.elsewhere import BEGINS, VERSIONS, lower
-from tests.pallas_kernels.lower_everything import products_of, specs_of
+from tests.pallas_kernels.lower_everything import latents_of, products_of, specs_of
 
 pytestmark = pytest.mark.foreign
 
 CALL_OF = {"triton": ("triton_kernel_call", "__gpu$xla.gpu.triton"), "mosaic_gpu": ("mosaic_gpu",),
            "mosaic_tpu": ("tpu_custom_call",)}  # fmt: skip
-OPS = {"triton": 6, "mosaic_gpu": 2, "mosaic_tpu": 4}
+OPS = {"triton": 8, "mosaic_gpu": 2, "mosaic_tpu": 4}
 
 
 @pytest.mark.timeout(900)
@@ -20,7 +20,8 @@ def test_every_kernel_lowers_for_cuda_and_tpu(version: str) -> None:
     if isinstance(lines, str):
         pytest.skip(lines)
     begin = BEGINS[version]
-    assert len(lines) == 3 * (5 * len(specs_of(begin)) + len(products_of(begin)))
+    of_latents = 4 * len(latents_of(begin))
+    assert len(lines) == 3 * (5 * len(specs_of(begin)) + of_latents + len(products_of(begin)))
     for backend, calls in CALL_OF.items():
         mine = [line for line in lines if line["backend"] == backend]
         lowered = [line for line in mine if "refused" not in line]

@@ -21,7 +21,7 @@ from pallas_kernels.selftest import cases, second_opinion
 from pallas_kernels.selftest.__main__ import test as run_tests
 from pallas_kernels.selftest.cases import CASES_OF, Case
 from pallas_kernels.selftest.report import Begun, Ended, News, Request, Verdict, news_line, parse_news
-from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape, StateShape
+from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, LatentShape, MatrixShape, StateShape
 from pallas_kernels.target import TargetDevice
 from tests.grids import count, daily
 
@@ -199,18 +199,57 @@ def test_requests_and_news_survive_the_pipe() -> None:
         parse_news('{"kind": "Nothing"}')
 
 
-def test_of_a_latent_only_attention_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_latent_its_own_kernels_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "preferred_backends", lambda op: [])
     monkeypatch.setattr(cases, "RUNS", 1)
     latents = (AttentionOptions(value_dim=24),)
-    shapes = dataclasses.replace(SHAPES, attention=latents, has_sinks=False, num_groups=20, experts=(), matrices=())
+    shapes = dataclasses.replace(
+        SHAPES,
+        attention=latents,
+        has_sinks=False,
+        num_groups=20,
+        experts=(),
+        matrices=(),
+        latents=(LatentShape(12, 10),),
+    )
     said: list[News] = []
     run_tests(Request("cpu", shapes.as_json(), AUTO), said.append, CASES_OF)
     tested = {each.op for each in said if isinstance(each, Verdict)}
     attention = {"paged_decode_attention", "paged_extend_attention"}
-    assert attention <= tested and not {"rotate_and_store", "store_kv", "store_and_decode"} & tested
+    assert attention | {"rotate_and_store"} <= tested and not {"store_kv", "store_and_decode"} & tested
     for op in attention:
         with_kernel(monkeypatch, op, lambda out: out)
         case = next(iter(CASES_OF[op](shapes)))
         assert case.error(BACKEND, interpret=True) <= case.tolerance
         assert case.right()[0].shape[-1] == 24
+
+
+LATENTS = dataclasses.replace(
+    SHAPES, num_groups=20, head_dim=48, attention=(AttentionOptions(value_dim=32),), latents=(LatentShape(48, 16),),
+    has_sinks=False, experts=(), matrices=(), states=(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "field", "told"),
+    [
+        ("rotate_and_store", "absorb_and_store", "tokens of latents"),
+        ("paged_decode_attention", "decode_latents", "outputs"),
+    ],
+)
+def test_kernels_around_a_latents_attention_pass_and_wrong_ones_fail(
+    op: str, field: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "RUNS", 1)
+    case = next(each for each in CASES_OF[op](LATENTS) if told in each.name)
+    assert case.error(BACKEND, interpret=True) <= case.tolerance
+    kernel = getattr(BACKEND_OF_NAME[BACKEND], field)
+
+    def wrong(*arguments: Any) -> Any:
+        leaves, tree = jax.tree.flatten(kernel.run(*arguments))
+        return jax.tree.unflatten(tree, [leaves[0].at[0].set(0.5), *leaves[1:]])
+
+    changes: dict[str, Any] = {field: Kernel(wrong)}
+    monkeypatch.setitem(BACKEND_OF_NAME, BACKEND, dataclasses.replace(BACKEND_OF_NAME[BACKEND], **changes))
+    jax.clear_caches()
+    assert not case.error(BACKEND, interpret=True) <= case.tolerance

@@ -1,16 +1,19 @@
 """A kernel that is wrong, leaves holes or gives another result the next time does not pass on a device."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from bench.kernels.cases import DECODE, EXTEND, STORE
 from bench.kernels.check import FAILED, PASSED, REFUSED, check_spec, judge_runs, ragged_case
+from bench.kernels.check_latents import check_latents
 from bench.kernels.check_layer import check_layer
 from bench.kernels.contenders import prepare_backend
 from bench.kernels.inputs import make_inputs
 from bench.kernels.runners import JaxRunner
 
-from pallas_kernels import add_and_norm
+from pallas_kernels import absorb_and_store, add_and_norm, decode_latents
 from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS, ArgSpec
 
 pytestmark = pytest.mark.device
@@ -71,11 +74,27 @@ def test_xla_passes_all_ops() -> None:
     assert [(check.op, check.verdict) for check in checks] == [(op, PASSED) for op in (STORE, DECODE, EXTEND)]
 
 
-def test_a_latent_passes_by_attention_alone() -> None:
+def test_a_latent_passes_by_attention_and_by_what_stands_around_it() -> None:
     spec = ArgSpec("latent", 3, 20, 5, 16, 1, 20, 48, value_dim=32)
     for backend in ("xla", "triton"):
-        checks = check_spec(spec, backend, runs=1, interpret=backend == "triton")
-        assert [(check.op, check.verdict) for check in checks] == [(op, PASSED) for op in (DECODE, EXTEND)]
+        choice: dict[str, Any] = {"runs": 1, "interpret": backend == "triton"}
+        checks = [*check_spec(spec, backend, **choice), *check_latents(spec, backend, **choice)]
+        ops = (DECODE, EXTEND, "decode_latents", "absorb_and_store")
+        assert [(check.op, check.verdict) for check in checks] == [(op, PASSED) for op in ops], checks
+
+
+def test_wrong_queries_and_outputs_of_a_latent_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgets_a_head(q, kv, heads, **choice):
+        return decode_latents(q, kv, heads, **choice).at[:, 1].set(0)
+
+    def leaves_queries(qkv, pages, slots, **choice):
+        q, stored = absorb_and_store(qkv, pages, slots, **choice)
+        return q.at[2, :, -1].set(0), stored
+
+    monkeypatch.setattr("bench.kernels.check_latents.decode_latents", forgets_a_head)
+    monkeypatch.setattr("bench.kernels.check_latents.absorb_and_store", leaves_queries)
+    checks = check_latents(ArgSpec("latent", 3, 20, 5, 16, 1, 20, 48, value_dim=32), "xla", runs=1)
+    assert [check.verdict for check in checks] == [FAILED, FAILED], checks
 
 
 def test_the_ops_between_products_and_attention_pass_on_xla() -> None:

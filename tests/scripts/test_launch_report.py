@@ -250,6 +250,16 @@ def test_layers_that_recur_in_groups_are_multiplied_as_groups(tmp_path: Path) ->
     assert report["bytes_read"] == 24 * 2 * 64 * 32
 
 
+@pytest.mark.parametrize("kernel", ["merge_splits", "merge_latents"])
+def test_a_split_decode_is_attention_and_a_merge(kernel: str) -> None:
+    text = "HloModule jit_forward\n\nENTRY %main () -> f32[8] {\n  %w = f32[64]{0} parameter(0)\n" + "".join(
+        f'  %a.{i} = f32[8]{{0}} custom-call(%w), custom_call_target="__gpu$xla.gpu.triton", '
+        f'metadata={{op_name="jit(forward)/jit(decode_latents)/{name}/pallas_call"}}\n'
+        for i, name in enumerate(("paged_decode_attention", kernel))
+    )
+    assert [each.kind for each in launches(text + "}\n")] == ["attention", "merge"]
+
+
 def test_kernels_of_a_loop_count_for_each_of_its_runs() -> None:
     assert [(each.name, each.times) for each in launches(HLO) if each.times > 1] == [("c", 31), ("n", 31)]
 

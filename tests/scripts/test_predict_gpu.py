@@ -83,6 +83,28 @@ def test_attention_of_a_decode_reads_all_keys_and_values_once() -> None:
     assert attention_us(2048) - attention_us(1024) == pytest.approx(kv_us)
 
 
+@pytest.mark.parametrize(("rows", "splits"), [(32, 1), (8, 4), (1, 8)])  # as many as fill 264 slots, of 128 tokens
+def test_room_for_splits_that_rows_of_one_length_do_not_have_takes_no_time(rows: int, splits: int) -> None:
+    split = 4 * rows * 16 * 128
+
+    def predicted(room: int) -> Predicted:
+        """Of kernels with room for so many splits."""
+        attention = kernel("attention", 2) | {"bytes_written": room * split}
+        merge = kernel("merge", 2, moved=room * split + 4 * rows)
+        (found,) = predict([compiled(attention, merge, layers=2, steps=[f"m triton decode {rows} greedy"])], 1024)
+        return found
+
+    full, roomy = predicted(splits), predicted(10)
+    assert roomy.attention_us == pytest.approx(full.attention_us) and roomy.small_us == pytest.approx(full.small_us)
+    start_us = 2 * (ASSUMED.kernel_us + (splits * split + 4 * rows) / ASSUMED.bytes_per_s * 1e6)
+    assert roomy.small_us == pytest.approx(start_us)
+    whole = kernel("attention", 2) | {"bytes_written": split // 2}  # the output itself, in 16 bits
+    (found,) = predict([compiled(whole, layers=2, steps=[f"m triton decode {rows} greedy"])], 1024)
+    (unwritten,) = predict([compiled(kernel("attention", 2), layers=2, steps=[f"m triton decode {rows} greedy"])], 1024)
+    of_output_us = 2 * split / 2 / (ASSUMED.bytes_per_s * ASSUMED.decode_share["triton"]) * 1e6
+    assert found.attention_us - unwritten.attention_us == pytest.approx(of_output_us)
+
+
 @pytest.mark.parametrize("rows", daily([66, 256, 133, 512], every=2))
 def test_programs_of_attention_are_counted_as_the_kernel_chains_rows(rows: int) -> None:
     plan = SplitPlan(rows, max_splits=1, items_at_once=33, min_tiles=2, tile_tokens=64)
@@ -170,7 +192,7 @@ def test_floors_of_latents_and_states_are_those_of_a_hand_count(model: str, rows
     weights_us = weights * max(1 / ASSUMED.bytes_per_s, rows / ASSUMED.flops_per_s) * 1e6
     floor_us = weights_us + moved / ASSUMED.bytes_per_s * 1e6
     assert found["floor_us"] == pytest.approx(floor_us, rel=0.005)
-    assert 0.15 < found["over_floor"] < 0.45
+    assert 0.12 < found["over_floor"] < 0.45
     assert sum(found[f"{part}_us"] for part in ("attention", "states", "products")) < 1.25 * found["floor_us"]
 
 
@@ -236,7 +258,7 @@ def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
         assert line["forecast_us"] > line["step_us"] > line["floor_us"]
         if "decode 256" in line["step"] or "extend" in line["step"]:  # small batches add up parts, of products too
             widens = "extend" in line["step"] and "-awq" in line["step"]  # 4 a layer
-            more = {"qwen3-30b-a3b": 8, "deepseek-v2-lite": 10, "qwen3.5-9b": 12}  # experts, latents, states
+            more = {"qwen3-30b-a3b": 8, "deepseek-v2-lite": 8, "qwen3.5-9b": 12}  # experts, latents, states
             assert line["small_per_layer"] <= more.get(line["step"].split()[0], 9 if widens else 5)
     assert {line["chip"] for line in told["steps"]} == set(CHIPS)
     assert all(line["forecast_us"] > line["floor_us"] for line in told["steps"])

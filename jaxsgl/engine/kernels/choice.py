@@ -20,7 +20,7 @@ from jaxsgl.models.quantization import FLOAT8
 from pallas_kernels import KernelChoice
 from pallas_kernels.choice import XLA
 from pallas_kernels.kept_heads import KeptHeads
-from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, MatrixShape, StateShape
+from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, LatentShape, MatrixShape, StateShape
 
 
 def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
@@ -84,6 +84,7 @@ def kernel_shapes(
         experts=_expert_shapes(arch, precision, num_devices),
         matrices=_matrix_shapes(arch, num_devices),
         states=_state_shapes(arch, num_devices),
+        latents=() if arch.latent is None else (LatentShape(arch.latent.unrotated, arch.latent.value),),
         in_fixed_order=in_fixed_order,
     )
 

@@ -34,13 +34,14 @@ def check_layer(spec: ArgSpec, backend: str, *, runs: int, interpret: bool = Fal
     has = BACKEND_OF_NAME[backend]
     checks = []
     if backend == "xla" or has.rotate_and_store is not None:
-        checks.append(_guarded("rotate_and_store", _check_rotate, spec, backend, runs, interpret))
+        checks.append(guarded("rotate_and_store", _check_rotate, spec, backend, runs, interpret))
     if backend == "xla" or has.add_and_norm is not None:
-        checks.append(_guarded("add_and_norm", _check_add, spec, backend, runs, interpret))
+        checks.append(guarded("add_and_norm", _check_add, spec, backend, runs, interpret))
     return checks
 
 
-def _guarded(op: str, check: Callable[..., Check], spec: ArgSpec, backend: str, runs: int, interpret: bool) -> Check:
+def guarded(op: str, check: Callable[..., Check], spec: ArgSpec, backend: str, runs: int, interpret: bool) -> Check:
+    """The outcome of a check, or why there is none."""
     try:
         return check(spec, backend, runs, interpret)
     except ValueError as error:
@@ -68,7 +69,7 @@ def _check_rotate(spec: ArgSpec, backend: str, runs: int, interpret: bool) -> Ch
 
     tolerance = TOLERANCE[jnp.dtype(spec.dtype).name]
     of_pages = FLOAT8_TOLERANCE if kv.dtype == FLOAT8 else tolerance
-    return _judge(
+    return judge(
         "rotate_and_store", spec, backend, runs, run, _rotated(qkv, kv, slots), [tolerance, of_pages, of_pages]
     )
 
@@ -80,7 +81,7 @@ def _rotated(qkv: FusedQkv, kv: PagedKv, slots: Array) -> list[Array]:
     rows = product + bias[qkv.layer]
 
     def turned(heads: Array, scales: Array) -> Array:
-        normed = _normalized(heads, scales[qkv.layer], qkv.eps)
+        normed = normalized(heads, scales[qkv.layer], qkv.eps)
         halves = np.split(normed, 2, axis=-1)
         numbers = (halves[0] + 1j * halves[1]) * (cos + 1j * sin)[:, :, None]
         return np.concatenate([numbers.real, numbers.imag], axis=-1)
@@ -117,16 +118,17 @@ def _check_add(spec: ArgSpec, backend: str, runs: int, interpret: bool) -> Check
         return list(jitted(x, update, scales))
 
     total = np.asarray(x, np.float64) + np.asarray(update, np.float64).sum(axis=0)
-    right = [total, _normalized(total, np.asarray(scales, np.float64)[1], EPS)]
-    return _judge("add_and_norm", spec, backend, runs, run, right, [TOLERANCE[jnp.dtype(spec.dtype).name]] * 2)
+    right = [total, normalized(total, np.asarray(scales, np.float64)[1], EPS)]
+    return judge("add_and_norm", spec, backend, runs, run, right, [TOLERANCE[jnp.dtype(spec.dtype).name]] * 2)
 
 
-def _normalized(x: Array, scale: Array, eps: float) -> Array:
+def normalized(x: Array, scale: Array, eps: float) -> Array:
+    """RMSNorm."""
     normed: Array = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * scale
     return normed
 
 
-def _judge(
+def judge(
     op: str, spec: ArgSpec, backend: str, runs: int, run: Callable[[], list[jax.Array]], right: list[Array],
     tolerances: list[float],
 ) -> Check:  # fmt: skip

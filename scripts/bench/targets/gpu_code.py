@@ -25,7 +25,9 @@ OUR_NAMES = (
     "float8_rows",
     "choose_experts",
     "group_by_expert",
-    "merge_splits",
+    "absorb_and_store",
+    "delta_",
+    "merge_",
     "paged_",
 )
 

@@ -29,6 +29,7 @@ STARTS = {"copy-start": (1, 0), "slice-start": (0, 1), "dynamic-slice-start": (0
 # Our kernels by their sources.
 KERNELS = {
     "attention": r"\bpaged_\w*attention/",
+    "merge": r"\bmerge_(splits|latents)/",
     "states": r"\bdelta_(step|decode)/",
     "experts": r"\b(grouped|gated)_product\b",
     "quantized": r"\bquantized_product\b",
@@ -50,10 +51,10 @@ class Launch:
 
     Attributes:
       name: of the HLO instruction.
-      kind: "attention", "states" (of gated delta-nets), "experts" (products with experts, all of them counted),
-        "quantized" (products with weights that our kernel converts), "float8" (of rows in float8 with such weights),
-        "pallas" (our other kernels), "product" (of matrices), "prefetch" (a TPU copies beside its kernels), a
-        collective's own name such as "all-reduce", or "small" (all else).
+      kind: "attention", "merge" (of its splits), "states" (of gated delta-nets), "experts" (products with experts, all
+        of them counted), "quantized" (products with weights that our kernel converts), "float8" (of rows in float8 with
+        such weights), "pallas" (our other kernels), "product" (of matrices), "prefetch" (a TPU copies beside its
+        kernels), a collective's own name such as "all-reduce", or "small" (all else).
       source: the JAX operation that it was made for.
       bytes_read, bytes_written, flops: of one run; see the module.
       matrix_bytes: what of bytes_read is of inputs that recur, as the matrices of layers do.

@@ -93,6 +93,8 @@ FORECAST_SOURCES = {
     "node_update_us": "1 to 1.5 us each, estimated; where a step's are longer than its kernels, they are its time",
 }
 
+MIN_SPLIT_TOKENS = 128  # of a decode's rows, as the kernels' tables have it
+
 # The share of flops_per_s that each kind of product reaches; those of experts are counted otherwise.
 PRODUCT_SHARES = {"product": "product_share", "quantized": "quantized_share", "float8": "float8_share"}
 
@@ -205,7 +207,7 @@ def _step(
         floor_us=floor_us(batch, facts, sampled, assumed, multiplies_float8(program)),
         forecast_us=max(sum(_parts(step, program, sampling, batch, sober).values()), update_us),
         **{f"{name}_us": us for name, us in parts.items()},
-        small_per_layer=round(sum(kinds.get(kind, 0) for kind in ("pallas", "small")) / recurring),
+        small_per_layer=round(sum(kinds.get(kind, 0) for kind in ("merge", "pallas", "small")) / recurring),
         num_kernels=num_kernels,
     )
 
@@ -216,9 +218,14 @@ def _parts(
     """Microseconds of each part of a step, by the names of `Predicted`."""
     backend, facts = step.split(" ")[1], program["facts"]
     times = dict.fromkeys(("attention", "states", "products", "small", "links"), 0.0)
-    for kernel in program["launches"]["kernels"]:
+    kernels = program["launches"]["kernels"]
+    most_written = max((each["bytes_written"] for each in kernels if each["kind"] == "attention"), default=0)
+    for kernel in kernels:
         if kernel["kind"] in COLLECTIVES:
             times["links"] += kernel["count"] * _exchange_us(kernel, assumed)
+        elif kernel["kind"] == "merge":
+            unread = unwritten_bytes(batch, facts, most_written, assumed)
+            times["small"] += kernel["count"] * _kernel_us(kernel, assumed, unread)
         elif kernel["kind"] == "attention":
             per_layer = kernel["count"] / attending_layers(facts)
             times["attention"] += kernel["count"] * _attention_us(batch, backend, facts, kernel, assumed) / per_layer
@@ -300,6 +307,7 @@ def _attention_us(batch: Batch, backend: str, facts: dict[str, int], kernel: dic
     if batch.kind != "decode":
         return assumed.kernel_us + flops_us
     moved = kv_bytes(batch, facts) + kernel["bytes_read"] + kernel["bytes_written"]
+    moved -= unwritten_bytes(batch, facts, kernel["bytes_written"], assumed)
     programs = decode_programs(batch.num_seqs, facts["num_kv_heads"], backend, assumed)
     rate = min(assumed.bytes_per_s / 1e6, assumed.num_slots * assumed.slot_bytes_per_us) * assumed.decode_share[backend]
     waves = max(1, math.ceil(programs / assumed.num_slots))
@@ -346,6 +354,22 @@ def decode_programs(rows: int, heads: int, backend: str, assumed: Assumed = ASSU
     return chains * heads
 
 
+def unwritten_bytes(batch: Batch, facts: dict[str, int], most_written: int, assumed: Assumed = ASSUMED) -> float:
+    """What a decode's attention leaves of the room for splits, of which rows of one length have as many as fill slots.
+
+    Other rows have more, so a program has room for more of them; nobody writes or reads the rest.
+    """
+    values = facts["head_dim"]
+    if "pair_flops" in facts:
+        values = facts["pair_flops"] // (2 * facts["num_heads"]) - facts["head_dim"]
+    room = most_written / (4 * batch.num_seqs * facts["num_heads"] * values)  # in splits, of float32
+    if batch.kind != "decode" or room <= 1:  # else the output itself is written
+        return 0.0
+    tokens = batch.new + batch.cached
+    splits = min(assumed.num_slots // (batch.num_seqs * facts["num_kv_heads"]), tokens // MIN_SPLIT_TOKENS)
+    return most_written * (1 - min(1.0, max(1, splits) / room))
+
+
 def attending_layers(facts: dict[str, int]) -> int:
     """How many layers attend; in kept results of older runs all did, to keys and values."""
     return facts.get("attending_layers", facts["num_layers"])
@@ -366,9 +390,9 @@ def _attention_flops(batch: Batch, facts: dict[str, int]) -> int:
     return batch.pairs * facts.get("pair_flops", 4 * facts["num_heads"] * facts["head_dim"])
 
 
-def _kernel_us(kernel: dict[str, Any], assumed: Assumed) -> float:
-    """A kernel that reads and writes what the compiler counted; a product's own split sums are part of that."""
-    moved = (kernel["bytes_read"] + kernel["bytes_written"]) / assumed.bytes_per_s
+def _kernel_us(kernel: dict[str, Any], assumed: Assumed, unread: float = 0.0) -> float:
+    """A kernel that reads and writes what the compiler counted, but for what is `unread`; split sums are part of it."""
+    moved = (kernel["bytes_read"] + kernel["bytes_written"] - unread) / assumed.bytes_per_s
     share = PRODUCT_SHARES.get(kernel["kind"])
     flops_per_s = assumed.flops_per_s * (1.0 if share is None else getattr(assumed, share))
     return assumed.kernel_us + max(moved, kernel["flops"] / flops_per_s) * 1e6

@@ -28,7 +28,7 @@ from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.weights.sharding import param_sharding, replicated
 from pallas_kernels import STORE_BACKENDS, KernelChoice, store_kv
 from pallas_kernels.dispatch import ROTATE_AND_STORE_BACKENDS, STORE_AND_DECODE_BACKENDS
-from pallas_kernels.specs import ArgSpec, ProductSpec, store_decoded, store_rotated
+from pallas_kernels.specs import ArgSpec, ProductSpec, store_decoded, store_latents, store_rotated
 
 BUNDLED_MODEL = ROOT / "jaxsgl/bundled_model"
 NUM_LAYERS = 4  # of the small model
@@ -91,6 +91,7 @@ _BACKENDS_OF_STORE: dict[Any, tuple[str, ...]] = {
     store_kv: STORE_BACKENDS,
     store_rotated: ROTATE_AND_STORE_BACKENDS,
     store_decoded: STORE_AND_DECODE_BACKENDS,
+    store_latents: ("triton",),
 }
 
 
@@ -115,7 +116,8 @@ def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program
 
         on_matrix_units = op not in (store_kv, store_rotated) and spec.dtype != jnp.float32
         cache: Any = spec.paged_kv().k
-        yield Program(name, backend, trace, cache, 2 if stores else 0, on_matrix_units)
+        num_arrays = 2 if spec.value_dim is None else 1
+        yield Program(name, backend, trace, cache, num_arrays if stores else 0, on_matrix_units)
 
 
 def product_program(spec: ProductSpec, backend: str, mesh: Mesh) -> Program:
