@@ -43,7 +43,6 @@ from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv, numbers_dtype, to_numbers
 from pallas_kernels.qkv import FusedQkv
-from pallas_kernels.routing import Router
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 from pallas_kernels.selftest.batches import Array, normal, pages_of, scattered_pages, slots_of, used_places
 from pallas_kernels.selftest.second_opinion import second_opinion, second_opinion_of_decode
@@ -352,7 +351,7 @@ def product_cases(shapes: KernelShapes) -> Iterator[Case]:
         yield _product(shapes, expert)
         if expert.of_tokens and jnp.dtype(expert.dtype).itemsize > 1:
             yield _product(shapes, expert, gated=True)
-            if expert.num_shared:
+            if expert.router.num_shared:
                 yield _with_shared(shapes, expert)
     if shapes.experts:
         yield _routing(shapes.experts[0])
@@ -360,13 +359,15 @@ def product_cases(shapes: KernelShapes) -> Iterator[Case]:
 
 def _routing(expert: ExpertShape) -> Case:
     """Chosen experts, their shares and their groups, which are XLA's whatever the kernel."""
-    router = Router(expert.top_k, "softmax", renormalize=True, num_shared=expert.num_shared)
-    num_experts = expert.num_experts + expert.num_shared
-    logits = jax.random.normal(jax.random.key(5), (EXPERT_TOKENS, expert.num_experts))
+    router, num_routed = expert.router, expert.num_routed
+    num_experts = num_routed + router.num_shared
+    keys = jax.random.split(jax.random.key(5))
+    logits = jax.random.normal(keys[0], (EXPERT_TOKENS, num_routed))
+    bias = jax.random.normal(keys[1], (num_routed,)) if router.choice_bias else None
 
     def call(backend: str, interpret: bool) -> list[jax.Array]:
         options: dict[str, Any] = {"backend": _of_others(backend), "interpret": interpret}
-        chosen, shares = choose_experts(router, logits, **options)
+        chosen, shares = choose_experts(router, logits, bias, **options)
         groups = group_by_expert(chosen, num_experts, jnp.arange(EXPERT_TOKENS) % 16 != 15, **options)
         return [chosen, shares, groups.place_of, groups.sizes[:, None]]
 
@@ -379,7 +380,9 @@ def _of_others(backend: str) -> str:
 
 
 def _chosen(expert: ExpertShape, num_experts: int, key: jax.Array) -> Groups:
-    _, chosen = jax.lax.top_k(jax.random.normal(key, (EXPERT_TOKENS, num_experts)), min(expert.top_k, num_experts))
+    _, chosen = jax.lax.top_k(
+        jax.random.normal(key, (EXPERT_TOKENS, num_experts)), min(expert.router.top_k, num_experts)
+    )
     return sort_by_expert(jnp.where(jnp.arange(EXPERT_TOKENS)[:, None] % 16 == 15, num_experts, chosen), num_experts)
 
 
@@ -410,7 +413,7 @@ def _product(shapes: KernelShapes, expert: ExpertShape, *, gated: bool = False) 
 
 def _with_shared(shapes: KernelShapes, expert: ExpertShape) -> Case:
     """Both products where each token takes the shared experts, too."""
-    num_experts, num_shared, size = min(expert.num_experts, MOST_EXPERTS), expert.num_shared, expert.outputs // 2
+    num_experts, num_shared, size = min(expert.num_experts, MOST_EXPERTS), expert.router.num_shared, expert.outputs // 2
     keys = jax.random.split(jax.random.key(12), 6)
     chosen = _chosen(expert, num_experts, keys[0])
     numbers = chosen.experts[chosen.place_of]

@@ -11,6 +11,7 @@ from typing import Any
 
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8
+from pallas_kernels.routing import Router
 from pallas_kernels.scaled import ROW_GROUP
 
 
@@ -22,11 +23,12 @@ class ExpertShape:
     outputs: int
     inputs: int
     dtype: str
-    top_k: int
+    router: Router
+    """Of all devices' experts. Those that it says are shared have weights in an array of their own."""
+    num_routed: int
+    """How many there are to choose from, on all devices."""
     of_tokens: bool
     """Whether its rows are tokens' or places'."""
-    num_shared: int = 0
-    """So many experts more are shared, and their weights an array of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +131,7 @@ class KernelShapes:
     def from_json(cls, values: Mapping[str, Any]) -> KernelShapes:
         """The shapes that `as_json` wrote."""
         attention = tuple(AttentionOptions(**each) for each in values["attention"])
-        experts = tuple(ExpertShape(**each) for each in values["experts"])
+        experts = tuple(ExpertShape(**{**each, "router": Router(**each["router"])}) for each in values["experts"])
         matrices = tuple(MatrixShape(**each) for each in values["matrices"])
         states = tuple(StateShape(**each) for each in values.get("states", ()))
         latents = tuple(LatentShape(**each) for each in values.get("latents", ()))

@@ -1,7 +1,8 @@
 """`choose_experts` as a Pallas kernel for the Triton backend. Called through `triton.BACKEND`.
 
 A program takes a few tokens, each a row of scores that one warp holds, and takes the best expert of a row, then the
-best of the rest, and so on. XLA makes a softmax, a sort, a gather and a normalization of it, each a kernel.
+best of the rest, and so on. Where experts stand in groups, it takes the best groups first, likewise. XLA makes a
+softmax, a sort, a gather and a normalization of it, each a kernel, and ten of groups.
 """
 
 import functools
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -17,12 +19,13 @@ from pallas_kernels.triton.tiles import load_rows, store_rows
 
 _TILE_TOKENS = 4  # one for each warp
 _MOST_EXPERTS = 1024  # 32 numbers of each array in a thread
+_MOST_GROUPS = 32  # one after another
 
 
 def refuse_choose_experts(router: Router, logits: jax.Array) -> str | None:
     """Why this backend can't take the call, or None when it can."""
-    if router.top_groups < router.num_groups:
-        return f"experts are chosen from {router.top_groups} of {router.num_groups} groups; it takes all"
+    if router.num_groups > _MOST_GROUPS:
+        return f"experts stand in {router.num_groups} groups; it takes at most {_MOST_GROUPS}"
     if logits.shape[-1] > _MOST_EXPERTS:
         return f"there are {logits.shape[-1]} experts; it takes at most {_MOST_EXPERTS}"
     return None
@@ -70,6 +73,10 @@ def _kernel(logits_ref: Any, *refs: Any, router: Router, num_biases: int) -> Non
     for bias_ref in bias_refs:
         ranks = ranks + load_rows(bias_ref, (jnp.zeros(1, jnp.int32),), None, columns)
 
+    if router.top_groups < router.num_groups:
+        group = lax.div(expert, jnp.int32(num_experts // router.num_groups))
+        is_out = is_out | ~_is_in_best(router, jnp.where(is_out, -jnp.inf, ranks), expert, group)
+
     num_all = router.top_k + router.num_shared
     num_choices = pl.next_power_of_2(num_all)
     choice = jnp.broadcast_to(jnp.arange(num_choices, dtype=jnp.int32)[None, :], (_TILE_TOKENS, num_choices))
@@ -93,6 +100,27 @@ def _kernel(logits_ref: Any, *refs: Any, router: Router, num_biases: int) -> Non
             of_shared = jax.nn.sigmoid(plgpu.load(gate_ref.at[token], mask=is_real, other=0))
         shares = jnp.where(choice < router.top_k, shares, of_shared[:, None])
     store_rows(shares_ref, (token,), is_real, shares, columns)
+
+
+def _is_in_best(router: Router, ranks: jax.Array, expert: jax.Array, group: jax.Array) -> jax.Array:
+    """Whether each expert `[tokens, E]` of a group is in one of those whose best experts have the highest sums."""
+    num_tokens, width = ranks.shape
+    shape = num_tokens, pl.next_power_of_2(router.num_groups)
+    number = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None, :], shape)
+    sums = jnp.full(shape, -jnp.inf, jnp.float32)
+    for of_group in range(router.num_groups):
+        mine, total = jnp.where(group == of_group, ranks, -jnp.inf), jnp.zeros((num_tokens, 1), jnp.float32)
+        for _ in range(router.group_best):
+            best = jnp.max(mine, axis=1)[:, None]
+            total += best
+            mine = jnp.where(expert == jnp.min(jnp.where(mine == best, expert, width), axis=1)[:, None], -jnp.inf, mine)
+        sums = jnp.where(number == of_group, total, sums)
+    is_best = jnp.zeros(ranks.shape, jnp.int32)  # as numbers: Triton carries no arrays of one bit
+    for _ in range(router.top_groups):
+        best = jnp.max(sums, axis=1)[:, None]
+        first = jnp.min(jnp.where(sums == best, number, shape[1]), axis=1)[:, None]
+        is_best, sums = jnp.where(group == first, 1, is_best), jnp.where(number == first, -jnp.inf, sums)
+    return is_best > 0
 
 
 def _scores(router: Router, logits: jax.Array, is_out: jax.Array) -> jax.Array:

@@ -102,26 +102,36 @@ def _step_kernel(
     eps: float,
 ) -> None:
     _, _, group, key_size, value_size = states.shape
+    dtype = out_ref.dtype
     seq, key_head, of_group = _ids(group)
     layer, position = layer_ref[0], position_ref[seq]
     place, kept_to = place_ref[seq], kept_to_ref[seq]
     moves = _State(states, states_out, (place, key_head, of_group), kept_to)
-    state = moves.load(position > 0)
 
     def fused(column: jax.Array) -> jax.Array:
         """The token's numbers at columns of the product, a vector or one, in float32."""
         if len(product_ref.shape) == 3:
             return _vector(product_ref, (seq, key_head), column).astype(jnp.float32)
-        parts = (_vector(product_ref, (part, seq, key_head), column) for part in range(product_ref.shape[0]))
-        return total(parts, out_ref.dtype).astype(jnp.float32)
+        num_parts = product_ref.shape[0]
+        if column.ndim > 0:
+            whole = total((_vector(product_ref, (part, seq, key_head), column) for part in range(num_parts)), dtype)
+        else:  # one after the other, the parts of single numbers would have `ptxas` spill next to a state
+            where = jnp.broadcast_arrays(jnp.arange(num_parts, dtype=jnp.int32), seq, key_head, column)
+            whole = jnp.sum(plgpu.load(product_ref.at[tuple(where)]), axis=0).astype(dtype)
+        return whole.astype(jnp.float32)
+
+    state = moves.load(position > 0)
 
     def convolved(first: int | jax.Array, width: int, is_mine: jax.Array) -> jax.Array:
         """Channels from `first` on after the convolution; the token's are kept, by the one program whose they are."""
         num_taps, channel = inputs.shape[1], first + jnp.arange(width, dtype=jnp.int32)
         at = [jnp.broadcast_to(each, channel.shape) for each in (layer, key_head)]
-        taps = [plgpu.load(taps_ref.at[(*at, channel, jnp.full_like(channel, i))]) for i in range(num_taps)]
+
+        def tap(back: int) -> jax.Array:
+            return plgpu.load(taps_ref.at[(*at, channel, jnp.full_like(channel, num_taps - 1 - back))])
+
         own = fused(channel)
-        out = own * taps[-1]
+        out = own * tap(0)
         slot = lax.rem(position, jnp.int32(num_taps))
         _store(inputs_out, (place, slot, key_head), channel, own, is_mine)
         is_kept = (kept_to >= 0) & is_mine
@@ -130,7 +140,7 @@ def _step_kernel(
             slot = lax.rem(position + num_taps - back, jnp.int32(num_taps))
             before = _vector(inputs, (place, slot, key_head), channel)
             _store(inputs_out, (jnp.maximum(kept_to, 0), slot, key_head), channel, before, is_kept)
-            out += jnp.where(position >= back, before, 0) * taps[-1 - back]
+            out += jnp.where(position >= back, before, 0) * tap(back)
         return out / (1 + jnp.exp(-out))
 
     def normalized(first: int) -> jax.Array:

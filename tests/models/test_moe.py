@@ -174,7 +174,7 @@ def test_the_test_of_kernels_at_start_has_as_many_shared_experts(
     arch = replace(read(tmp_path, **mixture), by_experts=by_experts)
     formats = Precision(*[jnp.dtype("bfloat16")] * 3)
     shapes = kernel_shapes(arch, formats, 64, KeptHeads(2, 2, 64), devices)
-    assert [each.num_shared for each in shapes.experts] == [count, 0]
+    assert [each.router.num_shared for each in shapes.experts] == [count, count]
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="an engine of its own; by night")

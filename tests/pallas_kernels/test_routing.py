@@ -38,6 +38,8 @@ ROUTERS = {
     "gpt-oss": (Router(4, "softmax_of_chosen"), 32),
     "glm4": (Router(3, "sigmoid", True, 2.5, choice_bias=True), 24),
     "all": (Router(5), 5),
+    "deepseek-v3": (Router(4, "sigmoid", True, 2.5, 8, 3, choice_bias=True), 48),
+    "deepseek-v2": (Router(3, num_groups=6, top_groups=2, group_best=1), 30),
 }
 
 
@@ -114,10 +116,17 @@ def test_of_equal_scores_the_first_experts_are_chosen(score: Any) -> None:
     assert bias[0].tolist() == [[0, 1, 2]]
 
 
-def test_groups_of_experts_are_left_to_xla() -> None:
+def test_of_equal_groups_the_first_are_chosen_from() -> None:
     router = Router(2, "sigmoid", num_groups=4, top_groups=2)
-    with pytest.raises(ValueError, match="experts are chosen from 2 of 4 groups"):
-        choose_experts(router, random_logits(3, 8), backend="triton", interpret=True)
+    logits = jnp.asarray([[0, 0, 1, 1, 1, 1, 1, 1], [3, -9, 0, 0, 1, 0, 0, 0]], jnp.float32)
+    experts, _ = choose_experts(router, logits, backend="triton", interpret=True)
+    assert experts.tolist() == choose_experts(router, logits, backend="xla")[0].tolist() == [[2, 3], [4, 2]]
+
+
+def test_more_groups_than_a_kernel_looks_at_in_turn_are_left_to_xla() -> None:
+    router = Router(2, "sigmoid", num_groups=64, top_groups=2)
+    with pytest.raises(ValueError, match="experts stand in 64 groups; it takes at most 32"):
+        choose_experts(router, random_logits(3, 128), backend="triton", interpret=True)
 
 
 # Choices of tokens among so many experts: of some places more than tiles, of others fewer.

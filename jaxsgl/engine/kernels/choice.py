@@ -107,13 +107,14 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     fmt = None if arch.weight_format is None else arch.weight_format.of_experts(shapes)
     dtype = precision.weights.name if fmt is None else fmt.numbers
     experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
-    num_experts, ffn, top_k = mixture.num_experts // experts, mixture.ffn_size // parts, mixture.router.top_k
+    num_experts, ffn = mixture.num_experts // experts, mixture.ffn_size // parts
     num_shared, rest = divmod(mixture.shared_ffn_size, mixture.ffn_size)
     if rest or num_shared > MOST_SHARED or fmt is not None or arch.by_experts:  # see `MoE`
         num_shared = 0
+    router = dataclasses.replace(mixture.router, num_shared=num_shared)
     return (
-        ExpertShape(num_experts, 2 * ffn, arch.hidden_size, dtype, top_k, True, num_shared),
-        ExpertShape(num_experts, arch.hidden_size, ffn, dtype, top_k, of_tokens=False),
+        ExpertShape(num_experts, 2 * ffn, arch.hidden_size, dtype, router, mixture.num_experts, of_tokens=True),
+        ExpertShape(num_experts, arch.hidden_size, ffn, dtype, router, mixture.num_experts, of_tokens=False),
     )
 
 
