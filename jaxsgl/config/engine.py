@@ -137,6 +137,13 @@ class EngineConfig:
         "inputs, and the rest in int8; quantized checkpoints need no flag, and any other value must be their method "
         "(docs/quantization.md)",
         choices=QUANTIZATIONS,
+        same={  # vLLM's and SGLang's
+            "awq_marlin": "awq",
+            "gptq_marlin": "gptq",
+            "modelopt_fp4": "modelopt",
+            "modelopt_fp8": "modelopt",
+            "modelopt_mixed": "modelopt",
+        },
         alias="-q",
     )
     weight_only: bool = flag(

@@ -75,8 +75,8 @@ class ConfigFile:
         return float(value)
 
     def section(self, key: str) -> ConfigFile | None:
-        """The object at `key`; None where there is none."""
-        values = self.get(key)
+        """The object at `key`; the family's default, else None, where it is missing, null or empty."""
+        values = self.get(key) or self.defaults.get(key)
         if not isinstance(values, dict) or not values:
             return None
         self._sections.append(ConfigFile(self.path, values, f"{self._within}{key}."))

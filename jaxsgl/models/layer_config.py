@@ -156,7 +156,7 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
         plain = RopeParams(theta, rotary_dim=rotary_dim, interleaved=is_interleaved, sections=sections)
         return read_rope(section, plain, original, max_context, alpha_stretches=family.alpha_stretches)
 
-    both = config.section("rope_parameters") or config.section("rope_scaling")
+    both = config.section("rope_parameters") or config.section("rope_scaling")  # null and {} are the family's default
     if family.sliding_theta is None:
         one = rope(both, theta)
         return {FULL: one, SLIDING: one}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,11 @@ SUPPORTED = (
 EXPERTS_IN_MXFP4 = WeightFormat(
     "mxfp4", "float4_e2m1fn", group=MXFP4_GROUP, storage=Storage("mxfp4", 4, scale="_scales")
 )
+MODELOPT = "modelopt"  # what its methods begin with, and what a configuration without a method is
 FP4_GROUP = 16  # inputs that share a scale in NVFP4
+FP8_IN_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+FP8_ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", *FP8_IN_BLOCKS)
+FP8_BLOCK = 128
 _EXCEPTS = "-:"  # before an expression for modules that GPTQ leaves as they are
 # Matrices of a layer, by the names of `LayerSpec.matrices`, and the modules that make each, in every spelling.
 _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -57,16 +63,148 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 
 
+@dataclass(frozen=True)
+class Quantized:
+    """What `quantization_config` says of a model's matrices, by their names in `LayerSpec.matrices`.
+
+    Attributes:
+      fmt: the format that they keep.
+      unquantized: of each layer, those that keep the model's dtype.
+      stored_in: of each layer, those among them that the checkpoint has in other formats than `fmt`.
+    """
+
+    fmt: WeightFormat
+    unquantized: tuple[frozenset[str], ...]
+    stored_in: tuple[tuple[tuple[str, WeightFormat], ...], ...]
+
+
+def read_quantized(path: Path, config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> Quantized:
+    """What `quantization_config` of the file `path` says of `layers`.
+
+    Of several formats one is kept, and what has another one is dequantized as it is loaded.
+
+    Raises `CheckpointError` for a format that is not supported, by its name, and as `read_unquantized`.
+    """
+    groups = _groups(path, config)
+    excepted = read_unquantized(path, config, layers)
+    if groups is None:
+        return Quantized(read_format(path, config), tuple(excepted), ((),) * len(layers))
+    formats = [
+        {
+            name: fmt
+            for name in sorted(spec.matrices - left)
+            if (fmt := _format_of(path, groups, layer, name)) is not None
+        }
+        for layer, (spec, left) in enumerate(zip(layers, excepted, strict=True))
+    ]
+    kept = _most_useful(formats)
+    if kept is None:
+        raise CheckpointError(f"{path}: quantization_config names no matrix of the decoder's layers")
+    return Quantized(
+        kept,
+        tuple(
+            spec.matrices - {name for name, fmt in of_layer.items() if fmt == kept}
+            for spec, of_layer in zip(layers, formats, strict=True)
+        ),
+        tuple(tuple((name, fmt) for name, fmt in of_layer.items() if fmt != kept) for of_layer in formats),
+    )
+
+
+def _most_useful(formats: Sequence[Mapping[str, WeightFormat]]) -> WeightFormat | None:
+    """That of experts, which are most of a model, unless they are dequantized in any case; else that of most matrices.
+
+    `formats` are those of each layer's matrices.
+    """
+    counts = Counter[WeightFormat]()
+    for name, fmt in (each for of_layer in formats for each in of_layer.items()):
+        is_kept = fmt.storage is not None and fmt.storage.kind not in ("fp4", "packed_fp4")
+        counts[fmt] += is_kept * len(formats) * len(_MODULES) if name == "experts" else 1
+    return max(counts, key=lambda fmt: counts[fmt], default=None)
+
+
+def _format_of(path: Path, groups: Sequence[_Group], layer: int, matrix: str) -> WeightFormat | None:
+    """The format of the first of `groups` that a layer's matrix is of; None: of none.
+
+    Raises `CheckpointError` if what is multiplied at once is of several.
+    """
+    for spelling in _MODULES[matrix]:
+        modules = [f"layers.{layer}.{module}" for module in spelling]
+        found = [
+            next((group.fmt for group in groups if any(group.has(prefix + module) for prefix in _PREFIXES)), None)
+            for module in modules
+        ]
+        if any(each != found[0] for each in found):
+            raise CheckpointError(
+                f"{path}: quantization_config has several formats for {', '.join(modules)}, which are multiplied at "
+                "once: give them one"
+            )
+        if found[0] is not None:
+            return found[0]
+    return None
+
+
+def _groups(path: Path, config: Mapping[str, Any]) -> list[_Group] | None:
+    """The groups of modules that have formats of their own; None: all have one."""
+    told, method = modelopt_part(config), config.get("quant_method", MODELOPT)
+    if str(method).startswith(MODELOPT) and told.get("quant_algo") == "MIXED_PRECISION":
+        return _modelopt_groups(path, told)
+    groups = {
+        name: group for name, group in (config.get("config_groups") or {}).items() if (group or {}).get("weights")
+    }
+    if method != "compressed-tensors" or len({str(group["weights"]) for group in groups.values()}) < 2:
+        return None
+    made = []
+    for name, group in groups.items():
+        alone = {**config, "config_groups": {name: group}, "format": group.get("format") or config.get("format")}
+        targets = _targets(path, alone)
+        made.append(_Group(read_format(path, alone), None if targets is None else tuple(targets)))
+    return sorted(made, key=lambda group: group.targets is None)  # what is named counts before kinds of modules
+
+
+def _modelopt_groups(path: Path, told: Mapping[str, Any]) -> list[_Group]:
+    """By `quantized_layers`, an object of modules; those within one are quantized as it is."""
+    layers = told.get("quantized_layers")
+    if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
+        raise CheckpointError(
+            f"{path}: quantization_config: quant_algo is MIXED_PRECISION, but quantized_layers, an object that gives "
+            "each module its quant_algo, is missing"
+        )
+    modules: dict[WeightFormat, list[str]] = {}
+    for module, values in layers.items():
+        if values.get("quant_algo") not in (None, "UNQUANTIZED"):
+            modules.setdefault(read_format(path, {"quant_method": MODELOPT, **values}), []).append(module)
+    return [
+        _Group(fmt, (re.compile(f"(?:{'|'.join(map(re.escape, names))})(?:\\.|$)"),)) for fmt, names in modules.items()
+    ]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Modules that have one format.
+
+    Attributes:
+      fmt: the format.
+      targets: expressions for how their names begin; None: all.
+    """
+
+    fmt: WeightFormat
+    targets: tuple[re.Pattern[str], ...] | None
+
+    def has(self, module: str) -> bool:
+        """Whether the module of that whole name is one."""
+        return self.targets is None or any(target.match(module) for target in self.targets)
+
+
 def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
-    """The format that `quantization_config` of the file `path` describes.
+    """The format that `quantization_config` of the file `path` describes, where it describes one.
 
     Raises `CheckpointError` for a format that is not supported, by its name.
     """
-    method = config.get("quant_method", "modelopt")
+    method = config.get("quant_method", MODELOPT)
     readers = {
         "fp8": _fp8,
         "compressed-tensors": _compressed_tensors,
-        "modelopt": _modelopt,
+        **dict.fromkeys((MODELOPT, f"{MODELOPT}_fp4", f"{MODELOPT}_fp8", f"{MODELOPT}_mixed"), _modelopt),
         "awq": _awq,
         "gptq": _gptq,
         "gguf": _gguf,
@@ -262,13 +400,16 @@ def _block(weights: _Reader) -> tuple[int, int]:
 
 
 def _modelopt(config: _Reader) -> WeightFormat:
-    """FP8 with one scale for a tensor, or NVFP4: floats of 4 bits in groups, whose scales of float8 have one scale.
+    """FP8 with a scale for a tensor, output or block, or NVFP4: 4 bits in groups, whose scales of float8 have a scale.
 
     Their values are whole numbers after doubling, and are kept as int8.
     """
     inner = _Reader(config.path, modelopt_part(config.values))
-    if inner.one_of("quant_algo", "FP8", "NVFP4") == "FP8":
-        return WeightFormat("modelopt", "float8_e4m3fn", storage=Storage("plain", scale="weight_scale"))
+    algo = inner.one_of("quant_algo", *FP8_ALGOS, "NVFP4", "W4A16_NVFP4")
+    if algo in FP8_ALGOS:
+        block = inner.group() or FP8_BLOCK if algo in FP8_IN_BLOCKS else None
+        storage = Storage("plain", scale="weight_scale", block_rows=block or 1)
+        return WeightFormat("modelopt", "float8_e4m3fn", group=block, storage=storage)
     group = inner.one_of("group_size", FP4_GROUP, default=FP4_GROUP)
     return WeightFormat("modelopt", "int8", group=group, storage=Storage("fp4", 4))
 

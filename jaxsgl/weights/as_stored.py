@@ -50,9 +50,8 @@ def _with_own_head(arch: ModelArch, folder: Path) -> ModelArch:
     if not isinstance(tensors, TensorFiles):
         return arch
     embedding, head = (Source(stored_name(name, arch), None) for name in (EMBEDDING, HEAD))
-    fmt = arch.stored_format
-    if fmt is not None and fmt.storage is not None:
-        parts = (head.name.removesuffix("weight") + part for part in stored_matrix.tensor_names(fmt.storage, False))
+    for storage in filter(None, (fmt.storage for fmt in arch.stored_formats)):
+        parts = (head.name.removesuffix("weight") + part for part in stored_matrix.tensor_names(storage, False))
         if all(tensors.shape(part) is not None for part in parts):
             return replace(arch, tie_embeddings=False)
     if {tensors.shape(source.name) for source in (embedding, head)} != {(arch.vocab_size, arch.hidden_size)}:
@@ -82,9 +81,9 @@ def _with_plain_experts(arch: ModelArch, folder: Path) -> ModelArch:
         recipe = recipe_of_experts(path, model, shape_of)
         assert recipe is not None
         name = recipe.sources[0].name
-        stem, is_stack = name.removesuffix("weight"), not name.endswith("weight")
-        scales = stem + (scale.removeprefix("weight") if is_stack else scale)
-        has_scale = any(shape_of(each) is not None for each in (scales, scales + "_inv"))
+        is_stack = not name.endswith("weight")
+        scales = stored_matrix.names_in_stack(name, scale) if is_stack else (name.removesuffix("weight") + scale,)
+        has_scale = any(shape_of(each) is not None for of in scales for each in (of, of + "_inv"))
         return shape_of(name) is not None and not has_scale
 
     return _excepting(arch, is_plain)

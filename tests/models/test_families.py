@@ -101,6 +101,17 @@ def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str,
         assert found is not None and found == arch_of(tmp_path, as_transformers_reads(tmp_path, values)), kind
 
 
+def test_a_rope_that_is_null_is_the_familys_as_in_transformers(tmp_path: Path) -> None:
+    """gpt-oss and Gemma 4 have one of their own; one that is told to be plain is plain."""
+    for kind, key in (("gpt_oss", "rope_scaling"), ("gpt_oss", "rope_parameters"), ("gemma4", "rope_parameters")):
+        told = {name: value for name, value in configuration(kind).items() if name != "rope_parameters"} | {key: None}
+        found = arch_of(tmp_path, told)
+        assert found is not None and found == arch_of(tmp_path, as_transformers_reads(tmp_path, told)), (kind, key)
+    told = {**configuration("gpt_oss"), "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+    plain = arch_of(tmp_path, told)
+    assert plain is not None and plain.ropes == (RopeParams(5000.0),)
+
+
 def test_a_switch_of_windows_means_what_it_means_to_transformers(tmp_path: Path) -> None:
     """Without `layer_types`, where families have windows in different layers."""
     for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3", *HYBRID_KINDS):
