@@ -75,6 +75,9 @@ _MIXTRAL = ExpertNames(
 _MINIMAX_BIAS = ("e_score_correction_bias", ("E",))
 _ERNIE_BIAS = ("moe_statics.e_score_correction_bias", ("1", "E"))
 
+# What names of a stack's numbers end with.
+STACKED_NUMBERS = ("", "_weight_packed", "_packed", "_qweight")
+
 NAMES: dict[str, ExpertNames] = {
     "MixtralForCausalLM": _MIXTRAL,
     "MiniMaxM2ForCausalLM": replace(
@@ -163,7 +166,7 @@ class _OfLayer:
             return Recipe((Source(block + names.stacked_gate_up + "_bias", ("E", "2EF")),), self._gate_up)
         if self.shape_of(block + names.stacked_gate_up + "_blocks") is not None:
             return self._packed(name)
-        is_stacked = self.shape_of(block + names.stacked_gate_up) is not None
+        is_stacked = any(self.shape_of(block + names.stacked_gate_up + end) is not None for end in STACKED_NUMBERS)
         return self._stacked(name) if is_stacked else self._single(name)
 
     def _single(self, name: str) -> Recipe:

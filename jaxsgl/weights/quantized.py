@@ -89,12 +89,11 @@ def _stored_name(source: Source, part: str, fmt: WeightFormat, shape_of: ShapeOf
     if part == "weight_scale":
         names += tuple(f"{name}_inv" for name in names)
     found = next((name for name in names if shape_of(name) is not None), None)
-    is_read = fmt.storage.kind in ("plain", *FP4_NAMES) and not fmt.storage.has_zeros
-    if is_stack and (found is None or not is_read):
+    if is_stack and (found is None or (source.is_transposed and fmt.storage.kind not in ("plain", *FP4_NAMES))):
         raise CheckpointError(
             f"tensor {source.name} is a stack of experts, but there is none of {names[0]}: quantization_config "
-            f"({fmt.method}) must except it if it is not quantized; of stacks FP8 and NVFP4 with stacks of scales and "
-            "MXFP4 are supported, of other formats tensors of each expert"
+            f"({fmt.method}) must except it if it is not quantized; stacks [experts, out, in] are supported, and "
+            "[experts, in, out] in FP8 and NVFP4"
         )
     return found or names[0]
 

@@ -62,10 +62,10 @@ def is_unused(name: str, fmt: WeightFormat) -> bool:
         (
             "input_scale",
             "activation_scale",
-            ".input_global_scale",
+            "input_global_scale",
             ".input_zero_point",
             ".output_scale",
-            ".weight_shape",
+            "weight_shape",
             ".g_idx",
             ".weight_g_idx",
         )

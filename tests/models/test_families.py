@@ -301,6 +301,32 @@ def test_hybrids_as_they_are_published_are_understood(tmp_path: Path) -> None:
     assert arch_of(tmp_path, {**whole, **beside}) is not None
 
 
+def test_qwen3_coder_as_it_is_published_is_understood(tmp_path: Path) -> None:
+    coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert arch_of(tmp_path, {**configuration("qwen3_moe"), **coder}) == arch_of(tmp_path, configuration("qwen3_moe"))
+
+
+def test_glm_4_7_flash_is_understood_as_it_is_published_and_as_transformers_saves_it_again(tmp_path: Path) -> None:
+    """Software that quantizes it keeps `first_k_dense_replace` next to the list that counts."""
+    complete = configuration("glm4_moe_lite") | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+    published = {key: value for key, value in complete.items() if key != "mlp_layer_types"}
+    published |= {"first_k_dense_replace": 1, "topk_method": "noaux_tc", "partial_rotary_factor": 1.0}
+    expected = arch_of(tmp_path, complete)
+    assert expected is not None and expected == arch_of(tmp_path, published)
+    assert expected == arch_of(tmp_path, as_transformers_reads(tmp_path, published))
+
+
+def test_the_number_of_experts_goes_by_any_of_its_names(tmp_path: Path) -> None:
+    """Of families whose configuration class has a default for one of them."""
+    for kind, names in (
+        ("mixtral", ("num_local_experts", "num_experts")),
+        ("olmoe", ("num_experts", "num_local_experts")),
+    ):
+        complete = configuration(kind)
+        renamed = {names[1] if key == names[0] else key: value for key, value in complete.items()}
+        assert arch_of(tmp_path, renamed) == arch_of(tmp_path, complete) is not None
+
+
 def test_numbers_of_groups_mean_nothing_to_a_greedy_choice(tmp_path: Path) -> None:
     mixture = read(tmp_path, **V2_LITE).mixture
     assert mixture is not None and (mixture.router.num_groups, mixture.router.top_k) == (1, 6)

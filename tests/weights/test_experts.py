@@ -106,6 +106,27 @@ def test_a_converted_folder_tells_as_the_original_does(form: str, tmp_path: Path
         assert all(np.array_equal(restored[path], array) for path, array in expected.items())
 
 
+@pytest.mark.parametrize("form", ["compressed-tensors int4", "compressed-tensors int8"])
+def test_stacks_may_be_called_as_modules_are(form: str, tmp_path: Path) -> None:
+    sizes: Any = {"moe_intermediate_size": 64}
+    folder = quantize_folder(make_checkpoint("qwen3_moe", tmp_path / "plain", **sizes), tmp_path / "stored", form)
+    expected, tensors = parameters(folder), load_file(folder / FILE)
+    for block in {name.split(".experts.")[0] for name in tensors if ".mlp.experts." in name}:
+        for part in {name.rpartition(".")[2] for name in tensors if f"{block}.experts.0.down" in name}:
+            gates, ups, downs = (
+                [tensors.pop(f"{block}.experts.{e}.{kind}_proj.{part}") for e in range(10)]
+                for kind in ("gate", "up", "down")
+            )
+            pairs = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+            tensors[f"{block}.experts.gate_up_proj.{part}"] = torch.stack(pairs)
+            tensors[f"{block}.experts.down_proj.{part}"] = torch.stack(downs)
+    save_file(tensors, folder / FILE)
+    found = parameters(folder)
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array, err_msg=str(path))
+
+
 def in_fp4(plain: Path, folder: Path, *, is_in_out: bool, has_one_scale: bool) -> None:
     """Writes the stacks of experts of `plain` in NVFP4, as ModelOpt does, to `folder`; what they mean to its `meant`.
 
