@@ -98,9 +98,9 @@ class ConfigFile:
 
 
 def _is_neutral(key: str, value: Any) -> bool:
-    if key == "layer_types":
+    if key == "layer_types" and value is not None:
         return isinstance(value, list) and set(value) <= {"full_attention"}
-    if key in ("partial_rotary_factor", "factor", "is_causal", "moe_layer_freq"):
+    if key in ("partial_rotary_factor", "factor", "is_causal", "moe_layer_freq") and value is not None:
         return bool(value == 1)
     return not value
 

@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from jaxsgl.models.quantization import Storage, WeightFormat, modelopt_part
 from pallas_kernels.packed import MXFP4_GROUP
 
 SUPPORTED = (
-    "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4, nvfp4), modelopt (FP8, NVFP4), awq "
-    "and gptq (4 and 8 bits), mxfp4 (experts)"
+    "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4, nvfp4), modelopt (FP8, NVFP4), awq, "
+    "gptq and auto-round (4 and 8 bits), mxfp4 (experts)"
 )
 EXPERTS_IN_MXFP4 = WeightFormat(
     "mxfp4", "float4_e2m1fn", group=MXFP4_GROUP, storage=Storage("mxfp4", 4, scale="_scales")
@@ -207,6 +207,7 @@ def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
         **dict.fromkeys((MODELOPT, f"{MODELOPT}_fp4", f"{MODELOPT}_fp8", f"{MODELOPT}_mixed"), _modelopt),
         "awq": _awq,
         "gptq": _gptq,
+        "auto-round": _auto_round,
         "gguf": _gguf,
     }
     if method not in readers:
@@ -227,6 +228,9 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
     keys = ("ignore", "modules_to_not_convert", "exclude_modules")
     told = [str(each) for key in keys for each in modelopt_part(config).get(key) or ()]
     told += [f"re:{key.removeprefix(_EXCEPTS)}" for key in config.get("dynamic") or {}]  # which `_gptq` has checked
+    told += [
+        f"re:{key}" if re.search(r"[*\\+|(\[]", key) else key for key in config.get("extra_config") or {}
+    ]  # likewise
     expressions = [_expression(path, each) for each in told if each.startswith("re:")]
     names_with_stars = [each for each in told if "*" in each and not each.startswith("re:")]
     expressions += [re.compile(fnmatch.translate(each)) for each in names_with_stars]
@@ -424,6 +428,21 @@ def _awq(config: _Reader) -> WeightFormat:
     )
 
 
+def _auto_round(config: _Reader) -> WeightFormat:
+    """AutoRound packs as GPTQ's or AWQ's software does; `extra_config` has modules that are not quantized."""
+    config.one_of("data_type", "int", default="int")
+    packing = config.one_of("packing_format", *AUTO_ROUND_PACKINGS)
+    changed = [module for module, told in (config.values.get("extra_config") or {}).items() if told.get("bits", 0) < 16]
+    if changed:
+        raise CheckpointError(
+            f"{config.path}: quantization_config: extra_config gives {changed[0]} other numbers, which is not "
+            "supported; only modules of 16 bits are"
+        )
+    values = {**config.values, "zero_point": True, "version": "gemm", "desc_act": False}
+    fmt = AUTO_ROUND_PACKINGS[packing](_Reader(config.path, values))
+    return replace(fmt, method="auto-round")
+
+
 def _gptq(config: _Reader) -> WeightFormat:
     bits = config.one_of("bits", 4, 8)
     one_less = config.one_of("checkpoint_format", "gptq", "gptq_v2", default="gptq") == "gptq"
@@ -438,3 +457,9 @@ def _gptq(config: _Reader) -> WeightFormat:
     storage = Storage("gptq", bits, "scales", has_zeros=has_zeros, zeros_one_less=one_less)
     reorders = group is not None and bool(config.values.get("desc_act"))
     return WeightFormat("gptq", f"int{bits}", group=group, has_zeros=has_zeros, reorders=reorders, storage=storage)
+
+
+AUTO_ROUND_PACKINGS = {
+    "auto_round:auto_gptq": _gptq, "auto_round:gptq": _gptq, "auto_gptq": _gptq,
+    "auto_round:auto_awq": _awq, "auto_round:awq": _awq, "auto_awq": _awq,
+}  # fmt: skip

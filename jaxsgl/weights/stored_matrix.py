@@ -56,7 +56,7 @@ def is_unused(name: str, fmt: WeightFormat) -> bool:
     Activations are not quantized here, so their scales mean nothing; shapes and orders follow from the configuration.
     Some GPTQ software writes biases of zeros for models that have none.
     """
-    if fmt.method == "gptq" and name.endswith("_proj.bias"):
+    if fmt.method in ("gptq", "auto-round") and name.endswith("_proj.bias"):
         return True
     return name.endswith(
         (

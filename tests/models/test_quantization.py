@@ -117,6 +117,8 @@ INT4: dict[str, Any] = {
     "format": "pack-quantized",
     "config_groups": {"g": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}},
 }
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "group_size": 32}
+PLAIN = {"bits": 16, "data_type": "float"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 
 
@@ -129,6 +131,10 @@ def targeting(*targets: str) -> dict[str, Any]:
     [
         ({**GPTQ, "dynamic": {"-:.*self_attn": {}}}, {"qkv", "o"}),
         ({**GPTQ, "dynamic": {r"-:.*\.down_proj": {}, "-:.*o_proj": {}}}, {"o", "down"}),
+        (
+            {**AUTO_ROUND, "extra_config": {"model.layers.1.self_attn.o_proj": PLAIN, r".*\.down_proj": PLAIN}},
+            {"o", "down"},
+        ),
         (targeting("Linear"), set()),
         (targeting("re:.*mlp.*"), {"qkv", "o"}),
         (targeting(r"re:.*self_attn.*", r"re:.*\.(gate|up)_proj$"), {"down"}),
@@ -188,3 +194,5 @@ def test_blocks_are_two_numbers_in_either_spelling(tmp_path: Path) -> None:
 def test_other_bits_for_some_modules_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"dynamic gives .*mlp other bits"):
         read(tmp_path, quantization_config={**GPTQ, "dynamic": {".*mlp": {"bits": 8}, "-:.*o_proj": {}}})
+    with pytest.raises(CheckpointError, match=r"extra_config gives .*mlp other numbers"):
+        read(tmp_path, quantization_config={**AUTO_ROUND, "extra_config": {".*mlp": {"bits": 8}, "lm_head": PLAIN}})
