@@ -144,8 +144,8 @@ def in_fp4(plain: Path, folder: Path, *, is_in_out: bool, has_one_scale: bool) -
         else:
             each, of_each = zip(*(fp4(matrix, rng) for matrix in stack), strict=True)
             parts, values = {part: torch.stack([one[part] for one in each]) for part in each[0]}, np.stack(of_each)
-        values = torch.from_numpy(np.ascontiguousarray(values.reshape(stack.shape), np.float32))
-        meant[name] = (values.mT if is_in_out else values).contiguous()
+        weights = torch.from_numpy(np.ascontiguousarray(values.reshape(stack.shape), np.float32))
+        meant[name] = (weights.mT if is_in_out else weights).contiguous()
         for part, x in parts.items():
             stored[name if part == "weight" else f"{name}_{part}"] = x.mT.contiguous() if is_in_out and x.ndim else x
     config = json.loads((plain / "config.json").read_text())
@@ -159,7 +159,8 @@ def in_fp4(plain: Path, folder: Path, *, is_in_out: bool, has_one_scale: bool) -
 @pytest.mark.parametrize(("kind", "is_in_out"), [("gpt_oss", True), ("qwen3_5_moe", False)])
 def test_stacks_in_nvfp4_are_dequantized(kind: str, is_in_out: bool, tmp_path: Path) -> None:
     """As ModelOpt writes those of gpt-oss, with gates and ups in turns, and of Qwen3.5."""
-    plain, sizes = tmp_path / "plain", {"num_experts": 4, "moe_intermediate_size": 48} if not is_in_out else {}
+    plain = tmp_path / "plain"
+    sizes: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 48} if not is_in_out else {}
     make_checkpoint(kind, plain, **sizes)
     in_fp4(plain, tmp_path / "stored", is_in_out=is_in_out, has_one_scale=is_in_out)
     found, expected = parameters(tmp_path / "stored"), parameters(tmp_path / "stored" / "meant")
