@@ -429,7 +429,9 @@ def _family_of(architecture: str | None) -> tuple[str, Head]:
     """The name in `FAMILIES` of an architecture, which may be the decoder with another head or none, and its head."""
     for suffix, head in _OTHER_HEADS.items():
         if architecture is not None and architecture.endswith(suffix):
-            return architecture.removesuffix(suffix) + "ForCausalLM", head
+            stem = architecture.removesuffix(suffix)
+            # Where the whole model sees images, too, the decoder's class is called so: Gemma3TextModel.
+            return stem.removesuffix("Text") + "ForCausalLM", head
     return str(architecture), "vocabulary"
 
 

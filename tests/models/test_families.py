@@ -316,6 +316,16 @@ def test_glm_4_7_flash_is_understood_as_it_is_published_and_as_transformers_save
     assert expected == arch_of(tmp_path, as_transformers_reads(tmp_path, published))
 
 
+@pytest.mark.parametrize(
+    ("kind", "stem"),
+    [("gemma3", "Gemma3"), ("gemma4", "Gemma4"), ("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")],
+)
+def test_a_decoder_with_another_head_goes_by_the_name_of_its_class(kind: str, stem: str, tmp_path: Path) -> None:
+    for ending, head in (("TextModel", "none"), ("TextForSequenceClassification", "labels")):
+        arch = arch_of(tmp_path, configuration(kind) | {"architectures": [stem + ending]})
+        assert arch is not None and (arch.name, arch.head) == (f"{stem}ForCausalLM", head)
+
+
 def test_the_number_of_experts_goes_by_any_of_its_names(tmp_path: Path) -> None:
     """Of families whose configuration class has a default for one of them."""
     for kind, names in (
