@@ -92,6 +92,20 @@ def test_experts_that_are_not_quantized_need_no_exception(form: str, layout: str
         np.testing.assert_array_equal(np.asarray(param[...]), expected[path], err_msg=str(path))
 
 
+@pytest.mark.parametrize("form", ["gptq", "awq", "compressed-tensors int8"])
+def test_matrices_that_are_not_quantized_need_no_exception(form: str, tmp_path: Path) -> None:
+    """Software for GPTQ and AWQ leaves out modules that it doesn't know, without a word."""
+    plain, left = make_checkpoint("qwen3_5", tmp_path / "plain", head_dim=32), r"in_proj_(qkv|z|a|b)\.|self_attn"
+    folder = quantize_folder(plain, tmp_path / "untold", form, excepted=left)
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert [sorted(layer.unquantized) for layer in arch.layers] == [["delta_inputs"]] * 3 + [["o", "qkv"]]
+    found, expected = parameters(folder), parameters(folder / "meant")
+    for path in (("layers", 0, "delta_net", "inputs"), ("layers", 3, "attention", "qkv")):
+        np.testing.assert_array_equal(found[path], expected[path], err_msg=str(path))
+    save_converted(folder, tmp_path / "again", load_params(folder, arch, jnp.dtype("float32"), mesh_of()))
+    assert as_stored(ModelArch.from_folder(tmp_path / "again"), tmp_path / "again") == arch
+
+
 @pytest.mark.parametrize("form", ["compressed-tensors int4", "compressed-tensors int8"])
 def test_a_converted_folder_tells_as_the_original_does(form: str, tmp_path: Path) -> None:
     plain = make_checkpoint("qwen3_moe", tmp_path / "plain")
