@@ -32,7 +32,7 @@ BUNDLED_HEAD = str(Path(__file__).parents[1] / "bundled_head")  # of EAGLE-3
 AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
-QUANTIZATIONS = ("int8", "int4", "fp8", "awq", "gptq", "compressed-tensors", "modelopt")
+QUANTIZATIONS = ("int8", "int4", "fp8", "awq", "gptq", "auto-round", "compressed-tensors", "modelopt")
 DEFAULT_WEIGHT_VERSION = "default"  # SGLang's
 LOAD_FORMATS = ("auto", "dummy")
 GRAMMAR_BACKENDS = ("llguidance", "none")
@@ -137,6 +137,13 @@ class EngineConfig:
         "inputs, and the rest in int8; quantized checkpoints need no flag, and any other value must be their method "
         "(docs/quantization.md)",
         choices=QUANTIZATIONS,
+        same={  # vLLM's and SGLang's
+            "awq_marlin": "awq",
+            "gptq_marlin": "gptq",
+            "modelopt_fp4": "modelopt",
+            "modelopt_fp8": "modelopt",
+            "modelopt_mixed": "modelopt",
+        },
         alias="-q",
     )
     weight_only: bool = flag(

@@ -28,9 +28,9 @@ from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import (
     EXPERTS_IN_MXFP4,
+    Quantized,
     has_quantized_experts,
-    read_format,
-    read_unquantized,
+    read_quantized,
 )
 from jaxsgl.models.rope import RopeParams
 from jaxsgl.models.unserved import why_unserved
@@ -237,6 +237,18 @@ class ModelArch:
             return self.expert_format
         return None if matrix in layer.unquantized else self.weight_format
 
+    def stored_format_of(self, layer: LayerSpec, matrix: str) -> WeightFormat | None:
+        """How the checkpoint has quantized a matrix of `layer`; None: not at all."""
+        own = dict(layer.stored_in).get(matrix)
+        return self.stored_format if own is None and matrix not in layer.unquantized else own
+
+    @property
+    def stored_formats(self) -> tuple[WeightFormat, ...]:
+        """All formats that the checkpoint has quantized matrices in."""
+        layers = self.layers if self.next_layer is None else (*self.layers, self.next_layer)
+        others = (fmt for layer in layers for _, fmt in layer.stored_in)
+        return tuple(dict.fromkeys(filter(None, (self.stored_format, *others))))
+
     @property
     def has_axes(self) -> bool:
         """Whether tokens have three positions: time, row and column."""
@@ -306,18 +318,22 @@ class ModelArch:
         spec = read_pooling(folder, config, arch.hidden_size, labels)
         spec = replace_struct(spec, made_for_it=spec.made_for_it or arch.head != "vocabulary")
         arch = replace(arch, folder_pooling=spec)
-        kv_cache_dtype, weight_format, expert_format, unquantized = _read_quantization(
-            config, folder / MODELOPT_FILE, arch
-        )
-        arch = replace(
-            arch,
-            kv_cache_dtype=kv_cache_dtype,
-            weight_format=weight_format,
-            expert_format=expert_format,
-            stored_format=weight_format,
-            layers=tuple(map(lambda spec, kept: replace(spec, unquantized=kept), arch.layers, unquantized)),
-            next_layer=arch.next_layer and replace(arch.next_layer, unquantized=unquantized[-1]),
-        )
+        kv_cache_dtype, expert_format, quantized = _read_quantization(config, folder / MODELOPT_FILE, arch)
+        arch = replace(arch, kv_cache_dtype=kv_cache_dtype, expert_format=expert_format)
+        if quantized is not None:
+            layers = [
+                replace(spec, unquantized=kept, stored_in=others)
+                for spec, kept, others in zip(
+                    _all_layers(arch), quantized.unquantized, quantized.stored_in, strict=True
+                )
+            ]
+            arch = replace(
+                arch,
+                weight_format=quantized.fmt,
+                stored_format=quantized.fmt,
+                layers=tuple(layers[: arch.num_layers]),
+                next_layer=arch.next_layer and layers[-1],
+            )
         config.refuse_unread(arch.name, FAMILIES[arch.name].ignored)
         return arch.for_context(arch.max_context)
 
@@ -413,7 +429,9 @@ def _family_of(architecture: str | None) -> tuple[str, Head]:
     """The name in `FAMILIES` of an architecture, which may be the decoder with another head or none, and its head."""
     for suffix, head in _OTHER_HEADS.items():
         if architecture is not None and architecture.endswith(suffix):
-            return architecture.removesuffix(suffix) + "ForCausalLM", head
+            stem = architecture.removesuffix(suffix)
+            # Where the whole model sees images, too, the decoder's class is called so: Gemma3TextModel.
+            return stem.removesuffix("Text") + "ForCausalLM", head
     return str(architecture), "vocabulary"
 
 
@@ -445,11 +463,16 @@ def _read_cap(config: ConfigFile, has_caps: bool, key: str) -> float | None:
     return config.number(key) if has_caps and config.get(key) is not None else None
 
 
+def _all_layers(arch: ModelArch) -> tuple[LayerSpec, ...]:
+    """Those of the model, and the next one last."""
+    return arch.layers if arch.next_layer is None else (*arch.layers, arch.next_layer)
+
+
 def _read_quantization(
     config: ConfigFile, modelopt_path: Path, arch: ModelArch
-) -> tuple[str | None, WeightFormat | None, WeightFormat | None, list[frozenset[str]]]:
-    """The KV cache that the checkpoint was calibrated for, how its weights stay quantized, how its experts if it has
-    quantized nothing else, and which matrices of each layer don't, those of the next one last.
+) -> tuple[str | None, WeightFormat | None, Quantized | None]:
+    """The KV cache that the checkpoint was calibrated for, how its experts are quantized if nothing else is, and how
+    the matrices of all layers are.
     """
     sources = [(config.path, config.get("quantization_config"))]
     if modelopt_path.is_file():
@@ -460,13 +483,12 @@ def _read_quantization(
             raise CheckpointError(f"{path}: quantization_config holds {values}, but must be an object")
     kv_cache = next(filter(None, (quantization.kv_cache_dtype(values) for _, values in told)), None)
     quantized = [each for each in told if quantization.weights_are_quantized(each[1])]
-    layers = arch.layers if arch.next_layer is None else (*arch.layers, arch.next_layer)
     expert_format = None
     for each in quantized:
         if arch.mixture is None or not has_quantized_experts(each[1]):
-            return kv_cache, read_format(*each), expert_format, read_unquantized(*each, layers)
+            return kv_cache, expert_format, read_quantized(*each, _all_layers(arch))
         expert_format = EXPERTS_IN_MXFP4
-    return kv_cache, None, expert_format, [frozenset()] * len(layers)
+    return kv_cache, expert_format, None
 
 
 def _read_dtype(*configs: ConfigFile) -> str:

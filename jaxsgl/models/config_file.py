@@ -75,8 +75,8 @@ class ConfigFile:
         return float(value)
 
     def section(self, key: str) -> ConfigFile | None:
-        """The object at `key`; None where there is none."""
-        values = self.get(key)
+        """The object at `key`; the family's default, else None, where it is missing, null or empty."""
+        values = self.get(key) or self.defaults.get(key)
         if not isinstance(values, dict) or not values:
             return None
         self._sections.append(ConfigFile(self.path, values, f"{self._within}{key}."))
@@ -98,9 +98,9 @@ class ConfigFile:
 
 
 def _is_neutral(key: str, value: Any) -> bool:
-    if key == "layer_types":
+    if key == "layer_types" and value is not None:
         return isinstance(value, list) and set(value) <= {"full_attention"}
-    if key in ("partial_rotary_factor", "factor", "is_causal", "moe_layer_freq"):
+    if key in ("partial_rotary_factor", "factor", "is_causal", "moe_layer_freq") and value is not None:
         return bool(value == 1)
     return not value
 

@@ -522,6 +522,7 @@ FAMILIES: dict[str, Family] = {
         windows="all by flag",
         moe=MoeFamily(("num_experts", "num_local_experts"), dense_layers="steps"),
         defaults={"num_key_value_heads": 4, "num_experts_per_tok": 8},
+        ignored=frozenset({"use_qk_norm"}),
     ),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": replace(

@@ -106,7 +106,7 @@ def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> li
     elif isinstance(pattern, str) and pattern:  # L: local, G: global
         slides = [pattern[i % len(pattern)] == "L" for i in range(num_layers)]
     else:
-        slides = [pattern is None or (i + 1) % pattern != 0 for i in range(num_layers)]
+        slides = [not pattern or (i + 1) % pattern != 0 for i in range(num_layers)]
     told = config.get("layer_types") or [SLIDING if each else FULL for each in slides]
     for each in _of_each_layer(config, "layer_types", told, num_layers):
         if each not in (FULL, SLIDING):
@@ -156,7 +156,7 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
         plain = RopeParams(theta, rotary_dim=rotary_dim, interleaved=is_interleaved, sections=sections)
         return read_rope(section, plain, original, max_context, alpha_stretches=family.alpha_stretches)
 
-    both = config.section("rope_parameters") or config.section("rope_scaling")
+    both = config.section("rope_parameters") or config.section("rope_scaling")  # null and {} are the family's default
     if family.sliding_theta is None:
         one = rope(both, theta)
         return {FULL: one, SLIDING: one}
@@ -202,6 +202,7 @@ def _read_dense_layers(config: ConfigFile, family: MoeFamily, num_layers: int) -
     if family.dense_layers == "first":
         types = config.get("mlp_layer_types")
         if types is not None:
+            config.skip("first_k_dense_replace")  # which published folders keep beside them
             return [each == "dense" for each in _of_each_layer(config, "mlp_layer_types", types, num_layers)]
         first = config.get("first_k_dense_replace", 0)
         return [layer < first for layer in range(num_layers)]
@@ -217,8 +218,8 @@ def _read_dense_layers(config: ConfigFile, family: MoeFamily, num_layers: int) -
 
 
 def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
-    counts = {key: config.get(key) for key in family.count_keys}
-    key = next((key for key, value in counts.items() if value is not None), family.count_keys[0])
+    told = [key for key in family.count_keys if config.get(key) is not None and key in config.values]
+    key = next(iter(told), family.count_keys[0])
     num_experts, ffn_size = config.count(key), config.count(family.ffn_key)
     by_groups = family.grouped and config.get("topk_method") != "greedy"
     if family.grouped and not by_groups:  # published folders give their numbers all the same

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from jaxsgl.models.quantization import WeightFormat
 from pallas_kernels import Router
 
 
@@ -173,6 +174,7 @@ class LayerSpec:
       rope: which of the model's ropes turns queries and keys; None: they are not turned.
       mixer: what mixes tokens.
       unquantized: which of its `matrices` keep the model's dtype where others are quantized.
+      stored_in: which of these the checkpoint has quantized, and how: they are dequantized as they are loaded.
       heads: its kv heads, where they are not the model's.
       values_are_keys: the keys' projection makes the values, too.
       keys_from: it has queries alone, and attends to what the layer of this index, one before it, keeps; such layers
@@ -187,6 +189,7 @@ class LayerSpec:
     rope: int | None = 0
     mixer: Mixer = "attention"
     unquantized: frozenset[str] = frozenset()
+    stored_in: tuple[tuple[str, WeightFormat], ...] = ()
     heads: KvHeads | None = None
     values_are_keys: bool = False
     keys_from: int | None = None

@@ -32,7 +32,7 @@ def read_own_types(config: ConfigFile, types: Sequence[str], full: str) -> list[
 
 def check_own_ropes(config: ConfigFile, types: Sequence[str]) -> None:
     """Raises `CheckpointError` unless each kind of layer has a rope of its own."""
-    told = config.get("rope_parameters")
+    told = config.get("rope_parameters") or config.defaults.get("rope_parameters")
     for kind in dict.fromkeys(types):
         rope = told.get(kind) if isinstance(told, Mapping) else None
         if not isinstance(rope, Mapping) or rope.get("rope_theta") is None:

@@ -27,6 +27,7 @@ _OLD_KEYS = {  # of pooling configurations before sentence-transformers 5
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }  # fmt: skip
+_ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}  # PyTorch's
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize", "LogitScore")
 
 
@@ -46,7 +47,7 @@ def read_pooling(folder: Path, config: ConfigFile, hidden_size: int, labels: tup
         matryoshka=bool(config.get("is_matryoshka")) or bool(sizes),
         dimensions=sizes,
         labels=labels,
-        activation=_activation(config.get("problem_type"), len(labels)),
+        activation=_activation(config, len(labels)),
         made_for_it=pools is not None or scores is not None or bool(labels),
         answer_ids=() if scores is None else _answer_ids(ConfigFile(scores / "config.json")),
     )
@@ -99,8 +100,22 @@ def _answer_ids(config: ConfigFile) -> tuple[int, ...]:
     return int(config.get("true_token_id")), int(no)
 
 
-def _activation(problem_type: str | None, num_labels: int) -> Activation:
-    """As transformers' pipelines choose it."""
+def _activation(config: ConfigFile, num_labels: int) -> Activation:
+    """What a cross-encoder of sentence-transformers names (in older folders beside its object), else what transformers'
+    pipelines choose.
+    """
+    told = config.get("sentence_transformers")
+    name = told.get("activation_fn") if isinstance(told, dict) else None
+    name = name or config.get("sbert_ce_default_activation_function")
+    if name is not None:
+        kind = str(name).rpartition(".")[2]
+        if kind not in _ACTIVATIONS:
+            raise CheckpointError(
+                f"{config.path}: scores go through {name}, which is not supported: supported are "
+                f"{', '.join(_ACTIVATIONS)}"
+            )
+        return _ACTIVATIONS[kind]
+    problem_type = config.get("problem_type")
     if problem_type == "regression":
         return "none"
     return "sigmoid" if problem_type == "multi_label_classification" or num_labels == 1 else "softmax"

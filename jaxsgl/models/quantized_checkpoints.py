@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,17 @@ from jaxsgl.models.quantization import Storage, WeightFormat, modelopt_part
 from pallas_kernels.packed import MXFP4_GROUP
 
 SUPPORTED = (
-    "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4, nvfp4), modelopt (FP8, NVFP4), awq "
-    "and gptq (4 and 8 bits), mxfp4 (experts)"
+    "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4, nvfp4), modelopt (FP8, NVFP4), awq, "
+    "gptq and auto-round (4 and 8 bits), mxfp4 (experts)"
 )
 EXPERTS_IN_MXFP4 = WeightFormat(
     "mxfp4", "float4_e2m1fn", group=MXFP4_GROUP, storage=Storage("mxfp4", 4, scale="_scales")
 )
+MODELOPT = "modelopt"  # what its methods begin with, and what a configuration without a method is
 FP4_GROUP = 16  # inputs that share a scale in NVFP4
+FP8_IN_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+FP8_ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", *FP8_IN_BLOCKS)
+FP8_BLOCK = 128
 _EXCEPTS = "-:"  # before an expression for modules that GPTQ leaves as they are
 # Matrices of a layer, by the names of `LayerSpec.matrices`, and the modules that make each, in every spelling.
 _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -57,18 +63,151 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 
 
+@dataclass(frozen=True)
+class Quantized:
+    """What `quantization_config` says of a model's matrices, by their names in `LayerSpec.matrices`.
+
+    Attributes:
+      fmt: the format that they keep.
+      unquantized: of each layer, those that keep the model's dtype.
+      stored_in: of each layer, those among them that the checkpoint has in other formats than `fmt`.
+    """
+
+    fmt: WeightFormat
+    unquantized: tuple[frozenset[str], ...]
+    stored_in: tuple[tuple[tuple[str, WeightFormat], ...], ...]
+
+
+def read_quantized(path: Path, config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> Quantized:
+    """What `quantization_config` of the file `path` says of `layers`.
+
+    Of several formats one is kept, and what has another one is dequantized as it is loaded.
+
+    Raises `CheckpointError` for a format that is not supported, by its name, and as `read_unquantized`.
+    """
+    groups = _groups(path, config)
+    excepted = read_unquantized(path, config, layers)
+    if groups is None:
+        return Quantized(read_format(path, config), tuple(excepted), ((),) * len(layers))
+    formats = [
+        {
+            name: fmt
+            for name in sorted(spec.matrices - left)
+            if (fmt := _format_of(path, groups, layer, name)) is not None
+        }
+        for layer, (spec, left) in enumerate(zip(layers, excepted, strict=True))
+    ]
+    kept = _most_useful(formats)
+    if kept is None:
+        raise CheckpointError(f"{path}: quantization_config names no matrix of the decoder's layers")
+    return Quantized(
+        kept,
+        tuple(
+            spec.matrices - {name for name, fmt in of_layer.items() if fmt == kept}
+            for spec, of_layer in zip(layers, formats, strict=True)
+        ),
+        tuple(tuple((name, fmt) for name, fmt in of_layer.items() if fmt != kept) for of_layer in formats),
+    )
+
+
+def _most_useful(formats: Sequence[Mapping[str, WeightFormat]]) -> WeightFormat | None:
+    """That of experts, which are most of a model, unless they are dequantized in any case; else that of most matrices.
+
+    `formats` are those of each layer's matrices.
+    """
+    counts = Counter[WeightFormat]()
+    for name, fmt in (each for of_layer in formats for each in of_layer.items()):
+        is_kept = fmt.storage is not None and fmt.storage.kind not in ("fp4", "packed_fp4")
+        counts[fmt] += is_kept * len(formats) * len(_MODULES) if name == "experts" else 1
+    return max(counts, key=lambda fmt: counts[fmt], default=None)
+
+
+def _format_of(path: Path, groups: Sequence[_Group], layer: int, matrix: str) -> WeightFormat | None:
+    """The format of the first of `groups` that a layer's matrix is of; None: of none.
+
+    Raises `CheckpointError` if what is multiplied at once is of several.
+    """
+    for spelling in _MODULES[matrix]:
+        modules = [f"layers.{layer}.{module}" for module in spelling]
+        found = [
+            next((group.fmt for group in groups if any(group.has(prefix + module) for prefix in _PREFIXES)), None)
+            for module in modules
+        ]
+        if any(each != found[0] for each in found):
+            raise CheckpointError(
+                f"{path}: quantization_config has several formats for {', '.join(modules)}, which are multiplied at "
+                "once: give them one"
+            )
+        if found[0] is not None:
+            return found[0]
+    return None
+
+
+def _groups(path: Path, config: Mapping[str, Any]) -> list[_Group] | None:
+    """The groups of modules that have formats of their own; None: all have one."""
+    told, method = modelopt_part(config), config.get("quant_method", MODELOPT)
+    if str(method).startswith(MODELOPT) and told.get("quant_algo") == "MIXED_PRECISION":
+        return _modelopt_groups(path, told)
+    groups = {
+        name: group for name, group in (config.get("config_groups") or {}).items() if (group or {}).get("weights")
+    }
+    if method != "compressed-tensors" or len({str(group["weights"]) for group in groups.values()}) < 2:
+        return None
+    made = []
+    for name, group in groups.items():
+        alone = {**config, "config_groups": {name: group}, "format": group.get("format") or config.get("format")}
+        targets = _targets(path, alone)
+        made.append(_Group(read_format(path, alone), None if targets is None else tuple(targets)))
+    return sorted(made, key=lambda group: group.targets is None)  # what is named counts before kinds of modules
+
+
+def _modelopt_groups(path: Path, told: Mapping[str, Any]) -> list[_Group]:
+    """By `quantized_layers`, an object of modules; those within one are quantized as it is."""
+    layers = told.get("quantized_layers")
+    if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
+        raise CheckpointError(
+            f"{path}: quantization_config: quant_algo is MIXED_PRECISION, but quantized_layers, an object that gives "
+            "each module its quant_algo, is missing"
+        )
+    modules: dict[WeightFormat, list[str]] = {}
+    for module, values in layers.items():
+        if values.get("quant_algo") not in (None, "UNQUANTIZED"):
+            modules.setdefault(read_format(path, {"quant_method": MODELOPT, **values}), []).append(module)
+    return [
+        _Group(fmt, (re.compile(f"(?:{'|'.join(map(re.escape, names))})(?:\\.|$)"),)) for fmt, names in modules.items()
+    ]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Modules that have one format.
+
+    Attributes:
+      fmt: the format.
+      targets: expressions for how their names begin; None: all.
+    """
+
+    fmt: WeightFormat
+    targets: tuple[re.Pattern[str], ...] | None
+
+    def has(self, module: str) -> bool:
+        """Whether the module of that whole name is one."""
+        return self.targets is None or any(target.match(module) for target in self.targets)
+
+
 def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
-    """The format that `quantization_config` of the file `path` describes.
+    """The format that `quantization_config` of the file `path` describes, where it describes one.
 
     Raises `CheckpointError` for a format that is not supported, by its name.
     """
-    method = config.get("quant_method", "modelopt")
+    method = config.get("quant_method", MODELOPT)
     readers = {
         "fp8": _fp8,
         "compressed-tensors": _compressed_tensors,
-        "modelopt": _modelopt,
+        **dict.fromkeys((MODELOPT, f"{MODELOPT}_fp4", f"{MODELOPT}_fp8", f"{MODELOPT}_mixed"), _modelopt),
         "awq": _awq,
         "gptq": _gptq,
+        "auto-round": _auto_round,
         "gguf": _gguf,
     }
     if method not in readers:
@@ -89,6 +228,9 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
     keys = ("ignore", "modules_to_not_convert", "exclude_modules")
     told = [str(each) for key in keys for each in modelopt_part(config).get(key) or ()]
     told += [f"re:{key.removeprefix(_EXCEPTS)}" for key in config.get("dynamic") or {}]  # which `_gptq` has checked
+    told += [
+        f"re:{key}" if re.search(r"[*\\+|(\[]", key) else key for key in config.get("extra_config") or {}
+    ]  # likewise
     expressions = [_expression(path, each) for each in told if each.startswith("re:")]
     names_with_stars = [each for each in told if "*" in each and not each.startswith("re:")]
     expressions += [re.compile(fnmatch.translate(each)) for each in names_with_stars]
@@ -262,13 +404,16 @@ def _block(weights: _Reader) -> tuple[int, int]:
 
 
 def _modelopt(config: _Reader) -> WeightFormat:
-    """FP8 with one scale for a tensor, or NVFP4: floats of 4 bits in groups, whose scales of float8 have one scale.
+    """FP8 with a scale for a tensor, output or block, or NVFP4: 4 bits in groups, whose scales of float8 have a scale.
 
     Their values are whole numbers after doubling, and are kept as int8.
     """
     inner = _Reader(config.path, modelopt_part(config.values))
-    if inner.one_of("quant_algo", "FP8", "NVFP4") == "FP8":
-        return WeightFormat("modelopt", "float8_e4m3fn", storage=Storage("plain", scale="weight_scale"))
+    algo = inner.one_of("quant_algo", *FP8_ALGOS, "NVFP4", "W4A16_NVFP4")
+    if algo in FP8_ALGOS:
+        block = inner.group() or FP8_BLOCK if algo in FP8_IN_BLOCKS else None
+        storage = Storage("plain", scale="weight_scale", block_rows=block or 1)
+        return WeightFormat("modelopt", "float8_e4m3fn", group=block, storage=storage)
     group = inner.one_of("group_size", FP4_GROUP, default=FP4_GROUP)
     return WeightFormat("modelopt", "int8", group=group, storage=Storage("fp4", 4))
 
@@ -281,6 +426,21 @@ def _awq(config: _Reader) -> WeightFormat:
     return WeightFormat(
         "awq", "int4", group=group, has_zeros=True, storage=Storage("awq", bits, "scales", has_zeros=True)
     )
+
+
+def _auto_round(config: _Reader) -> WeightFormat:
+    """AutoRound packs as GPTQ's or AWQ's software does; `extra_config` has modules that are not quantized."""
+    config.one_of("data_type", "int", default="int")
+    packing = config.one_of("packing_format", *AUTO_ROUND_PACKINGS)
+    changed = [module for module, told in (config.values.get("extra_config") or {}).items() if told.get("bits", 0) < 16]
+    if changed:
+        raise CheckpointError(
+            f"{config.path}: quantization_config: extra_config gives {changed[0]} other numbers, which is not "
+            "supported; only modules of 16 bits are"
+        )
+    values = {**config.values, "zero_point": True, "version": "gemm", "desc_act": False}
+    fmt = AUTO_ROUND_PACKINGS[packing](_Reader(config.path, values))
+    return replace(fmt, method="auto-round")
 
 
 def _gptq(config: _Reader) -> WeightFormat:
@@ -297,3 +457,9 @@ def _gptq(config: _Reader) -> WeightFormat:
     storage = Storage("gptq", bits, "scales", has_zeros=has_zeros, zeros_one_less=one_less)
     reorders = group is not None and bool(config.values.get("desc_act"))
     return WeightFormat("gptq", f"int{bits}", group=group, has_zeros=has_zeros, reorders=reorders, storage=storage)
+
+
+AUTO_ROUND_PACKINGS = {
+    "auto_round:auto_gptq": _gptq, "auto_round:gptq": _gptq, "auto_gptq": _gptq,
+    "auto_round:auto_awq": _awq, "auto_round:awq": _awq, "auto_awq": _awq,
+}  # fmt: skip

@@ -1,15 +1,15 @@
 """What a folder's tensors show of a model that its configuration leaves unsaid or says wrongly, as transformers has it.
 
-Experts that are not quantized: software that quantizes modules leaves a stack of experts, which is a parameter of its
-own, as it is, and excepts it nowhere (llm-compressor). An output head that is not the embedding, or that is quantized,
-though both are said to be tied. Owns these two rules. Called where a configuration was read, before anything is made
-of it.
+Matrices that are not quantized: software that quantizes modules leaves a stack of experts, which is a parameter of its
+own, as it is, and excepts it nowhere (llm-compressor); that for GPTQ and AWQ may leave out modules without a word. An
+output head that is not the embedding, or that is quantized, though both are said to be tied. Owns these two rules.
+Called where a configuration was read, before anything is made of it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +19,11 @@ from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import LayerSpec, MoeMlp
 from jaxsgl.models.matrix import part_name
 from jaxsgl.weights import stored_matrix
-from jaxsgl.weights.converted import has_param, is_converted
-from jaxsgl.weights.experts import recipe_of_experts
+from jaxsgl.weights.converted import is_converted, params_of
+from jaxsgl.weights.experts import ShapeOf, recipe_of_experts
 from jaxsgl.weights.gguf_tensors import has_tensors, open_tensors
 from jaxsgl.weights.names import Path as ParamPath
-from jaxsgl.weights.names import Source, stored_name
+from jaxsgl.weights.names import Source, recipe_of, stored_name
 from jaxsgl.weights.tensor_files import TensorFiles
 
 EXPERTS = "experts"  # in `LayerSpec.matrices`
@@ -37,7 +37,7 @@ def as_stored(arch: ModelArch, folder: Path) -> ModelArch:
     """`arch` as the tensors of `folder` show it, if there are any. Raises `CheckpointError` for broken files."""
     if not is_converted(folder) and not has_tensors(folder):
         return arch
-    return _with_own_head(_with_plain_experts(arch, folder), folder)
+    return _with_own_head(_with_plain_matrices(arch, folder), folder)
 
 
 def _with_own_head(arch: ModelArch, folder: Path) -> ModelArch:
@@ -45,14 +45,13 @@ def _with_own_head(arch: ModelArch, folder: Path) -> ModelArch:
     if not arch.tie_embeddings or arch.head != "vocabulary":
         return arch
     if is_converted(folder):
-        return replace(arch, tie_embeddings=not has_param(folder, ("lm_head",)))
+        return replace(arch, tie_embeddings=not params_of(folder)(("lm_head",)))
     tensors = open_tensors(folder)
     if not isinstance(tensors, TensorFiles):
         return arch
     embedding, head = (Source(stored_name(name, arch), None) for name in (EMBEDDING, HEAD))
-    fmt = arch.stored_format
-    if fmt is not None and fmt.storage is not None:
-        parts = (head.name.removesuffix("weight") + part for part in stored_matrix.tensor_names(fmt.storage, False))
+    for storage in filter(None, (fmt.storage for fmt in arch.stored_formats)):
+        parts = (head.name.removesuffix("weight") + part for part in stored_matrix.tensor_names(storage, False))
         if all(tensors.shape(part) is not None for part in parts):
             return replace(arch, tie_embeddings=False)
     if {tensors.shape(source.name) for source in (embedding, head)} != {(arch.vocab_size, arch.hidden_size)}:
@@ -67,37 +66,61 @@ def _with_own_head(arch: ModelArch, folder: Path) -> ModelArch:
     return replace(arch, tie_embeddings=False)
 
 
-def _with_plain_experts(arch: ModelArch, folder: Path) -> ModelArch:
-    """`arch` with the experts excepted that `folder` holds unquantized."""
+def _with_plain_matrices(arch: ModelArch, folder: Path) -> ModelArch:
+    """`arch` with the layers' matrices excepted that `folder` holds unquantized."""
     fmt = arch.weight_format
-    if fmt is None or fmt.storage is None or arch.mixture is None or fmt.method == "gguf":
+    if fmt is None or fmt.storage is None or fmt.method == "gguf":
         return arch
     if is_converted(folder):
-        if fmt.of_experts(()) is None:  # they were dequantized, if they were quantized
-            return arch
-        return _excepting(arch, lambda _, path: not has_param(folder, (*path[:-1], part_name(str(path[-1]), "scale"))))
+        # What is dequantized has no scale, quantized or not.
+        has_param = params_of(folder)
+        unknown = {"kv_b"} if fmt.of_experts(()) is not None else {"kv_b", EXPERTS}
+
+        def has_no_scale(model: ModelArch, paths: Sequence[ParamPath], matrix: str) -> bool:
+            scales = ((*path[:-1], part_name(str(path[-1]), "scale")) for path in paths)
+            return matrix not in unknown and not any(map(has_param, scales))
+
+        return _excepting(arch, has_no_scale)
     shape_of, scale = open_tensors(folder).shape, fmt.storage.scale
 
-    def is_plain(model: ModelArch, path: ParamPath) -> bool:
-        recipe = recipe_of_experts(path, model, shape_of)
-        assert recipe is not None
-        name = recipe.sources[0].name
-        stem, is_stack = name.removesuffix("weight"), not name.endswith("weight")
-        scales = stem + (scale.removeprefix("weight") if is_stack else scale)
-        has_scale = any(shape_of(each) is not None for each in (scales, scales + "_inv"))
-        return shape_of(name) is not None and not has_scale
+    def is_plain(model: ModelArch, paths: Sequence[ParamPath], matrix: str) -> bool:
+        recipes = [recipe_of_experts(path, model, shape_of) or recipe_of(path, model) for path in paths]
+        names = [source.name for recipe in recipes for source in recipe.sources]
+        return all(_is_plain(name, scale, shape_of) for name in (names[:1] if matrix == EXPERTS else names))
 
     return _excepting(arch, is_plain)
 
 
-def _excepting(arch: ModelArch, is_plain: Callable[[ModelArch, ParamPath], bool]) -> ModelArch:
+def _is_plain(name: str, scale: str, shape_of: ShapeOf) -> bool:
+    """Whether there is a tensor of that name, and none of its scales."""
+    is_stack = not name.endswith("weight")
+    scales = stored_matrix.names_in_stack(name, scale) if is_stack else (name.removesuffix("weight") + scale,)
+    has_scale = any(shape_of(each) is not None for of in scales for each in (of, of + "_inv"))
+    return shape_of(name) is not None and not has_scale
+
+
+# Where the parameters are within a layer that have other names than `LayerSpec.matrices`; experts are told apart below.
+_PATHS: dict[str, tuple[ParamPath, ...]] = {
+    "gate_up": (("mlp", "gate_up"),),
+    "down": (("mlp", "down"),),
+    "shared": (("mlp", "shared", "gate_up"), ("mlp", "shared", "down")),
+    "delta_inputs": (("delta_net", "qkvz"),),
+    "delta_output": (("delta_net", "output"),),
+    "embedding_gate": (("embedding_gate", "gate"),),
+    "embedding_out": (("embedding_gate", "out"),),
+}
+
+
+def _excepting(arch: ModelArch, is_plain: Callable[[ModelArch, Sequence[ParamPath], str], bool]) -> ModelArch:
     def told(model: ModelArch, layer: int, spec: LayerSpec) -> LayerSpec:
-        path: ParamPath = ("layers", layer, "mlp" if isinstance(spec.mlp, MoeMlp) else "experts", "gate_up")
-        is_quantized = EXPERTS in spec.matrices - spec.unquantized
-        has_mixture = isinstance(spec.mlp, MoeMlp) or spec.experts is not None
-        if not (is_quantized and has_mixture and is_plain(model, path)):
-            return spec
-        return replace(spec, unquantized=spec.unquantized | {EXPERTS})
+        of_experts: ParamPath = ("mlp" if isinstance(spec.mlp, MoeMlp) else "experts", "gate_up")
+        has_shared = isinstance(spec.mlp, MoeMlp) and spec.mlp.shared_ffn_size > 0
+        plain = set()
+        for matrix in spec.matrices - spec.unquantized - (set() if has_shared else {"shared"}):
+            paths = (of_experts,) if matrix == EXPERTS else _PATHS.get(matrix, (("attention", matrix),))
+            if is_plain(model, [("layers", layer, *path) for path in paths], matrix):
+                plain.add(matrix)
+        return replace(spec, unquantized=spec.unquantized | plain)
 
     after = arch.next_arch
     return replace(

@@ -16,7 +16,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,10 @@ def make_output(folder: Path) -> None:
         raise CheckpointError(f"{folder} is not empty: name a new folder for the converted checkpoint")
 
 
-def has_param(folder: Path, path: Iterable[Hashable]) -> bool:
-    """Whether the converted `folder` holds the parameter at `path`."""
-    return _name(tuple(path)) in read_manifest(folder)["params"]
+def params_of(folder: Path) -> Callable[[Iterable[Hashable]], bool]:
+    """Whether the converted `folder` holds the parameter at a path, as a question; its manifest is read once."""
+    names = read_manifest(folder)["params"].keys()
+    return lambda path: _name(tuple(path)) in names
 
 
 def save_converted(source: Path, folder: Path, params: Params) -> None:

@@ -37,7 +37,7 @@ class ExpertNames:
       factor: what the shares of experts are multiplied by.
       shared: how names of shared experts begin.
       interleaved: a stack has gates and ups in turns; else all gates before all ups.
-      transposed: stacks are `[E, in, out]`; None: their shapes tell.
+      transposed: stacks are `[E, in, out]` where their shapes don't tell.
       in_memory: the names in transformers' models, of which `state_dict()` and some folders have other ones; None: they
         are the same.
     """
@@ -53,7 +53,7 @@ class ExpertNames:
     factor: str = ""
     shared: str = "shared_experts."
     interleaved: bool = False
-    transposed: bool | None = None
+    transposed: bool = False
     in_memory: ExpertNames | None = None
 
     def of_checkpoint(self, router: Router, has: Callable[[str], bool]) -> ExpertNames:
@@ -74,6 +74,9 @@ _MIXTRAL = ExpertNames(
 )
 _MINIMAX_BIAS = ("e_score_correction_bias", ("E",))
 _ERNIE_BIAS = ("moe_statics.e_score_correction_bias", ("1", "E"))
+
+# What names of a stack's numbers end with.
+STACKED_NUMBERS = ("", "_weight_packed", "_packed", "_qweight")
 
 NAMES: dict[str, ExpertNames] = {
     "MixtralForCausalLM": _MIXTRAL,
@@ -99,7 +102,6 @@ NAMES: dict[str, ExpertNames] = {
             block="model.layers.{}.",
             router="router.proj.weight",
             factor="router.per_expert_scale",
-            transposed=False,
         ),
     ),
 }
@@ -164,7 +166,7 @@ class _OfLayer:
             return Recipe((Source(block + names.stacked_gate_up + "_bias", ("E", "2EF")),), self._gate_up)
         if self.shape_of(block + names.stacked_gate_up + "_blocks") is not None:
             return self._packed(name)
-        is_stacked = self.shape_of(block + names.stacked_gate_up) is not None
+        is_stacked = any(self.shape_of(block + names.stacked_gate_up + end) is not None for end in STACKED_NUMBERS)
         return self._stacked(name) if is_stacked else self._single(name)
 
     def _single(self, name: str) -> Recipe:
@@ -226,13 +228,20 @@ class _OfLayer:
         return tensor
 
     def _is_transposed(self) -> bool:
-        """Whether stacks are `[E, in, out]`."""
-        if self.names.transposed is not None:
-            return self.names.transposed
-        size, num_in = self.mlp.ffn_size, self.arch.hidden_size
-        if 2 * size != num_in:
-            return self.shape_of(self.block + self.names.stacked_gate_up) == (self.mlp.num_experts, num_in, 2 * size)
-        return self.shape_of(self.block + self.names.stacked_down) == (self.mlp.num_experts, size, num_in)
+        """Whether stacks are `[E, in, out]`, by the one whose matrices aren't square.
+
+        Two numbers in a byte make the axis of inputs shorter.
+        """
+        count, size, num_in = self.mlp.num_experts, self.mlp.ffn_size, self.arch.hidden_size
+        for name, num_out, length in (
+            (self.names.stacked_gate_up, 2 * size, num_in),
+            (self.names.stacked_down, num_in, size),
+        ):
+            shape = self.shape_of(self.block + name)
+            for inputs in (length, length // 2):
+                if num_out != inputs and shape in ((count, num_out, inputs), (count, inputs, num_out)):
+                    return shape == (count, inputs, num_out)
+        return self.names.transposed
 
     def _gate_up(self, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
         """A stack `[E, 2 F, ..]`, gates first."""

@@ -611,14 +611,20 @@ _OF_OWN_MODEL = {
 
 _HEADS = ("lm_head.", "score.")
 _LISTED = re.compile(r"(\.experts)\.(gate_proj|up_proj|down_proj)\.(\d+)\.")
+_STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)\.(\w+)")
 
 
 def as_in_recipes(names: Iterable[str]) -> dict[str, str]:
     """The files' names by those that recipes have: decoders saved without a head lack the first part, older folders of
-    decoders with a tower have the parts in another order, and ModelOpt lists Qwen3-VL's experts by what they are.
+    decoders with a tower have the parts in another order, ModelOpt lists Qwen3-VL's experts by what they are, and a
+    stack of experts may be called as a module is.
     """
-    by_names = {_LISTED.sub(r"\1.\3.\2.", name): name for name in names}
+    by_names = {_STACKED.sub(_of_stack, _LISTED.sub(r"\1.\3.\2.", name)): name for name in names}
     return {recipes: by_names[name] for recipes, name in _of_decoder(list(by_names)).items()}
+
+
+def _of_stack(name: re.Match[str]) -> str:
+    return name[1] if name[2] == "weight" else f"{name[1]}_{name[2]}"
 
 
 def _of_decoder(stored: list[str]) -> dict[str, str]:

@@ -28,7 +28,7 @@ from jaxsgl.models.quantization import FLOAT8, WeightFormat
 from jaxsgl.weights import names
 from jaxsgl.weights.experts import ShapeOf, recipe_of_experts, recipe_of_mxfp4
 from jaxsgl.weights.names import Path, Piece, Place, Recipe, Source, Tensor, axes_lengths, recipe_of_tower
-from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
+from jaxsgl.weights.stored_matrix import FP4_NAMES, PlainMatrix, StoredMatrix, names_in_stack, tensor_names
 from pallas_kernels import packed
 
 SHARES_OF_RANGE = (0.95, 0.9, 0.85, 0.8, 0.75)  # that int4's scales try
@@ -45,7 +45,7 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
         recipe = recipe_of_tower(path, arch) or of_experts or names.recipe_of(path, arch)
         if path[2:] == ("attention", "kv_b"):
             return _dequantized(path, recipe, "kv_b", arch, shape_of)
-        return _dequantized_if_stored_so(recipe, arch, shape_of)
+        return _dequantized_if_stored_so(recipe, _formats_at(path, arch), shape_of)
     fmt: WeightFormat = param.get_metadata("format")
     whole = (*path[:-1], str(path[-1]).removesuffix(part_name("", part)))
     if fmt.packing == packed.MXFP4:
@@ -58,10 +58,23 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
 
 
 def _of_stored(recipe: Recipe, fmt: WeightFormat, part: str, shape_of: ShapeOf) -> Recipe:
+    return _of_several(recipe, (fmt,) * len(recipe.sources), part, shape_of)
+
+
+def _of_several(recipe: Recipe, formats: tuple[WeightFormat | None, ...], part: str, shape_of: ShapeOf) -> Recipe:
+    """The part of matrices whose sources are stored in these formats; None: not quantized."""
+    sources: list[Source] = []
+    for source, fmt in zip(recipe.sources, formats, strict=True):
+        if fmt is None:
+            sources.append(source)
+        else:
+            sources += [Source(_stored_name(source, name, fmt, shape_of), None) for name in _names_of(fmt)]
+    return Recipe(tuple(sources), StoredPieces(recipe, formats, part))
+
+
+def _names_of(fmt: WeightFormat) -> tuple[str, ...]:
     assert fmt.storage is not None
-    parts = tensor_names(fmt.storage, fmt.reorders)
-    sources = [Source(_stored_name(source, name, fmt, shape_of), None) for source in recipe.sources for name in parts]
-    return Recipe(tuple(sources), StoredPieces(recipe, fmt, part))
+    return tensor_names(fmt.storage, fmt.reorders)
 
 
 def _stored_name(source: Source, part: str, fmt: WeightFormat, shape_of: ShapeOf) -> str:
@@ -72,47 +85,67 @@ def _stored_name(source: Source, part: str, fmt: WeightFormat, shape_of: ShapeOf
     """
     assert fmt.storage is not None
     is_stack = len(source.axes or ()) > 2
-    stem = source.name.removesuffix("weight")
-    found = stem + (part.removeprefix("weight") if is_stack else part)
-    if part == "weight_scale" and shape_of(found) is None and shape_of(found + "_inv") is not None:
-        found += "_inv"
-    if is_stack and (fmt.storage.kind != "plain" or fmt.storage.has_zeros or shape_of(found) is None):
+    names = names_in_stack(source.name, part) if is_stack else (source.name.removesuffix("weight") + part,)
+    if part == "weight_scale":
+        names += tuple(f"{name}_inv" for name in names)
+    found = next((name for name in names if shape_of(name) is not None), None)
+    if is_stack and (found is None or (source.is_transposed and fmt.storage.kind not in ("plain", *FP4_NAMES))):
         raise CheckpointError(
-            f"tensor {source.name} is a stack of experts, but there is none of {found}: quantization_config "
-            f"({fmt.method}) must except it if it is not quantized; of stacks FP8 with stacks of scales and MXFP4 are "
-            "supported, of other formats tensors of each expert"
+            f"tensor {source.name} is a stack of experts, but there is none of {names[0]}: quantization_config "
+            f"({fmt.method}) must except it if it is not quantized; stacks [experts, out, in] are supported, and "
+            "[experts, in, out] in FP8 and NVFP4"
         )
-    return found
+    return found or names[0]
 
 
 def _dequantized(path: Path, recipe: Recipe, matrix: str, arch: ModelArch, shape_of: ShapeOf) -> Recipe:
     """What `recipe` makes of the tensors of a layer's matrix, dequantized if the checkpoint has quantized them."""
-    fmt = arch.stored_format
     assert isinstance(path[1], int)
-    if fmt is None or matrix in arch.layers[path[1]].unquantized:
-        return recipe
-    return _of_stored(recipe, fmt, WEIGHTS, shape_of)
+    fmt = arch.stored_format_of(arch.layers[path[1]], matrix)
+    return recipe if fmt is None else _of_stored(recipe, fmt, WEIGHTS, shape_of)
 
 
-def _dequantized_if_stored_so(recipe: Recipe, arch: ModelArch, shape_of: ShapeOf) -> Recipe:
+# What `LayerSpec.matrices` calls parameters that have other names.
+_MATRICES: dict[Path, str] = {
+    ("mlp", "shared"): "shared",
+    ("delta_net", "inputs"): "delta_inputs",
+    ("delta_net", "qkvz"): "delta_inputs",
+    ("delta_net", "output"): "delta_output",
+    ("embedding_gate", "gate"): "embedding_gate",
+    ("embedding_gate", "out"): "embedding_out",
+}
+
+
+def _formats_at(path: Path, arch: ModelArch) -> tuple[WeightFormat, ...]:
+    """The formats that the tensors of the parameter at `path` may be in: its own, or any of the checkpoint's."""
+    if path[0] == "layers" and isinstance(path[1], int):
+        matrix = _MATRICES.get(path[2:4], str(path[3]))
+        own = dict(arch.layers[path[1]].stored_in).get(matrix)
+        if own is not None:
+            return (own,)
+    return tuple(fmt for fmt in arch.stored_formats if fmt.storage is not None)
+
+
+def _dequantized_if_stored_so(recipe: Recipe, formats: tuple[WeightFormat, ...], shape_of: ShapeOf) -> Recipe:
     """What `recipe` makes of tensors that the checkpoint has quantized or not, whatever its configuration says.
 
     These are what stays in the model's dtype here: an output head, gates, a tower. Of gates with few outputs the
-    configuration may say nothing, since a block has more of them. Raises `CheckpointError` if some of the tensors are
-    quantized and others are not.
+    configuration may say nothing, since a block has more of them.
     """
-    fmt = arch.stored_format
-    if fmt is None or fmt.storage is None:
-        return recipe
     modules = [source.name.removesuffix("weight") for source in recipe.sources]
-    scale = fmt.storage.scale
-    is_stored_so = [any(shape_of(module + name) is not None for name in (scale, scale + "_inv")) for module in modules]
-    if any(is_stored_so) and not all(is_stored_so):
-        raise CheckpointError(
-            f"{modules[is_stored_so.index(True)]}* are quantized and {modules[is_stored_so.index(False)]}* are not, "
-            "but they are multiplied at once: quantize both or none"
-        )
-    return _of_stored(recipe, fmt, WEIGHTS, shape_of) if all(is_stored_so) else recipe
+    found = tuple(_found_format(module, formats, shape_of) for module in modules)
+    return _of_several(recipe, found, WEIGHTS, shape_of) if any(found) else recipe
+
+
+def _found_format(module: str, formats: tuple[WeightFormat, ...], shape_of: ShapeOf) -> WeightFormat | None:
+    """The format that has a tensor of each name, of several the one with most names; None: the module has no scales."""
+
+    def is_there(name: str) -> bool:
+        others = (f"{name}_inv",) if name.startswith("weight_scale") else ()
+        return any(shape_of(module + each) is not None for each in (name, *others))
+
+    fitting = [fmt for fmt in formats if all(map(is_there, _names_of(fmt)))]
+    return max(fitting, key=lambda fmt: len(_names_of(fmt)), default=None)
 
 
 @dataclass(frozen=True)
@@ -174,33 +207,36 @@ def quantize(weights: jax.Array, numbers: str, group: int | None = None) -> tupl
 
 @dataclass(frozen=True)
 class StoredPieces:
-    """The pieces of a part of matrices that are stored quantized.
+    """The pieces of a part of matrices that are stored quantized, in the format of each source of `whole`.
 
     `whole` arranges the rows of a matrix. It is asked to arrange their indices, and the rows are computed by these.
     """
 
     whole: Recipe
-    fmt: WeightFormat
+    formats: tuple[WeightFormat | None, ...]
     part: str
 
     def __call__(self, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
         """The pieces, which compute rows when they are read."""
-        assert self.fmt.storage is not None
-        parts = tensor_names(self.fmt.storage, self.fmt.reorders)
-        matrices: list[StoredMatrix] = []
+        matrices: list[StoredMatrix | PlainMatrix] = []
         indices: list[npt.NDArray[np.intp]] = []
-        first = 0
-        for number, source in enumerate(self.whole.sources):
-            named = dict(zip(parts, tensors[number * len(parts) :], strict=False))
+        first, left = 0, iter(tensors)
+        for source, fmt in zip(self.whole.sources, self.formats, strict=True):
+            if fmt is None:
+                matrices.append(PlainMatrix(next(left)))
+                indices.append(np.arange(first, first + matrices[-1].shape[0])[:, None])
+                first += matrices[-1].shape[0]
+                continue
             *stack, num_rows, num_columns = axes_lengths(source, arch)
-            found = [named] if not stack else _of_each_matrix(named, stack[0], source, self.fmt)
+            named = dict(zip(_names_of(fmt), left, strict=False))
+            found = [named] if not stack else _of_each_matrix(named, stack[0], source, fmt)
             shape = (num_columns, num_rows) if source.is_transposed else (num_rows, num_columns)
-            matrices += [StoredMatrix(self.fmt, each, shape, source.name) for each in found]
+            matrices += [StoredMatrix(fmt, each, shape, source.name) for each in found]
             of_source = np.arange(first, first + len(found) * shape[0]).reshape(*stack, shape[0], 1)
             indices.append(of_source.swapaxes(-1, -2) if source.is_transposed else of_source)
             first += of_source.size
         if self.part == "order":
-            yield Piece((), _common_order(matrices, self.whole))
+            yield Piece((), _common_order([each for each in matrices if isinstance(each, StoredMatrix)], self.whole))
             return
         ends = np.cumsum([matrix.shape[0] for matrix in matrices])
         for place, rows in self.whole.pieces(arch, tuple(indices)):
@@ -210,29 +246,34 @@ class StoredPieces:
                 of_matrix = each[..., 0] - (ends[which] - matrices[which].shape[0])
                 yield Piece(each_place, self._rows(matrices[which], of_matrix))
 
-    def _rows(self, matrix: StoredMatrix, rows: npt.NDArray[np.intp]) -> Rows:
-        if self.part == "numbers":
-            return Rows(rows, matrix.numbers, matrix.shape[1], self.fmt.numbers)
+    def _rows(self, matrix: StoredMatrix | PlainMatrix, rows: npt.NDArray[np.intp]) -> Rows:
         if self.part == WEIGHTS:
             return Rows(rows, matrix.weights, matrix.shape[1], jnp.float32)
+        assert isinstance(matrix, StoredMatrix), "what isn't quantized has weights alone"
+        if self.part == "numbers":
+            return Rows(rows, matrix.numbers, matrix.shape[1], matrix.fmt.numbers)
         compute, dtype = (matrix.scale, jnp.float32) if self.part == "scale" else (matrix.zero, jnp.int8)
         return Rows(rows, compute, matrix.num_groups, dtype)
 
 
 def _of_each_matrix(named: dict[str, Tensor], count: int, source: Source, fmt: WeightFormat) -> list[dict[str, Tensor]]:
-    """The tensors of each matrix of a stack, `[out, ...]`. Raises `CheckpointError` for stacks of other lengths."""
+    """The tensors of each matrix of a stack, `[out, ...]`; what is one number all have.
+
+    Raises `CheckpointError` for stacks of other lengths.
+    """
+    assert fmt.storage is not None
+    named = {name: np.broadcast_to(each.reshape(()), count) if each.size == 1 else each for name, each in named.items()}
     different = {name: tensor.shape for name, tensor in named.items() if tensor.shape[:1] != (count,)}
     if different:
         raise CheckpointError(f"{source.name}: {different} must have {count} matrices, one of each expert")
     if not source.is_transposed:
-        return [{name: tensor[i] for name, tensor in named.items()} for i in range(count)]
-    assert fmt.storage is not None
-    if fmt.storage.block_rows != (fmt.group or 1):
+        return [{name: tensor[i, ...] for name, tensor in named.items()} for i in range(count)]
+    if fmt.storage.kind == "plain" and fmt.storage.block_rows != (fmt.group or 1):
         raise CheckpointError(
             f"{source.name} is [experts, in, out] in blocks of {fmt.storage.block_rows} by {fmt.group}, but blocks of "
             "such stacks must be square: name each expert's tensors singly"
         )
-    return [{name: tensor[i].T for name, tensor in named.items()} for i in range(count)]
+    return [{name: tensor[i, ...].T for name, tensor in named.items()} for i in range(count)]
 
 
 def _by_matrix(place: Place, rows: Tensor, has_stacks: bool) -> Iterator[tuple[Place, Tensor]]:

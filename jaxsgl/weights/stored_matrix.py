@@ -42,26 +42,46 @@ def tensor_names(storage: Storage, reorders: bool) -> tuple[str, ...]:
     return tuple(names)
 
 
+def names_in_stack(stack: str, part: str) -> tuple[str, ...]:
+    """What the tensor that `part` of `tensor_names` means may be called of a stack of matrices: `stack` is its numbers.
+
+    Names have no "weight" there, or all of `part` behind the stack's (ModelOpt).
+    """
+    return tuple(dict.fromkeys((stack + part.removeprefix("weight"), stack if part == "weight" else f"{stack}_{part}")))
+
+
 def is_unused(name: str, fmt: WeightFormat) -> bool:
     """Whether a tensor of a checkpoint of that format is rightly left unread.
 
     Activations are not quantized here, so their scales mean nothing; shapes and orders follow from the configuration.
     Some GPTQ software writes biases of zeros for models that have none.
     """
-    if fmt.method == "gptq" and name.endswith("_proj.bias"):
+    if fmt.method in ("gptq", "auto-round") and name.endswith("_proj.bias"):
         return True
     return name.endswith(
         (
-            ".input_scale",
+            "input_scale",
             "activation_scale",
-            ".input_global_scale",
+            "input_global_scale",
             ".input_zero_point",
             ".output_scale",
-            ".weight_shape",
+            "weight_shape",
             ".g_idx",
             ".weight_g_idx",
         )
     )
+
+
+class PlainMatrix:
+    """A matrix `[out, in]` that is stored as it is, next to others that are quantized."""
+
+    def __init__(self, stored: Array) -> None:
+        self.shape = stored.shape
+        self._stored = stored
+
+    def weights(self, rows: Rows) -> npt.NDArray[np.float32]:
+        """`[R, in]` float32."""
+        return self._stored[rows].astype(np.float32)
 
 
 class StoredMatrix:
@@ -74,7 +94,7 @@ class StoredMatrix:
       name: of the matrix, for errors.
 
     Attributes:
-      shape: `(out, in)`.
+      fmt, shape: as given.
       num_groups: G.
 
     Raises:
@@ -83,13 +103,15 @@ class StoredMatrix:
 
     def __init__(self, fmt: WeightFormat, tensors: Mapping[str, Array], shape: tuple[int, int], name: str) -> None:
         assert fmt.storage is not None
-        self._fmt, self._storage, self._tensors, self._name = fmt, fmt.storage, tensors, name
+        self.fmt, self._storage, self._tensors, self._name = fmt, fmt.storage, tensors, name
         self.shape = shape
         self._per_word = WORD_BITS // self._storage.bits
         self._group = fmt.group_of(shape[1])
         self.num_groups = -(-shape[1] // self._group)
         self._numbers, *others = (tensors[each] for each in tensor_names(self._storage, fmt.reorders))
         self._scale = others[0]
+        if self._scale.ndim == 4 and self._scale.shape[1::2] == (1, 1):  # ModelOpt's scales of blocks
+            self._scale = self._scale[:, 0, :, 0]
         has_zeros = self._storage.has_zeros or self._storage.kind in ("awq", "gptq")
         self._zeros = others[1] if has_zeros else None
         self._scale_of_scales = others[1] if self._storage.kind in FP4_NAMES else None
@@ -97,17 +119,17 @@ class StoredMatrix:
 
     def numbers(self, rows: Rows) -> Array:
         """`[R, in]` in the dtype of the format, columns in their order."""
-        dtype = np.dtype(getattr(ml_dtypes, self._fmt.numbers, self._fmt.numbers))
+        dtype = np.dtype(getattr(ml_dtypes, self.fmt.numbers, self.fmt.numbers))
         if self._storage.kind in FP4_NAMES:
             pairs = self._numbers[rows]
             return FP4_DOUBLED[np.stack([pairs & 15, pairs >> 4], axis=-1)].reshape(len(pairs), -1).astype(dtype)
         if self._storage.kind == "plain":
             plain = self._numbers[rows]
-            if self._storage.has_zeros and not self._fmt.has_zeros:
+            if self._storage.has_zeros and not self.fmt.has_zeros:
                 plain = plain - self._per_column(self.zero(rows))
             return self._sorted(plain).astype(dtype)
         numbers = self._unpacked(rows)
-        if self._storage.has_zeros and not self._fmt.has_zeros:
+        if self._storage.has_zeros and not self.fmt.has_zeros:
             return (self._sorted(numbers) - self._per_column(self.zero(rows))).astype(dtype)
         return self._sorted(numbers).astype(dtype)
 
@@ -151,10 +173,10 @@ class StoredMatrix:
     def weights(self, rows: Rows) -> npt.NDArray[np.float32]:
         """`[R, in]` float32: what the numbers mean, columns in the order of the inputs."""
         values = self.numbers(rows).astype(np.float32)
-        if self._fmt.has_zeros:
+        if self.fmt.has_zeros:
             values -= self._per_column(self.zero(rows))
         values *= self._per_column(self.scale(rows))
-        if self._fmt.reorders:
+        if self.fmt.reorders:
             values[:, self.order()] = values.copy()
         return values
 
@@ -170,7 +192,7 @@ class StoredMatrix:
         return np.argsort(index, kind="stable").astype(np.int32)
 
     def _sorted(self, numbers: Array) -> Array:
-        return numbers[:, self.order()] if self._fmt.reorders else numbers
+        return numbers[:, self.order()] if self.fmt.reorders else numbers
 
     def _per_column(self, of_groups: Array) -> Array:
         return np.repeat(of_groups, self._group, axis=1)[:, : self.shape[1]]
@@ -211,6 +233,8 @@ class StoredMatrix:
         self._refuse_unless(
             self._numbers.dtype in wanted.get(kind, (np.int32, np.uint32)), "numbers", self._numbers, expected
         )
+        if self._scale_of_scales is not None:
+            self._refuse_unless(self._scale_of_scales.size == 1, "scales of scales", self._scale_of_scales, (1,))
         if self._zeros is not None and not self._storage.has_zeros and self.zero(slice(None)).any():
             raise CheckpointError(
                 f"{self._name}: quantization_config says symmetric, but the stored zero points differ"

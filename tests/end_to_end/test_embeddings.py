@@ -263,6 +263,26 @@ def test_a_classification_head_scores_its_labels(decoder: Path, tmp_path: Path) 
     llm.close()
 
 
+def test_a_cross_encoder_names_what_its_scores_go_through(decoder: Path, tmp_path: Path) -> None:
+    """As rerankers that sentence-transformers made have it, in newer and older words."""
+    shutil.copytree(decoder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "id2label": {"0": "A"},
+    }
+
+    def activation(**told: Any) -> str:
+        path.write_text(json.dumps({**config, **told}))
+        return ModelArch.from_folder(tmp_path).folder_pooling.activation
+
+    newer = {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.1.0"}
+    assert activation() == "sigmoid" and activation(sentence_transformers=newer) == "none"
+    assert activation(sbert_ce_default_activation_function="torch.nn.modules.activation.Sigmoid") == "sigmoid"
+    with pytest.raises(CheckpointError, match=r"scores go through torch\.nn\.modules\.activation\.Tanh, which is not"):
+        activation(sbert_ce_default_activation_function="torch.nn.modules.activation.Tanh")
+
+
 @pytest.mark.parametrize(
     ("pooling", "modules", "words"),
     [

@@ -20,7 +20,10 @@ from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.start import sizing
+from jaxsgl.messages.orders import Abort
 from jaxsgl.requests.request import Request
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.testing.engine import ScriptedMailbox
 from tests.end_to_end import vision_mesh
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.grids import NIGHTLY, daily
@@ -127,6 +130,26 @@ def test_an_image_is_encoded_once_and_a_second_turn_computes_new_tokens_only(ser
     assert is_greedy(model, second, mailbox.output_ids("turn"))
 
 
+def test_prefixes_that_end_within_an_image_or_right_after_it_change_no_token(served: tuple[Engine, Any]) -> None:
+    """They are those of a request that was given up after its first chunk."""
+    engine, model = served
+    asked, before = request("a", [(1, 4, 6), (1, 8, 4)], 3), engine.recompiles
+    (expected,) = outputs(serve(engine, [[asked]], radix=False), [asked])
+    assert is_greedy(model, asked, expected)
+    page_size = engine.capacity.page_size
+    for cut in range(asked.media[0].offset, asked.media[1].stop + 2):
+        scheduler = new_scheduler(engine, radix=True)
+        whole = scheduler.state.config
+        scheduler.state.config = replace(whole, max_prefill_tokens=cut)
+        begun = msgspec.structs.replace(asked, request_id="begun")
+        run_loop(scheduler, engine, ScriptedMailbox([[begun], [Abort("begun")]]), 0)
+        scheduler.state.config = whole
+        mailbox = run(engine, scheduler, [asked])
+        assert ends(mailbox)["a"].cached_tokens == cut - cut % page_size
+        assert mailbox.output_ids("a") == expected, cut
+    assert engine.recompiles == before
+
+
 def test_an_image_that_the_pool_has_let_go_comes_back_from_host_memory(served: tuple[Engine, Any]) -> None:
     """The pool has 80 rows, and each of two images needs 64 of them."""
     engine, model = served
@@ -167,9 +190,6 @@ def test_samples_scores_and_aborts_of_requests_with_images(served: tuple[Engine,
 
 
 def run(engine: Engine, scheduler: Any, requests: list[Request]) -> Any:
-    from jaxsgl.scheduler.loop import run_loop
-    from jaxsgl.testing.engine import ScriptedMailbox
-
     mailbox = ScriptedMailbox([requests])
     run_loop(scheduler, engine, mailbox, 1)
     return mailbox

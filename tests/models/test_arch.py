@@ -118,6 +118,7 @@ def test_keys_that_change_nothing_are_no_obstacle(tmp_path: Path) -> None:
         "pretraining_tp": 2,
     }
     assert read(tmp_path, **off, **harmless) == plain
+    assert read(tmp_path, layer_types=None, partial_rotary_factor=None, is_causal=None) == plain
 
 
 def test_layers_have_windows_where_the_configuration_says_so(tmp_path: Path) -> None:

@@ -101,6 +101,17 @@ def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str,
         assert found is not None and found == arch_of(tmp_path, as_transformers_reads(tmp_path, values)), kind
 
 
+def test_a_rope_that_is_null_is_the_familys_as_in_transformers(tmp_path: Path) -> None:
+    """gpt-oss and Gemma 4 have one of their own; one that is told to be plain is plain."""
+    for kind, key in (("gpt_oss", "rope_scaling"), ("gpt_oss", "rope_parameters"), ("gemma4", "rope_parameters")):
+        told = {name: value for name, value in configuration(kind).items() if name != "rope_parameters"} | {key: None}
+        found = arch_of(tmp_path, told)
+        assert found is not None and found == arch_of(tmp_path, as_transformers_reads(tmp_path, told)), (kind, key)
+    told = {**configuration("gpt_oss"), "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+    plain = arch_of(tmp_path, told)
+    assert plain is not None and plain.ropes == (RopeParams(5000.0),)
+
+
 def test_a_switch_of_windows_means_what_it_means_to_transformers(tmp_path: Path) -> None:
     """Without `layer_types`, where families have windows in different layers."""
     for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3", *HYBRID_KINDS):
@@ -288,6 +299,42 @@ def test_hybrids_as_they_are_published_are_understood(tmp_path: Path) -> None:
     whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**LLAMA, **Q35}}
     beside = {"vision_config": {"depth": 2}, "image_token_id": 7, "language_model_only": False}
     assert arch_of(tmp_path, {**whole, **beside}) is not None
+
+
+def test_qwen3_coder_as_it_is_published_is_understood(tmp_path: Path) -> None:
+    coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert arch_of(tmp_path, {**configuration("qwen3_moe"), **coder}) == arch_of(tmp_path, configuration("qwen3_moe"))
+
+
+def test_glm_4_7_flash_is_understood_as_it_is_published_and_as_transformers_saves_it_again(tmp_path: Path) -> None:
+    """Software that quantizes it keeps `first_k_dense_replace` next to the list that counts."""
+    complete = configuration("glm4_moe_lite") | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+    published = {key: value for key, value in complete.items() if key != "mlp_layer_types"}
+    published |= {"first_k_dense_replace": 1, "topk_method": "noaux_tc", "partial_rotary_factor": 1.0}
+    expected = arch_of(tmp_path, complete)
+    assert expected is not None and expected == arch_of(tmp_path, published)
+    assert expected == arch_of(tmp_path, as_transformers_reads(tmp_path, published))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stem"),
+    [("gemma3", "Gemma3"), ("gemma4", "Gemma4"), ("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")],
+)
+def test_a_decoder_with_another_head_goes_by_the_name_of_its_class(kind: str, stem: str, tmp_path: Path) -> None:
+    for ending, head in (("TextModel", "none"), ("TextForSequenceClassification", "labels")):
+        arch = arch_of(tmp_path, configuration(kind) | {"architectures": [stem + ending]})
+        assert arch is not None and (arch.name, arch.head) == (f"{stem}ForCausalLM", head)
+
+
+def test_the_number_of_experts_goes_by_any_of_its_names(tmp_path: Path) -> None:
+    """Of families whose configuration class has a default for one of them."""
+    for kind, names in (
+        ("mixtral", ("num_local_experts", "num_experts")),
+        ("olmoe", ("num_experts", "num_local_experts")),
+    ):
+        complete = configuration(kind)
+        renamed = {names[1] if key == names[0] else key: value for key, value in complete.items()}
+        assert arch_of(tmp_path, renamed) == arch_of(tmp_path, complete) is not None
 
 
 def test_numbers_of_groups_mean_nothing_to_a_greedy_choice(tmp_path: Path) -> None:

@@ -53,8 +53,9 @@ def test_devices_have_parts_of_shared_experts_among_the_others(tmp_path: Path) -
 
 @pytest.mark.skipif(not NIGHTLY, reason="compiles a model on devices in three layouts; by night")
 @pytest.mark.timeout(600)
-def test_devices_share_the_quantized_matrices_of_a_hybrid(tmp_path: Path) -> None:
-    check_devices(hybrid_in_fp8("qwen3_5_moe", tmp_path))
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "qwen3_next"])
+def test_devices_share_the_quantized_matrices_of_a_hybrid(kind: str, tmp_path: Path) -> None:
+    check_devices(hybrid_in_fp8(kind, tmp_path))
 
 
 # Kind, format, and what leaves gates alone; groups begin on one device and end on another.
@@ -62,9 +63,11 @@ QUANTIZED: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen2", "gptq desc_act", {}),
     ("qwen3_next", "awq", {"linear_value_head_dim": 16, "moe_intermediate_size": 64}),
     ("qwen3_5", "gptq", {}),
+    ("qwen3_5", "awq", {"linear_value_head_dim": 16}),
     ("qwen3_5_moe", "compressed-tensors int8", {"num_experts": 8}),
     ("deepseek_v3", "compressed-tensors int4", {}),
     ("glm4_moe_lite", "compressed-tensors int8", {}),
+    ("glm4_moe_lite", "awq", {"kv_lora_rank": 64, "qk_rope_head_dim": 8, "head_dim": 8, "moe_intermediate_size": 64}),
     ("glm4_moe", "modelopt nvfp4", {}),
     ("mixtral", "gptq", {}),
     ("gemma3", "compressed-tensors int4 asymmetric", {}),

@@ -49,9 +49,30 @@ def test_modelopts_own_file_counts_as_the_configuration_does(tmp_path: Path) -> 
     arch = read(tmp_path)
     assert arch.kv_cache_dtype == "fp8_e4m3" and arch.weight_format is not None and arch.weight_format.group == 16
     assert [layer.unquantized for layer in arch.layers] == [{"qkv", "o"}, *[frozenset()] * (len(arch.layers) - 1)]
-    path.write_text(json.dumps({"quantization": {"quant_algo": "MIXED_PRECISION"}}))
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: .*quant_algo is MIXED_PRECISION; supported are"):
-        read(tmp_path)
+    for algo, words in (
+        ("W4A16_AWQ", "quant_algo is W4A16_AWQ; supported are"),
+        ("MIXED_PRECISION", "quant_algo is MIXED_PRECISION, but quantized_layers"),
+    ):
+        path.write_text(json.dumps({"quantization": {"quant_algo": algo}}))
+        with pytest.raises(CheckpointError, match=rf"hf_quant_config\.json: .*{words}"):
+            read(tmp_path)
+
+
+def test_of_several_formats_matrices_that_are_multiplied_at_once_have_one(tmp_path: Path) -> None:
+    def told(**layers: str) -> dict[str, Any]:
+        of_layers = {f"model.layers.0.{name}": {"quant_algo": algo} for name, algo in layers.items()}
+        return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": of_layers}
+
+    arch = read(tmp_path, quantization_config=told(**{"self_attn": "FP8", "mlp.down_proj": "NVFP4"}))
+    assert arch.weight_format is not None and arch.weight_format.numbers == "float8_e4m3fn"
+    assert arch.layers[0].unquantized == {"gate_up", "down"} and [name for name, _ in arch.layers[0].stored_in] == [
+        "down"
+    ]
+    assert arch.layers[1].unquantized == arch.layers[1].matrices and not arch.layers[1].stored_in
+    with pytest.raises(CheckpointError, match=r"several formats for layers\.0\.mlp\.gate_proj.*give them one"):
+        read(tmp_path, quantization_config=told(**{"mlp.gate_proj": "FP8", "mlp.up_proj": "NVFP4"}))
+    with pytest.raises(CheckpointError, match="names no matrix of the decoder's layers"):
+        read(tmp_path, quantization_config=told(other="FP8"))
 
 
 @pytest.mark.parametrize(
@@ -96,6 +117,8 @@ INT4: dict[str, Any] = {
     "format": "pack-quantized",
     "config_groups": {"g": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}},
 }
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "group_size": 32}
+PLAIN = {"bits": 16, "data_type": "float"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 
 
@@ -108,6 +131,10 @@ def targeting(*targets: str) -> dict[str, Any]:
     [
         ({**GPTQ, "dynamic": {"-:.*self_attn": {}}}, {"qkv", "o"}),
         ({**GPTQ, "dynamic": {r"-:.*\.down_proj": {}, "-:.*o_proj": {}}}, {"o", "down"}),
+        (
+            {**AUTO_ROUND, "extra_config": {"model.layers.1.self_attn.o_proj": PLAIN, r".*\.down_proj": PLAIN}},
+            {"o", "down"},
+        ),
         (targeting("Linear"), set()),
         (targeting("re:.*mlp.*"), {"qkv", "o"}),
         (targeting(r"re:.*self_attn.*", r"re:.*\.(gate|up)_proj$"), {"down"}),
@@ -167,3 +194,5 @@ def test_blocks_are_two_numbers_in_either_spelling(tmp_path: Path) -> None:
 def test_other_bits_for_some_modules_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"dynamic gives .*mlp other bits"):
         read(tmp_path, quantization_config={**GPTQ, "dynamic": {".*mlp": {"bits": 8}, "-:.*o_proj": {}}})
+    with pytest.raises(CheckpointError, match=r"extra_config gives .*mlp other numbers"):
+        read(tmp_path, quantization_config={**AUTO_ROUND, "extra_config": {".*mlp": {"bits": 8}, "lm_head": PLAIN}})

@@ -233,6 +233,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False},
         lambda weights, rng: gptq(weights, rng, desc_act=True),
     ),
+    "auto-round": (
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int", "bits": 4,
+         "group_size": GROUP, "sym": False, "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}}, gptq,
+    ),
     "gptq 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": False, "sym": True}, gptq_8_bits),
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from jaxsgl.weights import as_stored, load_params, save_converted
 from pallas_kernels.packed import FLOAT8, MXFP4, PackedMatrix
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
-from tests.weights.stored_weights import FORMATS, fp8_blocks, quantize_folder
+from tests.weights.stored_weights import FORMATS, fp4, fp8_blocks, quantize_folder
 
 FILE = "model.safetensors"
 
@@ -92,6 +92,20 @@ def test_experts_that_are_not_quantized_need_no_exception(form: str, layout: str
         np.testing.assert_array_equal(np.asarray(param[...]), expected[path], err_msg=str(path))
 
 
+@pytest.mark.parametrize("form", ["gptq", "awq", "compressed-tensors int8"])
+def test_matrices_that_are_not_quantized_need_no_exception(form: str, tmp_path: Path) -> None:
+    """Software for GPTQ and AWQ leaves out modules that it doesn't know, without a word."""
+    plain, left = make_checkpoint("qwen3_5", tmp_path / "plain", head_dim=32), r"in_proj_(qkv|z|a|b)\.|self_attn"
+    folder = quantize_folder(plain, tmp_path / "untold", form, excepted=left)
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert [sorted(layer.unquantized) for layer in arch.layers] == [["delta_inputs"]] * 3 + [["o", "qkv"]]
+    found, expected = parameters(folder), parameters(folder / "meant")
+    for path in (("layers", 0, "delta_net", "inputs"), ("layers", 3, "attention", "qkv")):
+        np.testing.assert_array_equal(found[path], expected[path], err_msg=str(path))
+    save_converted(folder, tmp_path / "again", load_params(folder, arch, jnp.dtype("float32"), mesh_of()))
+    assert as_stored(ModelArch.from_folder(tmp_path / "again"), tmp_path / "again") == arch
+
+
 @pytest.mark.parametrize("form", ["compressed-tensors int4", "compressed-tensors int8"])
 def test_a_converted_folder_tells_as_the_original_does(form: str, tmp_path: Path) -> None:
     plain = make_checkpoint("qwen3_moe", tmp_path / "plain")
@@ -104,6 +118,69 @@ def test_a_converted_folder_tells_as_the_original_does(form: str, tmp_path: Path
         assert told == arch or (excepted and "int4" in form)  # whose experts are dequantized in any case
         restored, expected = parameters(converted), parameters(folder)
         assert all(np.array_equal(restored[path], array) for path, array in expected.items())
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors int4", "compressed-tensors int8"])
+def test_stacks_may_be_called_as_modules_are(form: str, tmp_path: Path) -> None:
+    sizes: Any = {"moe_intermediate_size": 64}
+    folder = quantize_folder(make_checkpoint("qwen3_moe", tmp_path / "plain", **sizes), tmp_path / "stored", form)
+    expected, tensors = parameters(folder), load_file(folder / FILE)
+    for block in {name.split(".experts.")[0] for name in tensors if ".mlp.experts." in name}:
+        for part in {name.rpartition(".")[2] for name in tensors if f"{block}.experts.0.down" in name}:
+            gates, ups, downs = (
+                [tensors.pop(f"{block}.experts.{e}.{kind}_proj.{part}") for e in range(10)]
+                for kind in ("gate", "up", "down")
+            )
+            pairs = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+            tensors[f"{block}.experts.gate_up_proj.{part}"] = torch.stack(pairs)
+            tensors[f"{block}.experts.down_proj.{part}"] = torch.stack(downs)
+    save_file(tensors, folder / FILE)
+    found = parameters(folder)
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(found[path], array, err_msg=str(path))
+
+
+def in_fp4(plain: Path, folder: Path, *, is_in_out: bool, has_one_scale: bool) -> None:
+    """Writes the stacks of experts of `plain` in NVFP4, as ModelOpt does, to `folder`; what they mean to its `meant`.
+
+    All experts of a stack have one scale of scales, or each has its own.
+    """
+    rng, stored, meant = np.random.default_rng(0), {}, {}
+    for name, tensor in load_file(plain / FILE).items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = meant[name] = tensor
+            continue
+        stack = (tensor.mT if is_in_out else tensor).float().numpy()  # [E, out, in]
+        if has_one_scale:
+            whole, values = fp4(stack.reshape(-1, stack.shape[-1]), rng)
+            parts = {part: x.reshape(*stack.shape[:2], -1) if x.ndim else x for part, x in whole.items()}
+        else:
+            each, of_each = zip(*(fp4(matrix, rng) for matrix in stack), strict=True)
+            parts, values = {part: torch.stack([one[part] for one in each]) for part in each[0]}, np.stack(of_each)
+        weights = torch.from_numpy(np.ascontiguousarray(values.reshape(stack.shape), np.float32))
+        meant[name] = (weights.mT if is_in_out else weights).contiguous()
+        for part, x in parts.items():
+            stored[name if part == "weight" else f"{name}_{part}"] = x.mT.contiguous() if is_in_out and x.ndim else x
+    config = json.loads((plain / "config.json").read_text())
+    fmt = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*attn*", "*shared_expert*", "lm_head"]}
+    for place, tensors, added in ((folder, stored, {"quantization_config": fmt}), (folder / "meant", meant, {})):
+        place.mkdir(parents=True)
+        save_file(tensors, place / FILE)
+        (place / "config.json").write_text(json.dumps(config | added))
+
+
+@pytest.mark.parametrize(("kind", "is_in_out"), [("gpt_oss", True), ("qwen3_5_moe", False)])
+def test_stacks_in_nvfp4_are_dequantized(kind: str, is_in_out: bool, tmp_path: Path) -> None:
+    """As ModelOpt writes those of gpt-oss, with gates and ups in turns, and of Qwen3.5."""
+    plain = tmp_path / "plain"
+    sizes: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 48} if not is_in_out else {}
+    make_checkpoint(kind, plain, **sizes)
+    in_fp4(plain, tmp_path / "stored", is_in_out=is_in_out, has_one_scale=is_in_out)
+    found, expected = parameters(tmp_path / "stored"), parameters(tmp_path / "stored" / "meant")
+    assert found.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_allclose(found[path], array, rtol=1e-6, atol=1e-9, err_msg=str(path))
 
 
 def test_quantized_experts_stay_quantized_whatever_their_layout(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,11 +285,78 @@ def test_a_hybrid_in_blocks_of_fp8_keeps_all_but_its_gates_as_published(kind: st
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 
 
-def test_gates_that_are_quantized_in_part_are_refused_by_name(tmp_path: Path) -> None:
+def test_gates_that_are_quantized_in_part_are_dequantized(tmp_path: Path) -> None:
     plain = make_checkpoint("qwen3_5", tmp_path / "plain")
     folder = quantize_folder(plain, tmp_path / "stored", "fp8 in blocks", excepted="in_proj_a")
-    with pytest.raises(CheckpointError, match=r"in_proj_b\.\* are quantized and .*in_proj_a\.\* are not"):
-        load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+    arch = ModelArch.from_folder(folder)
+    logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
+    np.testing.assert_allclose(logits, checkpoint_logits(folder / "meant", TOKENS), atol=1e-4)
+
+
+def in_two_formats(plain: Path, folder: Path, method: str) -> None:
+    """As Qwen3.6's mixtures are published: experts and head in NVFP4, other matrices in FP8, to `folder`; or likewise.
+
+    The first layer's attention is not quantized.
+    """
+    of_experts, others = {
+        "modelopt": ("modelopt nvfp4", "modelopt fp8"),
+        "compressed-tensors": ("compressed-tensors nvfp4", "compressed-tensors fp8 per channel"),
+    }[method]  # fmt: skip
+    left = r"layers\.0\.self_attn|in_proj_(ba|a|b)\."
+    also = r"lm_head|experts\.\d+\.\w+_proj"
+    first = quantize_folder(plain, folder / "first", of_experts, also=also, excepted=rf"{left}|attn|shared_expert")
+    quantize_folder(first / "meant", folder / "second", others, excepted=rf"{left}|experts\.\d|lm_head")
+    tensors = load_file(folder / "second" / "model.safetensors")
+    of_first = load_file(first / "model.safetensors")
+    plain_names = load_file(plain / "model.safetensors").keys()
+    gone = {name for name in plain_names if re.search(also, name)}
+    stored = {name: x for name, x in tensors.items() if name not in gone}
+    stored |= {name: x for name, x in of_first.items() if re.search(also, name)}
+    modules = sorted(
+        name.removesuffix(".weight") for name in plain_names if re.search(r"_proj(_\w+)?\.weight|lm_head", name)
+    )
+    in_fp4 = [each for each in modules if re.search(also, each)]
+    in_fp8 = [each for each in modules if each not in in_fp4 and not re.search(left, f"{each}.")]
+    config: dict[str, Any]
+    if method == "modelopt":
+        blocks = sorted({re.sub(r"(\.experts)\..*", r"\1", each) for each in in_fp4})
+        told = {each: {"quant_algo": "W4A16_NVFP4", "group_size": 16} for each in blocks}
+        told |= {each: {"quant_algo": "FP8"} for each in in_fp8}
+        config = {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": told,
+            "ignore": ["mtp*"],
+        }
+    else:
+        groups = [
+            {**FORMATS[form][0]["config_groups"]["group_0"], "format": FORMATS[form][0]["format"], "targets": targets}
+            for form, targets in ((of_experts, [r"re:.*\.experts\.\d+\..*", "lm_head"]), (others, ["Linear"]))
+        ]
+        config = {
+            "quant_method": "compressed-tensors", "format": "mixed-precision",
+            "ignore": [r"re:.*layers\.0\.self_attn.*"], "config_groups": {"group_0": groups[0], "group_1": groups[1]},
+        }  # fmt: skip
+    save_file(stored, folder / "model.safetensors")
+    text = json.loads((plain / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
+    shutil.move(folder / "second" / "meant", folder / "meant")
+
+
+@pytest.mark.parametrize(("kind", "method"), [("qwen3_next", "modelopt"), ("glm4_moe", "compressed-tensors")])
+def test_of_two_formats_one_is_kept_and_the_other_dequantized(kind: str, method: str, tmp_path: Path) -> None:
+    sizes: Any = {"linear_value_head_dim": 16, "moe_intermediate_size": 48} if kind == "qwen3_next" else {}
+    plain = make_checkpoint(kind, tmp_path / "plain", **sizes)
+    in_two_formats(plain, tmp_path / "stored", method)
+    folder = tmp_path / "stored"
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert arch.weight_format is not None and arch.weight_format.numbers == "float8_e4m3fn"
+    assert all(layer.unquantized == layer.matrices & {"experts"} for layer in arch.layers[1:])
+    logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
+    expected, unquantized = (checkpoint_logits(each, TOKENS) for each in (folder / "meant", plain))
+    tokens = np.argsort(np.linalg.norm(logits - expected, axis=-1))[:-1]
+    assert np.linalg.norm((logits - expected)[tokens]) < 1e-3 * np.linalg.norm(expected)
+    assert np.linalg.norm((logits - unquantized)[tokens]) > 3e-3 * np.linalg.norm(expected)
 
 
 def test_a_quantized_model_that_sees_images_keeps_its_tower(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
     ("config", "words"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized by bitsandbytes"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "quant_algo is W4A16_AWQ; supported are FP8, NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "quant_algo is W4A16_AWQ; supported are FP8, "),
         ({**FORMATS["modelopt nvfp4"][0], "group_size": 32}, "group_size is 32; supported are 16"),
         ({**FORMATS["awq"][0], "version": "gemv"}, "version is gemv; supported are gemm"),
         ({**FORMATS["awq"][0], "bits": 3}, "bits is 3; supported are 4"),

@@ -104,7 +104,8 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     if mixture is None:
         return ()
     shapes = (mixture.ffn_size, arch.hidden_size), (arch.hidden_size, mixture.ffn_size)
-    fmt = None if arch.weight_format is None else arch.weight_format.of_experts(shapes)
+    has_plain = any("experts" in layer.unquantized for layer in arch.layers)
+    fmt = None if arch.weight_format is None or has_plain else arch.weight_format.of_experts(shapes)
     dtype = precision.weights.name if fmt is None else fmt.numbers
     experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
     num_experts, ffn = mixture.num_experts // experts, mixture.ffn_size // parts
