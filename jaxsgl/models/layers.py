@@ -21,7 +21,7 @@ from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
 from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
-from jaxsgl.models.precision import product, product_in_parts
+from jaxsgl.models.precision import product, product_in_parts, product_of_heads
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
@@ -255,7 +255,7 @@ class Attention(Matrices):
         )
         q_norm, k_norm = (own_scales(stack, 2 * cos.shape[-1]) for stack in (q_norm, k_norm))
         row = rows.row(place)
-        fused = product_in_parts(x_TD, self.matrix("qkv", kernels))
+        fused = product_of_heads(x_TD, self.matrix("qkv", kernels))
         qkv = FusedQkv(
             fused, cos, sin, bias, q_norm, k_norm, row, self.eps, self.rotates_first, self.normalizes_values,
             self.num_gates, x_TD.dtype,
