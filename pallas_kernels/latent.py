@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.norm import rms_norm
+from pallas_kernels.parts import whole
 from pallas_kernels.qkv import rotate
 
 
@@ -116,7 +117,7 @@ class LatentQkv:
         return self.queries, entries, entries[..., : self.heads.latent_size]
 
     def _whole(self, product: jax.Array) -> jax.Array:
-        return product if product.ndim == 2 else jnp.sum(product, axis=0).astype(self.dtype)
+        return whole(product, 2, self.dtype)
 
 
 def check_latent_qkv(qkv: LatentQkv) -> None:

@@ -202,7 +202,7 @@ def _read_dense_layers(config: ConfigFile, family: MoeFamily, num_layers: int) -
     if family.dense_layers == "first":
         types = config.get("mlp_layer_types")
         if types is not None:
-            config.skip("first_k_dense_replace")  # which published folders keep beside them
+            config.skip("first_k_dense_replace")  # which published folders keep next to them
             return [each == "dense" for each in _of_each_layer(config, "mlp_layer_types", types, num_layers)]
         first = config.get("first_k_dense_replace", 0)
         return [layer < first for layer in range(num_layers)]

@@ -101,7 +101,7 @@ def _answer_ids(config: ConfigFile) -> tuple[int, ...]:
 
 
 def _activation(config: ConfigFile, num_labels: int) -> Activation:
-    """What a cross-encoder of sentence-transformers names (in older folders beside its object), else what transformers'
+    """What a cross-encoder of sentence-transformers names (in older folders next to its object), else what transformers'
     pipelines choose.
     """
     told = config.get("sentence_transformers")
