@@ -101,8 +101,8 @@ def _answer_ids(config: ConfigFile) -> tuple[int, ...]:
 
 
 def _activation(config: ConfigFile, num_labels: int) -> Activation:
-    """What a cross-encoder of sentence-transformers names (in older folders next to its object), else what transformers'
-    pipelines choose.
+    """What a cross-encoder of sentence-transformers names, in its object or, in older folders, next to it; else what
+    transformers' pipelines choose.
     """
     told = config.get("sentence_transformers")
     name = told.get("activation_fn") if isinstance(told, dict) else None
