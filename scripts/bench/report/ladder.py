@@ -115,8 +115,8 @@ def _start(dry: bool) -> Rung:
     formats = {"dtype": "float32", "kv_dtype": "uint16"} if dry else {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
     dtype = formats["dtype"]
     products = [
-        {"num_experts": experts, "outputs": outputs, "inputs": inputs, "dtype": dtype, "top_k": 2 if dry else 8,
-         "of_tokens": outputs != hidden}
+        {"num_experts": experts, "outputs": outputs, "inputs": inputs, "dtype": dtype, "num_routed": experts,
+         "router": {"top_k": 2 if dry else 8, "renormalize": True}, "of_tokens": outputs != hidden}
         for outputs, inputs in ((2 * ffn, hidden), (hidden, ffn))
     ]  # fmt: skip
     matrices = [
