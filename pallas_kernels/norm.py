@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.experts import Choices
+from pallas_kernels.parts import whole
 from pallas_kernels.sums import mean_squares
 
 # What is added to the residual stream `[T, D]`: that, float32 parts of it `[P, T, D]`, or the results of experts.
@@ -48,4 +49,4 @@ def sum_parts(update: Update, x: jax.Array) -> jax.Array:
     """An update of x as one array in x's dtype, the sum of its parts where it comes in parts."""
     if isinstance(update, Choices):
         return update.total()
-    return update if update.ndim == x.ndim else jnp.sum(update, axis=0).astype(x.dtype)
+    return whole(update, x.ndim, x.dtype)

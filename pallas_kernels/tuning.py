@@ -50,7 +50,7 @@ class ShapeClass:
     """Bits per element of the queries: those of the cache, unless it is float8."""
 
 
-def shape_class(q: jax.Array, kv: PagedKv, num_seqs: int | None = None) -> ShapeClass:
+def shape_class(q: jax.Array | jax.ShapeDtypeStruct, kv: PagedKv, num_seqs: int | None = None) -> ShapeClass:
     """The class of a call with q `[T, N, H]`, or with the k `[T, K, H]` of a store, whose num_seqs is T."""
     num_tokens, num_heads, head_dim = q.shape
     return ShapeClass(

@@ -91,7 +91,7 @@ def _stored_name(source: Source, part: str, fmt: WeightFormat, shape_of: ShapeOf
     found = next((name for name in names if shape_of(name) is not None), None)
     if is_stack and (found is None or (source.is_transposed and fmt.storage.kind not in ("plain", *FP4_NAMES))):
         raise CheckpointError(
-            f"tensor {source.name} is a stack of experts, but there is none of {names[0]}: quantization_config "
+            f"tensor {source.name} is a stack of experts, but the files have no tensor {names[0]}: quantization_config "
             f"({fmt.method}) must except it if it is not quantized; stacks [experts, out, in] are supported, and "
             "[experts, in, out] in FP8 and NVFP4"
         )

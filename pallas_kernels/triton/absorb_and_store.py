@@ -59,7 +59,7 @@ def _of_any_layer(qkv: LatentQkv, pages: jax.Array, slots: jax.Array, interpret:
     heads, num_tokens = qkv.heads, qkv.num_tokens
     q = jax.ShapeDtypeStruct((num_tokens, heads.num_heads, qkv.head_dim), qkv.dtype)
     kv = PagedKv(pages, pages, slots[None], slots)
-    blocks = tuning.blocks("absorb_and_store", "triton", tuning.shape_class(q, kv, num_tokens))  # type: ignore[arg-type]
+    blocks = tuning.blocks("absorb_and_store", "triton", tuning.shape_class(q, kv, num_tokens))
     tile_tokens = tile_rows_for(blocks["tile_tokens"])
     tile_columns = min(blocks["tile_columns"], heads.latent_size)
     products = [each for each in (qkv.product, qkv.entries_product) if each is not None]

@@ -39,7 +39,7 @@ def some_heads(rng: np.random.Generator, dtype: Any, num_heads: int = 3, sizes=(
 
 
 def some_qkv(num_tokens: int, dtype: Any, num_parts: int, *, joint: bool, num_rotated: int = 32) -> LatentQkv:
-    """Products of random numbers, whole or in parts; columns that nobody should read are NaN."""
+    """Products of random numbers, whole or in parts; columns that the kernel should not read are NaN."""
     rng = np.random.default_rng(num_tokens)
     heads = some_heads(rng, dtype)
     queries = heads.num_heads * (heads.num_absorbing + num_rotated)

@@ -41,7 +41,7 @@ def check_layer(spec: ArgSpec, backend: str, *, runs: int, interpret: bool = Fal
 
 
 def guarded(op: str, check: Callable[..., Check], spec: ArgSpec, backend: str, runs: int, interpret: bool) -> Check:
-    """The outcome of a check, or why there is none."""
+    """The outcome of a check of one kernel, or why the kernel was not checked."""
     try:
         return check(spec, backend, runs, interpret)
     except ValueError as error:

@@ -357,7 +357,7 @@ def decode_programs(rows: int, heads: int, backend: str, assumed: Assumed = ASSU
 def unwritten_bytes(batch: Batch, facts: dict[str, int], most_written: int, assumed: Assumed = ASSUMED) -> float:
     """What a decode's attention leaves of the room for splits, of which rows of one length have as many as fill slots.
 
-    Other rows have more, so a program has room for more of them; nobody writes or reads the rest.
+    Other rows have more, so a program has room for more splits; no kernel writes or reads the planes left over.
     """
     values = facts["head_dim"]
     if "pair_flops" in facts:
