@@ -366,7 +366,16 @@ _FAMILIES: dict[str, Kind] = {
             "mlp_only_layers": [1],
         },
     ),
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**_HYBRID, **_HYBRID_MOE, "mlp_only_layers": [1]}),
+    "qwen3_next": (
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        {
+            **_HYBRID,
+            **_HYBRID_MOE,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+        },
+    ),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, _HYBRID),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, {**_HYBRID, **_HYBRID_MOE}),
     "mixtral": (
@@ -399,6 +408,7 @@ _FAMILIES: dict[str, Kind] = {
             "topk_group": 2,
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.5,
+            "attention_bias": True,
             "rms_norm_eps": 1e-3,  # those of the latents keep their own
             "rope_parameters": {
                 "rope_type": "yarn",
@@ -416,6 +426,7 @@ _FAMILIES: dict[str, Kind] = {
         {
             **_LATENT,
             "q_lora_rank": None,
+            "attention_bias": True,
             "n_group": 4,
             "topk_group": 2,
             "topk_method": "group_limited_greedy",

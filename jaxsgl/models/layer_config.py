@@ -269,6 +269,7 @@ def read_latent(config: ConfigFile) -> Latent:
         rotated=config.count("qk_rope_head_dim"),
         unrotated=config.count("qk_nope_head_dim"),
         value=config.count("v_head_dim"),
+        has_bias=bool(config.get("attention_bias", False)),
     )
 
 

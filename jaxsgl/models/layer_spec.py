@@ -50,6 +50,7 @@ class Latent:
       rotated: R, numbers of a key that turn with its position, the same for all heads.
       unrotated: numbers of a head's key that don't turn.
       value: numbers of a head's value.
+      has_bias: what makes the latent, what queries are made of, and the output have biases.
     """
 
     q_rank: int | None
@@ -57,6 +58,7 @@ class Latent:
     rotated: int
     unrotated: int
     value: int
+    has_bias: bool = False
 
 
 @dataclass(frozen=True)

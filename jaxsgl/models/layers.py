@@ -165,6 +165,12 @@ class LayerVectors(nnx.Module):
             if arch.attention_bias
             else None
         )
+        gates = len(arch.attention_layers), arch.num_kv_heads, arch.num_heads // arch.num_kv_heads, arch.head_dim
+        self.gate_bias = (
+            vector(gates, (None, "kv_heads", None, None), dtype, mean=0.0)
+            if arch.attention_bias and arch.output_gate
+            else None
+        )
         sinks = (len(arch.attention_layers), arch.num_heads)
         self.sinks = vector(sinks, (None, "kv_heads"), jnp.dtype(jnp.float32), mean=0.0) if arch.sinks else None
         # Of an MLP and experts next to it: norms of what each makes, and of what router and experts read.
@@ -268,7 +274,9 @@ class Attention(Matrices):
         out_TNH = attend(place, qkv, None if sinks is None else sinks[row])
         out = out_TNH.reshape(len(x_TD), -1)
         if self.num_gates:
-            out = out * jax.nn.sigmoid(qkv.gates.astype(jnp.float32)).reshape(out.shape).astype(out.dtype)
+            gates, gate_bias = qkv.gates.astype(jnp.float32), rows.stack(vectors.gate_bias, place)
+            gates = gates if gate_bias is None else gates + row_of(gate_bias, row, gates.dtype)
+            out = out * jax.nn.sigmoid(gates).reshape(out.shape).astype(out.dtype)
         added = None if adapters is None else adapters.of_output("o_proj", out)
         return last_product(out, self.matrix("o", kernels), self.o_bias, added)
 

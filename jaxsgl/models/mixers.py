@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import DeltaNet, Latent, LayerSpec
@@ -66,6 +67,12 @@ class LatentAttention(Matrices):
         out = n * mixer.value
         self.declare("o", (d, out), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=out)
 
+        def bias(size: int) -> nnx.Param[jax.Array] | None:
+            return vector((size,), (None,), dtype, mean=0.0) if mixer.has_bias else None
+
+        self.q_a_bias = None if mixer.q_rank is None else bias(mixer.q_rank)
+        self.kv_a_bias, self.o_bias = bias(c + r), bias(d)
+
     def reader(self, kernels: KernelChoice) -> Weights | None:
         """Several matrices multiply x."""
         return None
@@ -91,14 +98,21 @@ class LatentAttention(Matrices):
         if mixer.q_rank is None:
             queries, entries = first, None if second is first else second
         else:
-            low = rms_norm(sum_parts(first, x_TD)[:, : mixer.q_rank], self.q_a_norm[...], LATENT_NORM_EPS)
+            low = _plus(sum_parts(first, x_TD)[:, : mixer.q_rank], self.q_a_bias)
+            low = rms_norm(low, self.q_a_norm[...], LATENT_NORM_EPS)
             queries, entries = flat_product_in_parts(low, self.matrix("q_b", kernels)), second
+        if self.kv_a_bias is not None:
+            entries = _plus(sum_parts(second, x_TD)[:, -len(self.kv_a_bias[...]) :], self.kv_a_bias)
         kv_b = self.matrix("kv_b")
         assert isinstance(kv_b, jax.Array)
         heads = LatentHeads(kv_b, mixer.unrotated)
         qkv = LatentQkv(queries, entries, self.kv_a_norm[...], heads, *tables, LATENT_NORM_EPS, x_TD.dtype)
         out = attend(place, qkv, None)
-        return last_product(out.reshape(len(x_TD), -1), self.matrix("o", kernels), None)
+        return last_product(out.reshape(len(x_TD), -1), self.matrix("o", kernels), self.o_bias)
+
+
+def _plus(x: jax.Array, bias: nnx.Param[jax.Array] | None) -> jax.Array:
+    return x if bias is None else x + bias[...].astype(x.dtype)
 
 
 class GatedDeltaNet(Matrices):

@@ -308,12 +308,21 @@ def _latent_matrices(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[P
 
 def _fuse_gated_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """`fuse_heads` where q `[N * 2 H, D]` has each head's gate after its query: to `[K, 2 G + 2, H, D]`, gates last."""
-    q, k, v = tensors
-    pairs = q.reshape(arch.num_heads, 2, arch.head_dim, *q.shape[1:])
+    yield from _fuse_without_gates(arch, tensors)
     groups = arch.num_heads // arch.num_kv_heads
-    yield from _fuse_queries(arch, pairs[:, 0], k, v)
-    gates = pairs[:, 1].reshape(arch.num_kv_heads, groups, *pairs.shape[2:])
-    yield Piece((slice(None), slice(groups + 2, 2 * groups + 2)), gates)
+    yield Piece((slice(None), slice(groups + 2, 2 * groups + 2)), next(_gates(arch, tensors)).numbers)
+
+
+def _fuse_without_gates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The same without the gates, `[K, G + 2, H]`."""
+    q, k, v = tensors
+    yield from _fuse_queries(arch, q.reshape(arch.num_heads, 2, arch.head_dim, *q.shape[1:])[:, 0], k, v)
+
+
+def _gates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The gates among these, `[K, G, H]`."""
+    gates = tensors[0].reshape(arch.num_heads, 2, arch.head_dim, *tensors[0].shape[1:])[:, 1]
+    yield Piece((), gates.reshape(arch.num_kv_heads, -1, *gates.shape[1:]))
 
 
 def _delta_parts(arch: ModelArch) -> tuple[int, int, int, int]:
@@ -500,6 +509,8 @@ _LATENT: dict[Path, Recipe] = {
     ("attention", "kv_a"): Recipe((Source(_ATTENTION + "kv_a_proj_with_mqa.weight", ("LE", "D")),), _latent_entries),
     ("attention", "kv_a_norm"): Recipe((Source(_ATTENTION + "kv_a_layernorm.weight", ("LC",)),), _as_is),
     ("attention", "kv_b"): Recipe((Source(_ATTENTION + "kv_b_proj.weight", ("NLB", "LC")),), _latent_matrices),
+    ("attention", "q_a_bias"): Recipe((Source(_ATTENTION + "q_a_proj.bias", ("LQ",)),), _as_is),
+    ("attention", "kv_a_bias"): Recipe((Source(_ATTENTION + "kv_a_proj_with_mqa.bias", ("LE",)),), _latent_entries),
     ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NLV")),), _as_is),
 }
 
@@ -512,6 +523,15 @@ _HYBRID: dict[Path, Recipe] = {
         ),
         _fuse_gated_heads,
     ),
+    ("vectors", "qkv_bias"): Recipe(
+        (
+            Source(_ATTENTION + "q_proj.bias", ("2NH",)),
+            Source(_ATTENTION + "k_proj.bias", ("KH",)),
+            Source(_ATTENTION + "v_proj.bias", ("KH",)),
+        ),
+        _fuse_without_gates,
+    ),
+    ("vectors", "gate_bias"): Recipe((Source(_ATTENTION + "q_proj.bias", ("2NH",)),), _gates),
     ("delta_net", "inputs"): Recipe(
         (
             Source(_DELTA_NET + "in_proj_qkv.weight", ("GC", "D")),
@@ -699,7 +719,7 @@ def _layers_of(vectors: str, arch: ModelArch) -> Iterable[int]:
     """The layers that have rows in these vectors: all, or those of one kind."""
     if vectors == "q_norm":
         return arch.attention_layers + arch.reading_layers
-    if vectors in ("k_norm", "qkv_bias", "sinks"):
+    if vectors in ("k_norm", "qkv_bias", "gate_bias", "sinks"):
         return arch.attention_layers
     return arch.delta_layers if vectors.startswith("delta_") else range(arch.num_layers)
 

@@ -56,7 +56,6 @@ def test_every_fourth_layer_attends_unless_config_json_says_otherwise(tmp_path: 
         ({"layer_types": ["sliding_attention"] * 32}, "layer_types is .* each full_attention or linear_attention"),
         ({"linear_num_value_heads": 20}, "20 value heads .* can't share 16 key heads"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
-        ({"attention_bias": True}, "attention_bias"),
     ],
 )
 def test_what_no_layer_can_be_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
