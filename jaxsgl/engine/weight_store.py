@@ -45,6 +45,7 @@ from jaxsgl.weights.converted import is_converted
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
 from pallas_kernels.native import library as native_library
 from pallas_kernels.native.product import TWO_WORDS
+from pallas_kernels.packed import FLOAT8, MXFP4
 
 # What may differ between checkpoints that are served one after the other: the server keeps what it began with.
 _FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context", "folder_pooling", "pooling", "next_layer")
@@ -96,7 +97,7 @@ def as_kept(
         formats = [each for each in (fmt, arch.expert_format) if each is not None]
         has_integers = any(each.has_integers for each in formats)
         parts = [native_library.INTEGERS] if has_integers else []
-        if arch.mixture is not None or any(not each.has_integers for each in formats):
+        if arch.mixture is not None or any(each.packing_on_cpu in (FLOAT8, MXFP4) for each in formats):
             parts.append(native_library.GROUPED)
         packs = native_library.load(*parts) is None and arch.may_pack and num_devices == 1  # compiles parts together
         in_bytes = has_integers and not weight_only and native_library.multiplies_bytes()

@@ -79,6 +79,7 @@ class ModelArch:
       stored_format: how the checkpoint has quantized what has no format here: what makes keys and values of a latent,
         gates, an output head, a tower, and experts unless `weight_format.of_experts` says otherwise. They are
         dequantized as they are loaded.
+      head_format: how the checkpoint has quantized the output head, if it is; None: in any of the others' formats.
       expert_format: how the checkpoint's experts are quantized where nothing else is (MXFP4). Unless it is packed, they
         are dequantized as they are loaded.
       may_pack: quantized matrices may be packed: the folder has them as they were published.
@@ -133,6 +134,7 @@ class ModelArch:
     kv_cache_dtype: str | None = None
     weight_format: WeightFormat | None = None
     stored_format: WeightFormat | None = None
+    head_format: WeightFormat | None = None
     expert_format: WeightFormat | None = None
     may_pack: bool = True
     kv_copies: int = 1
@@ -247,7 +249,7 @@ class ModelArch:
         """All formats that the checkpoint has quantized matrices in."""
         layers = self.layers if self.next_layer is None else (*self.layers, self.next_layer)
         others = (fmt for layer in layers for _, fmt in layer.stored_in)
-        return tuple(dict.fromkeys(filter(None, (self.stored_format, *others))))
+        return tuple(dict.fromkeys(filter(None, (self.stored_format, *others, self.head_format))))
 
     @property
     def has_axes(self) -> bool:
@@ -331,6 +333,7 @@ class ModelArch:
                 arch,
                 weight_format=quantized.fmt,
                 stored_format=quantized.fmt,
+                head_format=quantized.head,
                 layers=tuple(layers[: arch.num_layers]),
                 next_layer=arch.next_layer and layers[-1],
             )

@@ -18,7 +18,7 @@ from pallas_kernels import packed
 FP8_E4M3 = "fp8_e4m3"
 FLOAT8 = "float8_e4m3fn"
 FLOAT4 = "float4_e2m1fn"
-_PACKED_FLOATS = {FLOAT8: packed.FLOAT8, FLOAT4: packed.MXFP4}
+_PACKINGS = {"int4": packed.INT4, FLOAT8: packed.FLOAT8, FLOAT4: packed.MXFP4}  # of numbers, on a CPU
 # Producers whose folders may leave the weights as they are and quantize the KV cache alone.
 _MAY_KEEP_WEIGHTS = ("compressed-tensors", "modelopt", "quark")
 
@@ -32,7 +32,8 @@ class Storage:
     Attributes:
       kind: "plain" numbers in `weight`; integers in words of 32 bits: "awq", "gptq", "packed" (compressed-tensors); or
         two floats of 4 bits (e2m1) in a byte, with a scale of all scales: "fp4" (ModelOpt), "packed_fp4"
-        (compressed-tensors); or with powers of two as scales: "mxfp4" (stacks of experts).
+        (compressed-tensors); or with powers of two as scales: "mxfp4" (stacks of experts), "packed_mxfp4"
+        (compressed-tensors).
       bits: of a number.
       scale: the name of the tensor of scales, instead of `weight`.
       block_rows: how many outputs share a scale.
@@ -123,20 +124,28 @@ class WeightFormat:
     def _refusal(self, shape: tuple[int, ...]) -> str | None:
         return packed.refuse(self.packing, shape, self.group_of(shape[-1]))
 
+    @property
+    def packing_on_cpu(self) -> str:
+        """How C++ may take such numbers; "": as they are."""
+        is_mxfp4 = self.storage is not None and self.storage.kind == "packed_mxfp4"
+        return packed.MXFP4 if is_mxfp4 else _PACKINGS.get(self.numbers, "")
+
     def on_cpu(self, dtype: str, *, row_bits: int = 16, packs: bool = False) -> WeightFormat:
         """The format in which a CPU keeps such weights beside others in `dtype`, without loss.
 
-        Its kernels multiply int8 without offsets, which 4 bits less their offset fit, and bfloat16, which has all
-        numbers of float8; or where it `packs`, what is packed.
+        Its kernels multiply int8 without offsets, which 4 bits less their offset fit, and floats of 4 bits doubled, and
+        bfloat16, which has all numbers of float8; or where it `packs`, what is packed.
         """
-        if self.numbers == "int4" and packs:
-            return replace(self, packing=packed.INT4, row_bits=row_bits)
-        if self.numbers in _PACKED_FLOATS and packs:
-            return replace(self, packing=_PACKED_FLOATS[self.numbers], widened_to=dtype)
+        packing = self.packing_on_cpu if packs else ""
+        if packing == packed.INT4:
+            return replace(self, packing=packing, row_bits=row_bits)
+        if packing:
+            numbers = FLOAT4 if packing == packed.MXFP4 else self.numbers
+            return replace(self, numbers=numbers, packing=packing, widened_to=dtype, row_bits=row_bits)
         if self.numbers == "int4":
             return replace(self, numbers="int8", has_zeros=False, row_bits=row_bits)
-        if self.numbers == "int8":
-            return replace(self, row_bits=row_bits)
+        if self.numbers in ("int8", FLOAT4):
+            return replace(self, numbers="int8", row_bits=row_bits)
         if self.numbers == FLOAT8 and dtype == "bfloat16":
             return replace(self, numbers="bfloat16")
         return self

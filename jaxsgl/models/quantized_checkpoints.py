@@ -20,18 +20,26 @@ from jaxsgl.models.quantization import Storage, WeightFormat, modelopt_part
 from pallas_kernels.packed import MXFP4_GROUP
 
 SUPPORTED = (
-    "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4, nvfp4), modelopt (FP8, NVFP4), awq, "
-    "gptq and auto-round (4 and 8 bits), mxfp4 (experts)"
+    "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4, nvfp4, mxfp4), modelopt (FP8, "
+    "NVFP4), awq, gptq and auto-round (2, 3, 4 and 8 bits), mxfp4 (experts)"
 )
 EXPERTS_IN_MXFP4 = WeightFormat(
     "mxfp4", "float4_e2m1fn", group=MXFP4_GROUP, storage=Storage("mxfp4", 4, scale="_scales")
 )
+HEAD = "lm_head"
 MODELOPT = "modelopt"  # what its methods begin with, and what a configuration without a method is
 FP4_GROUP = 16  # inputs that share a scale in NVFP4
+# Floats of 4 bits in compressed-tensors: how they are stored, and in groups of how many.
+FP4_FORMATS = {"nvfp4-pack-quantized": ("packed_fp4", FP4_GROUP), "mxfp4-pack-quantized": ("packed_mxfp4", MXFP4_GROUP)}
 FP8_IN_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
 FP8_ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", *FP8_IN_BLOCKS)
 FP8_BLOCK = 128
-_EXCEPTS = "-:"  # before an expression for modules that GPTQ leaves as they are
+_CHANGES, _EXCEPTS = "+:", "-:"  # before an expression for modules with other numbers, and for unquantized ones
+# How AutoRound packs: as the software for GPTQ, for AWQ, or for GPTQ but with zero points that are not less one.
+AS_GPTQ = ("auto_round:auto_gptq", "auto_round:gptq", "auto_gptq")
+AS_AWQ = ("auto_round:auto_awq", "auto_round:awq", "auto_awq")
+AUTO_ROUND = "auto_round"
+_UNQUANTIZED_BITS = 16  # and more, of AutoRound's modules
 # Matrices of a layer, by the names of `LayerSpec.matrices`, and the modules that make each, in every spelling.
 _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.qkv_proj",)),
@@ -71,11 +79,13 @@ class Quantized:
       fmt: the format that they keep.
       unquantized: of each layer, those that keep the model's dtype.
       stored_in: of each layer, those among them that the checkpoint has in other formats than `fmt`.
+      head: the format of an output head that is quantized; None: any of the others.
     """
 
     fmt: WeightFormat
     unquantized: tuple[frozenset[str], ...]
     stored_in: tuple[tuple[tuple[str, WeightFormat], ...], ...]
+    head: WeightFormat | None = None
 
 
 def read_quantized(path: Path, config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> Quantized:
@@ -107,6 +117,7 @@ def read_quantized(path: Path, config: Mapping[str, Any], layers: Sequence[Layer
             for spec, of_layer in zip(layers, formats, strict=True)
         ),
         tuple(tuple((name, fmt) for name, fmt in of_layer.items() if fmt != kept) for of_layer in formats),
+        next((group.fmt for group in groups if group.has(HEAD)), None),
     )
 
 
@@ -123,24 +134,27 @@ def _most_useful(formats: Sequence[Mapping[str, WeightFormat]]) -> WeightFormat 
 
 
 def _format_of(path: Path, groups: Sequence[_Group], layer: int, matrix: str) -> WeightFormat | None:
-    """The format of the first of `groups` that a layer's matrix is of; None: of none.
+    """The format of the first of `groups` that a layer's matrix is of; None: of none, or not quantized.
+
+    Of a matrix that files may have in several spellings, the one counts that an earlier group names.
 
     Raises `CheckpointError` if what is multiplied at once is of several.
     """
+    first = len(groups)
     for spelling in _MODULES[matrix]:
         modules = [f"layers.{layer}.{module}" for module in spelling]
-        found = [
-            next((group.fmt for group in groups if any(group.has(prefix + module) for prefix in _PREFIXES)), None)
-            for module in modules
+        places = [
+            next((i for i, group in enumerate(groups) if any(group.has(prefix + each) for prefix in _PREFIXES)), None)
+            for each in modules
         ]
-        if any(each != found[0] for each in found):
+        formats = [None if place is None else groups[place].fmt for place in places]
+        if any(each != formats[0] for each in formats):
             raise CheckpointError(
                 f"{path}: quantization_config has several formats for {', '.join(modules)}, which are multiplied at "
                 "once: give them one"
             )
-        if found[0] is not None:
-            return found[0]
-    return None
+        first = min([first, *(place for place in places if place is not None)])
+    return groups[first].fmt if first < len(groups) else None
 
 
 def _groups(path: Path, config: Mapping[str, Any]) -> list[_Group] | None:
@@ -148,17 +162,22 @@ def _groups(path: Path, config: Mapping[str, Any]) -> list[_Group] | None:
     told, method = modelopt_part(config), config.get("quant_method", MODELOPT)
     if str(method).startswith(MODELOPT) and told.get("quant_algo") == "MIXED_PRECISION":
         return _modelopt_groups(path, told)
+    if method == "gptq" and config.get("dynamic"):
+        return _gptq_groups(path, config)
+    if method == "auto-round" and config.get("extra_config"):
+        return _auto_round_groups(path, config)
     groups = {
         name: group for name, group in (config.get("config_groups") or {}).items() if (group or {}).get("weights")
     }
     if method != "compressed-tensors" or len({str(group["weights"]) for group in groups.values()}) < 2:
         return None
-    made = []
+    named: list[_Group] = []
+    rest: list[_Group] = []
     for name, group in groups.items():
         alone = {**config, "config_groups": {name: group}, "format": group.get("format") or config.get("format")}
-        targets = _targets(path, alone)
-        made.append(_Group(read_format(path, alone), None if targets is None else tuple(targets)))
-    return sorted(made, key=lambda group: group.targets is None)  # what is named counts before kinds of modules
+        targets, fmt = _targets(path, alone), read_format(path, alone)
+        (rest if targets is None else named).append(_Group(fmt, _all if targets is None else _matching(targets)))
+    return named + rest  # what is named counts before kinds of modules
 
 
 def _modelopt_groups(path: Path, told: Mapping[str, Any]) -> list[_Group]:
@@ -169,13 +188,48 @@ def _modelopt_groups(path: Path, told: Mapping[str, Any]) -> list[_Group]:
             f"{path}: quantization_config: quant_algo is MIXED_PRECISION, but quantized_layers, an object that gives "
             "each module its quant_algo, is missing"
         )
-    modules: dict[WeightFormat, list[str]] = {}
+    modules: dict[WeightFormat | None, list[str]] = {}
     for module, values in layers.items():
         if values.get("quant_algo") not in (None, "UNQUANTIZED"):
             modules.setdefault(read_format(path, {"quant_method": MODELOPT, **values}), []).append(module)
-    return [
-        _Group(fmt, (re.compile(f"(?:{'|'.join(map(re.escape, names))})(?:\\.|$)"),)) for fmt, names in modules.items()
-    ]
+    return _named(modules)
+
+
+def _gptq_groups(path: Path, config: Mapping[str, Any]) -> list[_Group]:
+    """By `dynamic`, expressions for how names begin, of which the first one counts, with what the modules have else."""
+    whole = {key: value for key, value in config.items() if key != "dynamic"}
+    made = []
+    for told, values in _by_module(path, config, "dynamic").items():
+        expression = _expression(path, f"re:{told.removeprefix(_EXCEPTS).removeprefix(_CHANGES)}")
+        fmt = None if told.startswith(_EXCEPTS) else read_format(path, {**whole, **values}, f"dynamic {told}")
+        made.append(_Group(fmt, _matching([expression])))
+    return [*made, _Group(read_format(path, whole), _all)]
+
+
+def _auto_round_groups(path: Path, config: Mapping[str, Any]) -> list[_Group]:
+    """By `extra_config`: whole names, then expressions that are found in names, with what the modules have else."""
+    whole = {key: value for key, value in config.items() if key != "extra_config"}
+    modules: dict[WeightFormat | None, list[str]] = {}
+    made = []
+    for told, values in _by_module(path, config, "extra_config").items():
+        is_plain = (values.get("bits") or 0) >= _UNQUANTIZED_BITS
+        fmt = None if is_plain else read_format(path, {**whole, **values}, f"extra_config {told}")
+        if re.search(r"[*+?^$()\[\]{}|\\]", told):
+            made.append(_Group(fmt, _matching([_expression(path, f"re:.*(?:{told})")])))
+        else:
+            modules.setdefault(fmt, []).append(told)
+    return [*_named(modules), *made, _Group(read_format(path, whole), _all)]
+
+
+def _by_module(path: Path, config: Mapping[str, Any], key: str) -> Mapping[str, Mapping[str, Any]]:
+    """The object at `key`, of an object for each module or expression. Raises `CheckpointError` for anything else."""
+    told = config[key]
+    if not isinstance(told, Mapping) or not all(isinstance(each, Mapping) for each in told.values()):
+        raise CheckpointError(
+            f"{path}: quantization_config: {key} is {str(told)[:60]}, but must be an object that gives each module an "
+            'object, as {"lm_head": {"bits": 8}}'
+        )
+    return told
 
 
 @dataclass(frozen=True)
@@ -183,20 +237,41 @@ class _Group:
     """Modules that have one format.
 
     Attributes:
-      fmt: the format.
-      targets: expressions for how their names begin; None: all.
+      fmt: the format; None: they are not quantized.
+      has: whether the module of a whole name is one.
     """
 
-    fmt: WeightFormat
-    targets: tuple[re.Pattern[str], ...] | None
-
-    def has(self, module: str) -> bool:
-        """Whether the module of that whole name is one."""
-        return self.targets is None or any(target.match(module) for target in self.targets)
+    fmt: WeightFormat | None
+    has: Callable[[str], bool]
 
 
-def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
+def _all(module: str) -> bool:
+    return True
+
+
+def _matching(expressions: Sequence[re.Pattern[str]]) -> Callable[[str], bool]:
+    """Whether a name begins as one of `expressions` says."""
+    return lambda module: any(expression.match(module) for expression in expressions)
+
+
+def _named(modules: Mapping[WeightFormat | None, Sequence[str]]) -> list[_Group]:
+    """A group for each format, of the modules that are named, or that are within named ones."""
+
+    def within(names: frozenset[str]) -> Callable[[str], bool]:
+        def has(module: str) -> bool:
+            parts = module.split(".")
+            ends = range(1, len(parts) + 1)
+            return any(".".join(parts[first:end]) in names for end in ends for first in range(end))
+
+        return has
+
+    return [_Group(fmt, within(frozenset(names))) for fmt, names in modules.items()]
+
+
+def read_format(path: Path, config: Mapping[str, Any], within: str = "") -> WeightFormat:
     """The format that `quantization_config` of the file `path` describes, where it describes one.
+
+    Errors name the part `within` it that `config` is read for.
 
     Raises `CheckpointError` for a format that is not supported, by its name.
     """
@@ -212,7 +287,7 @@ def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
     }
     if method not in readers:
         raise CheckpointError(f"{path}: weights quantized by {method} are not supported; supported are {SUPPORTED}")
-    reader = _Reader(path, config)
+    reader = _Reader(path, config, within)
     return readers[method](reader)
 
 
@@ -227,10 +302,6 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
     """
     keys = ("ignore", "modules_to_not_convert", "exclude_modules")
     told = [str(each) for key in keys for each in modelopt_part(config).get(key) or ()]
-    told += [f"re:{key.removeprefix(_EXCEPTS)}" for key in config.get("dynamic") or {}]  # which `_gptq` has checked
-    told += [
-        f"re:{key}" if re.search(r"[*\\+|(\[]", key) else key for key in config.get("extra_config") or {}
-    ]  # likewise
     expressions = [_expression(path, each) for each in told if each.startswith("re:")]
     names_with_stars = [each for each in told if "*" in each and not each.startswith("re:")]
     expressions += [re.compile(fnmatch.translate(each)) for each in names_with_stars]
@@ -296,9 +367,15 @@ def has_quantized_experts(config: Mapping[str, Any]) -> bool:
 class _Reader:
     """Values of a configuration, with errors that name file, key and value."""
 
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, values: Mapping[str, Any], within: str = "") -> None:
         self.path = path
         self.values = values
+        self._within = within
+        self._where = f"{path}: quantization_config: {within}{': ' if within else ''}"
+
+    def with_values(self, values: Mapping[str, Any]) -> _Reader:
+        """The same with these values in place of its own."""
+        return _Reader(self.path, {**self.values, **values}, self._within)
 
     def one_of(self, key: str, *allowed: Any, default: Any = None) -> Any:
         """The value, which must be one of `allowed`; `default` where it is missing or null."""
@@ -306,7 +383,7 @@ class _Reader:
         value = default if value is None else value
         if value not in allowed:
             told = ", ".join(map(str, allowed))
-            raise CheckpointError(f"{self.path}: quantization_config: {key} is {value}; supported are {told}")
+            raise CheckpointError(f"{self._where}{key} is {value}; supported are {told}")
         return value
 
     def group(self, key: str = "group_size") -> int | None:
@@ -315,7 +392,7 @@ class _Reader:
         if value in (None, -1):
             return None
         if not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{self.path}: quantization_config: {key} is {value}, but must be -1, or 1 and more")
+            raise CheckpointError(f"{self._where}{key} is {value}, but must be -1, or 1 and more")
         return value
 
 
@@ -343,33 +420,31 @@ def _compressed_tensors(config: _Reader) -> WeightFormat:
             f"{config.path}: quantization_config has {len(groups)} formats of weights, but 1 is supported"
         )
     _refuse_what_weights_lack(config)
-    formats = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized")
-    is_fp4 = config.one_of("format", *formats) == "nvfp4-pack-quantized"
+    formats = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", *FP4_FORMATS)
+    form = config.one_of("format", *formats)
     weights = _Reader(config.path, groups[0]["weights"])
     kind, bits = weights.one_of("type", "float", "int", default="int"), weights.one_of("num_bits", 8, 4, default=8)
     strategy = weights.one_of("strategy", "tensor", "channel", "group", "block", "tensor_group", default="tensor")
     has_zeros = not weights.one_of("symmetric", True, False, default=True)
     actorder = weights.one_of("actorder", None, False, "weight", "static", "group", "dynamic")
     group = weights.group() if strategy == "group" else None
-    if is_fp4:
-        for key, value in (("type", "float"), ("num_bits", 4), ("group_size", FP4_GROUP)):
+    if form in FP4_FORMATS:
+        stored_as, size = FP4_FORMATS[form]
+        for key, value in (("type", "float"), ("num_bits", 4), ("group_size", size)):
             weights.one_of(key, value)
-        storage = Storage("packed_fp4", 4)
-        return WeightFormat("compressed-tensors", "int8", group=FP4_GROUP, storage=storage)
+        return WeightFormat("compressed-tensors", "int8", group=size, storage=Storage(stored_as, 4))
     if kind == "float":
         if bits != 8 or has_zeros:
             raise CheckpointError(
-                f"{config.path}: weights of {bits} bits of type float are not supported as "
-                f"{config.values.get('format')}: give nvfp4-pack-quantized"
+                f"{config.path}: weights of {bits} bits of type float are not supported as {form}: give "
+                f"{' or '.join(FP4_FORMATS)}"
             )
         rows, columns = _block(weights) if strategy == "block" else (1, group)
         storage = Storage("plain", scale="weight_scale", block_rows=int(rows))
         return WeightFormat("compressed-tensors", "float8_e4m3fn", group=columns, storage=storage)
-    packed = config.values.get("format") == "pack-quantized"
+    packed = form == "pack-quantized"
     if strategy == "block" or (bits == 4 and not packed):
-        raise CheckpointError(
-            f"{config.path}: int{bits} weights by {strategy} as {config.values.get('format')} are not supported"
-        )
+        raise CheckpointError(f"{config.path}: int{bits} weights by {strategy} as {form} are not supported")
     storage = Storage("packed" if packed else "plain", bits, scale="weight_scale", has_zeros=has_zeros)
     return WeightFormat(
         "compressed-tensors", f"int{bits}", group=group, has_zeros=has_zeros,
@@ -429,37 +504,21 @@ def _awq(config: _Reader) -> WeightFormat:
 
 
 def _auto_round(config: _Reader) -> WeightFormat:
-    """AutoRound packs as GPTQ's or AWQ's software does; `extra_config` has modules that are not quantized."""
+    """AutoRound packs as GPTQ's or AWQ's software does, but for zero points of its own form."""
     config.one_of("data_type", "int", default="int")
-    packing = config.one_of("packing_format", *AUTO_ROUND_PACKINGS)
-    changed = [module for module, told in (config.values.get("extra_config") or {}).items() if told.get("bits", 0) < 16]
-    if changed:
-        raise CheckpointError(
-            f"{config.path}: quantization_config: extra_config gives {changed[0]} other numbers, which is not "
-            "supported; only modules of 16 bits are"
-        )
-    values = {**config.values, "zero_point": True, "version": "gemm", "desc_act": False}
-    fmt = AUTO_ROUND_PACKINGS[packing](_Reader(config.path, values))
-    return replace(fmt, method="auto-round")
+    packing = config.one_of("packing_format", *AS_GPTQ, *AS_AWQ, AUTO_ROUND)
+    form = "gptq_v2" if packing == AUTO_ROUND else "gptq"
+    values = {"zero_point": True, "version": "gemm", "desc_act": False, "checkpoint_format": form}
+    return replace((_awq if packing in AS_AWQ else _gptq)(config.with_values(values)), method="auto-round")
 
 
 def _gptq(config: _Reader) -> WeightFormat:
-    bits = config.one_of("bits", 4, 8)
+    """Numbers of 2 and 3 bits are kept in 4."""
+    bits = config.one_of("bits", 2, 3, 4, 8)
     one_less = config.one_of("checkpoint_format", "gptq", "gptq_v2", default="gptq") == "gptq"
     has_zeros = not config.one_of("sym", True, False, default=True)
-    changed = [key for key in config.values.get("dynamic") or {} if not key.startswith(_EXCEPTS)]
-    if changed:
-        raise CheckpointError(
-            f"{config.path}: quantization_config: dynamic gives {changed[0]} other bits, which is not supported; only "
-            f"modules that it leaves out ({_EXCEPTS}) are"
-        )
     group = config.group()
     storage = Storage("gptq", bits, "scales", has_zeros=has_zeros, zeros_one_less=one_less)
     reorders = group is not None and bool(config.values.get("desc_act"))
-    return WeightFormat("gptq", f"int{bits}", group=group, has_zeros=has_zeros, reorders=reorders, storage=storage)
-
-
-AUTO_ROUND_PACKINGS = {
-    "auto_round:auto_gptq": _gptq, "auto_round:gptq": _gptq, "auto_gptq": _gptq,
-    "auto_round:auto_awq": _awq, "auto_round:awq": _awq, "auto_awq": _awq,
-}  # fmt: skip
+    numbers = "int8" if bits == 8 else "int4"
+    return WeightFormat("gptq", numbers, group=group, has_zeros=has_zeros, reorders=reorders, storage=storage)

@@ -1,7 +1,7 @@
 """Weights in MXFP4, kept or decoded to bfloat16: 4-bit numbers in blocks of 32, each with a power of two.
 
 Owns the packing of the OCP Microscaling formats (version 1.0) as gpt-oss stores it. Never knows names of parameters;
-`experts.py` calls it.
+`experts.py` and, for its check of scales, `stored_matrix.py` call it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Mxfp4:
         of_scales: Any = (*rows, ..., whole)
         of_blocks: Any = (*of_scales, slice(None))
         scales = self._scales[of_scales]
-        _check_scales(scales, self._name)
+        check_scales(scales, self._name)
         bits = _PAIRS[self._blocks[of_blocks]].view(np.uint16)  # [.., blocks, 32]
         exponents = (scales.astype(np.int16) - _SCALE_BIAS) << _EXPONENT_SHIFT
         moved = bits + exponents.view(np.uint16)[..., None]
@@ -97,11 +97,12 @@ class Mxfp4Scales:
     def __getitem__(self, box: tuple[slice, ...], /) -> npt.NDArray[Any]:
         """Scales of a part."""
         scales: npt.NDArray[Any] = self._scales[box]
-        _check_scales(scales, self._name)
+        check_scales(scales, self._name)
         return scales
 
 
-def _check_scales(scales: npt.NDArray[Any], name: str) -> None:
+def check_scales(scales: npt.NDArray[Any], name: str) -> None:
+    """Raises `CheckpointError` for scales beyond bfloat16."""
     if scales.size and scales.max() > _MOST_SCALE:
         raise CheckpointError(f"{name}: a scale is 2 ** {int(scales.max()) - _SCALE_BIAS}, or no number")
 

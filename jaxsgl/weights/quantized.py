@@ -48,7 +48,7 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
         return _dequantized_if_stored_so(recipe, _formats_at(path, arch), shape_of)
     fmt: WeightFormat = param.get_metadata("format")
     whole = (*path[:-1], str(path[-1]).removesuffix(part_name("", part)))
-    if fmt.packing == packed.MXFP4:
+    if fmt.storage is not None and fmt.storage.kind == "mxfp4":
         return recipe_of_mxfp4(whole, part, arch, shape_of)
     recipe = recipe_of_experts(whole, arch, shape_of) or names.recipe_of(whole, arch)
     if fmt.storage is None:
@@ -123,6 +123,8 @@ def _formats_at(path: Path, arch: ModelArch) -> tuple[WeightFormat, ...]:
         own = dict(arch.layers[path[1]].stored_in).get(matrix)
         if own is not None:
             return (own,)
+    if path == ("lm_head",) and arch.head_format is not None:
+        return (arch.head_format,)
     return tuple(fmt for fmt in arch.stored_formats if fmt.storage is not None)
 
 
@@ -251,8 +253,8 @@ class StoredPieces:
             return Rows(rows, matrix.weights, matrix.shape[1], jnp.float32)
         assert isinstance(matrix, StoredMatrix), "what isn't quantized has weights alone"
         if self.part == "numbers":
-            return Rows(rows, matrix.numbers, matrix.shape[1], matrix.fmt.numbers)
-        compute, dtype = (matrix.scale, jnp.float32) if self.part == "scale" else (matrix.zero, jnp.int8)
+            return Rows(rows, matrix.numbers, matrix.num_columns, matrix.dtype)
+        compute, dtype = (matrix.scale, matrix.scale_dtype) if self.part == "scale" else (matrix.zero, jnp.int8)
         return Rows(rows, compute, matrix.num_groups, dtype)
 
 

@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.quantization import Storage, WeightFormat
+from jaxsgl.weights.mxfp4 import check_scales
+from pallas_kernels import packed
 
 Array: TypeAlias = npt.NDArray[Any]
 Rows: TypeAlias = slice | npt.NDArray[np.intp]
@@ -23,8 +25,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight outputs in a word, from its low
 WORD_BITS = 32
 # Floats of 4 bits: the tensors of numbers, and of the scale that all scales of the matrix have.
 FP4_NAMES = {"fp4": ("weight", "weight_scale_2"), "packed_fp4": ("weight_packed", "weight_global_scale")}
-# What they stand for, doubled so that all are whole: sign, two bits of exponent, one of mantissa.
-FP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+MXFP4 = "packed_mxfp4"  # those whose scales are powers of two
+FP4_DOUBLED = np.array(packed.MXFP4_DOUBLED, np.int8)  # what their codes stand for, doubled so that all are whole
 
 
 def tensor_names(storage: Storage, reorders: bool) -> tuple[str, ...]:
@@ -32,7 +34,7 @@ def tensor_names(storage: Storage, reorders: bool) -> tuple[str, ...]:
     if storage.kind in FP4_NAMES:
         numbers, of_scales = FP4_NAMES[storage.kind]
         return numbers, storage.scale, of_scales
-    numbers = {"plain": "weight", "packed": "weight_packed"}.get(storage.kind, "qweight")
+    numbers = {"plain": "weight", "packed": "weight_packed", MXFP4: "weight_packed"}.get(storage.kind, "qweight")
     in_words = storage.kind in ("awq", "gptq")
     names = [numbers, storage.scale]
     if storage.has_zeros or in_words:
@@ -96,6 +98,8 @@ class StoredMatrix:
     Attributes:
       fmt, shape: as given.
       num_groups: G.
+      num_columns, dtype: of what `numbers` returns.
+      scale_dtype: of what `scale` returns.
 
     Raises:
       CheckpointError: a tensor has another shape or dtype than the configuration says.
@@ -105,9 +109,12 @@ class StoredMatrix:
         assert fmt.storage is not None
         self.fmt, self._storage, self._tensors, self._name = fmt, fmt.storage, tensors, name
         self.shape = shape
-        self._per_word = WORD_BITS // self._storage.bits
         self._group = fmt.group_of(shape[1])
         self.num_groups = -(-shape[1] // self._group)
+        is_packed = fmt.packing == packed.MXFP4
+        self.num_columns = shape[1] // 2 if is_packed else shape[1]
+        self.dtype = np.dtype(np.uint8 if is_packed else getattr(ml_dtypes, fmt.numbers, fmt.numbers))
+        self.scale_dtype = np.dtype(np.uint8 if is_packed else np.float32)
         self._numbers, *others = (tensors[each] for each in tensor_names(self._storage, fmt.reorders))
         self._scale = others[0]
         if self._scale.ndim == 4 and self._scale.shape[1::2] == (1, 1):  # ModelOpt's scales of blocks
@@ -118,10 +125,12 @@ class StoredMatrix:
         self._check()
 
     def numbers(self, rows: Rows) -> Array:
-        """`[R, in]` in the dtype of the format, columns in their order."""
-        dtype = np.dtype(getattr(ml_dtypes, self.fmt.numbers, self.fmt.numbers))
-        if self._storage.kind in FP4_NAMES:
+        """`[R, in]` in the dtype of the format, columns in their order; packed MXFP4 as it is stored, `[R, in / 2]`."""
+        dtype = self.dtype
+        if self._storage.kind in (*FP4_NAMES, MXFP4):
             pairs = self._numbers[rows]
+            if self.fmt.packing == packed.MXFP4:
+                return pairs
             return FP4_DOUBLED[np.stack([pairs & 15, pairs >> 4], axis=-1)].reshape(len(pairs), -1).astype(dtype)
         if self._storage.kind == "plain":
             plain = self._numbers[rows]
@@ -133,9 +142,15 @@ class StoredMatrix:
             return (self._sorted(numbers) - self._per_column(self.zero(rows))).astype(dtype)
         return self._sorted(numbers).astype(dtype)
 
-    def scale(self, rows: Rows) -> npt.NDArray[np.float32]:
-        """`[R, G]` float32."""
+    def scale(self, rows: Rows) -> Array:
+        """`[R, G]` float32; of packed MXFP4 as it is stored."""
         out = self.shape[0]
+        if self._storage.kind == MXFP4:
+            exponents = self._scale[rows]
+            check_scales(exponents, self._name)
+            if self.fmt.packing == packed.MXFP4:
+                return exponents
+            return np.ldexp(np.float32(0.5), exponents.astype(np.int32) - packed.MXFP4_BIAS)  # of doubled numbers
         if self._scale.size == 1:
             scale = np.broadcast_to(self._scale.reshape(1, 1), (out, self.num_groups))[rows]
         elif self._storage.kind in ("awq", "gptq"):
@@ -158,15 +173,10 @@ class StoredMatrix:
             zeros: Array = self._zeros.reshape(self.shape[0], self.num_groups)[rows]
             return zeros.astype(np.int8)
         if self._storage.kind == "packed":  # eight rows in a word
-            words = np.arange(self.shape[0])[rows]
-            zeros = (self._zeros[words // self._per_word].view(np.uint32) >> _shifts(words, bits)[:, None]) & _mask(
-                bits
-            )
+            zeros = _numbers_at(np.arange(self.shape[0])[rows], self._zeros.view(np.uint32).T, bits).T
         else:  # eight outputs in a word of a group
-            outputs = np.arange(self.shape[0])[rows]
-            places = _places(outputs, self._storage)
-            zeros = (self._zeros[:, outputs // self._per_word].view(np.uint32) >> _shifts(places, bits)) & _mask(bits)
-            zeros = zeros.T
+            places = _places(np.arange(self.shape[0])[rows], self._storage)
+            zeros = _numbers_at(places, self._zeros.view(np.uint32), bits).T
         more = 1 if self._storage.zeros_one_less else 0
         return (((zeros.astype(np.int16) + more) & int(_mask(bits))) - middle).astype(np.int8)
 
@@ -202,24 +212,21 @@ class StoredMatrix:
         bits, num_in = self._storage.bits, self.shape[1]
         inputs = np.arange(num_in)
         if self._storage.kind == "packed":  # [out, in / 8], eight inputs in a word
-            words = self._numbers[rows].view(np.uint32)
-            spread = np.repeat(words, self._per_word, axis=1)[:, :num_in] >> _shifts(inputs, bits)
+            spread = _numbers_at(inputs, self._numbers[rows].view(np.uint32), bits)
         elif self._storage.kind == "gptq":  # [in / 8, out]
-            words = self._numbers[:, rows].T.view(np.uint32)
-            spread = np.repeat(words, self._per_word, axis=1)[:, :num_in] >> _shifts(inputs, bits)
+            spread = _numbers_at(inputs, self._numbers[:, rows].T.view(np.uint32), bits)
         else:  # AWQ: [in, out / 8], eight outputs in a word
-            outputs = np.arange(self.shape[0])[rows]
-            words = self._numbers[:, outputs // self._per_word].view(np.uint32)
-            spread = (words >> _shifts(_places(outputs, self._storage), bits)).T
-        return (spread & _mask(bits)).astype(np.int16) - (1 << (bits - 1))
+            places = _places(np.arange(self.shape[0])[rows], self._storage)
+            spread = _numbers_at(places, self._numbers.view(np.uint32), bits).T
+        return spread.astype(np.int16, order="C") - (1 << (bits - 1))
 
     def _check(self) -> None:
-        (out, num_in), groups, per_word = self.shape, self.num_groups, self._per_word
+        (out, num_in), groups, bits = self.shape, self.num_groups, self._storage.bits
         kind = self._storage.kind
-        words = -(-num_in // per_word)
+        words = -(-num_in * bits // WORD_BITS)
         expected = {
-            "plain": (out, num_in), "packed": (out, words), "gptq": (words, out), "awq": (num_in, out // per_word),
-            "fp4": (out, num_in // 2), "packed_fp4": (out, num_in // 2),
+            "plain": (out, num_in), "packed": (out, words), "gptq": (words, out),
+            "awq": (num_in, out * bits // WORD_BITS), **dict.fromkeys((*FP4_NAMES, MXFP4), (out, num_in // 2)),
         }[kind]  # fmt: skip
         self._refuse_unless(self._numbers.shape == expected, "numbers", self._numbers, expected)
         rows = -(-out // self._storage.block_rows)
@@ -228,8 +235,9 @@ class StoredMatrix:
             of_scale |= {(out,), (), (1,), (1, 1)}
         self._refuse_unless(self._scale.shape in of_scale, "scales", self._scale, sorted(of_scale)[-1])
         is_float = np.issubdtype(self._scale.dtype, np.floating) or self._scale.dtype.kind == "V"
-        self._refuse_unless(is_float, "scales", self._scale, sorted(of_scale)[-1])
-        wanted = {"plain": (np.int8, ml_dtypes.float8_e4m3fn), **dict.fromkeys(FP4_NAMES, (np.uint8,))}
+        is_right = self._scale.dtype == np.uint8 if kind == MXFP4 else is_float
+        self._refuse_unless(is_right, "scales", self._scale, sorted(of_scale)[-1])
+        wanted = {"plain": (np.int8, ml_dtypes.float8_e4m3fn), **dict.fromkeys((*FP4_NAMES, MXFP4), (np.uint8,))}
         self._refuse_unless(
             self._numbers.dtype in wanted.get(kind, (np.int32, np.uint32)), "numbers", self._numbers, expected
         )
@@ -252,11 +260,16 @@ def _mask(bits: int) -> np.uint32:
     return np.uint32((1 << bits) - 1)
 
 
-def _shifts(places: Array, bits: int) -> npt.NDArray[np.uint32]:
-    """How far the numbers at these places of their words are shifted."""
-    return (places % (WORD_BITS // bits) * bits).astype(np.uint32)
+def _numbers_at(places: npt.NDArray[np.intp], words: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.uint32]:
+    """The numbers `[R, C]` at these places of rows of words `[R, W]`, which lie from the lowest bits of a word on."""
+    word, shift = np.divmod(places * bits, WORD_BITS)
+    numbers = words[:, word] >> shift.astype(np.uint32)
+    is_cut = shift + bits > WORD_BITS  # of 3 bits, some end in the next word
+    if is_cut.any():
+        numbers[:, is_cut] |= words[:, word[is_cut] + 1] << (WORD_BITS - shift[is_cut]).astype(np.uint32)
+    return numbers & _mask(bits)
 
 
-def _places(outputs: Array, storage: Storage) -> Array:
-    """The place of each output's number in its word."""
-    return np.argsort(AWQ_ORDER)[outputs % 8] if storage.kind == "awq" else outputs
+def _places(outputs: npt.NDArray[np.intp], storage: Storage) -> npt.NDArray[np.intp]:
+    """The places of outputs' numbers in a row of words."""
+    return outputs - outputs % 8 + np.argsort(AWQ_ORDER)[outputs % 8] if storage.kind == "awq" else outputs

@@ -191,8 +191,57 @@ def test_blocks_are_two_numbers_in_either_spelling(tmp_path: Path) -> None:
         block(None)
 
 
-def test_other_bits_for_some_modules_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"dynamic gives .*mlp other bits"):
-        read(tmp_path, quantization_config={**GPTQ, "dynamic": {".*mlp": {"bits": 8}, "-:.*o_proj": {}}})
-    with pytest.raises(CheckpointError, match=r"extra_config gives .*mlp other numbers"):
-        read(tmp_path, quantization_config={**AUTO_ROUND, "extra_config": {".*mlp": {"bits": 8}, "lm_head": PLAIN}})
+def numbers(arch: ModelArch, layer: int) -> dict[str, tuple[str, int, int | None]]:
+    """How the matrices of a layer are kept or stored: the dtype, bits in the files, and the group."""
+    found = {}
+    for matrix in arch.layers[layer].matrices - {"shared"}:
+        fmt = arch.format_of(arch.layers[layer], matrix) or arch.stored_format_of(arch.layers[layer], matrix)
+        if fmt is not None and fmt.storage is not None:
+            found[matrix] = fmt.numbers, fmt.storage.bits, fmt.group
+    return found
+
+
+def test_rules_of_gptqmodel_are_read_as_they_are_published(tmp_path: Path) -> None:
+    rules = {
+        "-:model\\.layers\\.([2-9]\\d*|[1-9]\\d+)\\..*": {},
+        ".*\\.1\\..*": {"bits": 8, "group_size": 64, "desc_act": False},
+    }
+    arch = read(tmp_path, quantization_config={**GPTQ, "desc_act": True, "dynamic": rules}, num_hidden_layers=4)
+    names = ("qkv", "o", "gate_up", "down")
+    assert numbers(arch, 0) == dict.fromkeys(names, ("int4", 4, 32))
+    assert numbers(arch, 1) == dict.fromkeys(names, ("int8", 8, 64))
+    assert numbers(arch, 2) == numbers(arch, 3) == {}
+    assert arch.weight_format is not None and arch.weight_format.reorders
+
+
+def test_other_numbers_for_some_modules_of_autoround_are_read_by_names_and_expressions(tmp_path: Path) -> None:
+    own = {
+        **{f"model.layers.0.self_attn.{each}_proj": {"bits": 8, "group_size": 64} for each in "qkv"},
+        "model.layers.1.mlp": PLAIN,
+        "o_proj$": {"bits": 2},
+        "lm_head": {"bits": 8},
+    }
+    form = {**AUTO_ROUND, "packing_format": "auto_round:auto_gptq"}
+    arch = read(tmp_path, quantization_config={**form, "extra_config": own})
+    small = {"o": ("int4", 2, 32)}
+    whole = dict.fromkeys(("gate_up", "down"), ("int4", 4, 32))
+    assert numbers(arch, 0) == {**whole, **small, "qkv": ("int8", 8, 64)}
+    assert numbers(arch, 1) == {**small, "qkv": ("int4", 4, 32)}
+    assert arch.head_format is not None and arch.head_format.numbers == "int8"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({**GPTQ, "dynamic": {".*mlp": {"bits": 5}}}, r"dynamic \.\*mlp: bits is 5; supported are 2, 3, 4, 8"),
+        ({**GPTQ, "dynamic": {"+:.*up_proj": {"bits": 8}}}, "several formats for layers.0.mlp.gate_proj.*give"),
+        ({**GPTQ, "dynamic": {"-:.*k_proj": {}}}, "several formats for layers.0.self_attn.q_proj.*give them one"),
+        ({**GPTQ, "dynamic": ["-:.*mlp"]}, "dynamic is .*, but must be an object that gives each module an object"),
+        ({**GPTQ, "dynamic": {"-:*mlp": {}}}, r"names modules by 're:\*mlp', which is no regular expression"),
+        ({**AUTO_ROUND, "extra_config": {"mlp": {"data_type": "mx_fp"}}}, "extra_config mlp: data_type is mx_fp"),
+        ({**AUTO_ROUND, "extra_config": {"mlp": {"bits": 8}}}, "extra_config mlp: bits is 8; supported are 4"),
+    ],
+)  # fmt: skip
+def test_rules_that_cannot_be_kept_are_refused_by_name(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read(tmp_path, quantization_config=config)

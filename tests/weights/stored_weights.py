@@ -25,18 +25,24 @@ AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def words_along(values: np.ndarray, axis: int, bits: int = 4, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Numbers packed into int32 along `axis`; the n-th from the lowest bits is that of place `order[n]`."""
-    per_word = 32 // bits
+    """Numbers packed into int32 along `axis`, one after the other from the lowest bits of a word on.
+
+    Of 3 bits, some begin in a word and end in the next one. With an `order` the n-th of eight is that of place
+    `order[n]`.
+    """
     moved = np.moveaxis(values.astype(np.uint64), axis, -1)
-    moved = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, -moved.shape[-1] % per_word)])
-    packed = np.zeros((*moved.shape[:-1], moved.shape[-1] // per_word), np.uint64)
-    for n in range(per_word):
-        packed |= moved[..., (order or range(per_word))[n] :: per_word] << np.uint64(bits * n)
+    if order is not None:
+        moved = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, -moved.shape[-1] % len(order))])
+        moved = moved.reshape(*moved.shape[:-1], -1, len(order))[..., order].reshape(moved.shape)
+    ones = (moved[..., None] >> np.arange(bits, dtype=np.uint64) & np.uint64(1)).reshape(*moved.shape[:-1], -1)
+    ones = np.pad(ones, [(0, 0)] * (ones.ndim - 1) + [(0, -ones.shape[-1] % 32)])
+    words = ones.reshape(*ones.shape[:-1], -1, 32) << np.arange(32, dtype=np.uint64)
+    packed = words.sum(-1)
     return torch.from_numpy(np.ascontiguousarray(np.moveaxis(packed, -1, axis).astype(np.uint32).view(np.int32)))
 
 
-def _groups(num_in: int) -> np.ndarray:
-    return np.arange(num_in) // GROUP
+def _groups(num_in: int, group: int = GROUP) -> np.ndarray:
+    return np.arange(num_in) // group
 
 
 def _scales(weights: np.ndarray, groups: np.ndarray, levels: float) -> np.ndarray:
@@ -96,12 +102,12 @@ def int8_channels(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensor
 
 
 def _asymmetric(
-    weights: np.ndarray, rng: np.random.Generator, groups: np.ndarray
+    weights: np.ndarray, rng: np.random.Generator, groups: np.ndarray, bits: int = 4
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Numbers 0 .. 15, offsets 0 .. 15 and scales `[out, G]`, and the weights that they mean."""
-    scale = _scales(weights, groups, 6)
-    zeros = rng.integers(0, 16, scale.shape)
-    numbers = (np.rint(weights / scale[:, groups]) + zeros[:, groups]).clip(0, 15)
+    scale = _scales(weights, groups, 6 * 2**bits / 16)
+    zeros = rng.integers(0, 2**bits, scale.shape)
+    numbers = (np.rint(weights / scale[:, groups]) + zeros[:, groups]).clip(0, 2**bits - 1)
     return numbers, zeros, scale, (numbers - zeros[:, groups]) * scale[:, groups]
 
 
@@ -115,15 +121,18 @@ def awq(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndar
     return tensors, meant
 
 
-def gptq(weights: np.ndarray, rng: np.random.Generator, *, desc_act: bool = False) -> tuple[Tensors, np.ndarray]:
+def gptq(
+    weights: np.ndarray, rng: np.random.Generator, *, desc_act: bool = False, bits: int = 4, group: int = GROUP,
+    one_less: bool = True,
+) -> tuple[Tensors, np.ndarray]:  # fmt: skip
     """Offsets are stored less one; with `desc_act`, inputs belong to groups in a random order, alike in all matrices."""
-    groups = _groups(weights.shape[1])
+    groups = _groups(weights.shape[1], group)
     if desc_act:
         groups = np.random.default_rng(weights.shape[1]).permutation(groups)
-    numbers, zeros, scale, meant = _asymmetric(weights, rng, groups)
+    numbers, zeros, scale, meant = _asymmetric(weights, rng, groups, bits)
     tensors = {
-        "qweight": words_along(numbers.T, 0),
-        "qzeros": words_along((zeros.T - 1) % 16, 1),
+        "qweight": words_along(numbers.T, 0, bits),
+        "qzeros": words_along((zeros.T - one_less) % 2**bits, 1, bits),
         "scales": torch.from_numpy(np.ascontiguousarray(scale.T)).half(),
         "g_idx": torch.from_numpy(groups.astype(np.int32)),
     }
@@ -186,6 +195,22 @@ def fp4(weights: np.ndarray, rng: np.random.Generator, *, is_modelopt: bool = Tr
     return {**tensors, "weight_scale": _torch8(scale)}, meant
 
 
+def mxfp4(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """Groups of 32 with powers of two, of which the largest number is at most 6 times one."""
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    groups = weights.reshape(len(weights), -1, 32)
+    exponents = np.ceil(np.log2(np.abs(groups).max(-1) / 6)).astype(np.int32)
+    full = np.ldexp(np.float32(1), exponents)[..., None]
+    codes = np.abs(np.abs(groups / full)[..., None] - values).argmin(-1)
+    signs = groups < 0
+    nibbles = (codes + 8 * signs).astype(np.uint8).reshape(len(weights), -1)
+    tensors = {
+        "weight_packed": torch.from_numpy(nibbles[:, ::2] | (nibbles[:, 1::2] << 4)),
+        "weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8)),
+    }
+    return tensors, (values[codes] * np.where(signs, -1, 1) * full).reshape(weights.shape)
+
+
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     """`quantization_config` of compressed-tensors."""
     defaults = {"symmetric": True, "dynamic": False}
@@ -217,6 +242,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
         compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
         lambda weights, rng: fp4(weights, rng, is_modelopt=False),
     ),
+    "compressed-tensors mxfp4": (
+        compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32), mxfp4,
+    ),
     "modelopt nvfp4": (MODELOPT_FP4, fp4),
     "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head*"]}, fp8_tensor),
     "compressed-tensors int8": (compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_channels),
@@ -236,6 +264,13 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     "auto-round": (
         {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int", "bits": 4,
          "group_size": GROUP, "sym": False, "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}}, gptq,
+    ),
+    "auto-round 3 bits": (
+        {"quant_method": "auto-round", "packing_format": "auto_round", "data_type": "int", "bits": 3,
+         "group_size": GROUP, "sym": False}, partial(gptq, bits=3, one_less=False),
+    ),
+    "gptq 2 bits": (
+        {"quant_method": "gptq", "bits": 2, "group_size": GROUP, "desc_act": False, "sym": False}, partial(gptq, bits=2),
     ),
     "gptq 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": False, "sym": True}, gptq_8_bits),
 }  # fmt: skip
@@ -262,12 +297,24 @@ def quantize_folder(
     if exceptions:
         key = "ignore" if "ignore" in config else "modules_to_not_convert"
         config = {**config, key: [*config.get(key, ()), *exceptions]}
+
+    def form_of(key: str) -> Quantize | None:
+        is_meant = re.search(r"_proj(_\w+)?\.weight$", key) or (also and re.search(also, key))
+        return quantize if is_meant and not (excepted and re.search(excepted, key)) else None
+
+    return quantize_each(plain, folder, config, form_of, seed)
+
+
+def quantize_each(
+    plain: Path, folder: Path, config: dict[str, Any], form_of: Callable[[str], Quantize | None], seed: int = 0
+) -> Path:
+    """`quantize_folder` with a form for each tensor, by its name; None: it stays as it is."""
     rng = np.random.default_rng(seed)
     stored: Tensors = {}
     meant: Tensors = {}
     for key, tensor in load_file(plain / "model.safetensors").items():
-        is_meant = re.search(r"_proj(_\w+)?\.weight$", key) or (also and re.search(also, key))
-        if not is_meant or (excepted and re.search(excepted, key)):
+        quantize = form_of(key)
+        if quantize is None:
             stored[key] = meant[key] = tensor
             continue
         parts, values = quantize(tensor.float().numpy(), rng)

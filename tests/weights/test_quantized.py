@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,18 @@ from tests.checkpoints import HYBRID_KINDS, make_checkpoint
 from tests.grids import count, daily
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 from tests.vision_models import make_model
-from tests.weights.stored_weights import FORMATS, MODELOPT_FP4, STATIC_FP8, fp4, hybrid_in_fp8, quantize_folder
+from tests.weights.stored_weights import (
+    FORMATS,
+    MODELOPT_FP4,
+    STATIC_FP8,
+    Quantize,
+    fp4,
+    gptq,
+    gptq_8_bits,
+    hybrid_in_fp8,
+    quantize_each,
+    quantize_folder,
+)
 
 TOKENS = list(range(3, 60))
 # Half a step of 127; half a unit of a mantissa of 3 bits, or half a unit of the smallest numbers.
@@ -159,6 +171,8 @@ PACKINGS = {
     "gptq desc_act": "int4",
     "awq": "int4",
     "compressed-tensors int4 asymmetric": "int4",
+    "compressed-tensors mxfp4": "mxfp4",
+    "auto-round 3 bits": "int4",
     "fp8 per tensor": "",
     "fp8 in blocks": "",
     "compressed-tensors int8": "",
@@ -357,6 +371,50 @@ def test_of_two_formats_one_is_kept_and_the_other_dequantized(kind: str, method:
     tokens = np.argsort(np.linalg.norm(logits - expected, axis=-1))[:-1]
     assert np.linalg.norm((logits - expected)[tokens]) < 1e-3 * np.linalg.norm(expected)
     assert np.linalg.norm((logits - unquantized)[tokens]) > 3e-3 * np.linalg.norm(expected)
+
+
+# Of GPTQ's `dynamic`: an expression, the modules' numbers, and how they are made. The first that fits a module counts.
+RULES: list[tuple[str, dict[str, Any], Quantize | None]] = [
+    ("+:.*layers\\.2\\.self_attn", {"group_size": 64}, partial(gptq, group=64)),
+    ("-:.*self_attn", {}, None),
+    (".*layers\\.[01]\\..*down_proj", {"bits": 8, "sym": True}, gptq_8_bits),
+    ("+:lm_head", {"bits": 2}, partial(gptq, bits=2)),
+]
+
+
+def test_rules_of_gptqmodel_change_modules_numbers_and_the_first_one_counts(tmp_path: Path) -> None:
+    plain = make_checkpoint("seed_oss", tmp_path / "plain", head_dim=16)
+
+    def form_of(tensor: str) -> Quantize | None:
+        if re.search(r"embed|norm|bias", tensor):
+            return None
+        rules = (form for rule, _, form in RULES if re.match(rule.removeprefix("+:").removeprefix("-:"), tensor))
+        return next(rules, gptq)
+
+    config = {**FORMATS["gptq"][0], "lm_head": True, "dynamic": {rule: values for rule, values, _ in RULES}}
+    folder = quantize_each(plain, tmp_path / "stored", config, form_of)
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert [layer.unquantized for layer in arch.layers] == [*[{"qkv", "o", "down"}] * 2, {"qkv", "o"}]
+    assert [{name for name, _ in layer.stored_in} for layer in arch.layers] == [{"down"}, {"down"}, {"qkv", "o"}]
+    logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
+    expected, unquantized = (checkpoint_logits(each, TOKENS) for each in (folder / "meant", plain))
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+    assert np.linalg.norm(logits - unquantized) > 3e-3 * np.linalg.norm(expected)
+
+
+def test_experts_in_mxfp4_stay_so_where_kernels_take_them(tmp_path: Path) -> None:
+    plain = make_checkpoint("qwen3_moe", tmp_path / "plain", moe_intermediate_size=64, intermediate_size=96)
+    folder = quantize_folder(plain, tmp_path / "stored", "compressed-tensors mxfp4")
+    arch = ModelArch.from_folder(folder)
+    assert arch.weight_format is not None
+    expected = checkpoint_logits(folder / "meant", TOKENS)
+    for packs in (True, False):
+        kept = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=packs))
+        params: Any = load_params(folder, kept, jnp.dtype("float32"), mesh_of())
+        down = params["layers"][arch.num_layers - 1]["mlp"]["down"][...]
+        assert down.dtype == (jnp.uint8 if packs else jnp.float32) and down.shape[-1] == (32 if packs else 64)
+        logits = plain_logits(kept, params, TOKENS)
+        assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 
 
 def test_a_quantized_model_that_sees_images_keeps_its_tower(tmp_path: Path) -> None:
