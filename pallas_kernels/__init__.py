@@ -8,7 +8,7 @@ There is one package per platform, each with all the kernels for it: `xla`, `nat
 (Mosaic GPU) and `tpu`. `reference` defines what is right, `specs` names shapes for tests and benchmarks.
 """
 
-from pallas_kernels.api import (
+from pallas_kernels.api.attention import (
     absorb_and_store,
     add_and_norm,
     add_and_norm_in_float8,

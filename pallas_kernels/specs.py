@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.api import (
+from pallas_kernels.api.attention import (
     absorb_and_store,
     decode_latents,
     float8_product,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.api import (
+from pallas_kernels.api.attention import (
     absorb_and_store,
     add_and_norm,
     add_and_norm_in_float8,
