@@ -16,25 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.api.attention import (
-    absorb_and_store,
-    add_and_norm,
-    add_and_norm_in_float8,
-    choose_experts,
     decode_latents,
-    float8_product,
-    float8_rows,
+    paged_decode_attention,
+    paged_extend_attention,
+    store_and_decode,
+)
+from pallas_kernels.api.experts import (
+    choose_experts,
     gated_product,
     group_by_expert,
     grouped_product,
-    ordered_product,
-    paged_decode_attention,
-    paged_extend_attention,
     products_with_shared,
-    quantized_product,
-    rotate_and_store,
-    store_and_decode,
-    store_kv,
 )
+from pallas_kernels.api.norms import add_and_norm, add_and_norm_in_float8
+from pallas_kernels.api.products import float8_product, float8_rows, ordered_product, quantized_product
+from pallas_kernels.api.stores import absorb_and_store, rotate_and_store, store_kv
 from pallas_kernels.choice import AUTO, XLA, KernelChoice
 from pallas_kernels.delta import DeltaStates, Sequences, delta_decode, delta_extend
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
