@@ -8,30 +8,30 @@ There is one package per platform, each with all the kernels for it: `xla`, `nat
 (Mosaic GPU) and `tpu`. `reference` defines what is right, `specs` names shapes for tests and benchmarks.
 """
 
-from pallas_kernels.api import (
-    absorb_and_store,
-    add_and_norm,
-    add_and_norm_in_float8,
-    choose_experts,
+from pallas_kernels.api.attention import (
     decode_latents,
-    float8_product,
-    float8_rows,
+    paged_decode_attention,
+    paged_extend_attention,
+    store_and_decode,
+)
+from pallas_kernels.api.experts import (
+    choose_experts,
     gated_product,
     group_by_expert,
     grouped_packed_product,
     grouped_product,
     joins_shared,
+    products_with_shared,
+)
+from pallas_kernels.api.norms import add_and_norm, add_and_norm_in_float8
+from pallas_kernels.api.products import (
+    float8_product,
+    float8_rows,
     multiplies_float8,
     ordered_product,
-    paged_decode_attention,
-    paged_extend_attention,
-    products_with_shared,
     quantized_product,
-    rotate_and_store,
-    store_and_decode,
-    store_entries,
-    store_kv,
 )
+from pallas_kernels.api.stores import absorb_and_store, rotate_and_store, store_entries, store_kv
 from pallas_kernels.choice import KernelChoice
 from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
 from pallas_kernels.experts import Choices, Groups, UnitWeights, add_choices

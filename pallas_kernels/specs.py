@@ -11,18 +11,14 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.api import (
-    absorb_and_store,
+from pallas_kernels.api.attention import (
     decode_latents,
-    float8_product,
-    float8_rows,
     paged_decode_attention,
     paged_extend_attention,
-    quantized_product,
-    rotate_and_store,
     store_and_decode,
-    store_kv,
 )
+from pallas_kernels.api.products import float8_product, float8_rows, quantized_product
+from pallas_kernels.api.stores import absorb_and_store, rotate_and_store, store_kv
 from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, PagedKv

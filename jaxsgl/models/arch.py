@@ -21,7 +21,8 @@ from msgspec.structs import replace as replace_struct
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.models.families import FAMILIES, Family, NormPlaces, QkNorm
+from jaxsgl.models.families import FAMILIES
+from jaxsgl.models.family import Family, NormPlaces, QkNorm
 from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
 from jaxsgl.models.layer_spec import WHOLE, DeltaNet, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, Stage
 from jaxsgl.models.pooling import read_labels, read_pooling

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.models.families import Family, MoeFamily
+from jaxsgl.models.family import Family, MoeFamily
 from jaxsgl.models.layer_spec import Clamp, DeltaNet, DenseMlp, KvHeads, Latent, LayerSpec, Mixer, MoeMlp
 from jaxsgl.models.own_parts_config import check_own_ropes, check_reach, read_own_types, with_own_parts
 from jaxsgl.models.rope import RopeParams, read_rope

@@ -24,7 +24,7 @@ from jaxsgl.json_file import read_object
 from jaxsgl.models import DenseMlp, ModelArch
 from jaxsgl.models.layers import qkv_heads
 from jaxsgl.models.lora import MODULES, QKV, adaptable_modules, pool_arrays
-from jaxsgl.weights.names import fuse_heads
+from jaxsgl.weights.pieces import fuse_heads
 from jaxsgl.weights.tensor_files import FLOAT_DTYPES, MappedFile
 
 _NAME = re.compile(r"\^?[\w.-]+")

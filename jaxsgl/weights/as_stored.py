@@ -22,8 +22,10 @@ from jaxsgl.weights import stored_matrix
 from jaxsgl.weights.converted import is_converted, params_of
 from jaxsgl.weights.experts import ShapeOf, recipe_of_experts
 from jaxsgl.weights.gguf_tensors import has_tensors, open_tensors
-from jaxsgl.weights.names import Path as ParamPath
-from jaxsgl.weights.names import Source, recipe_of, stored_name
+from jaxsgl.weights.names import recipe_of
+from jaxsgl.weights.recipe import Path as ParamPath
+from jaxsgl.weights.recipe import Source
+from jaxsgl.weights.stored_names import stored_name
 from jaxsgl.weights.tensor_files import TensorFiles
 
 EXPERTS = "experts"  # in `LayerSpec.matrices`

@@ -1,4 +1,4 @@
-"""Makes sharded parameters of pieces (`names.py`): several threads write each number once, into its final buffer.
+"""Makes sharded parameters of pieces (`recipe.py`): several threads write each number once, into its final buffer.
 
 Each shard is filled by itself, and only with what it holds. On a CPU the filled buffer is the parameter; to other
 devices it is moved, and its memory is used again. Owns the threads, the buffers and the count of bytes. Knows neither
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding
 
-from jaxsgl.weights.names import Piece
+from jaxsgl.weights.recipe import Piece
 
 BLOCK_BYTES = 4 << 20  # copied at a time by one thread
 ALIGNMENT = 64  # of XLA's buffers on a CPU: it takes such an array as it is and copies any other

@@ -19,7 +19,8 @@ from jax.sharding import Mesh
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import Params
 from jaxsgl.models.heads import EagleArch, abstract_head
-from jaxsgl.weights.names import Source, fuse_heads
+from jaxsgl.weights.pieces import fuse_heads
+from jaxsgl.weights.recipe import Source
 from jaxsgl.weights.sharding import param_sharding
 from jaxsgl.weights.tensor_files import TensorFiles
 

@@ -18,7 +18,8 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.weights.mxfp4 import Mxfp4, Mxfp4Scales
-from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, stored_name
+from jaxsgl.weights.recipe import Path, Piece, Recipe, Source, Tensor
+from jaxsgl.weights.stored_names import stored_name
 from pallas_kernels import Router
 
 ShapeOf = Callable[[str], tuple[int, ...] | None]  # of the checkpoint's tensor of that name; None: there is none

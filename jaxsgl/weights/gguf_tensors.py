@@ -23,8 +23,8 @@ from jaxsgl.models import ModelArch
 from jaxsgl.weights.gguf_config import FAMILIES, IN_GROUPS
 from jaxsgl.weights.gguf_file import GgufTensor, gguf_package
 from jaxsgl.weights.gguf_folder import TABLE
-from jaxsgl.weights.names import Piece, Recipe, Source, Tensor, axes_lengths
 from jaxsgl.weights.quantized import Rows
+from jaxsgl.weights.recipe import Piece, Recipe, Source, Tensor, axes_lengths
 from jaxsgl.weights.tensor_files import MappedBytes, MappedFiles, TensorFiles
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")

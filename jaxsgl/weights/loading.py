@@ -30,8 +30,9 @@ from jaxsgl.weights.assembly import Assembler, Progress, Unfinished, shape_of
 from jaxsgl.weights.converted import is_converted, restore_params
 from jaxsgl.weights.gguf_folder import folder_of_gguf, gguf_of
 from jaxsgl.weights.gguf_tensors import GgufTensors, open_tensors
-from jaxsgl.weights.names import Computed, Piece, Tensor, path_in_model, with_heads_at
+from jaxsgl.weights.names import path_in_model, with_heads_at
 from jaxsgl.weights.quantized import recipe_of
+from jaxsgl.weights.recipe import Computed, Piece, Tensor
 from jaxsgl.weights.sharding import check_divisible, param_sharding
 from jaxsgl.weights.tensor_files import GivenTensors, TensorFiles
 

@@ -35,7 +35,7 @@ _PAIRS = _bits_of_pairs()
 
 
 class Mxfp4:
-    """A stack of matrices `[E, out, in]`. Implements `names.Numbers`.
+    """A stack of matrices `[E, out, in]`. Implements `recipe.Numbers`.
 
     Args:
       blocks: `[E, out, in / 32, 16]` uint8, two numbers in a byte.
@@ -83,7 +83,7 @@ class Mxfp4:
 
 
 class Mxfp4Scales:
-    """The scales of such a stack as they are, checked as they are read. Implements `names.Numbers`.
+    """The scales of such a stack as they are, checked as they are read. Implements `recipe.Numbers`.
 
     Args:
       scales: uint8.

@@ -27,7 +27,7 @@ from jaxsgl.models.matrix import part_name
 from jaxsgl.models.quantization import FLOAT8, WeightFormat
 from jaxsgl.weights import names
 from jaxsgl.weights.experts import ShapeOf, recipe_of_experts, recipe_of_mxfp4
-from jaxsgl.weights.names import Path, Piece, Place, Recipe, Source, Tensor, axes_lengths, recipe_of_tower
+from jaxsgl.weights.recipe import Path, Piece, Place, Recipe, Source, Tensor, axes_lengths
 from jaxsgl.weights.stored_matrix import FP4_NAMES, PlainMatrix, StoredMatrix, names_in_stack, tensor_names
 from pallas_kernels import packed
 
@@ -42,7 +42,7 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
         of_experts = recipe_of_experts(path, arch, shape_of)
         if of_experts is not None and path[3:] in (("gate_up",), ("down",)):
             return _dequantized(path, of_experts, "experts", arch, shape_of)
-        recipe = recipe_of_tower(path, arch) or of_experts or names.recipe_of(path, arch)
+        recipe = names.recipe_of_tower(path, arch) or of_experts or names.recipe_of(path, arch)
         if path[2:] == ("attention", "kv_b"):
             return _dequantized(path, recipe, "kv_b", arch, shape_of)
         return _dequantized_if_stored_so(recipe, _formats_at(path, arch), shape_of)
@@ -288,7 +288,7 @@ def _by_matrix(place: Place, rows: Tensor, has_stacks: bool) -> Iterator[tuple[P
 
 
 class Rows:
-    """Rows of a matrix, computed as they are read. Implements `names.Numbers`.
+    """Rows of a matrix, computed as they are read. Implements `recipe.Numbers`.
 
     Args:
       rows: `[...]`, the indices of the rows.

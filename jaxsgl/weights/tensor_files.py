@@ -33,7 +33,8 @@ import numpy.typing as npt
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.weights import stored_matrix
-from jaxsgl.weights.names import Piece, Recipe, Source, Tensor, as_in_recipes, axes_lengths, own_name
+from jaxsgl.weights.recipe import Piece, Recipe, Source, Tensor, axes_lengths
+from jaxsgl.weights.stored_names import as_in_recipes, own_name
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,8 @@
 
     shapes     the shapes with which a model calls the kernels
     batches    ragged batches: pages in any order, NaN in every place that no sequence owns
-    cases      the calls that are compared, and how far a result may be off
+    case       a call that is compared, and how far its result may be off
+    cases      such calls of each operation
     second_opinion   what JAX's own kernel for TPUs makes of a batch on which ours was wrong
     report     what the testing process says, line by line
     __main__   that process: `python -m pallas_kernels.selftest`, a request on standard input, the report on its output

@@ -14,7 +14,7 @@ from pallas_kernels import tuning
 from pallas_kernels.choice import AUTO, XLA
 from pallas_kernels.dispatch import ImpossibleBackend
 from pallas_kernels.selftest import cases
-from pallas_kernels.selftest.cases import Case
+from pallas_kernels.selftest.case import Case
 from pallas_kernels.selftest.report import (
     PASSED,
     RAISED,

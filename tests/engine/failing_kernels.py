@@ -22,6 +22,7 @@ from pallas_kernels.backend import Kernel
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.selftest import __main__ as child
 from pallas_kernels.selftest import cases
+from pallas_kernels.selftest.case import Case
 from pallas_kernels.selftest.shapes import KernelShapes
 
 HOW, COUNTER, OP = sys.argv[1], Path(sys.argv[2]), (*sys.argv[3:], "paged_extend_attention")[0]
@@ -66,7 +67,7 @@ def plant() -> None:
         BACKEND_OF_NAME["native"] = dataclasses.replace(NATIVE, **changes)  # type: ignore[index]
     make = cases.CASES_OF[OP]
 
-    def first(shapes: KernelShapes) -> Iterator[cases.Case]:
+    def first(shapes: KernelShapes) -> Iterator[Case]:
         return itertools.islice(make(shapes), 1)
 
     cases.CASES_OF = {OP: first}

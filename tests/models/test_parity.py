@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jaxsgl.models import ModelArch
-from jaxsgl.weights.names import sizes
+from jaxsgl.weights.recipe import sizes
 from tests.agreement import check_agreement
 from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, OF_FAMILIES, VOCAB_SIZE, make_checkpoint, reference_logits
 from tests.exact_model import exact_logits

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels.delta import BLOCK, DeltaStates, Sequences, delta_decode, delta_extend
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
-from pallas_kernels.selftest.cases import state_cases
+from pallas_kernels.selftest.cases.states import state_cases
 from pallas_kernels.selftest.shapes import KernelShapes, StateShape
 from tests.plain_model import plain_recur
 

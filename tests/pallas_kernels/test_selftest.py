@@ -17,9 +17,11 @@ from pallas_kernels import AttentionOptions, Router, tuning
 from pallas_kernels.backend import Kernel
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.native import library
-from pallas_kernels.selftest import cases, second_opinion
+from pallas_kernels.selftest import case as measured
+from pallas_kernels.selftest import second_opinion
 from pallas_kernels.selftest.__main__ import test as run_tests
-from pallas_kernels.selftest.cases import CASES_OF, Case
+from pallas_kernels.selftest.case import Case
+from pallas_kernels.selftest.cases import CASES_OF, attention, products
 from pallas_kernels.selftest.report import Begun, Ended, News, Request, Verdict, news_line, parse_news
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, LatentShape, MatrixShape, StateShape
 from pallas_kernels.target import TargetDevice
@@ -88,8 +90,8 @@ WIDE = dataclasses.replace(SHAPES, head_dim=128, has_sinks=False)
 
 # A kernel's own case has long sequences, each of which the reference computes by itself.
 SHORT: dict[str, Callable[[KernelShapes], Case]] = {
-    "decode": lambda shapes: cases._decode(shapes, "", np.array([0, 5, 17]), shapes.attention[0]),
-    "extend": lambda shapes: cases._extend(shapes, [(0, 3), (0, 0), (41, 9)], shapes.attention[0]),
+    "decode": lambda shapes: attention._decode(shapes, "", np.array([0, 5, 17]), shapes.attention[0]),
+    "extend": lambda shapes: attention._extend(shapes, [(0, 3), (0, 0), (41, 9)], shapes.attention[0]),
 }
 
 
@@ -115,8 +117,8 @@ def test_the_kernel_that_adds_and_normalizes_passes() -> None:
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as an interpreter multiplies in a moment."""
-    monkeypatch.setattr(cases, "MATRIX_ROWS", ((2, 20), (3, 5)))
-    monkeypatch.setattr(cases, "RUNS", 1)
+    monkeypatch.setattr(products, "MATRIX_ROWS", ((2, 20), (3, 5)))
+    monkeypatch.setattr(measured, "RUNS", 1)
 
 
 @pytest.mark.usefixtures("few_rows")
@@ -202,7 +204,7 @@ def test_requests_and_news_survive_the_pipe() -> None:
 
 def test_of_a_latent_its_own_kernels_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "preferred_backends", lambda op: [])
-    monkeypatch.setattr(cases, "RUNS", 1)
+    monkeypatch.setattr(measured, "RUNS", 1)
     latents = (AttentionOptions(value_dim=24),)
     shapes = dataclasses.replace(
         SHAPES,
@@ -241,7 +243,7 @@ LATENTS = dataclasses.replace(
 def test_kernels_around_a_latents_attention_pass_and_wrong_ones_fail(
     op: str, field: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cases, "RUNS", 1)
+    monkeypatch.setattr(measured, "RUNS", 1)
     case = next(each for each in CASES_OF[op](LATENTS) if told in each.name)
     assert case.error(BACKEND, interpret=True) <= case.tolerance
     kernel = getattr(BACKEND_OF_NAME[BACKEND], field)

@@ -116,7 +116,7 @@ class PrefillSide(Side):
         """Sends rows that are there already of images that decode lacks, and has those of others computed."""
         super()._start(request)
         images = self._images
-        if images is None or not request.media or not self.scheduler.has(request.request_id):
+        if images is None or not self.scheduler.has(request.request_id):
             return
         kept, wanted = images.kept, self.rooms.wanted(request.request_id)
         for item in request.media:

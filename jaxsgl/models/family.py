@@ -1,0 +1,150 @@
+"""`Family`: what the name of an architecture may imply beyond its config.json.
+
+Owns the differences between families that there are, a field for each. Never knows which family has which
+(`families`), nor how a difference is computed. Read by `arch` and `layer_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from pallas_kernels.routing import Score
+
+# Which norms a layer has: before attention and MLP; after them, before the sum; or both.
+NormPlaces: TypeAlias = Literal["pre", "post", "sandwich"]
+# Over what queries and keys are normalized before rope: each head, or all heads at once.
+QkNorm: TypeAlias = Literal["head", "all"]
+
+
+@dataclass(frozen=True)
+class MoeFamily:
+    """How a family mixes experts, and what its config.json calls their numbers.
+
+    Attributes:
+      count_keys: names of the number of experts; checkpoints have one of them, or several with the same value.
+      ffn_key: the key of an expert's F.
+      score, choice_bias, router_bias, expert_bias: see `Router` and `MoeMlp`.
+      renormalize: whether shares add up to 1; None: as `norm_topk_prob` says.
+      grouped: `n_group`, `topk_group` and `routed_scaling_factor` hold.
+      shared_key: the key of the number of shared experts; None: there are none, or `shared_ffn_key` says their size.
+      shared_ffn_key: the key of F of the shared experts, taken together.
+      shared_gate: see `MoeMlp`.
+      clamped: `swiglu_limit` and `swiglu_alpha` hold.
+      top_k_key: the key of the number of chosen experts.
+      switch: the key that says whether there are experts, which stand next to each layer's MLP; None: there are, in the
+        place of MLPs.
+      expert_factors: see `MoeMlp`.
+      dense_layers: which layers have a plain MLP. "steps": all but every `decoder_sparse_step`th, and
+        `mlp_only_layers`. "first": the first `first_k_dense_replace`. "outside": all but every `moe_layer_interval`th
+        from `moe_layer_start_index` to `moe_layer_end_index`.
+    """
+
+    count_keys: tuple[str, ...]
+    ffn_key: str = "moe_intermediate_size"
+    score: Score = "softmax"
+    renormalize: bool | None = None
+    choice_bias: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    grouped: bool = False
+    shared_key: str | None = None
+    shared_ffn_key: str | None = None
+    shared_gate: bool = False
+    clamped: bool = False
+    top_k_key: str = "num_experts_per_tok"
+    switch: str | None = None
+    expert_factors: bool = False
+    dense_layers: Literal["none", "steps", "first", "outside"] = "none"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the name of an architecture implies.
+
+    Attributes:
+      norms: places of the norms.
+      norm_offset: added to the norms' scales when they are loaded: 1 where a checkpoint holds w for 1 + w.
+      qk_norm: whether and over what every q and k is normalized (RMSNorm).
+      qk_norm_key: the key that says whether `qk_norm` holds; None: it does.
+      rotates_first: that norm comes after the rope; else before it.
+      qkv_bias: whether q, k and v have biases; None: as config.json says.
+      qkv_bias_key: the key that says it.
+      attention_out_bias: whether the output projection has one; None: as config.json says.
+      attention_out_bias_key: the key that says it.
+      mlp_bias: whether the MLP has biases; None: as config.json says.
+      mlp_bias_key: the key that says it.
+      scales_embedding: embeddings are multiplied by the square root of the hidden size.
+      multipliers: `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` hold.
+      activation_key: the key of the MLP's activation.
+      activations: words for it that mean another one in this family.
+      windows: "none": attention is full. "always": `sliding_window` holds. "flag": it holds if `use_sliding_window`,
+        without `layer_types` from the layer `max_window_layers` on. "even by flag": likewise, but in layers 0, 2, 4
+        ... before that one. "all by flag": it holds in all layers if `use_sliding_window`.
+      full_every: without `layer_types`, every layer of so many has no window; None: the family has another rule.
+      partial_rope: `partial_rotary_factor` says which part of a head is turned.
+      interleaved_rope: a checkpoint turns dimensions 2 i and 2 i + 1 together; else i and i + R / 2 of R turned ones.
+      sliding_theta: layers with windows have a rope of their own, and this is its theta, or the theta's key, without
+        `rope_parameters` by kind of layer; None: one rope for all.
+      alpha_stretches: `alpha` of a dynamic rope holds; else it means nothing.
+      turned_layers: which layers have a rope. "told": as `no_rope_layers` says. "windows": those with windows; all, if
+        none has one.
+      caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
+      caps_logits: logits alone may have a soft cap.
+      attention_scale: factor on scores where no key says one; None: 1 / sqrt(H).
+      normalizes_values: see `ModelArch`.
+      layer_factors: see `ModelArch`.
+      own_parts: layers have kv heads, embeddings and MLPs of their own, or others' keys (`own_parts_config`).
+      sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
+      section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
+      ties_whole: where the larger model doesn't say whether the head is tied, it is, whatever `section` says.
+      moe: of families with mixtures of experts.
+      latent: layers attend over a latent, whose sizes config.json has.
+      delta_nets: layers may be gated delta-nets, as `layer_types` or `full_attention_interval` says.
+      output_gate: attention's output is multiplied by a sigmoid that comes with the queries.
+      next_layers: after the last layer may be some that predict further tokens, as `num_nextn_predict_layers` says.
+      vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`).
+      defaults: values of keys that config.json may leave out.
+      ignored: keys that the family's reference code ignores, too.
+    """
+
+    norms: NormPlaces = "pre"
+    norm_offset: int = 0
+    qk_norm: QkNorm | None = None
+    qk_norm_key: str | None = None
+    rotates_first: bool = False
+    qkv_bias: bool | None = None
+    qkv_bias_key: str = "attention_bias"
+    attention_out_bias: bool | None = None
+    attention_out_bias_key: str = "attention_bias"
+    mlp_bias: bool | None = False
+    mlp_bias_key: str = "mlp_bias"
+    scales_embedding: bool = False
+    multipliers: bool = False
+    activation_key: str = "hidden_act"
+    activations: Mapping[str, str] = field(default_factory=dict)
+    windows: Literal["none", "always", "flag", "even by flag", "all by flag"] = "none"
+    full_every: int | None = None
+    partial_rope: bool = False
+    interleaved_rope: bool = False
+    sliding_theta: str | float | None = None
+    alpha_stretches: bool = False
+    turned_layers: Literal["all", "told", "windows"] = "all"
+    caps: bool = False
+    caps_logits: bool = False
+    attention_scale: float | None = None
+    normalizes_values: bool = False
+    layer_factors: bool = False
+    own_parts: bool = False
+    section: str | None = None
+    ties_whole: bool = False
+    sinks: bool = False
+    moe: MoeFamily | None = None
+    latent: bool = False
+    delta_nets: bool = False
+    output_gate: bool = False
+    next_layers: bool = False
+    vision: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()

@@ -1,0 +1,249 @@
+"""How the tensors of a checkpoint fill a parameter: q, k and v by kv head, gate and up one after the other, and so on.
+
+A checkpoint stores projections as `[out, in]`; ours are `[..., in]`. Each function takes the tensors of one parameter
+and yields its pieces, which are views of them; a small tensor may be computed with. Knows no names; `names.py` says
+which parameter is filled by which function, and what differs from a checkpoint fuses with them, too (`adapters.py`,
+`eagle.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from jaxsgl.models import ModelArch
+from jaxsgl.models.rope import split_half_order
+from jaxsgl.weights.recipe import Piece, Pieces, Place, Tensor
+
+
+def as_is(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The one tensor, which has the parameter's shape."""
+    yield Piece((), tensors[0])
+
+
+def stacked(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Tensors of one shape, one after the other on a new first axis: gate and up `[F, D]` to `[2, F, D]`."""
+    for row, tensor in enumerate(tensors):
+        yield Piece((row,), tensor)
+
+
+def split_gate_up(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Gate and up that come as one tensor `[2 * F, D]`, gate first, to `[2, F, D]`."""
+    yield Piece((), tensors[0].reshape(2, -1, *tensors[0].shape[1:]))
+
+
+def norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A norm's scales, with the model's offset."""
+    yield Piece((), _with_offset(arch, tensors[0]))
+
+
+def head_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The scales `[H]` of a norm of queries or keys, in the order of their dimensions."""
+    yield from _turned(arch, (), _with_offset(arch, tensors[0]), axis=0)
+
+
+def all_heads_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The scales of a norm over all heads of queries `[N * H]`, to `[K, heads per kv head, H]`."""
+    scales = _with_offset(arch, tensors[0]).reshape(arch.num_kv_heads, -1, arch.head_dim)
+    yield from _turned(arch, (), scales, axis=2)
+
+
+def all_keys_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The scales of a norm over all heads of keys `[K * H]`, to `[K, 1, H]`."""
+    scales = _with_offset(arch, tensors[0]).reshape(arch.stored_kv_heads, 1, arch.head_dim)
+    yield from _copied(arch, _turned(arch, (slice(None),), scales, axis=2))
+
+
+def _with_offset(arch: ModelArch, scales: Tensor) -> Tensor:
+    return scales if arch.norm_offset == 0 else scales.astype(np.float32) + np.float32(arch.norm_offset)
+
+
+def fuse_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Fuses q `[N * H]`, k and v `[K * H]` to `[K, G + 2, H]`; a trailing axis D stays."""
+    q, k, v = tensors
+    yield from _fuse_queries(arch, q.reshape(arch.num_heads, arch.head_dim, *q.shape[1:]), k, v)
+
+
+def queries_alone(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """q `[N * H, D]` to `[K, G, H, D]`, of a layer that attends to another one's keys and values."""
+    (q,) = tensors
+    yield from _turned(arch, (), q.reshape(arch.num_kv_heads, -1, arch.head_dim, *q.shape[1:]), axis=2)
+
+
+def _fuse_queries(arch: ModelArch, queries: Tensor, k: Tensor, v: Tensor) -> Iterator[Piece]:
+    """`fuse_heads` of queries `[N, H, ...]`."""
+    q = queries.reshape(arch.num_kv_heads, -1, *queries.shape[1:])
+    k, v = (each.reshape(arch.stored_kv_heads, 1, arch.head_dim, *each.shape[1:]) for each in (k, v))
+    group = q.shape[1]
+    yield from _turned(arch, (slice(None), slice(0, group)), q, axis=2)
+    yield from _copied(arch, _turned(arch, (slice(None), slice(group, group + 1)), k, axis=2))
+    yield from _copied(arch, iter([Piece((slice(None), slice(group + 1, group + 2)), v)]))
+
+
+def _copied(arch: ModelArch, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Pieces of the checkpoint's kv heads, along their first axis, for each of our heads."""
+    if arch.kv_copies == 1:
+        yield from pieces
+        return
+    for place, numbers in pieces:
+        for head in range(arch.num_kv_heads):
+            stored = head // arch.kv_copies
+            yield Piece((slice(head, head + 1), *place[1:]), numbers[(slice(stored, stored + 1),)])
+
+
+def _turned(arch: ModelArch, place: Place, heads: Tensor, axis: int) -> Iterator[Piece]:
+    """The dimensions of heads, from the checkpoint's order to that of `rope_tables`; all ropes of a model share one.
+
+    A piece for each run of dimensions that are equally far apart, since such a run is a view.
+    """
+    order = split_half_order(arch.ropes[0], arch.head_dim) if arch.ropes else None
+    if order is None:
+        yield Piece(place, heads)
+        return
+    first = 0
+    while first < len(order):
+        step = order[first + 1] - order[first] if first + 1 < len(order) and order[first + 1] > order[first] else 1
+        count = 1
+        while first + count < len(order) and order[first + count] == order[first] + count * step:
+            count += 1
+        run = slice(order[first], order[first] + count * step, step)
+        places = (*place, *(slice(None) for _ in range(axis - len(place))), slice(first, first + count))
+        yield Piece(places, heads[(*(slice(None) for _ in range(axis)), run)])
+        first += count
+
+
+def fuse_split_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """`fuse_heads` of q, k and v that come as one tensor `[(N + 2 K) * H]`, one behind the other."""
+    (fused,) = tensors
+    queries, keys = arch.num_heads * arch.head_dim, arch.stored_kv_heads * arch.head_dim
+    yield from fuse_heads(arch, (fused[:queries], fused[queries : queries + keys], fused[queries + keys :]))
+
+
+def latent_queries(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Queries of all heads `[N * (D_n + R), in]` to `[N, D_n + R, in]`, what turns in the order of `rope_tables`."""
+    heads = tensors[0].reshape(arch.num_heads, -1, *tensors[0].shape[1:])
+    yield from _latent_rows(arch, (slice(None),), heads)
+
+
+def latent_entries(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """`[C + R, D]`, what turns in the order of `rope_tables`."""
+    yield from _latent_rows(arch, (), tensors[0])
+
+
+def _latent_rows(arch: ModelArch, place: Place, rows: Tensor) -> Iterator[Piece]:
+    """Rows on the axis after those of `place`, of which the last R turn."""
+    assert arch.latent is not None
+    turned, size = arch.latent.rotated, rows.shape[len(place)]
+    still = size - turned
+    runs = [(slice(0, still), slice(0, still)), (slice(still, size), slice(still, size))]
+    if split_half_order(arch.ropes[0], turned) is not None:
+        middle = still + turned // 2
+        runs[1:] = [(slice(still, middle), slice(still, size, 2)), (slice(middle, size), slice(still + 1, size, 2))]
+    for ours, theirs in runs:
+        yield Piece((*place, ours), rows[(*place, theirs)])
+
+
+def latent_matrices(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """What makes keys and values of all heads `[N * (D_n + D_v), C]`, to `[N, D_n + D_v, C]`."""
+    yield Piece((), tensors[0].reshape(arch.num_heads, -1, tensors[0].shape[1]))
+
+
+def fuse_gated_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """`fuse_heads` where q `[N * 2 H, D]` has each head's gate after its query: to `[K, 2 G + 2, H, D]`, gates last."""
+    yield from fuse_without_gates(arch, tensors)
+    groups = arch.num_heads // arch.num_kv_heads
+    yield Piece((slice(None), slice(groups + 2, 2 * groups + 2)), next(gates(arch, tensors)).numbers)
+
+
+def fuse_without_gates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The same without the gates, `[K, G + 2, H]`."""
+    q, k, v = tensors
+    yield from _fuse_queries(arch, q.reshape(arch.num_heads, 2, arch.head_dim, *q.shape[1:])[:, 0], k, v)
+
+
+def gates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The gates among these, `[K, G, H]`."""
+    of_heads = tensors[0].reshape(arch.num_heads, 2, arch.head_dim, *tensors[0].shape[1:])[:, 1]
+    yield Piece((), of_heads.reshape(arch.num_kv_heads, -1, *of_heads.shape[1:]))
+
+
+def _delta_parts(arch: ModelArch) -> tuple[int, int, int, int]:
+    """K' and, of a key head, the rows of q (as many as of k), of v (as many as of z) and of b (as many as of a)."""
+    net = arch.delta_net
+    assert net is not None
+    return net.key_heads, net.key_size, net.group * net.value_size, net.group
+
+
+def _by_key_head(arch: ModelArch, tensor: Tensor) -> Iterator[Tensor]:
+    """q, k and v of all heads, one after the other `[K' * C, ...]`, each as `[K', rows, ...]`."""
+    heads, h, values, _ = _delta_parts(arch)
+    for first, size in ((0, h), (heads * h, h), (2 * heads * h, values)):
+        part = tensor[first : first + heads * size]
+        yield part.reshape(heads, size, *tensor.shape[1:])
+
+
+def _in_rows(parts: Iterable[Tensor]) -> Iterator[Piece]:
+    """Tensors `[K', rows, ...]`, one after the other on their second axis."""
+    first = 0
+    for part in parts:
+        yield Piece((slice(None), slice(first, first + part.shape[1])), part)
+        first += part.shape[1]
+
+
+def delta_inputs(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """What makes q, k and v; z; b; a, to `[K', rows, D]`."""
+    heads = arch.delta_net.key_heads if arch.delta_net else 0
+    qkv, *others = tensors
+    yield from _in_rows([*_by_key_head(arch, qkv), *(each.reshape(heads, -1, each.shape[1]) for each in others)])
+
+
+def delta_inputs_by_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The same of two tensors that have key heads first: q, k, v and z of each; b and a of each."""
+    heads = arch.delta_net.key_heads if arch.delta_net else 0
+    yield from _in_rows([each.reshape(heads, -1, each.shape[1]) for each in tensors])
+
+
+def delta_taps(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A depthwise convolution of all channels `[K' * C, 1, taps]`, to `[K', C, taps]`."""
+    yield from _in_rows(_by_key_head(arch, tensors[0][:, 0]))
+
+
+def delta_decay(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A_log and dt_bias `[V']`, to `[K', 2, r]`."""
+    heads, _, _, group = _delta_parts(arch)
+    yield from _in_rows([each.reshape(heads, 1, group) for each in tensors])
+
+
+def rows_of_tokens(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The first V rows of a table that may have more."""
+    yield Piece((), tensors[0][: arch.vocab_size])
+
+
+def router_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The scales `[D]` of a router's input, over sqrt(D)."""
+    yield Piece((), tensors[0].astype(np.float32) * np.float32(arch.hidden_size**-0.5))
+
+
+def flat_patches(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A convolution whose windows don't overlap is a product of flattened patches."""
+    yield Piece((), tensors[0].reshape(len(tensors[0]), -1))
+
+
+def stack_layers(
+    of_layer: Pieces, layers: tuple[int, ...], arch: ModelArch, tensors: tuple[Tensor, ...]
+) -> Iterator[Piece]:
+    """Row l is what `of_layer` makes of the tensors of the l-th of these layers; all have equally many."""
+    per_layer = len(tensors) // len(layers)
+    for row, layer in enumerate(layers):
+        own = arch.with_heads_of(arch.layers[layer])
+        for place, numbers in of_layer(own, tensors[row * per_layer : (row + 1) * per_layer]):
+            yield Piece((row, *place), numbers)
+
+
+def padded(of_head: Pieces, width: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The scales `[H]` of heads' norms, with zeros up to the width of the model's largest heads."""
+    for place, numbers in of_head(arch, tensors):
+        yield Piece(place or (slice(0, arch.head_dim),), numbers)
+    if arch.head_dim < width:
+        yield Piece((slice(arch.head_dim, width),), np.zeros(width - arch.head_dim, np.float32))

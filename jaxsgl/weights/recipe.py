@@ -1,0 +1,169 @@
+"""`Recipe`: which tensors of a checkpoint make a parameter, and what fills each part of it, as values.
+
+A recipe only makes views of the tensors (cuts, reshapes, transposes), so that the loader can read what one device needs
+and leave the rest. Owns these values, and which lengths a tensor's axes have in a model. Knows no tensor by name
+(`names.py`), no arrangement (`pieces.py`) and no files. Used by all that make recipes or read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.models import ModelArch
+from jaxsgl.models.layer_spec import DenseMlp
+
+Path = tuple[Hashable, ...]  # of a parameter within the model, as ("layers", 3, "mlp", "down")
+Place = tuple[int | slice, ...]  # a part of a parameter, by its leading axes; slices have step 1, () is all of it
+
+
+class Numbers(Protocol):
+    """What a piece is cut from: a NumPy array, or something that computes the part that is asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the axes."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the numbers."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all numbers."""
+
+    def __getitem__(self, box: tuple[slice, ...], /) -> npt.NDArray[Any]:
+        """The numbers of a part."""
+
+
+class Piece(NamedTuple):
+    """A part of a parameter and what fills it: `parameter[place] = numbers`, in the parameter's dtype."""
+
+    place: Place
+    numbers: Numbers
+
+
+Tensor = npt.NDArray[Any]  # a checkpoint's, mapped: a view of it costs nothing, a copy reads all of it
+Pieces = Callable[[ModelArch, tuple[Tensor, ...]], Iterator[Piece]]
+Computed = Callable[[ModelArch, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tensor of a checkpoint.
+
+    Attributes:
+      name: the tensor's name; `{}` stands for the layer's index.
+      axes: the tensor's shape, as names of `sizes`; None: the reader checks shape and dtype.
+      layer: the layer of `arch` that it is a tensor of; None: of the model.
+      is_transposed: it is a stack of matrices `[in, out]`, whose rows are outputs elsewhere.
+    """
+
+    name: str
+    axes: tuple[str, ...] | None
+    layer: int | None = None
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a parameter is made: `pieces(arch, tensors of the sources)`, which fill it without gaps or overlaps.
+
+    The pieces are views of the tensors. A small tensor may be computed with, as `tensors[0].astype(np.float32) + 1`; of
+    a large one, each device would then read all.
+
+    `computed(arch, filled array)`, if it is given, makes the parameter of what the pieces fill, in the dtype in which
+    they are stored; it is traced, and must be hashable. The devices then hold both for a moment.
+    """
+
+    sources: tuple[Source, ...]
+    pieces: Pieces
+    computed: Computed | None = None
+
+
+def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
+    """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones; C
+    are the classes of a classification head.
+
+    Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, pixels. Those
+    with L are of a latent: what queries are made of, C, C + R; of all heads their queries, what makes keys and values,
+    and values. Those with G are of a gated delta-net: of all heads q, k and v; taps; value heads, and twice as many;
+    numbers of a value; all values; q, k, v and their gates. Those with P are of embeddings of layers: numbers of one,
+    rows, and numbers of all layers.
+
+    `layer` is one whose heads and MLP are meant, where layers differ; None: those of the model.
+    """
+    mixture, vision, latent, net = arch.mixture, arch.vision, arch.latent, arch.delta_net
+    ffn_size = arch.ffn_size
+    if layer is not None:
+        mlp, arch = arch.layers[layer].mlp, arch.with_heads_of(arch.layers[layer])
+        ffn_size = mlp.ffn_size if isinstance(mlp, DenseMlp) else ffn_size
+    of_delta_net = {}
+    if net is not None:
+        of_delta_net = {
+            "GC": net.key_heads * net.channels,
+            "GT": net.taps,
+            "GN": net.value_heads,
+            "G2N": 2 * net.value_heads,
+            "GH": net.value_size,
+            "GV": net.value_heads * net.value_size,
+            "GCV": net.key_heads * net.channels + net.value_heads * net.value_size,
+        }
+    of_vision = {}
+    if vision is not None:
+        of_vision = {
+            "VM": vision.hidden_size,
+            "V3M": 3 * vision.hidden_size,
+            "VF": vision.ffn_size,
+            "VG": vision.table_side**2,
+            "VW": vision.merged_size,
+            "VI": vision.channels,
+            "VT": vision.temporal_patch_size,
+            "VP": vision.patch_size,
+        }
+    of_latent = {}
+    if latent is not None:
+        of_latent = {
+            "LQ": latent.q_rank or 0,
+            "LC": latent.kv_rank,
+            "LE": latent.kv_rank + latent.rotated,
+            "NLQ": arch.num_heads * (latent.unrotated + latent.rotated),
+            "NLB": arch.num_heads * (latent.unrotated + latent.value),
+            "NLV": arch.num_heads * latent.value,
+        }
+    return {
+        **of_vision,
+        **of_latent,
+        **of_delta_net,
+        "2NH": 2 * arch.num_heads * arch.head_dim if arch.output_gate else 0,
+        "V": arch.vocab_size,
+        "D": arch.hidden_size,
+        "F": ffn_size,
+        "H": arch.head_dim,
+        "N": arch.num_heads,
+        "NH": arch.num_heads * arch.head_dim,
+        "KH": arch.stored_kv_heads * arch.head_dim,
+        "QKV": (arch.num_heads + 2 * arch.stored_kv_heads) * arch.head_dim,
+        "2F": 2 * ffn_size,
+        "2D": 2 * arch.hidden_size,
+        "E": mixture.num_experts if mixture else 0,
+        "EF": mixture.ffn_size if mixture else 0,
+        "2EF": 2 * mixture.ffn_size if mixture else 0,
+        "C": len(arch.folder_pooling.labels),
+        "SF": mixture.shared_ffn_size if mixture else 0,
+        "P": arch.embedding_size,
+        "PV": arch.layer_vocab_size,
+        "PL": arch.num_layers * arch.embedding_size,
+        "1": 1,
+    }
+
+
+def axes_lengths(source: Source, arch: ModelArch) -> tuple[int, ...]:
+    """The shape that `arch` asks a tensor to have."""
+    lengths = sizes(arch, source.layer)
+    return tuple(lengths[axis] for axis in source.axes or ())

@@ -1,0 +1,80 @@
+"""What files call the tensors that recipes name: folders of other times and tools, and decoders next to a vision tower.
+
+Owns where the decoder lies within a name, and other spellings of names. Never knows which parameter a tensor fills, and
+opens no file. Called by `tensor_files.py` for all names of a folder, and by those that make recipes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from jaxsgl.models import ModelArch
+
+# Where the decoder is within "model.", beside a tower; the output head is outside. With the names of the other parts.
+_QWEN_TOWER = ("model.visual.",)
+_PROJECTED_TOWER = ("model.vision_tower.", "model.multi_modal_projector.")
+_BESIDE_TOWER = {
+    "Qwen3VLForConditionalGeneration": _QWEN_TOWER,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN_TOWER,
+    "Qwen3_5ForConditionalGeneration": _QWEN_TOWER,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_TOWER,
+    "Gemma3ForConditionalGeneration": _PROJECTED_TOWER,
+    "Mistral3ForConditionalGeneration": _PROJECTED_TOWER,
+    "Gemma4ForConditionalGeneration": tuple(
+        f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+    ),
+}
+_WITHIN = "model.language_model."
+# How names begin in files where the decoder is a model of its own, beside the tower, and how recipes have them.
+_OF_OWN_MODEL = {
+    "language_model.model.": _WITHIN,
+    "language_model.lm_head.": "lm_head.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+
+_HEADS = ("lm_head.", "score.")
+_LISTED = re.compile(r"(\.experts)\.(gate_proj|up_proj|down_proj)\.(\d+)\.")
+_STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)\.(\w+)")
+
+
+def as_in_recipes(names: Iterable[str]) -> dict[str, str]:
+    """The files' names by those that recipes have: decoders saved without a head lack the first part, older folders of
+    decoders with a tower have the parts in another order, ModelOpt lists Qwen3-VL's experts by what they are, and a
+    stack of experts may be called as a module is.
+    """
+    by_names = {_STACKED.sub(_of_stack, _LISTED.sub(r"\1.\3.\2.", name)): name for name in names}
+    return {recipes: by_names[name] for recipes, name in _of_decoder(list(by_names)).items()}
+
+
+def _of_stack(name: re.Match[str]) -> str:
+    return name[1] if name[2] == "weight" else f"{name[1]}_{name[2]}"
+
+
+def _of_decoder(stored: list[str]) -> dict[str, str]:
+    if "embed_tokens.weight" in stored:
+        return {name if name.startswith(_HEADS) else f"model.{name}": name for name in stored}
+    if "language_model.model.embed_tokens.weight" not in stored:
+        return dict(zip(stored, stored, strict=True))
+
+    def renamed(name: str) -> str:
+        start = next((each for each in _OF_OWN_MODEL if name.startswith(each)), "")
+        return _OF_OWN_MODEL.get(start, "") + name.removeprefix(start)
+
+    return {renamed(name): name for name in stored}
+
+
+def stored_name(name: str, arch: ModelArch) -> str:
+    """What recipes call a tensor of the decoder, which is `name` where the model is nothing but a decoder."""
+    is_within = arch.name in _BESIDE_TOWER and name.startswith("model.")
+    return _WITHIN + name.removeprefix("model.") if is_within else name
+
+
+def own_name(name: str, arch: ModelArch) -> str | None:
+    """The inverse of `stored_name`; None for a tensor of a part of the model that is not served."""
+    if arch.name not in _BESIDE_TOWER:
+        return name
+    if name.startswith(_BESIDE_TOWER[arch.name]):
+        return name if arch.vision is not None and arch.vision.has_tower else None
+    return "model." + name.removeprefix(_WITHIN) if name.startswith(_WITHIN) else name

@@ -1,0 +1,106 @@
+"""`add_and_norm`: the residual stream with a layer's update added, and its norm, as it is or rounded to float8.
+
+Owns the checks of the arguments. Never knows layers, nor how a backend computes: it asks `dispatch` for one and calls
+it, and where there is none `norm` has XLA's.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import choose_kernel_or_xla
+from pallas_kernels.experts import Choices
+from pallas_kernels.norm import Update, add_then_norm
+from pallas_kernels.scaled import ROW_GROUP, ScaledRows, rounded_rows
+
+
+def add_and_norm(
+    x: jax.Array,
+    update: Update,
+    scales: jax.Array,
+    row: int,
+    eps: float,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Add to the residual stream and normalize the sum; returns the sum and its RMSNorm, `[T, D]` in x's dtype.
+
+    Args:
+        x: `[T, D]`.
+        update: `[T, D]` in x's dtype; or `[P, T, D]` float32, parts whose sum is the update; or `Choices` of T tokens,
+            whose rows are in x's dtype.
+        scales: `[L, D]`, of which this norm takes `row`.
+        row: index of the norm's scale.
+        eps: added to the mean square.
+        backend: a backend that has the op, or "auto"; "xla" always has it.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    total, normed = _add_and_norm(x, update, scales, row, eps, False, backend, interpret)
+    assert isinstance(normed, jax.Array)
+    return total, normed
+
+
+def add_and_norm_in_float8(
+    x: jax.Array,
+    update: Update,
+    scales: jax.Array,
+    row: int,
+    eps: float,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, ScaledRows]:
+    """`add_and_norm` for a `float8_product`: the norm is rounded as `float8_rows` would, in the same kernel.
+
+    Raises:
+        ValueError: as `add_and_norm`, or D is no multiple of `ROW_GROUP`.
+    """
+    if x.shape[-1] % ROW_GROUP:
+        raise ValueError(f"x is {x.shape}; it must be [T, D] with a D that is a multiple of {ROW_GROUP}")
+    total, normed = _add_and_norm(x, update, scales, row, eps, True, backend, interpret)
+    return total, normed if isinstance(normed, ScaledRows) else rounded_rows(normed)
+
+
+def _add_and_norm(
+    x: jax.Array,
+    update: Update,
+    scales: jax.Array,
+    row: int,
+    eps: float,
+    in_float8: bool,
+    backend: str,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array | ScaledRows]:
+    """With `in_float8` the norm is rounded by a kernel, or as it is."""
+    _check_update(update, x)
+    if x.ndim != 2 or scales.ndim != 2 or scales.shape[1] != x.shape[1] or not 0 <= row < scales.shape[0]:
+        raise ValueError(f"x {x.shape} must be [T, D] and scales {scales.shape} [L, D] with a row {row}")
+    kernel = choose_kernel_or_xla(
+        "add_and_norm", lambda each: each.add_and_norm, backend, x, update, interpret=interpret
+    )
+    if kernel is None:
+        return add_then_norm(x, update, scales, row, eps)
+    return kernel(x, update, scales, row, eps, in_float8, interpret)
+
+
+def _check_update(update: Update, x: jax.Array) -> None:
+    if isinstance(update, Choices):
+        rows, tokens = update.rows, update.place_of.shape[:1]
+        if (
+            (*tokens, *rows.shape[1:]) != x.shape
+            or rows.dtype != x.dtype
+            or update.shares.shape != update.place_of.shape
+        ):
+            raise ValueError(
+                f"update has rows {rows.shape} {rows.dtype}, places {update.place_of.shape} and shares "
+                f"{update.shares.shape}; they must be [M, D], [T, k] and [T, k] for x {x.shape} {x.dtype}"
+            )
+        return
+    is_whole = update.shape == x.shape and update.dtype == x.dtype
+    if not is_whole and (update.shape[1:] != x.shape or update.dtype != jnp.float32):
+        raise ValueError(
+            f"update is {update.shape} {update.dtype}; it must be {x.shape} {x.dtype} as x, or float32 parts of that"
+        )

@@ -1,0 +1,129 @@
+"""Cases of what mixtures of experts need: choice and groups, products by group, gated units, shared experts.
+
+Owns who chooses which experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.api.experts import (
+    choose_experts,
+    gated_product,
+    group_by_expert,
+    grouped_product,
+    products_with_shared,
+)
+from pallas_kernels.choice import AUTO, XLA
+from pallas_kernels.experts import Groups, UnitWeights, sort_by_expert
+from pallas_kernels.selftest.batches import normal
+from pallas_kernels.selftest.case import TOLERANCE, Case
+from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
+
+MOST_EXPERTS, EXPERT_TOKENS = 16, 67
+
+
+def product_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """Tokens that choose experts at random, and some that choose none; how they choose; gated units, shared experts."""
+    for expert in shapes.experts:
+        yield _product(shapes, expert)
+        if expert.of_tokens and jnp.dtype(expert.dtype).itemsize > 1:
+            yield _product(shapes, expert, gated=True)
+            if expert.router.num_shared:
+                yield _with_shared(shapes, expert)
+    if shapes.experts:
+        yield _routing(shapes.experts[0])
+
+
+def _routing(expert: ExpertShape) -> Case:
+    """Chosen experts, their shares and their groups, which are XLA's whatever the kernel."""
+    router, num_routed = expert.router, expert.num_routed
+    num_experts = num_routed + router.num_shared
+    keys = jax.random.split(jax.random.key(5))
+    logits = jax.random.normal(keys[0], (EXPERT_TOKENS, num_routed))
+    bias = jax.random.normal(keys[1], (num_routed,)) if router.choice_bias else None
+
+    def call(backend: str, interpret: bool) -> list[jax.Array]:
+        options: dict[str, Any] = {"backend": _of_others(backend), "interpret": interpret}
+        chosen, shares = choose_experts(router, logits, bias, **options)
+        groups = group_by_expert(chosen, num_experts, jnp.arange(EXPERT_TOKENS) % 16 != 15, **options)
+        return [chosen, shares, groups.place_of, groups.sizes[:, None]]
+
+    return Case("routing", TOLERANCE["float32"], call, functools.partial(call, XLA, False))
+
+
+def _of_others(backend: str) -> str:
+    """Where experts are chosen, grouped and gated if their products run on `backend`; not all backends do that."""
+    return backend if backend in (XLA, "triton") else AUTO
+
+
+def _chosen(expert: ExpertShape, num_experts: int, key: jax.Array) -> Groups:
+    _, chosen = jax.lax.top_k(
+        jax.random.normal(key, (EXPERT_TOKENS, num_experts)), min(expert.router.top_k, num_experts)
+    )
+    return sort_by_expert(jnp.where(jnp.arange(EXPERT_TOKENS)[:, None] % 16 == 15, num_experts, chosen), num_experts)
+
+
+def _product(shapes: KernelShapes, expert: ExpertShape, *, gated: bool = False) -> Case:
+    num_experts = min(expert.num_experts, MOST_EXPERTS)
+    keys = jax.random.split(jax.random.key(4), 3)
+    groups = _chosen(expert, num_experts, keys[0])
+    num_rows = groups.num_tokens if expert.of_tokens else groups.num_places
+    x = normal(keys[1], 1.0, shape=(num_rows, expert.inputs), dtype=jnp.dtype(shapes.dtype))
+    dtype = jnp.dtype(expert.dtype)
+    scale = 1 / 40 if dtype == jnp.int8 else 1.0  # uses the range of the format
+    drawn = normal(keys[2], scale, shape=(num_experts, expert.outputs, expert.inputs), dtype=jnp.dtype(jnp.float32))
+    weights = (jnp.clip(jnp.round(drawn), -127, 127) if dtype == jnp.int8 else drawn).astype(dtype)
+
+    def call(x: jax.Array, weights: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+        options: dict[str, Any] = {"of_tokens": expert.of_tokens, "backend": backend, "interpret": interpret}
+        if gated:
+            return [_gated_jit(x, groups, weights, "silu", **options | {"backend": _of_others(backend)})]
+        return [_product_jit(x, groups, weights, **options)]
+
+    return Case(
+        f"{expert.outputs} x {expert.inputs}{', gated' if gated else ''}",
+        TOLERANCE[shapes.dtype],
+        functools.partial(call, x, weights),
+        functools.partial(call, x.astype(jnp.float32), weights.astype(jnp.float32), "xla", False),
+    )
+
+
+def _with_shared(shapes: KernelShapes, expert: ExpertShape) -> Case:
+    """Both products where each token takes the shared experts, too."""
+    num_experts, num_shared, size = min(expert.num_experts, MOST_EXPERTS), expert.router.num_shared, expert.outputs // 2
+    keys = jax.random.split(jax.random.key(12), 6)
+    chosen = _chosen(expert, num_experts, keys[0])
+    numbers = chosen.experts[chosen.place_of]
+    shared = jnp.broadcast_to(num_experts + jnp.arange(num_shared, dtype=jnp.int32), (EXPERT_TOKENS, num_shared))
+    numbers = jnp.concatenate([jnp.where(numbers < num_experts, numbers, -1), shared], axis=1)
+    groups = sort_by_expert(numbers, num_experts + num_shared, jnp.arange(EXPERT_TOKENS) % 16 != 15)
+    dims = (
+        (groups.num_tokens, expert.inputs), (num_experts, 2 * size, expert.inputs), (num_experts, expert.inputs, size),
+        (2, num_shared * size, expert.inputs), (expert.inputs, num_shared * size),
+    )  # fmt: skip
+    dtype = jnp.dtype(expert.dtype)
+    x, *weights = (normal(key, 1.0, shape=shape, dtype=dtype) for key, shape in zip(keys[1:], dims, strict=True))
+
+    def call(x: jax.Array, weights: list[jax.Array], backend: str, interpret: bool) -> list[jax.Array]:
+        options: dict[str, Any] = {"backend": _of_others(backend), "interpret": interpret}
+        return [_shared_jit(x, groups, UnitWeights(*weights[:2]), UnitWeights(*weights[2:]), "silu", **options)]
+
+    wide = [each.astype(jnp.float32) for each in weights]
+    return Case(
+        f"{num_shared} shared experts of {size}",
+        TOLERANCE[shapes.dtype],
+        functools.partial(call, x, weights),
+        functools.partial(call, x.astype(jnp.float32), wide, XLA, False),
+    )
+
+
+_product_jit = jax.jit(grouped_product, static_argnames=("of_tokens", "backend", "interpret"))
+
+_gated_jit = jax.jit(gated_product, static_argnames=("activation", "of_tokens", "backend", "interpret"))
+_shared_jit = jax.jit(products_with_shared, static_argnames=("activation", "backend", "interpret"))

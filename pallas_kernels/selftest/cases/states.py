@@ -1,0 +1,91 @@
+"""Cases of gated delta-nets: sequences that decode, by themselves and next to chunks.
+
+Owns their positions and where their states go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.choice import XLA
+from pallas_kernels.delta import DeltaStates, Sequences, delta_decode, delta_extend
+from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
+from pallas_kernels.selftest.batches import normal
+from pallas_kernels.selftest.case import TOLERANCE, Case
+from pallas_kernels.selftest.cases.arguments import NUM_PARTS, in_parts_of
+from pallas_kernels.selftest.shapes import KernelShapes
+
+STATE_POSITIONS, STATES_KEPT = (0, 7, 130, 1, 0), (-1, 8, -1, 7, 9)  # of rows that decode, and where they go besides
+
+
+def state_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """Sequences with states and without, of which some are kept besides; other places must stay as they were."""
+    for shape in shapes.states:
+        keys = jax.random.split(jax.random.key(12), 6)
+        heads, num_seqs = (shape.key_heads, shape.group), len(STATE_POSITIONS)
+        channels = 2 * shape.key_size + shape.group * shape.value_size
+        fused = num_seqs, shape.key_heads, channels + shape.group * (shape.value_size + 2)
+        dtype = jnp.dtype(shapes.dtype)
+        tokens = DeltaTokens(
+            normal(keys[0], 1.0, shape=fused, dtype=dtype),
+            DeltaVectors(
+                normal(keys[1], 1.0, shape=(2, shape.key_heads, channels, shape.taps), dtype=jnp.dtype(jnp.float32)),
+                jax.random.uniform(keys[2], (2, shape.key_heads, 2, shape.group), minval=-2.0),
+                normal(keys[3], 1.0, shape=(2, shape.value_size), dtype=jnp.dtype(jnp.float32)),
+                row=1,
+                eps=1e-6,
+            ),
+            shape.key_size,
+            dtype,
+        )
+        product = normal(keys[0], 1.0, shape=(NUM_PARTS, *fused), dtype=in_parts_of(dtype, (NUM_PARTS,)))
+        in_parts = dataclasses.replace(tokens, product=product)
+        states = DeltaStates(*(
+            normal(key, 1.0, shape=(2 * num_seqs, *dims), dtype=jnp.dtype(jnp.float32))
+            for key, dims in zip(
+                keys[4:],
+                ((*heads, shape.key_size, shape.value_size), (shape.taps, shape.key_heads, channels)),
+                strict=True,
+            )
+        ))  # fmt: skip
+        where = jnp.array(STATE_POSITIONS), jnp.arange(num_seqs)[::-1] + 1, jnp.array(STATES_KEPT)
+        name = f"{num_seqs} rows, {shape.key_heads} x {shape.group} states of {shape.key_size} x {shape.value_size}"
+        for which, run, of_step in (
+            ("", _decoded_states, tokens),
+            (", of parts", _decoded_states, in_parts),
+            (", next to chunks", _extended_states, tokens),
+        ):
+            yield Case(
+                name + which,
+                TOLERANCE[shapes.dtype],
+                functools.partial(run, of_step, states, where),
+                functools.partial(run, of_step, states, where, XLA, False),
+            )
+
+
+def _decoded_states(
+    tokens: DeltaTokens, states: DeltaStates, where: tuple[jax.Array, ...], backend: str, interpret: bool
+) -> list[jax.Array]:
+    out, after = _delta_jit(tokens, states, *where, backend=backend, interpret=interpret)
+    return [each.reshape(len(each), -1) for each in (out, *after)]
+
+
+def _extended_states(
+    tokens: DeltaTokens, states: DeltaStates, where: tuple[jax.Array, ...], backend: str, interpret: bool
+) -> list[jax.Array]:
+    """The same in a step that extends: so sequences of one token are decoded by a kernel of their own."""
+    positions, place, kept_to = where
+    is_kept = kept_to >= 0
+    kept = jnp.where(is_kept, kept_to, 0)[None]  # place 0 is no sequence's
+    seqs = Sequences(jnp.arange(len(place) + 1), positions, place, place, is_kept[None].astype(jnp.int32), kept)
+    out, after = _delta_extend_jit(tokens, states, seqs, backend=backend, interpret=interpret)
+    return [each.reshape(len(each), -1) for each in (out, *(array[1:] for array in after))]
+
+
+_delta_jit = jax.jit(delta_decode, static_argnames=("backend", "interpret"))
+_delta_extend_jit = jax.jit(delta_extend, static_argnames=("backend", "interpret"))
