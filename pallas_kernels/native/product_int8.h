@@ -57,13 +57,10 @@ struct OfExperts : Pieces {
   }
 };
 
-// Of weights' numbers with so many inputs, lines of the cache in a row, as a power of two.
-inline int ShiftOfRows(int depth) { return 31 - __builtin_clz(std::max(1, depth / 64)); }
-
-// Line `line` of a block of weight rows, counted along the rows: memory gives those that follow each other faster.
-[[gnu::always_inline]] inline void PrefetchLine(const int8_t* block, int64_t in, int line, int shift) {
-  const int8_t* const row = block + (line >> shift) * in;
-  _mm_prefetch(reinterpret_cast<const char*>(row + (line & ((1 << shift) - 1)) * 64), _MM_HINT_T1);
+// Into the first level of cache, for products that are soon to come. In the order of memory, which the processor then
+// reads ahead by itself: as its prefetches of other orders, these few would hold up all that is not in that level.
+[[gnu::always_inline]] inline void PrefetchSoon(const int8_t* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
 }
 
 // What makes a block of a row of activations integers up to `range`.

@@ -20,7 +20,7 @@ constexpr int kMaxColumns = 64; // tokens at a time, 4 registers
 constexpr int kFew = 8;         // tokens that are multiplied one by one
 constexpr int kFewPairs = 12;   // the same, paired
 
-// c [R, 16 * V] = weights [R, in] packed [in / 2, 16 * V, 2]. Prefetches the R rows that follow, line by line.
+// c [R, 16 * V] = weights [R, in] packed [in / 2, 16 * V, 2]. Prefetches the R rows that follow, in the order of memory.
 template <int R, int V>
 void WeightsTimesRows(const uint16_t* weights, int64_t in, const uint16_t* packed, float* c) {
   __m512 sum[R][V];
@@ -28,7 +28,7 @@ void WeightsTimesRows(const uint16_t* weights, int64_t in, const uint16_t* packe
     for (int v = 0; v < V; ++v) sum[r][v] = _mm512_setzero_ps();
   for (int64_t line = 0; line < in; line += 32) {
     for (int r = 0; r < R; ++r)
-      _mm_prefetch(reinterpret_cast<const char*>(weights + (R + r) * in + line), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(weights + R * in + R * line + kLine * r), _MM_HINT_T0);
     for (int64_t i = line; i < line + 32; i += 2) {
       __m512bh right[V];
       for (int v = 0; v < V; ++v) right[v] = (__m512bh)_mm512_load_si512(packed + i * 16 * V + 32 * v);
