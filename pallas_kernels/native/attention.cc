@@ -17,6 +17,7 @@
 #include <numeric>
 #include <vector>
 
+#include "activation.h"
 #include "blocks.h"
 #include "float8.h"
 
@@ -124,17 +125,6 @@ void PackValues(const Rows<Number>& rows, const Rows<Number>& next, int count, i
       StoreInterleaved(LoadBits(rows.at[t] + h), LoadBits(rows.at[t + 1] + h), packed + (t / 2 * head_dim + h) * 2);
     }
   }
-}
-
-// exp of numbers <= 0, to about 2 units in the last place; 0 below -87, NaN of NaN. 2^n times the Taylor series of the
-// rest, which is at most log(2) / 2; log(2) is subtracted in two parts, the first exact.
-inline Floats Exp(Floats x) {
-  const Floats n = Round(Times(x, All(1.44269504f)));
-  Floats rest = MinusProduct(n, All(0.693359375f), x);
-  rest = MinusProduct(n, All(-2.12194440e-4f), rest);
-  Floats sum = All(1.0f / 720);
-  for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = TimesPlus(sum, rest, All(factor));
-  return ScaledUnlessLess(sum, n, x, -87.0f);
 }
 
 // Scores become cap * tanh(score / cap), with tanh |x| = (1 - e) / (1 + e), e = exp(-2 |x|).

@@ -169,7 +169,7 @@ void MultiplyColumns(const Int8Product& p, int64_t begin, int64_t first, int tok
         lines[l] = (Bits)Times(Load(sums[r + l] + v * kLanes), All(p.ScaleOfRow(begin + r + l)));
       Transpose(lines);
       for (int j = 0; j < kLanes && c.first + v * kLanes + j < tokens; ++j)
-        Store(p.y + (first + c.first + v * kLanes + j) * p.out + begin + r, AsFloats(lines[j]));
+        p.Put(p.y + (first + c.first + v * kLanes + j) * p.out + begin + r, AsFloats(lines[j]));
     }
   }
 }

@@ -176,7 +176,9 @@ void MultiplyTiles(const Int8Product& p, int64_t begin, int64_t first, int token
   }
   for (int t = 0; t < tokens; ++t) {
     float* const y = p.y + (first + t) * p.out + begin;
-    for (int r = 0; r < kRows; ++r) y[r] = sums[t / T][r / R][r % R * T + t % T] * p.ScaleOfRow(begin + r);
+    alignas(64) float line[kRows];
+    for (int r = 0; r < kRows; ++r) line[r] = sums[t / T][r / R][r % R * T + t % T] * p.ScaleOfRow(begin + r);
+    for (int r = 0; r < kRows; r += kLanes) p.Put(y + r, Load(line + r));
   }
 }
 

@@ -27,6 +27,10 @@ struct Int8Product : ProductOf<int8_t> {
 
   // Of a block's sums of row `row`; the scale of a row's only group is applied to the sum of all blocks.
   float ScaleOfBlock(int64_t row, int64_t b) const { return groups == 1 ? 1.0f : scales[row * groups + b]; }
+  void MoveToUp() {
+    ProductOf::MoveToUp();
+    if (scales) scales += out * groups;
+  }
   float ScaleOfRow(int64_t row) const { return groups == 1 && scales ? scales[row] : 1.0f; }
 };
 
@@ -44,7 +48,11 @@ void MultiplyAll(xla::ffi::ThreadPool pool, const typename Pieces::Product& p) {
       InParallel(pool, parts, pack);
     const int64_t steps = p.out / kRows, share = std::clamp<int64_t>(steps / (8 * pool.num_threads()), 1, 16);
     InParallel(pool, int((steps + share - 1) / share), [&](int i) {
-      Pieces::Multiply(p, first, i * share * kRows, std::min(share, steps - i * share) * kRows, packed);
+      const int64_t end = std::min((i + 1) * share, steps), most = p.gate == Activation::kNone ? share : 1;
+      for (int64_t step = i * share; step < end; step += most) {
+        const int64_t rows = std::min(most, end - step) * kRows;
+        WithGate(p, [&](const auto& half) { Pieces::Multiply(half, first, step * kRows, rows, packed); });
+      }
     });
   }
 }

@@ -69,7 +69,7 @@ void MultiplyFewPairs(const Product& p, int64_t begin, const uint16_t* packed) {
       }
     }
   }
-  for (int t = 0; t < T && t < p.tokens; ++t) Store(p.y + t * p.out + begin, sum[t]);
+  for (int t = 0; t < T && t < p.tokens; ++t) p.Put(p.y + t * p.out + begin, sum[t]);
 }
 
 // Calls `work` with the number of tokens that are multiplied one by one, some of them zeros.
@@ -240,7 +240,7 @@ template <int stride>
   for (int r = 0; r < 16; ++r) block[r] = _mm512_load_si512(c + r * stride);
   Transpose(block);
   for (int t = 0; t < 16 && first + t < p.tokens; ++t)
-    _mm512_storeu_si512(p.y + (first + t) * p.out + begin, block[t]);
+    p.Put(p.y + (first + t) * p.out + begin, AsFloats(block[t]));
 }
 
 // Multiplies weight rows begin .. begin + 15 with the packed tokens from `first` on, into y.
@@ -275,7 +275,7 @@ void MultiplyColumns(xla::ffi::ThreadPool pool, const Product& p, int64_t first)
   const int64_t blocks = p.out / kBlock, share = std::clamp<int64_t>(blocks / (8 * pool.num_threads()), 1, 16);
   InParallel(pool, int((blocks + share - 1) / share), [&](int i) {
     for (int64_t b = i * share; b < std::min((i + 1) * share, blocks); ++b)
-      AddBlock<Number, V, as_tiles>(p, first, b * kBlock, packed);
+      WithGate(p, [&](const Product& half) { AddBlock<Number, V, as_tiles>(half, first, b * kBlock, packed); });
   });
 }
 
