@@ -21,7 +21,7 @@ from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
 from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
-from jaxsgl.models.precision import product, product_in_parts, product_of_heads
+from jaxsgl.models.precision import gated_product, product, product_in_parts, product_of_heads
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
@@ -344,20 +344,28 @@ class MLP(Matrices):
 
         Not `summed`, it is what this device adds to the result, for a sum that the caller makes.
         """
-        gate_up = product(x_TD, self.matrix("gate_up", kernels))
-        if self.gate_up_bias is not None:
-            gate_up = gate_up + self.gate_up_bias[...]
-        if adapters is not None:
-            assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
-            gate_up = adapters.add_to_gate_up(gate_up, x_TD)
         down = self.matrix("down", kernels)
-        if adapters is not None and summed:
-            gated = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
-            return last_product(gated, down, self.down_bias, adapters.of_output("down_proj", gated))
-        rows = gated_rows(gate_up, self.activation, down)
+        if adapters is None and self.gate_up_bias is None:
+            rows = gated_product(x_TD, self.matrix("gate_up", kernels), self.activation, down)
+        else:
+            gate_up = self._gate_up(x_TD, adapters, kernels)
+            if adapters is not None and summed:
+                gated = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
+                return last_product(gated, down, self.down_bias, adapters.of_output("down_proj", gated))
+            rows = gated_rows(gate_up, self.activation, down)
         if summed:
             return last_product(rows, down, self.down_bias)
         return _part_of_product(rows, down, self.down_bias, "ffn")
+
+    def _gate_up(self, x_TD: Rows, adapters: LayerAdapters | None, kernels: KernelChoice) -> jax.Array:
+        """`[T, 2, F]`: the product with its bias and what adapters add."""
+        gate_up = product(x_TD, self.matrix("gate_up", kernels))
+        if self.gate_up_bias is not None:
+            gate_up = gate_up + self.gate_up_bias[...]
+        if adapters is None:
+            return gate_up
+        assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
+        return adapters.add_to_gate_up(gate_up, x_TD)
 
 
 def last_product(

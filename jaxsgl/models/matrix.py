@@ -248,9 +248,7 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
         of_float8 = weights.kernels.float8_product
         sums = float8_product(x_TD, _flat(weights), dtype, in_parts=in_parts, backend=of_float8)
         return sums.reshape(*sums.shape[:-1], *weights.shape[:-1])
-    rows = x_TD.astype(jnp.float32) if target_device().platform == "cpu" else x_TD  # XLA has no 16 bit dot for all CPUs
-    if weights.order is not None:
-        rows = (all_parts(rows, 1, weights.cut_by) if weights.cut_by else rows)[:, weights.order]
+    rows = _in_columns(x_TD, weights)
     out = _native_product(rows, weights)
     weights = weights if out is not None else weights.unpacked()
     if out is None and (weights.scale.shape[-1] > 1 or weights.zero is not None):
@@ -265,6 +263,26 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
             out = jnp.einsum("td,nd->tn", rows, numbers, preferred_element_type=jnp.float32)
         out = out * weights.scale.reshape(-1)
     return out.astype(dtype).reshape(len(x_TD), *weights.shape[:-1])
+
+
+def native_gated_product(x_TD: Rows, gate_up: Weights, activation: str) -> jax.Array | None:
+    """activation(gate(x)) * up(x) `[T, F]` float32 of weights `[2, F, D]`, by a kernel in C++; None: there is none."""
+    if target_device().platform != "cpu" or not isinstance(x_TD, jax.Array) or x_TD.dtype != jnp.float32:
+        return None
+    if isinstance(gate_up, Matrix):
+        return _native_product(_in_columns(x_TD, gate_up), gate_up, activation)
+    flat = gate_up.reshape(-1, gate_up.shape[-1])
+    if native_product.refuse(x_TD, flat) is not None or native_product.refuse_gate(len(flat)) is not None:
+        return None
+    return native_product.rows_product(x_TD, flat, activation=activation)
+
+
+def _in_columns(x_TD: jax.Array, weights: Matrix) -> jax.Array:
+    """x as the weights' columns want it, on a CPU in float32: XLA has no 16 bit dot for all CPUs."""
+    rows = x_TD.astype(jnp.float32) if target_device().platform == "cpu" else x_TD
+    if weights.order is None:
+        return rows
+    return (all_parts(rows, 1, weights.cut_by) if weights.cut_by else rows)[:, weights.order]
 
 
 def _grouped_product(rows_TD: jax.Array, weights: Matrix, dtype: DTypeLike, in_parts: bool) -> jax.Array:
@@ -284,20 +302,28 @@ def _flat(weights: Matrix) -> ScaledMatrix:
     return ScaledMatrix(flat(weights.numbers), flat(weights.scale), zero, weights.group)
 
 
-def _native_product(rows_TD: jax.Array, weights: Matrix) -> jax.Array | None:
-    """`[T, N]` float32 by a kernel in C++; None where there is none for the format."""
+def _native_product(rows_TD: jax.Array, weights: Matrix, activation: str | None = None) -> jax.Array | None:
+    """`[T, N]` float32 by a kernel in C++; None where there is none for the format.
+
+    With an activation it is a gated product, whose results are half as many.
+    """
+    if activation is not None and weights.row_bits == native_product.TWO_WORDS:
+        return None
     if weights.packing:
         flat = weights.packed.stacked(0)
-        if packed_product.refuse(rows_TD, flat) is not None:
+        refused = activation is not None and weights.packing != packed.INT4
+        if refused or packed_product.refuse(rows_TD, flat) is not None:
             return None
-        return packed_product.product(rows_TD, flat, weights.widened_to, weights.row_bits)
+        return packed_product.product(rows_TD, flat, weights.widened_to, weights.row_bits, activation)
     if weights.zero is not None:
         return None
     numbers = weights.numbers.reshape(-1, weights.shape[-1])
     scale = weights.scale.reshape(len(numbers), -1)
+    if activation is not None and native_product.refuse_gate(len(numbers)) is not None:
+        return None
     if native_product.refuse_int8(rows_TD, numbers, scale, weights.group) is None:
-        return native_product.int8_product(rows_TD, numbers, scale, weights.group, weights.row_bits)
-    if scale.shape[1] == 1 and native_product.refuse(rows_TD, numbers) is None:
+        return native_product.int8_product(rows_TD, numbers, scale, weights.group, weights.row_bits, activation)
+    if activation is None and scale.shape[1] == 1 and native_product.refuse(rows_TD, numbers) is None:
         return native_product.rows_product(rows_TD, numbers) * scale[:, 0]
     return None
 

@@ -4,10 +4,11 @@
 // over tiles of KV and the running softmax; it never knows how pages are assigned or what a bucket is. Compiled and
 // called by library.py and attention.py beside it.
 //
-// A unit of work is one kv head and up to kMaxRows rows, a row being one query of one of the heads that share the kv
-// head. Sequences whose page tables begin alike go into one unit while they fit: the pages that they share are then
-// read and packed once for all (after Hydragen, arXiv 2402.05099). Both products, queries with keys and weights with
-// values, take the same small matrix kernel; its right side is packed in pairs of rows, as the instruction wants it.
+// A unit of work is up to kMaxRows rows, a row being one query of one of the heads that share a kv head. Sequences whose
+// page tables begin alike go into one unit while they fit: the pages that they share are then read and packed once for
+// all (after Hydragen, arXiv 2402.05099). A thread takes several kv heads of a small unit and reads them tile by tile, as
+// they lie in a page: memory gives what is read in order faster. Both products, queries with keys and weights with values,
+// take the same small matrix kernel; its right side is packed in pairs of rows, as the instruction wants it.
 
 #include <algorithm>
 #include <cmath>
@@ -16,6 +17,7 @@
 #include <numeric>
 #include <vector>
 
+#include "activation.h"
 #include "blocks.h"
 #include "float8.h"
 
@@ -56,13 +58,19 @@ struct Unit {
   int shared = 0;  // leading KV tokens that all spans see, in the same pages
 };
 
+// What a thread takes at a time: kv heads begin .. end - 1 of a unit.
+struct Item {
+  int unit, begin, end;
+};
+
 // KV tokens begin .. end - 1 of a sequence, seen by rows first_row .. end_row - 1 of a unit.
 struct Tile {
   int seq, first_row, end_row, begin, end;
 };
 
-// The working memory of one thread; rows of all spans of a unit in order, the heads of a query beside each other. Rows
-// of smaller heads lie closer together, so that memory beyond them stays untouched. Left: see blocks.h.
+// The working memory of one thread: an item's kv heads one after the other, of each the rows of all spans of the unit in
+// order, the heads of a query beside each other. Rows of smaller heads lie closer together, so that memory beyond them
+// stays untouched. Left: see blocks.h.
 template <typename Left>
 struct Scratch {
   alignas(64) Left q[kMaxRows * kMaxHeadDim];        // [rows, H]
@@ -105,6 +113,40 @@ void PackKeys(const Rows<Number>& rows, const Rows<Number>& next, int count, int
   }
 }
 
+#ifdef JAXSGL_FLOAT8_TABLES
+
+const Float8Tables& TablesOfPages() {
+  static const Float8Tables tables = [] {
+    Float8Tables filled;
+    filled.Fill([](const uint8_t* codes) { return LoadBits(reinterpret_cast<const Float8*>(codes)); });
+    return filled;
+  }();
+  return tables;
+}
+
+// As above, 64 numbers of a key at a time: they are transposed by fours and widened afterwards.
+void PackKeysByTables(const Rows<Float8>& rows, const Rows<Float8>& next, int count, int head_dim, uint16_t* packed) {
+  const Float8Tables& tables = TablesOfPages();
+  const Bits pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  for (int h = 0; h < head_dim; h += 4 * kLanes) {
+    for (int t = 0; t < count; t += kLanes) {
+      Bits block[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        block[i] = _mm512_loadu_si512(rows.at[t + i] + h);
+        Prefetch(next.at[t + i] + h);
+      }
+      Transpose(block);
+      for (int i = 0; i < kLanes; ++i) {
+        const Float8Tables::Bytes four = tables.Open(_mm512_shuffle_epi8(block[i], pairs));
+        StoreBits(packed + ((h / 2 + 2 * i) * kTile + t) * 2, four.First());
+        StoreBits(packed + ((h / 2 + 2 * i + 1) * kTile + t) * 2, four.Last());
+      }
+    }
+  }
+}
+
+#endif
+
 // Packs the first `count` values, rounded up to 2, as [kTile / 2, H, 2], and prefetches the next tile's, as above.
 template <typename Number>
 void PackValues(const Rows<Number>& rows, const Rows<Number>& next, int count, int head_dim, uint16_t* packed) {
@@ -119,16 +161,31 @@ void PackValues(const Rows<Number>& rows, const Rows<Number>& next, int count, i
   }
 }
 
-// exp of numbers <= 0, to about 2 units in the last place; 0 below -87, NaN of NaN. 2^n times the Taylor series of the
-// rest, which is at most log(2) / 2; log(2) is subtracted in two parts, the first exact.
-inline Floats Exp(Floats x) {
-  const Floats n = Round(Times(x, All(1.44269504f)));
-  Floats rest = MinusProduct(n, All(0.693359375f), x);
-  rest = MinusProduct(n, All(-2.12194440e-4f), rest);
-  Floats sum = All(1.0f / 720);
-  for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = TimesPlus(sum, rest, All(factor));
-  return ScaledUnlessLess(sum, n, x, -87.0f);
+#ifdef JAXSGL_FLOAT8_TABLES
+
+// As above, 64 numbers of a value at a time.
+void PackValuesByTables(const Rows<Float8>& rows, const Rows<Float8>& next, int count, int head_dim, uint16_t* packed) {
+  const Float8Tables& tables = TablesOfPages();
+  // Interleaved within 16 bytes, they end up in their order.
+  const Bits order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const auto open = [&](const Float8* p) {
+    return tables.Open(_mm512_permutexvar_epi32(order, _mm512_loadu_si512(p)));
+  };
+  for (int t = 0; t < count; t += 2) {
+    for (int h = 0; h < head_dim; h += 4 * kLanes) {
+      Prefetch(next.at[t] + h);
+      Prefetch(next.at[t + 1] + h);
+      const Float8Tables::Bytes a = open(rows.at[t] + h), b = open(rows.at[t + 1] + h);
+      uint16_t* const to = packed + (t / 2 * head_dim + h) * 2;
+      StoreBits(to, _mm512_unpacklo_epi16(a.First(), b.First()));
+      StoreBits(to + 2 * kLanes, _mm512_unpackhi_epi16(a.First(), b.First()));
+      StoreBits(to + 4 * kLanes, _mm512_unpacklo_epi16(a.Last(), b.Last()));
+      StoreBits(to + 6 * kLanes, _mm512_unpackhi_epi16(a.Last(), b.Last()));
+    }
+  }
 }
+
+#endif
 
 // Scores become cap * tanh(score / cap), with tanh |x| = (1 - e) / (1 + e), e = exp(-2 |x|).
 void SoftCap(float* scores, int count, float cap) {
@@ -170,11 +227,36 @@ alignas(64) const uint16_t kZeros[kMaxHeadDim] = {};  // a row of zeros in eithe
 template <typename Left, typename Number>
 class Worker {
  public:
-  Worker(const Problem& p, int head) : p_(p), s_(ScratchOfThread<Left>()), head_(head) {}
+  explicit Worker(const Problem& p) : p_(p), s_(ScratchOfThread<Left>()) {}
 
-  void Run(const Unit& unit) {
-    int rows = 0;
-    for (const Span& span : unit.spans) rows += LoadRows(span, rows);
+  void Run(const Unit& unit, int begin, int end) {
+    int loaded = 0;
+    for (int head = begin; head < end; ++head)
+      for (const Span& span : unit.spans) loaded += LoadRows(span, head, loaded);
+    const int rows = loaded / (end - begin);
+    ListTiles(unit, rows);
+    Rows<Number> keys, values, next_keys, next_values;
+    Find(tiles_[0], begin, next_keys, next_values);
+    for (size_t i = 0; i < tiles_.size(); ++i) {
+      const int count = tiles_[i].end - tiles_[i].begin;
+      for (int head = begin; head < end; ++head) {
+        keys = next_keys, values = next_values;
+        if (head + 1 < end)
+          Find(tiles_[i], head + 1, next_keys, next_values);
+        else if (i + 1 < tiles_.size())
+          Find(tiles_[i + 1], begin, next_keys, next_values);
+        Pack(keys, next_keys, values, next_values, count);
+        Add(tiles_[i], (head - begin) * rows);
+      }
+    }
+    int stored = 0;
+    for (int head = begin; head < end; ++head)
+      for (const Span& span : unit.spans) stored += StoreRows(span, head, stored);
+  }
+
+ private:
+  // The tiles of a unit, each kv head of which has so many rows.
+  void ListTiles(const Unit& unit, int rows) {
     for (int begin = 0; begin < unit.shared; begin += kTile)
       tiles_.push_back({unit.spans[0].seq, 0, rows, begin, begin + kTile});
     int row = 0;
@@ -188,26 +270,13 @@ class Worker {
       }
       row = end_row;
     }
-    Rows<Number> keys, values, next_keys, next_values;
-    Find(tiles_[0], next_keys, next_values);
-    for (size_t i = 0; i < tiles_.size(); ++i) {
-      keys = next_keys, values = next_values;
-      if (i + 1 < tiles_.size()) Find(tiles_[i + 1], next_keys, next_values);
-      const int count = tiles_[i].end - tiles_[i].begin;
-      PackKeys(keys, next_keys, count, p_.head_dim, s_->keys);
-      PackValues(values, next_values, count, p_.head_dim, s_->values);
-      Add(tiles_[i]);
-    }
-    row = 0;
-    for (const Span& span : unit.spans) row += StoreRows(span, row);
   }
 
- private:
-  int LoadRows(const Span& span, int row) {
+  int LoadRows(const Span& span, int head, int row) {
     const int num_heads = p_.num_kv_heads * p_.group;
     for (int i = 0; i < span.count * p_.group; ++i, ++row) {
       const float* from =
-          p_.q + (int64_t(span.token + i / p_.group) * num_heads + head_ * p_.group + i % p_.group) * p_.head_dim;
+          p_.q + (int64_t(span.token + i / p_.group) * num_heads + head * p_.group + i % p_.group) * p_.head_dim;
       for (int h = 0; h < p_.head_dim; h += kLanes)
         StoreRounded(Times(Load(from + h), All(p_.sm_scale)), s_->q + row * p_.head_dim + h);
       std::memset(s_->acc + row * p_.head_dim, 0, p_.head_dim * sizeof(float));
@@ -218,13 +287,13 @@ class Worker {
     return span.count * p_.group;
   }
 
-  int StoreRows(const Span& span, int row) {
+  int StoreRows(const Span& span, int head, int row) {
     const int num_heads = p_.num_kv_heads * p_.group;
     for (int i = 0; i < span.count * p_.group; ++i, ++row) {
       float* to =
-          p_.out + (int64_t(span.token + i / p_.group) * num_heads + head_ * p_.group + i % p_.group) * p_.head_dim;
+          p_.out + (int64_t(span.token + i / p_.group) * num_heads + head * p_.group + i % p_.group) * p_.head_dim;
       float total = s_->total[row];
-      if (p_.sinks) total += std::exp(p_.sinks[head_ * p_.group + i % p_.group] - s_->top[row]);
+      if (p_.sinks) total += std::exp(p_.sinks[head * p_.group + i % p_.group] - s_->top[row]);
       const Floats factor = All(1.0f / total);
       for (int h = 0; h < p_.head_dim; h += kLanes)
         Store(to + h, Times(Load(s_->acc + row * p_.head_dim + h), factor));
@@ -232,11 +301,11 @@ class Worker {
     return span.count * p_.group;
   }
 
-  void Find(const Tile& tile, Rows<Number>& keys, Rows<Number>& values) const {
+  void Find(const Tile& tile, int head, Rows<Number>& keys, Rows<Number>& values) const {
     const int32_t* pages = p_.table + int64_t(tile.seq) * p_.table_width + tile.begin / p_.page_size;
     int slot = tile.begin % p_.page_size, t = 0;
     for (const int count = tile.end - tile.begin; t < count; ++pages, slot = 0) {
-      const int64_t row = (int64_t(*pages) * p_.num_kv_heads + head_) * p_.page_size + slot;
+      const int64_t row = (int64_t(*pages) * p_.num_kv_heads + head) * p_.page_size + slot;
       int64_t at = row * p_.head_dim;
       for (const int end = std::min(count, t + p_.page_size - slot); t < end; ++t, at += p_.head_dim) {
         keys.at[t] = static_cast<const Number*>(p_.k) + at;
@@ -246,14 +315,29 @@ class Worker {
     for (; t < kTile; ++t) keys.at[t] = values.at[t] = reinterpret_cast<const Number*>(kZeros);
   }
 
-  // Adds the packed tile to the softmaxes of its rows.
-  void Add(const Tile& tile) {
-    const int h = p_.head_dim, rows = tile.end_row - tile.first_row;
-    const Left* q = s_->q + tile.first_row * h;
+  // Packs a tile's keys and values.
+  void Pack(const Rows<Number>& keys, const Rows<Number>& next_keys, const Rows<Number>& values,
+            const Rows<Number>& next_values, int count) {
+#ifdef JAXSGL_FLOAT8_TABLES
+    if constexpr (std::is_same_v<Number, Float8>) {
+      if (p_.head_dim % (4 * kLanes) == 0) {
+        PackKeysByTables(keys, next_keys, count, p_.head_dim, s_->keys);
+        return PackValuesByTables(values, next_values, count, p_.head_dim, s_->values);
+      }
+    }
+#endif
+    PackKeys(keys, next_keys, count, p_.head_dim, s_->keys);
+    PackValues(values, next_values, count, p_.head_dim, s_->values);
+  }
+
+  // Adds the packed tile to the softmaxes of its rows of the kv head whose first row is `of_head`.
+  void Add(const Tile& tile, int of_head) {
+    const int h = p_.head_dim, rows = tile.end_row - tile.first_row, first_row = of_head + tile.first_row;
+    const Left* q = s_->q + first_row * h;
     MultiplyTile(rows, kTile, q, h, s_->keys, 2 * kTile, h / 2, s_->scores, kTile, false);
     if (p_.soft_cap > 0) SoftCap(s_->scores, rows * kTile, p_.soft_cap);
     for (int r = 0; r < rows; ++r) {
-      const int row = tile.first_row + r, position = s_->position[row];
+      const int row = first_row + r, position = s_->position[row];
       const int end = std::min(position - tile.begin + 1, kTile);
       const int first = p_.window > 0 ? int(std::clamp<int64_t>(position - p_.window + 1 - tile.begin, 0, kTile)) : 0;
       if (first < end) {
@@ -263,14 +347,13 @@ class Worker {
         std::memset(s_->weights + r * kTile, 0, kTile * sizeof(Left));
       }
     }
-    float* acc = s_->acc + tile.first_row * h;
+    float* acc = s_->acc + first_row * h;
     const int pairs = (tile.end - tile.begin + 1) / 2;  // beyond them the values are some other tile's
     MultiplyTile(rows, h, s_->weights, kTile, s_->values, 2 * h, pairs, acc, h, true);
   }
 
   const Problem& p_;
   Scratch<Left>* const s_;
-  const int head_;
   std::vector<Tile> tiles_;
 };
 
@@ -316,12 +399,27 @@ std::vector<Unit> MakeUnits(const Problem& p) {
   return units;
 }
 
+// All kv heads of all units: several to an item while an item's rows fit and each thread gets some items.
+std::vector<Item> MakeItems(const Problem& p, const std::vector<Unit>& units, int64_t threads) {
+  constexpr int kOfThread = 4;  // items, so that threads end at about the same time
+  const int64_t fair = int64_t(units.size()) * p.num_kv_heads / (kOfThread * threads);
+  std::vector<Item> items;
+  for (int unit = 0; unit < int(units.size()); ++unit) {
+    int rows = 0;
+    for (const Span& span : units[unit].spans) rows += span.count * p.group;
+    const int heads = int(std::clamp<int64_t>(fair, 1, std::max(1, kMaxRows / rows)));
+    for (int begin = 0; begin < p.num_kv_heads; begin += heads)
+      items.push_back({unit, begin, std::min(begin + heads, p.num_kv_heads)});
+  }
+  return items;
+}
+
 template <typename Number>
-void RunUnit(const Problem& p, const Unit& unit, int head, bool widened) {
+void RunItem(const Problem& p, const Unit& unit, const Item& item, bool widened) {
 #ifdef __AVX512BF16__
-  if (!widened) return Worker<uint16_t, Number>(p, head).Run(unit);
+  if (!widened) return Worker<uint16_t, Number>(p).Run(unit, item.begin, item.end);
 #endif
-  Worker<float, Number>(p, head).Run(unit);
+  Worker<float, Number>(p).Run(unit, item.begin, item.end);
 }
 
 ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k, ffi::AnyBuffer v,
@@ -341,11 +439,11 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::An
   std::fill(p.out + p.offsets[p.num_seqs] * row, p.out + num_tokens * row, 0.0f);
 
   const std::vector<Unit> units = MakeUnits(p);
-  InParallel(pool, int(units.size()) * p.num_kv_heads, [&](int i) {
-    const Unit& unit = units[i / p.num_kv_heads];
-    const int head = i % p.num_kv_heads;
-    if (k.element_type() == ffi::U8) return RunUnit<Float8>(p, unit, head, widened);
-    RunUnit<uint16_t>(p, unit, head, widened);
+  const std::vector<Item> items = MakeItems(p, units, pool.num_threads());
+  InParallel(pool, int(items.size()), [&](int i) {
+    const Unit& unit = units[items[i].unit];
+    if (k.element_type() == ffi::U8) return RunItem<Float8>(p, unit, items[i], widened);
+    RunItem<uint16_t>(p, unit, items[i], widened);
   });
   return ffi::Error::Success();
 }

@@ -33,6 +33,11 @@ inline xla::ffi::Error NoPairs() {
   return {xla::ffi::ErrorCode::kUnimplemented, "these kernels were compiled without products of pairs"};
 }
 
+inline xla::ffi::Error NoSuchGate() {
+  return {xla::ffi::ErrorCode::kInvalidArgument,
+          "a gated product has twice as many weight rows as results, and a known activation"};
+}
+
 // c [R, kLanes * V] (+)= a [R, 2 * pairs] b [pairs, kLanes * V, 2], widened; strides in elements of each array.
 template <int R, int V>
 void Multiply(const float* a, int a_stride, const uint16_t* b, int b_stride, int pairs, float* c, int c_stride,

@@ -24,7 +24,7 @@
 #include "product.h"
 #include "registers.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#ifdef JAXSGL_FLOAT8_TABLES
 #define JAXSGL_FEW_KEPT
 
 #include "product_wide.h"
@@ -55,14 +55,11 @@ struct BlocksOfRows {
   }
 };
 
-// float8 times a scale that all rows share for a group of inputs, rounded once: two looks, for the low and the high
-// byte, into tables of all 128 magnitudes.
+// float8 times a scale that all rows share for a group of inputs, rounded once: looked up in tables of all magnitudes.
 template <int N>
 struct FewFloat8 {
   static constexpr int kInputs = 64, kUnit = 4;
-  struct Opened {
-    Bits low, high;
-  };
+  using Opened = Float8Tables::Bytes;
 
   const BlocksOfRows<N> blocks;
   const char* const numbers;
@@ -70,7 +67,7 @@ struct FewFloat8 {
   const float* const scales;  // of groups of `group` inputs; or null: 1
   const int64_t group;
   int64_t next = 0;
-  Bits low[2], high[2];
+  Float8Tables tables;
 
   const char* Line(int n, int64_t i) const { return numbers + blocks.row[n] * stride + i; }
 
@@ -78,26 +75,12 @@ struct FewFloat8 {
     if (i < next) return;
     const float scale = scales ? scales[i / group] : 1.0f;
     next = scales ? next + group : stride;
-    const __m128i sixteen = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m256i code = _mm256_setr_m128i(sixteen, _mm_add_epi8(sixteen, _mm_set1_epi8(16)));
-    for (int half = 0; half < 2; ++half) {
-      __m256i of_low[2], of_high[2];
-      for (int quarter = 0; quarter < 2; ++quarter) {
-        const Bits numbers = Scaled(code, scale);
-        of_low[quarter] = _mm512_cvtepi16_epi8(numbers);
-        of_high[quarter] = _mm512_cvtepi16_epi8(_mm512_srli_epi16(numbers, 8));
-        code = _mm256_add_epi8(code, _mm256_set1_epi8(32));
-      }
-      low[half] = _mm512_inserti64x4(_mm512_castsi256_si512(of_low[0]), of_low[1], 1);
-      high[half] = _mm512_inserti64x4(_mm512_castsi256_si512(of_high[0]), of_high[1], 1);
-    }
+    tables.Fill([&](const uint8_t* codes) {
+      return Scaled(_mm256_load_si256(reinterpret_cast<const __m256i*>(codes)), scale);
+    });
   }
 
-  Opened Open(Bits four) const {
-    const Bits size = _mm512_permutex2var_epi8(high[0], four, high[1]);  // the look leaves the sign out
-    return {_mm512_permutex2var_epi8(low[0], four, low[1]),
-            _mm512_ternarylogic_epi64(size, four, _mm512_set1_epi8(char(0x80)), 0x78)};
-  }
+  Opened Open(Bits four) const { return tables.Open(four); }
 
   // Byte b of a pair is the low or high byte of an input of the output.
   Bits Pair(int, Opened opened, int j) const {

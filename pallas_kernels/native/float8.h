@@ -1,6 +1,7 @@
 // float8_e4m3fn, read as the bits of bfloat16: an exponent and a mantissa of 4 and 3 bits fit into 8 and 7.
 //
-// Owns the conversion. The kernels load pages of either format by LoadBits and know nothing of the difference.
+// Owns the conversion. The kernels load pages of either format by LoadBits and know nothing of the difference; with
+// AVX512-VBMI those that take 64 numbers at a time look them up instead.
 
 #pragma once
 
@@ -49,6 +50,47 @@ inline Bits LoadBits(const Float8* p) {
   const Bits is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(127));
   return _mm256_or_si256(number, _mm256_and_si256(is_nan, _mm256_set1_epi16(kNan)));
 }
+
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define JAXSGL_FLOAT8_TABLES
+
+// The low and the high bytes of all 128 magnitudes as bfloat16: two looks for 64 numbers.
+struct Float8Tables {
+  struct Bytes {
+    Bits low, high;
+
+    // Of each 16 bytes the first 8, and the last 8, as numbers of 16 bits.
+    Bits First() const { return _mm512_unpacklo_epi8(low, high); }
+    Bits Last() const { return _mm512_unpackhi_epi8(low, high); }
+  };
+
+  Bits low[2], high[2];
+
+  // `widened` makes bfloat16's bits of 32 codes.
+  template <typename Widened>
+  void Fill(const Widened& widened) {
+    alignas(32) uint8_t codes[32];
+    for (int half = 0; half < 2; ++half) {
+      __m256i of_low[2], of_high[2];
+      for (int quarter = 0; quarter < 2; ++quarter) {
+        for (int i = 0; i < 32; ++i) codes[i] = uint8_t(64 * half + 32 * quarter + i);
+        const Bits numbers = widened(codes);
+        of_low[quarter] = _mm512_cvtepi16_epi8(numbers);
+        of_high[quarter] = _mm512_cvtepi16_epi8(_mm512_srli_epi16(numbers, 8));
+      }
+      low[half] = _mm512_inserti64x4(_mm512_castsi256_si512(of_low[0]), of_low[1], 1);
+      high[half] = _mm512_inserti64x4(_mm512_castsi256_si512(of_high[0]), of_high[1], 1);
+    }
+  }
+
+  Bytes Open(Bits codes) const {
+    const Bits size = _mm512_permutex2var_epi8(high[0], codes, high[1]);  // the look leaves the sign out
+    return {_mm512_permutex2var_epi8(low[0], codes, low[1]),
+            _mm512_ternarylogic_epi64(size, codes, _mm512_set1_epi8(char(0x80)), 0x78)};
+  }
+};
 
 #endif
 

@@ -30,11 +30,20 @@ def refuse(x: jax.Array, weights: PackedMatrix) -> str | None:
     return packed.refuse(weights.packing, shape, group) or library.load(part)
 
 
-def product(x: jax.Array, weights: PackedMatrix, dtype: str = "bfloat16", row_bits: int = 16) -> jax.Array:
-    """x `[T, in]` times weights `[out, in]`: float32 `[T, out]`; see `grouped_product`."""
+def product(
+    x: jax.Array,
+    weights: PackedMatrix,
+    dtype: str = "bfloat16",
+    row_bits: int = 16,
+    activation: str | None = None,
+) -> jax.Array:
+    """x `[T, in]` times weights `[out, in]`: float32 `[T, out]`; see `grouped_product`.
+
+    `activation`, of INT4 alone: as in `native.product.rows_product`.
+    """
     no_tokens, size = jnp.zeros(1, jnp.int32), jnp.full(1, x.shape[0], jnp.int32)
     of_one = jax.tree.map(lambda part: part[None], weights)
-    return _call(x, no_tokens, size, x.shape[0], of_one, False, dtype, row_bits)
+    return _call(x, no_tokens, size, x.shape[0], of_one, False, dtype, row_bits, activation)
 
 
 def grouped_product(
@@ -57,20 +66,30 @@ def _call(
     of_tokens: bool,
     dtype: str,
     row_bits: int,
+    activation: str | None = None,
 ) -> jax.Array:
     if weights.packing == packed.INT4 and row_bits == TWO_WORDS:
+        assert activation is None, "a gate would be activated twice"
         block = weights.group if weights.num_groups > 1 else BLOCK_OF_WORDS
         return in_two_words(
             x, block, lambda words: _call(words, tokens, sizes, num_places, weights, of_tokens, dtype, 16)
         )
-    shape = jax.ShapeDtypeStruct((num_places, weights.shape[-2]), jnp.float32)
+    shape = jax.ShapeDtypeStruct((num_places, weights.shape[-2] // (2 if activation else 1)), jnp.float32)
     parts = (x, tokens, sizes, weights.numbers, weights.scale)
     group = np.int64(weights.group)
     if weights.packing == packed.INT4:
         zero = jnp.zeros((0, 0, 0), jnp.int8) if weights.zero is None else weights.zero
         of_int4 = jax.ffi.ffi_call(library.GROUPED_INT4_PRODUCT, shape)
-        out: jax.Array = of_int4(*parts, zero, of_tokens=of_tokens, group=group, row_bits=np.int64(row_bits))
+        out: jax.Array = of_int4(
+            *parts,
+            zero,
+            activation=activation or "",
+            of_tokens=of_tokens,
+            group=group,
+            row_bits=np.int64(row_bits),
+        )
         return out
+    assert activation is None, f"{weights.packing} has no gated product"
     call = jax.ffi.ffi_call(library.GROUPED_KEPT_PRODUCT, shape)
     way = library.product_way() if dtype == "bfloat16" else "float32"
     sums: jax.Array = call(*parts, of_tokens=of_tokens, group=group, way=way)

@@ -78,9 +78,10 @@ ffi::Error InWay(std::string_view way, const Work& work) {
 
 #ifndef JAXSGL_GROUPED_ONLY
 ffi::Error RowsProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::BF16> weights,
-                       std::string_view way, ffi::ResultBuffer<ffi::F32> y) {
-  const Product p{x.typed_data(), reinterpret_cast<const uint16_t*>(weights.untyped_data()), y->typed_data(),
-                  x.dimensions()[0], x.dimensions()[1], weights.dimensions()[0]};
+                       std::string_view activation, std::string_view way, ffi::ResultBuffer<ffi::F32> y) {
+  Product p{x.typed_data(), reinterpret_cast<const uint16_t*>(weights.untyped_data()), y->typed_data(),
+            x.dimensions()[0], x.dimensions()[1], y->dimensions()[1]};
+  if (!SetGate(p, activation, weights.dimensions()[0])) return NoSuchGate();
   return InWay(way, [&](auto how) { how.Multiply(pool, p); });
 }
 #endif
@@ -143,6 +144,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rows_product, jaxsgl::RowsProduct,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Attr<std::string_view>("activation")
                                   .Attr<std::string_view>("way")
                                   .Ret<ffi::Buffer<ffi::F32>>());
 #endif

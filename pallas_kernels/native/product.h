@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "activation.h"
+
 namespace jaxsgl {
 
 // y = x weights^T.
@@ -16,10 +18,40 @@ struct ProductOf {
   float* y;                 // [T, out]
   int64_t tokens, in, out;
   const int32_t* rows = nullptr;  // [T], the rows of x that are multiplied; null: the first T
+  Activation gate = Activation::kNone;  // else a gated product's: weights are [2 * out, in], the gate's and then up's
+  bool is_up = false;
 
   const float* Row(int64_t token) const { return x + (rows ? rows[token] : token) * in; }
   void MoveToExpert(int64_t expert) { weights += expert * out * in; }
+  void MoveToUp() { weights += out * in, is_up = true; }
+
+  // Results go to `to`, in y.
+  void Put(float* to, Floats results) const {
+    Store(to, is_up ? Times(Activated(gate, Load(to)), results) : results);
+  }
+  void PutOne(float* to, float result) const {
+    *to = is_up ? FirstLane(Times(Activated(gate, All(*to)), All(result))) : result;
+  }
 };
+
+// Whether `num_rows` weight rows fit a product with this activation of its gate; sets it.
+template <typename Product>
+bool SetGate(Product& p, std::string_view activation, int64_t num_rows) {
+  const std::optional<Activation> known = ActivationOf(activation);
+  if (!known) return false;
+  p.gate = *known;
+  return num_rows == (p.gate == Activation::kNone ? 1 : 2) * p.out;
+}
+
+// work(p), and after it, if p is a gated product, work(the product with `up`).
+template <typename Product, typename Work>
+void WithGate(const Product& p, const Work& work) {
+  work(p);
+  if (p.gate == Activation::kNone) return;
+  Product up = p;
+  up.MoveToUp();
+  work(up);
+}
 
 using Product = ProductOf<uint16_t>;  // weights are bits of bfloat16; `in` is a multiple of 32, `out` of 16
 

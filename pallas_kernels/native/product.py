@@ -40,15 +40,17 @@ def float_product(x: jax.Array, weights: jax.Array) -> jax.Array:
     return out
 
 
-def rows_product(x: jax.Array, weights: jax.Array, way: str | None = None) -> jax.Array:
+def rows_product(x: jax.Array, weights: jax.Array, way: str | None = None, activation: str | None = None) -> jax.Array:
     """x `[T, in]`, rounded to bfloat16, times weights `[out, in]`: float32 `[T, out]`, summed in float32.
+
+    With an `activation` ("silu", "gelu_tanh") of weights `[2 * out, in]`, a gate's and then `up`'s, it is
+    activation(x gate^T) * (x up^T): the gate's results are read again while they are in the cache.
 
     `way` forces one of the ways to multiply ("paired", "widened", "tiles"); None takes this processor's fastest one
     (`library.product_way`). "tiles" needs `library.refuse_tiles` to have returned None.
     """
-    shape = jax.ShapeDtypeStruct((x.shape[0], weights.shape[0]), jnp.float32)
-    call = jax.ffi.ffi_call(library.ROWS_PRODUCT, shape)
-    out: jax.Array = call(x, weights, way=way or library.product_way())
+    call = jax.ffi.ffi_call(library.ROWS_PRODUCT, _results(x, weights.shape[0], activation))
+    out: jax.Array = call(x, weights, activation=activation or "", way=way or library.product_way())
     return out
 
 
@@ -61,20 +63,40 @@ def refuse_int8(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int) 
     return library.load(library.INTEGERS)
 
 
-def int8_product(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int, row_bits: int = 16) -> jax.Array:
+def int8_product(
+    x: jax.Array,
+    numbers: jax.Array,
+    scale: jax.Array,
+    group: int,
+    row_bits: int = 16,
+    activation: str | None = None,
+) -> jax.Array:
     """x `[T, in]` times weights: numbers `[out, in]` int8 times scale `[out, G]`, one for each `group` inputs.
 
     Returns float32 `[T, out]`. Blocks of x (a group's inputs; if G is 1, 512 or with 8 bits 128) become integers of
     `row_bits`: 16, where `library.multiplies_bytes` says so 8, or 32 (`in_two_words`). Beyond that, each block's sum is
-    exact.
+    exact. `activation`: as in `rows_product`.
     """
     if row_bits == TWO_WORDS:
+        assert activation is None, "a gate would be activated twice"
         block = group if scale.shape[1] > 1 else BLOCK_OF_WORDS
         return in_two_words(x, block, lambda words: int8_product(words, numbers, scale, group))
-    shape = jax.ShapeDtypeStruct((x.shape[0], numbers.shape[0]), jnp.float32)
-    call = jax.ffi.ffi_call(library.INT8_PRODUCT, shape)
-    out: jax.Array = call(x, numbers, scale, group=np.int64(group), row_bits=np.int64(row_bits))
+    call = jax.ffi.ffi_call(library.INT8_PRODUCT, _results(x, numbers.shape[0], activation))
+    out: jax.Array = call(
+        x, numbers, scale, activation=activation or "", group=np.int64(group), row_bits=np.int64(row_bits)
+    )
     return out
+
+
+def refuse_gate(num_outputs: int, step: int = OUT_STEP) -> str | None:
+    """Why a gated product can't have weights with so many outputs, of which a block has `step`; or None."""
+    if num_outputs % (2 * step):
+        return f"gate and up have {num_outputs} outputs; it takes multiples of {2 * step}"
+    return None
+
+
+def _results(x: jax.Array, num_outputs: int, activation: str | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((x.shape[0], num_outputs // (2 if activation else 1)), jnp.float32)
 
 
 def in_two_words(x: jax.Array, block: int, multiply: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -90,45 +90,56 @@ void PackColumns(const Int8Product& p, int64_t first, int tokens, const Columns&
 }
 
 // sums [R, kLanes * V] += a block of R weight rows times packed rows, whose integers' sums begin at begins [kLanes * V],
-// times the scales of rows [kLanes * V] and of weight rows [R]; the first block's are not added to anything, since 4 KiB
-// of zeros take as long as a tenth of a product (`rep stos`). Prefetches the R weight rows at `ahead`. Not inlined: GCC
-// would keep sums in memory.
+// times the scales of rows [kLanes * V] and of weight rows [R], which may be null: 1. The first block's are not added to
+// anything, since 4 KiB of zeros take as long as a tenth of a product (`rep stos`). Prefetches as many weights at `ahead`.
+// Not inlined: GCC would keep sums in memory.
 template <int R, int V>
 [[gnu::noinline]] void AddColumns(const int8_t* weights, const int8_t* ahead, int64_t in, const int8_t* packed,
                                   int depth, const int* begins, const float* scales, const float* of_rows, bool is_first,
                                   float* sums) {
+  constexpr int kStep = 64 / R;  // inputs of R weight rows that fill a line of the cache
   Sums sum[R][V];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) sum[r][v] = Sums(LoadBits(begins + v * kLanes));
-  const int shift = ShiftOfRows(depth);
-#pragma GCC unroll 2
-  for (int i = 0; i < depth; i += 4) {
-    PrefetchLine(ahead, in, i * R / 64, shift);  // the same one several times: a condition would make GCC copy the sums
-    Bits right[V];
+#pragma GCC unroll 1
+  for (int step = 0; step < depth; step += kStep) {
+    PrefetchSoon(ahead + step * R);
+#pragma GCC unroll 8
+    for (int i = step; i < step + kStep; i += 4) {
+      Bits right[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      right[v] = LoadBits(packed + i * V * kLanes + v * kFours);
-      asm("" : "+v"(right[v]));  // into a register: GCC would read it from memory R times
+      for (int v = 0; v < V; ++v) {
+        right[v] = LoadBits(packed + i * V * kLanes + v * kFours);
+        asm("" : "+v"(right[v]));  // into a register: GCC would read it from memory R times
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        int32_t four;
+        std::memcpy(&four, weights + r * in + i, 4);
+        const Bits left = Xor(AllIntegers(four), AllBytes(-128));
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) sum[r][v] = PlusFours(sum[r][v], left, right[v]);
+      }
     }
+  }
+  Floats scale[V];  // loaded before sums are stored: GCC can't know that these don't change them
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) scale[v] = Load(scales + v * kLanes);
+  const auto add = [&](auto of_row) __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      int32_t four;
-      std::memcpy(&four, weights + r * in + i, 4);
-      const Bits left = Xor(AllIntegers(four), AllBytes(-128));
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) sum[r][v] = PlusFours(sum[r][v], left, right[v]);
+      for (int v = 0; v < V; ++v) {
+        float* const to = sums + (r * V + v) * kLanes;
+        Store(to, TimesPlus(of_row(r, scale[v]), ToFloats(Bits(sum[r][v])), is_first ? Zero() : Load(to)));
+      }
     }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      float* const to = sums + (r * V + v) * kLanes;
-      const Floats scale = Times(Load(scales + v * kLanes), All(of_rows[r]));
-      Store(to, TimesPlus(scale, ToFloats(Bits(sum[r][v])), is_first ? Zero() : Load(to)));
-    }
-  }
+  };
+  if (of_rows)
+    add([&](int r, Floats x) { return Times(x, All(of_rows[r])); });
+  else
+    add([](int, Floats x) { return x; });
 }
 
 template <int V>
@@ -138,13 +149,17 @@ void MultiplyColumns(const Int8Product& p, int64_t begin, int64_t first, int tok
   alignas(64) float sums[kRows][kLanes * V];
   for (int64_t b = 0; b < p.blocks(); ++b) {
     const int64_t rows = packed.RowsOf(p, c, b);
+    const int depth = p.depth(b);
     float of_rows[kRows];
-    for (int r = 0; r < kRows; ++r) of_rows[r] = p.ScaleOfBlock(begin + r, b);
+    if (p.groups > 1)
+      for (int r = 0; r < kRows; ++r) of_rows[r] = p.ScaleOfBlock(begin + r, b);
     for (int r = 0; r < kRows; r += R) {
       const int8_t* const weights = p.weights + (begin + r) * p.in + b * p.block;
-      const int8_t* const ahead = c.first ? weights : weights + kRows * p.in;  // the first columns fetch the next rows
-      AddColumns<R, V>(weights, ahead, p.in, packed.IntegersOf(p, c, b), p.depth(b), packed.begins + rows,
-                       packed.scales + rows, of_rows + r, b == 0, sums[r]);
+      // The first columns fetch the next rows, in the order of memory.
+      const int8_t* const ahead =
+          c.first ? weights : p.weights + (begin + kRows) * p.in + b * p.block * kRows + r * depth;
+      AddColumns<R, V>(weights, ahead, p.in, packed.IntegersOf(p, c, b), depth, packed.begins + rows,
+                       packed.scales + rows, p.groups > 1 ? of_rows + r : nullptr, b == 0, sums[r]);
     }
   }
   for (int r = 0; r < kRows; r += kLanes) {
@@ -154,7 +169,7 @@ void MultiplyColumns(const Int8Product& p, int64_t begin, int64_t first, int tok
         lines[l] = (Bits)Times(Load(sums[r + l] + v * kLanes), All(p.ScaleOfRow(begin + r + l)));
       Transpose(lines);
       for (int j = 0; j < kLanes && c.first + v * kLanes + j < tokens; ++j)
-        Store(p.y + (first + c.first + v * kLanes + j) * p.out + begin + r, AsFloats(lines[j]));
+        p.Put(p.y + (first + c.first + v * kLanes + j) * p.out + begin + r, AsFloats(lines[j]));
     }
   }
 }

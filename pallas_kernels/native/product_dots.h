@@ -109,21 +109,21 @@ void PackTokens(const Int8Product& p, int64_t first, int tokens, const Tokens<Fo
   }
 }
 
-// Lane r * T + t: the sum of products of weight row r with token t, and its excess. Prefetches as many rows at `ahead`.
+// Lane r * T + t: the sum of products of weight row r with token t, and its excess. Prefetches as many weights at `ahead`.
 // Not inlined: it's long, and there are two calls.
 template <typename Form, int T>
 [[gnu::noinline]] Bits Dots(const int8_t* weights, const int8_t* ahead, int64_t in, const typename Form::Number* tokens,
                             int depth) {
   constexpr int R = kLanes / T;
   constexpr int kAhead = std::max(1, R * Form::kInputs / 64);  // lines that a step reads, and prefetches
-  const int width = Tokens<Form>::Width(depth), shift = ShiftOfRows(depth);
+  const int width = Tokens<Form>::Width(depth);
   Sums sum[kLanes];
 #pragma GCC unroll 16
   for (int l = 0; l < kLanes; ++l) sum[l] = Sums{};
   for (int i = 0; i < depth; i += Form::kInputs) {
     const int line = i / Form::kInputs * kAhead;
 #pragma GCC unroll 16
-    for (int j = 0; j < kAhead; ++j) PrefetchLine(ahead, in, line + j, shift);
+    for (int j = 0; j < kAhead; ++j) PrefetchSoon(ahead + (line + j) * 64);
     Bits right[T];
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
@@ -165,7 +165,9 @@ void MultiplyTiles(const Int8Product& p, int64_t begin, int64_t first, int token
       const Bits excess = LoadBits(packed.excesses + lanes);
       for (int g = 0; g < G; ++g) {
         const int8_t* const weights = p.weights + (begin + g * R) * p.in + b * p.block;
-        const int8_t* const ahead = tile ? weights : weights + kRows * p.in;  // the first tile fetches the next rows
+        // The first tile fetches the next rows, in the order of memory.
+        const int8_t* const ahead =
+            tile ? weights : p.weights + (begin + kRows) * p.in + b * p.block * kRows + g * R * depth;
         const Bits dots = Dots<Form, T>(weights, ahead, p.in, integers, depth);
         const Floats scale = Times(of_tokens, Load(of_rows[g]));
         Store(sums[tile][g], TimesPlus(scale, ToFloats(SubtractIntegers(dots, excess)), Load(sums[tile][g])));
@@ -174,7 +176,9 @@ void MultiplyTiles(const Int8Product& p, int64_t begin, int64_t first, int token
   }
   for (int t = 0; t < tokens; ++t) {
     float* const y = p.y + (first + t) * p.out + begin;
-    for (int r = 0; r < kRows; ++r) y[r] = sums[t / T][r / R][r % R * T + t % T] * p.ScaleOfRow(begin + r);
+    alignas(64) float line[kRows];
+    for (int r = 0; r < kRows; ++r) line[r] = sums[t / T][r / R][r % R * T + t % T] * p.ScaleOfRow(begin + r);
+    for (int r = 0; r < kRows; r += kLanes) p.Put(y + r, Load(line + r));
   }
 }
 

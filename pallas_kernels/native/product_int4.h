@@ -35,6 +35,10 @@ struct Int4Product : ProductOf<uint8_t> {           // weights: [out / 16, in / 
     scales += expert * out * groups;
     if (zeros) zeros += expert * out * groups;
   }
+  void MoveToUp() {
+    MoveToExpert(1);
+    is_up = true;
+  }
 };
 
 // What rows become: eight inputs, as `Plus` meets them with the halves of a line.
@@ -156,7 +160,7 @@ void MultiplyTile(const Int4Product& p, int64_t begin, int64_t first, int t, int
   for (int r = 0; r < T; ++r) {
     for (int n = 0; n < N; ++n) {
       const int64_t output = (strip + n / kHalf) * kSide + n % kHalf * kLanes;
-      Store(p.y + (first + t + r) * p.out + output,
+      p.Put(p.y + (first + t + r) * p.out + output,
             p.groups > 1 ? sums[r][n] : Times(sums[r][n], Load(p.scales + output)));
     }
   }

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string_view>
 
 #include "blocks.h"
 #include "grouped_product.h"
@@ -39,13 +40,15 @@ ffi::Error WithBits(int64_t row_bits, const Work& work) {
 }
 
 ffi::Error MultiplyInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> weights,
-                        ffi::Buffer<ffi::F32> scales, int64_t group, int64_t row_bits, ffi::ResultBuffer<ffi::F32> y) {
+                        ffi::Buffer<ffi::F32> scales, std::string_view activation, int64_t group, int64_t row_bits,
+                        ffi::ResultBuffer<ffi::F32> y) {
   const int64_t groups = scales.dimensions()[1];
-  const Int8Product p{{x.typed_data(), weights.typed_data(), y->typed_data(), x.dimensions()[0], x.dimensions()[1],
-                       weights.dimensions()[0]},
-                      scales.typed_data(),
-                      groups,
-                      group};
+  Int8Product p{{x.typed_data(), weights.typed_data(), y->typed_data(), x.dimensions()[0], x.dimensions()[1],
+                 y->dimensions()[1]},
+                scales.typed_data(),
+                groups,
+                group};
+  if (!SetGate(p, activation, weights.dimensions()[0])) return NoSuchGate();
   if ((groups > 1 && (group > kMostInputs || group % 32)) || p.in % 32 || p.out % 16)
     return {ffi::ErrorCode::kInvalidArgument, "groups have 32 to 512 inputs, weights multiples of 32 by 16"};
   return WithBits(row_bits, [&](auto pieces) {
@@ -90,22 +93,29 @@ ffi::Error WithBitsOfInt4(int64_t row_bits, const Work& work) {
 // shape or empty, zeros [E, out / 16, 16 * groups]: see product_int4.h. Places, tokens and sizes as in GroupedProduct.
 ffi::Error GroupedInt4Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> tokens,
                               ffi::Buffer<ffi::S32> sizes, ffi::Buffer<ffi::U8> weights, ffi::Buffer<ffi::F32> scales,
-                              ffi::Buffer<ffi::S8> zeros, bool of_tokens, int64_t group, int64_t row_bits,
-                              ffi::ResultBuffer<ffi::F32> y) {
+                              ffi::Buffer<ffi::S8> zeros, std::string_view activation, bool of_tokens, int64_t group,
+                              int64_t row_bits, ffi::ResultBuffer<ffi::F32> y) {
   const int64_t groups = scales.dimensions()[2] / kSide;
   const Grouped g{x.typed_data(), of_tokens ? tokens.typed_data() : nullptr, sizes.typed_data(), y->typed_data(),
-                  sizes.dimensions()[0], y->dimensions()[0], weights.dimensions()[2] / 8, weights.dimensions()[1] * kSide};
+                  sizes.dimensions()[0], y->dimensions()[0], weights.dimensions()[2] / 8, y->dimensions()[1]};
   if (!SizesFit(g)) return {ffi::ErrorCode::kInvalidArgument, "the experts' sizes exceed the places"};
   if ((groups > 1 && (group > kMostInputs || group % 32)) || g.in % 32 || g.out % kRowsOfInt4)
     return {ffi::ErrorCode::kInvalidArgument, "groups have 32 to 512 inputs, weights multiples of 32 by 32"};
+  const bool is_one = g.experts == 1 && !g.tokens && g.sizes[0] == g.places;
+  Int4Product of_gate{};
+  of_gate.out = g.out;
+  if (!SetGate(of_gate, activation, weights.dimensions()[1] * kSide)) return NoSuchGate();
+  const Activation gate = of_gate.gate;
+  if (gate != Activation::kNone && !is_one)
+    return {ffi::ErrorCode::kInvalidArgument, "a gated product has one matrix for all rows"};
   const int8_t* const given = zeros.element_count() ? zeros.typed_data() : nullptr;
   return WithBitsOfInt4(row_bits, [&](auto pieces) {
     const Int4Product first{WithFirstExpert(g, weights.typed_data()), scales.typed_data(), given, groups,
                             groups == 1 ? pieces.kInputs : group};
     using Of = decltype(pieces);
-    if (g.experts != 1 || g.tokens || g.sizes[0] != g.places) return MultiplyGroups<OfExperts<Of>>(pool, g, first);
+    if (!is_one) return MultiplyGroups<OfExperts<Of>>(pool, g, first);
     Int4Product all = first;
-    all.x = g.x, all.y = g.y, all.tokens = g.places;
+    all.x = g.x, all.y = g.y, all.tokens = g.places, all.gate = gate;
     MultiplyAll<Of>(pool, all);
   });
 }
@@ -125,6 +135,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(int8_product, jaxsgl::MultiplyInt8,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S8>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<std::string_view>("activation")
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("row_bits")
                                   .Ret<ffi::Buffer<ffi::F32>>());
@@ -149,6 +160,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_int4_product, jaxsgl::GroupedInt4Product,
                                   .Arg<ffi::Buffer<ffi::U8>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S8>>()
+                                  .Attr<std::string_view>("activation")
                                   .Attr<bool>("of_tokens")
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("row_bits")

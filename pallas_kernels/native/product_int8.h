@@ -27,6 +27,10 @@ struct Int8Product : ProductOf<int8_t> {
 
   // Of a block's sums of row `row`; the scale of a row's only group is applied to the sum of all blocks.
   float ScaleOfBlock(int64_t row, int64_t b) const { return groups == 1 ? 1.0f : scales[row * groups + b]; }
+  void MoveToUp() {
+    ProductOf::MoveToUp();
+    if (scales) scales += out * groups;
+  }
   float ScaleOfRow(int64_t row) const { return groups == 1 && scales ? scales[row] : 1.0f; }
 };
 
@@ -44,7 +48,11 @@ void MultiplyAll(xla::ffi::ThreadPool pool, const typename Pieces::Product& p) {
       InParallel(pool, parts, pack);
     const int64_t steps = p.out / kRows, share = std::clamp<int64_t>(steps / (8 * pool.num_threads()), 1, 16);
     InParallel(pool, int((steps + share - 1) / share), [&](int i) {
-      Pieces::Multiply(p, first, i * share * kRows, std::min(share, steps - i * share) * kRows, packed);
+      const int64_t end = std::min((i + 1) * share, steps), most = p.gate == Activation::kNone ? share : 1;
+      for (int64_t step = i * share; step < end; step += most) {
+        const int64_t rows = std::min(most, end - step) * kRows;
+        WithGate(p, [&](const auto& half) { Pieces::Multiply(half, first, step * kRows, rows, packed); });
+      }
     });
   }
 }
@@ -57,13 +65,10 @@ struct OfExperts : Pieces {
   }
 };
 
-// Of weights' numbers with so many inputs, lines of the cache in a row, as a power of two.
-inline int ShiftOfRows(int depth) { return 31 - __builtin_clz(std::max(1, depth / 64)); }
-
-// Line `line` of a block of weight rows, counted along the rows: memory gives those that follow each other faster.
-[[gnu::always_inline]] inline void PrefetchLine(const int8_t* block, int64_t in, int line, int shift) {
-  const int8_t* const row = block + (line >> shift) * in;
-  _mm_prefetch(reinterpret_cast<const char*>(row + (line & ((1 << shift) - 1)) * 64), _MM_HINT_T1);
+// Into the first level of cache, for products that are soon to come. In the order of memory, which the processor then
+// reads ahead by itself: as its prefetches of other orders, these few would hold up all that is not in that level.
+[[gnu::always_inline]] inline void PrefetchSoon(const int8_t* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
 }
 
 // What makes a block of a row of activations integers up to `range`.

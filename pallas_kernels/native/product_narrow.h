@@ -78,7 +78,7 @@ void MultiplyShare(const Product& p, int64_t first, int tokens, int64_t begin, i
     }
   }
   for (int t = 0; t < tokens; ++t)
-    for (int r = 0; r < rows; ++r) p.y[(first + t) * p.out + begin + r] = scratch.sums[r][t];
+    for (int r = 0; r < rows; ++r) p.PutOne(p.y + (first + t) * p.out + begin + r, scratch.sums[r][t]);
 }
 
 // Packs the tokens as [strips, in, kStrip]; zeros past the last.
@@ -128,7 +128,7 @@ void MultiplyFew(const Product& p, int64_t begin, const float* packed) {
       for (int t = 0; t < T; ++t) sum[t] = TimesPlus(All(left[T + t]), SecondOfPairs(block[j]), sum[t]);
     }
   }
-  for (int t = 0; t < T && t < p.tokens; ++t) Store(p.y + t * p.out + begin, sum[t]);
+  for (int t = 0; t < T && t < p.tokens; ++t) p.Put(p.y + t * p.out + begin, sum[t]);
 }
 
 template <int T>
@@ -159,7 +159,9 @@ void MultiplyAll(xla::ffi::ThreadPool pool, const Product& p) {
       constexpr int T = decltype(tokens)::value;
       float* const packed = Packed<float>(p.in * T);
       PackFew<T>(p, packed);
-      ForBlocks(pool, p.out, kLanes, [&](int64_t begin) { MultiplyFew<T>(p, begin, packed); });
+      ForBlocks(pool, p.out, kLanes, [&](int64_t begin) {
+        WithGate(p, [&](const Product& half) { MultiplyFew<T>(half, begin, packed); });
+      });
     });
   }
   for (int64_t first = 0; first < p.tokens; first += kMaxTokens) {
@@ -167,7 +169,8 @@ void MultiplyAll(xla::ffi::ThreadPool pool, const Product& p) {
     float* const packed = Packed<float>((tokens + kStrip - 1) / kStrip * kStrip * p.in);
     PackStrips(p, first, tokens, packed);
     ForBlocks(pool, p.out, kShare, [&](int64_t begin) {
-      MultiplyShare(p, first, tokens, begin, int(std::min<int64_t>(kShare, p.out - begin)), packed);
+      const int rows = int(std::min<int64_t>(kShare, p.out - begin));
+      WithGate(p, [&](const Product& half) { MultiplyShare(half, first, tokens, begin, rows, packed); });
     });
   }
 }

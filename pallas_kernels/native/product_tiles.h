@@ -118,7 +118,9 @@ void MultiplyByTiles(xla::ffi::ThreadPool pool, const Product& p) {
     const int64_t most = std::min(kMostPairs, kMostSums / (strips * kTile * kPair));
     const int64_t rows = kPair * std::clamp<int64_t>(pairs / (4 * pool.num_threads()), 1, most);
     InParallel(pool, int((p.out + rows - 1) / rows), [&](int i) {
-      MultiplyTask(p, first, count, i * rows, int(std::min(rows, p.out - i * rows)), packed);
+      WithGate(p, [&](const Product& half) {
+        MultiplyTask(half, first, count, i * rows, int(std::min(rows, p.out - i * rows)), packed);
+      });
     });
   }
 }

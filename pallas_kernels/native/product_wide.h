@@ -20,7 +20,7 @@ constexpr int kMaxColumns = 64; // tokens at a time, 4 registers
 constexpr int kFew = 8;         // tokens that are multiplied one by one
 constexpr int kFewPairs = 12;   // the same, paired
 
-// c [R, 16 * V] = weights [R, in] packed [in / 2, 16 * V, 2]. Prefetches the R rows that follow, line by line.
+// c [R, 16 * V] = weights [R, in] packed [in / 2, 16 * V, 2]. Prefetches the R rows that follow, in the order of memory.
 template <int R, int V>
 void WeightsTimesRows(const uint16_t* weights, int64_t in, const uint16_t* packed, float* c) {
   __m512 sum[R][V];
@@ -28,7 +28,7 @@ void WeightsTimesRows(const uint16_t* weights, int64_t in, const uint16_t* packe
     for (int v = 0; v < V; ++v) sum[r][v] = _mm512_setzero_ps();
   for (int64_t line = 0; line < in; line += 32) {
     for (int r = 0; r < R; ++r)
-      _mm_prefetch(reinterpret_cast<const char*>(weights + (R + r) * in + line), _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(weights + R * in + R * line + kLine * r), _MM_HINT_T0);
     for (int64_t i = line; i < line + 32; i += 2) {
       __m512bh right[V];
       for (int v = 0; v < V; ++v) right[v] = (__m512bh)_mm512_load_si512(packed + i * 16 * V + 32 * v);
@@ -69,7 +69,7 @@ void MultiplyFewPairs(const Product& p, int64_t begin, const uint16_t* packed) {
       }
     }
   }
-  for (int t = 0; t < T && t < p.tokens; ++t) Store(p.y + t * p.out + begin, sum[t]);
+  for (int t = 0; t < T && t < p.tokens; ++t) p.Put(p.y + t * p.out + begin, sum[t]);
 }
 
 // Calls `work` with the number of tokens that are multiplied one by one, some of them zeros.
@@ -240,7 +240,7 @@ template <int stride>
   for (int r = 0; r < 16; ++r) block[r] = _mm512_load_si512(c + r * stride);
   Transpose(block);
   for (int t = 0; t < 16 && first + t < p.tokens; ++t)
-    _mm512_storeu_si512(p.y + (first + t) * p.out + begin, block[t]);
+    p.Put(p.y + (first + t) * p.out + begin, AsFloats(block[t]));
 }
 
 // Multiplies weight rows begin .. begin + 15 with the packed tokens from `first` on, into y.
@@ -275,7 +275,7 @@ void MultiplyColumns(xla::ffi::ThreadPool pool, const Product& p, int64_t first)
   const int64_t blocks = p.out / kBlock, share = std::clamp<int64_t>(blocks / (8 * pool.num_threads()), 1, 16);
   InParallel(pool, int((blocks + share - 1) / share), [&](int i) {
     for (int64_t b = i * share; b < std::min((i + 1) * share, blocks); ++b)
-      AddBlock<Number, V, as_tiles>(p, first, b * kBlock, packed);
+      WithGate(p, [&](const Product& half) { AddBlock<Number, V, as_tiles>(half, first, b * kBlock, packed); });
   });
 }
 

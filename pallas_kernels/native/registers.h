@@ -55,6 +55,11 @@ inline Floats WithSign(Floats x, float size) {
   return _mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(x)), _mm512_set1_ps(size), _mm512_set1_ps(-size));
 }
 
+// a where x has the sign of negative numbers, else b.
+inline Floats WhereNegative(Floats x, Floats a, Floats b) {
+  return _mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(x)), b, a);
+}
+
 // kLanes bfloat16 numbers as float32.
 inline Floats Widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 
@@ -151,6 +156,8 @@ inline Floats Select(uint64_t which, Floats a, Floats b) {
 inline Floats WithSign(Floats x, float size) {
   return _mm256_or_ps(_mm256_and_ps(x, _mm256_set1_ps(-0.0f)), _mm256_set1_ps(size));
 }
+
+inline Floats WhereNegative(Floats x, Floats a, Floats b) { return _mm256_blendv_ps(b, a, x); }
 
 inline Floats Widen(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
 inline Bits AllBits(const void* p) { return _mm256_castps_si256(_mm256_broadcast_ss(static_cast<const float*>(p))); }

@@ -20,7 +20,7 @@ from jaxsgl.models.matrix import (
     gated_rows,
     quantized_product,
 )
-from jaxsgl.models.precision import product, product_in_parts
+from jaxsgl.models.precision import gated_product, product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
 from pallas_kernels import KernelChoice, ScaledRows
 from pallas_kernels.choice import AUTO_CHOICE
@@ -38,16 +38,16 @@ FORMATS = {
 OUT, IN = (3, 8), 96
 
 
-def random_matrix(fmt: WeightFormat, seed: int = 0) -> tuple[Matrix, np.ndarray]:
-    """A matrix of `[3, 8, 96]`, and its weights in float64 by the definition."""
+def random_matrix(fmt: WeightFormat, seed: int = 0, out: tuple[int, int] = OUT) -> tuple[Matrix, np.ndarray]:
+    """A matrix of `[*out, 96]`, and its weights in float64 by the definition."""
     rng = np.random.default_rng(seed)
     group = fmt.group_of(IN)
     num_groups = -(-IN // group)
     is_float = "float" in fmt.numbers
-    drawn = rng.standard_normal((*OUT, IN)) * 40 if is_float else rng.integers(-8, 8, (*OUT, IN))
+    drawn = rng.standard_normal((*out, IN)) * 40 if is_float else rng.integers(-8, 8, (*out, IN))
     numbers = jnp.asarray(drawn, fmt.numbers)
-    scale = rng.uniform(0.01, 0.1, (*OUT, num_groups)).astype(np.float32)
-    zero = rng.integers(-8, 8, (*OUT, num_groups)).astype(np.int8) if fmt.has_zeros else None
+    scale = rng.uniform(0.01, 0.1, (*out, num_groups)).astype(np.float32)
+    zero = rng.integers(-8, 8, (*out, num_groups)).astype(np.int8) if fmt.has_zeros else None
     order = rng.permutation(IN).astype(np.int32) if fmt.reorders else None
     group_of = np.arange(IN) // group
     columns = np.asarray(numbers.astype(jnp.float32), np.float64)
@@ -70,6 +70,29 @@ def test_a_product_is_that_with_the_dequantized_weights(fmt: WeightFormat) -> No
     np.testing.assert_allclose(out, expected, atol=1e-3 * np.abs(expected).max())
     np.testing.assert_allclose(product_in_parts(jnp.asarray(x), matrix), out, atol=1e-5)
     np.testing.assert_allclose(dequantized(matrix, jnp.float32), weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", [None, *FORMATS.values()], ids=["bfloat16", *FORMATS])
+def test_a_gated_product_is_the_activation_of_the_gate_times_up(fmt: WeightFormat | None) -> None:
+    rng, gate_up = np.random.default_rng(1), None
+    if fmt is None:
+        plain = jnp.asarray(rng.standard_normal((2, 32, IN)), jnp.bfloat16)
+        weights = np.asarray(plain, np.float64)
+    else:
+        gate_up, weights = random_matrix(fmt, out=(2, 32))
+    x = jnp.asarray(rng.standard_normal((5, IN)) / 4, jnp.bfloat16).astype(jnp.float32)
+
+    def gated(x: jax.Array) -> jax.Array:
+        rows = gated_product(x, plain if gate_up is None else gate_up, "silu", jnp.zeros((8, 32)))
+        assert isinstance(rows, jax.Array)
+        return rows
+
+    gate, up = np.einsum("td,gfd->gtf", np.asarray(x, np.float64), weights)
+    expected = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(jax.jit(gated)(x), expected, atol=2e-3 * np.abs(expected).max())
+    in_one_kernel = fmt is None or (fmt.numbers == "int8" and not fmt.has_zeros)
+    if native_library.load(native_library.INTEGERS) is None:
+        assert ("logistic" not in str(jax.make_jaxpr(gated)(x))) == in_one_kernel
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

@@ -250,15 +250,24 @@ std::vector<uint8_t> Codes(Random& random, int64_t count) {
   return codes;
 }
 
+// Of a product: "" as often as a gate's, whose weights have twice as many rows as there are results.
+const char* AnyActivation(Random& random) {
+  const char* const all[] = {"", "", "silu", "gelu_tanh"};
+  return all[Below(random, 4)];
+}
+int64_t WeightRows(int64_t results, const char* activation) { return (*activation ? 2 : 1) * results; }
+
 Call Product(Random& random, XLA_FFI_Handler* handler, const char* way) {
   const int64_t tokens = OneOf(random, {1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 130, 520});
   const bool is_large = tokens > 500;  // then blocks of inputs count too
   const int64_t in = 32 * (is_large ? 29 : 1 + Below(random, 6));
   const int64_t out = 16 * (is_large ? 1 + Below(random, 4) : OneOf(random, {1, 2, 3, 5, 8, 17, 33, 65}));
+  const char* const activation = AnyActivation(random);
+  const int64_t rows = WeightRows(out, activation);
   return {handler,
           {MakeArray(XLA_FFI_DataType_F32, {tokens, in}, Floats(random, tokens * in)),
-           MakeArray(XLA_FFI_DataType_BF16, {out, in}, Bfloats(random, out * in))},
-          {{"way", XLA_FFI_DataType_INVALID, 0, way}},
+           MakeArray(XLA_FFI_DataType_BF16, {rows, in}, Bfloats(random, rows * in))},
+          {{"activation", XLA_FFI_DataType_INVALID, 0, activation}, {"way", XLA_FFI_DataType_INVALID, 0, way}},
           {XLA_FFI_DataType_F32, {tokens, out}, std::vector<char>(4 * tokens * out)}};
 }
 
@@ -266,11 +275,14 @@ Call Int8Product(Random& random, XLA_FFI_Handler* handler, int64_t row_bits) {
   const int64_t tokens = OneOf(random, {1, 2, 3, 5, 8, 9, 17, 33, 49, 63, 64, 65, 130, 300});
   const int64_t group = 32 * OneOf(random, {1, 2, 4, 16}), in = 32 * (1 + Below(random, 40));
   const int64_t out = 16 * OneOf(random, {1, 2, 3, 17, 65}), groups = Below(random, 2) ? 1 : (in + group - 1) / group;
+  const char* const activation = AnyActivation(random);
+  const int64_t rows = WeightRows(out, activation);
   return {handler,
           {MakeArray(XLA_FFI_DataType_F32, {tokens, in}, Floats(random, tokens * in)),
-           MakeArray(XLA_FFI_DataType_S8, {out, in}, Codes(random, out * in)),
-           MakeArray(XLA_FFI_DataType_F32, {out, groups}, Floats(random, out * groups))},
-          {{"group", XLA_FFI_DataType_S64, group}, {"row_bits", XLA_FFI_DataType_S64, row_bits}},
+           MakeArray(XLA_FFI_DataType_S8, {rows, in}, Codes(random, rows * in)),
+           MakeArray(XLA_FFI_DataType_F32, {rows, groups}, Floats(random, rows * groups))},
+          {{"activation", XLA_FFI_DataType_INVALID, 0, activation}, {"group", XLA_FFI_DataType_S64, group},
+           {"row_bits", XLA_FFI_DataType_S64, row_bits}},
           {XLA_FFI_DataType_F32, {tokens, out}, std::vector<char>(4 * tokens * out)}};
 }
 
@@ -280,17 +292,19 @@ Call Int4Product(Random& random, XLA_FFI_Handler* handler, int64_t row_bits) {
   const int64_t out = 32 * OneOf(random, {1, 2, 3, 9, 33}), groups = Below(random, 2) ? 1 : (in + group - 1) / group;
   std::vector<int> sizes(experts);
   for (int& size : sizes) size = OneOf(random, {0, 1, 2, 3, 5, 8, 9, 17, 33, 130, 300});
-  const int64_t places = std::accumulate(sizes.begin(), sizes.end(), int64_t(1)) - Below(random, 2);
-  const int64_t zeros = Below(random, 2) ? experts * out * groups : 0;
+  int64_t places = std::accumulate(sizes.begin(), sizes.end(), int64_t(1)) - Below(random, 2);
+  const char* const activation = experts == 1 ? AnyActivation(random) : "";
+  if (*activation) places = sizes[0];  // a gated product has one matrix for all rows
+  const int64_t rows = WeightRows(out, activation), zeros = Below(random, 2) ? experts * rows * groups : 0;
   return {handler,
           {MakeArray(XLA_FFI_DataType_F32, {places, in}, Floats(random, places * in)),
            MakeArray(XLA_FFI_DataType_S32, {1}, std::vector<int>(1)),
            MakeArray(XLA_FFI_DataType_S32, {experts}, sizes),
-           MakeArray(XLA_FFI_DataType_U8, {experts, out / 16, 8 * in}, Codes(random, experts * out * in / 2)),
-           MakeArray(XLA_FFI_DataType_F32, {experts, out / 16, 16 * groups}, Floats(random, experts * out * groups)),
+           MakeArray(XLA_FFI_DataType_U8, {experts, rows / 16, 8 * in}, Codes(random, experts * rows * in / 2)),
+           MakeArray(XLA_FFI_DataType_F32, {experts, rows / 16, 16 * groups}, Floats(random, experts * rows * groups)),
            MakeArray(XLA_FFI_DataType_S8, {zeros, 1, 1}, Codes(random, zeros))},
-          {{"group", XLA_FFI_DataType_S64, group}, {"of_tokens", XLA_FFI_DataType_PRED, 0},
-           {"row_bits", XLA_FFI_DataType_S64, row_bits}},
+          {{"activation", XLA_FFI_DataType_INVALID, 0, activation}, {"group", XLA_FFI_DataType_S64, group},
+           {"of_tokens", XLA_FFI_DataType_PRED, 0}, {"row_bits", XLA_FFI_DataType_S64, row_bits}},
           {XLA_FFI_DataType_F32, {places, out}, std::vector<char>(4 * places * out)}};
 }
 

@@ -8,6 +8,7 @@ is left is the rounding of the weights.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,30 @@ from tests.pallas_kernels.texts import LONGEST, NUM_SEQS, family, lay_out, own, 
 K = 2
 # Kernels that multiply pairs of bfloat16, that widen it, and that are compiled for a processor that can only widen.
 WAYS = ("paired", "widened", *(["narrow"] if library.has_pairs() else []))
+GATES = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu_tanh": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
 MEAN_TOLERANCE, TOLERANCE = 1e-5, 1e-2  # a weight is off by 2^-9 of itself, a value is 4 at most
+
+
+def gated(products: np.ndarray, activation: str) -> np.ndarray:
+    """What a gated product returns where the gate's and up's are `products` `[T, 2 * out]`."""
+    with np.errstate(over="ignore"):
+        gate, up = np.split(products.astype(np.float64), 2, axis=1)
+        return np.asarray(GATES[activation](gate) * up)
+
+
+def assert_gates(
+    product: Callable[[jax.Array, str | None], jax.Array], x: jax.Array, *, counts: tuple[int, ...] = (1, 2, 9, 16, 33)
+) -> None:
+    """`product` of rows and an activation is what it is without one, gated; a row's is the same in any company."""
+    for activation in GATES:
+        together = np.asarray(product(x, activation))
+        exact = gated(np.asarray(product(x, None)), activation)
+        np.testing.assert_allclose(together, exact, rtol=1e-5, atol=2e-7 * np.abs(exact).max())
+        for count in counts:
+            np.testing.assert_array_equal(np.asarray(product(x[:count], activation)), together[:count])
 
 
 @dataclass(frozen=True)

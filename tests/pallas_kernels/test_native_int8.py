@@ -90,6 +90,15 @@ def test_a_row_comes_out_the_same_whatever_stands_beside_it(row_bits: int, group
 
 
 @in_each_form
+@pytest.mark.parametrize("group", [0, 64])
+def test_a_gated_product_is_the_activation_of_the_gates_results_times_those_of_up(row_bits: int, group: int) -> None:
+    x, *weights = (jnp.asarray(each) for each in inputs(70, 2 * 80, 160, group))
+    native_cases.assert_gates(
+        lambda rows, activation: product.int8_product(rows / 50, *weights, group or 160, row_bits, activation), x
+    )
+
+
+@in_each_form
 def test_rows_get_the_products_with_the_weights_of_their_experts(row_bits: int) -> None:
     rng = np.random.default_rng(0)
     x, numbers, _ = inputs(90, 3 * 48, 1056, 0)

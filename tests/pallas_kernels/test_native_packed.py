@@ -100,6 +100,16 @@ def test_a_row_times_int4_comes_out_the_same_in_any_company(row_bits: int) -> No
 
 
 @pytest.mark.parametrize(("each_way", "row_bits"), FORMS, indirect=["each_way"], ids=str)
+@pytest.mark.parametrize("group", [0, 64])
+def test_a_gated_product_is_the_activation_of_the_gates_results_times_those_of_up(row_bits: int, group: int) -> None:
+    weights = packed_int4(*int4_matrix((), 2 * 64, 192, group, True), group, True)
+    native_cases.assert_gates(
+        lambda x, activation: packed_product.product(x, weights, row_bits=row_bits, activation=activation),
+        jnp.asarray(rows(40, 192)) / 50,
+    )
+
+
+@pytest.mark.parametrize(("each_way", "row_bits"), FORMS, indirect=["each_way"], ids=str)
 def test_rows_get_the_products_with_the_int4_of_their_experts(row_bits: int) -> None:
     weights = packed_int4(*int4_matrix((3,), 64, 320, 64, True), 64, True)
     x, groups = jnp.asarray(rows(40, 320)), _groups(40, 3)

@@ -55,6 +55,21 @@ def test_a_row_comes_out_the_same_whatever_stands_beside_it() -> None:
 
 
 @in_each_way
+def test_a_gated_product_is_the_activation_of_the_gates_results_times_those_of_up() -> None:
+    x, weights = rows_and_weights(130, 2 * 80, 96)
+    native_cases.assert_gates(
+        lambda rows, activation: rows_product(rows, weights, activation=activation), x, counts=(1, 2, 8, 9, 13, 33, 64)
+    )
+
+
+@pytest.mark.parametrize("each_way", ["widened"], indirect=True)
+def test_a_gated_product_of_an_activation_that_nobody_knows_is_an_error() -> None:
+    x, weights = rows_and_weights(3, 64, 32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a known activation"):
+        rows_product(x, weights, activation="tanh").block_until_ready()
+
+
+@in_each_way
 def test_forcing_another_way_to_multiply_changes_the_order_of_sums_or_is_an_error() -> None:
     """Hence `way` does choose the way, and the tests here run what they say."""
     x, weights = rows_and_weights(20, 64, 512)
