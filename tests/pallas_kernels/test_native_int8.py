@@ -92,9 +92,9 @@ def test_a_row_comes_out_the_same_whatever_stands_beside_it(row_bits: int, group
 @in_each_form
 @pytest.mark.parametrize("group", [0, 64])
 def test_a_gated_product_is_the_activation_of_the_gates_results_times_those_of_up(row_bits: int, group: int) -> None:
-    x, *weights = (jnp.asarray(each) for each in inputs(70, 2 * 80, 160, group))
+    x, numbers, scale = (jnp.asarray(each) for each in inputs(70, 2 * 80, 160, group))
     native_cases.assert_gates(
-        lambda rows, activation: product.int8_product(rows / 50, *weights, group or 160, row_bits, activation), x
+        lambda rows, activation: product.int8_product(rows, numbers, scale, group or 160, row_bits, activation), x / 50
     )
 
 
