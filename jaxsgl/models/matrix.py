@@ -266,7 +266,7 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
 
 
 def native_gated_product(x_TD: Rows, gate_up: Weights, activation: str) -> jax.Array | None:
-    """activation(gate(x)) * up(x) `[T, F]` float32 of weights `[2, F, D]`, by a kernel in C++; None: there is none."""
+    """activation(gate(x)) * up(x) `[T, F]` float32 of weights `[2, F, D]`, by C++; None if a format has no kernel."""
     if target_device().platform != "cpu" or not isinstance(x_TD, jax.Array) or x_TD.dtype != jnp.float32:
         return None
     if isinstance(gate_up, Matrix):
@@ -303,9 +303,9 @@ def _flat(weights: Matrix) -> ScaledMatrix:
 
 
 def _native_product(rows_TD: jax.Array, weights: Matrix, activation: str | None = None) -> jax.Array | None:
-    """`[T, N]` float32 by a kernel in C++; None where there is none for the format.
+    """`[T, N]` float32 by a kernel in C++; None if the format has no kernel.
 
-    With an activation it is a gated product, whose results are half as many.
+    With an activation it is a gated product, which has half as many results.
     """
     if activation is not None and weights.row_bits == native_product.TWO_WORDS:
         return None

@@ -1,7 +1,7 @@
 // exp, and what a gated MLP does to its gate (arXiv 2002.05202).
 //
-// A gated product is two halves of one matrix: the gate's results are stored in y first, then those of `up` are stored as
-// its products with the activation of what lies there. Owns the functions; product.h says when they are called.
+// A gated product has two halves of one matrix: the gate's results are stored in y first, then those of `up`, times the
+// activation of what lies there. Owns the functions; product.h calls them.
 
 #pragma once
 

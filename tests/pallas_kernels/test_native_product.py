@@ -63,7 +63,7 @@ def test_a_gated_product_is_the_activation_of_the_gates_results_times_those_of_u
 
 
 @pytest.mark.parametrize("each_way", ["widened"], indirect=True)
-def test_a_gated_product_of_an_activation_that_nobody_knows_is_an_error() -> None:
+def test_an_unknown_activation_of_a_gated_product_is_an_error() -> None:
     x, weights = rows_and_weights(3, 64, 32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="a known activation"):
         rows_product(x, weights, activation="tanh").block_until_ready()
