@@ -81,7 +81,9 @@ ffi::Error RowsProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffe
                        std::string_view activation, std::string_view way, ffi::ResultBuffer<ffi::F32> y) {
   Product p{x.typed_data(), reinterpret_cast<const uint16_t*>(weights.untyped_data()), y->typed_data(),
             x.dimensions()[0], x.dimensions()[1], y->dimensions()[1]};
-  if (!SetGate(p, activation, weights.dimensions()[0])) return NoSuchGate();
+  const std::optional<Activation> gate = GateOf(activation, weights.dimensions()[0], p.out);
+  if (!gate) return NoSuchGate();
+  p.gate = *gate;
   return InWay(way, [&](auto how) { how.Multiply(pool, p); });
 }
 #endif

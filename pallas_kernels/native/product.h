@@ -34,13 +34,11 @@ struct ProductOf {
   }
 };
 
-// Whether `num_rows` weight rows fit a product with this activation of its gate; sets it.
-template <typename Product>
-bool SetGate(Product& p, std::string_view activation, int64_t num_rows) {
-  const std::optional<Activation> known = ActivationOf(activation);
-  if (!known) return false;
-  p.gate = *known;
-  return num_rows == (p.gate == Activation::kNone ? 1 : 2) * p.out;
+// The activation of this name, if so many weight rows make so many results with it.
+inline std::optional<Activation> GateOf(std::string_view name, int64_t weight_rows, int64_t results) {
+  const std::optional<Activation> gate = ActivationOf(name);
+  const bool fits = gate && weight_rows == (*gate == Activation::kNone ? 1 : 2) * results;
+  return fits ? gate : std::nullopt;
 }
 
 // work(p), and after it, if p is a gated product, work(the product with `up`).

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 #include "blocks.h"
@@ -48,7 +49,9 @@ ffi::Error MultiplyInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
                 scales.typed_data(),
                 groups,
                 group};
-  if (!SetGate(p, activation, weights.dimensions()[0])) return NoSuchGate();
+  const std::optional<Activation> gate = GateOf(activation, weights.dimensions()[0], p.out);
+  if (!gate) return NoSuchGate();
+  p.gate = *gate;
   if ((groups > 1 && (group > kMostInputs || group % 32)) || p.in % 32 || p.out % 16)
     return {ffi::ErrorCode::kInvalidArgument, "groups have 32 to 512 inputs, weights multiples of 32 by 16"};
   return WithBits(row_bits, [&](auto pieces) {
@@ -102,11 +105,9 @@ ffi::Error GroupedInt4Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
   if ((groups > 1 && (group > kMostInputs || group % 32)) || g.in % 32 || g.out % kRowsOfInt4)
     return {ffi::ErrorCode::kInvalidArgument, "groups have 32 to 512 inputs, weights multiples of 32 by 32"};
   const bool is_one = g.experts == 1 && !g.tokens && g.sizes[0] == g.places;
-  Int4Product of_gate{};
-  of_gate.out = g.out;
-  if (!SetGate(of_gate, activation, weights.dimensions()[1] * kSide)) return NoSuchGate();
-  const Activation gate = of_gate.gate;
-  if (gate != Activation::kNone && !is_one)
+  const std::optional<Activation> gate = GateOf(activation, weights.dimensions()[1] * kSide, g.out);
+  if (!gate) return NoSuchGate();
+  if (*gate != Activation::kNone && !is_one)
     return {ffi::ErrorCode::kInvalidArgument, "a gated product has one matrix for all rows"};
   const int8_t* const given = zeros.element_count() ? zeros.typed_data() : nullptr;
   return WithBitsOfInt4(row_bits, [&](auto pieces) {
@@ -115,7 +116,7 @@ ffi::Error GroupedInt4Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
     using Of = decltype(pieces);
     if (!is_one) return MultiplyGroups<OfExperts<Of>>(pool, g, first);
     Int4Product all = first;
-    all.x = g.x, all.y = g.y, all.tokens = g.places, all.gate = gate;
+    all.x = g.x, all.y = g.y, all.tokens = g.places, all.gate = *gate;
     MultiplyAll<Of>(pool, all);
   });
 }

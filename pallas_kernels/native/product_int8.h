@@ -27,11 +27,11 @@ struct Int8Product : ProductOf<int8_t> {
 
   // Of a block's sums of row `row`; the scale of a row's only group is applied to the sum of all blocks.
   float ScaleOfBlock(int64_t row, int64_t b) const { return groups == 1 ? 1.0f : scales[row * groups + b]; }
+  float ScaleOfRow(int64_t row) const { return groups == 1 && scales ? scales[row] : 1.0f; }
   void MoveToUp() {
     ProductOf::MoveToUp();
     if (scales) scales += out * groups;
   }
-  float ScaleOfRow(int64_t row) const { return groups == 1 && scales ? scales[row] : 1.0f; }
 };
 
 // Packs the rows of a product and multiplies them, in pieces that threads share.
@@ -65,8 +65,8 @@ struct OfExperts : Pieces {
   }
 };
 
-// Into the first level of cache, for products that are soon to come. In the order of memory, which the processor then
-// reads ahead by itself: as its prefetches of other orders, these few would hold up all that is not in that level.
+// To the first level of cache. Lines should follow each other: the processor then reads ahead by itself, and these find
+// them in the second level. In any other order they wait for memory in the few places that loads need, too.
 [[gnu::always_inline]] inline void PrefetchSoon(const int8_t* p) {
   _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
 }
