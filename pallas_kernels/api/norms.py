@@ -1,7 +1,7 @@
 """`add_and_norm`: the residual stream with a layer's update added, and its norm, as it is or rounded to float8.
 
-Owns the checks of the arguments. Never knows layers, nor how a backend computes: it asks `dispatch` for one and calls
-it, and where there is none `norm` has XLA's.
+Owns the checks of the arguments. Never knows layers, nor how a backend computes: it calls the one that `dispatch`
+chooses, or on a device without any what `norm` has for XLA.
 """
 
 import jax

@@ -117,8 +117,8 @@ def rotate_and_store(
         qkv: the product and what turns it into queries, keys and values.
         kv: the cache, as for `store_kv`.
         slots: `[T]` int32, as for `store_kv`.
-        backend: a backend that has the op, or "auto". "auto" takes the device's best one, and where there is none XLA's
-            queries, keys and values with `store_kv`.
+        backend: a backend that has the op, or "auto". "auto" takes the device's best one; a device without any gets
+            XLA's queries, keys and values, and `store_kv`.
         store_backend: of that `store_kv`; None: `backend`.
         interpret: run a Pallas backend in its interpreter, on any platform.
 
