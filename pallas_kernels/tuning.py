@@ -79,7 +79,20 @@ def product_class(num_rows: int, group: int) -> ProductClass:
     return ProductClass(_power_of_two(num_rows), group)
 
 
-def blocks(op: str, backend: str, shape: ShapeClass | ProductClass) -> dict[str, int]:
+@dataclasses.dataclass(frozen=True)
+class ExpertClass:
+    """The properties of a product of experts' rows that a table may distinguish."""
+
+    tile_rows: int
+    """R, rows of one expert that a program multiplies."""
+    weight_bits: int
+    """Bits per weight."""
+
+
+AnyClass = ShapeClass | ProductClass | ExpertClass
+
+
+def blocks(op: str, backend: str, shape: AnyClass) -> dict[str, int]:
     """The block sizes of one kernel for the target device.
 
     Raises:
@@ -105,21 +118,21 @@ class _Override:
     op: str
     backend: str
     sizes: Mapping[str, int]
-    asked: list[ShapeClass | ProductClass]
+    asked: list[AnyClass]
 
 
 _override: ContextVar[_Override | None] = ContextVar("pallas_kernels.tuning.override", default=None)
 
 
 @contextlib.contextmanager
-def override(op: str, backend: str, sizes: Mapping[str, int]) -> Iterator[list[ShapeClass | ProductClass]]:
+def override(op: str, backend: str, sizes: Mapping[str, int]) -> Iterator[list[AnyClass]]:
     """Kernels of `op` on `backend` that are traced inside get these sizes, and the table's where a name is missing.
 
     Yields a list that fills with the shape classes which such kernels ask for; with no sizes it only watches. JAX
     remembers traces without knowing of sizes, so its caches are emptied on entry and on exit: for tuning and
     tests. Programs compiled ahead of time inside stay as they are.
     """
-    asked: list[ShapeClass | ProductClass] = []
+    asked: list[AnyClass] = []
     jax.clear_caches()
     token = _override.set(_Override(op, backend, sizes, asked))
     try:

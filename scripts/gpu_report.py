@@ -37,7 +37,7 @@ BUDGET_S = {False: 540, True: 1500}
 ATTENTION = {"gpu": ("mosaic_gpu", "triton")}
 INTERPRETED = ("triton", "mosaic_gpu")
 # Processes that check what is right, side by side; most of their time is Python's and compilers'.
-AT_ONCE = max(1, min(8, num_cores() // 2))
+AT_ONCE = max(1, min(12, num_cores() * 3 // 4))
 
 
 def main() -> int:

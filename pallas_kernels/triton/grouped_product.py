@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import tuning
 from pallas_kernels.experts import ACTIVATIONS, Groups, UnitWeights, product_dtype, result_dtype, row_tiles
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.target import target_device
@@ -26,8 +27,6 @@ from pallas_kernels.triton.common import MIN_DOT
 from pallas_kernels.triton.group_by_expert import rows_of_tiles
 from pallas_kernels.triton.tiles import load_rows, store_rows
 
-# Chosen by hand: two stages and more of both sides fit 99 KiB of shared memory. Not measured.
-_NUM_COLUMNS, _BYTES_DEEP = 128, 128
 _MOST_BYTES = 2**31  # of weights of a byte each: see `tiles` for offsets
 
 
@@ -101,9 +100,10 @@ def _product(
     """Weights of shared experts are `[2, n, F, in]` of a gated product, else `[out, n, in]`."""
     _, num_out, num_in = weights.shape
     num_rows = rows_of_tiles(groups.num_places, groups.num_experts)
-    num_sides = 1 if activation is None else 2
-    num_columns = _largest_factor(num_out // num_sides, _NUM_COLUMNS // num_sides)
-    depth = _largest_factor(num_in, _BYTES_DEEP // product_dtype(x, weights).itemsize)
+    op, num_sides = ("grouped_product", 1) if activation is None else ("gated_product", 2)
+    blocks = tuning.blocks(op, "triton", tuning.ExpertClass(num_rows, 8 * weights.dtype.itemsize))
+    num_columns = _largest_factor(num_out // num_sides, blocks["tile_outputs"] // num_sides)
+    depth = _largest_factor(num_in, blocks["tile_bytes"] // product_dtype(x, weights).itemsize)
     tiles = groups.tiles if groups.tiles is not None and groups.tile_rows == num_rows else None
     if tiles is None:
         tiles, _ = row_tiles(groups, num_rows)
@@ -112,9 +112,9 @@ def _product(
         functools.partial(_kernel, **sizes, of_tokens=of_tokens, activation=activation),
         out_shape=jax.ShapeDtypeStruct((groups.num_places, num_out // num_sides), result_dtype(x, weights)),
         grid=(len(tiles.experts), num_out // num_sides // num_columns),
-        compiler_params=plgpu.CompilerParams(num_warps=8 if num_rows >= 64 else 4, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=blocks["num_stages"]),
         interpret=interpret,
-        name="grouped_product" if activation is None else "gated_product",
+        name=op,
     )(
         x.astype(product_dtype(x, weights)), groups.tokens, tiles.experts, tiles.begins, tiles.ends, weights,
         *([] if shared is None else [shared]),

@@ -13,17 +13,21 @@ from pallas_kernels.specs import ArgSpec
 from tests.pallas_kernels.lower_everything import on_a_device
 
 TABLES = Path(tuning.__file__).parent / "tables"
-CLASSES = dict.fromkeys(
-    (
-        "store_kv",
-        "rotate_and_store",
-        "absorb_and_store",
-        "merge_latents",
-        "paged_decode_attention",
-        "paged_extend_attention",
-    ),
-    tuning.ShapeClass,
-) | dict.fromkeys(("quantized_product", "float8_product"), tuning.ProductClass)
+CLASSES = (
+    dict.fromkeys(
+        (
+            "store_kv",
+            "rotate_and_store",
+            "absorb_and_store",
+            "merge_latents",
+            "paged_decode_attention",
+            "paged_extend_attention",
+        ),
+        tuning.ShapeClass,
+    )
+    | dict.fromkeys(("quantized_product", "float8_product"), tuning.ProductClass)
+    | dict.fromkeys(("grouped_product", "gated_product"), tuning.ExpertClass)
+)
 OP, BACKEND = "paged_extend_attention", "triton"
 SPEC = ArgSpec("tuned", 3, 1000, 8, 16, 8, 4, 128, jnp.bfloat16)
 SHAPE = tuning.shape_class(SPEC.extend_args()[0], SPEC.paged_kv())

@@ -13,6 +13,7 @@ from typing import Any
 
 TILE, RING = 64, 3 * 64
 DRY_PATIENCE = 4  # times the limits, where an interpreter shares the processors with whatever else runs there
+DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
 HANGS, CRASHES = "hangs on purpose", "crashes on purpose"
 
 
@@ -175,14 +176,30 @@ def _products(dry: bool) -> list[Rung]:
 
 
 def _steps(dry: bool) -> list[Rung]:
-    """Steps of an engine with random weights, whose tokens are compared with those on XLA's attention."""
-    shapes = [
-        ("one layer", "tiny" if dry else "qwen3-0.6b", 1),
-        ("one layer of a mixture", "tiny-moe" if dry else "qwen3-30b-a3b", 1),
-        ("one layer in FP8", "tiny-fp8" if dry else "qwen3-8b-fp8", 1),
-        ("one step", "tiny" if dry else "qwen3-0.6b", 0),
+    """Steps of engines with random weights, whose tokens are compared with those on XLA's kernels.
+
+    Each is a shape, how many of its layers (0: all), and what `bench.report.rung.step` takes besides.
+    """
+    few_experts = {"n_routed_experts": 32, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+    shapes: list[tuple[str, str, int, dict[str, Any]]] = [
+        ("one layer", "tiny" if dry else "qwen3-0.6b", 1, {}),
+        ("one layer of a mixture", "tiny-moe" if dry else "qwen3-30b-a3b", 1, {"on_xla": ["experts"]}),
+        ("one layer in FP8", "tiny-fp8" if dry else "qwen3-8b-fp8", 1, {"on_xla": ["quantized"]}),
     ]
+    if not dry:
+        shapes += [
+            ("one layer in int4", "qwen3-8b-awq", 1, {"on_xla": ["quantized"]}),
+            ("one layer with heads of 96", "phi3-mini", 1, {}),
+            ("one layer in a fixed order", "qwen3-0.6b", 1, {"flags": {"enable_deterministic_inference": True}}),
+            ("one layer over float8", "qwen3-0.6b", 1, {"flags": {"kv_cache_dtype": "fp8_e4m3"}}),
+            ("one layer with drafts", "qwen3-0.6b", 1, {"tokens": 12, "flags": DRAFTS}),
+            ("three layers with states, one without", "qwen3.5-9b", 4, {"on_xla": ["states"]}),
+            ("two layers over latents", "deepseek-v2-lite", 2, {"on_xla": ["experts"]}),
+            ("two layers over latents, experts in groups", "deepseek-v3", 2,
+             {"on_xla": ["experts"], "config": few_experts}),
+        ]  # fmt: skip
+    shapes.append(("one step", "tiny" if dry else "qwen3-0.6b", 0, {}))
     return [
-        Rung(name, "step", {"shape": shape, "layers": layers, "prompt": 20 if dry else 300}, 200, ("engine",))
-        for name, shape, layers in shapes
+        Rung(name, "step", {"shape": shape, "layers": layers, "prompt": 20 if dry else 300, **more}, 200, ("engine",))
+        for name, shape, layers, more in shapes
     ]

@@ -153,38 +153,47 @@ def matrix(spec: Spec) -> Verdict:
 
 
 def step(spec: Spec) -> Verdict:
-    """Two tokens of 8 prompts on the engine's own choice of kernels, against those on XLA's attention.
+    """Tokens of 8 prompts on the engine's own choice of kernels, against those on XLA's attention and store.
 
-    Random weights have near ties, which rounding breaks: one prompt in four may differ.
+    `on_xla` names operations that are XLA's there, too, by their names of --kernels; `config` replaces keys of
+    config.json, `flags` are options of both engines, and `tokens` are 2 by default. Random weights have near ties,
+    which rounding breaks: one prompt in four may differ.
     """
     from bench.models import write_config
 
     with tempfile.TemporaryDirectory(prefix="rung-") as home:
         folder = write_config(spec["shape"], Path(home))
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text()) | spec.get("config", {})
         if spec["layers"]:
-            write_json(folder / "config.json", config | {"num_hidden_layers": spec["layers"]})
+            config["num_hidden_layers"] = spec["layers"]
+        write_json(folder / "config.json", config)
         rng = np.random.default_rng(1)
         prompts = [rng.integers(2, config["vocab_size"], spec["prompt"] - i).tolist() for i in range(8)]
-        found = {backend: _tokens(folder, prompts, backend) for backend in ("auto", "xla")}
+        xla = {"attention_backend": "xla", "kernels": tuple(f"{op}=xla" for op in spec.get("on_xla", ()))}
+        asked: dict[str, dict[str, Any]] = {"auto": {}, "xla": xla}
+        found = {
+            name: _tokens(folder, prompts, spec.get("tokens", 2), spec.get("flags", {}) | kernels)
+            for name, kernels in asked.items()
+        }
     equal = sum(a == b for a, b in zip(found["auto"][0], found["xla"][0], strict=True))
     verdict = "passed" if equal >= 6 else "failed"
     return {"verdict": verdict, "equal_of_8": equal, "start_s": {name: each[1] for name, each in found.items()}}
 
 
-def _tokens(folder: Path, prompts: list[list[int]], backend: str) -> tuple[list[tuple[int, ...]], float]:
+def _tokens(
+    folder: Path, prompts: list[list[int]], num_tokens: int, flags: Mapping[str, Any]
+) -> tuple[list[tuple[int, ...]], float]:
     import jaxsgl
 
     begin = time.monotonic()
     longest = max(map(len, prompts))
     llm = jaxsgl.LLM(
-        model=str(folder), load_format="dummy", attention_backend=backend, skip_kernel_test=True,
-        dtype="bfloat16",
+        model=str(folder), load_format="dummy", skip_kernel_test=True, dtype="bfloat16",
         context_length=2 * longest, max_total_tokens=16 * longest + 4096, max_running_requests=8, decode_buckets=(8,),
-        extend_buckets=(2 * longest,), chunked_prefill_size=2 * longest,
+        extend_buckets=(2 * longest,), chunked_prefill_size=2 * longest, **flags,
     )  # fmt: skip
     start_s = round(time.monotonic() - begin, 1)
-    params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     completions = llm.generate(prompts, params, use_tqdm=False)
     llm.close()
     return [tuple(completion.token_ids) for completion in completions], start_s

@@ -1,0 +1,270 @@
+"""Measure block sizes of the products that are not attention's, on this machine's GPU, many of them in little time.
+
+    python scripts/tune_products.py --json sizes.json                        # all products, for 150 s
+    python scripts/tune_products.py --json sizes.json --match int4 --budget-s 60
+
+Processes compile side by side, and take turns to measure. A candidate's result is compared with that of the table's
+sizes, which the ladder of `gpu_report.py` has checked; a wrong one is left out. Prints for each product its sizes of
+the table and the fastest ones; the file gets all. Nothing is written into a table: sizes that serve several products
+are chosen by hand. Candidates are tried in a fixed order that spreads over the products, so that an early end leaves
+each with some.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import itertools
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench.kernels.measure import first_line
+from bench.kernels.runners import JaxRunner, Prepared, time_alone
+from bench.output import command_parser, write_json
+from bench.processes import num_cores
+
+from pallas_kernels import (
+    ScaledMatrix,
+    float8_product,
+    float8_rows,
+    gated_product,
+    group_by_expert,
+    grouped_product,
+    quantized_product,
+    tuning,
+)
+
+Sizes = Mapping[str, int]
+Layers = list[tuple[jax.Array, ...]]  # the arrays of each layer
+MOST_SHARED_KIB = 224  # of a multiprocessor of a Hopper
+MOST_DIFFERENCE = 2e-2
+LAYERS = 2  # larger together than any cache
+SHUFFLE = 7  # coprime to most counts: neighbours in a grid are far from each other in time
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One product of Qwen3-30B-A3B's experts or of Qwen3-8B's matrices.
+
+    Attributes:
+      op: by which the table knows it.
+      rows: T.
+      outputs, inputs: of its weights.
+      dtype, group: of its weights; 0: no scales.
+    """
+
+    op: str
+    rows: int
+    outputs: int
+    inputs: int
+    dtype: str
+    group: int = 0
+
+    @property
+    def name(self) -> str:
+        """Unique."""
+        return f"{self.op}, {self.rows} rows, {self.outputs} x {self.inputs} {self.dtype}"
+
+
+EXPERTS, CHOICES = 128, 8
+PRODUCTS = (
+    *(Product(*each, "bfloat16") for rows in (32, 256, 4096)
+      for each in (("gated_product", rows, 1536, 2048), ("grouped_product", rows, 2048, 768))),
+    *(Product("quantized_product", rows, 24_576, 4096, "float8_e4m3fn", 128) for rows in (1, 32)),
+    *(Product("quantized_product", rows, 24_576, 4096, "int4", 128) for rows in (1, 32, 256, 4096)),
+    *(Product("float8_product", rows, 24_576, 4096, "float8_e4m3fn", 128) for rows in (128, 256, 4096)),
+)  # fmt: skip
+
+
+def candidates(product: Product) -> list[Sizes]:
+    """Sizes whose tiles fit a multiprocessor's shared memory, the table's own not among them."""
+    grid: dict[str, Sequence[int]]
+    if product.op in ("grouped_product", "gated_product"):
+        few = product.rows * CHOICES // EXPERTS <= 16
+        grid = {
+            "tile_outputs": (32, 64, 128) if few else (64, 128, 256),
+            "tile_bytes": (128, 256, 512) if few else (64, 128, 256),
+        }
+        rows = 16 if few else 128
+    elif product.op == "quantized_product":
+        rows = min(128, max(16, product.rows))
+        grid = {"tile_outputs": (32, 64, 128) if rows < 128 else (64, 128, 256), "tile_inputs": (64, 128)}
+    else:
+        rows = 128
+        grid = {"tile_rows": (64, 128, 256), "tile_outputs": (64, 128, 256)}
+    grid |= {"num_warps": (4, 8), "num_stages": (2, 3, 4, 5, 6)}
+    found = [dict(zip(grid, sizes, strict=True)) for sizes in itertools.product(*grid.values())]
+    return [sizes for sizes in found if _shared_kib(product, sizes, rows) <= MOST_SHARED_KIB]
+
+
+def _shared_kib(product: Product, sizes: Sizes, rows: int) -> float:
+    rows, outputs = sizes.get("tile_rows", rows), sizes["tile_outputs"]
+    stage: float
+    match product.op:
+        case "float8_product":
+            stage = (rows + outputs) * 128
+        case "quantized_product":
+            stage = sizes["tile_inputs"] * (2 * rows + outputs * (0.5 if product.dtype == "int4" else 1))
+        case _:
+            stage = sizes["tile_bytes"] * (rows + outputs)
+    return stage * sizes["num_stages"] / 1024
+
+
+def main() -> None:
+    """Gives candidates to processes until time is up."""
+    parser = command_parser(__doc__)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="gets every time, again while it runs")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only products whose names contain it")
+    parser.add_argument("--budget-s", type=float, default=150, help="for everything (150)")
+    parser.add_argument("--jobs", type=int, default=max(1, num_cores() - 2), help="processes (cores less 2)")
+    options = parser.parse_args()
+    deadline = time.time() + options.budget_s
+    products = [product for product in PRODUCTS if options.match in product.name]
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    context = multiprocessing.get_context("spawn")
+    tasks, found = context.Queue(), context.Queue()
+    for task in spread(products):
+        tasks.put(task)
+    with tempfile.NamedTemporaryFile() as lock:
+        workers = [
+            context.Process(target=work, args=(tasks, found, lock.name, deadline), daemon=True)
+            for _ in range(options.jobs)
+        ]
+        for worker in workers:
+            worker.start()
+        rows: list[dict[str, Any]] = []
+        while time.time() < deadline and any(worker.is_alive() for worker in workers):
+            with contextlib.suppress(queue.Empty):
+                rows.append(found.get(timeout=1))
+                if len(rows) % 20 == 0:
+                    write_json(options.json, {"rows": rows})
+        for worker in workers:
+            worker.kill()
+    write_json(options.json, {"jax": jax.__version__, "rows": rows})
+    for product in products:
+        mine = [row for row in rows if row["product"] == product.name and row["us"]]
+        print(f"{product.name}: {sum(row['product'] == product.name for row in rows)} tried")
+        usual = [row for row in mine if not row["sizes"]]
+        for row in [*usual[:1], *sorted(mine, key=lambda row: row["us"])[:5]]:
+            print(f"    {row['us']:9.1f} us  {row['sizes'] or 'as the table has it'}")
+
+
+def spread(products: Sequence[Product]) -> Iterator[tuple[int, Sizes]]:
+    """Yields products, by their places, with sizes: the table's first, then candidates of each in turn."""
+    yield from ((PRODUCTS.index(product), {}) for product in products)
+    lists = []
+    for product in products:
+        all_ = candidates(product)
+        step = SHUFFLE if len(all_) % SHUFFLE else SHUFFLE + 2
+        lists.append([all_[i * step % len(all_)] for i in range(len(all_))])
+    for several in itertools.zip_longest(*lists):
+        yield from ((PRODUCTS.index(p), sizes) for p, sizes in zip(products, several, strict=True) if sizes)
+
+
+def work(tasks: Any, found: Any, lock_file: str, deadline: float) -> None:
+    """Measures what `tasks` holds until nothing is left."""
+    made: dict[int, tuple[Callable[..., jax.Array], Layers, np.ndarray]] = {}
+    with Path(lock_file).open() as lock:
+        while time.time() < deadline:
+            try:
+                index, sizes = tasks.get(timeout=1)
+            except queue.Empty:
+                return
+            product = PRODUCTS[index]
+            told: dict[str, Any] = {"product": product.name, "sizes": sizes, "us": None}
+            try:
+                if index not in made:
+                    call, own = arrays(product)
+                    out = np.asarray(jax.jit(call)(*own[0]), np.float32)
+                    made[index] = call, own, out
+                call, own, right = made[index]
+                told |= measured(product, sizes, call, own, right, lock)
+            except Exception as error:  # sizes that a compiler refuses
+                told["note"] = first_line(error)
+            found.put(told)
+
+
+def measured(
+    product: Product,
+    sizes: Sizes,
+    call: Callable[..., jax.Array],
+    own: Layers,
+    right: np.ndarray,
+    lock: TextIO,
+) -> dict[str, Any]:
+    """Microseconds of a call with these sizes, if its result is right."""
+    with tuning.override(product.op, "triton", sizes):
+        runner = JaxRunner(Prepared.of(call, own))
+    begin = time.monotonic()
+    out = np.asarray(runner.check(), np.float32)
+    told = {"compile_s": round(time.monotonic() - begin, 2)}
+    difference = float(np.linalg.norm(out - right) / np.linalg.norm(right))
+    if not difference < MOST_DIFFERENCE:
+        return {**told, "note": f"differs by {difference:.2g}"}
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        timing = time_alone(runner, repeats=5, target_s=0.015)
+    finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    return {**told, "us": round(timing.seconds * 1e6, 2), "least_us": round(timing.fastest * 1e6, 2)}
+
+
+def arrays(product: Product) -> tuple[Callable[..., jax.Array], Layers]:
+    """The product as a function of a layer's arrays, and those of `LAYERS` layers."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    if product.group:
+        return _scaled(product, keys)
+    is_gated = product.op == "gated_product"
+    places = product.rows * CHOICES
+    x = jax.random.normal(keys[0], (product.rows if is_gated else places, product.inputs), jnp.bfloat16)
+    chosen = jax.lax.top_k(jax.random.normal(keys[1], (product.rows, EXPERTS)), CHOICES)[1]
+    groups = jax.jit(group_by_expert, static_argnums=1)(chosen, EXPERTS)
+    own: Layers = [
+        (x, _weights(layer, (EXPERTS, product.outputs, product.inputs), product.dtype)) for layer in range(LAYERS)
+    ]
+
+    def call(x: jax.Array, weights: jax.Array) -> jax.Array:
+        if is_gated:
+            return gated_product(x, groups, weights, "silu", of_tokens=True)
+        return grouped_product(x, groups, weights)
+
+    return call, own
+
+
+def _scaled(product: Product, keys: jax.Array) -> tuple[Callable[..., jax.Array], Layers]:
+    x = jax.random.normal(keys[0], (product.rows, product.inputs), jnp.bfloat16)
+    shape, groups = (product.outputs, product.inputs), product.inputs // product.group
+    scale = jax.random.uniform(keys[1], (product.outputs, groups), jnp.float32, 0.5, 1.5)
+    zero = jnp.ones((product.outputs, groups), jnp.int8) if product.dtype == "int4" else None
+
+    def call(x: jax.Array, numbers: jax.Array) -> jax.Array:
+        weights = ScaledMatrix(numbers, scale, zero, product.group)
+        if product.op == "float8_product":
+            return float8_product(float8_rows(x), weights)
+        return quantized_product(x, weights)
+
+    return call, [(x, _weights(layer, shape, product.dtype)) for layer in range(LAYERS)]
+
+
+@functools.cache
+def _weights(layer: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Random numbers, which products of several numbers of rows share."""
+    key = jax.random.key(1 + layer)
+    if dtype == "int4":
+        return jax.random.randint(key, shape, -8, 8, jnp.int8).astype(jnp.int4)
+    return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
+
+
+if __name__ == "__main__":
+    main()
