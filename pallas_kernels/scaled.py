@@ -65,7 +65,7 @@ class ScaledRows:
     numbers: jax.Array
     """`[T, I]` float8_e4m3fn."""
     scale: jax.Array
-    """`[T, I / ROW_GROUP]` float32: the largest of a group over `LARGEST_FLOAT8`."""
+    """`[I / ROW_GROUP, T]` float32: the largest of a group over `LARGEST_FLOAT8`. Those of a tile lie side by side."""
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
     """Which the rows had before."""
 
@@ -75,7 +75,7 @@ class ScaledRows:
 
     def values(self, dtype: DTypeLike) -> jax.Array:
         """The rows `[T, I]` that are meant."""
-        return widened(self.numbers, self.scale, None, ROW_GROUP, dtype)
+        return widened(self.numbers, self.scale.T, None, ROW_GROUP, dtype)
 
 
 def rounded_rows(x: jax.Array) -> ScaledRows:
@@ -83,4 +83,4 @@ def rounded_rows(x: jax.Array) -> ScaledRows:
     groups = x.astype(jnp.float32).reshape(len(x), -1, ROW_GROUP)
     top = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), SMALLEST_TOP)
     numbers = (groups * (LARGEST_FLOAT8 / top)[..., None]).astype(FLOAT8)
-    return ScaledRows(numbers.reshape(x.shape), top / LARGEST_FLOAT8, x.dtype)
+    return ScaledRows(numbers.reshape(x.shape), (top / LARGEST_FLOAT8).T, x.dtype)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import sys
 import tempfile
@@ -48,6 +49,7 @@ def main() -> int:
     parser.add_argument(
         "--sections", type=parts, default=PARTS[:-1], help=f"some of {','.join(PARTS)} (default: all but tune)"
     )
+    parser.add_argument("--rungs", default="", metavar="REGEX", help="only rungs in whose names it is found (all)")
     parser.add_argument("--dry-run", action="store_true", help="a tiny run that shows that every section works")
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what crashes leaves stacks, and no gigabytes
@@ -63,7 +65,8 @@ def main() -> int:
         platform = report.machine["platform"]
         attention = INTERPRETED if dry else ATTENTION.get(platform, ())
         if "ladder" in options.sections and attention:
-            report.climb(ladder(attention, dry=dry), at_once=2 if dry else AT_ONCE)
+            rungs = [rung for rung in ladder(attention, dry=dry) if re.search(options.rungs, rung.name)]
+            report.climb(rungs, at_once=2 if dry else AT_ONCE)
         every = sections(platform, work, parts=options.sections, dry=dry)
         report.run((each for each in every if each.part == "check"), at_once=AT_ONCE)
         report.run(each for each in every if each.part != "check")

@@ -20,6 +20,7 @@ import itertools
 import multiprocessing
 import os
 import queue
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ from pallas_kernels import (
 Sizes = Mapping[str, int]
 Layers = list[tuple[jax.Array, ...]]  # the arrays of each layer
 MOST_SHARED_KIB = 224  # of a multiprocessor of a Hopper
-MOST_DIFFERENCE = 2e-2
+MOST_DIFFERENCE, COMPARED_ROWS = 2e-2, 256
 LAYERS = 2  # larger together than any cache
 SHUFFLE = 7  # coprime to most counts: neighbours in a grid are far from each other in time
 
@@ -62,6 +63,8 @@ class Product:
       rows: T.
       outputs, inputs: of its weights.
       dtype, group: of its weights; 0: no scales.
+      in_parts: sums may have parts, as the layers' next kernels take them.
+      backend: of the op.
     """
 
     op: str
@@ -70,26 +73,37 @@ class Product:
     inputs: int
     dtype: str
     group: int = 0
+    in_parts: bool = False
+    backend: str = "triton"
 
     @property
     def name(self) -> str:
         """Unique."""
-        return f"{self.op}, {self.rows} rows, {self.outputs} x {self.inputs} {self.dtype}"
+        of_xla = "" if self.backend == "triton" else f" by {self.backend}"
+        return f"{self.op}{of_xla}, {self.rows} rows, {self.outputs} x {self.inputs} {self.dtype}"
 
 
 EXPERTS, CHOICES = 128, 8
+GATE_UP, DOWN = (24_576, 4096), (4096, 12_288)  # of Qwen3-8B
+ROWS = (1, 32, 64, 128, 256, 4096)
 PRODUCTS = (
     *(Product(*each, "bfloat16") for rows in (32, 256, 4096)
       for each in (("gated_product", rows, 1536, 2048), ("grouped_product", rows, 2048, 768))),
-    *(Product("quantized_product", rows, 24_576, 4096, "float8_e4m3fn", 128) for rows in (1, 32)),
-    *(Product("quantized_product", rows, 24_576, 4096, "int4", 128) for rows in (1, 32, 256, 4096)),
-    *(Product("float8_product", rows, 24_576, 4096, "float8_e4m3fn", 128) for rows in (128, 256, 4096)),
+    *(Product("product", rows, *shape, "bfloat16", backend="xla") for shape in (GATE_UP, DOWN) for rows in ROWS),
+    *(Product("quantized_product", rows, *GATE_UP, "int4", 128, backend="xla") for rows in (128, 256, 512)),
+    *(Product("float8_product", rows, *GATE_UP, "float8_e4m3fn", 128) for rows in ROWS),
+    *(Product("float8_product", rows, *DOWN, "float8_e4m3fn", 128, in_parts=True) for rows in (1, 32, 256)),
+    *(Product("quantized_product", rows, *GATE_UP, "int4", 128) for rows in ROWS if rows < 512),
+    *(Product("quantized_product", rows, *DOWN, "int4", 128, in_parts=True) for rows in (1, 32)),
+    *(Product("quantized_product", rows, *GATE_UP, "float8_e4m3fn", 128) for rows in (1, 32, 64)),
 )  # fmt: skip
 
 
 def candidates(product: Product) -> list[Sizes]:
-    """Sizes whose tiles fit a multiprocessor's shared memory, the table's own not among them."""
+    """Sizes whose tiles fit a multiprocessor's shared memory, without the table's own; none of XLA's products."""
     grid: dict[str, Sequence[int]]
+    if product.backend == "xla":
+        return []
     if product.op in ("grouped_product", "gated_product"):
         few = product.rows * CHOICES // EXPERTS <= 16
         grid = {
@@ -99,11 +113,11 @@ def candidates(product: Product) -> list[Sizes]:
         rows = 16 if few else 128
     elif product.op == "quantized_product":
         rows = min(128, max(16, product.rows))
-        grid = {"tile_outputs": (32, 64, 128) if rows < 128 else (64, 128, 256), "tile_inputs": (64, 128)}
+        grid = {"tile_outputs": (64, 128), "tile_inputs": (128,) if rows < 128 else (64, 128)}
     else:
-        rows = 128
-        grid = {"tile_rows": (64, 128, 256), "tile_outputs": (64, 128, 256)}
-    grid |= {"num_warps": (4, 8), "num_stages": (2, 3, 4, 5, 6)}
+        rows = min(128, max(16, product.rows))
+        grid = {"tile_rows": (rows,) if rows < 128 else (64, 128, 256), "tile_outputs": (64, 128)}
+    grid |= {"num_warps": (4, 8), "num_stages": (3, 4, 5, 6, 8) if rows < 128 else (2, 3, 4, 5)}
     found = [dict(zip(grid, sizes, strict=True)) for sizes in itertools.product(*grid.values())]
     return [sizes for sizes in found if _shared_kib(product, sizes, rows) <= MOST_SHARED_KIB]
 
@@ -125,12 +139,12 @@ def main() -> None:
     """Gives candidates to processes until time is up."""
     parser = command_parser(__doc__)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="gets every time, again while it runs")
-    parser.add_argument("--match", default="", metavar="TEXT", help="only products whose names contain it")
+    parser.add_argument("--match", default="", metavar="REGEX", help="only products in whose names it is found")
     parser.add_argument("--budget-s", type=float, default=150, help="for everything (150)")
     parser.add_argument("--jobs", type=int, default=max(1, num_cores() - 2), help="processes (cores less 2)")
     options = parser.parse_args()
     deadline = time.time() + options.budget_s
-    products = [product for product in PRODUCTS if options.match in product.name]
+    products = [product for product in PRODUCTS if re.search(options.match, product.name)]
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     context = multiprocessing.get_context("spawn")
     tasks, found = context.Queue(), context.Queue()
@@ -186,8 +200,7 @@ def work(tasks: Any, found: Any, lock_file: str, deadline: float) -> None:
             try:
                 if index not in made:
                     call, own = arrays(product)
-                    out = np.asarray(jax.jit(call)(*own[0]), np.float32)
-                    made[index] = call, own, out
+                    made[index] = call, own, _whole(product, jax.jit(call)(*own[0]))
                 call, own, right = made[index]
                 told |= measured(product, sizes, call, own, right, lock)
             except Exception as error:  # sizes that a compiler refuses
@@ -207,7 +220,7 @@ def measured(
     with tuning.override(product.op, "triton", sizes):
         runner = JaxRunner(Prepared.of(call, own))
     begin = time.monotonic()
-    out = np.asarray(runner.check(), np.float32)
+    out = _whole(product, runner.check())
     told = {"compile_s": round(time.monotonic() - begin, 2)}
     difference = float(np.linalg.norm(out - right) / np.linalg.norm(right))
     if not difference < MOST_DIFFERENCE:
@@ -220,11 +233,21 @@ def measured(
     return {**told, "us": round(timing.seconds * 1e6, 2), "least_us": round(timing.fastest * 1e6, 2)}
 
 
+def _whole(product: Product, out: jax.Array) -> np.ndarray:
+    """The result of all parts, of the first rows."""
+    wide = np.asarray(out[..., :COMPARED_ROWS, :], np.float32)
+    return wide.sum(axis=0) if product.in_parts and wide.ndim == 3 else wide
+
+
 def arrays(product: Product) -> tuple[Callable[..., jax.Array], Layers]:
     """The product as a function of a layer's arrays, and those of `LAYERS` layers."""
     keys = jax.random.split(jax.random.key(0), 2)
     if product.group:
         return _scaled(product, keys)
+    if product.op == "product":
+        x = jax.random.normal(keys[0], (product.rows, product.inputs), jnp.bfloat16)
+        matrices = [_weights(layer, (product.outputs, product.inputs), product.dtype) for layer in range(LAYERS)]
+        return functools.partial(jnp.einsum, "td,nd->tn"), [(x, each) for each in matrices]
     is_gated = product.op == "gated_product"
     places = product.rows * CHOICES
     x = jax.random.normal(keys[0], (product.rows if is_gated else places, product.inputs), jnp.bfloat16)
@@ -244,17 +267,19 @@ def arrays(product: Product) -> tuple[Callable[..., jax.Array], Layers]:
 
 def _scaled(product: Product, keys: jax.Array) -> tuple[Callable[..., jax.Array], Layers]:
     x = jax.random.normal(keys[0], (product.rows, product.inputs), jnp.bfloat16)
-    shape, groups = (product.outputs, product.inputs), product.inputs // product.group
-    scale = jax.random.uniform(keys[1], (product.outputs, groups), jnp.float32, 0.5, 1.5)
-    zero = jnp.ones((product.outputs, groups), jnp.int8) if product.dtype == "int4" else None
+    groups = product.outputs, product.inputs // product.group
+    scale = jax.random.uniform(keys[1], groups, jnp.float32, 0.5, 1.5)
+    zero = jnp.ones(groups, jnp.int8) if product.dtype == "int4" else None
+    rows = float8_rows(x) if product.op == "float8_product" else None
+    options: dict[str, Any] = {"in_parts": product.in_parts, "backend": product.backend}
 
     def call(x: jax.Array, numbers: jax.Array) -> jax.Array:
         weights = ScaledMatrix(numbers, scale, zero, product.group)
-        if product.op == "float8_product":
-            return float8_product(float8_rows(x), weights)
-        return quantized_product(x, weights)
+        if rows is not None:
+            return float8_product(rows, weights, **options)
+        return quantized_product(x, weights, **options)
 
-    return call, [(x, _weights(layer, shape, product.dtype)) for layer in range(LAYERS)]
+    return call, [(x, _weights(layer, (product.outputs, product.inputs), product.dtype)) for layer in range(LAYERS)]
 
 
 @functools.cache

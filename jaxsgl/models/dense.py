@@ -281,7 +281,7 @@ class DecoderLayers(Matrices):
         if next_norm is None:
             x_TD = x_TD + sum_parts(update, x_TD)
             return x_TD, x_TD
-        if reader is not None and rounds_rows(len(x_TD), x_TD.dtype, reader):
+        if reader is not None and rounds_rows(x_TD.dtype, reader):
             return add_and_norm_in_float8(x_TD, update, *next_norm, eps, backend=kernels.add_and_norm)
         return add_and_norm(x_TD, update, *next_norm, eps, backend=kernels.add_and_norm)
 

@@ -50,9 +50,6 @@ _ALL_BYTES = 128.0, 256 / 12**0.5  # mean and deviation of random ones
 # With more rows XLA's copy of the scaled weights, 4 bytes a weight on a GPU, costs less time than the kernel would lose
 # to products without conversions: from 810 rows on by the forecasts of predict_gpu.py. Not measured.
 MOST_ROWS_OF_KERNEL = 512
-# Up to as many rows a product waits for its weights, and rounding the rows costs more time than it saves, by the
-# forecasts of predict_gpu.py. Not measured.
-MOST_ROWS_AS_THEY_ARE = 64
 
 Rows: TypeAlias = jax.Array | ScaledRows  # `[T, D]`
 
@@ -214,19 +211,20 @@ def without_zeros(numbers: jax.Array, zero: jax.Array, group: int) -> jax.Array:
     return numbers - per_input(zero, group, numbers.shape[-1]).astype(numbers.dtype)
 
 
-def rounds_rows(num_rows: int, dtype: DTypeLike, weights: Weights) -> bool:
-    """Whether products of so many rows in `dtype` with the weights round the rows to float8.
+def rounds_rows(dtype: DTypeLike, weights: Weights) -> bool:
+    """Whether products of rows in `dtype` with the weights round the rows to float8.
 
-    They do where a kernel multiplies float8 with float8, which no conversion slows down.
+    They do where a kernel multiplies float8 with float8: no conversion slows it down, and checkpoints in FP8 blocks are
+    made for it ("activation_scheme": "dynamic").
     """
-    if num_rows <= MOST_ROWS_AS_THEY_ARE or not isinstance(weights, Matrix) or weights.numbers.dtype != FLOAT8:
+    if not isinstance(weights, Matrix) or weights.numbers.dtype != FLOAT8:
         return False
     return weights.order is None and multiplies_float8(dtype, _flat(weights), backend=weights.kernels.float8_product)
 
 
 def gated_rows(gate_up: jax.Array, activation: str, weights: Weights) -> Rows:
     """activation(gate) * up of `[T, 2, F]`, for a product with the weights; if it rounds, in one kernel."""
-    if rounds_rows(len(gate_up), gate_up.dtype, weights):
+    if rounds_rows(gate_up.dtype, weights):
         assert isinstance(weights, Matrix)
         return float8_rows(gate_up, activation, backend=weights.kernels.float8_product)
     return ACTIVATIONS[activation](gate_up[:, 0]) * gate_up[:, 1]
@@ -239,10 +237,10 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
 
     On a CPU, int8 without zeros, bfloat16 and what is packed have kernels. Otherwise this multiplies in the format of
     x, with sums in float32. One scale per output is multiplied into the sums, and XLA converts the numbers as it
-    multiplies; those of groups are `pallas_kernels.quantized_product`'s. Many rows are rounded to float8 where
+    multiplies; those of groups are `pallas_kernels.quantized_product`'s. Rows are rounded to float8 where
     `rounds_rows` says so.
     """
-    if isinstance(x_TD, jax.Array) and rounds_rows(len(x_TD), x_TD.dtype, weights):
+    if isinstance(x_TD, jax.Array) and rounds_rows(x_TD.dtype, weights):
         x_TD = float8_rows(x_TD, backend=weights.kernels.float8_product)
     if isinstance(x_TD, ScaledRows):
         of_float8 = weights.kernels.float8_product

@@ -43,7 +43,7 @@ def _of_any_row(
     """The same with the scales of row `[1]`."""
     width = pl.next_power_of_2(x.shape[1])
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    groups = (x.shape[0], x.shape[1] // ROW_GROUP)
+    groups = (x.shape[1] // ROW_GROUP, x.shape[0])
     rounded = jax.ShapeDtypeStruct(x.shape, FLOAT8), jax.ShapeDtypeStruct(groups, jnp.float32)
     total, *normed = pl.pallas_call(
         functools.partial(_kernel, eps=eps, width=width, in_float8=in_float8),
@@ -92,4 +92,4 @@ def _kernel(row_ref: Any, x_ref: Any, *refs: Any, eps: float, width: int, in_flo
     numbers, scale = rounded_groups(normed.astype(dtype).astype(jnp.float32))
     group = jnp.arange(len(scale), dtype=jnp.int32)
     plgpu.store(numbers_ref.at[token, column], numbers, mask=is_real)
-    plgpu.store(scale_ref.at[token, group], scale, mask=group < scale_ref.shape[1])
+    plgpu.store(scale_ref.at[group, token], scale, mask=group < scale_ref.shape[0])

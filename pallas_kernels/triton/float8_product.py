@@ -24,8 +24,9 @@ from pallas_kernels.triton.float8_dot import float8_dot, is_possible
 from pallas_kernels.triton.quantized_product import MOST_BYTES, num_parts_of
 from pallas_kernels.triton.tiles import load_rows
 
-# A multiprocessor holds one program of 8 warps, or two of 4; each part more costs a write and a read of the sums.
-_PROGRAMS_PER_CORE = 0.75
+# A multiprocessor holds one program of 8 warps, or two of 4; each part more costs a write and a read of the sums. Those
+# of few rows are small, and more programs have more weights on their way.
+_PROGRAMS_PER_CORE, _OF_FEW_ROWS, _FEW_ROWS = 0.75, 1.5, 64
 
 
 def refuse_float8_product(dtype: DTypeLike, weights: ScaledMatrix) -> str | None:
@@ -55,7 +56,8 @@ def float8_product(
     num_rows, num_outputs, num_groups = len(rows), weights.num_outputs, weights.num_inputs // ROW_GROUP
     sizes = tuning.blocks("float8_product", "triton", tuning.product_class(num_rows, weights.group))
     tiles = pl.cdiv(num_rows, sizes["tile_rows"]), pl.cdiv(num_outputs, sizes["tile_outputs"])
-    num_parts = num_parts_of(tiles[0] * tiles[1], num_groups, _PROGRAMS_PER_CORE) if in_parts else 1
+    wanted = _OF_FEW_ROWS if num_rows <= _FEW_ROWS else _PROGRAMS_PER_CORE
+    num_parts = num_parts_of(tiles[0] * tiles[1], num_groups, wanted) if in_parts else 1
     y: jax.Array = pl.pallas_call(
         functools.partial(
             _kernel, tile_rows=sizes["tile_rows"], tile_outputs=sizes["tile_outputs"], group=weights.group
@@ -87,20 +89,25 @@ def _kernel(
     row = pl.program_id(0) * tile_rows + jnp.arange(tile_rows, dtype=jnp.int32)
     output = pl.program_id(1) * tile_outputs + jnp.arange(tile_outputs, dtype=jnp.int32)
     part = pl.program_id(2)
-    steps = x_scale_ref.shape[1] // num_parts
+    steps = x_scale_ref.shape[0] // num_parts
+    first = part * steps
     # The last ones are read in the place of those that don't exist, which needs no mask.
     real_row, real_output = jnp.minimum(row, num_rows - 1), jnp.minimum(output, num_outputs - 1)
 
-    def add(step: jax.Array, total: jax.Array) -> jax.Array:
-        of_rows = part * steps + step
+    def scales(of_rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         of_weights = lax.div(of_rows * ROW_GROUP, jnp.int32(group))
-        columns = of_rows * ROW_GROUP, ROW_GROUP
-        left, right = load_rows(w_ref, (real_output,), None, columns), load_rows(x_ref, (real_row,), None, columns)
-        x_scale = plgpu.load(x_scale_ref.at[real_row, of_rows])
-        w_scale = plgpu.load(w_scale_ref.at[real_output, of_weights])
-        return total + float8_dot(left, right) * w_scale[:, None] * x_scale[None, :]
+        return plgpu.load(w_scale_ref.at[real_output, of_weights]), plgpu.load(x_scale_ref.at[of_rows, real_row])
 
-    total = lax.fori_loop(jnp.int32(0), jnp.int32(steps), add, jnp.zeros((tile_outputs, tile_rows), jnp.float32))
+    def add(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        total, w_scale, x_scale = carry
+        columns = (first + step) * ROW_GROUP, ROW_GROUP
+        left, right = load_rows(w_ref, (real_output,), None, columns), load_rows(x_ref, (real_row,), None, columns)
+        # Read a step ahead: nothing waits for the scales of the next group.
+        of_next = scales(first + jnp.minimum(step + 1, steps - 1))
+        return total + float8_dot(left, right) * w_scale[:, None] * x_scale[None, :], *of_next
+
+    start = jnp.zeros((tile_outputs, tile_rows), jnp.float32), *scales(first)
+    total, *_ = lax.fori_loop(jnp.int32(0), jnp.int32(steps), add, start)
     tile = total.T.astype(y_ref.dtype)
     where = tuple(jnp.broadcast_to(index, tile.shape) for index in (part, row[:, None], output[None, :]))
     plgpu.store(y_ref.at[where], tile, mask=(row < num_rows)[:, None] & (output < num_outputs)[None, :])

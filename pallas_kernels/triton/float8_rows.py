@@ -29,7 +29,7 @@ def float8_rows(x: jax.Array, activation: str | None, interpret: bool) -> Scaled
         functools.partial(_kernel, activation=activation, at_once=at_once),
         out_shape=(
             jax.ShapeDtypeStruct((num_rows, num_columns), FLOAT8),
-            jax.ShapeDtypeStruct((num_rows, num_groups), jnp.float32),
+            jax.ShapeDtypeStruct((num_groups, num_rows), jnp.float32),
         ),
         grid=(num_rows, num_groups // at_once),
         compiler_params=plgpu.CompilerParams(num_warps=max(at_once // 2, 1)),
@@ -51,7 +51,7 @@ def _kernel(x_ref: Any, numbers_ref: Any, scale_ref: Any, *, activation: str | N
         values = values.astype(x_ref.dtype).astype(jnp.float32)
     numbers, scale = rounded_groups(values)
     plgpu.store(numbers_ref.at[row, column], numbers)
-    plgpu.store(scale_ref.at[row, first + jnp.arange(at_once, dtype=jnp.int32)], scale)
+    plgpu.store(scale_ref.at[first + jnp.arange(at_once, dtype=jnp.int32), row], scale)
 
 
 def rounded_groups(values: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -6,6 +6,7 @@ scale of the group at hand, so that a new group multiplies them by the ratio of 
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ MOST_BYTES = 2**31  # of weights: see `tiles` for offsets
 _MOST_PARTS, _PROGRAMS_PER_CORE = 8, 1.5
 # Scales nearer to 0 count as this one: a ratio of scales has to be finite, and weights of 1e-22 add nothing.
 _SMALLEST_SCALE = 2.0**-80
+# Of 16-bit floats whose last bits count integers: the number whose bits are these, and no more are set.
+_BASES = {"bfloat16": (128.0, 0x4300), "float16": (1024.0, 0x6400)}
 
 
 def refuse_quantized_product(x: jax.Array, weights: ScaledMatrix) -> str | None:
@@ -106,31 +109,50 @@ def _kernel(
     # The last ones are read in the place of those that don't exist, which needs no mask.
     real_row, real_output = jnp.minimum(row, num_rows - 1), jnp.minimum(output, num_outputs - 1)
 
-    def add(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        total, unit = carry
-        first = (part * steps + step) * depth
-        of_group = lax.div(first, jnp.int32(group))
-        scale = plgpu.load(scale_ref.at[real_output, of_group])
-        scale = jnp.where(jnp.abs(scale) < _SMALLEST_SCALE, _SMALLEST_SCALE, scale)
-        rows = load_rows(x_ref, (real_row,), None, (first, depth))
-        left = _load_numbers(numbers_ref, real_output, first, depth).astype(rows.dtype)
-        for zero_ref in zero_refs:  # integers below 256, which are exact in 16 bits
-            left -= plgpu.load(zero_ref.at[real_output, of_group]).astype(rows.dtype)[:, None]
-        product = lax.dot(left, rows.T, preferred_element_type=jnp.float32)
-        return product + total * (unit / scale)[:, None], scale
+    def begin(step: jax.Array) -> jax.Array:
+        return (part * steps + step) * depth
 
-    start = jnp.zeros((tile_outputs, tile_rows), jnp.float32), jnp.ones(tile_outputs, jnp.float32)
-    total, unit = lax.fori_loop(jnp.int32(0), jnp.int32(steps), add, start)
+    def of_group(step: jax.Array) -> tuple[jax.Array, ...]:
+        """Scales of the outputs, and zeros if there are any."""
+        number = lax.div(begin(step), jnp.int32(group))
+        scale = plgpu.load(scale_ref.at[real_output, number])
+        scale = jnp.where(jnp.abs(scale) < _SMALLEST_SCALE, _SMALLEST_SCALE, scale)
+        return scale, *(plgpu.load(ref.at[real_output, number]) for ref in zero_refs)
+
+    def add(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        total, ratio, scale, *zeros = carry
+        rows = load_rows(x_ref, (real_row,), None, (begin(step), depth))
+        left = _weights(numbers_ref, real_output, begin(step), depth, rows.dtype, zeros)
+        product = lax.dot(left, rows.T, preferred_element_type=jnp.float32)
+        # Read a step ahead: no product waits for the scales of its group.
+        next_scale, *next_zeros = of_group(jnp.minimum(step + 1, steps - 1))
+        return product + total * ratio[:, None], scale / next_scale, next_scale, *next_zeros
+
+    zeros, ones = jnp.zeros((tile_outputs, tile_rows), jnp.float32), jnp.ones(tile_outputs, jnp.float32)
+    start = zeros, ones, *of_group(jnp.int32(0))
+    total, _, unit, *_ = lax.fori_loop(jnp.int32(0), jnp.int32(steps), add, start)
     tile = (total * unit[:, None]).T.astype(y_ref.dtype)
     where = tuple(jnp.broadcast_to(index, tile.shape) for index in (part, row[:, None], output[None, :]))
     plgpu.store(y_ref.at[where], tile, mask=(row < num_rows)[:, None] & (output < num_outputs)[None, :])
 
 
-def _load_numbers(ref: Any, output: jax.Array, first: jax.Array, depth: int) -> jax.Array:
-    """`[tile_outputs, depth]` of the weights from input `first` on."""
+def _weights(
+    ref: Any, output: jax.Array, first: jax.Array, depth: int, dtype: DTypeLike, zeros: Sequence[jax.Array]
+) -> jax.Array:
+    """`[tile_outputs, depth]` numbers less zeros, of inputs from `first` on; exact in 16 bits."""
     if ref.dtype != jnp.uint8:
-        return load_rows(ref, (output,), None, (first, depth))
-    pairs = load_rows(ref, (output,), None, (lax.div(first, jnp.int32(2)), depth // 2)).astype(jnp.int8)
-    low = lax.shift_right_arithmetic(lax.shift_left(pairs, jnp.int8(4)), jnp.int8(4))
-    high = lax.shift_right_arithmetic(pairs, jnp.int8(4))
-    return jnp.concatenate([low[..., None], high[..., None]], axis=-1).reshape(-1, depth)
+        left = load_rows(ref, (output,), None, (first, depth)).astype(dtype)
+        for zero in zeros:
+            left -= zero.astype(dtype)[:, None]
+        return left
+    # No number is converted: its four bits become the last ones of 128 + 8 + number in bfloat16, or of 1024 + 8 +
+    # number in float16, from which as much and the zero are subtracted.
+    base, bits = _BASES[jnp.dtype(dtype).name]
+    offset = jnp.full(output.shape, base + 8, jnp.float32)
+    for zero in zeros:
+        offset += zero.astype(jnp.float32)  # stays below 256 with zeros of four bits, and so exact
+    pairs = load_rows(ref, (output,), None, (lax.div(first, jnp.int32(2)), depth // 2)).astype(jnp.uint32)
+    both = ((pairs * jnp.uint32(4097)) & jnp.uint32(0x000F000F)) ^ jnp.uint32((bits | 8) * 0x10001)
+    low, high = both.astype(jnp.uint16), lax.shift_right_logical(both, jnp.uint32(16)).astype(jnp.uint16)
+    biased = jnp.concatenate([low[..., None], high[..., None]], axis=-1).reshape(-1, depth)
+    return lax.bitcast_convert_type(biased, dtype) - offset.astype(dtype)[:, None]

@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 
 from jaxsgl.models.matrix import (
-    MOST_ROWS_AS_THEY_ARE,
     MOST_ROWS_OF_KERNEL,
     Matrices,
     Matrix,
@@ -166,14 +165,13 @@ def float8_matrix(group: int, kernels: KernelChoice = AUTO_CHOICE) -> Matrix:
 @pytest.mark.parametrize(
     ("kind", "num_rows", "kernels", "ops"),
     [
-        ("NVIDIA H200", MOST_ROWS_AS_THEY_ARE, AUTO_CHOICE, ["quantized_product"]),
-        ("NVIDIA H200", MOST_ROWS_AS_THEY_ARE + 1, AUTO_CHOICE, ["float8_rows", "float8_product"]),
+        ("NVIDIA H200", 1, AUTO_CHOICE, ["float8_rows", "float8_product"]),
         ("NVIDIA H200", 4096, AUTO_CHOICE, ["float8_rows", "float8_product"]),
         ("NVIDIA H200", 256, KernelChoice(float8_product="xla"), ["quantized_product"]),
         ("NVIDIA A100-SXM4-80GB", 256, AUTO_CHOICE, []),
     ],
 )
-def test_many_rows_are_rounded_where_a_kernel_multiplies_float8(
+def test_rows_are_rounded_where_a_kernel_multiplies_float8(
     kind: str, num_rows: int, kernels: KernelChoice, ops: list[str]
 ) -> None:
     x = jax.ShapeDtypeStruct((num_rows, 256), jnp.bfloat16)

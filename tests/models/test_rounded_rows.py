@@ -53,7 +53,7 @@ def launched(num_rows: int, kernels: KernelChoice) -> Counter[str]:
         # where they are made.
         (256, KernelChoice(), "float8_product", 1 + 2 * NUM_LAYERS),
         (256, KernelChoice(float8_product="xla"), "quantized_product", 0),
-        (64, KernelChoice(), "quantized_product", 0),
+        (1, KernelChoice(), "float8_product", 1 + 2 * NUM_LAYERS),
     ],
 )
 def test_a_layer_launches_one_kernel_more_and_its_gated_unit_in_the_place_of_another(

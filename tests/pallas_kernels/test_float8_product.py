@@ -32,12 +32,12 @@ def uneven_rows(num_rows: int, num_inputs: int) -> jax.Array:
 def test_each_group_of_128_numbers_is_rounded_by_its_largest(backend: str) -> None:
     x = uneven_rows(5, 384)
     rows = rounded(x, backend)
-    assert (rows.numbers.dtype.name, rows.scale.shape, rows.dtype.name) == (FLOAT8, (5, 3), "bfloat16")
+    assert (rows.numbers.dtype.name, rows.scale.shape, rows.dtype.name) == (FLOAT8, (3, 5), "bfloat16")
     wide = np.asarray(x, np.float64).reshape(5, 3, 128)
-    np.testing.assert_allclose(rows.scale[1:], np.abs(wide).max(axis=2)[1:] / 448, rtol=1e-6)
+    np.testing.assert_allclose(rows.scale.T[1:], np.abs(wide).max(axis=2)[1:] / 448, rtol=1e-6)
     off = np.abs(np.asarray(rows.values(jnp.float32), np.float64).reshape(wide.shape) - wide)
     # Half of the last of 4 bits, or of the least number of the format.
-    assert (off <= np.maximum(np.abs(wide) / 16 * 1.001, np.asarray(rows.scale)[..., None] * 2.0**-10)).all()
+    assert (off <= np.maximum(np.abs(wide) / 16 * 1.001, np.asarray(rows.scale).T[..., None] * 2.0**-10)).all()
 
 
 def test_the_rounding_of_random_rows_is_off_by_less_than_three_percent() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 TILE, RING = 64, 3 * 64
 DRY_PATIENCE = 4  # times the limits, where an interpreter shares the processors with whatever else runs there
 DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+ORDERED = {"enable_deterministic_inference": True}
 HANGS, CRASHES = "hangs on purpose", "crashes on purpose"
 
 
@@ -190,9 +191,9 @@ def _steps(dry: bool) -> list[Rung]:
         shapes += [
             ("one layer in int4", "qwen3-8b-awq", 1, {"on_xla": ["quantized"]}),
             ("one layer with heads of 96", "phi3-mini", 1, {}),
-            ("one layer in a fixed order", "qwen3-0.6b", 1, {"flags": {"enable_deterministic_inference": True}}),
+            ("one layer in a fixed order", "qwen3-0.6b", 1, {"flags": ORDERED, "against": "alone"}),
             ("one layer over float8", "qwen3-0.6b", 1, {"flags": {"kv_cache_dtype": "fp8_e4m3"}}),
-            ("one layer with drafts", "qwen3-0.6b", 1, {"tokens": 12, "flags": DRAFTS}),
+            ("one layer with drafts", "qwen3-0.6b", 1, {"tokens": 12, "speculation": DRAFTS}),
             ("three layers with states, one without", "qwen3.5-9b", 4, {"on_xla": ["states"]}),
             ("two layers over latents", "deepseek-v2-lite", 2, {"on_xla": ["experts"]}),
             ("two layers over latents, experts in groups", "deepseek-v3", 2,

@@ -146,7 +146,7 @@ def matrix(spec: Spec) -> Verdict:
     scale = jax.random.uniform(keys[2], (spec["outputs"], spec["inputs"] // group), jnp.float32, 0.5, 1.5)
     weights = Matrix(numbers, scale, None, None, group, kernels=KernelChoice(**spec.get("kernels", {})))
     out = jax.jit(lambda rows: quantized_product(rows, weights, jnp.float32))(x)
-    rounded = rounds_rows(len(x), x.dtype, weights)
+    rounded = rounds_rows(x.dtype, weights)
     rows = float8_rows(x, backend="reference").values(jnp.float32) if rounded else x
     right = np.asarray(rows, np.float64) @ np.asarray(dequantized(weights, jnp.float32), np.float64).T
     return {**_judged(np.asarray(out, np.float64), right), "rows_in_float8": rounded}
@@ -156,8 +156,9 @@ def step(spec: Spec) -> Verdict:
     """Tokens of 8 prompts on the engine's own choice of kernels, against those on XLA's attention and store.
 
     `on_xla` names operations that are XLA's there, too, by their names of --kernels; `config` replaces keys of
-    config.json, `flags` are options of both engines, and `tokens` are 2 by default. Random weights have near ties,
-    which rounding breaks: one prompt in four may differ.
+    config.json, `flags` are options of both engines, `speculation` those of the first, and `tokens` are 2 by default.
+    Random weights have near ties, which rounding breaks: one prompt in four may differ. With `against` "alone" the same
+    engine gets one prompt after the other instead, and none may differ.
     """
     from bench.models import write_config
 
@@ -169,32 +170,37 @@ def step(spec: Spec) -> Verdict:
         write_json(folder / "config.json", config)
         rng = np.random.default_rng(1)
         prompts = [rng.integers(2, config["vocab_size"], spec["prompt"] - i).tolist() for i in range(8)]
+        other = spec.get("against", "xla")
         xla = {"attention_backend": "xla", "kernels": tuple(f"{op}=xla" for op in spec.get("on_xla", ()))}
-        asked: dict[str, dict[str, Any]] = {"auto": {}, "xla": xla}
+        asked = {"auto": {"speculation": spec.get("speculation")}, other: xla if other == "xla" else {}}
         found = {
-            name: _tokens(folder, prompts, spec.get("tokens", 2), spec.get("flags", {}) | kernels)
-            for name, kernels in asked.items()
+            name: _tokens(folder, prompts, spec.get("tokens", 2), spec.get("flags", {}) | own, alone=name == "alone")
+            for name, own in asked.items()
         }
-    equal = sum(a == b for a, b in zip(found["auto"][0], found["xla"][0], strict=True))
-    verdict = "passed" if equal >= 6 else "failed"
+    equal = sum(a == b for a, b in zip(found["auto"][0], found[other][0], strict=True))
+    verdict = "passed" if equal >= (8 if other == "alone" else 6) else "failed"
     return {"verdict": verdict, "equal_of_8": equal, "start_s": {name: each[1] for name, each in found.items()}}
 
 
 def _tokens(
-    folder: Path, prompts: list[list[int]], num_tokens: int, flags: Mapping[str, Any]
+    folder: Path, prompts: list[list[int]], num_tokens: int, flags: Mapping[str, Any], *, alone: bool
 ) -> tuple[list[tuple[int, ...]], float]:
+    """Tokens of each prompt, and the seconds that the engine took to start; prompts come at once, or one by one."""
     import jaxsgl
+    from jaxsgl.config.features import SpeculationConfig
 
     begin = time.monotonic()
     longest = max(map(len, prompts))
+    speculation = SpeculationConfig(**(flags.get("speculation") or {}))
     llm = jaxsgl.LLM(
         model=str(folder), load_format="dummy", skip_kernel_test=True, dtype="bfloat16",
         context_length=2 * longest, max_total_tokens=16 * longest + 4096, max_running_requests=8, decode_buckets=(8,),
-        extend_buckets=(2 * longest,), chunked_prefill_size=2 * longest, **flags,
+        extend_buckets=(2 * longest,), chunked_prefill_size=2 * longest, **(dict(flags) | {"speculation": speculation}),
     )  # fmt: skip
     start_s = round(time.monotonic() - begin, 1)
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    completions = llm.generate(prompts, params, use_tqdm=False)
+    calls = [[prompt] for prompt in prompts] if alone else [prompts]
+    completions = [each for call in calls for each in llm.generate(call, params, use_tqdm=False)]
     llm.close()
     return [tuple(completion.token_ids) for completion in completions], start_s
 
