@@ -343,7 +343,7 @@ def _convolved(
     place = jnp.arange(len(mixed)) - offsets[seq_of]  # in its sequence's chunk
     out = mixed * taps[..., -1]
     for back in range(1, num_taps):
-        shifted = jnp.pad(mixed[:-back], ((back, 0), (0, 0), (0, 0)))
+        shifted = jnp.pad(mixed, ((back, 0), (0, 0), (0, 0)))[: len(mixed)]  # there may be fewer tokens than taps
         early = before[seq_of, jnp.clip(num_taps - 1 - back + place, 0, num_taps - 2)]
         out = out + jnp.where((place >= back)[:, None, None], shifted, early) * taps[..., -1 - back]
     return out

@@ -25,7 +25,9 @@ def quantized_product(
     values = widened(weights.numbers, weights.scale, weights.zero, weights.group, x.dtype)
     if native.refuse_float(x, values) is None:
         return native.float_product(x, values).astype(dtype)
-    return jnp.einsum("td,nd->tn", x, values, preferred_element_type=jnp.float32).astype(dtype)
+    # Sums in float32 would be rounded by a kernel of their own where XLA takes cuBLAS.
+    sums = jnp.float32 if target_device().platform == "cpu" else dtype
+    return jnp.einsum("td,nd->tn", x, values, preferred_element_type=sums).astype(dtype)
 
 
 def _from_sums_of_groups(x_TD: jax.Array, weights: ScaledMatrix) -> jax.Array:

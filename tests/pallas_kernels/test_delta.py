@@ -93,6 +93,15 @@ def test_ragged_chunks_of_several_sequences_are_each_sequences_recurrence() -> N
     assert (np.asarray(states.matrices[len(seqs)]) == 7.0).all(), "a place of no sequence was written"
 
 
+def test_a_step_may_have_fewer_tokens_than_the_convolution_has_taps() -> None:
+    seqs, states = [drawn(5, 0), drawn(5, 1)], stale()
+    for i in range(5):
+        tokens, of_step, _ = step_of(seqs, [(0, i, 1), (1, i, 1)])
+        out, states = extend(replace(tokens, product=tokens.product[:2]), states, of_step)
+        for row, seq in enumerate(seqs):
+            np.testing.assert_allclose(out[row], recur(seq)[i], atol=ATOL)
+
+
 def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0() -> None:
     seqs = [drawn(40, 0), drawn(40, 1)]
     tokens, of_step, _ = step_of(seqs, [(0, 0, 37)])

@@ -209,16 +209,26 @@ def test_every_constant_has_a_source() -> None:
 
 
 @pytest.mark.parametrize(("kind", "share"), [("product", "product_share"), ("quantized", "quantized_share")])
-def test_the_forecast_takes_the_shares_that_others_reach(kind: str, share: str) -> None:
-    step = "m mosaic_gpu decode 1 greedy"
+def test_the_forecast_takes_the_shares_that_kernels_reach(kind: str, share: str) -> None:
+    step = "m mosaic_gpu decode 1000 greedy"
     product = kernel(kind, 2, flops=788_000_000)
     (found,) = predict([compiled(kernel("attention", 2), product, layers=2, steps=[step])], 1)
     assert found.products_us == pytest.approx(2 * (1 + ASSUMED.kernel_us))
     more_us = 2 * (1 / FORECAST[share] - 1)
     attention_us = (
-        2 * 2 * 8 * 128 * 2 * 2 / ASSUMED.bytes_per_s * 1e6 * (1 / FORECAST["decode_share"]["mosaic_gpu"] - 1)
+        1000 * 2 * 2 * 8 * 128 * 2 / ASSUMED.bytes_per_s * 1e6 * (1 / FORECAST["decode_share"]["mosaic_gpu"] - 1)
     )
     assert found.forecast_us == pytest.approx(found.step_us + more_us + attention_us, rel=1e-2)
+
+
+def test_weights_that_a_kernel_converts_take_the_time_of_their_conversion_once() -> None:
+    step = "m mosaic_gpu decode 8 greedy"
+    product = kernel("quantized", 2, moved=43, flops=2 * 8 * 1_800_000)
+    (found,) = predict([compiled(kernel("attention", 2), product, layers=2, steps=[step])], 1)
+    rate = {"converted_per_s": FORECAST["converted_per_s"]}
+    (sober,) = predict([compiled(kernel("attention", 2), product, layers=2, steps=[step])], 1,
+                       dataclasses.replace(ASSUMED, **rate))  # fmt: skip
+    assert sober.products_us == pytest.approx(2 * (1 + ASSUMED.kernel_us)) and found.products_us < sober.products_us
 
 
 def test_experts_are_read_and_multiplied_at_less_than_the_ceilings() -> None:
@@ -298,12 +308,12 @@ def test_the_forecast_stands_near_the_best_measured_engine() -> None:
         each for each in steps_on(CHIPS["h100"], results, 1024)
         if each["step"] == "qwen3-8b mosaic_gpu decode 256 greedy"
     )  # fmt: skip
-    assert 0.8 < found["forecast_us"] / 29_700 < 1.0
+    assert 0.7 < found["forecast_us"] / 29_700 < 1.0
     assert found["floor_us"] / 29_700 < 0.7
 
 
 def test_weights_with_scales_of_groups_are_predicted_next_to_bfloat16() -> None:
-    """Few rows read half of the bytes. At 256 int4 is level, or slowed down by conversions, and float8 gains."""
+    """Few rows read half of the bytes, which float8 gains by, and int4 loses by its conversions."""
     results = json.loads(KEPT.read_text())["results"]
     found = {each.step: each for each in predict(results, 1024)}
 
@@ -313,14 +323,15 @@ def test_weights_with_scales_of_groups_are_predicted_next_to_bfloat16() -> None:
         )
         return float(in_groups / plain)
 
-    for weights, most in (("-fp8", 0.75), ("-awq", 0.62)):
-        assert ratio(weights, 1, "forecast_us") < most and ratio(weights, 32, "forecast_us") < most
-    assert 0.99 < ratio("-awq", 256, "step_us") < 1.01 < ratio("-awq", 256, "forecast_us") < 1.15
+    for rows in (1, 32):
+        assert ratio("-fp8", rows, "step_us") < 0.75 and ratio("-fp8", rows, "forecast_us") < 0.9
+        assert ratio("-awq", rows, "step_us") < 0.62 and 1 < ratio("-awq", rows, "forecast_us") < 1.2
+    assert 0.99 < ratio("-awq", 256, "step_us") < 1.01 < ratio("-awq", 256, "forecast_us") < 1.5
     assert ratio("-fp8", 256, "step_us") < 0.9 and ratio("-fp8", 256, "forecast_us") < 0.99
     for result in results:
         if result["program"].startswith(("qwen3-8b-fp8 decode", "qwen3-8b-awq decode")):
             report = result["launches"]
-            kind = "float8" if "fp8 decode 256" in result["program"] else "quantized"
+            kind = "float8" if "fp8" in result["program"] else "quantized"
             assert report["layer_kinds"][kind] == 4 and report["command_buffers"] == 1
             matrix = 24_576 * 4096
             assert all(each["bytes_written"] < matrix for each in report["listed"])  # nothing is widened in memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 from typing import Any
 
@@ -84,11 +85,10 @@ class Continuous(_Model):
         self.close()
         # A quarter more, for the manager's own safety margin.
         blocks = (self._setup.total // PAGE_SIZE + 2 * self._setup.num_jobs) * 5 // 4
-        config = ContinuousBatchingConfig(
-            page_size=PAGE_SIZE,
-            num_blocks=blocks,
-            max_batch_tokens=STEP_TOKENS if self._device == "cpu" else None,
-        )
+        fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+        size = {"page_size" if "page_size" in fields else "block_size": PAGE_SIZE}  # block_size: before 5.18
+        most = STEP_TOKENS if self._device == "cpu" else None
+        config = ContinuousBatchingConfig(**size, num_blocks=blocks, max_batch_tokens=most)
         generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=PAD)
         self._manager = self._model.init_continuous_batching(generation, config)
         self._manager.warmup()

@@ -36,7 +36,9 @@ class Assumed:
     extend_share: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"mosaic_gpu": 0.62, "triton": 0.4})
     product_share: float = 1.0
     quantized_share: float = 1.0
+    converted_per_s: float = math.inf
     float8_share: float = 2.0
+    float8_bytes_share: float = 1.0
     expert_bytes_share: float = 1.0
     expert_flops_share: float = 1.0
     node_update_us: float = 0.0
@@ -61,35 +63,43 @@ SOURCES = {
     "extend_share": "of flops_per_s that attention over prompts reaches; from the instructions of a tile; estimated",
     "product_share": "of flops_per_s, in all products but experts' and those that convert weights: the model takes all",
     "quantized_share": "of flops_per_s, in products whose kernel converts their weights: the model takes all of it",
+    "converted_per_s": "weights, of products whose kernel converts them: the model converts in no time",
     "float8_share": "of flops_per_s, in products of float8 with float8: the data sheet has twice the rate of bfloat16",
+    "float8_bytes_share": "of bytes_per_s, in the same: the model takes all of it",
     "expert_bytes_share": "of bytes_per_s that products of experts reach: the model takes all of it",
     "expert_flops_share": "of flops_per_s that products of experts reach: the model takes all of it",
     "node_update_us": "of the host, to change the addresses of a kernel in a CUDA graph: not in the model",
 }
 ASSUMED = Assumed()
-# What the forecast takes in the place of the model's, with sources. None of these is ours.
+# What the forecast takes in the place of the model's, with sources: others' figures, and ours where a kernel has run.
 FORECAST: dict[str, Any] = {
-    "decode_share": {"mosaic_gpu": 0.80, "triton": 0.75},
-    "product_share": 0.75,
-    "quantized_share": 0.56,
+    "decode_share": {"mosaic_gpu": 0.97, "triton": 0.85},
+    "product_share": 0.87,
+    "quantized_share": 0.38,
+    "converted_per_s": 1.8e12,
     "float8_share": 0.80,
-    "expert_bytes_share": 0.75,
+    "float8_bytes_share": 0.68,
+    "expert_bytes_share": 0.85,
     "expert_flops_share": 0.45,
     "node_update_us": 1.25,
 }
 FORECAST_SOURCES = {
-    "decode_share": "0.75 to 0.85 of the bandwidth: FlashInfer's decode reports 80 to 90%, FlashMLA 3,000 of 3,350 "
-    "GB/s on an H800, FlashAttention 3 with pages of 8 54% (Dao-AILab/flash-attention, issue 1572); a first run "
-    "isn't tuned",
-    "product_share": "0.7 to 0.8: tiles of 128 x 256 leave 1.45 waves for the gate and up of Qwen3-8B at 256 rows",
-    "quantized_share": "Triton's own kernels: bfloat16 times float8 of 4096 x 8192 x 8192 in 1,246 us on an H100, 441 "
-    "TFLOP/s (triton-lang/triton, pull request 11785); 0.78 of the speed of bfloat16 elsewhere (11742)",
-    "float8_share": "SGLang's kernel in Triton for FP8 blocks, which scales each group's sums as ours does: 256 and "
+    "decode_share": "ours, of a copy's bandwidth on an H200: 64 rows of 4,096 tokens (kernels.json). FlashInfer's decode "
+    "reports 80 to 90%, FlashMLA 3,000 of 3,350 GB/s on an H800",
+    "product_share": "ours: prompts of Qwen3-8B in steps of 2,048 tokens at 86% of a product's rate measured next to them "
+    "on an H200 (offline_8b.json)",
+    "quantized_share": "ours: int4 of 24,576 x 4,096 with 256 rows in 171 us on an H200, 301 TFLOP/s (sizes.json); "
+    "Triton's own: 441 on an H100 with larger matrices (triton-lang/triton, pull request 11785)",
+    "converted_per_s": "ours: the same matrix with 32 rows in 56 us, int4 and float8 alike (sizes.json)",
+    "float8_share": "ours: 24,576 x 4,096 with 4,096 rows in 1,280 us on an H200, 644 TFLOP/s (sizes.json). SGLang's "
+    "kernel in Triton for FP8 blocks, which scales each group's sums as ours does: 256 and "
     "4,096 x 24576 x 7168 in 143 and 2,200 us, 631 and 656 TFLOP/s (sgl-project/sglang, pull request 5820); "
     "166 and 2,254 us in another report (5207), which is 0.69 and 0.81. DeepGEMM's, not in Triton: 87 and 1,127 us",
-    "expert_bytes_share": "tokamax's kept tunings for an H100: 2.4 of 3.35 TB/s for 8 rows of 8 experts",
-    "expert_flops_share": "tokamax's kept tunings for an H100: 428 to 452 TFLOP/s at the shapes of Qwen3-30B and 235B, "
-    "0.43 to 0.46 of 989; its tiles are tuned, and ours are not",
+    "float8_bytes_share": "ours: the same matrix with 1 and 32 rows in 33 to 38 us, 2.9 TB/s (sizes.json)",
+    "expert_bytes_share": "ours, of Qwen3-30B-A3B: gate and up of 32 and 256 rows at 95 and 85%, down at 79 and 85%, on "
+    "an H200 (sizes.json); tokamax's kept tunings for an H100: 2.4 of 3.35 TB/s for 8 rows of 8 experts",
+    "expert_flops_share": "ours: 380 and 324 TFLOP/s of gate and up, and of down, with 4,096 rows (sizes.json); tokamax's "
+    "kept tunings for an H100: 428 to 452 TFLOP/s at the shapes of Qwen3-30B and 235B, 0.43 to 0.46 of 989",
     "node_update_us": "1 to 1.5 us each, estimated; where a step's are longer than its kernels, they are its time",
 }
 
@@ -235,7 +245,7 @@ def _parts(
             times["products"] += kernel["count"] * _experts_us(batch, facts, kernel, assumed)
         else:
             name = "products" if kernel["kind"] in PRODUCT_SHARES else "small"
-            times[name] += kernel["count"] * _kernel_us(kernel, assumed)
+            times[name] += kernel["count"] * _kernel_us(kernel, assumed, rows=batch.num_seqs * batch.new)
     programs = [program, sampling] if sampling else [program]
     sampling_us = sum(k["count"] * _any_us(k, assumed) for k in sampling["launches"]["kernels"]) if sampling else 0.0
     return {**times, "sampling": sampling_us, "launch": sum(_launch_us(each["launches"], assumed) for each in programs)}
@@ -390,12 +400,18 @@ def _attention_flops(batch: Batch, facts: dict[str, int]) -> int:
     return batch.pairs * facts.get("pair_flops", 4 * facts["num_heads"] * facts["head_dim"])
 
 
-def _kernel_us(kernel: dict[str, Any], assumed: Assumed, unread: float = 0.0) -> float:
-    """A kernel that reads and writes what the compiler counted, but for what is `unread`; split sums are part of it."""
+def _kernel_us(kernel: dict[str, Any], assumed: Assumed, unread: float = 0.0, rows: int = 1) -> float:
+    """A kernel that reads and writes what the compiler counted, but for what is `unread`; split sums are part of it.
+
+    Of a product of so many rows whose kernel converts weights, these take their time too.
+    """
     moved = (kernel["bytes_read"] + kernel["bytes_written"] - unread) / assumed.bytes_per_s
+    if kernel["kind"] == "float8":
+        moved /= assumed.float8_bytes_share
     share = PRODUCT_SHARES.get(kernel["kind"])
     flops_per_s = assumed.flops_per_s * (1.0 if share is None else getattr(assumed, share))
-    return assumed.kernel_us + max(moved, kernel["flops"] / flops_per_s) * 1e6
+    converted = kernel["flops"] / (2 * rows) / assumed.converted_per_s if kernel["kind"] == "quantized" else 0.0
+    return assumed.kernel_us + max(moved, converted, kernel["flops"] / flops_per_s) * 1e6
 
 
 def _any_us(kernel: dict[str, Any], assumed: Assumed) -> float:
