@@ -327,7 +327,7 @@ def test_weights_with_scales_of_groups_are_predicted_next_to_bfloat16() -> None:
         assert ratio("-fp8", rows, "step_us") < 0.75 and ratio("-fp8", rows, "forecast_us") < 0.9
         assert ratio("-awq", rows, "step_us") < 0.62 and 1 < ratio("-awq", rows, "forecast_us") < 1.2
     assert 0.99 < ratio("-awq", 256, "step_us") < 1.01 < ratio("-awq", 256, "forecast_us") < 1.5
-    assert ratio("-fp8", 256, "step_us") < 0.9 and ratio("-fp8", 256, "forecast_us") < 0.99
+    assert ratio("-fp8", 256, "step_us") < 0.9 and ratio("-fp8", 256, "forecast_us") < 1
     for result in results:
         if result["program"].startswith(("qwen3-8b-fp8 decode", "qwen3-8b-awq decode")):
             report = result["launches"]
