@@ -113,7 +113,8 @@ def candidates(product: Product) -> list[Sizes]:
         rows = 16 if few else 128
     elif product.op == "quantized_product":
         rows = min(128, max(16, product.rows))
-        grid = {"tile_outputs": (64, 128), "tile_inputs": (128,) if rows < 128 else (64, 128)}
+        sides = (16, 32) if rows <= 16 else (128, 256) if product.rows >= 256 else (rows,)
+        grid = {"tile_rows": sides, "tile_outputs": (64, 128), "tile_inputs": (128,) if rows < 128 else (64, 128)}
     else:
         rows = min(128, max(16, product.rows))
         grid = {"tile_rows": (rows,) if rows < 128 else (64, 128, 256), "tile_outputs": (64, 128)}

@@ -112,25 +112,28 @@ def _kernel(
     def begin(step: jax.Array) -> jax.Array:
         return (part * steps + step) * depth
 
-    def of_group(step: jax.Array) -> tuple[jax.Array, ...]:
-        """Scales of the outputs, and zeros if there are any."""
-        number = lax.div(begin(step), jnp.int32(group))
-        scale = plgpu.load(scale_ref.at[real_output, number])
-        scale = jnp.where(jnp.abs(scale) < _SMALLEST_SCALE, _SMALLEST_SCALE, scale)
-        return scale, *(plgpu.load(ref.at[real_output, number]) for ref in zero_refs)
+    def of_group(ref: Any, step: jax.Array) -> jax.Array:
+        """The outputs' scales or zeros."""
+        return plgpu.load(ref.at[real_output, lax.div(begin(step), jnp.int32(group))])
 
-    def add(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        total, ratio, scale, *zeros = carry
+    def scales(step: jax.Array) -> jax.Array:
+        scale = of_group(scale_ref, step)
+        return jnp.where(jnp.abs(scale) < _SMALLEST_SCALE, _SMALLEST_SCALE, scale)
+
+    def add(step: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        total, ratio, scale = carry
+        # Handed on from the step before, they would make Triton convert the weights by way of shared memory.
+        zeros = [of_group(ref, step) for ref in zero_refs]
         rows = load_rows(x_ref, (real_row,), None, (begin(step), depth))
         left = _weights(numbers_ref, real_output, begin(step), depth, rows.dtype, zeros)
         product = lax.dot(left, rows.T, preferred_element_type=jnp.float32)
-        # Read a step ahead: no product waits for the scales of its group.
-        next_scale, *next_zeros = of_group(jnp.minimum(step + 1, steps - 1))
-        return product + total * ratio[:, None], scale / next_scale, next_scale, *next_zeros
+        # Read a step ahead: no product waits for the scales of its group. The unit of the sums is no value of its own:
+        # Triton copies nothing ahead in a loop that hands on what it was handed.
+        next_scale = scales(jnp.minimum(step + 1, steps - 1))
+        return product + total * ratio[:, None], scale / next_scale, next_scale
 
-    zeros, ones = jnp.zeros((tile_outputs, tile_rows), jnp.float32), jnp.ones(tile_outputs, jnp.float32)
-    start = zeros, ones, *of_group(jnp.int32(0))
-    total, _, unit, *_ = lax.fori_loop(jnp.int32(0), jnp.int32(steps), add, start)
+    start = jnp.zeros((tile_outputs, tile_rows), jnp.float32), jnp.ones(tile_outputs, jnp.float32), scales(jnp.int32(0))
+    total, _, unit = lax.fori_loop(jnp.int32(0), jnp.int32(steps), add, start)
     tile = (total * unit[:, None]).T.astype(y_ref.dtype)
     where = tuple(jnp.broadcast_to(index, tile.shape) for index in (part, row[:, None], output[None, :]))
     plgpu.store(y_ref.at[where], tile, mask=(row < num_rows)[:, None] & (output < num_outputs)[None, :])

@@ -84,10 +84,10 @@ FORECAST: dict[str, Any] = {
     "node_update_us": 1.25,
 }
 FORECAST_SOURCES = {
-    "decode_share": "ours, of a copy's bandwidth on an H200: 64 rows of 4,096 tokens (kernels.json). FlashInfer's decode "
-    "reports 80 to 90%, FlashMLA 3,000 of 3,350 GB/s on an H800",
-    "product_share": "ours, on an H200: prompts of Qwen3-8B in steps of 2,048 tokens at 86% of a product's rate measured "
-    "next to them (offline_8b.json), 256 rows with 4,096 x 12,288 at 50 to 62% (sizes.json)",
+    "decode_share": "ours, of a copy's bandwidth on an H200: 64 rows of 4,096 tokens (kernels.json). FlashInfer's "
+    "decode reports 80 to 90%, FlashMLA 3,000 of 3,350 GB/s on an H800",
+    "product_share": "ours, on an H200: prompts of Qwen3-8B in steps of 2,048 tokens at 86% of a product's rate "
+    "measured next to them (offline_8b.json), 256 rows with 4,096 x 12,288 at 50 to 62% (sizes.json)",
     "quantized_share": "ours: int4 of 24,576 x 4,096 with 256 rows in 171 us on an H200, 301 TFLOP/s (sizes.json); "
     "Triton's own: 441 on an H100 with larger matrices (triton-lang/triton, pull request 11785)",
     "converted_per_s": "ours: the same matrix with 32 rows in 56 us, int4 and float8 alike (sizes.json)",
@@ -96,10 +96,10 @@ FORECAST_SOURCES = {
     "4,096 x 24576 x 7168 in 143 and 2,200 us, 631 and 656 TFLOP/s (sgl-project/sglang, pull request 5820); "
     "166 and 2,254 us in another report (5207), which is 0.69 and 0.81. DeepGEMM's, not in Triton: 87 and 1,127 us",
     "float8_bytes_share": "ours: the same matrix with 1 and 32 rows in 33 to 38 us, 2.9 TB/s (sizes.json)",
-    "expert_bytes_share": "ours, of Qwen3-30B-A3B: gate and up of 32 and 256 rows at 95 and 85%, down at 79 and 85%, on "
-    "an H200 (sizes.json); tokamax's kept tunings for an H100: 2.4 of 3.35 TB/s for 8 rows of 8 experts",
-    "expert_flops_share": "ours: 380 and 324 TFLOP/s of gate and up, and of down, with 4,096 rows (sizes.json); tokamax's "
-    "kept tunings for an H100: 428 to 452 TFLOP/s at the shapes of Qwen3-30B and 235B, 0.43 to 0.46 of 989",
+    "expert_bytes_share": "ours, of Qwen3-30B-A3B: gate and up of 32 and 256 rows at 95 and 85%, down at 79 and 85%, "
+    "on an H200 (sizes.json); tokamax's kept tunings for an H100: 2.4 of 3.35 TB/s for 8 rows of 8 experts",
+    "expert_flops_share": "ours: 380 and 324 TFLOP/s of gate and up, and of down, with 4,096 rows (sizes.json); "
+    "tokamax's kept tunings for an H100: 428 to 452 TFLOP/s at the shapes of Qwen3-30B and 235B, 0.43 to 0.46 of 989",
     "node_update_us": "1 to 1.5 us each, estimated; where a step's are longer than its kernels, they are its time",
 }
 
