@@ -42,6 +42,7 @@ GATEWAY_FLAGS = (
 STORY = "Tell me a story about a fox."
 LONG = 1900  # tokens, nearly as many as the context has: a request whose client left should not end by itself
 SHORT = 200
+LOAD = 800
 
 
 class Fleet:
@@ -266,13 +267,13 @@ def test_loads_of_all_workers_are_reported(fleet: Fleet) -> None:
     assert all(load["max_running_requests"] == 8 for load in wait_for(loads, "loads of all workers"))
 
 
-def outcome_of(fleet: Fleet, number: int) -> str:
+def outcome_of(fleet: Fleet, number: int, tokens: int = SHORT) -> str:
     """`done`, `broken stream`, or the error; it always returns. Requests with an odd number are streamed."""
-    request = {**user(f"{number}. {STORY}"), "max_tokens": SHORT, "extra_body": {"ignore_eos": True}}
+    request = {**user(f"{number}. {STORY}"), "max_tokens": tokens, "extra_body": {"ignore_eos": True}}
     try:
         if number % 2 == 0:
             answer = fleet.client.chat.completions.create(**request)
-            return "done" if answer.usage and answer.usage.completion_tokens == SHORT else "short"
+            return "done" if answer.usage and answer.usage.completion_tokens == tokens else "short"
         chunks = [chunk for chunk in fleet.client.chat.completions.create(**request, stream=True) if chunk.choices]
         return "done" if chunks[-1].choices[0].finish_reason == "length" else "short"
     except openai.APITimeoutError:
@@ -288,8 +289,9 @@ def test_a_worker_that_is_killed_costs_no_more_than_its_open_streams(fleet: Flee
         outcomes: list[Future[str]] = []
         while min(survivor.running, victim.running) < 2:
             assert len(outcomes) < 200, "one worker gets nearly everything"
-            # Several at once, so that some still run when the test looks again.
-            outcomes += [threads.submit(outcome_of, fleet, len(outcomes) + number) for number in range(8)]
+            # Several at once, and longer ones, so that some still run when the test looks again: if each had ended
+            # before the next one came, the gateway would see two idle workers, and take the first.
+            outcomes += [threads.submit(outcome_of, fleet, len(outcomes) + number, LOAD) for number in range(8)]
         victim.server.process.kill()
         assert {outcome.result() for outcome in outcomes[::2]} == {"done"}
         assert {outcome.result() for outcome in outcomes[1::2]} <= {"done", "broken stream"}
