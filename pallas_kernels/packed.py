@@ -1,17 +1,17 @@
 """Matrices of small numbers as the C++ kernels take them: in memory as small as they are published.
 
-`INT4`: two numbers in a byte, 16 outputs side by side. A matrix `[..., O, I]` becomes bytes `[..., O / 16, 8 * I]`:
-lines of 64 bytes for eight inputs, in which bytes 4 o .. 4 o + 3 are output o's, inputs 0 to 3 in their low halves and
-4 to 7 in their high ones, plus 8. What groups of inputs share, `[..., O, G]`, becomes `[..., O / 16, 16 * G]`, 16
-outputs of a group side by side.
+`INT4` and `INT8`: 32 outputs side by side. A matrix `[..., O, I]` becomes bytes `[..., O / 32, B * I]`, B the bytes of
+32 numbers: 128 bytes for eight or four inputs, in which bytes 4 o .. 4 o + 3 are output o's. INT4's numbers plus 8 of
+inputs 0 to 3 stand in the low halves, those of 4 to 7 in the high ones; INT8's are a byte each, plus 128. What groups of
+inputs share, `[..., O, G]`, becomes `[..., O / 32, 32 * G]`, 32 outputs of a group side by side.
 
 `MXFP4`: as checkpoints store it (OCP Microscaling formats 1.0), bytes `[..., O, I / 2]`, the first of two numbers in
 the low half, with a byte s for each 32 inputs that stands for 2 ** (s - 127).
 
 `FLOAT8`: float8_e4m3fn `[..., O, I]` with float32 scales.
 
-All have as many axes as a matrix that isn't packed, so a part of the outputs, 16 by 16, is a part of an axis. Called by
-who loads weights, by models and by backends.
+All have as many axes as a matrix that isn't packed, so a part of the outputs, 32 by 32, or of the inputs, is a part of
+an axis. Called by who loads weights, by models and by backends.
 """
 
 import dataclasses
@@ -22,13 +22,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.scaled import widened
 
-INT4, MXFP4, FLOAT8 = "int4", "mxfp4", "float8"
-SIDE = 16  # outputs of INT4 side by side
-INPUTS = 8  # of a line
-MIDDLE = 8  # added to INT4's numbers, so that they have no sign
-OUT_STEPS = {INT4: 32, MXFP4: 16, FLOAT8: 16}  # packed matrices have multiples of these
+INT4, INT8, MXFP4, FLOAT8 = "int4", "int8", "mxfp4", "float8"
+SIDE_BY_SIDE = {INT4: 4, INT8: 8}  # packings with outputs side by side, and the bits of a number
+SIDE = 32  # outputs side by side
+OUT_STEPS = {INT4: SIDE, INT8: SIDE, MXFP4: 16, FLOAT8: 16}  # packed matrices have multiples of these
 IN_STEP = 32
-MOST_IN_GROUP = 512  # of INT4
+MOST_IN_GROUP = 512  # of outputs side by side
 MXFP4_GROUP = 32
 MXFP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1 numbers by their codes
 MXFP4_BIAS = 127
@@ -42,7 +41,7 @@ class PackedMatrix:
     numbers: jax.Array
     scale: jax.Array
     zero: jax.Array | None
-    """Of INT4, int8 as `scale`; or None for 0."""
+    """Of outputs side by side, int8 as `scale`; or None for 0."""
     group: int = dataclasses.field(metadata={"static": True})
     """How many inputs share a scale; the last group may be cut."""
     packing: str = dataclasses.field(metadata={"static": True})
@@ -55,7 +54,7 @@ class PackedMatrix:
     @property
     def num_groups(self) -> int:
         """G."""
-        return self.scale.shape[-1] // (SIDE if self.packing == INT4 else 1)
+        return self.scale.shape[-1] // (SIDE if self.packing in SIDE_BY_SIDE else 1)
 
     def stacked(self, lead: int) -> "PackedMatrix":
         """The same with `lead` axes and one of outputs."""
@@ -72,9 +71,9 @@ class PackedMatrix:
 
     def unpacked(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Numbers `[..., O, I]` of a byte, scales `[..., O, G]` float32 and zeros `[..., O, G]` int8 or None."""
-        if self.packing == INT4:
+        if self.packing in SIDE_BY_SIDE:
             zero = None if self.zero is None else unpack_groups(self.zero)
-            return unpack_int4(self.numbers), unpack_groups(self.scale), zero
+            return unpack_numbers(self.packing, self.numbers), unpack_groups(self.scale), zero
         if self.packing == FLOAT8:
             return self.numbers, self.scale, None
         codes = jnp.stack([self.numbers & 15, self.numbers >> 4], axis=-1).reshape(self.shape)
@@ -82,19 +81,35 @@ class PackedMatrix:
         halves = jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
         return jnp.asarray(MXFP4_DOUBLED, jnp.int8)[codes.astype(jnp.int32)], halves, None
 
+    def of_outputs(self, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """`unpacked` of the outputs `ids [T]`, clipped to them: `[T, I]`, `[T, G]`. Of a single matrix of INT8."""
+        assert self.packing == INT8 and self.numbers.ndim == 2, "they are looked up where they lie"
+        ids = jnp.clip(ids, 0, self.shape[0] - 1)
+
+        def taken(part: jax.Array, width: int) -> jax.Array:
+            sides = part.reshape(len(part), -1, SIDE, width)
+            return sides[ids // SIDE, :, ids % SIDE].reshape(len(ids), -1)
+
+        numbers = (taken(self.numbers, 4) - 128).astype(jnp.int8)
+        return numbers, taken(self.scale, 1), None if self.zero is None else taken(self.zero, 1)
+
     def widened(self, dtype: DTypeLike) -> jax.Array:
         """The weights `[..., O, I]`, rounded once, from float32."""
         return widened(*self.unpacked(), self.group, dtype)
 
 
-def refuse(packing: str, shape: tuple[int, ...], group: int) -> str | None:
-    """Why a matrix `[..., O, I]` in groups of so many inputs can't be packed so, or None."""
+def refuse(packing: str, shape: tuple[int, ...], group: int, parts: int = 1) -> str | None:
+    """Why a matrix `[..., O, I]` in groups of so many inputs can't be packed so, or None.
+
+    So many devices may each have a part of its outputs or inputs.
+    """
     num_out, num_in = shape[-2:]
-    steps = (OUT_STEPS[packing], IN_STEP)
+    steps = (OUT_STEPS[packing] * parts, IN_STEP * parts)
     if num_out % steps[0] or num_in % steps[1]:
         return f"the weights are {(num_out, num_in)}; {packing} takes multiples of {steps}"
-    if group < num_in and (group % IN_STEP or (packing == INT4 and group > MOST_IN_GROUP)):
-        return f"groups have {group} inputs; {packing} takes multiples of {IN_STEP}, int4 up to {MOST_IN_GROUP}"
+    most = MOST_IN_GROUP if packing in SIDE_BY_SIDE else group
+    if group < num_in and (group % IN_STEP or group > most):
+        return f"groups have {group} inputs; {packing} takes multiples of {IN_STEP} up to {most}"
     return None
 
 
@@ -103,38 +118,46 @@ def part_shape(packing: str, part: str, shape: tuple[int, ...]) -> tuple[int, ..
     if part == "order":
         return shape
     *lead, num_out, width = shape
-    if packing == INT4:
-        return (*lead, num_out // SIDE, width * (INPUTS if part == "numbers" else SIDE))
+    if packing in SIDE_BY_SIDE:
+        return (*lead, num_out // SIDE, width * (_bytes_of_input(packing) if part == "numbers" else SIDE))
     return (*lead, num_out, width // 2) if packing == MXFP4 and part == "numbers" else shape
 
 
 def unpacked_shape(packing: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """`[..., O, I]` of the shape of packed numbers."""
     *lead, rows, width = shape
-    if packing == INT4:
-        return (*lead, rows * SIDE, width // INPUTS)
+    if packing in SIDE_BY_SIDE:
+        return (*lead, rows * SIDE, width // _bytes_of_input(packing))
     return (*lead, rows, width * 2) if packing == MXFP4 else shape
 
 
-def pack_int4(numbers: jax.Array) -> jax.Array:
-    """Numbers `[..., O, I]` from -8 to 7 as uint8 `[..., O / 16, 8 * I]`."""
+def pack_numbers(packing: str, numbers: jax.Array) -> jax.Array:
+    """Numbers `[..., O, I]` of 4 or 8 bits, outputs side by side: uint8 `[..., O / 32, B * I]`."""
     *lead, num_out, num_in = numbers.shape
-    shape = (*lead, num_out // SIDE, SIDE, num_in // INPUTS, 2, INPUTS // 2)
-    halves = jnp.moveaxis((numbers.astype(jnp.int8) + MIDDLE).astype(jnp.uint8).reshape(shape), -4, -3)
-    low, high = halves[..., 0, :], halves[..., 1, :]  # [..., O / 16, I / 8, 16, 4]
-    return (low | high << 4).reshape(*lead, num_out // SIDE, num_in * INPUTS)
+    bits = SIDE_BY_SIDE[packing]
+    shape = (*lead, num_out // SIDE, SIDE, num_in * bits // 32, 8 // bits, 4)
+    without_sign = (numbers.astype(jnp.int8) ^ jnp.int8(-128)).astype(jnp.uint8) - (128 - (1 << bits - 1))
+    fours = jnp.moveaxis(without_sign.reshape(shape), -4, -3)  # [..., O / 32, I / 4 or 8, 32, fours of a byte, 4]
+    made = fours[..., 0, :] if bits == 8 else fours[..., 0, :] | fours[..., 1, :] << 4
+    return made.reshape(*lead, num_out // SIDE, -1)
 
 
-def unpack_int4(numbers: jax.Array) -> jax.Array:
-    """What `pack_int4` has packed, int8 `[..., O, I]`."""
+def unpack_numbers(packing: str, numbers: jax.Array) -> jax.Array:
+    """What `pack_numbers` has packed, int8 `[..., O, I]`."""
     *lead, strips, width = numbers.shape
-    lines = numbers.reshape(*lead, strips, width // 64, SIDE, 1, INPUTS // 2)
-    halves = jnp.concatenate([lines & 15, lines >> 4], axis=-2)  # [..., O / 16, I / 8, 16, 2, 4]
-    return jnp.moveaxis(halves, -4, -3).reshape(*lead, strips * SIDE, width // INPUTS).astype(jnp.int8) - MIDDLE
+    lines = numbers.reshape(*lead, strips, width // (4 * SIDE), SIDE, 1, 4)
+    fours = lines if packing == INT8 else jnp.concatenate([lines & 15, lines >> 4], axis=-2)
+    outputs = jnp.moveaxis(fours, -4, -3).reshape(*lead, strips * SIDE, width // _bytes_of_input(packing))
+    return (outputs - (1 << SIDE_BY_SIDE[packing] - 1)).astype(jnp.int8)
+
+
+def _bytes_of_input(packing: str) -> int:
+    """Those of an input's numbers for all outputs side by side."""
+    return SIDE * SIDE_BY_SIDE[packing] // 8
 
 
 def pack_groups(of_groups: jax.Array) -> jax.Array:
-    """Scales or zero points `[..., O, G]` of INT4 as `[..., O / 16, 16 * G]`."""
+    """Scales or zero points `[..., O, G]` of outputs side by side as `[..., O / 32, 32 * G]`."""
     *lead, num_out, groups = of_groups.shape
     sides = of_groups.reshape(*lead, num_out // SIDE, SIDE, groups)
     return sides.swapaxes(-1, -2).reshape(*lead, num_out // SIDE, SIDE * groups)

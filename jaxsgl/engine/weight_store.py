@@ -85,7 +85,7 @@ def as_kept(
 ) -> ModelArch:
     """The model with its weights in the format in which so many devices of the platform keep them.
 
-    Others are in `dtype`. One CPU packs them, if it has kernels for that.
+    Others are in `dtype`. CPUs pack what they have kernels for; several CPUs, int8 alone.
 
     With `weight_only` no product with integers on a CPU rounds the activations to 8 bits, nor does it in float32, whose
     products are to be exact.
@@ -99,12 +99,12 @@ def as_kept(
         parts = [native_library.INTEGERS] if has_integers else []
         if arch.mixture is not None or any(each.packing_on_cpu in (FLOAT8, MXFP4) for each in formats):
             parts.append(native_library.GROUPED)
-        packs = native_library.load(*parts) is None and arch.may_pack and num_devices == 1  # compiles parts together
+        packs = native_library.load(*parts) is None and arch.may_pack  # compiles parts together
         in_bytes = has_integers and not weight_only and native_library.multiplies_bytes()
         row_bits = TWO_WORDS if dtype == jnp.float32 else 8 if in_bytes else 16
 
         def on_cpu(fmt: WeightFormat | None) -> WeightFormat | None:
-            return None if fmt is None else fmt.on_cpu(dtype.name, row_bits=row_bits, packs=packs)
+            return None if fmt is None else fmt.on_cpu(dtype.name, row_bits=row_bits, packs=packs, parts=num_devices)
 
         return dataclasses.replace(arch, weight_format=on_cpu(fmt), expert_format=on_cpu(arch.expert_format))
     if fmt is None or platform == "gpu":

@@ -3,7 +3,7 @@
 A quantized matrix `down` has sibling parameters: `down` holds the numbers `[..., in]`, `down_scale` the scales
 `[..., G]` in float32, one for each group of inputs of an output. Some formats add `down_zero` `[..., G]`, what stands
 for zero, and `down_order` `[in]`, which input each column multiplies. A weight is `(number - zero) * scale`. A matrix
-that is not quantized is one parameter, as ever. Where C++ takes numbers of 4 bits two in a byte, all parts are as
+that is not quantized is one parameter, as ever. Where C++ takes outputs side by side, all parts are as
 `pallas_kernels.packed` arranges them.
 
 Layers derive from `Matrices` and hand what `matrix` returns to `precision.product`. Never knows checkpoints: metadata
@@ -68,7 +68,7 @@ class Matrix:
       cut_by: the logical axis of the columns of which these are one device's part; `order` then names inputs of all
         devices. None: they are all.
       kernels: what its products run on.
-      row_bits: of the integers that kernels for int8 on CPUs round activations to.
+      row_bits: of the integers that kernels for integers on CPUs round activations to.
     """
 
     numbers: jax.Array
@@ -100,7 +100,10 @@ class Matrix:
         return replace(self, numbers=numbers, scale=scale, zero=zero, packing="")
 
     def rows(self, ids: jax.Array) -> Matrix:
-        """The rows `ids` of the first axis, clipped to it; not of what is packed."""
+        """The rows `ids` of the first axis, clipped to it."""
+        if self.packing and self.numbers.ndim == 2:
+            numbers, scale, zero = self.packed.of_outputs(ids)
+            return replace(self, numbers=numbers, scale=scale, zero=zero, packing="")
 
         def take(array: jax.Array) -> jax.Array:
             return array.at[ids].get(mode="clip")
@@ -138,7 +141,7 @@ class Matrices(nnx.Module):
             parts["zero"] = groups, (*axes[:-1], None), jnp.int8, 0.0, 0.0
         if fmt.reorders:
             parts["order"] = shape[-1:], (None,), jnp.int32, 0.0, 0.0
-        if fmt.packing in (packed.INT4, packed.MXFP4):
+        if fmt.packing in (packed.INT4, packed.INT8, packed.MXFP4):
             parts["numbers"] = shape, axes, jnp.uint8, *_ALL_BYTES
         if fmt.packing == packed.MXFP4:
             exponent = round(math.log2(std / spread)) + packed.MXFP4_BIAS
@@ -177,14 +180,17 @@ def _with_scales_of_part(matrix: Matrix, logical: str) -> Matrix:
     num_in = matrix.shape[-1]
     if order is not None:
         order = jax.lax.dynamic_slice_in_dim(order, part_index(logical) * num_in, num_in)
-    if scale.shape[-1] == 1:
+    is_side_by_side = matrix.packing in packed.SIDE_BY_SIDE
+    if scale.shape[-1] == (packed.SIDE if is_side_by_side else 1):
         return replace(matrix, order=order, group=num_in, cut_by=logical)
     group = math.gcd(num_in, matrix.group)
     first = part_index(logical) * num_in
     groups = (first + group * jnp.arange(num_in // group, dtype=jnp.int32)) // matrix.group
 
     def of_part(array: jax.Array) -> jax.Array:
-        return array.at[..., groups].get(mode="promise_in_bounds")
+        of_groups = packed.unpack_groups(array) if is_side_by_side else array
+        taken = of_groups.at[..., groups].get(mode="promise_in_bounds")
+        return packed.pack_groups(taken) if is_side_by_side else taken
 
     zero = None if zero is None else of_part(zero)
     return replace(matrix, scale=of_part(scale), zero=zero, order=order, group=group, cut_by=logical)
@@ -309,7 +315,7 @@ def _native_product(rows_TD: jax.Array, weights: Matrix, activation: str | None 
         return None
     if weights.packing:
         flat = weights.packed.stacked(0)
-        refused = activation is not None and weights.packing != packed.INT4
+        refused = activation is not None and weights.packing not in packed.SIDE_BY_SIDE
         if refused or packed_product.refuse(rows_TD, flat) is not None:
             return None
         return packed_product.product(rows_TD, flat, weights.widened_to, weights.row_bits, activation)

@@ -18,7 +18,7 @@ from pallas_kernels import packed
 FP8_E4M3 = "fp8_e4m3"
 FLOAT8 = "float8_e4m3fn"
 FLOAT4 = "float4_e2m1fn"
-_PACKINGS = {"int4": packed.INT4, FLOAT8: packed.FLOAT8, FLOAT4: packed.MXFP4}  # of numbers, on a CPU
+_PACKINGS = {"int4": packed.INT4, FLOAT8: packed.FLOAT8, FLOAT4: packed.MXFP4}  # of numbers, on one CPU
 # Producers whose folders may leave the weights as they are and quantize the KV cache alone.
 _MAY_KEEP_WEIGHTS = ("compressed-tensors", "modelopt", "quark")
 
@@ -65,6 +65,7 @@ class WeightFormat:
         matrix's sizes; "": as `numbers` says.
       widened_to: the dtype that packed floats become in products.
       row_bits: of the integers that a CPU's products with integers round activations to.
+      parts: how many devices may have a part of a packed matrix.
       storage: of the checkpoint's tensors; None: they are not quantized.
     """
 
@@ -78,6 +79,7 @@ class WeightFormat:
     packing: str = ""
     widened_to: str = "bfloat16"
     row_bits: int = 16
+    parts: int = 1
     storage: Storage | None = None
 
     def group_of(self, num_inputs: int) -> int:
@@ -99,7 +101,10 @@ class WeightFormat:
         """The format of the embedding and the output head; None: they are not quantized."""
         if not self.vocabulary:
             return None
-        return replace(self, numbers="int8", group=None, packing="") if self.numbers == "int4" else self
+        if self.numbers != "int4":
+            return self
+        whole = replace(self, numbers="int8", group=None)
+        return whole._of_bytes(whole.row_bits if self.packing else 16)
 
     def of_experts(self, shapes: Iterable[tuple[int, int]]) -> WeightFormat | None:
         """The format of experts' matrices of these shapes, or None: they are dequantized.
@@ -122,7 +127,7 @@ class WeightFormat:
         return replace(self, packing="").on_cpu(dtype, row_bits=self.row_bits)
 
     def _refusal(self, shape: tuple[int, ...]) -> str | None:
-        return packed.refuse(self.packing, shape, self.group_of(shape[-1]))
+        return packed.refuse(self.packing, shape, self.group_of(shape[-1]), self.parts)
 
     @property
     def packing_on_cpu(self) -> str:
@@ -130,25 +135,30 @@ class WeightFormat:
         is_mxfp4 = self.storage is not None and self.storage.kind == "packed_mxfp4"
         return packed.MXFP4 if is_mxfp4 else _PACKINGS.get(self.numbers, "")
 
-    def on_cpu(self, dtype: str, *, row_bits: int = 16, packs: bool = False) -> WeightFormat:
-        """The format in which a CPU keeps such weights beside others in `dtype`, without loss.
+    def on_cpu(self, dtype: str, *, row_bits: int = 16, packs: bool = False, parts: int = 1) -> WeightFormat:
+        """The format in which so many CPUs keep such weights beside others in `dtype`, without loss.
 
-        Its kernels multiply int8 without offsets, which 4 bits less their offset fit, and floats of 4 bits doubled, and
-        bfloat16, which has all numbers of float8; or where it `packs`, what is packed.
+        Their kernels multiply int8 without offsets, which 4 bits less their offset fit, and floats of 4 bits doubled,
+        and bfloat16, which has all numbers of float8; or where they pack (`packs`), what is packed. Only int8 is packed
+        in several parts, and for rows of 8 bits alone.
         """
-        packing = self.packing_on_cpu if packs else ""
+        packing = self.packing_on_cpu if packs and parts == 1 else ""
         if packing == packed.INT4:
             return replace(self, packing=packing, row_bits=row_bits)
         if packing:
             numbers = FLOAT4 if packing == packed.MXFP4 else self.numbers
             return replace(self, numbers=numbers, packing=packing, widened_to=dtype, row_bits=row_bits)
-        if self.numbers == "int4":
-            return replace(self, numbers="int8", has_zeros=False, row_bits=row_bits)
-        if self.numbers in ("int8", FLOAT4):
-            return replace(self, numbers="int8", row_bits=row_bits)
+        if self.numbers in ("int8", "int4", FLOAT4):
+            has_zeros = self.has_zeros and self.numbers != "int4"
+            whole = replace(self, numbers="int8", has_zeros=has_zeros, row_bits=row_bits, parts=parts)
+            return whole._of_bytes(row_bits if packs else max(row_bits, 16))
         if self.numbers == FLOAT8 and dtype == "bfloat16":
             return replace(self, numbers="bfloat16")
         return self
+
+    def _of_bytes(self, row_bits: int) -> WeightFormat:
+        """The format with numbers of a byte, which are packed to meet rows of 8 bits."""
+        return replace(self, packing=packed.INT8 if row_bits == 8 else "", row_bits=row_bits)
 
 
 AT_LOAD = "load"  # quantized while a checkpoint of other numbers is loaded

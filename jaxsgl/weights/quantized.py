@@ -54,7 +54,8 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
     if fmt.storage is None:
         return Recipe(recipe.sources, recipe.pieces, QuantizedAtLoad(fmt.numbers, part, fmt.group, fmt.packing))
     stored = _of_stored(recipe, fmt, part, shape_of)
-    return replace(stored, computed=Packed(part)) if fmt.packing == packed.INT4 and part != "order" else stored
+    is_packed = fmt.packing in packed.SIDE_BY_SIDE and part != "order"
+    return replace(stored, computed=Packed(part, fmt.packing)) if is_packed else stored
 
 
 def _of_stored(recipe: Recipe, fmt: WeightFormat, part: str, shape_of: ShapeOf) -> Recipe:
@@ -155,10 +156,12 @@ class Packed:
     """Packs a part of matrices (`pallas_kernels.packed`). Equal ones are one program."""
 
     part: str
+    packing: str
 
     def __call__(self, arch: ModelArch, of_matrix: jax.Array) -> jax.Array:
-        """Of numbers `[..., out, in]` of 4 bits, or what groups share `[..., out, G]`."""
-        return packed.pack_int4(of_matrix) if self.part == "numbers" else packed.pack_groups(of_matrix)
+        """Of numbers `[..., out, in]` of 4 or 8 bits, or what groups share `[..., out, G]`."""
+        is_numbers = self.part == "numbers"
+        return packed.pack_numbers(self.packing, of_matrix) if is_numbers else packed.pack_groups(of_matrix)
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ class QuantizedAtLoad:
         """Of `weights [..., in]`, the numbers `[..., in]` or their scales `[..., G]` float32."""
         numbers, scale = quantize(weights, FLOAT8 if self.numbers == "bfloat16" else self.numbers, self.group)
         made = numbers if self.part == "numbers" else scale
-        return Packed(self.part)(arch, made) if self.packing == packed.INT4 else made
+        return Packed(self.part, self.packing)(arch, made) if self.packing in packed.SIDE_BY_SIDE else made
 
 
 def quantize(weights: jax.Array, numbers: str, group: int | None = None) -> tuple[jax.Array, jax.Array]:

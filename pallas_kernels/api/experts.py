@@ -137,7 +137,7 @@ def grouped_packed_product(
         x, groups, of_tokens: as for `grouped_product`.
         weights: `[E, out, in]`.
         dtype: what floats become in products.
-        row_bits: of the integers that rows become where C++ multiplies int4.
+        row_bits: of the integers that rows become where C++ multiplies int4 or int8.
         backend: "native", "xla" or "auto".
 
     Raises:

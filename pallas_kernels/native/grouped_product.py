@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.experts import Groups
 from pallas_kernels.native import library
@@ -49,5 +48,5 @@ def grouped_int8_product(x: jax.Array, groups: Groups, weights: jax.Array, of_to
     call = jax.ffi.ffi_call(
         library.GROUPED_INT8_PRODUCT, jax.ShapeDtypeStruct((groups.num_places, weights.shape[1]), jnp.float32)
     )
-    sums: jax.Array = call(x, groups.tokens, groups.sizes, weights, of_tokens=of_tokens, row_bits=np.int64(row_bits))
+    sums: jax.Array = call(x, groups.tokens, groups.sizes, weights, of_tokens=of_tokens)
     return sums

@@ -48,9 +48,7 @@ inline Sums PlusFours(Sums sum, Bits without_sign, Bits with_sign) {
 
 inline Bits AllBytes(int x) { return _mm512_set1_epi8(char(x)); }
 inline Bits AllIntegers(int x) { return _mm512_set1_epi32(x); }
-inline Bits Xor(Bits a, Bits b) { return _mm512_xor_si512(a, b); }
-inline Bits SubtractIntegers(Bits a, Bits b) { return _mm512_sub_epi32(a, b); }
-inline Bits TimesPowerOfTwo(Bits x, int power) { return _mm512_slli_epi32(x, power); }
+inline Bits DividedByPowerOfTwo(Bits x, int power) { return _mm512_srai_epi32(x, power); }
 inline Bits AddIntegers(Bits a, Bits b) { return _mm512_add_epi32(a, b); }
 inline Bits TimesIntegers(Bits a, Bits b) { return _mm512_mullo_epi32(a, b); }
 
@@ -64,11 +62,6 @@ inline Bits LowHalves(Bits x) { return _mm512_and_si512(x, AllBytes(15)); }
 inline Bits HighHalves(Bits x) { return LowHalves(_mm512_srli_epi16(x, 4)); }
 inline Bits EvenBytes(Bits x) { return _mm512_and_si512(x, _mm512_set1_epi16(255)); }
 inline Bits OddBytes(Bits x) { return _mm512_srli_epi16(x, 8); }
-
-// A register of bytes, or the first `count`, a multiple of 32, and zeros.
-inline Bits LoadBytes(const int8_t* p, int count) {
-  return _mm512_maskz_loadu_epi8(count >= kFours ? ~__mmask64(0) : __mmask64(0xffffffff), p);
-}
 
 // Floats, rounded to integers, as numbers of 8 bits.
 inline void StoreBytes(Floats x, int8_t* to) {
@@ -122,9 +115,7 @@ inline Sums PlusFours(Sums sum, Bits without_sign, Bits with_sign) {
 
 inline Bits AllBytes(int x) { return _mm256_set1_epi8(char(x)); }
 inline Bits AllIntegers(int x) { return _mm256_set1_epi32(x); }
-inline Bits Xor(Bits a, Bits b) { return _mm256_xor_si256(a, b); }
-inline Bits SubtractIntegers(Bits a, Bits b) { return _mm256_sub_epi32(a, b); }
-inline Bits TimesPowerOfTwo(Bits x, int power) { return _mm256_slli_epi32(x, power); }
+inline Bits DividedByPowerOfTwo(Bits x, int power) { return _mm256_srai_epi32(x, power); }
 inline Bits AddIntegers(Bits a, Bits b) { return _mm256_add_epi32(a, b); }
 inline Bits TimesIntegers(Bits a, Bits b) { return _mm256_mullo_epi32(a, b); }
 inline Bits PlusBytes(Bits x, const int8_t* p) {
@@ -134,7 +125,6 @@ inline Bits LowHalves(Bits x) { return _mm256_and_si256(x, AllBytes(15)); }
 inline Bits HighHalves(Bits x) { return LowHalves(_mm256_srli_epi16(x, 4)); }
 inline Bits EvenBytes(Bits x) { return _mm256_and_si256(x, _mm256_set1_epi16(255)); }
 inline Bits OddBytes(Bits x) { return _mm256_srli_epi16(x, 8); }
-inline Bits LoadBytes(const int8_t* p, int) { return LoadBits(p); }
 
 inline void StoreBytes(Floats x, int8_t* to) {
   const Bits words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x), Bits{}), 0xd8);

@@ -29,7 +29,7 @@ from pallas_kernels.target import processor_flags, processor_maker
 PAGED_ATTENTION, ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_rows_product"
 GROUPED_PRODUCT = "jaxsgl_grouped_product"
 INT8_PRODUCT, GROUPED_INT8_PRODUCT = "jaxsgl_int8_product", "jaxsgl_grouped_int8_product"
-GROUPED_INT4_PRODUCT, GROUPED_KEPT_PRODUCT = "jaxsgl_grouped_int4_product", "jaxsgl_grouped_kept_product"
+GROUPED_PACKED_PRODUCT, GROUPED_KEPT_PRODUCT = "jaxsgl_grouped_packed_product", "jaxsgl_grouped_kept_product"
 ROW_SUMS = "jaxsgl_row_sums"
 AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps products from using AMX
 
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 COMMON = Part(("kernels.cc", "rows.cc"), (PAGED_ATTENTION, ROWS_PRODUCT, ROW_SUMS))
 GROUPED = Part(("grouped.cc",), (GROUPED_PRODUCT, GROUPED_KEPT_PRODUCT))
-INTEGERS = Part(("product_int8.cc",), (INT8_PRODUCT, GROUPED_INT8_PRODUCT, GROUPED_INT4_PRODUCT))
+INTEGERS = Part(("product_int8.cc",), (INT8_PRODUCT, GROUPED_INT8_PRODUCT, GROUPED_PACKED_PRODUCT))
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def has_pairs() -> bool:
 
 
 def multiplies_bytes() -> bool:
-    """Whether the kernels multiply int8 weights with rows rounded to 8 bits (AVX512-VNNI, AVX-VNNI)."""
+    """Whether the kernels multiply packed integers with rows rounded to 8 bits (AVX512-VNNI, AVX-VNNI)."""
     if load(INTEGERS) is not None:
         return False
     kernels = _kernels(INTEGERS)

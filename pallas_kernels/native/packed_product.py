@@ -1,4 +1,4 @@
-"""Rows times packed matrices in C++ (`product_int4.h`, `kept_weights.h`), for x86 processors.
+"""Rows times packed matrices in C++ (`product_packed.h`, `kept_weights.h`), for x86 processors.
 
 A plain product is a grouped one with one expert. A row's result depends neither on the other rows nor on their number.
 Called by models, and by `api` for experts.
@@ -26,7 +26,7 @@ def refuse(x: jax.Array, weights: PackedMatrix) -> str | None:
         return f"it takes float32 rows, not {x.dtype}"
     shape = weights.shape
     group = shape[-1] if weights.num_groups == 1 else weights.group
-    part = library.INTEGERS if weights.packing == packed.INT4 else library.GROUPED
+    part = library.INTEGERS if weights.packing in packed.SIDE_BY_SIDE else library.GROUPED
     return packed.refuse(weights.packing, shape, group) or library.load(part)
 
 
@@ -39,7 +39,7 @@ def product(
 ) -> jax.Array:
     """x `[T, in]` times weights `[out, in]`: float32 `[T, out]`; see `grouped_product`.
 
-    `activation`, of INT4 alone: as in `native.product.rows_product`.
+    `activation`, of integers alone: as in `native.product.rows_product`.
     """
     no_tokens, size = jnp.zeros(1, jnp.int32), jnp.full(1, x.shape[0], jnp.int32)
     of_one = jax.tree.map(lambda part: part[None], weights)
@@ -51,8 +51,9 @@ def grouped_product(
 ) -> jax.Array:
     """Each row times the weights `[E, out, in]` of its expert: float32 `[M, out]`.
 
-    With INT4 rows become integers of `row_bits`, as in `product.int8_product`. Other weights become `dtype`, rounded
-    once, and results are those with weights of that dtype.
+    With INT4 and INT8 blocks of a row (a group's inputs; if there is one group, 512 or with 8 bits 128) become integers
+    of `row_bits`: 16, where `library.multiplies_bytes` says so 8, or 32 (`product.in_two_words`); with INT8 they have 8.
+    Other weights become `dtype`, rounded once, and results are those with weights of that dtype.
     """
     return _call(x, groups.tokens, groups.sizes, groups.num_places, weights, of_tokens, dtype, row_bits)
 
@@ -68,7 +69,7 @@ def _call(
     row_bits: int,
     activation: str | None = None,
 ) -> jax.Array:
-    if weights.packing == packed.INT4 and row_bits == TWO_WORDS:
+    if weights.packing in packed.SIDE_BY_SIDE and row_bits == TWO_WORDS:
         assert activation is None, "a gate would be activated twice"
         block = weights.group if weights.num_groups > 1 else BLOCK_OF_WORDS
         return in_two_words(
@@ -77,16 +78,17 @@ def _call(
     shape = jax.ShapeDtypeStruct((num_places, weights.shape[-2] // (2 if activation else 1)), jnp.float32)
     parts = (x, tokens, sizes, weights.numbers, weights.scale)
     group = np.int64(weights.group)
-    if weights.packing == packed.INT4:
+    if weights.packing in packed.SIDE_BY_SIDE:
         zero = jnp.zeros((0, 0, 0), jnp.int8) if weights.zero is None else weights.zero
-        of_int4 = jax.ffi.ffi_call(library.GROUPED_INT4_PRODUCT, shape)
-        out: jax.Array = of_int4(
+        of_integers = jax.ffi.ffi_call(library.GROUPED_PACKED_PRODUCT, shape)
+        out: jax.Array = of_integers(
             *parts,
             zero,
             activation=activation or "",
             of_tokens=of_tokens,
             group=group,
             row_bits=np.int64(row_bits),
+            weight_bits=np.int64(packed.SIDE_BY_SIDE[weights.packing]),
         )
         return out
     assert activation is None, f"{weights.packing} has no gated product"

@@ -73,18 +73,15 @@ def int8_product(
 ) -> jax.Array:
     """x `[T, in]` times weights: numbers `[out, in]` int8 times scale `[out, G]`, one for each `group` inputs.
 
-    Returns float32 `[T, out]`. Blocks of x (a group's inputs; if G is 1, 512 or with 8 bits 128) become integers of
-    `row_bits`: 16, where `library.multiplies_bytes` says so 8, or 32 (`in_two_words`). Beyond that, each block's sum is
-    exact. `activation`: as in `rows_product`.
+    Returns float32 `[T, out]`. Blocks of x (a group's inputs; if G is 1, 512) become integers of `row_bits`:
+    16, or 32 (`in_two_words`). Beyond that, each block's sum is exact. `activation`: as in `rows_product`.
     """
     if row_bits == TWO_WORDS:
         assert activation is None, "a gate would be activated twice"
         block = group if scale.shape[1] > 1 else BLOCK_OF_WORDS
         return in_two_words(x, block, lambda words: int8_product(words, numbers, scale, group))
     call = jax.ffi.ffi_call(library.INT8_PRODUCT, _results(x, numbers.shape[0], activation))
-    out: jax.Array = call(
-        x, numbers, scale, activation=activation or "", group=np.int64(group), row_bits=np.int64(row_bits)
-    )
+    out: jax.Array = call(x, numbers, scale, activation=activation or "", group=np.int64(group))
     return out
 
 

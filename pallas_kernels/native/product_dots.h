@@ -1,12 +1,7 @@
-// Rows times int8 weights in tiles of 1 to 4 rows, registers along the inputs: as words, and few of them as bytes.
+// Rows times int8 weights in tiles of 1 to 4 rows, registers along the inputs, as integers of 16 bits.
 //
-// A register takes a row's inputs as they lie in memory, and its lanes are added up at the end of each block. `Form`
-// says what numbers a row of activations becomes:
-//   Number, kInputs              its integers; how many a register holds
-//   Pack(x, depth, to)           rounds a block, with zeros up to whole registers; returns its scale
-//   Weights(p, count)            a register of weights for Plus; zeros past the first `count`
-//   Plus(sum, weights, numbers)
-//   Excess(numbers, depth)       by how much Plus' sum over a block is too large
+// A register takes a row's inputs as they lie in memory, and its lanes are added up at the end of each block. The
+// largest number is 32767: a row is rounded less than to bfloat16.
 
 #pragma once
 
@@ -20,121 +15,78 @@
 namespace jaxsgl {
 namespace {
 
-// 16 bits, the largest number 32767: a row is rounded less than to bfloat16.
-struct Words {
-  using Number = int16_t;
-  static constexpr int kInputs = kPairs;
+// Rounds a block, in whole registers; returns its scale.
+inline float PackWords(const float* x, int depth, int16_t* to) {
+  const Rounding rounding = RoundingOf(x, depth, 32767);
+  for (int i = 0; i < depth; i += kPairs)
+    StoreIntegers(Times(Load(x + i), rounding.inverse), Times(Load(x + i + kLanes), rounding.inverse), to + i);
+  return rounding.scale;
+}
 
-  static float Pack(const float* x, int depth, int16_t* to) {
-    const Rounding rounding = RoundingOf(x, depth, 32767);
-    for (int i = 0; i < depth; i += kPairs)
-      StoreIntegers(Times(Load(x + i), rounding.inverse), Times(Load(x + i + kLanes), rounding.inverse), to + i);
-    return rounding.scale;
-  }
-  static Bits Weights(const int8_t* p, int) { return WidenBytes(p); }  // blocks are whole: multiples of 32
-  static Sums Plus(Sums sum, Bits weights, Bits numbers) { return PlusPairs(sum, weights, numbers); }
-  static int Excess(const int16_t*, int) { return 0; }
-};
-
-#ifdef JAXSGL_BYTES
-// 8 bits. The instruction takes one side without a sign: weights plus 128.
-struct Bytes {
-  using Number = int8_t;
-  static constexpr int kInputs = kFours;
-
-  static float Pack(const float* x, int depth, int8_t* to) {
-    const Rounding rounding = RoundingOf(x, depth, 127);
-    for (int i = 0; i < depth; i += kLanes) StoreBytes(Times(Load(x + i), rounding.inverse), to + i);
-    std::memset(to + depth, 0, -depth & (kInputs - 1));
-    return rounding.scale;
-  }
-  static Bits Weights(const int8_t* p, int count) { return Xor(LoadBytes(p, count), AllBytes(-128)); }
-  static Sums Plus(Sums sum, Bits weights, Bits numbers) { return PlusFours(sum, weights, numbers); }
-  static int Excess(const int8_t* numbers, int depth) {
-    int sum = 0;
-    for (int i = 0; i < depth; ++i) sum += numbers[i];
-    return 128 * sum;
-  }
-};
-#endif
-
-// Packed rows in tiles of T: integers [tiles, blocks, T, Width(depth)], and for each of [tiles, blocks, kLanes] a scale
-// and an excess, lane l's being those of row l % T.
-template <typename Form>
+// Packed rows in tiles of T: integers [tiles, blocks, T, depth], and for each of [tiles, blocks, kLanes] a scale, lane
+// l's being that of row l % T.
 struct Tokens {
-  typename Form::Number* integers;
+  int16_t* integers;
   float* scales;
-  int* excesses;
-
-  static int Width(int depth) { return (depth + Form::kInputs - 1) / Form::kInputs * Form::kInputs; }
-  static int64_t WidthOfRow(const Int8Product& p) {
-    return (p.blocks() - 1) * Width(int(p.block)) + Width(p.depth(p.blocks() - 1));
-  }
 
   // Where `tokens` rows lie, in tiles of T, from `begin` on.
   template <int T>
   static Tokens At(char* begin, const Int8Product& p, int64_t tokens) {
     const int64_t tiles = (tokens + T - 1) / T;
-    char* const scales = begin + tiles * T * WidthOfRow(p) * sizeof(typename Form::Number);
-    return {reinterpret_cast<typename Form::Number*>(begin), reinterpret_cast<float*>(scales),
-            reinterpret_cast<int*>(scales) + tiles * p.blocks() * kLanes};
+    return {reinterpret_cast<int16_t*>(begin),
+            reinterpret_cast<float*>(begin + tiles * T * p.in * sizeof(int16_t))};
   }
 
   template <int T>
   static int64_t NumBytes(const Int8Product& p, int64_t tokens) {
     const int64_t tiles = (tokens + T - 1) / T;
-    return tiles * (T * WidthOfRow(p) * sizeof(typename Form::Number) + 2 * p.blocks() * kLanes * sizeof(float));
+    return tiles * (T * p.in * sizeof(int16_t) + p.blocks() * kLanes * sizeof(float));
   }
 };
 
-template <typename Form, int T>
-void PackTokens(const Int8Product& p, int64_t first, int tokens, const Tokens<Form>& to) {
-  const int64_t width_of_row = to.WidthOfRow(p);
+template <int T>
+void PackTokens(const Int8Product& p, int64_t first, int tokens, const Tokens& to) {
   for (int tile = 0; tile * T < tokens; ++tile) {
     for (int64_t b = 0; b < p.blocks(); ++b) {
-      const int depth = p.depth(b), width = to.Width(depth);
-      auto* const integers = to.integers + tile * T * width_of_row + b * to.Width(int(p.block)) * T;
+      const int depth = p.depth(b);
+      int16_t* const integers = to.integers + tile * T * p.in + b * p.block * T;
       const int64_t lanes = (tile * p.blocks() + b) * kLanes;
       for (int t = 0; t < T; ++t) {
         float scale = 0;
         if (tile * T + t < tokens)
-          scale = Form::Pack(p.Row(first + tile * T + t) + b * p.block, depth, integers + t * width);
+          scale = PackWords(p.Row(first + tile * T + t) + b * p.block, depth, integers + t * depth);
         else
-          std::memset(integers + t * width, 0, width * sizeof(*integers));
-        const int excess = Form::Excess(integers + t * width, depth);
-        for (int lane = t; lane < kLanes; lane += T)
-          to.scales[lanes + lane] = scale, to.excesses[lanes + lane] = excess;
+          std::memset(integers + t * depth, 0, depth * sizeof(*integers));
+        for (int lane = t; lane < kLanes; lane += T) to.scales[lanes + lane] = scale;
       }
     }
   }
 }
 
-// Lane r * T + t: the sum of products of weight row r with token t, and its excess. Prefetches as many weights at `ahead`.
+// Lane r * T + t: the sum of products of weight row r with token t. Prefetches as many weights at `ahead`.
 // Not inlined: it's long, and there are two calls.
-template <typename Form, int T>
-[[gnu::noinline]] Bits Dots(const int8_t* weights, const int8_t* ahead, int64_t in, const typename Form::Number* tokens,
-                            int depth) {
+template <int T>
+[[gnu::noinline]] Bits Dots(const int8_t* weights, const int8_t* ahead, int64_t in, const int16_t* tokens, int depth) {
   constexpr int R = kLanes / T;
-  constexpr int kAhead = std::max(1, R * Form::kInputs / 64);  // lines that a step reads, and prefetches
-  const int width = Tokens<Form>::Width(depth);
+  constexpr int kAhead = std::max(1, R * kPairs / 64);  // lines that a step reads, and prefetches
   Sums sum[kLanes];
 #pragma GCC unroll 16
   for (int l = 0; l < kLanes; ++l) sum[l] = Sums{};
-  for (int i = 0; i < depth; i += Form::kInputs) {
-    const int line = i / Form::kInputs * kAhead;
+  for (int i = 0; i < depth; i += kPairs) {  // blocks are whole: multiples of 32
+    const int line = i / kPairs * kAhead;
 #pragma GCC unroll 16
     for (int j = 0; j < kAhead; ++j) PrefetchSoon(ahead + (line + j) * 64);
     Bits right[T];
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
-      right[t] = LoadBits(tokens + t * width + i);
+      right[t] = LoadBits(tokens + t * depth + i);
       asm("" : "+v"(right[t]));  // into a register: GCC would read it from memory R times
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Bits left = Form::Weights(weights + r * in + i, depth - i);
+      const Bits left = WidenBytes(weights + r * in + i);
 #pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) sum[r * T + t] = Form::Plus(sum[r * T + t], left, right[t]);
+      for (int t = 0; t < T; ++t) sum[r * T + t] = PlusPairs(sum[r * T + t], left, right[t]);
     }
   }
   Bits bits[kLanes];
@@ -146,31 +98,29 @@ template <typename Form, int T>
 constexpr int kMostInTiles = 64;  // rows that are packed at a time
 
 // Multiplies weight rows begin .. begin + kRows - 1 with packed rows, into y.
-template <typename Form, int T>
-void MultiplyTiles(const Int8Product& p, int64_t begin, int64_t first, int tokens, const Tokens<Form>& packed) {
+template <int T>
+void MultiplyTiles(const Int8Product& p, int64_t begin, int64_t first, int tokens, const Tokens& packed) {
   constexpr int R = kLanes / T, G = kRows / R;    // G groups of R weight rows
   alignas(64) float sums[kMostInTiles / T][G][kLanes];
   const int tiles = (tokens + T - 1) / T;
   std::memset(sums, 0, tiles * sizeof(sums[0]));
-  const int64_t width_of_row = packed.WidthOfRow(p);
   for (int64_t b = 0; b < p.blocks(); ++b) {
     const int depth = p.depth(b);
     alignas(64) float of_rows[G][kLanes];
     for (int g = 0; g < G; ++g)
       for (int l = 0; l < kLanes; ++l) of_rows[g][l] = p.ScaleOfBlock(begin + g * R + l / T, b);
     for (int tile = 0; tile < tiles; ++tile) {
-      const auto* const integers = packed.integers + tile * T * width_of_row + b * packed.Width(int(p.block)) * T;
+      const int16_t* const integers = packed.integers + tile * T * p.in + b * p.block * T;
       const int64_t lanes = (tile * p.blocks() + b) * kLanes;
       const Floats of_tokens = Load(packed.scales + lanes);
-      const Bits excess = LoadBits(packed.excesses + lanes);
       for (int g = 0; g < G; ++g) {
         const int8_t* const weights = p.weights + (begin + g * R) * p.in + b * p.block;
         // The first tile fetches the next rows, in the order of memory.
         const int8_t* const ahead =
             tile ? weights : p.weights + (begin + kRows) * p.in + b * p.block * kRows + g * R * depth;
-        const Bits dots = Dots<Form, T>(weights, ahead, p.in, integers, depth);
+        const Bits dots = Dots<T>(weights, ahead, p.in, integers, depth);
         const Floats scale = Times(of_tokens, Load(of_rows[g]));
-        Store(sums[tile][g], TimesPlus(scale, ToFloats(SubtractIntegers(dots, excess)), Load(sums[tile][g])));
+        Store(sums[tile][g], TimesPlus(scale, ToFloats(dots), Load(sums[tile][g])));
       }
     }
   }
@@ -194,7 +144,6 @@ void WithTile(int64_t tokens, const Function& f) {
 }
 
 // Rows in tiles. As pieces of a grouped product (grouped_product.h) are, but packed in `Parts`, by several threads.
-template <typename Form>
 struct PiecesOfTiles {
   using Product = Int8Product;
   static constexpr int64_t kRows = jaxsgl::kRows;
@@ -206,7 +155,7 @@ struct PiecesOfTiles {
   static int64_t PackedBytes(const Int8Product& p, int64_t first) {
     int64_t bytes = 0;
     const int64_t tokens = TokensFrom(p, first);
-    WithTile(tokens, [&](auto t) { bytes = Tokens<Form>::template NumBytes<t()>(p, tokens); });
+    WithTile(tokens, [&](auto t) { bytes = Tokens::NumBytes<t()>(p, tokens); });
     return bytes;
   }
 
@@ -215,15 +164,15 @@ struct PiecesOfTiles {
   static void PackPart(const Int8Product& p, int64_t first, int, char* packed) {
     const int tokens = int(TokensFrom(p, first));
     WithTile(tokens, [&](auto t) {
-      PackTokens<Form, t()>(p, first, tokens, Tokens<Form>::template At<t()>(packed, p, tokens));
+      PackTokens<t()>(p, first, tokens, Tokens::At<t()>(packed, p, tokens));
     });
   }
 
   static void Multiply(const Int8Product& p, int64_t first, int64_t begin, int64_t rows, char* packed) {
     const int tokens = int(TokensFrom(p, first));
     WithTile(tokens, [&](auto t) {
-      const auto at = Tokens<Form>::template At<t()>(packed, p, tokens);
-      for (int64_t row = begin; row < begin + rows; row += kRows) MultiplyTiles<Form, t()>(p, row, first, tokens, at);
+      const auto at = Tokens::At<t()>(packed, p, tokens);
+      for (int64_t row = begin; row < begin + rows; row += kRows) MultiplyTiles<t()>(p, row, first, tokens, at);
     });
   }
 };

@@ -67,8 +67,13 @@ struct OfExperts : Pieces {
 
 // To the first level of cache. Lines should follow each other: the processor then reads ahead by itself, and these find
 // them in the second level. In any other order they wait for memory in the few places that loads need, too.
-[[gnu::always_inline]] inline void PrefetchSoon(const int8_t* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+[[gnu::always_inline]] inline void PrefetchSoon(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+
+// Results that will be written.
+[[gnu::always_inline]] inline void PrefetchToWrite(const float* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_ET0);
 }
 
 // What makes a block of a row of activations integers up to `range`.

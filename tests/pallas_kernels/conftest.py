@@ -12,7 +12,7 @@ from pallas_kernels.target import processor_flags
 from tests.pallas_kernels.native_builds import PARTS, WHOLE, compile_library, compile_product, imitation
 from tests.pallas_kernels.native_cases import WAYS
 
-INTEGERS = ("INT8_PRODUCT", "GROUPED_INT8_PRODUCT", "GROUPED_INT4_PRODUCT")
+INTEGERS = ("INT8_PRODUCT", "GROUPED_INT8_PRODUCT", "GROUPED_PACKED_PRODUCT")
 
 
 @pytest.fixture(scope="session")

@@ -271,7 +271,7 @@ Call Product(Random& random, XLA_FFI_Handler* handler, const char* way) {
           {XLA_FFI_DataType_F32, {tokens, out}, std::vector<char>(4 * tokens * out)}};
 }
 
-Call Int8Product(Random& random, XLA_FFI_Handler* handler, int64_t row_bits) {
+Call Int8Product(Random& random, XLA_FFI_Handler* handler) {
   const int64_t tokens = OneOf(random, {1, 2, 3, 5, 8, 9, 17, 33, 49, 63, 64, 65, 130, 300});
   const int64_t group = 32 * OneOf(random, {1, 2, 4, 16}), in = 32 * (1 + Below(random, 40));
   const int64_t out = 16 * OneOf(random, {1, 2, 3, 17, 65}), groups = Below(random, 2) ? 1 : (in + group - 1) / group;
@@ -281,13 +281,12 @@ Call Int8Product(Random& random, XLA_FFI_Handler* handler, int64_t row_bits) {
           {MakeArray(XLA_FFI_DataType_F32, {tokens, in}, Floats(random, tokens * in)),
            MakeArray(XLA_FFI_DataType_S8, {rows, in}, Codes(random, rows * in)),
            MakeArray(XLA_FFI_DataType_F32, {rows, groups}, Floats(random, rows * groups))},
-          {{"activation", XLA_FFI_DataType_INVALID, 0, activation}, {"group", XLA_FFI_DataType_S64, group},
-           {"row_bits", XLA_FFI_DataType_S64, row_bits}},
+          {{"activation", XLA_FFI_DataType_INVALID, 0, activation}, {"group", XLA_FFI_DataType_S64, group}},
           {XLA_FFI_DataType_F32, {tokens, out}, std::vector<char>(4 * tokens * out)}};
 }
 
 // With one expert, or several of which some have no rows; with zeros or without.
-Call Int4Product(Random& random, XLA_FFI_Handler* handler, int64_t row_bits) {
+Call PackedProduct(Random& random, XLA_FFI_Handler* handler, int64_t row_bits, int64_t bits) {
   const int64_t experts = OneOf(random, {1, 1, 3}), group = 32 * OneOf(random, {1, 2, 4, 16}), in = 32 * (1 + Below(random, 40));
   const int64_t out = 32 * OneOf(random, {1, 2, 3, 9, 33}), groups = Below(random, 2) ? 1 : (in + group - 1) / group;
   std::vector<int> sizes(experts);
@@ -300,11 +299,12 @@ Call Int4Product(Random& random, XLA_FFI_Handler* handler, int64_t row_bits) {
           {MakeArray(XLA_FFI_DataType_F32, {places, in}, Floats(random, places * in)),
            MakeArray(XLA_FFI_DataType_S32, {1}, std::vector<int>(1)),
            MakeArray(XLA_FFI_DataType_S32, {experts}, sizes),
-           MakeArray(XLA_FFI_DataType_U8, {experts, rows / 16, 8 * in}, Codes(random, experts * rows * in / 2)),
-           MakeArray(XLA_FFI_DataType_F32, {experts, rows / 16, 16 * groups}, Floats(random, experts * rows * groups)),
+           MakeArray(XLA_FFI_DataType_U8, {experts, rows / 32, 4 * bits * in}, Codes(random, experts * rows * in * bits / 8)),
+           MakeArray(XLA_FFI_DataType_F32, {experts, rows / 32, 32 * groups}, Floats(random, experts * rows * groups)),
            MakeArray(XLA_FFI_DataType_S8, {zeros, 1, 1}, Codes(random, zeros))},
           {{"activation", XLA_FFI_DataType_INVALID, 0, activation}, {"group", XLA_FFI_DataType_S64, group},
-           {"of_tokens", XLA_FFI_DataType_PRED, 0}, {"row_bits", XLA_FFI_DataType_S64, row_bits}},
+           {"of_tokens", XLA_FFI_DataType_PRED, 0}, {"row_bits", XLA_FFI_DataType_S64, row_bits},
+           {"weight_bits", XLA_FFI_DataType_S64, bits}},
           {XLA_FFI_DataType_F32, {places, out}, std::vector<char>(4 * places * out)}};
 }
 
@@ -418,16 +418,17 @@ int main(int argc, char** argv) {
   {
     Pool few(2), more(5);
     for (int i = 0; i < count; ++i) {
-      for (const std::string kernel : {"rows_product", "grouped_kept_product", "paged_attention", "int8_product", "int8_product of bytes",
-                                       "grouped_int4_product", "grouped_int4_product of bytes", "row_sums"}) {
+      for (const std::string kernel : {"rows_product", "grouped_kept_product", "paged_attention", "int8_product",
+                                       "grouped_packed_product of words", "grouped_packed_product of bytes",
+                                       "grouped_packed_product of int8", "row_sums"}) {
         if (kernel != "rows_product" && kernel != "grouped_kept_product" && !std::strcmp(way, "tiles")) continue;
-        const bool of_bytes = kernel.find(" of bytes") != std::string::npos;
-        if (of_bytes && !multiplies_bytes()) continue;
+        const bool is_packed = kernel.rfind("grouped_packed_product", 0) == 0;
+        const bool of_words = kernel.find(" of words") != std::string::npos;
+        if (is_packed && !of_words && !multiplies_bytes()) continue;
         XLA_FFI_Handler* const handler = Load(library, kernel.substr(0, kernel.find(' ')).c_str());
         Call call = kernel == "paged_attention" ? Attention(random, handler, way)
-                    : kernel == "int8_product"  ? Int8Product(random, handler, 16)
-                    : kernel == "int8_product of bytes" ? Int8Product(random, handler, 8)
-                    : kernel == "grouped_int4_product" || of_bytes ? Int4Product(random, handler, of_bytes ? 8 : 16)
+                    : kernel == "int8_product"  ? Int8Product(random, handler)
+                    : is_packed ? PackedProduct(random, handler, of_words ? 16 : 8, kernel.find("int8") == std::string::npos ? 4 : 8)
                     : kernel == "grouped_kept_product" ? KeptProduct(random, handler, way)
                     : kernel == "row_sums"      ? RowSums(random, handler)
                                                 : Product(random, handler, way);

@@ -10,18 +10,11 @@ from pallas_kernels import group_by_expert, grouped_product
 from pallas_kernels.native import product
 from pallas_kernels.native.grouped_product import grouped_int8_product
 from pallas_kernels.native.product import refuse_int8
-from pallas_kernels.target import processor_flags
 from tests.grids import covering, daily
 from tests.pallas_kernels import native_cases
 
-VNNI = {"avx512_vnni", "avx_vnni"}
-# Rows of 16 and of 8 bits, in registers of two widths: how the library is compiled, and the bits.
-FORMS = [
-    *((way, 16) for way in native_cases.WAYS if way != "paired"),
-    *((way, 8) for way in ("widened", "narrow bytes") if VNNI & processor_flags()),
-]
-LARGEST, INPUTS_OF_BLOCK = {16: 32767, 8: 127}, {16: 512, 8: 128}
-ERROR = {16: 1e-3, 8: 5e-2}  # of a product's norm; an input 50 times as large as the others costs 8 bits much
+WAYS = [way for way in native_cases.WAYS if way != "paired"]  # in registers of two widths
+LARGEST, INPUTS_OF_BLOCK = {16: 32767, 8: 127}, {16: 512, 8: 128}  # of rows' integers, by their bits
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
@@ -29,7 +22,7 @@ NUM_ROWS = [1, 2, 3, 4, 5, 8, 9, 17, 33, 49, 64, 65, 130, 300]
 SHAPES = [(16, 32, 0), (48, 1056, 0), (1024, 256, 128), (32, 160, 64), (4112, 64, 32)]  # out, in, group (0: one scale)
 
 
-def int8_product(x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, group: int, row_bits: int) -> np.ndarray:
+def int8_product(x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, group: int, row_bits: int = 16) -> np.ndarray:
     out = product.int8_product(jnp.asarray(x), jnp.asarray(numbers), jnp.asarray(scale), group, row_bits)
     return np.asarray(out)
 
@@ -43,10 +36,18 @@ def inputs(num_rows: int, num_out: int, num_in: int, group: int) -> tuple[np.nda
     return x, numbers, rng.uniform(0.01, 0.1, (num_out, num_groups)).astype(np.float32)
 
 
-def by_definition(x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, group: int, row_bits: int) -> np.ndarray:
+def by_definition(
+    x: np.ndarray,
+    numbers: np.ndarray,
+    scale: np.ndarray,
+    group: int,
+    row_bits: int = 16,
+    zero: np.ndarray | None = None,
+) -> np.ndarray:
     """Blocks rounded to integers and summed exactly, then added up in float32 from the first to the last.
 
-    A fused multiplication and addition rounds once: float64 holds the product of two float32 numbers exactly.
+    Numbers less what stands for zero are summed. A fused multiplication and addition rounds once: float64 holds the
+    product of two float32 numbers exactly.
     """
     largest = np.float32(LARGEST[row_bits])
     block, out = group or INPUTS_OF_BLOCK[row_bits], np.zeros((len(x), len(numbers)), np.float32)
@@ -54,52 +55,53 @@ def by_definition(x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, group: 
         part = x[:, first : first + block]
         most = np.abs(part).max(1, keepdims=True)
         integers = np.rint(part * (largest / most)).astype(np.float64)  # sums of them are exact
-        dots = (integers @ numbers[:, first : first + block].astype(np.float64).T).astype(np.float32)
+        weights = numbers[:, first : first + block].astype(np.float64)
+        weights -= 0 if zero is None else zero[:, [b if group else 0]]
+        dots = (integers @ weights.T).astype(np.float32)
         factor = most / largest * (scale[:, b] if group else np.float32(1))
         out = (factor.astype(np.float64) * dots + out).astype(np.float32)
     return out if group else out * scale[:, 0]
 
 
+in_each_way = pytest.mark.parametrize("each_way", WAYS, indirect=True)
+
+
 @pytest.mark.parametrize(
-    ("each_way", "row_bits", "num_rows", "shape"),
-    [(*form, *case) for form, *case in covering(FORMS, daily(NUM_ROWS, every=2), SHAPES)],
+    ("each_way", "num_rows", "shape"),
+    covering(WAYS, daily(NUM_ROWS, every=2), SHAPES),
     indirect=["each_way"],
     ids=str,
 )
-def test_sums_of_blocks_are_exact(row_bits: int, num_rows: int, shape: tuple[int, int, int]) -> None:
+def test_sums_of_blocks_are_exact(num_rows: int, shape: tuple[int, int, int]) -> None:
     num_out, num_in, group = shape
     x, numbers, scale = inputs(num_rows, num_out, num_in, group)
-    out = int8_product(x, numbers, scale, group or num_in, row_bits)
-    np.testing.assert_array_equal(out, by_definition(x, numbers, scale, group, row_bits))
+    out = int8_product(x, numbers, scale, group or num_in)
+    np.testing.assert_array_equal(out, by_definition(x, numbers, scale, group))
     weights = numbers * (np.repeat(scale, group, 1)[:, :num_in] if group else scale).astype(np.float64)
     exact = x.astype(np.float64) @ weights.T
-    assert np.linalg.norm(out - exact) < ERROR[row_bits] * np.linalg.norm(exact)
+    assert np.linalg.norm(out - exact) < 1e-3 * np.linalg.norm(exact)
 
 
-in_each_form = pytest.mark.parametrize(("each_way", "row_bits"), FORMS, indirect=["each_way"], ids=str)
-
-
-@in_each_form
+@in_each_way
 @pytest.mark.parametrize("group", [0, 128])
-def test_a_row_comes_out_the_same_whatever_stands_beside_it(row_bits: int, group: int) -> None:
+def test_a_row_comes_out_the_same_whatever_stands_beside_it(group: int) -> None:
     x, numbers, scale = inputs(130, 128, 1024, group)
-    together = int8_product(x, numbers, scale, group or 1024, row_bits)
+    together = int8_product(x, numbers, scale, group or 1024)
     for count in (1, 2, 3, 8, 9, 16, 33, 65):
-        alone = int8_product(x[:count], numbers, scale, group or 1024, row_bits)
-        np.testing.assert_array_equal(alone, together[:count])
+        np.testing.assert_array_equal(int8_product(x[:count], numbers, scale, group or 1024), together[:count])
 
 
-@in_each_form
+@in_each_way
 @pytest.mark.parametrize("group", [0, 64])
-def test_a_gated_product_is_the_activation_of_the_gates_results_times_those_of_up(row_bits: int, group: int) -> None:
+def test_a_gated_product_is_the_activation_of_the_gates_results_times_those_of_up(group: int) -> None:
     x, numbers, scale = (jnp.asarray(each) for each in inputs(70, 2 * 80, 160, group))
     native_cases.assert_gates(
-        lambda rows, activation: product.int8_product(rows, numbers, scale, group or 160, row_bits, activation), x / 50
+        lambda rows, activation: product.int8_product(rows, numbers, scale, group or 160, 16, activation), x / 50
     )
 
 
-@in_each_form
-def test_rows_get_the_products_with_the_weights_of_their_experts(row_bits: int) -> None:
+@in_each_way
+def test_rows_get_the_products_with_the_weights_of_their_experts() -> None:
     rng = np.random.default_rng(0)
     x, numbers, _ = inputs(90, 3 * 48, 1056, 0)
     experts = rng.integers(0, 4, (90, 2))  # the last one is none
@@ -107,14 +109,9 @@ def test_rows_get_the_products_with_the_weights_of_their_experts(row_bits: int) 
     experts[:, 1] = np.where(np.arange(90) == 5, 2, 3)
     groups = group_by_expert(jnp.asarray(experts, jnp.int32), 3)
     weights = numbers.reshape(3, 48, 1056)
-    if row_bits == 16:
-        out = np.asarray(
-            grouped_product(jnp.asarray(x), groups, jnp.asarray(weights), of_tokens=True, backend="native")
-        )
-    else:
-        out = np.asarray(grouped_int8_product(jnp.asarray(x), groups, jnp.asarray(weights), True, row_bits))
+    out = np.asarray(grouped_product(jnp.asarray(x), groups, jnp.asarray(weights), of_tokens=True, backend="native"))
     ones = np.ones((48, 1), np.float32)
-    of_experts = [int8_product(x, weights[expert], ones, 1056, row_bits) for expert in range(3)] + [np.zeros((90, 48))]
+    of_experts = [int8_product(x, weights[expert], ones, 1056) for expert in range(3)] + [np.zeros((90, 48))]
     for (token, choice), expert in np.ndenumerate(experts):
         np.testing.assert_array_equal(out[groups.place_of[token, choice]], of_experts[expert][token])
 
@@ -136,15 +133,15 @@ def test_two_words_are_as_exact_as_float32(group: int) -> None:
     np.testing.assert_array_equal(of_expert, int8_product(x, numbers, ones, 1056, 32))
 
 
-@in_each_form
-def test_rows_of_zeros_nan_and_large_numbers_spoil_no_other(row_bits: int) -> None:
+@in_each_way
+def test_rows_of_zeros_nan_and_large_numbers_spoil_no_other() -> None:
     x, numbers, scale = inputs(20, 64, 512, 0)
-    plain = int8_product(x, numbers, scale, 512, row_bits)
+    plain = int8_product(x, numbers, scale, 512)
     x[3], x[4], x[5, 9], x[6] = np.nan, 0, np.inf, 1e30 * np.sign(x[6])
     numbers[0], scale[0] = -128, 1e-6
-    out = int8_product(x, numbers, scale, 512, row_bits)
+    out = int8_product(x, numbers, scale, 512)
     assert np.isnan(out[3]).all() and np.isnan(out[5]).all() and (out[4] == 0).all()
-    np.testing.assert_array_equal(out[6], by_definition(x[6:7], numbers, scale, 0, row_bits)[0])
+    np.testing.assert_array_equal(out[6], by_definition(x[6:7], numbers, scale, 0)[0])
     others = [0, 1, 2, *range(7, 20)]
     np.testing.assert_array_equal(out[others, 1:], plain[others, 1:])
 
