@@ -21,7 +21,7 @@ from jaxsgl.models.matrix import (
 )
 from jaxsgl.models.precision import gated_product, product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
-from pallas_kernels import KernelChoice, ScaledRows
+from pallas_kernels import KernelChoice, ScaledRows, packed
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.native import library as native_library
 from tests.pallas_kernels.lower_everything import on_a_device
@@ -57,6 +57,34 @@ def random_matrix(fmt: WeightFormat, seed: int = 0, out: tuple[int, int] = OUT) 
         weights[..., order] = columns
     zeros, columns_of = (None if array is None else jnp.asarray(array) for array in (zero, order))
     return Matrix(numbers, jnp.asarray(scale), zeros, columns_of, group), weights
+
+
+def packed_int8(matrix: Matrix) -> Matrix:
+    zero = None if matrix.zero is None else packed.pack_groups(matrix.zero)
+    numbers, scale = packed.pack_numbers(packed.INT8, matrix.numbers), packed.pack_groups(matrix.scale)
+    return replace(matrix, numbers=numbers, scale=scale, zero=zero, packing=packed.INT8, row_bits=8)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8 in groups with zeros, reordered"])
+def test_outputs_side_by_side_are_the_same_weights(name: str) -> None:
+    matrix, weights = random_matrix(FORMATS[name], out=(3, 64))
+    side_by_side = packed_int8(matrix)
+    assert side_by_side.shape == matrix.shape
+    np.testing.assert_array_equal(dequantized(side_by_side, jnp.float32), dequantized(matrix, jnp.float32))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, IN)), jnp.float32)
+    expected = np.einsum("td,god->tgo", np.asarray(x, np.float64), weights)
+    np.testing.assert_allclose(product(x, side_by_side), expected, atol=2e-2 * np.abs(expected).max())
+
+    def of_one(matrix: Matrix) -> Matrix:
+        zero = None if matrix.zero is None else matrix.zero[1]
+        return replace(matrix, numbers=matrix.numbers[1], scale=matrix.scale[1], zero=zero)
+
+    ids = jnp.asarray([63, 0, 33, 64])  # the last one is none, and clipped
+    for stack in (side_by_side, of_one(side_by_side)):
+        same = matrix if stack is side_by_side else of_one(matrix)
+        rows = np.asarray(dequantized(stack.rows(ids), jnp.float32))
+        clipped = np.clip(ids, 0, len(same.numbers) - 1)
+        np.testing.assert_array_equal(rows, np.asarray(dequantized(same, jnp.float32))[clipped])
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
@@ -137,12 +165,11 @@ def test_a_cpu_rounds_rows_for_integers_where_the_format_says_so() -> None:
         pytest.skip("the processor has no products of bytes, or there are no kernels")
     x = jnp.asarray(np.random.default_rng(1).standard_normal((5, IN)), jnp.float32)
     for fmt in (WeightFormat("load", "int8"), WeightFormat("awq", "int4", group=32)):
-        plain, weights = random_matrix(fmt.on_cpu("bfloat16"))
-        plain = replace(plain, numbers=jnp.repeat(plain.numbers, 2, 1), scale=jnp.repeat(plain.scale, 2, 1))
-        expected = np.einsum("td,nod->tno", np.asarray(x, np.float64), np.repeat(weights, 2, 1))
+        plain, weights = random_matrix(fmt.on_cpu("bfloat16"), out=(3, 32))
+        expected = np.einsum("td,nod->tno", np.asarray(x, np.float64), weights)
         off = [
-            np.linalg.norm(np.asarray(product(x, replace(plain, row_bits=bits))) - expected) / np.linalg.norm(expected)
-            for bits in (32, 16, 8)
+            np.linalg.norm(np.asarray(product(x, matrix)) - expected) / np.linalg.norm(expected)
+            for matrix in (replace(plain, row_bits=32), plain, packed_int8(plain))
         ]
         assert off[0] < 5e-7 and 5e-6 < off[1] < 1e-4 and 1e-3 < off[2] < 2e-2, off
 

@@ -275,7 +275,8 @@ def test_a_cpu_rounds_rows_unless_weights_alone_are_to_be_quantized_or_all_is_ex
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, weight_only: bool, multiplies: bool, bits: int
 ) -> None:
     monkeypatch.setattr(native_library, "multiplies_bytes", lambda: multiplies)
-    arch = replace(read(tmp_path, num_key_value_heads=2, **QWEN3_MOE), weight_format=weight_format("int8", None))
+    sizes = {**QWEN3_MOE, "num_key_value_heads": 2, "moe_intermediate_size": 64}
+    arch = replace(read(tmp_path, **sizes), weight_format=weight_format("int8", None))
     dtype = jnp.dtype(name)
     _, params = abstract_model(as_kept(arch, dtype, "cpu", 1, weight_only=weight_only), dtype)
     for path in (("mlp", "down"), ("attention", "o")):
