@@ -2,8 +2,8 @@
 
 `INT4` and `INT8`: 32 outputs side by side. A matrix `[..., O, I]` becomes bytes `[..., O / 32, B * I]`, B the bytes of
 32 numbers: 128 bytes for eight or four inputs, in which bytes 4 o .. 4 o + 3 are output o's. INT4's numbers plus 8 of
-inputs 0 to 3 stand in the low halves, those of 4 to 7 in the high ones; INT8's are a byte each, plus 128. What groups of
-inputs share, `[..., O, G]`, becomes `[..., O / 32, 32 * G]`, 32 outputs of a group side by side.
+inputs 0 to 3 stand in the low halves, those of 4 to 7 in the high ones; INT8's, plus 128, are a byte each. What groups
+of inputs share, `[..., O, G]`, becomes `[..., O / 32, 32 * G]`, 32 outputs of a group side by side.
 
 `MXFP4`: as checkpoints store it (OCP Microscaling formats 1.0), bytes `[..., O, I / 2]`, the first of two numbers in
 the low half, with a byte s for each 32 inputs that stands for 2 ** (s - 127).

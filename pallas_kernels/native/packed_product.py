@@ -51,9 +51,9 @@ def grouped_product(
 ) -> jax.Array:
     """Each row times the weights `[E, out, in]` of its expert: float32 `[M, out]`.
 
-    With INT4 and INT8 blocks of a row (a group's inputs; if there is one group, 512 or with 8 bits 128) become integers
-    of `row_bits`: 16, where `library.multiplies_bytes` says so 8, or 32 (`product.in_two_words`); with INT8 they have 8.
-    Other weights become `dtype`, rounded once, and results are those with weights of that dtype.
+    With INT4 blocks of a row (a group's inputs; if there is one group, 512 or with 8 bits 128) become integers of
+    `row_bits`: 16, where `library.multiplies_bytes` says so 8, or 32 (`product.in_two_words`); with INT8 of 8. Other
+    weights become `dtype`, rounded once, and results are those with weights of that dtype.
     """
     return _call(x, groups.tokens, groups.sizes, groups.num_places, weights, of_tokens, dtype, row_bits)
 
