@@ -11,18 +11,21 @@ import numpy as np
 import pytest
 from bench.figures.products import forms
 
+from pallas_kernels import packed
 from tests.scripts.running import run_script
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_all_forms_give_the_product(rows: int, dtype: jnp.dtype) -> None:
     keys = jax.random.split(jax.random.key(0))
-    x, weights = jax.random.normal(keys[0], (rows, 64)), (9 * jax.random.normal(keys[1], (48, 64))).astype(dtype)
-    rounded = x if dtype == jnp.int8 else x.astype(dtype)
+    numbers = jnp.int8 if dtype == jnp.uint8 else dtype
+    x, weights = jax.random.normal(keys[0], (rows, 64)), (9 * jax.random.normal(keys[1], (64, 64))).astype(numbers)
+    rounded = x if numbers == jnp.int8 else x.astype(dtype)
     right = np.asarray(rounded, np.float64) @ np.asarray(weights, np.float64).T
+    weights = packed.pack_numbers(packed.INT8, weights) if dtype == jnp.uint8 else weights
     found = forms(x, weights)
-    assert len(found) > 1 or dtype == jnp.int8  # it may have no kernel here
+    assert len(found) > 1 or numbers == jnp.int8  # it may have no kernel here
     errors = {"into bfloat16": 1e-2, "rows of 16 bits": 1e-3, "rows of 8 bits": 2e-2}
     for name, form in found.items():
         rounding = next((error for end, error in errors.items() if name.endswith(end)), 1e-6)

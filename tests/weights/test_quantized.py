@@ -24,6 +24,7 @@ from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.matrix import dequantized
 from jaxsgl.models.quantization import FORMATS_AT_LOAD, WeightFormat, weight_format
 from jaxsgl.weights import as_stored, load_params, random_params
+from pallas_kernels.native import library as native_library
 from pallas_kernels.packed import FLOAT8
 from tests.checkpoints import HYBRID_KINDS, make_checkpoint
 from tests.grids import count, daily
@@ -166,35 +167,39 @@ def test_one_scale_of_a_tensor_goes_by_the_name_of_scales_of_blocks_too(tmp_path
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
-# Not what has blocks of 40 by 48, 8 bits of integers, or a layer's float8 with one scale.
+# By the bits of rows: not what has blocks of 40 by 48, int8 for rows of 16 bits, or a layer's float8 with one scale.
 PACKINGS = {
-    "gptq desc_act": "int4",
-    "awq": "int4",
-    "compressed-tensors int4 asymmetric": "int4",
-    "compressed-tensors mxfp4": "mxfp4",
-    "auto-round 3 bits": "int4",
-    "fp8 per tensor": "",
-    "fp8 in blocks": "",
-    "compressed-tensors int8": "",
+    ("gptq desc_act", 16): "int4",
+    ("compressed-tensors int8", 8): "int8",
+    ("awq", 16): "int4",
+    ("gptq 8 bits", 8): "int8",
+    ("compressed-tensors int4 asymmetric", 16): "int4",
+    ("compressed-tensors mxfp4", 16): "mxfp4",
+    ("auto-round 3 bits", 16): "int4",
+    ("fp8 per tensor", 16): "",
+    ("fp8 in blocks", 16): "",
+    ("compressed-tensors int8", 16): "",
 }
 
 
-@pytest.mark.parametrize("name", daily(list(PACKINGS), every=3))
-def test_a_cpu_packs_what_its_kernels_take_without_loss(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "row_bits"), daily(list(PACKINGS), every=3))
+def test_a_cpu_packs_what_its_kernels_take_without_loss(name: str, row_bits: int, tmp_path: Path) -> None:
+    if row_bits == 8 and not native_library.multiplies_bytes():
+        pytest.skip("the processor has no products of bytes, or there are no kernels")
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
     folder = quantize_folder(make_checkpoint("qwen3", tmp_path / "plain", **sizes), tmp_path / "stored", name)
     arch, plain = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant")
     assert arch.weight_format is not None
-    arch = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=True))
+    arch = replace(arch, weight_format=arch.weight_format.on_cpu("float32", row_bits=row_bits, packs=True))
     dtype = jnp.dtype("float32")
     stored, meant = load_params(folder, arch, dtype, mesh_of()), load_params(folder / "meant", plain, dtype, mesh_of())
     for found, expected in zip(matrices(arch, stored), matrices(plain, meant), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
     formats = [param.get_metadata().get("format") for _, param in nnx.to_flat_state(abstract_model(arch, dtype)[1])]
     packings = {fmt.packing for fmt in formats if fmt is not None}
-    assert packings == {PACKINGS[name]}
+    assert packings == {PACKINGS[name, row_bits]}
     logits, expected = plain_logits(arch, stored, TOKENS), checkpoint_logits(folder / "meant", TOKENS)
-    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+    assert np.linalg.norm(logits - expected) < {8: 5e-2, 16: 1e-3}[row_bits] * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize(("name", "on_cpu"), daily(list(itertools.product(FORMATS, [None, "float32"])), every=5))

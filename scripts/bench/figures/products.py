@@ -7,9 +7,9 @@
 `x [rows, in]` times weights `[out, in]`, as checkpoints store them. "weights first" passes the weights to XLA's library
 as the left operand; "into" is the format of the result, by default float32; "native" is the C++ of pallas_kernels, in
 each way that the processor supports; the engine takes the fastest one (docs/kernels/native.md). Rows of 16 bits are
-those of --weight-only. Each program
-multiplies by several weights, together far larger than caches, as a model's layers do. Programs take turns, other
-memory is written between them, and the fastest repeat counts.
+those of --weight-only, those of 8 bits meet packed weights. Each program multiplies by several weights, together far
+larger than caches, as a model's layers do. Programs take turns, other memory is written between them, and the fastest
+repeat counts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ import jax.numpy as jnp
 from bench.kernels.runners import JaxRunner, Prepared, time_in_turns
 from bench.output import figure_parser, write_figures
 from jaxsgl.models.precision import weights_first
+from pallas_kernels import packed
+from pallas_kernels.native import packed_product
 from pallas_kernels.native import product as native
 from pallas_kernels.native.library import has_pairs, multiplies_bytes, refuse_tiles
+from pallas_kernels.packed import PackedMatrix
 
 _WEIGHT_BYTES = 1 << 28
 _MOST_LAYERS = 16
@@ -63,6 +66,8 @@ def forms(x: jax.Array, weights: jax.Array) -> dict[str, Callable[[jax.Array, ja
     name = weights.dtype.name
     if weights.dtype == jnp.int8:
         return _forms_of_int8(x, weights)
+    if weights.dtype == jnp.uint8:
+        return _forms_of_packed(x, weights)
 
     def as_is(x: jax.Array, weights: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
         return jnp.einsum("td,nd->tn", x.astype(weights.dtype), weights, preferred_element_type=dtype)
@@ -84,22 +89,36 @@ def _forms_of_int8(x: jax.Array, numbers: jax.Array) -> dict[str, Callable[[jax.
     if native.refuse_int8(x, numbers, scale, num_in) is not None:
         return {}
 
-    def multiply(x: jax.Array, numbers: jax.Array, row_bits: int) -> jax.Array:
-        return native.int8_product(x, numbers, scale, num_in, row_bits)
+    def multiply(x: jax.Array, numbers: jax.Array) -> jax.Array:
+        return native.int8_product(x, numbers, scale, num_in)
 
-    all_bits = (16, 8) if multiplies_bytes() else (16,)
-    return {f"int8, native, rows of {bits} bits": functools.partial(multiply, row_bits=bits) for bits in all_bits}
+    return {"int8, native, rows of 16 bits": multiply}
+
+
+def _forms_of_packed(x: jax.Array, weights: jax.Array) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
+    """Of int8 weights, 32 outputs side by side."""
+    num_in = x.shape[1]
+
+    def matrix(weights: jax.Array) -> PackedMatrix:
+        return PackedMatrix(weights, jnp.ones((len(weights), packed.SIDE)), None, num_in, packed.INT8)
+
+    def multiply(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return packed_product.product(x, matrix(weights), row_bits=8)
+
+    if not multiplies_bytes() or packed_product.refuse(x, matrix(weights)) is not None:
+        return {}
+    return {"int8, native, rows of 8 bits": multiply}
 
 
 def measure(num_rows: int, num_out: int, num_in: int, repeats: int) -> list[dict[str, Any]]:
     """Times all forms of one product, in turns."""
     runners = {}
-    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
+    is_packed = packed.refuse(packed.INT8, (num_out, num_in), num_in) is None
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, *[jnp.uint8] * is_packed):
         num_bytes = num_out * num_in * jnp.dtype(dtype).itemsize
         keys = jax.random.split(jax.random.key(0), min(_MOST_LAYERS, max(2, _WEIGHT_BYTES // num_bytes)))
         x = jax.random.normal(keys[0], (num_rows, num_in))
-        spread = 40 if dtype == jnp.int8 else 1
-        own = [(x, (spread * jax.random.normal(key, (num_out, num_in))).astype(dtype)) for key in keys]
+        own = [(x, _weights(key, num_out, num_in, dtype)) for key in keys]
         for name, form in forms(*own[0]).items():
             runners[name] = (JaxRunner(Prepared.of(form, own)), num_bytes)
     timings = time_in_turns({name: runner for name, (runner, _) in runners.items()}, repeats)
@@ -114,6 +133,13 @@ def measure(num_rows: int, num_out: int, num_in: int, repeats: int) -> list[dict
         }
         for name, timing in timings.items()
     ]
+
+
+def _weights(key: jax.Array, num_out: int, num_in: int, dtype: Any) -> jax.Array:
+    """Random ones; of uint8 they are packed int8."""
+    if dtype == jnp.uint8:
+        return jax.random.bits(key, packed.part_shape(packed.INT8, "numbers", (num_out, num_in)), dtype)
+    return ((40 if dtype == jnp.int8 else 1) * jax.random.normal(key, (num_out, num_in))).astype(dtype)
 
 
 def line(row: dict[str, Any]) -> str:
