@@ -422,6 +422,22 @@ def test_experts_in_mxfp4_stay_so_where_kernels_take_them(tmp_path: Path) -> Non
         assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 
 
+def test_experts_of_int8_in_groups_stay_so_where_kernels_take_them(tmp_path: Path) -> None:
+    if not native_library.multiplies_bytes():
+        pytest.skip("the processor has no products of bytes, or there are no kernels")
+    plain = make_checkpoint("qwen3_moe", tmp_path / "plain", moe_intermediate_size=64, intermediate_size=96)
+    folder = quantize_folder(plain, tmp_path / "stored", "gptq 8 bits")
+    arch = ModelArch.from_folder(folder)
+    assert arch.weight_format is not None
+    expected = checkpoint_logits(folder / "meant", TOKENS)
+    for row_bits in (8, 16):
+        kept = replace(arch, weight_format=arch.weight_format.on_cpu("float32", row_bits=row_bits, packs=True))
+        params: Any = load_params(folder, kept, jnp.dtype("float32"), mesh_of())
+        assert params["layers"][0]["mlp"]["down"].dtype == (jnp.uint8 if row_bits == 8 else jnp.float32)
+        logits = plain_logits(kept, params, TOKENS)
+        assert np.linalg.norm(logits - expected) < {8: 5e-2, 16: 1e-3}[row_bits] * np.linalg.norm(expected)
+
+
 def test_a_quantized_model_that_sees_images_keeps_its_tower(tmp_path: Path) -> None:
     """As Qwen's own are published: the decoder in blocks of FP8, each module of the tower an exception."""
     make_model(tmp_path / "plain")
