@@ -287,7 +287,7 @@ struct PiecesOfPacked {
       for (int64_t b = 0; b < p.blocks(); ++b) {
         auto* const integers = to.integers + t * to.width + b * p.block;
         to.scales[b * to.rows + t] = Form::Pack(p.Row(first + t) + b * p.block, p.depth(b), integers);
-        to.begins[b * to.rows + t] = -(Form::Total(integers, p.depth(b)) << Kind::kMiddle);
+        to.begins[b * to.rows + t] = -Form::Total(integers, p.depth(b)) * (1 << Kind::kMiddle);
       }
     }
     if (part > 0) return;
