@@ -309,12 +309,12 @@ struct PiecesOfPacked {
   }
 
  private:
-  // Calls `work` with `count` as a constant, or with one more, which saves the time of compiling some.
+  // Calls `work` with `count` as a constant; with one more if it is odd, which saves the time of compiling these.
   template <int T, typename Work>
   static void WithTileOf(int count, const Work& work) {
     if constexpr (T < kMostTile)
-      if (T == 5 || T == 7 || T < count) return WithTileOf<T + 1>(count, work);
-    if constexpr (T != 5 && T != 7) work(std::integral_constant<int, T>());
+      if (T < count) return WithTileOf<T == 1 ? 2 : T + 2>(count, work);
+    work(std::integral_constant<int, T>());
   }
 };
 
