@@ -107,9 +107,8 @@ def refuse(packing: str, shape: tuple[int, ...], group: int, parts: int = 1) -> 
     steps = (OUT_STEPS[packing] * parts, IN_STEP * parts)
     if num_out % steps[0] or num_in % steps[1]:
         return f"the weights are {(num_out, num_in)}; {packing} takes multiples of {steps}"
-    most = MOST_IN_GROUP if packing in SIDE_BY_SIDE else group
-    if group < num_in and (group % IN_STEP or group > most):
-        return f"groups have {group} inputs; {packing} takes multiples of {IN_STEP} up to {most}"
+    if group < num_in and (group % IN_STEP or (packing in SIDE_BY_SIDE and group > MOST_IN_GROUP)):
+        return f"groups have {group} inputs; {packing} takes multiples of {IN_STEP}, integers up to {MOST_IN_GROUP}"
     return None
 
 
