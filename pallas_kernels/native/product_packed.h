@@ -254,9 +254,9 @@ template <typename Kind, typename Form, int T>
       if (zeros) zeros += kSide;
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < T && r < count; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 1
+  for (int r = 0; r < count; ++r) {
+#pragma GCC unroll 1
     for (int n = 0; n < N; ++n) {
       const Floats sum = Load(sums[r][n]);
       p.Put(y + r * out + n * kLanes, groups == 1 ? Times(sum, Load(of_group + n * kLanes)) : sum);
