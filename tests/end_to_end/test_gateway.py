@@ -11,7 +11,7 @@ import json
 import signal
 import socket
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,12 @@ GATEWAY_FLAGS = (
     "--retry-initial-backoff-ms", "250",
     # By default some requests go to workers that know few prefixes, wherever the request's prefix is.
     "--worker-warmup-secs", "0", "--worker-warmup-divert-every", "0",
+    # By default a worker that has a prefix gets 64 requests at once before another one gets any.
+    "--balance-abs-threshold", "2", "--balance-rel-threshold", "1.1",
 )  # fmt: skip
 STORY = "Tell me a story about a fox."
 LONG = 1900  # tokens, nearly as many as the context has: a request whose client left should not end by itself
 SHORT = 200
-LOAD = 800
 
 
 class Fleet:
@@ -267,13 +268,13 @@ def test_loads_of_all_workers_are_reported(fleet: Fleet) -> None:
     assert all(load["max_running_requests"] == 8 for load in wait_for(loads, "loads of all workers"))
 
 
-def outcome_of(fleet: Fleet, number: int, tokens: int = SHORT) -> str:
+def outcome_of(fleet: Fleet, number: int) -> str:
     """`done`, `broken stream`, or the error; it always returns. Requests with an odd number are streamed."""
-    request = {**user(f"{number}. {STORY}"), "max_tokens": tokens, "extra_body": {"ignore_eos": True}}
+    request = {**user(f"{number}. {STORY}"), "max_tokens": SHORT, "extra_body": {"ignore_eos": True}}
     try:
         if number % 2 == 0:
             answer = fleet.client.chat.completions.create(**request)
-            return "done" if answer.usage and answer.usage.completion_tokens == tokens else "short"
+            return "done" if answer.usage and answer.usage.completion_tokens == SHORT else "short"
         chunks = [chunk for chunk in fleet.client.chat.completions.create(**request, stream=True) if chunk.choices]
         return "done" if chunks[-1].choices[0].finish_reason == "length" else "short"
     except openai.APITimeoutError:
@@ -284,21 +285,25 @@ def outcome_of(fleet: Fleet, number: int, tokens: int = SHORT) -> str:
 
 def test_a_worker_that_is_killed_costs_no_more_than_its_open_streams(fleet: Fleet) -> None:
     """Under load nothing hangs, whole answers come from the other worker, new requests succeed; it may come back."""
-    survivor, victim = fleet.workers
-    with ThreadPoolExecutor(40) as threads:
-        outcomes: list[Future[str]] = []
-        while min(survivor.running, victim.running) < 2:
-            assert len(outcomes) < 200, "one worker gets nearly everything"
-            # Several at once, and longer ones, so that some still run when the test looks again: if each had ended
-            # before the next one came, the gateway would see two idle workers, and take the first.
-            outcomes += [threads.submit(outcome_of, fleet, len(outcomes) + number, LOAD) for number in range(8)]
+    with (
+        fleet.client.chat.completions.create(**endless(STORY), stream=True) as stream,
+        ThreadPoolExecutor(24) as threads,
+    ):
+        chunks = iter(stream)
+        next(chunks)
+        victim = only_running(fleet)
+        place = fleet.workers.index(victim)
+        outcomes = [threads.submit(outcome_of, fleet, number) for number in range(24)]
+        next(as_completed(outcomes))  # the others are under way
         victim.server.process.kill()
         assert {outcome.result() for outcome in outcomes[::2]} == {"done"}
         assert {outcome.result() for outcome in outcomes[1::2]} <= {"done", "broken stream"}
+        with pytest.raises(openai.APIError):
+            list(chunks)
     assert {outcome_of(fleet, number) for number in range(100, 102)} == {"done"}
-    wait_for(lambda: fleet.gateway.healthy() == [survivor.address], "verdict on the dead worker")
+    wait_for(lambda: fleet.gateway.healthy() == [fleet.workers[1 - place].address], "verdict on the dead worker")
 
-    fleet.workers[1] = back = fleet.start_worker(1)
+    fleet.workers[place] = back = fleet.start_worker(place)
     fleet.wait_until_all_are_healthy()
     renewed = ("smg_kv_event_resyncs_total", back.address, "out_of_range")
     wait_for(lambda: fleet.gateway.count(*renewed) == 1, "end of the belief in the old cache")
