@@ -39,6 +39,9 @@ ATTENTION = {"gpu": ("mosaic_gpu", "triton")}
 INTERPRETED = ("triton", "mosaic_gpu")
 # Processes that check what is right, side by side; most of their time is Python's and compilers'.
 AT_ONCE = max(1, min(12, num_cores() * 3 // 4))
+STARTS_AT_ONCE = max(
+    1, min(4, num_cores() // 4)
+)  # an engine compiles in several threads: 12 starts took 50 to 100 s each
 
 
 def main() -> int:
@@ -66,7 +69,9 @@ def main() -> int:
         attention = INTERPRETED if dry else ATTENTION.get(platform, ())
         if "ladder" in options.sections and attention:
             rungs = [rung for rung in ladder(attention, dry=dry) if re.search(options.rungs, rung.name)]
-            report.climb(rungs, at_once=2 if dry else AT_ONCE)
+            for is_start, most in ((False, AT_ONCE), (True, STARTS_AT_ONCE)):
+                some = [rung for rung in rungs if (rung.kind == "step") == is_start]
+                report.climb(some, at_once=2 if dry else most)
         every = sections(platform, work, parts=options.sections, dry=dry)
         report.run((each for each in every if each.part == "check"), at_once=AT_ONCE)
         report.run(each for each in every if each.part != "check")

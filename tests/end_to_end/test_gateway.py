@@ -38,8 +38,6 @@ GATEWAY_FLAGS = (
     "--retry-initial-backoff-ms", "250",
     # By default some requests go to workers that know few prefixes, wherever the request's prefix is.
     "--worker-warmup-secs", "0", "--worker-warmup-divert-every", "0",
-    # By default a worker that has a prefix gets 64 requests at once before another one gets any.
-    "--balance-abs-threshold", "2", "--balance-rel-threshold", "1.1",
 )  # fmt: skip
 STORY = "Tell me a story about a fox."
 LONG = 1900  # tokens, nearly as many as the context has: a request whose client left should not end by itself
