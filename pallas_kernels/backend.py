@@ -197,7 +197,7 @@ class QuantizedProduct(Protocol):
     """`quantized_product` on one backend."""
 
     def __call__(
-        self, x: jax.Array, weights: ScaledMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
+        self, x: jax.Array, weights: ScaledMatrix | PackedMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
     ) -> jax.Array:
         """x `[T, I]` times the weights: `[T, O]` in `dtype`; with `in_parts` it may be `[P, T, O]` float32, parts."""
         ...

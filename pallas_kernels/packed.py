@@ -1,4 +1,7 @@
-"""Matrices of small numbers as the C++ kernels take them: in memory as small as they are published.
+"""Matrices of small numbers as kernels take them: in memory as small as they are published.
+
+`FRAGMENTS`: for GPUs, int4 as `pallas_kernels.fragments` orders it: uint32 `[..., O / 16, 2 I]`. What groups share is
+float32, `[..., O / 16, 16 * G]`, 16 outputs of a group side by side. The others are for C++:
 
 `INT4` and `INT8`: 32 outputs side by side. A matrix `[..., O, I]` becomes bytes `[..., O / 32, B * I]`, B the bytes of
 32 numbers: 128 bytes for eight or four inputs, in which bytes 4 o .. 4 o + 3 are output o's. INT4's numbers plus 8 of
@@ -10,8 +13,8 @@ the low half, with a byte s for each 32 inputs that stands for 2 ** (s - 127).
 
 `FLOAT8`: float8_e4m3fn `[..., O, I]` with float32 scales.
 
-All have as many axes as a matrix that isn't packed, so a part of the outputs, 32 by 32, or of the inputs, is a part of
-an axis. Called by who loads weights, by models and by backends.
+All have as many axes as a matrix that isn't packed, so a part of the outputs, 32 by 32 (16 by 16 of fragments), or of
+the inputs, is a part of an axis. Called by who loads weights, by models and by backends.
 """
 
 import dataclasses
@@ -20,14 +23,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.scaled import widened
+from pallas_kernels import fragments
+from pallas_kernels.scaled import ScaledMatrix, widened
 
-INT4, INT8, MXFP4, FLOAT8 = "int4", "int8", "mxfp4", "float8"
-SIDE_BY_SIDE = {INT4: 4, INT8: 8}  # packings with outputs side by side, and the bits of a number
-SIDE = 32  # outputs side by side
-OUT_STEPS = {INT4: SIDE, INT8: SIDE, MXFP4: 16, FLOAT8: 16}  # packed matrices have multiples of these
+INT4, INT8, MXFP4, FLOAT8, FRAGMENTS = "int4", "int8", "mxfp4", "float8", "int4_fragments"
+SIDE_BY_SIDE = {INT4: 4, INT8: 8}  # packings in C++ with outputs side by side, and the bits of a number
+SIDE = 32  # outputs side by side in C++
+SIDES = {INT4: SIDE, INT8: SIDE, FRAGMENTS: fragments.OUTPUTS}
+OUT_STEPS = {**SIDES, MXFP4: 16, FLOAT8: 16}  # packed matrices have multiples of these
 IN_STEP = 32
-MOST_IN_GROUP = 512  # of outputs side by side
+MOST_IN_GROUP = 512  # of outputs side by side in C++
 MXFP4_GROUP = 32
 MXFP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1 numbers by their codes
 MXFP4_BIAS = 127
@@ -41,7 +46,7 @@ class PackedMatrix:
     numbers: jax.Array
     scale: jax.Array
     zero: jax.Array | None
-    """Of outputs side by side, int8 as `scale`; or None for 0."""
+    """Of outputs side by side, as `scale`, int8 in C++; or None for 0."""
     group: int = dataclasses.field(metadata={"static": True})
     """How many inputs share a scale; the last group may be cut."""
     packing: str = dataclasses.field(metadata={"static": True})
@@ -54,7 +59,7 @@ class PackedMatrix:
     @property
     def num_groups(self) -> int:
         """G."""
-        return self.scale.shape[-1] // (SIDE if self.packing in SIDE_BY_SIDE else 1)
+        return self.scale.shape[-1] // SIDES.get(self.packing, 1)
 
     def stacked(self, lead: int) -> "PackedMatrix":
         """The same with `lead` axes and one of outputs."""
@@ -71,15 +76,19 @@ class PackedMatrix:
 
     def unpacked(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Numbers `[..., O, I]` of a byte, scales `[..., O, G]` float32 and zeros `[..., O, G]` int8 or None."""
-        if self.packing in SIDE_BY_SIDE:
-            zero = None if self.zero is None else unpack_groups(self.zero)
-            return unpack_numbers(self.packing, self.numbers), unpack_groups(self.scale), zero
+        if self.packing in SIDES:
+            zero = None if self.zero is None else unpack_groups(self.packing, self.zero).astype(jnp.int8)
+            return unpack_numbers(self.packing, self.numbers), unpack_groups(self.packing, self.scale), zero
         if self.packing == FLOAT8:
             return self.numbers, self.scale, None
         codes = jnp.stack([self.numbers & 15, self.numbers >> 4], axis=-1).reshape(self.shape)
         exponents = jnp.where(self.scale > 1, self.scale - 1, 0).astype(jnp.int32)  # of a half, by float32's bias
         halves = jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
         return jnp.asarray(MXFP4_DOUBLED, jnp.int8)[codes.astype(jnp.int32)], halves, None
+
+    def as_scaled(self) -> ScaledMatrix:
+        """A single matrix with numbers of a byte."""
+        return ScaledMatrix(*self.unpacked(), self.group)
 
     def of_outputs(self, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """`unpacked` of the outputs `ids [T]`, clipped to them: `[T, I]`, `[T, G]`. Of a single matrix of INT8."""
@@ -98,16 +107,28 @@ class PackedMatrix:
         return widened(*self.unpacked(), self.group, dtype)
 
 
+def fragments_of(weights: ScaledMatrix) -> PackedMatrix:
+    """A matrix of int4 as `FRAGMENTS`."""
+    numbers, scale = pack_numbers(FRAGMENTS, weights.numbers), pack_groups(FRAGMENTS, weights.scale)
+    zero = None if weights.zero is None else pack_groups(FRAGMENTS, weights.zero)
+    return PackedMatrix(numbers, scale, zero, weights.group, FRAGMENTS)
+
+
 def refuse(packing: str, shape: tuple[int, ...], group: int, parts: int = 1) -> str | None:
     """Why a matrix `[..., O, I]` in groups of so many inputs can't be packed so, or None.
 
     So many devices may each have a part of its outputs or inputs.
     """
     num_out, num_in = shape[-2:]
-    steps = (OUT_STEPS[packing] * parts, IN_STEP * parts)
+    steps = (OUT_STEPS[packing] * parts, (fragments.INPUTS if packing == FRAGMENTS else IN_STEP) * parts)
     if num_out % steps[0] or num_in % steps[1]:
         return f"the weights are {(num_out, num_in)}; {packing} takes multiples of {steps}"
-    if group < num_in and (group % IN_STEP or (packing in SIDE_BY_SIDE and group > MOST_IN_GROUP)):
+    if packing == FRAGMENTS:
+        fits = group == num_in or group == fragments.HALF or group % fragments.INPUTS == 0
+        return (
+            None if fits else f"groups have {group} inputs; {packing} takes {fragments.HALF}, or {fragments.INPUTS} n"
+        )
+    if group < num_in and (group % IN_STEP or (packing in SIDES and group > MOST_IN_GROUP)):
         return f"groups have {group} inputs; {packing} takes multiples of {IN_STEP}, integers up to {MOST_IN_GROUP}"
     return None
 
@@ -117,21 +138,24 @@ def part_shape(packing: str, part: str, shape: tuple[int, ...]) -> tuple[int, ..
     if part == "order":
         return shape
     *lead, num_out, width = shape
-    if packing in SIDE_BY_SIDE:
-        return (*lead, num_out // SIDE, width * (_bytes_of_input(packing) if part == "numbers" else SIDE))
+    if packing in SIDES:
+        side = SIDES[packing]
+        return (*lead, num_out // side, width * (_width_of_input(packing) if part == "numbers" else side))
     return (*lead, num_out, width // 2) if packing == MXFP4 and part == "numbers" else shape
 
 
 def unpacked_shape(packing: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """`[..., O, I]` of the shape of packed numbers."""
     *lead, rows, width = shape
-    if packing in SIDE_BY_SIDE:
-        return (*lead, rows * SIDE, width // _bytes_of_input(packing))
+    if packing in SIDES:
+        return (*lead, rows * SIDES[packing], width // _width_of_input(packing))
     return (*lead, rows, width * 2) if packing == MXFP4 else shape
 
 
 def pack_numbers(packing: str, numbers: jax.Array) -> jax.Array:
-    """Numbers `[..., O, I]` of 4 or 8 bits, outputs side by side: uint8 `[..., O / 32, B * I]`."""
+    """Numbers `[..., O, I]` of 4 or 8 bits, outputs side by side: in C++ uint8 `[..., O / 32, B * I]`."""
+    if packing == FRAGMENTS:
+        return fragments.pack_numbers(numbers)
     *lead, num_out, num_in = numbers.shape
     bits = SIDE_BY_SIDE[packing]
     shape = (*lead, num_out // SIDE, SIDE, num_in * bits // 32, 8 // bits, 4)
@@ -143,27 +167,32 @@ def pack_numbers(packing: str, numbers: jax.Array) -> jax.Array:
 
 def unpack_numbers(packing: str, numbers: jax.Array) -> jax.Array:
     """What `pack_numbers` has packed, int8 `[..., O, I]`."""
+    if packing == FRAGMENTS:
+        return fragments.unpack_numbers(numbers)
     *lead, strips, width = numbers.shape
     lines = numbers.reshape(*lead, strips, width // (4 * SIDE), SIDE, 1, 4)
     fours = lines if packing == INT8 else jnp.concatenate([lines & 15, lines >> 4], axis=-2)
-    outputs = jnp.moveaxis(fours, -4, -3).reshape(*lead, strips * SIDE, width // _bytes_of_input(packing))
+    outputs = jnp.moveaxis(fours, -4, -3).reshape(*lead, strips * SIDE, width // _width_of_input(packing))
     return (outputs - (1 << SIDE_BY_SIDE[packing] - 1)).astype(jnp.int8)
 
 
-def _bytes_of_input(packing: str) -> int:
-    """Those of an input's numbers for all outputs side by side."""
-    return SIDE * SIDE_BY_SIDE[packing] // 8
+def _width_of_input(packing: str) -> int:
+    """Bytes, or words of fragments, of an input's numbers for all outputs side by side."""
+    return fragments.WORDS // fragments.INPUTS if packing == FRAGMENTS else SIDE * SIDE_BY_SIDE[packing] // 8
 
 
-def pack_groups(of_groups: jax.Array) -> jax.Array:
-    """Scales or zero points `[..., O, G]` of outputs side by side as `[..., O / 32, 32 * G]`."""
+def pack_groups(packing: str, of_groups: jax.Array) -> jax.Array:
+    """Scales or zero points `[..., O, G]` of S outputs side by side as `[..., O / S, S * G]`; of fragments float32."""
     *lead, num_out, groups = of_groups.shape
-    sides = of_groups.reshape(*lead, num_out // SIDE, SIDE, groups)
-    return sides.swapaxes(-1, -2).reshape(*lead, num_out // SIDE, SIDE * groups)
+    side = SIDES[packing]
+    sides = of_groups.reshape(*lead, num_out // side, side, groups)
+    made = sides.swapaxes(-1, -2).reshape(*lead, num_out // side, side * groups)
+    return made.astype(jnp.float32) if packing == FRAGMENTS else made
 
 
-def unpack_groups(of_groups: jax.Array) -> jax.Array:
+def unpack_groups(packing: str, of_groups: jax.Array) -> jax.Array:
     """What `pack_groups` has packed, `[..., O, G]`."""
     *lead, strips, width = of_groups.shape
-    sides = of_groups.reshape(*lead, strips, width // SIDE, SIDE)
-    return sides.swapaxes(-1, -2).reshape(*lead, strips * SIDE, width // SIDE)
+    side = SIDES[packing]
+    sides = of_groups.reshape(*lead, strips, width // side, side)
+    return sides.swapaxes(-1, -2).reshape(*lead, strips * side, width // side)

@@ -15,6 +15,7 @@ from pallas_kernels.experts import ACTIVATIONS, Groups, product_dtype, result_dt
 from pallas_kernels.kept_heads import widened
 from pallas_kernels.latent import LatentQkv
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_format, to_numbers
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows, rounded_rows
@@ -157,9 +158,10 @@ def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens:
 
 
 def quantized_product(
-    x: jax.Array, weights: ScaledMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
+    x: jax.Array, weights: ScaledMatrix | PackedMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
 ) -> jax.Array:
     """All in float32; rounded once, to `dtype`."""
+    weights = weights.as_scaled() if isinstance(weights, PackedMatrix) else weights
     values = widened_matrix(weights.numbers, weights.scale, weights.zero, weights.group, jnp.float32)
     return jnp.einsum("td,nd->tn", x.astype(jnp.float32), values, precision="highest").astype(dtype)
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import packed
 from pallas_kernels.api.attention import (
     decode_latents,
     paged_decode_attention,
@@ -219,7 +220,7 @@ class ProductSpec:
     num_inputs: int
     """I."""
     numbers: str
-    """dtype of the weights."""
+    """dtype of the weights; int4 is packed."""
     group: int
     """Inputs that share a scale."""
     has_zeros: bool = False
@@ -247,7 +248,8 @@ class ProductSpec:
         scale: Any = jax.ShapeDtypeStruct(groups, jnp.float32)
         zero: Any = jax.ShapeDtypeStruct(groups, jnp.int8) if self.has_zeros else None
         x = jax.ShapeDtypeStruct((self.num_rows, self.num_inputs), self.dtype)
-        return x, ScaledMatrix(numbers, scale, zero, self.group)
+        weights = ScaledMatrix(numbers, scale, zero, self.group)
+        return x, jax.eval_shape(packed.fragments_of, weights) if self.numbers == "int4" else weights
 
     def call(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Function, arguments as shapes, and keyword arguments."""

@@ -72,11 +72,13 @@ class ProductClass:
     """T, rounded up to a power of two."""
     group: int
     """Inputs that share a scale."""
+    weight_bits: int
+    """Bits per weight."""
 
 
-def product_class(num_rows: int, group: int) -> ProductClass:
+def product_class(num_rows: int, group: int, weight_bits: int) -> ProductClass:
     """The class of a product of so many rows."""
-    return ProductClass(_power_of_two(num_rows), group)
+    return ProductClass(_power_of_two(num_rows), group, weight_bits)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -180,17 +180,17 @@ def _with_scales_of_part(matrix: Matrix, logical: str) -> Matrix:
     num_in = matrix.shape[-1]
     if order is not None:
         order = jax.lax.dynamic_slice_in_dim(order, part_index(logical) * num_in, num_in)
-    is_side_by_side = matrix.packing in packed.SIDE_BY_SIDE
-    if scale.shape[-1] == (packed.SIDE if is_side_by_side else 1):
+    side = packed.SIDES.get(matrix.packing)
+    if scale.shape[-1] == (side or 1):
         return replace(matrix, order=order, group=num_in, cut_by=logical)
     group = math.gcd(num_in, matrix.group)
     first = part_index(logical) * num_in
     groups = (first + group * jnp.arange(num_in // group, dtype=jnp.int32)) // matrix.group
 
     def of_part(array: jax.Array) -> jax.Array:
-        of_groups = packed.unpack_groups(array) if is_side_by_side else array
+        of_groups = packed.unpack_groups(matrix.packing, array) if side else array
         taken = of_groups.at[..., groups].get(mode="promise_in_bounds")
-        return packed.pack_groups(taken) if is_side_by_side else taken
+        return packed.pack_groups(matrix.packing, taken) if side else taken
 
     zero = None if zero is None else of_part(zero)
     return replace(matrix, scale=of_part(scale), zero=zero, order=order, group=group, cut_by=logical)

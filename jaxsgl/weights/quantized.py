@@ -54,7 +54,7 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
     if fmt.storage is None:
         return Recipe(recipe.sources, recipe.pieces, QuantizedAtLoad(fmt.numbers, part, fmt.group, fmt.packing))
     stored = _of_stored(recipe, fmt, part, shape_of)
-    is_packed = fmt.packing in packed.SIDE_BY_SIDE and part != "order"
+    is_packed = fmt.packing in packed.SIDES and part != "order"
     return replace(stored, computed=Packed(part, fmt.packing)) if is_packed else stored
 
 
@@ -160,8 +160,8 @@ class Packed:
 
     def __call__(self, arch: ModelArch, of_matrix: jax.Array) -> jax.Array:
         """Of numbers `[..., out, in]` of 4 or 8 bits, or what groups share `[..., out, G]`."""
-        is_numbers = self.part == "numbers"
-        return packed.pack_numbers(self.packing, of_matrix) if is_numbers else packed.pack_groups(of_matrix)
+        pack = packed.pack_numbers if self.part == "numbers" else packed.pack_groups
+        return pack(self.packing, of_matrix)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class QuantizedAtLoad:
         """Of `weights [..., in]`, the numbers `[..., in]` or their scales `[..., G]` float32."""
         numbers, scale = quantize(weights, FLOAT8 if self.numbers == "bfloat16" else self.numbers, self.group)
         made = numbers if self.part == "numbers" else scale
-        return Packed(self.part, self.packing)(arch, made) if self.packing in packed.SIDE_BY_SIDE else made
+        return Packed(self.part, self.packing)(arch, made) if self.packing in packed.SIDES else made
 
 
 def quantize(weights: jax.Array, numbers: str, group: int | None = None) -> tuple[jax.Array, jax.Array]:

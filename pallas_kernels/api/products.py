@@ -10,12 +10,14 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import choose_kernel, choose_kernel_or_xla, has_kernel, refusals_of
 from pallas_kernels.experts import ACTIVATIONS
+from pallas_kernels.fragments import OUTPUTS
+from pallas_kernels.packed import FRAGMENTS, PackedMatrix
 from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows
 
 
 def quantized_product(
     x: jax.Array,
-    weights: ScaledMatrix,
+    weights: ScaledMatrix | PackedMatrix,
     dtype: DTypeLike | None = None,
     *,
     in_parts: bool = False,
@@ -24,12 +26,12 @@ def quantized_product(
 ) -> jax.Array:
     """Rows times a matrix whose inputs share scales in groups; returns `[T, O]` in `dtype` (default: x's).
 
-    Numbers are converted to x's format and added up in float32. "xla" rounds the scaled weights to x's format, others
-    scale the sums of groups.
+    Numbers are converted to x's format and added up in float32. Scaled weights are rounded to x's format, of packed
+    ones the scale before; but for "triton" and numbers that aren't packed: it scales the sums of groups.
 
     Args:
         x: `[T, I]`.
-        weights: of O outputs and I inputs.
+        weights: of O outputs and I inputs; a packed matrix is one of `packed.FRAGMENTS`.
         dtype: of the result.
         in_parts: the caller adds up parts itself: where that is faster, the result is `[P, T, O]` float32, parts whose
             sum is the product.
@@ -39,17 +41,30 @@ def quantized_product(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    groups = -(-weights.num_inputs // weights.group)
-    of_groups = [each.shape for each in (weights.scale, weights.zero) if each is not None]
-    if x.shape[1:] != (weights.num_inputs,) or any(shape != (weights.num_outputs, groups) for shape in of_groups):
-        raise ValueError(
-            f"x is {x.shape}, numbers are {weights.numbers.shape}, scales and zeros {of_groups}; they must be [T, I], "
-            f"[O, I] and [O, G], with G = {groups} groups of {weights.group}"
-        )
+    _check(x, weights)
     multiply = choose_kernel(
         "quantized_product", lambda each: each.quantized_product, backend, x, weights, interpret=interpret
     )
     return multiply(x, weights, jnp.dtype(x.dtype if dtype is None else dtype), in_parts, interpret)
+
+
+def _check(x: jax.Array, weights: ScaledMatrix | PackedMatrix) -> None:
+    if isinstance(weights, PackedMatrix):
+        if weights.packing != FRAGMENTS:
+            raise ValueError(f"the weights are packed as {weights.packing}; only {FRAGMENTS} has this product")
+        num_outputs, num_inputs = weights.shape
+    else:
+        num_outputs, num_inputs = weights.numbers.shape
+    groups = -(-num_inputs // weights.group)
+    side = OUTPUTS if isinstance(weights, PackedMatrix) else 1
+    lead = num_outputs // side, side * groups
+    of_groups = [each.shape for each in (weights.scale, weights.zero) if each is not None]
+    if x.shape[1:] != (num_inputs,) or any(shape != lead for shape in of_groups):
+        raise ValueError(
+            f"x is {x.shape}, numbers are {weights.numbers.shape}, scales and zeros {of_groups}; of [O, I] = "
+            f"{(num_outputs, num_inputs)} they must be [T, I], {weights.numbers.shape} and {lead}, with {groups} "
+            f"groups of {weights.group}"
+        )
 
 
 def multiplies_float8(dtype: DTypeLike, weights: ScaledMatrix, *, backend: str = "auto") -> bool:

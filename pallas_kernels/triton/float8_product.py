@@ -17,11 +17,12 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import tuning
 from pallas_kernels.paged_kv import FLOAT8
+from pallas_kernels.parts import num_parts_of
 from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows
 from pallas_kernels.target import target_device
 from pallas_kernels.triton.common import MOST_ROWS_WITHOUT_WGMMA, tile_rows_for
 from pallas_kernels.triton.float8_dot import float8_dot, is_possible
-from pallas_kernels.triton.quantized_product import MOST_BYTES, num_parts_of
+from pallas_kernels.triton.quantized_product import MOST_BYTES
 from pallas_kernels.triton.tiles import load_rows
 
 # A multiprocessor holds one program of 8 warps, or two of 4; each part more costs a write and a read of the sums. Those
@@ -54,7 +55,7 @@ def float8_product(
 ) -> jax.Array:
     """See `backend.Float8Product`."""
     num_rows, num_outputs, num_groups = len(rows), weights.num_outputs, weights.num_inputs // ROW_GROUP
-    sizes = tuning.blocks("float8_product", "triton", tuning.product_class(num_rows, weights.group))
+    sizes = tuning.blocks("float8_product", "triton", tuning.product_class(num_rows, weights.group, 8))
     tiles = pl.cdiv(num_rows, sizes["tile_rows"]), pl.cdiv(num_outputs, sizes["tile_outputs"])
     wanted = _OF_FEW_ROWS if num_rows <= _FEW_ROWS else _PROGRAMS_PER_CORE
     num_parts = num_parts_of(tiles[0] * tiles[1], num_groups, wanted) if in_parts else 1

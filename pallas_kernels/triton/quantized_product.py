@@ -3,6 +3,7 @@
 A program makes a tile of outputs x rows. The weights are the left operand, because Hopper's wgmma takes that one from
 registers, where they are converted: they are read as they are, and never written wider. Sums are kept in units of the
 scale of the group at hand, so that a new group multiplies them by the ratio of two scales; there is one accumulator.
+Packed int4 has a kernel of its own.
 """
 
 import functools
@@ -17,28 +18,30 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels import tuning
+from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.paged_kv import FLOAT8
+from pallas_kernels.parts import num_parts_of
 from pallas_kernels.scaled import ScaledMatrix
 from pallas_kernels.target import target_device
+from pallas_kernels.triton import packed_product
 from pallas_kernels.triton.common import MIN_DOT, tile_rows_for
 from pallas_kernels.triton.tiles import load_rows
 
-_NUMBERS = (jnp.int4, jnp.int8, FLOAT8)
+_NUMBERS = (jnp.int8, FLOAT8)
 MOST_BYTES = 2**31  # of weights: see `tiles` for offsets
-_MOST_PARTS, _PROGRAMS_PER_CORE = 8, 1.5
 # Scales nearer to 0 count as this one: a ratio of scales has to be finite, and weights of 1e-22 add nothing.
 _SMALLEST_SCALE = 2.0**-80
-# Of 16-bit floats whose last bits count integers: the number whose bits are these, and no more are set.
-_BASES = {"bfloat16": (128.0, 0x4300), "float16": (1024.0, 0x6400)}
 
 
-def refuse_quantized_product(x: jax.Array, weights: ScaledMatrix) -> str | None:
+def refuse_quantized_product(x: jax.Array, weights: ScaledMatrix | PackedMatrix) -> str | None:
     """Why this backend can't multiply x and the weights, or None when it can."""
+    if isinstance(weights, PackedMatrix):
+        return packed_product.refuse(x, weights)
     numbers, group = weights.numbers, weights.group
     if x.dtype.itemsize != 2:
         return f"the rows are {x.dtype}; it takes bfloat16 and float16"
     if numbers.dtype not in _NUMBERS:
-        return f"the weights are {numbers.dtype}; it takes int4, int8 and {FLOAT8.dtype}"
+        return f"the weights are {numbers.dtype}; it takes int8, {FLOAT8.dtype}, and int4 that is packed"
     if group % MIN_DOT or weights.num_inputs % group:
         return f"{weights.num_inputs} inputs are in groups of {group}; it takes whole groups of multiples of {MIN_DOT}"
     if numbers.size > MOST_BYTES:
@@ -50,18 +53,17 @@ def refuse_quantized_product(x: jax.Array, weights: ScaledMatrix) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("dtype", "in_parts", "interpret"))
 def quantized_product(
-    x: jax.Array, weights: ScaledMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
+    x: jax.Array, weights: ScaledMatrix | PackedMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
 ) -> jax.Array:
     """See `backend.QuantizedProduct`."""
+    if isinstance(weights, PackedMatrix):
+        return packed_product.product(x, weights, dtype, in_parts, interpret)
     num_rows, num_outputs = x.shape[0], weights.num_outputs
-    sizes = tuning.blocks("quantized_product", "triton", tuning.product_class(num_rows, weights.group))
+    sizes = tuning.blocks("quantized_product", "triton", tuning.product_class(num_rows, weights.group, 8))
     tile_outputs = tile_rows_for(sizes["tile_outputs"])
     depth = min(sizes["tile_inputs"], weights.group & -weights.group)
     tiles = pl.cdiv(num_rows, sizes["tile_rows"]), pl.cdiv(num_outputs, tile_outputs)
     num_parts = num_parts_of(tiles[0] * tiles[1], weights.scale.shape[1]) if in_parts else 1
-    numbers = weights.numbers
-    if numbers.dtype == jnp.int4:  # two to a byte, the first one in the lower bits: moves no data
-        numbers = lax.bitcast_convert_type(numbers.reshape(num_outputs, -1, 2), jnp.uint8)
     y: jax.Array = pl.pallas_call(
         functools.partial(
             _kernel, tile_rows=sizes["tile_rows"], tile_outputs=tile_outputs, depth=depth, group=weights.group
@@ -74,20 +76,8 @@ def quantized_product(
         compiler_params=plgpu.CompilerParams(num_warps=sizes["num_warps"], num_stages=sizes["num_stages"]),
         interpret=interpret,
         name="quantized_product",
-    )(x, numbers, weights.scale, *(() if weights.zero is None else (weights.zero,)))
+    )(x, weights.numbers, weights.scale, *(() if weights.zero is None else (weights.zero,)))
     return y if num_parts > 1 else y.reshape(num_rows, num_outputs)
-
-
-def num_parts_of(num_tiles: int, num_groups: int, programs_per_core: float = _PROGRAMS_PER_CORE) -> int:
-    """Parts of each sum: a power of two that divides the groups, for that many programs a multiprocessor."""
-    parts = 1
-    while (
-        2 * parts <= _MOST_PARTS
-        and parts * num_tiles < programs_per_core * target_device().num_cores
-        and num_groups % (2 * parts) == 0
-    ):
-        parts *= 2
-    return parts
 
 
 def _kernel(
@@ -143,19 +133,7 @@ def _weights(
     ref: Any, output: jax.Array, first: jax.Array, depth: int, dtype: DTypeLike, zeros: Sequence[jax.Array]
 ) -> jax.Array:
     """`[tile_outputs, depth]` numbers less zeros, of inputs from `first` on; exact in 16 bits."""
-    if ref.dtype != jnp.uint8:
-        left = load_rows(ref, (output,), None, (first, depth)).astype(dtype)
-        for zero in zeros:
-            left -= zero.astype(dtype)[:, None]
-        return left
-    # No number is converted: its four bits become the last ones of 128 + 8 + number in bfloat16, or of 1024 + 8 +
-    # number in float16, from which as much and the zero are subtracted.
-    base, bits = _BASES[jnp.dtype(dtype).name]
-    offset = jnp.full(output.shape, base + 8, jnp.float32)
+    left = load_rows(ref, (output,), None, (first, depth)).astype(dtype)
     for zero in zeros:
-        offset += zero.astype(jnp.float32)  # stays below 256 with zeros of four bits, and so exact
-    pairs = load_rows(ref, (output,), None, (lax.div(first, jnp.int32(2)), depth // 2)).astype(jnp.uint32)
-    both = ((pairs * jnp.uint32(4097)) & jnp.uint32(0x000F000F)) ^ jnp.uint32((bits | 8) * 0x10001)
-    low, high = both.astype(jnp.uint16), lax.shift_right_logical(both, jnp.uint32(16)).astype(jnp.uint16)
-    biased = jnp.concatenate([low[..., None], high[..., None]], axis=-1).reshape(-1, depth)
-    return lax.bitcast_convert_type(biased, dtype) - offset.astype(dtype)[:, None]
+        left -= zero.astype(dtype)[:, None]
+    return left

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.native import product as native
+from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.scaled import ScaledMatrix, widened
 from pallas_kernels.target import target_device
 
 
 def quantized_product(
-    x: jax.Array, weights: ScaledMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
+    x: jax.Array, weights: ScaledMatrix | PackedMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
 ) -> jax.Array:
     """See `backend.QuantizedProduct`. C++ multiplies on a CPU that has it, so that a row's bits depend on no other row.
 
@@ -19,6 +20,8 @@ def quantized_product(
     """
     # Otherwise XLA may scale the weights of all layers before the first one is multiplied, and keep them.
     x, weights = jax.lax.optimization_barrier((x, weights))
+    if isinstance(weights, PackedMatrix):
+        weights = weights.as_scaled()
     has_whole_groups = weights.num_inputs % weights.group == 0
     if target_device().platform != "cpu" and 4 * len(x) <= weights.group and has_whole_groups:
         return _from_sums_of_groups(x, weights).astype(dtype)

@@ -60,8 +60,8 @@ def random_matrix(fmt: WeightFormat, seed: int = 0, out: tuple[int, int] = OUT) 
 
 
 def packed_int8(matrix: Matrix) -> Matrix:
-    zero = None if matrix.zero is None else packed.pack_groups(matrix.zero)
-    numbers, scale = packed.pack_numbers(packed.INT8, matrix.numbers), packed.pack_groups(matrix.scale)
+    zero = None if matrix.zero is None else packed.pack_groups(packed.INT8, matrix.zero)
+    numbers, scale = packed.pack_numbers(packed.INT8, matrix.numbers), packed.pack_groups(packed.INT8, matrix.scale)
     return replace(matrix, numbers=numbers, scale=scale, zero=zero, packing=packed.INT8, row_bits=8)
 
 

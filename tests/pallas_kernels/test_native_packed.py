@@ -42,8 +42,8 @@ def matrix(
 def packed_matrix(
     packing: str, numbers: np.ndarray, scale: np.ndarray, zero: np.ndarray, group: int, zeros: bool
 ) -> PackedMatrix:
-    parts = (packed.pack_numbers(packing, jnp.asarray(numbers)), packed.pack_groups(jnp.asarray(scale)))
-    of_zero = packed.pack_groups(jnp.asarray(zero)) if zeros else None
+    parts = (packed.pack_numbers(packing, jnp.asarray(numbers)), packed.pack_groups(packing, jnp.asarray(scale)))
+    of_zero = packed.pack_groups(packing, jnp.asarray(zero)) if zeros else None
     return PackedMatrix(*parts, of_zero, group or numbers.shape[-1], packing)
 
 

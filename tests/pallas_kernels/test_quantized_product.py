@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ScaledMatrix, quantized_product
+from pallas_kernels import ScaledMatrix, fragments, quantized_product
+from pallas_kernels.packed import PackedMatrix, fragments_of
 from tests.grids import covering, daily
 from tests.pallas_kernels.lower_everything import on_a_device
 
-NUMBERS = ("float8_e4m3fn", "int4", "int8")
+BYTES, NUMBERS = ("float8_e4m3fn", "int8"), ("float8_e4m3fn", "int4", "int8")
 
 
 def random_weights(
@@ -44,7 +45,7 @@ def assert_right(found: jax.Array, x: jax.Array, weights: np.ndarray, tolerance:
 @pytest.mark.parametrize(
     ("numbers", "group", "num_rows", "num_outputs", "has_zeros"),
     # Tiles have 16 to 128 rows and 64 or 128 outputs.
-    daily(covering(NUMBERS, (32, 64, 128), (1, 20, 64, 100, 130), (64, 72, 136), (False, True)), every=4),
+    daily(covering(BYTES, (32, 64, 128), (1, 20, 64, 100, 130), (64, 72, 136), (False, True)), every=4),
 )
 def test_the_kernel_for_gpus_scales_sums_of_groups(
     numbers: str, group: int, num_rows: int, num_outputs: int, has_zeros: bool
@@ -56,6 +57,36 @@ def test_the_kernel_for_gpus_scales_sums_of_groups(
     assert_right(found, x, weights, 1e-6)  # products are exact, and no weight is rounded
 
 
+@pytest.mark.parametrize(
+    ("group", "num_rows", "num_outputs", "has_zeros", "dtype"),
+    # Groups of half a block to all inputs; tiles have 16 to 128 rows and 64 or 128 outputs.
+    daily(
+        covering((32, 64, 128, 192, 384), (1, 20, 64, 100, 130), (64, 80, 144), (False, True), ("bfloat16", "float16")),
+        every=4,
+    ),
+)
+def test_the_kernel_for_packed_int4_multiplies_by_rounded_weights(
+    group: int, num_rows: int, num_outputs: int, has_zeros: bool, dtype: str
+) -> None:
+    matrix, weights = random_weights(num_outputs, 384, "int4", group, has_zeros)
+    x = rows_of(num_rows, 384, dtype)
+    found = quantized_product(x, fragments_of(matrix), jnp.float32, backend="triton", interpret=True)
+    assert (found.shape, found.dtype) == ((num_rows, num_outputs), jnp.float32)
+    assert_right(found, x, weights, {"bfloat16": 6e-3, "float16": 8e-4}[dtype])
+    scale = jnp.repeat(matrix.scale.astype(dtype), group, axis=1)
+    offset = 0 if matrix.zero is None else jnp.repeat(matrix.zero, group, axis=1)
+    rounded = (matrix.numbers.astype(jnp.int8) - offset).astype(dtype) * scale
+    assert_right(found, x, np.asarray(rounded, np.float64), 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (2, 48, 192)])
+def test_fragments_hold_each_number_once(shape: tuple[int, ...]) -> None:
+    numbers = jnp.asarray(np.random.default_rng(0).integers(-8, 8, shape), jnp.int4)
+    words = fragments.pack_numbers(numbers)
+    assert (words.dtype, words.size) == (jnp.uint32, numbers.size // 8)
+    np.testing.assert_array_equal(fragments.unpack_numbers(words), numbers.astype(jnp.int8))
+
+
 def test_the_kernel_takes_rows_of_float16_and_rounds_once() -> None:
     matrix, weights = random_weights(64, 256, "float8_e4m3fn", 128, has_zeros=False)
     x = rows_of(20, 256, "float16")
@@ -65,12 +96,15 @@ def test_the_kernel_takes_rows_of_float16_and_rounds_once() -> None:
 
 
 def test_parts_add_up_to_the_product_on_devices_that_few_tiles_would_leave_idle() -> None:
-    matrix, weights = random_weights(72, 512, "int4", 64, has_zeros=True)
+    matrix, weights = random_weights(80, 512, "int8", 64, has_zeros=True)
     x = rows_of(20, 512)
     with on_a_device("cuda", "NVIDIA H200", 132):
         parts = quantized_product(x, matrix, in_parts=True, backend="triton", interpret=True)
-    assert (parts.shape, parts.dtype) == ((8, 20, 72), jnp.float32)
+        of_packed = quantized_product(x, fragments_of(matrix), in_parts=True, backend="triton", interpret=True)
+    assert (parts.shape, parts.dtype) == ((8, 20, 80), jnp.float32)
     assert_right(np.asarray(parts, np.float64).sum(axis=0), x, weights, 1e-6)
+    assert of_packed.shape == (4, 20, 80)  # of steps of 128 inputs
+    assert_right(np.asarray(of_packed, np.float64).sum(axis=0), x, weights, 6e-3)
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
@@ -81,18 +115,29 @@ def test_other_backends_multiply_by_the_widened_weights(backend: str, numbers: s
     assert_right(quantized_product(x, matrix, backend=backend), x, weights, 1e-5)
 
 
-def chosen_ops(x: jax.Array, matrix: ScaledMatrix, kind: str = "NVIDIA H200") -> set[str]:
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_other_backends_unpack(backend: str) -> None:
+    matrix, weights = random_weights(48, 128, "int4", 32, has_zeros=True)
+    x = rows_of(5, 128, "float32")
+    assert_right(quantized_product(x, fragments_of(matrix), backend=backend), x, weights, 1e-5)
+
+
+def chosen_ops(x: jax.Array, matrix: ScaledMatrix | PackedMatrix, kind: str = "NVIDIA H200") -> set[str]:
     with on_a_device("cuda", kind, 132):
         jaxpr = str(jax.make_jaxpr(lambda x: quantized_product(x, matrix))(x))
     return {name for name in ("pallas_call", "dot_general") if f" {name}[" in jaxpr}
 
 
 def test_gpus_take_the_kernel_unless_it_refuses() -> None:
-    matrix, _ = random_weights(64, 256, "int4", 64, has_zeros=True)
+    matrix, _ = random_weights(64, 256, "int8", 64, has_zeros=True)
     assert "pallas_call" in chosen_ops(rows_of(33, 256), matrix)
     assert chosen_ops(rows_of(33, 256, "float32"), matrix) == {"dot_general"}
     cut = ScaledMatrix(matrix.numbers[:, :250], matrix.scale, matrix.zero, matrix.group)
     assert chosen_ops(rows_of(33, 250), cut) == {"dot_general"}
+    of_four_bits, _ = random_weights(64, 256, "int4", 64, has_zeros=True)
+    assert chosen_ops(rows_of(33, 256), of_four_bits) == {"dot_general"}
+    assert "pallas_call" in chosen_ops(rows_of(33, 256), fragments_of(of_four_bits))
+    assert chosen_ops(rows_of(33, 256, "float32"), fragments_of(of_four_bits)) == {"dot_general"}
     of_float8, _ = random_weights(64, 256, "float8_e4m3fn", 64, has_zeros=False)
     assert "pallas_call" in chosen_ops(rows_of(33, 256), of_float8)
     assert chosen_ops(rows_of(33, 256), of_float8, "NVIDIA A100-SXM4-80GB") == {"dot_general"}

@@ -1,0 +1,111 @@
+"""Tiles of packed weights as the left operand of a product, from memory into the registers that multiply them.
+
+Owns which thread reads which word, and how four bits become a float. Never knows rows. Called by kernels of products.
+
+A tile is read as a tensor of many axes, in an order in which Triton gives each warp the blocks that it multiplies
+(`fragments`): axes of repetitions, of blocks along the inputs, of warps, and within a block. Transposing and reshaping
+it to a matrix then renames registers, and moves nothing.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels import fragments
+
+# Of 16-bit floats whose last bits count integers: the number whose bits are these, and no more are set.
+_BASES = {"bfloat16": (128.0, 0x4300), "float16": (1024.0, 0x6400)}
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRefs:
+    """A `PackedMatrix` of `FRAGMENTS` in a kernel: refs of `[..., O / 16, ..]`."""
+
+    numbers: Any
+    scale: Any
+    zero: Any | None
+    group: int
+    lead: tuple[Any, ...] = ()
+    """Which matrix of a stack."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TileShape:
+    """So many outputs x inputs, by so many warps. Each warp has whole blocks of outputs."""
+
+    outputs: int
+    inputs: int
+    warps: int
+
+    @property
+    def _axes(self) -> tuple[int, int, int]:
+        """Repetitions, blocks along the inputs, warps."""
+        return self.outputs // (fragments.OUTPUTS * self.warps), self.inputs // fragments.INPUTS, self.warps
+
+    def weights(self, refs: PackedRefs, tile: Any, block: Any, dtype: DTypeLike) -> jax.Array:
+        """`[outputs, inputs]` of the tile with that number, of inputs from that block on, scaled.
+
+        `(number - zero) * scale`, where scale and product are rounded to `dtype`.
+        """
+        words = self._words(refs, tile, block)
+        scale = self._of_groups(refs, refs.scale, tile, block).astype(dtype)
+        base, bits = _BASES[jnp.dtype(dtype).name]
+        offset = jnp.full(scale.shape, base + fragments.MIDDLE, jnp.float32)
+        if refs.zero is not None:
+            offset += self._of_groups(refs, refs.zero, tile, block)  # small enough to stay exact
+        offset = offset.astype(dtype)
+        pairs = []
+        for number in range(4):
+            both = lax.shift_right_logical(words, jnp.uint32(4 * number)) if number else words
+            # No number is converted: its bits become the last ones of the base.
+            both = (both & jnp.uint32(0x000F000F)) | jnp.uint32(bits * 0x10001)
+            low, high = both.astype(jnp.uint16), lax.shift_right_logical(both, jnp.uint32(16)).astype(jnp.uint16)
+            # Computed in this order, both are one instruction of two halves for ptxas: the other way round it swaps
+            # the halves before and after.
+            upper = (lax.bitcast_convert_type(high, dtype) - offset) * scale
+            lower = (lax.bitcast_convert_type(low, dtype) - offset) * scale
+            pairs.append(_side_by_side(lower, upper))
+        return self._matrix(pairs)
+
+    def _words(self, refs: PackedRefs, tile: Any, block: Any) -> jax.Array:
+        """`[rep, block, warp, g, t, h, c]`: 16 bytes side by side for a thread, 512 for a warp."""
+        shape = (*self._axes, 8, 4, 4)
+        rep, along, warp, g, t, word = _places(shape)
+        at = (block + along) * fragments.WORDS + (g * 4 + t) * 4 + word
+        where = self._where(refs.numbers, refs.lead, tile, rep, warp, at)
+        return plgpu.load(refs.numbers.at[where]).reshape(*self._axes, 8, 4, 2, 2)
+
+    def _of_groups(self, refs: PackedRefs, ref: Any, tile: Any, block: Any) -> jax.Array:
+        """What groups share, `[rep, block, warp, g, 1, h, c]`, with one c where both have the same."""
+        halves = max(1, fragments.INPUTS // refs.group)
+        rep, along, warp, h, g, c = _places((*self._axes, 2, 8, halves))
+        input_ = (block + along) * fragments.INPUTS + c * fragments.HALF
+        at = lax.div(input_, jnp.int32(refs.group)) * fragments.OUTPUTS + h * 8 + g
+        loaded = plgpu.load(ref.at[self._where(ref, refs.lead, tile, rep, warp, at)])
+        return loaded.transpose(0, 1, 2, 4, 3, 5).reshape(*self._axes, 8, 1, 2, halves)
+
+    def _where(self, ref: Any, lead: tuple[Any, ...], tile: Any, rep: Any, warp: Any, at: Any) -> tuple[Any, ...]:
+        strip = tile * (self.outputs // fragments.OUTPUTS) + rep * self.warps + warp
+        # The last strip is read in the place of those that don't exist, which needs no mask.
+        strip = jnp.minimum(strip, ref.shape[-2] - 1)
+        return (*(jnp.broadcast_to(each, at.shape) for each in lead), strip, at)
+
+    def _matrix(self, pairs: list[jax.Array]) -> jax.Array:
+        """Four pairs `[rep, block, warp, g, t, h, c, l]` of a and b as `[outputs, inputs]`."""
+        by_b = [_side_by_side(pairs[b], pairs[2 + b]) for b in range(2)]
+        whole = _side_by_side(*by_b)
+        rep, along, warp, g, t, h, c, low, a, b = range(whole.ndim)
+        return whole.transpose(rep, warp, h, g, along, c, a, b, t, low).reshape(self.outputs, self.inputs)
+
+
+def _places(shape: tuple[int, ...]) -> list[jax.Array]:
+    return [lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(len(shape))]
+
+
+def _side_by_side(first: jax.Array, second: jax.Array) -> jax.Array:
+    return jnp.concatenate([first[..., None], second[..., None]], axis=-1)
