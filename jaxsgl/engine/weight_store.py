@@ -85,7 +85,7 @@ def as_kept(
 ) -> ModelArch:
     """The model with its weights in the format in which so many devices of the platform keep them.
 
-    Others are in `dtype`. CPUs pack what they have kernels for; several CPUs, int8 alone.
+    Others are in `dtype`. CPUs and GPUs pack what they have kernels for; several CPUs, int8 alone.
 
     With `weight_only` no product with integers on a CPU rounds the activations to 8 bits, nor does it in float32, whose
     products are to be exact.
@@ -107,8 +107,10 @@ def as_kept(
             return None if fmt is None else fmt.on_cpu(dtype.name, row_bits=row_bits, packs=packs, parts=num_devices)
 
         return dataclasses.replace(arch, weight_format=on_cpu(fmt), expert_format=on_cpu(arch.expert_format))
-    if fmt is None or platform == "gpu":
+    if fmt is None:
         return arch
+    if platform == "gpu":
+        return dataclasses.replace(arch, weight_format=fmt.on_gpu(dtype.name, parts=num_devices))
     if arch.mixture is not None and fmt.method == AT_LOAD:
         raise ConfigError(f"{arch.name} has experts, which a {platform} can't quantize: leave --quantization out")
     return dataclasses.replace(arch, weight_format=dataclasses.replace(fmt, on_experts=False))

@@ -3,7 +3,7 @@
 A quantized matrix `down` has sibling parameters: `down` holds the numbers `[..., in]`, `down_scale` the scales
 `[..., G]` in float32, one for each group of inputs of an output. Some formats add `down_zero` `[..., G]`, what stands
 for zero, and `down_order` `[in]`, which input each column multiplies. A weight is `(number - zero) * scale`. A matrix
-that is not quantized is one parameter, as ever. Where C++ takes outputs side by side, all parts are as
+that is not quantized is one parameter, as ever. Where kernels take outputs side by side, all parts are as
 `pallas_kernels.packed` arranges them.
 
 Layers derive from `Matrices` and hand what `matrix` returns to `precision.product`. Never knows checkpoints: metadata
@@ -143,6 +143,10 @@ class Matrices(nnx.Module):
             parts["order"] = shape[-1:], (None,), jnp.int32, 0.0, 0.0
         if fmt.packing in (packed.INT4, packed.INT8, packed.MXFP4):
             parts["numbers"] = shape, axes, jnp.uint8, *_ALL_BYTES
+        if fmt.packing == packed.FRAGMENTS:
+            parts["numbers"] = shape, axes, jnp.uint32, 0.0, 0.0
+            if fmt.has_zeros:
+                parts["zero"] = *parts["zero"][:2], jnp.float32, 0.0, 0.0
         if fmt.packing == packed.MXFP4:
             exponent = round(math.log2(std / spread)) + packed.MXFP4_BIAS
             parts["scale"] = groups, parts["scale"][1], jnp.uint8, float(exponent), 0.0
@@ -254,8 +258,9 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
         return sums.reshape(*sums.shape[:-1], *weights.shape[:-1])
     rows = _in_columns(x_TD, weights)
     out = _native_product(rows, weights)
-    weights = weights if out is not None else weights.unpacked()
-    if out is None and (weights.scale.shape[-1] > 1 or weights.zero is not None):
+    if out is None and weights.packing != packed.FRAGMENTS:
+        weights = weights.unpacked()
+    if out is None and (weights.packing or weights.scale.shape[-1] > 1 or weights.zero is not None):
         out = _grouped_product(rows, weights, dtype, in_parts)
         if out.ndim == 3:
             return out.reshape(len(out), len(x_TD), *weights.shape[:-1])
@@ -293,7 +298,8 @@ def _grouped_product(rows_TD: jax.Array, weights: Matrix, dtype: DTypeLike, in_p
     """`[T, N]` in `dtype`, or parts of it `[P, T, N]` float32, where groups of inputs have scales or zeros."""
     chosen = weights.kernels.quantized_product
     backend = XLA if chosen == AUTO and len(rows_TD) > MOST_ROWS_OF_KERNEL else chosen
-    return product_of_groups(rows_TD, _flat(weights), dtype, in_parts=in_parts, backend=backend)
+    flat = weights.packed.stacked(0) if weights.packing else _flat(weights)
+    return product_of_groups(rows_TD, flat, dtype, in_parts=in_parts, backend=backend)
 
 
 def _flat(weights: Matrix) -> ScaledMatrix:

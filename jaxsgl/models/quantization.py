@@ -61,8 +61,8 @@ class WeightFormat:
       reorders: columns stand in another order than inputs.
       vocabulary: whether the embedding and the output head are quantized, too, in 8 bits at least.
       on_experts: whether experts are kept so, too, if the format is one that their kernels multiply.
-      packing: how C++ takes the numbers, in as many bits as are published (`pallas_kernels.packed`), where it takes a
-        matrix's sizes; "": as `numbers` says.
+      packing: how kernels take the numbers, in as many bits as are published (`pallas_kernels.packed`), where they take
+        a matrix's sizes; "": as `numbers` says.
       widened_to: the dtype that packed floats become in products.
       row_bits: of the integers that a CPU's products with integers round activations to.
       parts: how many devices may have a part of a packed matrix.
@@ -112,7 +112,7 @@ class WeightFormat:
         Their kernels multiply numbers, to whose sums the scale of an output is applied, and what is packed.
         """
         is_simple = self.group is None and not self.has_zeros and self.numbers != "int4"
-        is_packed = bool(self.packing) and all(self._refusal(shape) is None for shape in shapes)
+        is_packed = self.packing not in ("", packed.FRAGMENTS) and all(self._refusal(shape) is None for shape in shapes)
         return self if self.on_experts and not self.reorders and (is_simple or is_packed) else None
 
     def of_shape(self, shape: tuple[int, ...], dtype: str) -> WeightFormat:
@@ -124,10 +124,25 @@ class WeightFormat:
         is_left_wide = self.packing == packed.FLOAT8 and self.group is None
         if not self.packing or (self._refusal(shape) is None and not is_left_wide):
             return self
-        return replace(self, packing="").on_cpu(dtype, row_bits=self.row_bits)
+        if self.packing == packed.FRAGMENTS:
+            return self.without_packing
+        return self.without_packing.on_cpu(dtype, row_bits=self.row_bits)
 
     def _refusal(self, shape: tuple[int, ...]) -> str | None:
         return packed.refuse(self.packing, shape, self.group_of(shape[-1]), self.parts)
+
+    @property
+    def without_packing(self) -> WeightFormat:
+        """The same format, whose numbers are not packed."""
+        return replace(self, packing="")
+
+    def on_gpu(self, dtype: str, *, parts: int) -> WeightFormat:
+        """The format in which so many GPUs keep such weights beside others in `dtype`: 4 bits as registers have them.
+
+        What is multiplied in float32 is not packed.
+        """
+        is_packed = self.numbers == "int4" and dtype != "float32"
+        return replace(self, packing=packed.FRAGMENTS, parts=parts) if is_packed else self
 
     @property
     def packing_on_cpu(self) -> str:

@@ -17,6 +17,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from jaxsgl.weights.assembly import size
 from jaxsgl.weights.gguf_tensors import open_tensors
 from jaxsgl.weights.names import with_heads_at
+from jaxsgl.weights.quantized import Packed
 from jaxsgl.weights.sharding import check_divisible, param_sharding
 from jaxsgl.weights.tensor_files import kv_scale_of
 
@@ -116,6 +118,9 @@ def restore_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) 
             f"{folder} is a converted checkpoint, and --quantization works on checkpoints in safetensors files only: "
             "leave it out, or give the folder that was converted"
         )
+    kept = dict(nnx.to_flat_state(abstract_model(arch, dtype)[1]))
+    if arch.weight_format is not None:
+        arch = replace(arch, weight_format=arch.weight_format.without_packing)
     flat = dict(nnx.to_flat_state(abstract_model(arch, dtype)[1]))
     as_stored = dict(nnx.to_flat_state(abstract_model(arch.on_devices(1, by_experts=arch.by_experts), dtype)[1]))
     abstract = {_name(path): _place(as_stored[path], param, mesh) for path, param in flat.items()}
@@ -140,8 +145,23 @@ def restore_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) 
                 array = _pad_rows(array, param.shape[0], sharding)
             else:
                 array = _copy_kv_heads(array, with_heads_at(path, arch), axes.index("kv_heads"), sharding)
-        params.append((path, param.replace(array)))
+        params.append((path, kept[path].replace(_packed(array, kept[path], arch, mesh))))
     return nnx.from_flat_state(params)
+
+
+def _packed(array: jax.Array, param: nnx.Param[Any], arch: ModelArch, mesh: Mesh) -> jax.Array:
+    """A stored parameter as it is kept: packed, if it is a part of a matrix that is."""
+    metadata = param.get_metadata()
+    part, fmt = metadata.get("part", "order"), metadata.get("format")
+    if fmt is None or not fmt.packing or part == "order":
+        return array
+    return _pack(array, Packed(part, fmt.packing), arch, param_sharding(param, mesh))
+
+
+@partial(jax.jit, static_argnames=("pack", "arch", "sharding"))
+def _pack(array: jax.Array, pack: Packed, arch: ModelArch, sharding: NamedSharding) -> jax.Array:
+    placed: jax.Array = jax.lax.with_sharding_constraint(pack(arch, array), sharding)
+    return placed
 
 
 def _place(stored: nnx.Param[Any], param: nnx.Param[Any], mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -177,9 +177,15 @@ def _drawn(abstract: Params, arch: ModelArch, mesh: Mesh, seed: int) -> Params:
 def _draw(
     key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, mean: float, std: float, sharding: NamedSharding
 ) -> jax.Array:
-    """Draws uniform values of the given mean and standard deviation; one program per kind of parameter."""
+    """Draws uniform values of the given mean and standard deviation, or words of packed numbers, which have any bits.
+
+    One program per kind of parameter.
+    """
     half_width = std * 3**0.5
-    values = jax.random.uniform(key, shape, jnp.float32, mean - half_width, mean + half_width)
+    if dtype == jnp.uint32:
+        values = jax.random.bits(key, shape, jnp.uint32)
+    else:
+        values = jax.random.uniform(key, shape, jnp.float32, mean - half_width, mean + half_width)
     placed: jax.Array = jax.lax.with_sharding_constraint(values.astype(dtype), sharding)
     return placed
 

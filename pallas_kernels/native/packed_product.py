@@ -22,6 +22,8 @@ def refuse(x: jax.Array, weights: PackedMatrix) -> str | None:
     """Why x times `weights` can't run here, because of the arrays or of this machine; or None."""
     if target_device().platform != "cpu":
         return f"it needs a cpu, this is a {target_device().platform}"
+    if weights.packing == packed.FRAGMENTS:
+        return f"the weights are {weights.packing}, for GPUs"
     if x.dtype != jnp.float32:
         return f"it takes float32 rows, not {x.dtype}"
     shape = weights.shape

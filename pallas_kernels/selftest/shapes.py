@@ -41,11 +41,13 @@ class MatrixShape:
     """dtype of the numbers."""
     group: int
     has_zeros: bool = False
+    is_packed: bool = False
+    """Whether they are `packed.FRAGMENTS`."""
 
     @property
     def is_in_groups(self) -> bool:
         """Whether it takes a `quantized_product`: one scale per output is multiplied into the sums of any product."""
-        return self.group < self.inputs or self.has_zeros
+        return self.group < self.inputs or self.has_zeros or self.is_packed
 
     @property
     def may_be_in_float8(self) -> bool:

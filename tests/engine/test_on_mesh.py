@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,23 @@ class Down(Matrices):
 def check_no_part_gets_the_scales_of_another() -> None:
     rng, mesh = np.random.default_rng(0), make_mesh(jax.devices())
     row_bits = 8 if native_library.multiplies_bytes() else 16  # those of 8 meet packed weights
-    for zeros, reorders, group, packs in itertools.product((False, True), (False, True), (GROUP, None), (False, True)):
-        plain = WeightFormat("test", "int8", group=group, has_zeros=zeros, reorders=reorders)
-        fmt = plain.on_cpu("float32", row_bits=row_bits, packs=packs, parts=NUM_DEVICES)
-        module = Down(fmt, 32 * NUM_DEVICES, 4 * NUM_IN) if fmt.packing else Down(fmt, NUM_OUT, NUM_IN)
+    both = (False, True)
+    for kind, zeros, reorders, group in itertools.product(("", "cpu", "gpu"), both, both, (GROUP, None)):
+        plain = WeightFormat("test", "int4" if kind == "gpu" else "int8", group, has_zeros=zeros, reorders=reorders)
+        if kind == "gpu":  # a device has 192 inputs: one and a half groups
+            fmt = plain.on_gpu("bfloat16", parts=NUM_DEVICES)
+        else:
+            fmt = plain.on_cpu("float32", row_bits=row_bits, packs=kind == "cpu", parts=NUM_DEVICES)
+        if fmt.packing:
+            fmt = replace(fmt, group=group and 2 * group)
+        module = Down(fmt, 32 * NUM_DEVICES, 8 * NUM_IN) if fmt.packing else Down(fmt, NUM_OUT, NUM_IN)
         for name, param in vars(module).items():
             if isinstance(param, nnx.Param):
                 module_param: nnx.Param[jax.Array] = param
-                module_param[...] = jnp.asarray(numbers(rng, name, param.shape), param.dtype)
+                module_param[...] = jnp.asarray(numbers(rng, name, param.shape, param.dtype), param.dtype)
         matrix = module.matrix("down")
-        assert isinstance(matrix, Matrix) and matrix.packing == (fmt.packing if packs else "")
+        assert isinstance(matrix, Matrix) and matrix.packing == fmt.packing
+        assert bool(fmt.packing) == (kind == "gpu" or (kind == "cpu" and row_bits == 8))
         x = jnp.asarray(rng.normal(size=(5, matrix.shape[1])), jnp.float32)
         expected = x @ dequantized(matrix, jnp.float32).T
         graphdef, params = nnx.split(module)
@@ -85,15 +93,17 @@ def check_no_part_gets_the_scales_of_another() -> None:
         )
         arguments = (placed, jax.device_put(x, replicated(mesh)))
         found = jax.jit(each_device(of_part, mesh, arguments, replicated(mesh)))(*arguments)
-        off = 2e-2 * float(jnp.abs(expected).max()) if fmt.packing else 1e-3
+        off = 2e-2 * float(jnp.abs(expected).max()) if fmt.row_bits == 8 else 1e-3
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=off, err_msg=str(fmt))
 
 
-def numbers(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def numbers(rng: np.random.Generator, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
     if name == "down_order":
         return rng.permutation(shape[0])
     if name == "down_scale":
         return rng.uniform(0.5, 2.0, shape) * 10.0 ** rng.integers(-3, 1, shape)  # another's would be far off
+    if dtype == jnp.uint32:
+        return rng.integers(0, 2**32, shape, np.uint32)
     return rng.integers(-5, 6, shape)
 
 

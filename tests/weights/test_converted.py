@@ -124,13 +124,15 @@ def test_another_dtype_is_converted_as_it_is_restored(pair: tuple[Path, Path]) -
 
 
 @pytest.mark.parametrize("name", daily(["gptq desc_act", "awq", "fp8 in blocks", "compressed-tensors int8"], every=2))
-def test_quantized_weights_are_restored_in_the_format_that_a_cpu_keeps(name: str, tmp_path: Path) -> None:
+def test_quantized_weights_are_restored_in_the_format_that_a_device_keeps(name: str, tmp_path: Path) -> None:
     """The converted copy has them as the checkpoint does: of 4 bits, with offsets."""
-    original = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain"), tmp_path / "original", name)
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192}
+    original = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain", **sizes), tmp_path / "original", name)
     converted = convert(original, tmp_path / "converted")
     arch = ModelArch.from_folder(converted)
     assert arch.weight_format is not None
-    for kept in (arch, replace(arch, weight_format=arch.weight_format.on_cpu("bfloat16"))):
+    formats = arch.weight_format, arch.weight_format.on_cpu("bfloat16"), arch.weight_format.on_gpu("bfloat16", parts=1)
+    for kept in (replace(arch, weight_format=fmt) for fmt in formats):
         restored, loaded = (
             {path: param[...] for path, param in nnx.to_flat_state(load_params(folder, kept, FLOAT32, mesh_of()))}
             for folder in (converted, original)

@@ -19,13 +19,14 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.weight_store import as_kept
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.matrix import dequantized
 from jaxsgl.models.quantization import FORMATS_AT_LOAD, WeightFormat, weight_format
 from jaxsgl.weights import as_stored, load_params, random_params
 from pallas_kernels.native import library as native_library
-from pallas_kernels.packed import FLOAT8
+from pallas_kernels.packed import FLOAT8, FRAGMENTS
 from tests.checkpoints import HYBRID_KINDS, make_checkpoint
 from tests.grids import count, daily
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
@@ -200,6 +201,23 @@ def test_a_cpu_packs_what_its_kernels_take_without_loss(name: str, row_bits: int
     assert packings == {PACKINGS[name, row_bits]}
     logits, expected = plain_logits(arch, stored, TOKENS), checkpoint_logits(folder / "meant", TOKENS)
     assert np.linalg.norm(logits - expected) < {8: 5e-2, 16: 1e-3}[row_bits] * np.linalg.norm(expected)
+
+
+GROUPS_OF_FOUR_BITS = ("awq", "gptq desc_act", "compressed-tensors int4 asymmetric", "auto-round 3 bits")
+
+
+@pytest.mark.parametrize("name", daily(GROUPS_OF_FOUR_BITS, every=2))
+def test_gpus_pack_four_bits_without_loss(name: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192}
+    folder = quantize_folder(make_checkpoint("qwen3", tmp_path / "plain", **sizes), tmp_path / "stored", name)
+    arch, plain = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant")
+    kept, dtype = as_kept(arch, jnp.dtype("bfloat16"), "gpu", 1), jnp.dtype("float32")
+    stored, meant = load_params(folder, kept, dtype, mesh_of()), load_params(folder / "meant", plain, dtype, mesh_of())
+    for found, expected in zip(matrices(kept, stored), matrices(plain, meant), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+    formats = [param.get_metadata().get("format") for _, param in nnx.to_flat_state(abstract_model(kept, dtype)[1])]
+    assert {fmt.packing for fmt in formats if fmt is not None} == {FRAGMENTS}
+    assert as_kept(arch, dtype, "gpu", 1) == arch  # float32 is not packed
 
 
 @pytest.mark.parametrize(("name", "on_cpu"), daily(list(itertools.product(FORMATS, [None, "float32"])), every=5))

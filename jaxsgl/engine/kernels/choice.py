@@ -20,6 +20,7 @@ from jaxsgl.models.quantization import FLOAT8
 from pallas_kernels import KernelChoice
 from pallas_kernels.choice import XLA
 from pallas_kernels.kept_heads import KeptHeads
+from pallas_kernels.packed import FRAGMENTS, refuse
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, LatentShape, MatrixShape, StateShape
 
 
@@ -132,14 +133,18 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
     if arch.embedding_size:
         whole += [(arch.embedding_size, hidden, ""), (hidden, arch.embedding_size, "")]
 
+    def shape(outputs: int, inputs: int, group: int) -> MatrixShape:
+        is_packed = fmt.packing == FRAGMENTS and refuse(fmt.packing, (outputs, inputs), group) is None
+        return MatrixShape(outputs, inputs, fmt.numbers, group, fmt.has_zeros, is_packed)
+
     def part(outputs: int, inputs: int, shared: str) -> MatrixShape:
         group = fmt.group_of(inputs)
         if shared != "inputs":
             outputs = outputs // num_devices if shared == "outputs" else outputs
-            return MatrixShape(outputs, inputs, fmt.numbers, group, fmt.has_zeros)
+            return shape(outputs, inputs, group)
         mine = inputs // num_devices  # which may begin inside a group: see `models/matrix.py`
         group = mine if group >= inputs else math.gcd(mine, group) if num_devices > 1 else group
-        return MatrixShape(outputs, mine, fmt.numbers, group, fmt.has_zeros)
+        return shape(outputs, mine, group)
 
     return tuple(dict.fromkeys(part(*each) for each in whole))
 

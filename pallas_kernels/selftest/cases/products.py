@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.api.products import float8_product, float8_rows, ordered_product, quantized_product
 from pallas_kernels.choice import XLA
+from pallas_kernels.packed import fragments_of
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 from pallas_kernels.selftest.batches import normal
 from pallas_kernels.selftest.case import FLOAT8_TOLERANCE, TOLERANCE, Case
@@ -32,7 +33,8 @@ def quantized_cases(shapes: KernelShapes) -> Iterator[Case]:
 
 
 def _quantized(shapes: KernelShapes, matrix: MatrixShape, num_rows: int, *, in_parts: bool) -> Case:
-    weights = _weights(matrix)
+    plain = _weights(matrix)
+    weights = fragments_of(plain) if matrix.is_packed else plain
     x = normal(jax.random.key(8), 1.0, shape=(num_rows, matrix.inputs), dtype=jnp.dtype(shapes.dtype))
 
     def call(x: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
@@ -123,7 +125,7 @@ def _summed(rows: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
 def _weights(matrix: MatrixShape) -> ScaledMatrix:
     """Random numbers that use the range of their format, as many outputs as show a kernel's tiles."""
     keys = jax.random.split(jax.random.key(9), 3)
-    shape = min(matrix.outputs, MOST_OUTPUTS), matrix.inputs
+    shape = min(matrix.outputs, MOST_OUTPUTS), matrix.inputs  # both are multiples of 16
     groups = shape[0], -(-matrix.inputs // matrix.group)
     if jnp.issubdtype(jnp.dtype(matrix.numbers), jnp.integer):
         most = jnp.iinfo(jnp.dtype(matrix.numbers)).max
