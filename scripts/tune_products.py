@@ -42,9 +42,11 @@ from pallas_kernels import (
     gated_product,
     group_by_expert,
     grouped_product,
+    packed,
     quantized_product,
     tuning,
 )
+from pallas_kernels.packed import PackedMatrix
 
 Sizes = Mapping[str, int]
 Layers = list[tuple[jax.Array, ...]]  # the arrays of each layer
@@ -114,7 +116,7 @@ def candidates(product: Product) -> list[Sizes]:
     elif product.op == "quantized_product":
         rows = min(128, max(16, product.rows))
         sides = (16, 32) if rows <= 16 else (128, 256) if product.rows >= 256 else (rows,)
-        grid = {"tile_rows": sides, "tile_outputs": (64, 128), "tile_inputs": (128,) if rows < 128 else (64, 128)}
+        grid = {"tile_rows": sides, "tile_outputs": (64, 128), "tile_inputs": (64, 128)}
     else:
         rows = min(128, max(16, product.rows))
         grid = {"tile_rows": (rows,) if rows < 128 else (64, 128, 256), "tile_outputs": (64, 128)}
@@ -270,11 +272,17 @@ def _scaled(product: Product, keys: jax.Array) -> tuple[Callable[..., jax.Array]
     x = jax.random.normal(keys[0], (product.rows, product.inputs), jnp.bfloat16)
     groups = product.outputs, product.inputs // product.group
     scale = jax.random.uniform(keys[1], groups, jnp.float32, 0.5, 1.5)
-    zero = jnp.ones(groups, jnp.int8) if product.dtype == "int4" else None
+    zero = None
+    if product.dtype == "int4":
+        scale = packed.pack_groups(packed.FRAGMENTS, scale)
+        zero = jnp.ones_like(scale)
     rows = float8_rows(x) if product.op == "float8_product" else None
     options: dict[str, Any] = {"in_parts": product.in_parts, "backend": product.backend}
 
     def call(x: jax.Array, numbers: jax.Array) -> jax.Array:
+        if product.dtype == "int4":
+            kept = PackedMatrix(numbers, scale, zero, product.group, packed.FRAGMENTS)
+            return quantized_product(x, kept, **options)
         weights = ScaledMatrix(numbers, scale, zero, product.group)
         if rows is not None:
             return float8_product(rows, weights, **options)
@@ -288,7 +296,7 @@ def _weights(layer: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Random numbers, which products of several numbers of rows share."""
     key = jax.random.key(1 + layer)
     if dtype == "int4":
-        return jax.random.randint(key, shape, -8, 8, jnp.int8).astype(jnp.int4)
+        return packed.pack_numbers(packed.FRAGMENTS, jax.random.randint(key, shape, -8, 8, jnp.int8))
     return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
 
 

@@ -59,16 +59,16 @@ def random_matrix(fmt: WeightFormat, seed: int = 0, out: tuple[int, int] = OUT) 
     return Matrix(numbers, jnp.asarray(scale), zeros, columns_of, group), weights
 
 
-def packed_int8(matrix: Matrix) -> Matrix:
-    zero = None if matrix.zero is None else packed.pack_groups(packed.INT8, matrix.zero)
-    numbers, scale = packed.pack_numbers(packed.INT8, matrix.numbers), packed.pack_groups(packed.INT8, matrix.scale)
-    return replace(matrix, numbers=numbers, scale=scale, zero=zero, packing=packed.INT8, row_bits=8)
+def packed_as(packing: str, matrix: Matrix) -> Matrix:
+    zero = None if matrix.zero is None else packed.pack_groups(packing, matrix.zero)
+    numbers, scale = packed.pack_numbers(packing, matrix.numbers), packed.pack_groups(packing, matrix.scale)
+    return replace(matrix, numbers=numbers, scale=scale, zero=zero, packing=packing, row_bits=8)
 
 
 @pytest.mark.parametrize("name", ["int8", "int8 in groups with zeros, reordered"])
 def test_outputs_side_by_side_are_the_same_weights(name: str) -> None:
     matrix, weights = random_matrix(FORMATS[name], out=(3, 64))
-    side_by_side = packed_int8(matrix)
+    side_by_side = packed_as(packed.INT8, matrix)
     assert side_by_side.shape == matrix.shape
     np.testing.assert_array_equal(dequantized(side_by_side, jnp.float32), dequantized(matrix, jnp.float32))
     x = jnp.asarray(np.random.default_rng(1).standard_normal((5, IN)), jnp.float32)
@@ -154,9 +154,17 @@ def test_gpus_widen_weights_with_scales_of_groups_for_many_rows_only(num_rows: i
     x = jax.ShapeDtypeStruct((num_rows, IN), jnp.bfloat16)
     for fmt in FORMATS.values():
         matrix, _ = random_matrix(fmt)
-        with on_a_device("cuda", "NVIDIA H200", 132):
-            text = str(jax.make_jaxpr(lambda x, matrix=matrix: product(x, matrix))(x))
-        assert ("pallas_call[" in text) == (has_kernel and fmt.group == 32)  # 40 inputs are no whole tiles of a step
+        # 40 inputs are no whole tiles of a step; int4 is multiplied where it is packed, which 96 inputs can't be.
+        assert multiplies_by_a_kernel(x, matrix) == (has_kernel and fmt.group == 32 and fmt.numbers != "int4")
+    of_fragments = Matrix(jnp.zeros((3, 1, 128), jnp.uint32), jnp.ones((3, 1, 16)), None, None, 64, packed.FRAGMENTS)
+    assert of_fragments.shape == (3, 16, 64)
+    assert multiplies_by_a_kernel(jax.ShapeDtypeStruct((num_rows, 64), jnp.bfloat16), of_fragments) == has_kernel
+
+
+def multiplies_by_a_kernel(x: jax.ShapeDtypeStruct, matrix: Matrix) -> bool:
+    with on_a_device("cuda", "NVIDIA H200", 132):
+        text = str(jax.make_jaxpr(lambda x: product(x, matrix))(x))
+    return "pallas_call[" in text
 
 
 def test_a_cpu_rounds_rows_for_integers_where_the_format_says_so() -> None:
@@ -169,14 +177,14 @@ def test_a_cpu_rounds_rows_for_integers_where_the_format_says_so() -> None:
         expected = np.einsum("td,nod->tno", np.asarray(x, np.float64), weights)
         off = [
             np.linalg.norm(np.asarray(product(x, matrix)) - expected) / np.linalg.norm(expected)
-            for matrix in (replace(plain, row_bits=32), plain, packed_int8(plain))
+            for matrix in (replace(plain, row_bits=32), plain, packed_as(packed.INT8, plain))
         ]
         assert off[0] < 5e-7 and 5e-6 < off[1] < 1e-4 and 1e-3 < off[2] < 2e-2, off
 
 
 @pytest.mark.parametrize("backend", ["auto", "xla"])
 def test_a_matrix_multiplies_on_the_kernels_of_the_layer(backend: str) -> None:
-    layer = _Layer(WeightFormat("awq", "int4", group=16, has_zeros=True))
+    layer = _Layer(WeightFormat("gptq", "int8", group=16, has_zeros=True))
     x = jax.ShapeDtypeStruct((20, 80), jnp.bfloat16)
     matrix = layer.matrix("down", KernelChoice(quantized_product=backend))
     with on_a_device("cuda", "NVIDIA H200", 132):
@@ -225,7 +233,7 @@ def test_rounded_rows_are_multiplied_by_the_matrix() -> None:
 
 
 def test_a_product_for_a_reader_that_adds_up_comes_in_parts_where_gpus_have_the_kernel() -> None:
-    matrix, _ = random_matrix(WeightFormat("awq", "int4", group=16, has_zeros=True))
+    matrix, _ = random_matrix(WeightFormat("gptq", "int8", group=16, has_zeros=True))
     x = jax.ShapeDtypeStruct((1, IN), jnp.bfloat16)
     with on_a_device("cuda", "NVIDIA H200", 132):
         parts = jax.eval_shape(lambda x: product_in_parts(x, matrix), x)

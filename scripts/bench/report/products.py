@@ -29,6 +29,7 @@ from pallas_kernels import (
     float8_rows,
     group_by_expert,
     grouped_product,
+    packed,
 )
 from pallas_kernels.target import target_device
 
@@ -115,17 +116,22 @@ def _product(rows: int, dtype: str, group: int, inputs: int, outputs: int, float
     keys = jax.random.split(jax.random.key(0), 1 + LAYERS)
     x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
     matrices = [_numbers(key, (outputs, inputs), dtype) for key in keys[1:]]
+    packing = packed.FRAGMENTS if dtype == "int4" else ""
     flops = 2 * rows * inputs * outputs
     moved = inputs * outputs * jax.dtypes.itemsize_bits(dtype) // 8 + 2 * rows * (inputs + outputs)
     if dtype == "bfloat16":
         return functools.partial(jnp.einsum, "td,nd->tn"), [(x, each) for each in matrices], moved, flops
     scale = jnp.ones((outputs, inputs // (group or inputs)), jnp.float32)
+    if packing:
+        matrices = [packed.pack_numbers(packing, each) for each in matrices]
+        scale = packed.pack_groups(packing, scale)
 
     def call(x: jax.Array, numbers: jax.Array, scale: jax.Array) -> jax.Array:
         if float8 == "triton":  # however few the rows are
             return float8_product(float8_rows(x), ScaledMatrix(numbers, scale, None, group))
         chosen = KernelChoice(float8_product=float8)
-        return quantized_product(x, Matrix(numbers, scale, None, None, group or inputs, kernels=chosen), jnp.bfloat16)
+        weights = Matrix(numbers, scale, None, None, group or inputs, packing, kernels=chosen)
+        return quantized_product(x, weights, jnp.bfloat16)
 
     return call, [(x, each, scale) for each in matrices], moved + 4 * scale.size, flops
 

@@ -137,14 +137,19 @@ def experts(spec: Spec) -> Verdict:
 def matrix(spec: Spec) -> Verdict:
     """A product with quantized weights, as a layer computes it, against float64; its rows may be rounded first."""
     from jaxsgl.models.matrix import Matrix, dequantized, quantized_product, rounds_rows
-    from pallas_kernels import KernelChoice, float8_rows
+    from pallas_kernels import KernelChoice, ScaledMatrix, float8_rows, packed
 
     keys = jax.random.split(jax.random.key(1), 3)
     x = jax.random.normal(keys[0], (spec["rows"], spec["inputs"]), jnp.bfloat16)
     numbers = _numbers(keys[1], (spec["outputs"], spec["inputs"]), spec["dtype"])
     group = spec["group"] or spec["inputs"]
     scale = jax.random.uniform(keys[2], (spec["outputs"], spec["inputs"] // group), jnp.float32, 0.5, 1.5)
-    weights = Matrix(numbers, scale, None, None, group, kernels=KernelChoice(**spec.get("kernels", {})))
+    kernels = KernelChoice(**spec.get("kernels", {}))
+    if spec["dtype"] == "int4":
+        kept = packed.fragments_of(ScaledMatrix(numbers, scale, None, group))
+        weights = Matrix(kept.numbers, kept.scale, None, None, group, kept.packing, kernels=kernels)
+    else:
+        weights = Matrix(numbers, scale, None, None, group, kernels=kernels)
     out = jax.jit(lambda rows: quantized_product(rows, weights, jnp.float32))(x)
     rounded = rounds_rows(x.dtype, weights)
     rows = float8_rows(x, backend="reference").values(jnp.float32) if rounded else x

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from bench.targets.collectives import kind_of, num_peers
+from pallas_kernels import fragments
 
 FREE = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id")
@@ -251,10 +252,11 @@ def _exchange(each: _Instruction, kind: str, call: _Instruction, scope: dict[str
 
 
 def _quantized_flops(call: _Instruction, scope: dict[str, _Instruction]) -> int:
-    """Of rows `[T, I]` times weights `[O, ..]`, which are its first operands; int4 comes two to a byte."""
+    """Of rows `[T, I]` times weights `[O, ..]`, which are its first operands; int4 comes in words of 16 outputs."""
     rows, weights = (_ANY_SHAPE.search(_type_of(name, scope)) for name in call.operands[:2])
     assert rows is not None and weights is not None
-    return 2 * math.prod(_dims(rows[2])) * _dims(weights[2])[0]
+    side = fragments.OUTPUTS if weights[1] == "u32" else 1
+    return 2 * math.prod(_dims(rows[2])) * _dims(weights[2])[0] * side
 
 
 def _convolution_flops(each: _Instruction, scope: dict[str, _Instruction]) -> int:
