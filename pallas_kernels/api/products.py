@@ -26,8 +26,8 @@ def quantized_product(
 ) -> jax.Array:
     """Rows times a matrix whose inputs share scales in groups; returns `[T, O]` in `dtype` (default: x's).
 
-    Numbers are converted to x's format and added up in float32. Scaled weights are rounded to x's format, of packed
-    ones the scale before; but for "triton" and numbers that aren't packed: it scales the sums of groups.
+    Numbers are converted to x's format and added up in float32. "xla" rounds the scaled weights to x's format, others
+    scale the sums of groups.
 
     Args:
         x: `[T, I]`.

@@ -1,6 +1,7 @@
 """Tiles of packed weights as the left operand of a product, from memory into the registers that multiply them.
 
-Owns which thread reads which word, and how four bits become a float. Never knows rows. Called by kernels of products.
+Owns which thread reads which word, and how four bits become a float. Never knows rows or sums. Called by kernels of
+products.
 
 A tile is read as a tensor of many axes, in an order in which Triton gives each warp the blocks that it multiplies
 (`fragments`): axes of repetitions, of blocks along the inputs, of warps, and within a block. Transposing and reshaping
@@ -33,6 +34,11 @@ class PackedRefs:
     lead: tuple[Any, ...] = ()
     """Which matrix of a stack."""
 
+    @property
+    def halves(self) -> int:
+        """Groups of a block: 2 of half a block each, or 1."""
+        return max(1, fragments.INPUTS // self.group)
+
 
 @dataclasses.dataclass(frozen=True)
 class TileShape:
@@ -47,18 +53,38 @@ class TileShape:
         """Repetitions, blocks along the inputs, warps."""
         return self.outputs // (fragments.OUTPUTS * self.warps), self.inputs // fragments.INPUTS, self.warps
 
-    def weights(self, refs: PackedRefs, tile: Any, block: Any, dtype: DTypeLike) -> jax.Array:
-        """`[outputs, inputs]` of the tile with that number, of inputs from that block on, scaled.
+    def numbers(self, refs: PackedRefs, tile: Any, block: Any, dtype: DTypeLike) -> list[jax.Array]:
+        """The tile with that number, of inputs from that block on, for each group of them: `[outputs, inputs of it]`.
 
-        `(number - zero) * scale`, where scale and product are rounded to `dtype`.
+        Numbers less their zeros, exact in 16 bits. Groups of half a block make two of a tile's one block.
         """
         words = self._words(refs, tile, block)
-        scale = self._of_groups(refs, refs.scale, tile, block).astype(dtype)
         base, bits = _BASES[jnp.dtype(dtype).name]
-        offset = jnp.full(scale.shape, base + fragments.MIDDLE, jnp.float32)
+        offset = jnp.full((*self._axes, 8, 1, 2, refs.halves), base + fragments.MIDDLE, jnp.float32)
         if refs.zero is not None:
-            offset += self._of_groups(refs, refs.zero, tile, block)  # small enough to stay exact
+            offset += self._zeros(refs, refs.zero, tile, block)  # small enough to stay exact
         offset = offset.astype(dtype)
+        if refs.halves == 1:
+            return [self._matrix(self._pairs(words, offset, bits))]
+        of_words, of_offsets = (lax.split(each, (1, 1), axis=-1) for each in (words, offset))
+        halves = zip(of_words, of_offsets, strict=True)
+        return [self._matrix(self._pairs(half, less, bits)) for half, less in halves]
+
+    def scales(self, refs: PackedRefs, tile: Any, block: Any) -> tuple[jax.Array, ...]:
+        """Those of `numbers`, each `[outputs]`."""
+        output = tile * self.outputs + jnp.arange(self.outputs, dtype=jnp.int32)
+        strip = jnp.minimum(lax.div(output, jnp.int32(fragments.OUTPUTS)), refs.scale.shape[-2] - 1)
+        lead = tuple(jnp.broadcast_to(each, output.shape) for each in refs.lead)
+
+        def of_half(half: int) -> jax.Array:
+            group = lax.div(block * fragments.INPUTS + half * fragments.HALF, jnp.int32(refs.group))
+            at = group * fragments.OUTPUTS + lax.rem(output, jnp.int32(fragments.OUTPUTS))
+            return plgpu.load(refs.scale.at[(*lead, strip, at)])
+
+        return tuple(of_half(half) for half in range(refs.halves))
+
+    def _pairs(self, words: jax.Array, offset: jax.Array, bits: int) -> list[jax.Array]:
+        """Four times two neighbours of each word `[rep, block, warp, g, t, h, c]`, on a last axis of their own."""
         pairs = []
         for number in range(4):
             both = lax.shift_right_logical(words, jnp.uint32(4 * number)) if number else words
@@ -67,10 +93,10 @@ class TileShape:
             low, high = both.astype(jnp.uint16), lax.shift_right_logical(both, jnp.uint32(16)).astype(jnp.uint16)
             # Computed in this order, both are one instruction of two halves for ptxas: the other way round it swaps
             # the halves before and after.
-            upper = (lax.bitcast_convert_type(high, dtype) - offset) * scale
-            lower = (lax.bitcast_convert_type(low, dtype) - offset) * scale
+            upper = lax.bitcast_convert_type(high, offset.dtype) - offset
+            lower = lax.bitcast_convert_type(low, offset.dtype) - offset
             pairs.append(_side_by_side(lower, upper))
-        return self._matrix(pairs)
+        return pairs
 
     def _words(self, refs: PackedRefs, tile: Any, block: Any) -> jax.Array:
         """`[rep, block, warp, g, t, h, c]`: 16 bytes side by side for a thread, 512 for a warp."""
@@ -80,14 +106,13 @@ class TileShape:
         where = self._where(refs.numbers, refs.lead, tile, rep, warp, at)
         return plgpu.load(refs.numbers.at[where]).reshape(*self._axes, 8, 4, 2, 2)
 
-    def _of_groups(self, refs: PackedRefs, ref: Any, tile: Any, block: Any) -> jax.Array:
-        """What groups share, `[rep, block, warp, g, 1, h, c]`, with one c where both have the same."""
-        halves = max(1, fragments.INPUTS // refs.group)
-        rep, along, warp, h, g, c = _places((*self._axes, 2, 8, halves))
+    def _zeros(self, refs: PackedRefs, ref: Any, tile: Any, block: Any) -> jax.Array:
+        """`[rep, block, warp, g, 1, h, c]`, with one c where both have the same."""
+        rep, along, warp, h, g, c = _places((*self._axes, 2, 8, refs.halves))
         input_ = (block + along) * fragments.INPUTS + c * fragments.HALF
         at = lax.div(input_, jnp.int32(refs.group)) * fragments.OUTPUTS + h * 8 + g
         loaded = plgpu.load(ref.at[self._where(ref, refs.lead, tile, rep, warp, at)])
-        return loaded.transpose(0, 1, 2, 4, 3, 5).reshape(*self._axes, 8, 1, 2, halves)
+        return loaded.transpose(0, 1, 2, 4, 3, 5).reshape(*self._axes, 8, 1, 2, refs.halves)
 
     def _where(self, ref: Any, lead: tuple[Any, ...], tile: Any, rep: Any, warp: Any, at: Any) -> tuple[Any, ...]:
         strip = tile * (self.outputs // fragments.OUTPUTS) + rep * self.warps + warp
@@ -100,7 +125,7 @@ class TileShape:
         by_b = [_side_by_side(pairs[b], pairs[2 + b]) for b in range(2)]
         whole = _side_by_side(*by_b)
         rep, along, warp, g, t, h, c, low, a, b = range(whole.ndim)
-        return whole.transpose(rep, warp, h, g, along, c, a, b, t, low).reshape(self.outputs, self.inputs)
+        return whole.transpose(rep, warp, h, g, along, c, a, b, t, low).reshape(self.outputs, -1)
 
 
 def _places(shape: tuple[int, ...]) -> list[jax.Array]:

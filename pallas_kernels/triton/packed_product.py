@@ -1,7 +1,7 @@
 """`quantized_product` of int4 packed for a GPU, as a Pallas kernel for the Triton backend.
 
 Called through `quantized_product`. A program makes a tile of outputs x rows. The weights are the left operand, because
-Hopper's wgmma takes that one from registers, where four bits become floats and are scaled: nothing is written wider.
+Hopper's wgmma takes that one from registers, where four bits become floats: nothing is written wider.
 """
 
 import functools
@@ -38,7 +38,8 @@ def product(x: jax.Array, weights: PackedMatrix, dtype: DTypeLike, in_parts: boo
     sizes = tuning.blocks("quantized_product", "triton", tuning.product_class(num_rows, weights.group, BITS))
     tile_outputs = tile_rows_for(sizes["tile_outputs"])
     warps = min(sizes["num_warps"], tile_outputs // fragments.OUTPUTS)
-    depth = min(sizes["tile_inputs"], num_inputs & -num_inputs)
+    groups = num_inputs | weights.group  # a step lies in one group, or is a block of two
+    depth = max(fragments.INPUTS, min(sizes["tile_inputs"], groups & -groups))
     tiles = pl.cdiv(num_rows, sizes["tile_rows"]), pl.cdiv(num_outputs, tile_outputs)
     num_parts = num_parts_of(tiles[0] * tiles[1], num_inputs // depth) if in_parts else 1
     parts = [each for each in (weights.numbers, weights.scale, weights.zero) if each is not None]
@@ -69,14 +70,24 @@ def _kernel(
     steps = x_ref.shape[1] // shape.inputs // num_parts
     real_row = jnp.minimum(row, num_rows - 1)  # the last one in the place of those that don't exist: no mask
 
-    def add(step: jax.Array, total: jax.Array) -> jax.Array:
-        begin = (part * steps + step) * shape.inputs
-        rows = load_rows(x_ref, (real_row,), None, (begin, shape.inputs))
-        left = shape.weights(refs, tile, lax.div(begin, jnp.int32(fragments.INPUTS)), rows.dtype)
-        return total + lax.dot(left, rows.T, preferred_element_type=jnp.float32)
+    def block(step: jax.Array) -> jax.Array:
+        return (part * steps + step) * (shape.inputs // fragments.INPUTS)
 
-    zeros = jnp.zeros((shape.outputs, tile_rows), jnp.float32)
-    out = lax.fori_loop(jnp.int32(0), jnp.int32(steps), add, zeros).T.astype(y_ref.dtype)
+    def add(step: jax.Array, carry: tuple[jax.Array, tuple[jax.Array, ...]]) -> tuple[Any, ...]:
+        total, scales = carry
+        begin = block(step) * fragments.INPUTS
+        # Sums of a group are scaled and added by themselves: handed to the product as what it adds to, they would make
+        # Triton cut it in two, of which the second waits for the first.
+        for left, scale in zip(shape.numbers(refs, tile, block(step), x_ref.dtype), scales, strict=True):
+            rows = load_rows(x_ref, (real_row,), None, (begin, left.shape[1]))
+            total += lax.dot(left, rows.T, preferred_element_type=jnp.float32) * scale[:, None]
+            begin += left.shape[1]
+        # Read a step ahead: nothing waits for the scales of the next group.
+        return total, shape.scales(refs, tile, block(jnp.minimum(step + 1, steps - 1)))
+
+    start = jnp.zeros((shape.outputs, tile_rows), jnp.float32), shape.scales(refs, tile, block(jnp.int32(0)))
+    total, _ = lax.fori_loop(jnp.int32(0), jnp.int32(steps), add, start)
+    out = total.T.astype(y_ref.dtype)
     output = tile * shape.outputs + jnp.arange(shape.outputs, dtype=jnp.int32)
     where = tuple(jnp.broadcast_to(index, out.shape) for index in (part, row[:, None], output[None, :]))
     plgpu.store(y_ref.at[where], out, mask=(row < num_rows)[:, None] & (output < num_outputs)[None, :])

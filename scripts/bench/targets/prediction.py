@@ -75,8 +75,8 @@ ASSUMED = Assumed()
 FORECAST: dict[str, Any] = {
     "decode_share": {"mosaic_gpu": 0.97, "triton": 0.85},
     "product_share": 0.80,
-    "quantized_share": 0.38,
-    "converted_per_s": 1.8e12,
+    "quantized_share": 0.5,
+    "converted_per_s": 4.6e12,
     "float8_share": 0.80,
     "float8_bytes_share": 0.68,
     "expert_bytes_share": 0.85,
@@ -88,9 +88,11 @@ FORECAST_SOURCES = {
     "decode reports 80 to 90%, FlashMLA 3,000 of 3,350 GB/s on an H800",
     "product_share": "ours, on an H200: prompts of Qwen3-8B in steps of 2,048 tokens at 86% of a product's rate "
     "measured next to them (offline_8b.json), 256 rows with 4,096 x 12,288 at 50 to 62% (sizes.json)",
-    "quantized_share": "ours: int4 of 24,576 x 4,096 with 256 rows in 171 us on an H200, 301 TFLOP/s (sizes.json); "
-    "Triton's own: 441 on an H100 with larger matrices (triton-lang/triton, pull request 11785)",
-    "converted_per_s": "ours: the same matrix with 32 rows in 56 us, int4 and float8 alike (sizes.json)",
+    "quantized_share": "estimated, of int4 in fragments: 415 instructions a warp next to 512 cycles of the matrix "
+    "units; the kernel before reached 0.38 (sizes.json). Triton's own: 441 TFLOP/s on an H100 with larger matrices "
+    "(triton-lang/triton, pull request 11785)",
+    "converted_per_s": "estimated, of int4 in fragments: 246 instructions for 64 weights, at 60% of what an "
+    "H200 issues; the kernel before reached 1.8e12, as that of float8 does (sizes.json)",
     "float8_share": "ours: 24,576 x 4,096 with 4,096 rows in 1,280 us on an H200, 644 TFLOP/s (sizes.json). SGLang's "
     "kernel in Triton for FP8 blocks, which scales each group's sums as ours does: 256 and "
     "4,096 x 24576 x 7168 in 143 and 2,200 us, 631 and 656 TFLOP/s (sgl-project/sglang, pull request 5820); "
