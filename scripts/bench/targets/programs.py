@@ -180,7 +180,12 @@ def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
 def weights_read(arch: ModelArch, params: Any) -> int:
     """How many weights each step reads: all but an embedding that is not the head; of that it reads a row per token."""
     embedding = 0 if arch.tie_embeddings else arch.vocab_size * arch.hidden_size
-    return sum(leaf.size for leaf in jax.tree.leaves(params)) - embedding
+    return sum(map(_num_numbers, jax.tree.leaves(params))) - embedding
+
+
+def _num_numbers(array: Any) -> int:
+    """How many numbers an array has; words have eight of 4 bits each."""
+    return int(array.size) * (8 if array.dtype == jnp.uint32 else 1)
 
 
 def on_one_device(array: Any) -> jax.ShapeDtypeStruct:
@@ -190,7 +195,7 @@ def on_one_device(array: Any) -> jax.ShapeDtypeStruct:
 
 def weights_on_one_device(tree: Any) -> int:
     """How many numbers of a tree of placed shapes each device has."""
-    return sum(int(on_one_device(leaf).size) for leaf in jax.tree.leaves(tree))
+    return sum(_num_numbers(on_one_device(leaf)) for leaf in jax.tree.leaves(tree))
 
 
 def bytes_on_one_device(tree: Any) -> int:

@@ -37,7 +37,7 @@ from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.start.sizing import choose_states, plan_capacity
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step_programs import ProgramSpec
-from jaxsgl.engine.weight_store import read_arch
+from jaxsgl.engine.weight_store import as_kept, read_arch
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
 from jaxsgl.models.heads import EagleArch, abstract_head
 from jaxsgl.models.layer_spec import DeltaNet, MoeMlp
@@ -209,6 +209,7 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
     dtype, _, kv_dtype = resolve_precision(
         config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=lambda: False
     )
+    arch = as_kept(arch, dtype, platform, mesh.size)
     states = choose_states(config, arch, platform, kv_dtype, mesh.shape[TENSOR_AXIS])
     params = placed_params(arch, dtype, mesh)
     weights = bytes_on_one_device(params)
