@@ -75,9 +75,9 @@ class PackedMatrix:
         )
 
     def unpacked(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Numbers `[..., O, I]` of a byte, scales `[..., O, G]` float32 and zeros `[..., O, G]` int8 or None."""
+        """Numbers `[..., O, I]` of a byte, scales `[..., O, G]` float32, zeros `[..., O, G]` of any dtype or None."""
         if self.packing in SIDES:
-            zero = None if self.zero is None else unpack_groups(self.packing, self.zero).astype(jnp.int8)
+            zero = None if self.zero is None else unpack_groups(self.packing, self.zero)
             return unpack_numbers(self.packing, self.numbers), unpack_groups(self.packing, self.scale), zero
         if self.packing == FLOAT8:
             return self.numbers, self.scale, None

@@ -27,7 +27,7 @@ class ScaledMatrix:
     scale: jax.Array
     """`[O, G]` float32."""
     zero: jax.Array | None
-    """`[O, G]` int8, or None for 0."""
+    """`[O, G]` int8, float32 of what was packed for a GPU, or None for 0."""
     group: int = dataclasses.field(metadata={"static": True})
     """How many inputs share a scale; the last group may be cut."""
 

@@ -223,7 +223,7 @@ def test_the_forecast_takes_the_shares_that_kernels_reach(kind: str, share: str)
 
 def test_weights_that_a_kernel_converts_take_the_time_of_their_conversion_once() -> None:
     step = "m mosaic_gpu decode 8 greedy"
-    product = kernel("quantized", 2, moved=43, flops=2 * 8 * 1_800_000)
+    product = kernel("quantized", 2, moved=43, flops=2 * 8 * 4_600_000)
     (found,) = predict([compiled(kernel("attention", 2), product, layers=2, steps=[step])], 1)
     rate = {"converted_per_s": FORECAST["converted_per_s"]}
     (sober,) = predict([compiled(kernel("attention", 2), product, layers=2, steps=[step])], 1,
@@ -313,7 +313,7 @@ def test_the_forecast_stands_near_the_best_measured_engine() -> None:
 
 
 def test_weights_with_scales_of_groups_are_predicted_next_to_bfloat16() -> None:
-    """Few rows read half of the bytes, which float8 gains by, and int4 loses by its conversions."""
+    """Few rows read half of the bytes, or a fourth; many gain nothing by int4, whose conversions cost more there."""
     results = json.loads(KEPT.read_text())["results"]
     found = {each.step: each for each in predict(results, 1024)}
 
@@ -325,7 +325,7 @@ def test_weights_with_scales_of_groups_are_predicted_next_to_bfloat16() -> None:
 
     for rows in (1, 32):
         assert ratio("-fp8", rows, "step_us") < 0.75 and ratio("-fp8", rows, "forecast_us") < 0.9
-        assert ratio("-awq", rows, "step_us") < 0.62 and 1 < ratio("-awq", rows, "forecast_us") < 1.2
+        assert ratio("-awq", rows, "step_us") < 0.62 and 0.55 < ratio("-awq", rows, "forecast_us") < 0.75
     assert 0.99 < ratio("-awq", 256, "step_us") < 1.01 < ratio("-awq", 256, "forecast_us") < 1.5
     assert ratio("-fp8", 256, "step_us") < 0.9 and ratio("-fp8", 256, "forecast_us") < 1
     for result in results:
