@@ -16,8 +16,10 @@ from pallas_kernels.api.attention import (
 )
 from pallas_kernels.api.experts import (
     choose_experts,
+    experts_multiply_float8,
     gated_product,
     group_by_expert,
+    grouped_float8_product,
     grouped_packed_product,
     grouped_product,
     joins_shared,
@@ -63,10 +65,12 @@ __all__ = [
     "add_choices",
     "choose_experts",
     "decode_latents",
+    "experts_multiply_float8",
     "float8_product",
     "float8_rows",
     "gated_product",
     "group_by_expert",
+    "grouped_float8_product",
     "grouped_packed_product",
     "grouped_product",
     "joins_shared",

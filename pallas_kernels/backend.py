@@ -221,6 +221,16 @@ class Float8Product(Protocol):
         ...
 
 
+class GroupedFloat8Product(Protocol):
+    """`grouped_float8_product` on one backend."""
+
+    def __call__(
+        self, rows: ScaledRows, groups: Groups, weights: ScaledMatrix, of_tokens: bool, interpret: bool
+    ) -> jax.Array:
+        """Rows `[T, in]` with `of_tokens`, else `[M, in]`, times weights `[E, out, in]`; `[M, out]`."""
+        ...
+
+
 class OrderedProduct(Protocol):
     """`ordered_product` on one backend."""
 
@@ -328,7 +338,8 @@ class Backend:
     """None where XLA sorts."""
     float8_rows: Kernel[Float8Rows] | None = None
     float8_product: Kernel[Float8Product] | None = None
-    """None, both, where activations keep their format."""
+    grouped_float8_product: Kernel[GroupedFloat8Product] | None = None
+    """None, all three, where activations keep their format."""
     store_and_decode: Kernel[StoreAndDecode] | None = None
     """None where a store comes first."""
     ordered_product: Kernel[OrderedProduct] | None = None

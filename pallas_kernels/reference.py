@@ -181,6 +181,15 @@ def float8_product(
     return quantized_product(rows.values(jnp.float32), weights, dtype, in_parts, interpret)
 
 
+def grouped_float8_product(
+    rows: ScaledRows, groups: Groups, weights: ScaledMatrix, of_tokens: bool, interpret: bool
+) -> jax.Array:
+    """All in float32; rounded once, to the dtype that the rows had."""
+    values = widened_matrix(weights.numbers, weights.scale, None, weights.group, jnp.float32)
+    wide = grouped_product(rows.values(jnp.float32), groups, values, of_tokens, interpret)
+    return wide.astype(rows.dtype)
+
+
 def ordered_product(x: jax.Array, weights: jax.Array, dtype: DTypeLike, in_parts: bool, interpret: bool) -> jax.Array:
     """All in float32; rounded once, to `dtype`."""
     rows = x.astype(weights.dtype).astype(jnp.float32)
@@ -197,6 +206,7 @@ BACKEND = Backend(
     quantized_product=Kernel(quantized_product),
     float8_rows=Kernel(float8_rows),
     float8_product=Kernel(float8_product),
+    grouped_float8_product=Kernel(grouped_float8_product),
     store_and_decode=Kernel(store_and_decode),
     ordered_product=Kernel(ordered_product),
     absorb_and_store=Kernel(absorb_and_store),

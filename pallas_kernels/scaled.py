@@ -20,26 +20,26 @@ SMALLEST_TOP = 2.0**-80  # taken for the largest number of a group where it is l
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScaledMatrix:
-    """A matrix of O outputs and I inputs, whose inputs are in G groups."""
+    """A matrix of O outputs and I inputs, whose inputs are in G groups; or a stack of those of E experts."""
 
     numbers: jax.Array
-    """`[O, I]`: int4, int8, float8_e4m3fn, or bfloat16 on a CPU."""
+    """`[O, I]`: int4, int8, float8_e4m3fn, or bfloat16 on a CPU. A stack's: `[E, O, I]`."""
     scale: jax.Array
-    """`[O, G]` float32."""
+    """`[O, G]` float32, or `[E, O, G]`."""
     zero: jax.Array | None
-    """`[O, G]` int8, float32 of what was packed for a GPU, or None for 0."""
+    """As the scales: int8, float32 of what was packed for a GPU, or None for 0."""
     group: int = dataclasses.field(metadata={"static": True})
     """How many inputs share a scale; the last group may be cut."""
 
     @property
     def num_outputs(self) -> int:
         """O."""
-        return self.numbers.shape[0]
+        return self.numbers.shape[-2]
 
     @property
     def num_inputs(self) -> int:
         """I."""
-        return self.numbers.shape[1]
+        return self.numbers.shape[-1]
 
 
 def widened(numbers: jax.Array, scale: jax.Array, zero: jax.Array | None, group: int, dtype: DTypeLike) -> jax.Array:

@@ -6,11 +6,13 @@ it. The values that go from one function to the next are those of `pallas_kernel
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import choose_kernel, choose_kernel_or_xla, has_kernel, refusals_of
 from pallas_kernels.experts import ACTIVATIONS, Groups, UnitWeights, sort_by_expert
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.routing import Router, choose_by_xla
+from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 
 
 def choose_experts(
@@ -147,6 +149,53 @@ def grouped_packed_product(
         "grouped_product", lambda each: each.grouped_packed_product, backend, x, weights, interpret=False
     )
     return multiply(x, groups, weights, of_tokens, dtype, row_bits)
+
+
+def experts_multiply_float8(dtype: DTypeLike, weights: ScaledMatrix, *, backend: str = "auto") -> bool:
+    """Whether a kernel multiplies rows in float8 with the experts' weights on the target device; with "xla" none does.
+
+    Args:
+        dtype: of the rows before they are rounded.
+        weights: `[E, out, in]`.
+        backend: as for `grouped_float8_product`.
+
+    Raises:
+        ValueError: a named backend that can't run here.
+    """
+    return has_kernel("float8_product", backend, refusals_of(lambda each: each.grouped_float8_product, dtype, weights))
+
+
+def grouped_float8_product(
+    rows: ScaledRows,
+    groups: Groups,
+    weights: ScaledMatrix,
+    *,
+    of_tokens: bool = False,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """`grouped_product` of rows in float8 and weights of float8, both with scales; `[M, out]`, in the rows' old dtype.
+
+    Args:
+        rows: of `float8_rows`, of places or with `of_tokens` of tokens.
+        groups, of_tokens: as for `grouped_product`.
+        weights: `[E, out, in]` float8_e4m3fn without zero points.
+        backend: a backend that has the op, "xla", or "auto".
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    num_rows, shape = groups.num_tokens if of_tokens else groups.num_places, weights.numbers.shape
+    if len(shape) != 3 or shape[0] != groups.num_experts or rows.numbers.shape != (num_rows, shape[-1]):
+        raise ValueError(
+            f"rows are {rows.numbers.shape} and numbers are {shape}; they must be [{num_rows}, in] and "
+            f"[{groups.num_experts}, out, in]"
+        )
+    multiply = choose_kernel(
+        "float8_product", lambda each: each.grouped_float8_product, backend, rows.dtype, weights, interpret=interpret
+    )
+    return multiply(rows, groups, weights, of_tokens, interpret)
 
 
 def gated_product(

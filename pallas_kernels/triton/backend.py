@@ -28,6 +28,10 @@ BACKEND = Backend(
     _kernel("group_by_expert", "group_by_expert"),
     _kernel("float8_rows", "float8_rows"),
     _kernel("float8_product", "float8_product", "refuse_float8_product"),
+    Kernel(
+        imported("triton.grouped_float8_product", "grouped_float8_product"),
+        imported("triton.float8_product", "refuse_float8_product"),
+    ),
     products_with_shared=_kernel("grouped_product", "products_with_shared", "refuse_products_with_shared"),
     ordered_product=_kernel("ordered_product", "ordered_product", "refuse_ordered_product"),
     delta_decode=_kernel("delta_decode", "delta_decode", "refuse_delta_decode"),

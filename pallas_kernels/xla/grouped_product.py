@@ -1,4 +1,4 @@
-"""`grouped_product` in XLA: a loop over tiles of one expert's rows. Called through `xla.BACKEND`.
+"""`grouped_product` and its kin in XLA: a loop over tiles of one expert's rows. Called through `xla.BACKEND`.
 
 The fall-back anywhere. `lax.ragged_dot` is none: on CPUs and GPUs XLA makes a product with all experts of it.
 """
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.experts import Groups, product_dtype, result_dtype, row_tiles
 from pallas_kernels.packed import PackedMatrix
+from pallas_kernels.scaled import ScaledMatrix, ScaledRows, widened
 
 _TILE_ROWS = 16  # the same for all numbers of rows, so that a row's sums are made in the same way
 
@@ -39,6 +40,20 @@ def packed_product(
         return mine.widened(dtype)
 
     return _by_tiles(x.astype(dtype), groups, matrix_of, weights.shape[-2], x.dtype, of_tokens)
+
+
+def grouped_float8_product(
+    rows: ScaledRows, groups: Groups, weights: ScaledMatrix, of_tokens: bool, interpret: bool
+) -> jax.Array:
+    """See `backend.GroupedFloat8Product`. Multiplies in float32, to which an expert's weights are widened by tile."""
+
+    def matrix_of(expert: jax.Array) -> jax.Array:
+        numbers, scale = (
+            lax.dynamic_index_in_dim(part, expert, keepdims=False) for part in (weights.numbers, weights.scale)
+        )
+        return widened(numbers, scale, None, weights.group, jnp.float32)
+
+    return _by_tiles(rows.values(jnp.float32), groups, matrix_of, weights.num_outputs, rows.dtype, of_tokens)
 
 
 def _by_tiles(
