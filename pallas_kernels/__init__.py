@@ -27,6 +27,7 @@ from pallas_kernels.api.experts import (
 )
 from pallas_kernels.api.norms import add_and_norm, add_and_norm_in_float8
 from pallas_kernels.api.products import (
+    device_multiplies_float8,
     float8_product,
     float8_rows,
     multiplies_float8,
@@ -65,6 +66,7 @@ __all__ = [
     "add_choices",
     "choose_experts",
     "decode_latents",
+    "device_multiplies_float8",
     "experts_multiply_float8",
     "float8_product",
     "float8_rows",

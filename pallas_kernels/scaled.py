@@ -14,6 +14,7 @@ from pallas_kernels.paged_kv import FLOAT8
 
 ROW_GROUP = 128  # numbers of a row that share a scale
 LARGEST_FLOAT8 = 448.0
+MOST_NUMBERS = 2**31  # of weights of a byte that kernels with offsets of 32 bits take
 SMALLEST_TOP = 2.0**-80  # taken for the largest number of a group where it is less, so that scales are finite
 
 
@@ -40,6 +41,19 @@ class ScaledMatrix:
     def num_inputs(self) -> int:
         """I."""
         return self.numbers.shape[-1]
+
+
+def refuse_rounding(weights: ScaledMatrix) -> str | None:
+    """Why no kernel multiplies rows that are rounded in groups of `ROW_GROUP` with the weights, by format and sizes."""
+    numbers = weights.numbers
+    if numbers.dtype != FLOAT8 or weights.zero is not None:
+        zeros = "" if weights.zero is None else " with zero points"
+        return f"the weights are {numbers.dtype}{zeros}; it takes {FLOAT8.dtype}"
+    if weights.num_inputs % ROW_GROUP or weights.group % ROW_GROUP:
+        return f"{weights.num_inputs} inputs are in groups of {weights.group}; it takes multiples of {ROW_GROUP}"
+    if numbers.size > MOST_NUMBERS:
+        return f"the weights are {numbers.size} {numbers.dtype}; it takes {MOST_NUMBERS}"
+    return None
 
 
 def widened(numbers: jax.Array, scale: jax.Array, zero: jax.Array | None, group: int, dtype: DTypeLike) -> jax.Array:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ from jaxsgl.weights.sharding import make_mesh, model_on_devices
 from pallas_kernels.native import library as native_library
 from pallas_kernels.native.product import TWO_WORDS
 from pallas_kernels.packed import FLOAT8, MXFP4
+from pallas_kernels.scaled import ScaledMatrix, refuse_rounding
 
 # What may differ between checkpoints that are served one after the other: the server keeps what it began with.
 _FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context", "folder_pooling", "pooling", "next_layer")
@@ -81,14 +83,21 @@ def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
 
 
 def as_kept(
-    arch: ModelArch, dtype: jnp.dtype, platform: str, num_devices: int, *, weight_only: bool = False
+    arch: ModelArch,
+    dtype: jnp.dtype,
+    platform: str,
+    num_devices: int,
+    *,
+    weight_only: bool = False,
+    rounds_rows: bool = False,
 ) -> ModelArch:
     """The model with its weights in the format in which so many devices of the platform keep them.
 
     Others are in `dtype`. CPUs and GPUs pack what they have kernels for; several CPUs, int8 alone.
 
     With `weight_only` no product with integers on a CPU rounds the activations to 8 bits, nor does it in float32, whose
-    products are to be exact.
+    products are to be exact. Where a GPU's products with experts round rows to float8 (`rounds_rows`), experts in
+    groups of FP8 stay so.
 
     Raises `ConfigError` for experts that are to be quantized at load where no kernel multiplies them.
     """
@@ -110,10 +119,32 @@ def as_kept(
     if fmt is None:
         return arch
     if platform == "gpu":
-        return dataclasses.replace(arch, weight_format=fmt.on_gpu(dtype.name, parts=num_devices))
+        keeps = rounds_rows and _may_round(arch, fmt, num_devices)
+        kept = dataclasses.replace(fmt.on_gpu(dtype.name, parts=num_devices), groups_of_experts=keeps)
+        return dataclasses.replace(arch, weight_format=kept)
     if arch.mixture is not None and fmt.method == AT_LOAD:
         raise ConfigError(f"{arch.name} has experts, which a {platform} can't quantize: leave --quantization out")
     return dataclasses.replace(arch, weight_format=dataclasses.replace(fmt, on_experts=False))
+
+
+def _may_round(arch: ModelArch, fmt: WeightFormat, num_devices: int) -> bool:
+    """Whether the weights of experts have sizes, on each device, for products of float8 in groups of inputs."""
+    mixture = arch.mixture
+    if mixture is None or fmt.group is None or not arch.may_pack:
+        return False
+    experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
+    num_experts, ffn = mixture.num_experts // experts, mixture.ffn_size // parts
+    # A part of the inputs may begin inside a group (see `models/matrix.py`).
+    group = math.gcd(ffn, fmt.group) if parts > 1 else fmt.group
+    shapes = (2 * ffn, arch.hidden_size, fmt.group), (arch.hidden_size, ffn, group)
+    return all(_refuse_rounding(fmt.numbers, num_experts, *shape) is None for shape in shapes)
+
+
+def _refuse_rounding(numbers: str, num_experts: int, outputs: int, inputs: int, group: int) -> str | None:
+    dims = num_experts, outputs
+    weights: Any = jax.ShapeDtypeStruct((*dims, inputs), jnp.dtype(numbers))
+    scale: Any = jax.ShapeDtypeStruct((*dims, -(-inputs // group)), jnp.float32)
+    return refuse_rounding(ScaledMatrix(weights, scale, None, group))
 
 
 def read_params(
@@ -271,7 +302,15 @@ class EngineWeightStore:
         """Reads a folder, into host memory if there are weights on another device that must serve on if this fails."""
         platform = self._mesh.devices.flat[0].platform
         arch = read_arch(self._config, folder)
-        arch = as_kept(arch, self._dtype, platform, self._mesh.size, weight_only=self._config.weight_only)
+        served = self._arch.weight_format
+        arch = as_kept(
+            arch,
+            self._dtype,
+            platform,
+            self._mesh.size,
+            weight_only=self._config.weight_only,
+            rounds_rows=served is not None and served.groups_of_experts,
+        )
         _check_same_model(arch, self._arch, folder)
         if self._kv_scales is not None and not _equal_scales(load_kv_scales(folder, self._arch), self._kv_scales):
             raise CheckpointError(

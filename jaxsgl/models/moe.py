@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp
 from jaxsgl.models.layers import MLP, vector
-from jaxsgl.models.matrix import Matrices, Matrix, Weights
+from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
@@ -27,10 +28,15 @@ from pallas_kernels import (
     Choices,
     Groups,
     KernelChoice,
+    ScaledMatrix,
+    ScaledRows,
     UnitWeights,
     choose_experts,
+    experts_multiply_float8,
+    float8_rows,
     gated_product,
     group_by_expert,
+    grouped_float8_product,
     grouped_packed_product,
     grouped_product,
     joins_shared,
@@ -41,6 +47,7 @@ from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.native import grouped_product as native_product
 from pallas_kernels.norm import Update, sum_parts
 from pallas_kernels.order import is_order_fixed
+from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.target import target_device
 
 # Up to as many rows of an expert on average, reading its weights takes a GPU longer than multiplying, and so rows of
@@ -134,7 +141,7 @@ class MoE(Matrices):
         if num_experts < self.spec.num_experts:
             experts_Tk = experts_Tk - part_index("experts") * num_experts  # those of other devices are none here
         groups = group_by_expert(experts_Tk, num_experts + num_shared, is_token, backend=others)
-        y_MD = self._results(x_TD, groups, joined, backend)
+        y_MD = self._results(x_TD, groups, joined, kernels)
         choices = Choices(y_MD, groups.place_of, shares_Tk)
         mlp = None if joined is not None else self.shared
         if mlp is None and num_parts("experts") == 1 and target_device().platform == "gpu":
@@ -166,23 +173,29 @@ class MoE(Matrices):
             return None
         return joined if joins_shared(*joined, backend=backend) else None
 
-    def _results(self, x_TD: jax.Array, groups: Groups, joined: _Joined | None, backend: str) -> jax.Array:
+    def _results(self, x_TD: jax.Array, groups: Groups, joined: _Joined | None, kernels: KernelChoice) -> jax.Array:
         """What experts make of the tokens of their places, `[M, D]`."""
+        backend = kernels.grouped_product
         if joined is not None:
             return products_with_shared(x_TD, groups, *joined, self.activation, backend=backend)
-        gated_MF = self._gated(x_TD, groups, self.matrix("gate_up"), backend)
+        gate_up, down = (self.matrix(name, kernels) for name in ("gate_up", "down"))
+        gated_MF = self._gated(x_TD, groups, gate_up, down, backend)
         down_bias = None if self.down_bias is None else self.down_bias[...]
         if down_bias is not None and groups.num_experts == self.spec.num_experts:
             down_bias = on_first_part(down_bias, "ffn")
-        return _plus(_product(gated_MF, groups, self.matrix("down"), backend), down_bias, groups)
+        return _plus(_product(gated_MF, groups, down, backend), down_bias, groups)
 
-    def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights, backend: str) -> jax.Array:
-        """What lies between the two products, `[M, F]`."""
+    def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights, down: Weights, backend: str) -> Rows:
+        """What lies between the two products, `[M, F]`, rounded where the second one takes it so."""
         is_plain = self.spec.clamp is None and self.gate_up_bias is None
         if is_plain and not isinstance(gate_up, Matrix) and backend in (AUTO, "triton"):
             weights = gate_up.reshape(len(gate_up), -1, gate_up.shape[-1])
             return gated_product(x_TD, groups, weights, self.activation, of_tokens=True, backend=backend)
         hidden_MF = _product(x_TD, groups, gate_up, backend, of_tokens=True)
+        in_float8 = _float8_backend(hidden_MF.dtype, down)
+        if is_plain and in_float8 is not None:
+            both = hidden_MF.reshape(len(hidden_MF), 2, -1)
+            return float8_rows(both, self.activation, backend=in_float8)
         bias = None if self.gate_up_bias is None else self.gate_up_bias[...].reshape(groups.num_experts, -1)
         gate, up = jnp.split(_plus(hidden_MF, bias, groups), 2, axis=1)
         if self.spec.clamp is not None:
@@ -212,8 +225,18 @@ def clamped_unit(clamp: Clamp, gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(clamp.alpha * gate) * (up + 1)
 
 
-def _product(x: jax.Array, groups: Groups, weights: Weights, backend: str, *, of_tokens: bool = False) -> jax.Array:
-    """Rows times the weights `[E, .., in]` of their experts: `[M, out]` in x's dtype. Scales are applied to sums."""
+def _product(x: Rows, groups: Groups, weights: Weights, backend: str, *, of_tokens: bool = False) -> jax.Array:
+    """Rows times the weights `[E, .., in]` of their experts: `[M, out]` in x's dtype.
+
+    Scales of outputs are applied to sums. Rows are rounded to float8 where layers' products would round them
+    (`matrix.rounds_rows`).
+    """
+    in_float8 = _float8_backend(x.dtype, weights)
+    if in_float8 is not None:
+        rows = x if isinstance(x, ScaledRows) else float8_rows(x, backend=in_float8)
+        assert isinstance(weights, Matrix)
+        return grouped_float8_product(rows, groups, _stacked(weights), of_tokens=of_tokens, backend=in_float8)
+    assert isinstance(x, jax.Array), "rows are rounded for weights in float8"
     if isinstance(weights, Matrix) and weights.packing:
         return grouped_packed_product(
             x, groups, weights.packed.stacked(1), of_tokens=of_tokens,
@@ -229,6 +252,27 @@ def _product(x: jax.Array, groups: Groups, weights: Weights, backend: str, *, of
         return sums_MN
     scale_MN = weights.scale.reshape(len(numbers), -1).at[groups.experts].get(mode="fill", fill_value=0)
     return (sums_MN.astype(jnp.float32) * scale_MN).astype(x.dtype)
+
+
+def _float8_backend(dtype: DTypeLike, weights: Weights) -> str | None:
+    """What multiplies rows in `dtype`, rounded to float8, with experts' weights; None: they are not rounded.
+
+    Weights in groups have no other product: where no kernel takes them XLA does, which is slow. `engine.weight_store`
+    keeps them in groups only where a kernel does.
+    """
+    if not isinstance(weights, Matrix) or weights.packing or weights.numbers.dtype != FLOAT8:
+        return None
+    kernels, stack = weights.kernels, _stacked(weights)
+    backend = XLA if kernels.grouped_product == XLA else kernels.float8_product
+    if experts_multiply_float8(dtype, stack, backend=backend):
+        return backend
+    return XLA if stack.scale.shape[-1] > 1 else None
+
+
+def _stacked(weights: Matrix) -> ScaledMatrix:
+    """The weights `[E, .., in]` with one axis of outputs."""
+    numbers, scale = (part.reshape(len(part), -1, part.shape[-1]) for part in (weights.numbers, weights.scale))
+    return ScaledMatrix(numbers, scale, None, weights.group)
 
 
 def _is_native(x: jax.Array, groups: Groups, weights: Matrix, stacked: jax.Array, backend: str) -> bool:

@@ -61,6 +61,7 @@ class WeightFormat:
       reorders: columns stand in another order than inputs.
       vocabulary: whether the embedding and the output head are quantized, too, in 8 bits at least.
       on_experts: whether experts are kept so, too, if the format is one that their kernels multiply.
+      groups_of_experts: whether that is so of float8 in groups, which a GPU's kernel multiplies with rounded rows.
       packing: how kernels take the numbers, in as many bits as are published (`pallas_kernels.packed`), where they take
         a matrix's sizes; "": as `numbers` says.
       widened_to: the dtype that packed floats become in products.
@@ -76,6 +77,7 @@ class WeightFormat:
     reorders: bool = False
     vocabulary: bool = False
     on_experts: bool = True
+    groups_of_experts: bool = False
     packing: str = ""
     widened_to: str = "bfloat16"
     row_bits: int = 16
@@ -109,9 +111,10 @@ class WeightFormat:
     def of_experts(self, shapes: Iterable[tuple[int, int]]) -> WeightFormat | None:
         """The format of experts' matrices of these shapes, or None: they are dequantized.
 
-        Their kernels multiply numbers, to whose sums the scale of an output is applied, and what is packed.
+        Their kernels multiply numbers, to whose sums the scale of an output is applied, what is packed, and on some
+        devices float8 in groups.
         """
-        is_simple = self.group is None and not self.has_zeros and self.numbers != "int4"
+        is_simple = (self.group is None or self.groups_of_experts) and not self.has_zeros and self.numbers != "int4"
         is_packed = self.packing not in ("", packed.FRAGMENTS) and all(self._refusal(shape) is None for shape in shapes)
         return self if self.on_experts and not self.reorders and (is_simple or is_packed) else None
 

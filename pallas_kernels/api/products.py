@@ -4,6 +4,8 @@ Owns the checks of the arguments. Never knows whose weights these are, nor how a
 for one and calls it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -12,6 +14,7 @@ from pallas_kernels.dispatch import choose_kernel, choose_kernel_or_xla, has_ker
 from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.fragments import OUTPUTS
 from pallas_kernels.packed import FRAGMENTS, PackedMatrix
+from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows
 
 
@@ -79,6 +82,13 @@ def multiplies_float8(dtype: DTypeLike, weights: ScaledMatrix, *, backend: str =
         ValueError: a named backend that can't run here.
     """
     return has_kernel("float8_product", backend, refusals_of(lambda each: each.float8_product, dtype, weights))
+
+
+def device_multiplies_float8(dtype: DTypeLike) -> bool:
+    """Whether a kernel multiplies such rows in float8 on the target device, with weights of sizes that it takes."""
+    numbers: Any = jax.ShapeDtypeStruct((ROW_GROUP, ROW_GROUP), FLOAT8)
+    scale: Any = jax.ShapeDtypeStruct((ROW_GROUP, 1), jnp.float32)
+    return multiplies_float8(dtype, ScaledMatrix(numbers, scale, None, ROW_GROUP))
 
 
 def float8_rows(

@@ -99,7 +99,8 @@ def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
     if op == "quantized_product":
         return any(each.is_in_groups for each in shapes.matrices)
     if op == "float8_product":
-        return any(each.may_be_in_float8 for each in shapes.matrices)
+        of_matrices = any(each.may_be_in_float8 for each in shapes.matrices)
+        return of_matrices or any(each.may_be_in_float8 for each in shapes.experts)
     if op == "delta_decode":
         return bool(shapes.states)
     if op == "ordered_product":

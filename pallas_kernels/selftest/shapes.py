@@ -29,6 +29,13 @@ class ExpertShape:
     """How many there are to choose from, on all devices."""
     of_tokens: bool
     """Whether its rows are tokens' or places'."""
+    float8_group: int | None = None
+    """Inputs that share a scale, of weights that are kept in float8; None: of no others."""
+
+    @property
+    def may_be_in_float8(self) -> bool:
+        """Whether it takes a `grouped_float8_product`."""
+        return self.float8_group is not None and not (self.inputs % ROW_GROUP or self.float8_group % ROW_GROUP)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,11 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels import tuning
-from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.parts import num_parts_of
-from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows
+from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows, refuse_rounding
 from pallas_kernels.target import target_device
 from pallas_kernels.triton.common import MOST_ROWS_WITHOUT_WGMMA, tile_rows_for
 from pallas_kernels.triton.float8_dot import float8_dot, is_possible
-from pallas_kernels.triton.quantized_product import MOST_BYTES
 from pallas_kernels.triton.tiles import load_rows
 
 # A multiprocessor holds one program of 8 warps, or two of 4; each part more costs a write and a read of the sums. Those
@@ -31,17 +29,13 @@ _PROGRAMS_PER_CORE, _OF_FEW_ROWS, _FEW_ROWS = 0.75, 1.5, 64
 
 
 def refuse_float8_product(dtype: DTypeLike, weights: ScaledMatrix) -> str | None:
-    """Why this backend can't multiply rows that were `dtype` with the weights, or None when it can."""
-    device, numbers = target_device(), weights.numbers
+    """Why this backend can't multiply rows that were `dtype` with a matrix or a stack of them, or None if it can."""
+    device = target_device()
     if jnp.dtype(dtype).itemsize != 2:
         return f"the rows are {jnp.dtype(dtype)}; it takes bfloat16 and float16"
-    if numbers.dtype != FLOAT8 or weights.zero is not None:
-        zeros = "" if weights.zero is None else " with zero points"
-        return f"the weights are {numbers.dtype}{zeros}; it takes {FLOAT8.dtype}"
-    if weights.num_inputs % ROW_GROUP or weights.group % ROW_GROUP:
-        return f"{weights.num_inputs} inputs are in groups of {weights.group}; it takes multiples of {ROW_GROUP}"
-    if numbers.size > MOST_BYTES:
-        return f"the weights are {numbers.size} {numbers.dtype}; it takes {MOST_BYTES}"
+    refused = refuse_rounding(weights)
+    if refused is not None:
+        return refused
     if not (device.converts_float8 or device.platform == "cpu"):
         return f"{device.kind} doesn't multiply float8"
     if tile_rows_for(2 * MOST_ROWS_WITHOUT_WGMMA) <= MOST_ROWS_WITHOUT_WGMMA:

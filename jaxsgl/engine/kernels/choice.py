@@ -18,7 +18,7 @@ from jaxsgl.models.moe import MOST_SHARED
 from jaxsgl.models.precision import Precision
 from jaxsgl.models.quantization import FLOAT8
 from pallas_kernels import KernelChoice
-from pallas_kernels.choice import XLA
+from pallas_kernels.choice import AUTO, XLA
 from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.packed import FRAGMENTS, refuse
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, LatentShape, MatrixShape, StateShape
@@ -41,6 +41,11 @@ def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
     if config.weight_only and fmt is not None and fmt.numbers == FLOAT8:
         chosen.setdefault(OP_OF_NAME["float8"], XLA)
     return KernelChoice.of_attention(config.attention_backend).with_backends(chosen)
+
+
+def may_round_rows_of_experts(kernels: KernelChoice) -> bool:
+    """Whether products with experts may round their rows to float8, as those of layers do, if the device can."""
+    return kernels.float8_product != XLA and kernels.grouped_product in (AUTO, "triton")
 
 
 def kernel_flags(config: EngineConfig) -> str:
@@ -107,17 +112,32 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     shapes = (mixture.ffn_size, arch.hidden_size), (arch.hidden_size, mixture.ffn_size)
     has_plain = any("experts" in layer.unquantized for layer in arch.layers)
     fmt = None if arch.weight_format is None or has_plain else arch.weight_format.of_experts(shapes)
-    dtype = precision.weights.name if fmt is None else fmt.numbers
+    in_groups = fmt is not None and fmt.group is not None
+    dtype = precision.weights.name if fmt is None or in_groups else fmt.numbers  # which takes its place if it fails
     experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
     num_experts, ffn = mixture.num_experts // experts, mixture.ffn_size // parts
     num_shared, rest = divmod(mixture.shared_ffn_size, mixture.ffn_size)
     if rest or num_shared > MOST_SHARED or fmt is not None or arch.by_experts:  # see `MoE`
         num_shared = 0
     router = dataclasses.replace(mixture.router, num_shared=num_shared)
+
+    def shape(outputs: int, inputs: int, all_inputs: int, *, of_tokens: bool) -> ExpertShape:
+        group = None
+        if fmt is not None and fmt.numbers == FLOAT8:
+            group = inputs if fmt.group is None else _group_of_part(fmt.group, inputs, all_inputs)
+        return ExpertShape(num_experts, outputs, inputs, dtype, router, mixture.num_experts, of_tokens, group)
+
     return (
-        ExpertShape(num_experts, 2 * ffn, arch.hidden_size, dtype, router, mixture.num_experts, of_tokens=True),
-        ExpertShape(num_experts, arch.hidden_size, ffn, dtype, router, mixture.num_experts, of_tokens=False),
+        shape(2 * ffn, arch.hidden_size, arch.hidden_size, of_tokens=True),
+        shape(arch.hidden_size, ffn, mixture.ffn_size, of_tokens=False),
     )
+
+
+def _group_of_part(group: int, inputs: int, all_inputs: int) -> int:
+    """How many of a device's inputs share a scale: a part of them may begin inside a group (see `models/matrix.py`)."""
+    if inputs == all_inputs:
+        return group
+    return inputs if group >= all_inputs else math.gcd(inputs, group)
 
 
 def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]:
@@ -142,9 +162,8 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
         if shared != "inputs":
             outputs = outputs // num_devices if shared == "outputs" else outputs
             return shape(outputs, inputs, group)
-        mine = inputs // num_devices  # which may begin inside a group: see `models/matrix.py`
-        group = mine if group >= inputs else math.gcd(mine, group) if num_devices > 1 else group
-        return shape(outputs, mine, group)
+        mine = inputs // num_devices
+        return shape(outputs, mine, _group_of_part(group, mine, inputs))
 
     return tuple(dict.fromkeys(part(*each) for each in whole))
 

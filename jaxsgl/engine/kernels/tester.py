@@ -30,7 +30,7 @@ import jax
 
 import pallas_kernels
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.kernels.choice import kernel_flags, kernel_shapes
+from jaxsgl.engine.kernels.choice import kernel_flags, kernel_shapes, may_round_rows_of_experts
 from jaxsgl.engine.start.devices import accelerator, accelerator_name, device_variables
 from jaxsgl.engine.start.sizing import choose_pages
 from jaxsgl.engine.start.warmup import cache_folder
@@ -116,7 +116,14 @@ class KernelTester:
             self.platform,
             cpu_multiplies_bfloat16=cpu_multiplies_bfloat16,
         )
-        kept = as_kept(arch, precision.weights, self.platform, config.num_devices, weight_only=config.weight_only)
+        kept = as_kept(
+            arch,
+            precision.weights,
+            self.platform,
+            config.num_devices,
+            weight_only=config.weight_only,
+            rounds_rows=may_round_rows_of_experts(asked),
+        )
         page_size, heads = choose_pages(config, arch, self.platform, config.tp)
         shapes = kernel_shapes(
             kept, precision, page_size, heads, config.tp, in_fixed_order=config.enable_deterministic_inference

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.kernels.choice import asked_kernels
+from jaxsgl.engine.kernels.choice import asked_kernels, may_round_rows_of_experts
 from jaxsgl.engine.kernels.tester import KernelTester
 from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.start.devices import join_hosts, meshes_of, reveal_devices
@@ -27,7 +27,7 @@ from jaxsgl.hosts.group import Hosts
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, Precision, cpu_multiplies_bfloat16, resolve_precision
 from jaxsgl.weights import resolve_model_folder
-from pallas_kernels import KernelChoice
+from pallas_kernels import KernelChoice, device_multiplies_float8
 from pallas_kernels.gpu_compiler import choose_mosaic_ptxas, log_compilers, versions_key
 from pallas_kernels.native import library as native
 from pallas_kernels.selftest.report import Verdict
@@ -100,7 +100,15 @@ def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: 
     in_fixed_order = asks_for_fixed_order(config, arch, platform, precision.weights)
     if in_fixed_order:
         check_kernels(verdicts)
-    kept = as_kept(arch, precision.weights, platform, config.num_devices, weight_only=config.weight_only)
+    rounds_rows = may_round_rows_of_experts(kernels) and device_multiplies_float8(precision.activations)
+    kept = as_kept(
+        arch,
+        precision.weights,
+        platform,
+        config.num_devices,
+        weight_only=config.weight_only,
+        rounds_rows=rounds_rows,
+    )
     tests_kernels = tester.platform is not None
     return Opened(folder, kept, kernels, verdicts, tests_kernels, meshes, jax_share, precision, in_fixed_order)
 

@@ -11,6 +11,7 @@ Called by `selftest.__main__`.
 from collections.abc import Callable, Iterator, Mapping
 
 from pallas_kernels.selftest.case import Case
+from pallas_kernels.selftest.cases import experts
 from pallas_kernels.selftest.cases.attention import decode_cases, extend_cases, store_and_decode_cases
 from pallas_kernels.selftest.cases.experts import product_cases
 from pallas_kernels.selftest.cases.norms import norm_cases
@@ -18,6 +19,13 @@ from pallas_kernels.selftest.cases.products import float8_cases, ordered_cases, 
 from pallas_kernels.selftest.cases.states import state_cases
 from pallas_kernels.selftest.cases.stores import rotate_cases, store_cases
 from pallas_kernels.selftest.shapes import KernelShapes
+
+
+def all_float8_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """Products in float8 with layers' matrices, then with experts'."""
+    yield from float8_cases(shapes)
+    yield from experts.float8_cases(shapes)
+
 
 CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
     "rotate_and_store": rotate_cases,
@@ -28,7 +36,7 @@ CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
     "add_and_norm": norm_cases,
     "grouped_product": product_cases,
     "quantized_product": quantized_cases,
-    "float8_product": float8_cases,
+    "float8_product": all_float8_cases,
     "ordered_product": ordered_cases,
     "delta_decode": state_cases,
 }

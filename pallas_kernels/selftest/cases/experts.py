@@ -16,11 +16,15 @@ from pallas_kernels.api.experts import (
     choose_experts,
     gated_product,
     group_by_expert,
+    grouped_float8_product,
     grouped_product,
     products_with_shared,
 )
+from pallas_kernels.api.products import float8_rows
 from pallas_kernels.choice import AUTO, XLA
 from pallas_kernels.experts import Groups, UnitWeights, sort_by_expert
+from pallas_kernels.paged_kv import FLOAT8
+from pallas_kernels.scaled import ScaledMatrix
 from pallas_kernels.selftest.batches import normal
 from pallas_kernels.selftest.case import TOLERANCE, Case
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
@@ -94,6 +98,38 @@ def _product(shapes: KernelShapes, expert: ExpertShape, *, gated: bool = False) 
     )
 
 
+def float8_cases(shapes: KernelShapes) -> Iterator[Case]:
+    """Products with experts of rows that are rounded, by the kernel or by XLA."""
+    for expert in shapes.experts:
+        if expert.may_be_in_float8:
+            yield _in_float8(shapes, expert)
+
+
+def _in_float8(shapes: KernelShapes, expert: ExpertShape) -> Case:
+    num_experts, group = min(expert.num_experts, MOST_EXPERTS), expert.float8_group
+    assert group is not None
+    keys = jax.random.split(jax.random.key(13), 4)
+    groups = _chosen(expert, num_experts, keys[0])
+    num_rows = groups.num_tokens if expert.of_tokens else groups.num_places
+    x = normal(keys[1], 1.0, shape=(num_rows, expert.inputs), dtype=jnp.dtype(shapes.dtype))
+    dims = num_experts, expert.outputs
+    numbers = normal(keys[2], 1.0, shape=(*dims, expert.inputs), dtype=FLOAT8)
+    scale = jax.random.uniform(keys[3], (*dims, -(-expert.inputs // group)), jnp.float32, 0.5, 1.5)
+    weights = ScaledMatrix(numbers, scale, None, group)
+
+    def call(backend: str, interpret: bool) -> list[jax.Array]:
+        rows = _rows_jit(x, backend=backend, interpret=interpret)
+        options: dict[str, Any] = {"of_tokens": expert.of_tokens, "backend": backend, "interpret": interpret}
+        return [_float8_jit(rows, groups, weights, **options)]
+
+    return Case(
+        f"experts in float8, {expert.outputs} x {expert.inputs}",
+        TOLERANCE["bfloat16"],
+        call,
+        functools.partial(call, XLA, False),
+    )
+
+
 def _with_shared(shapes: KernelShapes, expert: ExpertShape) -> Case:
     """Both products where each token takes the shared experts, too."""
     num_experts, num_shared, size = min(expert.num_experts, MOST_EXPERTS), expert.router.num_shared, expert.outputs // 2
@@ -123,6 +159,8 @@ def _with_shared(shapes: KernelShapes, expert: ExpertShape) -> Case:
     )
 
 
+_rows_jit = jax.jit(float8_rows, static_argnames=("backend", "interpret"))
+_float8_jit = jax.jit(grouped_float8_product, static_argnames=("of_tokens", "backend", "interpret"))
 _product_jit = jax.jit(grouped_product, static_argnames=("of_tokens", "backend", "interpret"))
 
 _gated_jit = jax.jit(gated_product, static_argnames=("activation", "of_tokens", "backend", "interpret"))
