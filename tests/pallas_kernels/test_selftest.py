@@ -129,6 +129,14 @@ def test_the_kernels_that_round_rows_and_multiply_float8_pass() -> None:
     assert all(case.error("triton", interpret=True) <= case.tolerance for case in found)
 
 
+@pytest.mark.parametrize(("group", "of_tokens"), [(128, True), (256, False)])
+def test_the_kernel_for_experts_in_float8_passes(group: int, of_tokens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "RUNS", 1)
+    expert = ExpertShape(3, 48, 256, "bfloat16", ROUTER, 4, of_tokens, group)
+    (case,) = CASES_OF["float8_product"](dataclasses.replace(SHAPES, dtype="bfloat16", matrices=(), experts=(expert,)))
+    assert case.error("triton", interpret=True) <= case.tolerance
+
+
 @pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("numbers", daily(["int4", "int8", "float8_e4m3fn"], every=2))
 def test_the_kernel_for_weights_in_groups_passes(numbers: str) -> None:
