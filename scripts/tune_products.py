@@ -41,6 +41,7 @@ from pallas_kernels import (
     float8_rows,
     gated_product,
     group_by_expert,
+    grouped_float8_product,
     grouped_product,
     packed,
     quantized_product,
@@ -91,6 +92,8 @@ ROWS = (1, 32, 64, 128, 256, 4096)
 PRODUCTS = (
     *(Product(*each, "bfloat16") for rows in (32, 256, 4096)
       for each in (("gated_product", rows, 1536, 2048), ("grouped_product", rows, 2048, 768))),
+    *(Product("grouped_float8_product", rows, *shape, "float8_e4m3fn", 128)
+      for rows in (1, 32, 256, 4096) for shape in ((1536, 2048), (2048, 768))),
     *(Product("product", rows, *shape, "bfloat16", backend="xla") for shape in (GATE_UP, DOWN) for rows in ROWS),
     *(Product("quantized_product", rows, *GATE_UP, "int4", 128, backend="xla") for rows in (128, 256, 512)),
     *(Product("float8_product", rows, *GATE_UP, "float8_e4m3fn", 128) for rows in ROWS),
@@ -113,6 +116,9 @@ def candidates(product: Product) -> list[Sizes]:
             "tile_bytes": (128, 256, 512) if few else (64, 128, 256),
         }
         rows = 16 if few else 128
+    elif product.op == "grouped_float8_product":
+        rows = 16 if product.rows * CHOICES // EXPERTS <= 16 else 128
+        grid = {"tile_outputs": (64, 128)}
     elif product.op == "quantized_product":
         rows = min(128, max(16, product.rows))
         sides = (16, 32) if rows <= 16 else (128, 256) if product.rows >= 256 else (rows,)
@@ -129,7 +135,7 @@ def _shared_kib(product: Product, sizes: Sizes, rows: int) -> float:
     rows, outputs = sizes.get("tile_rows", rows), sizes["tile_outputs"]
     stage: float
     match product.op:
-        case "float8_product":
+        case "float8_product" | "grouped_float8_product":
             stage = (rows + outputs) * 128
         case "quantized_product":
             stage = sizes["tile_inputs"] * (2 * rows + outputs * (0.5 if product.dtype == "int4" else 1))
@@ -245,23 +251,28 @@ def _whole(product: Product, out: jax.Array) -> np.ndarray:
 def arrays(product: Product) -> tuple[Callable[..., jax.Array], Layers]:
     """The product as a function of a layer's arrays, and those of `LAYERS` layers."""
     keys = jax.random.split(jax.random.key(0), 2)
-    if product.group:
+    if product.group and product.op != "grouped_float8_product":
         return _scaled(product, keys)
     if product.op == "product":
         x = jax.random.normal(keys[0], (product.rows, product.inputs), jnp.bfloat16)
         matrices = [_weights(layer, (product.outputs, product.inputs), product.dtype) for layer in range(LAYERS)]
         return functools.partial(jnp.einsum, "td,nd->tn"), [(x, each) for each in matrices]
-    is_gated = product.op == "gated_product"
+    of_tokens = product.op == "gated_product" or product.outputs < product.inputs  # else it is the second product
     places = product.rows * CHOICES
-    x = jax.random.normal(keys[0], (product.rows if is_gated else places, product.inputs), jnp.bfloat16)
+    x = jax.random.normal(keys[0], (product.rows if of_tokens else places, product.inputs), jnp.bfloat16)
     chosen = jax.lax.top_k(jax.random.normal(keys[1], (product.rows, EXPERTS)), CHOICES)[1]
     groups = jax.jit(group_by_expert, static_argnums=1)(chosen, EXPERTS)
-    own: Layers = [
-        (x, _weights(layer, (EXPERTS, product.outputs, product.inputs), product.dtype)) for layer in range(LAYERS)
-    ]
+    shape = EXPERTS, product.outputs, product.inputs
+    own: Layers = [(x, _weights(layer, shape, product.dtype)) for layer in range(LAYERS)]
+    in_float8 = product.op == "grouped_float8_product"
+    scale = jnp.ones((*shape[:2], shape[2] // product.group), jnp.float32) if in_float8 else None
+    rounded = float8_rows(x) if in_float8 else None
 
     def call(x: jax.Array, weights: jax.Array) -> jax.Array:
-        if is_gated:
+        if rounded is not None and scale is not None:
+            matrices = ScaledMatrix(weights, scale, None, product.group)
+            return grouped_float8_product(rounded, groups, matrices, of_tokens=of_tokens)
+        if product.op == "gated_product":
             return gated_product(x, groups, weights, "silu", of_tokens=True)
         return grouped_product(x, groups, weights)
 

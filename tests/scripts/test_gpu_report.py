@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from bench.kernels.cases import DECODE, EXTEND, FUNCTIONS, STORE, KernelCase, work_of
 from bench.models import NAMES

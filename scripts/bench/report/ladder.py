@@ -149,6 +149,16 @@ def _products(dry: bool) -> list[Rung]:
         for tokens, num, top, inputs, outputs in sizes
         for dtype in ("bfloat16", "int8", "float8_e4m3fn")
     ]
+    sizes = [(24, 4, 2, 256, 32)] if dry else [*sizes, (32, 128, 8, 768, 2048)]  # of whole groups, and down
+    experts += [
+        Rung(
+            f"grouped product in float8, {tokens} tokens, {outputs} x {inputs}",
+            "experts",
+            {"tokens": tokens, "experts": num, "top": top, "inputs": inputs, "outputs": outputs,
+             "dtype": "float8_e4m3fn", "group": 128},
+        )
+        for tokens, num, top, inputs, outputs in sizes
+    ]  # fmt: skip
     shape = {"inputs": 256, "outputs": 64} if dry else {"inputs": 4096, "outputs": 6144}
     matrices = [
         Rung(
@@ -189,6 +199,7 @@ def _steps(dry: bool) -> list[Rung]:
     ]
     if not dry:
         shapes += [
+            ("one layer of a mixture in FP8", "qwen3-30b-a3b-fp8", 1, {"on_xla": ["quantized"]}),
             ("one layer in int4", "qwen3-8b-awq", 1, {"on_xla": ["quantized"]}),
             ("one layer with heads of 96", "phi3-mini", 1, {}),
             ("one layer in a fixed order", "qwen3-0.6b", 1, {"flags": ORDERED, "against": "alone"}),

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.output import write_json
+from pallas_kernels import Groups, ScaledRows
 from pallas_kernels.target import target_device
 
 Spec = Mapping[str, Any]
@@ -105,8 +106,11 @@ def start(spec: Spec) -> Verdict:
 
 
 def experts(spec: Spec) -> Verdict:
-    """Choice and groups of experts, to be those of XLA, and `grouped_product` of random rows, each sent to some."""
-    from pallas_kernels import Router, choose_experts, group_by_expert, grouped_product
+    """Choice and groups of experts, to be those of XLA, and products of random rows, each sent to some.
+
+    Of weights in groups the rows are rounded to float8 first.
+    """
+    from pallas_kernels import Router, choose_experts, float8_rows, group_by_expert, grouped_product
 
     tokens, num, top = spec["tokens"], spec["experts"], spec["top"]
     keys = jax.random.split(jax.random.key(1), 3)
@@ -125,13 +129,32 @@ def experts(spec: Spec) -> Verdict:
     if not is_right:
         return {"verdict": "failed", "note": "choose_experts or group_by_expert differ from XLA's"}
     try:
-        out = np.asarray(grouped_product(x, grouped, weights, of_tokens=True, **options), np.float64)
+        if spec.get("group"):
+            rounded = float8_rows(x, backend="reference")
+            x = rounded.values(jnp.float32)
+            out, weights = _with_scales(rounded, grouped, weights, spec["group"], options)
+        else:
+            out = np.asarray(grouped_product(x, grouped, weights, of_tokens=True, **options), np.float64)
     except ValueError as error:
         return {"verdict": "refused", "note": str(error)}
     places = np.random.default_rng(1).permutation(len(out))[:64]
     rows, owners, kept = np.asarray(x)[np.asarray(groups.tokens)], np.asarray(groups.experts), np.asarray(weights)
     right = np.stack([kept[owners[p]].astype(np.float64) @ rows[p].astype(np.float64) for p in places])
     return _judged(out[places], right)
+
+
+def _with_scales(
+    rows: ScaledRows, groups: Groups, numbers: jax.Array, group: int, options: dict[str, Any]
+) -> tuple[np.ndarray, jax.Array]:
+    """The product in float8 with weights of these numbers and random scales, and the weights."""
+    from pallas_kernels import ScaledMatrix, grouped_float8_product
+    from pallas_kernels.scaled import widened
+
+    shape = (*numbers.shape[:2], numbers.shape[2] // group)
+    scale = jax.random.uniform(jax.random.key(2), shape, jnp.float32, 0.5, 1.5)
+    stack = ScaledMatrix(numbers, scale, None, group)
+    out = grouped_float8_product(rows, groups, stack, of_tokens=True, **options)
+    return np.asarray(out, np.float64), widened(numbers, scale, None, group, jnp.float32)
 
 
 def matrix(spec: Spec) -> Verdict:

@@ -175,7 +175,7 @@ def _code_problems(program: Program, kernels: list[KernelCode]) -> list[str]:
     problems += [
         f"{k.name} doesn't multiply float8"
         for k in kernels
-        if k.name.startswith("float8_product") and "float8" not in k.instructions
+        if k.name.startswith(("float8_product", "grouped_float8_product")) and "float8" not in k.instructions
     ]
     if not kernels and program.has_kernels:
         problems.append("no kernel's code was found")

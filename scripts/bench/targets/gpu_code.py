@@ -17,6 +17,7 @@ OUR_NAMES = (
     "rotate_and_store",
     "add_and_norm",
     "grouped_product",
+    "grouped_float8_product",
     "gated_product",
     "quantized_product",
     "ordered_product",

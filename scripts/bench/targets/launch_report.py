@@ -18,7 +18,10 @@ from bench.targets.collectives import COLLECTIVES, Wanted, carried, problems_of
 from bench.targets.hlo import Launch, launches
 from bench.targets.thunks import CommandBuffers, command_buffers_in
 
-KINDS = ("attention", "merge", "states", "experts", "quantized", "float8", "pallas", "product", "small", *COLLECTIVES)
+KINDS = (
+    "attention", "merge", "states", "experts", "float8 experts", "quantized", "float8", "pallas", "product", "small",
+    *COLLECTIVES,
+)  # fmt: skip
 WEIGHTS_COUNTED = 0.999  # at least; vectors lie in arrays of all layers, of which few layers were compiled
 _THUNKS_OF_COLLECTIVES = ("All", "Collective", "ReduceScatter", "Ragged")
 FIELDS = ("kind", "bytes_read", "bytes_written", "flops", "peers", "shared_bytes")

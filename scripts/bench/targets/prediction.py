@@ -41,6 +41,7 @@ class Assumed:
     float8_bytes_share: float = 1.0
     expert_bytes_share: float = 1.0
     expert_flops_share: float = 1.0
+    expert_float8_share: float = 2.0
     node_update_us: float = 0.0
 
 
@@ -68,6 +69,7 @@ SOURCES = {
     "float8_bytes_share": "of bytes_per_s, in the same: the model takes all of it",
     "expert_bytes_share": "of bytes_per_s that products of experts reach: the model takes all of it",
     "expert_flops_share": "of flops_per_s that products of experts reach: the model takes all of it",
+    "expert_float8_share": "of flops_per_s, in products of experts of float8 with float8: twice the rate of bfloat16",
     "node_update_us": "of the host, to change the addresses of a kernel in a CUDA graph: not in the model",
 }
 ASSUMED = Assumed()
@@ -81,6 +83,7 @@ FORECAST: dict[str, Any] = {
     "float8_bytes_share": 0.68,
     "expert_bytes_share": 0.85,
     "expert_flops_share": 0.45,
+    "expert_float8_share": 0.45,
     "node_update_us": 1.25,
 }
 FORECAST_SOURCES = {
@@ -102,9 +105,12 @@ FORECAST_SOURCES = {
     "on an H200 (sizes.json); tokamax's kept tunings for an H100: 2.4 of 3.35 TB/s for 8 rows of 8 experts",
     "expert_flops_share": "ours: 380 and 324 TFLOP/s of gate and up, and of down, with 4,096 rows (sizes.json); "
     "tokamax's kept tunings for an H100: 428 to 452 TFLOP/s at the shapes of Qwen3-30B and 235B, 0.43 to 0.46 of 989",
+    "expert_float8_share": "no GPU has run them: float8_share less what experts lose in bfloat16 next to a matrix; "
+    "bytes move at float8_bytes_share",
     "node_update_us": "1 to 1.5 us each, estimated; where a step's are longer than its kernels, they are its time",
 }
 
+FLOAT8_BYTES = 1 + 4 / 128  # of a weight of experts, with its share of a scale
 MIN_SPLIT_TOKENS = 128  # of a decode's rows, as the kernels' tables have it
 
 # The share of flops_per_s that each kind of product reaches; those of experts are counted otherwise.
@@ -243,7 +249,7 @@ def _parts(
             times["attention"] += kernel["count"] * _attention_us(batch, backend, facts, kernel, assumed) / per_layer
         elif kernel["kind"] == "states":
             times["states"] += kernel["count"] * _states_us(batch, facts, kernel, assumed)
-        elif kernel["kind"] == "experts":
+        elif kernel["kind"] in ("experts", "float8 experts"):
             times["products"] += kernel["count"] * _experts_us(batch, facts, kernel, assumed)
         else:
             name = "products" if kernel["kind"] in PRODUCT_SHARES else "small"
@@ -290,8 +296,10 @@ def floor_parts(
     products_s += max(head * size / bytes_per_s, 2 * head * batch.num_seqs / flops_per_s)
     if experts:
         chosen = facts["experts_per_token"] / facts["num_experts"]
-        moved = experts * size * chosen_share(tokens, facts) / (assumed.bytes_per_s * assumed.expert_bytes_share)
-        products_s += max(moved, 2 * experts * chosen * tokens / (assumed.flops_per_s * assumed.expert_flops_share))
+        of_bytes, of_flops = _expert_shares(in_float8 and facts.get("expert_bytes", 0) < experts * size, assumed)
+        moved = facts.get("expert_bytes", experts * size) * chosen_share(tokens, facts)
+        flops_s = 2 * experts * chosen * tokens / (assumed.flops_per_s * of_flops)
+        products_s += max(moved / (assumed.bytes_per_s * of_bytes), flops_s)
     of_bytes, of_flops = attention_share
     kv_s = kv_bytes(batch, facts) / (assumed.bytes_per_s * of_bytes)
     attention_s = attending_layers(facts) * max(kv_s, _attention_flops(batch, facts) / (assumed.flops_per_s * of_flops))
@@ -344,10 +352,19 @@ def _experts_us(batch: Batch, facts: dict[str, int], kernel: dict[str, Any], ass
     chosen = facts["experts_per_token"] / facts["num_experts"]
     shared = kernel.get("shared_bytes", 0)  # kept results of older runs don't have it
     of_experts = kernel["bytes_read"] - shared
-    flops = 2 * tokens * (chosen * of_experts + shared) / facts["weight_itemsize"]
+    in_float8 = kernel["kind"] == "float8 experts"
+    of_bytes, of_flops = _expert_shares(in_float8, assumed)
+    flops = 2 * tokens * (chosen * of_experts + shared) / (FLOAT8_BYTES if in_float8 else facts["weight_itemsize"])
     moved = of_experts * chosen_share(tokens, facts) + shared + kernel["bytes_written"]
-    bytes_s = moved / (assumed.bytes_per_s * assumed.expert_bytes_share)
-    return assumed.kernel_us + max(bytes_s, flops / (assumed.flops_per_s * assumed.expert_flops_share)) * 1e6
+    bytes_s = moved / (assumed.bytes_per_s * of_bytes)
+    return assumed.kernel_us + max(bytes_s, flops / (assumed.flops_per_s * of_flops)) * 1e6
+
+
+def _expert_shares(in_float8: bool, assumed: Assumed) -> tuple[float, float]:
+    """Of bytes and FLOPs per second, in products with experts."""
+    if in_float8:
+        return assumed.float8_bytes_share, assumed.expert_float8_share
+    return assumed.expert_bytes_share, assumed.expert_flops_share
 
 
 def decode_programs(rows: int, heads: int, backend: str, assumed: Assumed = ASSUMED) -> int:

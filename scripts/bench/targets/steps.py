@@ -43,7 +43,7 @@ from jaxsgl.models.heads import EagleArch, abstract_head
 from jaxsgl.models.layer_spec import DeltaNet, MoeMlp
 from jaxsgl.models.lora import adaptable_modules
 from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
-from pallas_kernels import KernelChoice
+from pallas_kernels import KernelChoice, device_multiplies_float8
 
 MODELS = (
     "qwen3-0.6b",
@@ -51,6 +51,7 @@ MODELS = (
     "qwen3-8b-fp8",
     "qwen3-8b-awq",
     "qwen3-30b-a3b",
+    "qwen3-30b-a3b-fp8",
     "phi3-mini",
     "qwen3.5-9b",
     "deepseek-v2-lite",
@@ -138,7 +139,8 @@ class Served:
         mixtures = [layer.mlp for layer in arch.layers if isinstance(layer.mlp, MoeMlp)]
         head = arch.vocab_size * arch.hidden_size // parts
         expert_weights = sum(3 * each.num_experts * each.ffn_size * arch.hidden_size for each in mixtures) // parts
-        of_experts = expert_weights * self.dtype.itemsize
+        experts = _of_experts(self.params)
+        of_experts, scales = bytes_on_one_device(experts), weights_on_one_device(experts) - expert_weights
         embeddings = (1 if arch.tie_embeddings else 2) * head * self.dtype.itemsize
         attending = [layer.by_page for layer in self.states.layers if layer.by_page]
         keys, values = attending[0][0], arch.latent.kv_rank if arch.latent else attending[0][-1].shape[-1]
@@ -155,7 +157,9 @@ class Served:
             "head_dim": self.states.page_layout.page_shape[-1],  # which kernels read and multiply
             "hidden_size": arch.hidden_size,
             "vocab_size": arch.vocab_size // parts,
-            "weights_read": weights_on_one_device(_of_decoder(self.params)) - (0 if arch.tie_embeddings else head),
+            "weights_read": weights_on_one_device(_of_decoder(self.params))
+            - scales
+            - (0 if arch.tie_embeddings else head),
             "weight_itemsize": self.dtype.itemsize,
             "layer_bytes": bytes_on_one_device(_of_decoder(self.params)) - embeddings - of_experts,
             "kv_itemsize": self.states.page_layout.itemsize,
@@ -167,6 +171,7 @@ class Served:
             "state_flops": 6 * sum(net.value_heads * net.key_size * net.value_size for net in nets) // parts,  # a token
             "page_size": self.states.page_size,
             "expert_weights": expert_weights,
+            "expert_bytes": of_experts,
             "num_experts": mixtures[0].num_experts if mixtures else 0,
             "experts_per_token": mixtures[0].router.top_k if mixtures else 0,
         }
@@ -209,7 +214,8 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
     dtype, _, kv_dtype = resolve_precision(
         config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=lambda: False
     )
-    arch = as_kept(arch, dtype, platform, mesh.size)
+    with target.traced_for(mesh.devices.flat[0]):
+        arch = as_kept(arch, dtype, platform, mesh.size, rounds_rows=device_multiplies_float8(dtype))
     states = choose_states(config, arch, platform, kv_dtype, mesh.shape[TENSOR_AXIS])
     params = placed_params(arch, dtype, mesh)
     weights = bytes_on_one_device(params)
@@ -354,6 +360,13 @@ def _of_decoder(params: Params) -> Params:
     """The parameters without those of a vision tower, which no step takes."""
     flat = nnx.to_flat_state(params)
     return nnx.from_flat_state([(path, param) for path, param in flat if path[0] != "visual"])
+
+
+def _of_experts(params: Params) -> Params:
+    """The weights of experts, and their scales if they are quantized."""
+    dims = {"gate_up": 4, "gate_up_scale": 4, "down": 3, "down_scale": 3}  # with an axis of experts
+    flat = nnx.to_flat_state(params)
+    return nnx.from_flat_state([(path, each) for path, each in flat if dims.get(str(path[-1])) == len(each.shape)])
 
 
 def programs_of_models(
