@@ -25,7 +25,14 @@ from bench.report.summary import judge_engine
 from bench.report.trace import kernels
 from bench.report.watched import watch
 
-from pallas_kernels import gpu_compiler, group_by_expert, grouped_product
+from pallas_kernels import (
+    ScaledMatrix,
+    float8_rows,
+    gpu_compiler,
+    group_by_expert,
+    grouped_float8_product,
+    grouped_product,
+)
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.selftest import __main__ as selftest
 from pallas_kernels.selftest.cases import CASES_OF
@@ -270,11 +277,18 @@ def test_every_kernel_of_the_ladder_is_taken_on_an_h200(monkeypatch: pytest.Monk
                 functools.partial(FUNCTIONS[case.op], backend=backend, **case.options), *arguments[case.op]()
             )
         elif rung.kind == "experts":
-            jax.eval_shape(functools.partial(of_experts, spec["experts"]), *expert_args(spec))
+            product = of_experts_in_float8 if spec.get("group") else of_experts
+            jax.eval_shape(functools.partial(product, spec["experts"]), *expert_args(spec))
 
 
 def of_experts(num: int, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
     return grouped_product(x, group_by_expert(chosen, num), weights, of_tokens=True, backend="triton")
+
+
+def of_experts_in_float8(num: int, x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+    stack = ScaledMatrix(weights, jnp.ones((*weights.shape[:2], weights.shape[2] // 128)), None, 128)
+    rows, groups = float8_rows(x, backend="triton"), group_by_expert(chosen, num)
+    return grouped_float8_product(rows, groups, stack, of_tokens=True, backend="triton")
 
 
 def expert_args(spec: dict[str, Any]) -> list[Any]:

@@ -54,8 +54,9 @@ class Launch:
     Attributes:
       name: of the HLO instruction.
       kind: "attention", "merge" (of its splits), "states" (of gated delta-nets), "experts" (products with experts, all
-        of them counted), "float8 experts" (the same of rows in float8), "quantized" (products with weights that our kernel converts), "float8" (of rows in float8 with
-        such weights), "pallas" (our other kernels), "product" (of matrices), "prefetch" (a TPU copies beside its
+        of them counted), "float8 experts" (the same of rows in float8), "quantized" (products with weights that our
+        kernel converts), "float8" (of rows in float8 with such weights), "pallas" (our other kernels), "product" (of
+        matrices), "prefetch" (a TPU copies beside its
         kernels), a collective's own name such as "all-reduce", or "small" (all else).
       source: the JAX operation that it was made for.
       bytes_read, bytes_written, flops: of one run; see the module.

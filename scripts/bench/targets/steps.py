@@ -141,6 +141,7 @@ class Served:
         expert_weights = sum(3 * each.num_experts * each.ffn_size * arch.hidden_size for each in mixtures) // parts
         experts = _of_experts(self.params)
         of_experts, scales = bytes_on_one_device(experts), weights_on_one_device(experts) - expert_weights
+        unread = scales + (0 if arch.tie_embeddings else head)
         embeddings = (1 if arch.tie_embeddings else 2) * head * self.dtype.itemsize
         attending = [layer.by_page for layer in self.states.layers if layer.by_page]
         keys, values = attending[0][0], arch.latent.kv_rank if arch.latent else attending[0][-1].shape[-1]
@@ -157,9 +158,7 @@ class Served:
             "head_dim": self.states.page_layout.page_shape[-1],  # which kernels read and multiply
             "hidden_size": arch.hidden_size,
             "vocab_size": arch.vocab_size // parts,
-            "weights_read": weights_on_one_device(_of_decoder(self.params))
-            - scales
-            - (0 if arch.tie_embeddings else head),
+            "weights_read": weights_on_one_device(_of_decoder(self.params)) - unread,
             "weight_itemsize": self.dtype.itemsize,
             "layer_bytes": bytes_on_one_device(_of_decoder(self.params)) - embeddings - of_experts,
             "kv_itemsize": self.states.page_layout.itemsize,
