@@ -118,7 +118,8 @@ def _start(dry: bool) -> Rung:
     dtype = formats["dtype"]
     products = [
         {"num_experts": experts, "outputs": outputs, "inputs": inputs, "dtype": dtype, "num_routed": experts,
-         "router": {"top_k": 2 if dry else 8, "renormalize": True}, "of_tokens": outputs != hidden}
+         "router": {"top_k": 2 if dry else 8, "renormalize": True}, "of_tokens": outputs != hidden,
+         "float8_group": None if dry else 128}
         for outputs, inputs in ((2 * ffn, hidden), (hidden, ffn))
     ]  # fmt: skip
     matrices = [
