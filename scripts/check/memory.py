@@ -37,6 +37,7 @@ def memory_of(folder: Path, device_gib: float, platform: str = "gpu", **flags: A
     devices = f"--xla_force_host_platform_device_count={MAX_DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
     from jaxsgl.config.engine import EngineConfig
+    from jaxsgl.engine.kernels.choice import asked_kernels, may_round_rows_of_experts
     from jaxsgl.engine.start.devices import mesh_of
     from jaxsgl.engine.start.sizing import choose_states
     from jaxsgl.engine.weight_store import as_kept, read_arch
@@ -49,7 +50,8 @@ def memory_of(folder: Path, device_gib: float, platform: str = "gpu", **flags: A
     dtype, activations, kv_dtype = resolve_precision(
         config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=lambda: True
     )
-    arch = as_kept(arch, dtype, platform, config.num_devices)
+    rounds_rows = may_round_rows_of_experts(asked_kernels(config, arch))  # as GPUs since Ada can
+    arch = as_kept(arch, dtype, platform, config.num_devices, rounds_rows=rounds_rows)
     mesh = mesh_of(config)
     _, shapes = abstract_model(arch, dtype, activations)
     weights = bytes_on_each_device(shapes, mesh)
@@ -114,7 +116,11 @@ RECIPES: dict[str, list[tuple[str, dict[str, Any], str, float, dict[str, Any]]]]
         ("Qwen3-8B-FP8", QWEN3_8B | FP8, "1 x H100 (80 GB)", 79.0, {}),
         ("Qwen3-30B-A3B", COMPILED_SHAPES["qwen3-30b-a3b"], "1 x H100 (80 GB)", 79.0, {}),
         ("Qwen3-30B-A3B-FP8", COMPILED_SHAPES["qwen3-30b-a3b"] | FP8, "1 x H100 (80 GB)", 79.0, {}),
-        ("Qwen3-235B-A22B-FP8", COMPILED_SHAPES["qwen3-235b-a22b"] | FP8, "8 x H100 (80 GB)", 79.0, {"tp": 8}),
+        ("Qwen3-235B-A22B-FP8", COMPILED_SHAPES["qwen3-235b-a22b"] | FP8, "4 x H100 (80 GB)", 79.0, {"tp": 4}),
+        (
+            "Qwen3-235B-A22B-FP8", COMPILED_SHAPES["qwen3-235b-a22b"] | FP8, "8 x H100 (80 GB)", 79.0,
+            {"tp": 8, "ep": True},
+        ),
     ],
     "qwen3-vl": [
         ("Qwen3-VL-30B-A3B", COMPILED_SHAPES["qwen3-vl-30b-a3b"], "1 x H100 (80 GB)", 79.0, {}),
