@@ -104,13 +104,13 @@ def test_ranks_have_heads_and_vocabulary_for_themselves_and_experts_together(tmp
     assert ranked.wanted(bucket) == Wanted(8, 32 * 4096 * 2, 32, num_ranks=2)
 
 
-def test_weights_in_float8_take_half_as_much_and_experts_are_kept_in_bfloat16(tmp_path: Path) -> None:
+def test_weights_in_float8_take_half_as_much_with_those_of_experts(tmp_path: Path) -> None:
     dense, quantized = (on_eight(f"qwen3-8b{weights}", "h200", tmp_path).facts() for weights in ("", "-fp8"))
     # Scales take some percent; every device has all those of a matrix whose inputs are split.
     assert 0.5 < quantized["layer_bytes"] / dense["layer_bytes"] < 0.56
     mixed, part = (on_eight(f"qwen3-30b-a3b{weights}", "h200", tmp_path) for weights in ("", "-fp8"))
     assert mixed.facts()["expert_weights"] == part.facts()["expert_weights"]
-    assert mixed.weight_bytes() > part.weight_bytes() > 0.95 * mixed.weight_bytes()
+    assert 0.5 < part.weight_bytes() / mixed.weight_bytes() < 0.6  # embedding and head stay in bfloat16
 
 
 def test_tpu_slices_take_the_models_that_fit_them(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from jaxsgl.models.heads import EagleArch, abstract_head
 from jaxsgl.models.layer_spec import DeltaNet, MoeMlp
 from jaxsgl.models.lora import adaptable_modules
 from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
-from pallas_kernels import KernelChoice, device_multiplies_float8
+from pallas_kernels import KernelChoice
 
 MODELS = (
     "qwen3-0.6b",
@@ -213,8 +213,7 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
     dtype, _, kv_dtype = resolve_precision(
         config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=lambda: False
     )
-    with target.traced_for(mesh.devices.flat[0]):
-        arch = as_kept(arch, dtype, platform, mesh.size, rounds_rows=device_multiplies_float8(dtype))
+    arch = as_kept(arch, dtype, platform, mesh.size, rounds_rows=target.multiplies_float8)
     states = choose_states(config, arch, platform, kv_dtype, mesh.shape[TENSOR_AXIS])
     params = placed_params(arch, dtype, mesh)
     weights = bytes_on_one_device(params)

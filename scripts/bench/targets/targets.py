@@ -41,6 +41,7 @@ class Target:
       num_cores: streaming multiprocessors, or TensorCores.
       memory_bytes: of device memory.
       backends: the kernel backends that are worth compiling for it.
+      multiplies_float8: whether products with float8 weights round their rows.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Target:
     num_cores: int
     memory_bytes: int
     backends: tuple[str, ...]
+    multiplies_float8: bool = False
 
     @property
     def engine_platform(self) -> str:
@@ -90,7 +92,7 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("h200", "cuda", "cuda13", 132, 141 * 10**9, ("triton", "mosaic_gpu")),
+        Target("h200", "cuda", "cuda13", 132, 141 * 10**9, ("triton", "mosaic_gpu"), multiplies_float8=True),
         Target("a100", "cuda", "cuda13", 108, 80 * 10**9, ("triton",)),
         Target("v5e", "tpu", "tpu", 1, 16 * 2**30, ("mosaic_tpu",)),
         Target("v6e", "tpu", "tpu", 1, 32 * 2**30, ("mosaic_tpu",)),
