@@ -48,7 +48,8 @@ PARTS = ("numbers", "scale", "zero", "order")
 _SPREAD = {"int8": 73.0, "int4": 4.0, "float4_e2m1fn": 2.9, "float8_e4m3fn": 1.0, "bfloat16": 1.0}
 _ALL_BYTES = 128.0, 256 / 12**0.5  # mean and deviation of random ones
 # With more rows XLA's copy of the scaled weights costs less time than the kernel loses to products without conversions:
-# on an H200, int4 of 24,576 x 4,096 takes the kernel 171 us with 256 rows and twice that with 512, and XLA 221 and 286.
+# on an H200, int4 of 24,576 x 4,096 took the kernel 171 us with 256 rows and twice that with 512, and XLA 221 and 286.
+# That was before int4 was packed; the packed kernel's limit is not measured.
 MOST_ROWS_OF_KERNEL = 384
 
 Rows: TypeAlias = jax.Array | ScaledRows  # `[T, D]`
