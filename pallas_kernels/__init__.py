@@ -17,6 +17,7 @@ from pallas_kernels.api.attention import (
 from pallas_kernels.api.experts import (
     choose_experts,
     experts_multiply_float8,
+    gated_packed_product,
     gated_product,
     group_by_expert,
     grouped_float8_product,
@@ -37,7 +38,7 @@ from pallas_kernels.api.products import (
 from pallas_kernels.api.stores import absorb_and_store, rotate_and_store, store_entries, store_kv
 from pallas_kernels.choice import KernelChoice
 from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
-from pallas_kernels.experts import Choices, Groups, UnitWeights, add_choices
+from pallas_kernels.experts import Choices, GatedUnit, Groups, UnitWeights, add_choices
 from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
@@ -70,6 +71,7 @@ __all__ = [
     "experts_multiply_float8",
     "float8_product",
     "float8_rows",
+    "gated_packed_product",
     "gated_product",
     "group_by_expert",
     "grouped_float8_product",

@@ -13,7 +13,7 @@ import jax
 from jax.typing import DTypeLike
 
 from pallas_kernels.delta_tokens import DeltaTokens
-from pallas_kernels.experts import Groups, UnitWeights
+from pallas_kernels.experts import GatedUnit, Groups, UnitWeights
 from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.norm import Update
 from pallas_kernels.options import AttentionOptions
@@ -137,9 +137,27 @@ class GroupedPackedProduct(Protocol):
     """`grouped_packed_product` on one backend."""
 
     def __call__(
-        self, x: jax.Array, groups: Groups, weights: PackedMatrix, of_tokens: bool, dtype: str, row_bits: int
+        self, x: jax.Array, groups: Groups, weights: PackedMatrix, of_tokens: bool, dtype: str, row_bits: int,
+        interpret: bool,
     ) -> jax.Array:
         """As `GroupedProduct`, with packed weights; `[M, out]` in x's dtype."""
+        ...
+
+
+class GatedPackedProduct(Protocol):
+    """`gated_packed_product` on one backend."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        groups: Groups,
+        weights: PackedMatrix,
+        bias: jax.Array | None,
+        unit: GatedUnit,
+        of_tokens: bool,
+        interpret: bool,
+    ) -> jax.Array:
+        """As `GatedProduct`, with packed weights `[E, 2 F, in]` and biases `[E, 2 F]`; `[M, F]` in x's dtype."""
         ...
 
 
@@ -348,6 +366,8 @@ class Backend:
     """None where shared experts are an MLP of their own."""
     grouped_packed_product: Kernel[GroupedPackedProduct] | None = None
     """None where weights are not kept packed."""
+    gated_packed_product: Kernel[GatedPackedProduct] | None = None
+    """None where XLA computes the gated unit after a `grouped_packed_product`."""
     delta_decode: Kernel[DeltaDecode] | None = None
     delta_step: Kernel[DeltaStep] | None = None
     """None, both, where XLA gathers states and scatters them."""

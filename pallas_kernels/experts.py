@@ -25,6 +25,25 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class GatedUnit:
+    """What becomes of a gate and what it multiplies: activation(gate) * up, or with a limit gpt-oss's unit."""
+
+    activation: str = "silu"
+    """One of `ACTIVATIONS`; no matter with a limit."""
+    limit: float | None = None
+    """Gates are at most this, and what they multiply at most this far from 0."""
+    alpha: float = 1.0
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Of equal shapes and dtypes. With a limit gate * sigmoid(alpha * gate) * (up + 1)."""
+        if self.limit is None:
+            return ACTIVATIONS[self.activation](gate) * up
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.clip(up, -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Groups:
@@ -112,6 +131,13 @@ class Choices:
             row = self.rows.at[self.place_of[:, choice]].get(mode="promise_in_bounds")
             total = total + self.shares[:, choice, None].astype(jnp.float32) * row.astype(jnp.float32)
         return total.astype(self.rows.dtype)
+
+
+def with_bias(y: jax.Array, bias: jax.Array | None, groups: Groups) -> jax.Array:
+    """y `[M, out]` plus the bias `[E, out]` of each place's expert, if there is one."""
+    if bias is None:
+        return y
+    return y + bias.astype(y.dtype).at[groups.experts].get(mode="fill", fill_value=0)
 
 
 def add_choices(y: jax.Array, groups: Groups, shares: jax.Array) -> jax.Array:

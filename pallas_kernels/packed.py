@@ -1,7 +1,9 @@
 """Matrices of small numbers as kernels take them: in memory as small as they are published.
 
 `FRAGMENTS`: for GPUs, int4 as `pallas_kernels.fragments` orders it: uint32 `[..., O / 16, 2 I]`. What groups share is
-float32, `[..., O / 16, 16 * G]`, 16 outputs of a group side by side. The others are for C++:
+float32, `[..., O / 16, 16 * G]`, 16 outputs of a group side by side. `MXFP4_FRAGMENTS`: e2m1 in such words. A uint32
+holds the scales of a block's two groups, the first in its low half, as bfloat16 that `MXFP4_FACTOR` describes:
+`[..., O / 16, 16 * I / 64]`. The others are for C++:
 
 `INT4` and `INT8`: 32 outputs side by side. A matrix `[..., O, I]` becomes bytes `[..., O / 32, B * I]`, B the bytes of
 32 numbers: 128 bytes for eight or four inputs, in which bytes 4 o .. 4 o + 3 are output o's. INT4's numbers plus 8 of
@@ -26,16 +28,24 @@ from jax.typing import DTypeLike
 from pallas_kernels import fragments
 from pallas_kernels.scaled import ScaledMatrix, widened
 
-INT4, INT8, MXFP4, FLOAT8, FRAGMENTS = "int4", "int8", "mxfp4", "float8", "int4_fragments"
+INT4, INT8, MXFP4, FLOAT8 = "int4", "int8", "mxfp4", "float8"
+FRAGMENTS, MXFP4_FRAGMENTS = "int4_fragments", "mxfp4_fragments"
+ON_GPUS = (FRAGMENTS, MXFP4_FRAGMENTS)
 SIDE_BY_SIDE = {INT4: 4, INT8: 8}  # packings in C++ with outputs side by side, and the bits of a number
 SIDE = 32  # outputs side by side in C++
-SIDES = {INT4: SIDE, INT8: SIDE, FRAGMENTS: fragments.OUTPUTS}
+SIDES = {INT4: SIDE, INT8: SIDE, FRAGMENTS: fragments.OUTPUTS, MXFP4_FRAGMENTS: fragments.OUTPUTS}
 OUT_STEPS = {**SIDES, MXFP4: 16, FLOAT8: 16}  # packed matrices have multiples of these
 IN_STEP = 32
 MOST_IN_GROUP = 512  # of outputs side by side in C++
 MXFP4_GROUP = 32
 MXFP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1 numbers by their codes
 MXFP4_BIAS = 127
+# An e2m1 whose bits stand in a bfloat16's place is 2 ** 126 times too small. That is made good by the scale, and so that
+# it has room for this its weights stay MXFP4_FACTOR times too small, by which a kernel multiplies its sums: s is kept as
+# 2 ** (s - 127 + 126 - 32), whose exponent in a bfloat16 is s + 94.
+MXFP4_FACTOR = 2.0**32
+_EXPONENT_ADDED, _MANTISSA_BITS = 94, 7
+MXFP4_MOST_SCALE = 254 - _EXPONENT_ADDED
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +69,8 @@ class PackedMatrix:
     @property
     def num_groups(self) -> int:
         """G."""
-        return self.scale.shape[-1] // SIDES.get(self.packing, 1)
+        of_words = 2 if self.packing == MXFP4_FRAGMENTS else 1
+        return self.scale.shape[-1] * of_words // SIDES.get(self.packing, 1)
 
     def stacked(self, lead: int) -> "PackedMatrix":
         """The same with `lead` axes and one of outputs."""
@@ -76,15 +87,15 @@ class PackedMatrix:
 
     def unpacked(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Numbers `[..., O, I]` of a byte, scales `[..., O, G]` float32, zeros `[..., O, G]` of any dtype or None."""
+        if self.packing == MXFP4_FRAGMENTS:
+            halves = unpack_groups(self.packing, self.scale)
+            return _doubled(fragments.unpack_e2m1(self.numbers)), halves, None
         if self.packing in SIDES:
             zero = None if self.zero is None else unpack_groups(self.packing, self.zero)
             return unpack_numbers(self.packing, self.numbers), unpack_groups(self.packing, self.scale), zero
         if self.packing == FLOAT8:
             return self.numbers, self.scale, None
-        codes = jnp.stack([self.numbers & 15, self.numbers >> 4], axis=-1).reshape(self.shape)
-        exponents = jnp.where(self.scale > 1, self.scale - 1, 0).astype(jnp.int32)  # of a half, by float32's bias
-        halves = jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
-        return jnp.asarray(MXFP4_DOUBLED, jnp.int8)[codes.astype(jnp.int32)], halves, None
+        return _doubled(_codes_of(self.numbers)), _halves(self.scale.astype(jnp.int32)), None
 
     def as_scaled(self) -> ScaledMatrix:
         """A single matrix with numbers of a byte."""
@@ -114,13 +125,35 @@ def fragments_of(weights: ScaledMatrix) -> PackedMatrix:
     return PackedMatrix(numbers, scale, zero, weights.group, FRAGMENTS)
 
 
+def mxfp4_fragments_of(numbers: jax.Array, scale: jax.Array) -> PackedMatrix:
+    """A matrix in `MXFP4`, bytes `[..., O, I / 2]` and `[..., O, I / 32]`, as `MXFP4_FRAGMENTS`."""
+    words, scales = pack_numbers(MXFP4_FRAGMENTS, numbers), pack_groups(MXFP4_FRAGMENTS, scale)
+    return PackedMatrix(words, scales, None, MXFP4_GROUP, MXFP4_FRAGMENTS)
+
+
+def _codes_of(numbers: jax.Array) -> jax.Array:
+    """Of bytes `[..., O, I / 2]` of `MXFP4`, uint8 `[..., O, I]`."""
+    return jnp.stack([numbers & 15, numbers >> 4], axis=-1).reshape(*numbers.shape[:-1], -1)
+
+
+def _doubled(codes: jax.Array) -> jax.Array:
+    """Twice the numbers of e2m1's codes, int8."""
+    return jnp.asarray(MXFP4_DOUBLED, jnp.int8)[codes.astype(jnp.int32)]
+
+
+def _halves(scale: jax.Array) -> jax.Array:
+    """Half of what scales of `MXFP4` stand for, float32."""
+    exponents = jnp.where(scale > 1, scale - 1, 0)  # by float32's bias, which is theirs
+    return jax.lax.bitcast_convert_type(exponents << 23, jnp.float32)
+
+
 def refuse(packing: str, shape: tuple[int, ...], group: int, parts: int = 1) -> str | None:
     """Why a matrix `[..., O, I]` in groups of so many inputs can't be packed so, or None.
 
     So many devices may each have a part of its outputs or inputs.
     """
     num_out, num_in = shape[-2:]
-    steps = (OUT_STEPS[packing] * parts, (fragments.INPUTS if packing == FRAGMENTS else IN_STEP) * parts)
+    steps = (OUT_STEPS[packing] * parts, (fragments.INPUTS if packing in ON_GPUS else IN_STEP) * parts)
     if num_out % steps[0] or num_in % steps[1]:
         return f"the weights are {(num_out, num_in)}; {packing} takes multiples of {steps}"
     if packing == FRAGMENTS:
@@ -140,7 +173,8 @@ def part_shape(packing: str, part: str, shape: tuple[int, ...]) -> tuple[int, ..
     *lead, num_out, width = shape
     if packing in SIDES:
         side = SIDES[packing]
-        return (*lead, num_out // side, width * (_width_of_input(packing) if part == "numbers" else side))
+        of_group = side // 2 if packing == MXFP4_FRAGMENTS else side
+        return (*lead, num_out // side, width * (_width_of_input(packing) if part == "numbers" else of_group))
     return (*lead, num_out, width // 2) if packing == MXFP4 and part == "numbers" else shape
 
 
@@ -153,9 +187,14 @@ def unpacked_shape(packing: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def pack_numbers(packing: str, numbers: jax.Array) -> jax.Array:
-    """Numbers `[..., O, I]` of 4 or 8 bits, outputs side by side: in C++ uint8 `[..., O / 32, B * I]`."""
+    """Numbers `[..., O, I]` of 4 or 8 bits, outputs side by side: in C++ uint8 `[..., O / 32, B * I]`.
+
+    Those of `MXFP4_FRAGMENTS` are bytes of `MXFP4`.
+    """
     if packing == FRAGMENTS:
         return fragments.pack_numbers(numbers)
+    if packing == MXFP4_FRAGMENTS:
+        return fragments.pack_e2m1(_codes_of(numbers))
     *lead, num_out, num_in = numbers.shape
     bits = SIDE_BY_SIDE[packing]
     shape = (*lead, num_out // SIDE, SIDE, num_in * bits // 32, 8 // bits, 4)
@@ -178,11 +217,17 @@ def unpack_numbers(packing: str, numbers: jax.Array) -> jax.Array:
 
 def _width_of_input(packing: str) -> int:
     """Bytes, or words of fragments, of an input's numbers for all outputs side by side."""
-    return fragments.WORDS // fragments.INPUTS if packing == FRAGMENTS else SIDE * SIDE_BY_SIDE[packing] // 8
+    return fragments.WORDS // fragments.INPUTS if packing in ON_GPUS else SIDE * SIDE_BY_SIDE[packing] // 8
 
 
 def pack_groups(packing: str, of_groups: jax.Array) -> jax.Array:
-    """Scales or zero points `[..., O, G]` of S outputs side by side as `[..., O / S, S * G]`; of fragments float32."""
+    """Scales or zero points `[..., O, G]` of S outputs side by side as `[..., O / S, S * G]`; of fragments float32.
+
+    Those of `MXFP4_FRAGMENTS` are bytes of `MXFP4`, up to `MXFP4_MOST_SCALE`, and become half as many words.
+    """
+    if packing == MXFP4_FRAGMENTS:
+        halves = of_groups.astype(jnp.uint32) + _EXPONENT_ADDED << _MANTISSA_BITS
+        of_groups = halves[..., ::2] | halves[..., 1::2] << 16
     *lead, num_out, groups = of_groups.shape
     side = SIDES[packing]
     sides = of_groups.reshape(*lead, num_out // side, side, groups)
@@ -191,8 +236,12 @@ def pack_groups(packing: str, of_groups: jax.Array) -> jax.Array:
 
 
 def unpack_groups(packing: str, of_groups: jax.Array) -> jax.Array:
-    """What `pack_groups` has packed, `[..., O, G]`."""
+    """What `pack_groups` has packed, `[..., O, G]`; of `MXFP4_FRAGMENTS` halves of scales, float32."""
     *lead, strips, width = of_groups.shape
     side = SIDES[packing]
     sides = of_groups.reshape(*lead, strips, width // side, side)
-    return sides.swapaxes(-1, -2).reshape(*lead, strips * side, width // side)
+    found = sides.swapaxes(-1, -2).reshape(*lead, strips * side, width // side)
+    if packing != MXFP4_FRAGMENTS:
+        return found
+    pairs = jnp.stack([found & jnp.uint32(0xFFFF), found >> 16], axis=-1).reshape(*lead, strips * side, -1)
+    return _halves((pairs >> _MANTISSA_BITS).astype(jnp.int32) - _EXPONENT_ADDED)

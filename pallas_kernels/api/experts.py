@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import choose_kernel, choose_kernel_or_xla, has_kernel, refusals_of
-from pallas_kernels.experts import ACTIVATIONS, Groups, UnitWeights, sort_by_expert
+from pallas_kernels.experts import ACTIVATIONS, GatedUnit, Groups, UnitWeights, sort_by_expert, with_bias
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.routing import Router, choose_by_xla
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows
@@ -132,23 +132,70 @@ def grouped_packed_product(
     dtype: str = "bfloat16",
     row_bits: int = 16,
     backend: str = "auto",
+    interpret: bool = False,
 ) -> jax.Array:
     """`grouped_product` with weights that are kept as small as they are published; `[M, out]` in x's dtype.
 
     Args:
         x, groups, of_tokens: as for `grouped_product`.
         weights: `[E, out, in]`.
-        dtype: what floats become in products.
+        dtype: what floats become in products; on GPUs x's dtype.
         row_bits: of the integers that rows become where C++ multiplies int4 or int8.
-        backend: "native", "xla" or "auto".
+        backend: "native", "triton", "xla" or "auto".
+        interpret: run a Pallas backend in its interpreter, on any platform.
 
     Raises:
         ValueError: another backend, or one that can't run here.
     """
     multiply = choose_kernel(
-        "grouped_product", lambda each: each.grouped_packed_product, backend, x, weights, interpret=False
+        "grouped_product", lambda each: each.grouped_packed_product, backend, x, weights, interpret=interpret
     )
-    return multiply(x, groups, weights, of_tokens, dtype, row_bits)
+    return multiply(x, groups, weights, of_tokens, dtype, row_bits, interpret)
+
+
+def gated_packed_product(
+    x: jax.Array,
+    groups: Groups,
+    weights: PackedMatrix,
+    unit: GatedUnit,
+    bias: jax.Array | None = None,
+    *,
+    of_tokens: bool = False,
+    dtype: str = "bfloat16",
+    row_bits: int = 16,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """`grouped_packed_product` with the weights of gates and of what they multiply: their units, `[M, F]` in x's dtype.
+
+    Args:
+        x, groups, of_tokens, dtype, row_bits: as for `grouped_packed_product`.
+        weights: `[E, 2 F, in]`, the gate's rows first.
+        unit: computes `[M, F]` of both.
+        bias: `[E, 2 F]`, which is added first, or None.
+        backend: a backend that has the op, or "auto": where no kernel takes the call, XLA computes the unit after a
+            `grouped_packed_product` of that backend.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: a backend that can't run here.
+    """
+    is_fused = backend in ("auto", "triton")
+    kernel = choose_kernel_or_xla(
+        "gated_product",
+        lambda each: each.gated_packed_product,
+        backend if is_fused else "xla",
+        x,
+        weights,
+        interpret=interpret,
+    )
+    if kernel is not None:
+        return kernel(x, groups, weights, bias, unit, of_tokens, interpret)
+    both = grouped_packed_product(
+        x, groups, weights, of_tokens=of_tokens, dtype=dtype, row_bits=row_bits, backend=backend, interpret=interpret
+    )
+    gate, up = jnp.split(with_bias(both, bias, groups), 2, axis=1)
+    return unit(gate, up)
 
 
 def experts_multiply_float8(dtype: DTypeLike, weights: ScaledMatrix, *, backend: str = "auto") -> bool:

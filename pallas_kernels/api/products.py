@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import choose_kernel, choose_kernel_or_xla, has_kernel, refusals_of
 from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.fragments import OUTPUTS
-from pallas_kernels.packed import FRAGMENTS, PackedMatrix
+from pallas_kernels.packed import MXFP4_FRAGMENTS, ON_GPUS, PackedMatrix
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows
 
@@ -34,7 +34,7 @@ def quantized_product(
 
     Args:
         x: `[T, I]`.
-        weights: of O outputs and I inputs; a packed matrix is one of `packed.FRAGMENTS`.
+        weights: of O outputs and I inputs; a packed matrix is one of `packed.ON_GPUS`.
         dtype: of the result.
         in_parts: the caller adds up parts itself: where that is faster, the result is `[P, T, O]` float32, parts whose
             sum is the product.
@@ -53,14 +53,15 @@ def quantized_product(
 
 def _check(x: jax.Array, weights: ScaledMatrix | PackedMatrix) -> None:
     if isinstance(weights, PackedMatrix):
-        if weights.packing != FRAGMENTS:
-            raise ValueError(f"the weights are packed as {weights.packing}; only {FRAGMENTS} has this product")
+        if weights.packing not in ON_GPUS:
+            raise ValueError(f"the weights are packed as {weights.packing}; {', '.join(ON_GPUS)} have this product")
         num_outputs, num_inputs = weights.shape
     else:
         num_outputs, num_inputs = weights.numbers.shape
     groups = -(-num_inputs // weights.group)
     side = OUTPUTS if isinstance(weights, PackedMatrix) else 1
-    lead = num_outputs // side, side * groups
+    is_mxfp4 = isinstance(weights, PackedMatrix) and weights.packing == MXFP4_FRAGMENTS
+    lead = num_outputs // side, side * groups // (2 if is_mxfp4 else 1)
     of_groups = [each.shape for each in (weights.scale, weights.zero) if each is not None]
     if x.shape[1:] != (num_inputs,) or any(shape != lead for shape in of_groups):
         raise ValueError(

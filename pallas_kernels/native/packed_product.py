@@ -22,7 +22,7 @@ def refuse(x: jax.Array, weights: PackedMatrix) -> str | None:
     """Why x times `weights` can't run here, because of the arrays or of this machine; or None."""
     if target_device().platform != "cpu":
         return f"it needs a cpu, this is a {target_device().platform}"
-    if weights.packing == packed.FRAGMENTS:
+    if weights.packing in packed.ON_GPUS:
         return f"the weights are {weights.packing}, for GPUs"
     if x.dtype != jnp.float32:
         return f"it takes float32 rows, not {x.dtype}"
@@ -49,7 +49,13 @@ def product(
 
 
 def grouped_product(
-    x: jax.Array, groups: Groups, weights: PackedMatrix, of_tokens: bool, dtype: str = "bfloat16", row_bits: int = 16
+    x: jax.Array,
+    groups: Groups,
+    weights: PackedMatrix,
+    of_tokens: bool,
+    dtype: str = "bfloat16",
+    row_bits: int = 16,
+    interpret: bool = False,
 ) -> jax.Array:
     """Each row times the weights `[E, out, in]` of its expert: float32 `[M, out]`.
 

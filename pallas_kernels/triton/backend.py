@@ -34,6 +34,8 @@ BACKEND = Backend(
     ),
     products_with_shared=_kernel("grouped_product", "products_with_shared", "refuse_products_with_shared"),
     ordered_product=_kernel("ordered_product", "ordered_product", "refuse_ordered_product"),
+    grouped_packed_product=_kernel("grouped_packed_product", "product", "refuse"),
+    gated_packed_product=_kernel("grouped_packed_product", "gated_product", "refuse_gated"),
     delta_decode=_kernel("delta_decode", "delta_decode", "refuse_delta_decode"),
     delta_step=_kernel("delta_decode", "delta_step", "refuse_delta_decode"),
     absorb_and_store=_kernel("absorb_and_store", "absorb_and_store", "refuse_absorb_and_store"),

@@ -18,21 +18,35 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels import fragments
+from pallas_kernels.packed import MXFP4_FACTOR, MXFP4_FRAGMENTS
 
 # Of 16-bit floats whose last bits count integers: the number whose bits are these, and no more are set.
 _BASES = {"bfloat16": (128.0, 0x4300), "float16": (1024.0, 0x6400)}
 
 
+# Of two e2m1 in a word: their bits where bfloat16 has them, signs and others, and those that the fourth number moves
+# by different ways. What makes a float16 of such a bfloat16.
+_E2M1, _SIGNS, _OTHERS = 0x81C081C0, 0x80008000, 0x01C001C0
+_FIRST_OF_FOURTH, _REST_OF_FOURTH = 0x01000100, 0x80C080C0
+_SHIFT_TO_FLOAT16, _FACTOR_OF_FLOAT16 = 3, MXFP4_FACTOR / 2.0**112
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedRefs:
-    """A `PackedMatrix` of `FRAGMENTS` in a kernel: refs of `[..., O / 16, ..]`."""
+    """A `PackedMatrix` of `FRAGMENTS` or `MXFP4_FRAGMENTS` in a kernel: refs of `[..., O / 16, ..]`."""
 
     numbers: Any
     scale: Any
     zero: Any | None
     group: int
+    packing: str
     lead: tuple[Any, ...] = ()
     """Which matrix of a stack."""
+
+    @property
+    def has_floats(self) -> bool:
+        """Whether numbers are e2m1."""
+        return self.packing == MXFP4_FRAGMENTS
 
     @property
     def halves(self) -> int:
@@ -83,18 +97,45 @@ class TileShape:
 
         return tuple(of_half(half) for half in range(refs.halves))
 
+    def floats(self, refs: PackedRefs, tile: Any, block: Any, dtype: DTypeLike) -> jax.Array:
+        """`[outputs, inputs]` of the tile with that number, of inputs from that block on, of e2m1: scaled.
+
+        That is exact where `dtype` has the product. As bfloat16 weights are `MXFP4_FACTOR` times too small.
+        """
+        words = self._words(refs, tile, block)
+        scale = self._scales_of_floats(refs, tile, block)
+        if jnp.dtype(dtype) != jnp.bfloat16:
+            scale = (scale.astype(jnp.float32) * _FACTOR_OF_FLOAT16).astype(dtype)
+        rotated = _shifted_right(words, 4) | (words << 28)
+        first_of_fourth = _shifted_right(words, 6) & jnp.uint32(_FIRST_OF_FOURTH)
+        pairs = []
+        # No number is converted: its bits are moved to where `dtype` has them.
+        for both in (
+            words & jnp.uint32(_E2M1),
+            (words << 6) & jnp.uint32(_E2M1),
+            rotated & jnp.uint32(_E2M1),
+            (words << 2) & jnp.uint32(_REST_OF_FOURTH) | first_of_fourth,
+        ):
+            placed = both
+            if jnp.dtype(dtype) != jnp.bfloat16:
+                placed = (both & jnp.uint32(_SIGNS)) | ((both & jnp.uint32(_OTHERS)) << _SHIFT_TO_FLOAT16)
+            low, high = _halves_as(placed, dtype)
+            upper = high * scale  # in the order of `_pairs`
+            lower = low * scale
+            pairs.append(_side_by_side(lower, upper))
+        return self._matrix(pairs)
+
     def _pairs(self, words: jax.Array, offset: jax.Array, bits: int) -> list[jax.Array]:
         """Four times two neighbours of each word `[rep, block, warp, g, t, h, c]`, on a last axis of their own."""
         pairs = []
         for number in range(4):
-            both = lax.shift_right_logical(words, jnp.uint32(4 * number)) if number else words
+            both = _shifted_right(words, 4 * number)
             # No number is converted: its bits become the last ones of the base.
-            both = (both & jnp.uint32(0x000F000F)) | jnp.uint32(bits * 0x10001)
-            low, high = both.astype(jnp.uint16), lax.shift_right_logical(both, jnp.uint32(16)).astype(jnp.uint16)
+            low, high = _halves_as((both & jnp.uint32(0x000F000F)) | jnp.uint32(bits * 0x10001), offset.dtype)
             # Computed in this order, both are one instruction of two halves for ptxas: the other way round it swaps
             # the halves before and after.
-            upper = lax.bitcast_convert_type(high, offset.dtype) - offset
-            lower = lax.bitcast_convert_type(low, offset.dtype) - offset
+            upper = high - offset
+            lower = low - offset
             pairs.append(_side_by_side(lower, upper))
         return pairs
 
@@ -114,6 +155,14 @@ class TileShape:
         loaded = plgpu.load(ref.at[self._where(ref, refs.lead, tile, rep, warp, at)])
         return loaded.transpose(0, 1, 2, 4, 3, 5).reshape(*self._axes, 8, 1, 2, refs.halves)
 
+    def _scales_of_floats(self, refs: PackedRefs, tile: Any, block: Any) -> jax.Array:
+        """Two in a word, bfloat16 `[rep, block, warp, g, 1, h, c]`."""
+        rep, along, warp, h, g = _places((*self._axes, 2, 8))
+        at = (block + along) * fragments.OUTPUTS + h * 8 + g
+        words = plgpu.load(refs.scale.at[self._where(refs.scale, refs.lead, tile, rep, warp, at)])
+        low, high = _halves_as(words.transpose(0, 1, 2, 4, 3), jnp.bfloat16)
+        return _side_by_side(low, high).reshape(*self._axes, 8, 1, 2, 2)
+
     def _where(self, ref: Any, lead: tuple[Any, ...], tile: Any, rep: Any, warp: Any, at: Any) -> tuple[Any, ...]:
         strip = tile * (self.outputs // fragments.OUTPUTS) + rep * self.warps + warp
         # The last strip is read in the place of those that don't exist, which needs no mask.
@@ -126,6 +175,16 @@ class TileShape:
         whole = _side_by_side(*by_b)
         rep, along, warp, g, t, h, c, low, a, b = range(whole.ndim)
         return whole.transpose(rep, warp, h, g, along, c, a, b, t, low).reshape(self.outputs, -1)
+
+
+def _shifted_right(words: jax.Array, bits: int) -> jax.Array:
+    return lax.shift_right_logical(words, jnp.uint32(bits)) if bits else words
+
+
+def _halves_as(words: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """The low and the high half of each word as a number of `dtype`."""
+    low, high = words.astype(jnp.uint16), _shifted_right(words, 16).astype(jnp.uint16)
+    return lax.bitcast_convert_type(low, dtype), lax.bitcast_convert_type(high, dtype)
 
 
 def _places(shape: tuple[int, ...]) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""`quantized_product` of int4 packed for a GPU, as a Pallas kernel for the Triton backend.
+"""`quantized_product` of 4 bits packed for a GPU, as a Pallas kernel for the Triton backend.
 
 Called through `quantized_product`. A program makes a tile of outputs x rows. The weights are the left operand, because
 Hopper's wgmma takes that one from registers, where four bits become floats: nothing is written wider.
@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
@@ -18,6 +17,7 @@ from pallas_kernels import fragments, packed, tuning
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.parts import num_parts_of
 from pallas_kernels.triton.common import tile_rows_for
+from pallas_kernels.triton.fragment_sums import depth_for, sums
 from pallas_kernels.triton.fragment_tiles import PackedRefs, TileShape
 from pallas_kernels.triton.tiles import load_rows
 
@@ -28,7 +28,7 @@ def refuse(x: jax.Array, weights: PackedMatrix) -> str | None:
     """Why this backend can't multiply x and the weights, or None when it can."""
     if x.dtype.itemsize != 2:
         return f"the rows are {x.dtype}; it takes bfloat16 and float16"
-    return None if weights.packing == packed.FRAGMENTS else f"the weights are {weights.packing}, for C++"
+    return None if weights.packing in packed.ON_GPUS else f"the weights are {weights.packing}, for C++"
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "in_parts", "interpret"))
@@ -38,14 +38,17 @@ def product(x: jax.Array, weights: PackedMatrix, dtype: DTypeLike, in_parts: boo
     sizes = tuning.blocks("quantized_product", "triton", tuning.product_class(num_rows, weights.group, BITS))
     tile_outputs = tile_rows_for(sizes["tile_outputs"])
     warps = min(sizes["num_warps"], tile_outputs // fragments.OUTPUTS)
-    groups = num_inputs | weights.group  # a step lies in one group, or is a block of two
-    depth = max(fragments.INPUTS, min(sizes["tile_inputs"], groups & -groups))
+    depth = depth_for(num_inputs, weights.group, sizes["tile_inputs"])
     tiles = pl.cdiv(num_rows, sizes["tile_rows"]), pl.cdiv(num_outputs, tile_outputs)
     num_parts = num_parts_of(tiles[0] * tiles[1], num_inputs // depth) if in_parts else 1
     parts = [each for each in (weights.numbers, weights.scale, weights.zero) if each is not None]
     y: jax.Array = pl.pallas_call(
         functools.partial(
-            _kernel, shape=TileShape(tile_outputs, depth, warps), tile_rows=sizes["tile_rows"], group=weights.group
+            _kernel,
+            shape=TileShape(tile_outputs, depth, warps),
+            tile_rows=sizes["tile_rows"],
+            group=weights.group,
+            packing=weights.packing,
         ),
         out_shape=jax.ShapeDtypeStruct(
             (num_parts, num_rows, num_outputs), jnp.dtype(jnp.float32 if num_parts > 1 else dtype)
@@ -60,33 +63,27 @@ def product(x: jax.Array, weights: PackedMatrix, dtype: DTypeLike, in_parts: boo
 
 
 def _kernel(
-    x_ref: Any, numbers_ref: Any, scale_ref: Any, *others: Any, shape: TileShape, tile_rows: int, group: int
+    x_ref: Any,
+    numbers_ref: Any,
+    scale_ref: Any,
+    *others: Any,
+    shape: TileShape,
+    tile_rows: int,
+    group: int,
+    packing: str,
 ) -> None:
     (*zero_refs, y_ref) = others
-    refs = PackedRefs(numbers_ref, scale_ref, zero_refs[0] if zero_refs else None, group)
+    refs = PackedRefs(numbers_ref, scale_ref, zero_refs[0] if zero_refs else None, group, packing)
     num_parts, num_rows, num_outputs = y_ref.shape
     row = pl.program_id(0) * tile_rows + jnp.arange(tile_rows, dtype=jnp.int32)
     tile, part = pl.program_id(1), pl.program_id(2)
     steps = x_ref.shape[1] // shape.inputs // num_parts
     real_row = jnp.minimum(row, num_rows - 1)  # the last one in the place of those that don't exist: no mask
 
-    def block(step: jax.Array) -> jax.Array:
-        return (part * steps + step) * (shape.inputs // fragments.INPUTS)
+    def rows_of(first: Any, width: int) -> jax.Array:
+        return load_rows(x_ref, (real_row,), None, (first, width))
 
-    def add(step: jax.Array, carry: tuple[jax.Array, tuple[jax.Array, ...]]) -> tuple[Any, ...]:
-        total, scales = carry
-        begin = block(step) * fragments.INPUTS
-        # Sums of a group are scaled and added by themselves: handed to the product as what it adds to, they would make
-        # Triton cut it in two, of which the second waits for the first.
-        for left, scale in zip(shape.numbers(refs, tile, block(step), x_ref.dtype), scales, strict=True):
-            rows = load_rows(x_ref, (real_row,), None, (begin, left.shape[1]))
-            total += lax.dot(left, rows.T, preferred_element_type=jnp.float32) * scale[:, None]
-            begin += left.shape[1]
-        # Read a step ahead: nothing waits for the scales of the next group.
-        return total, shape.scales(refs, tile, block(jnp.minimum(step + 1, steps - 1)))
-
-    start = jnp.zeros((shape.outputs, tile_rows), jnp.float32), shape.scales(refs, tile, block(jnp.int32(0)))
-    total, _ = lax.fori_loop(jnp.int32(0), jnp.int32(steps), add, start)
+    (total,) = sums(shape, refs, [tile], (part * steps, jnp.int32(steps)), rows_of, tile_rows, x_ref.dtype)
     out = total.T.astype(y_ref.dtype)
     output = tile * shape.outputs + jnp.arange(shape.outputs, dtype=jnp.int32)
     where = tuple(jnp.broadcast_to(index, out.shape) for index in (part, row[:, None], output[None, :]))

@@ -31,7 +31,7 @@ def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens:
 
 
 def packed_product(
-    x: jax.Array, groups: Groups, weights: PackedMatrix, of_tokens: bool, dtype: str, row_bits: int
+    x: jax.Array, groups: Groups, weights: PackedMatrix, of_tokens: bool, dtype: str, row_bits: int, interpret: bool
 ) -> jax.Array:
     """`[M, out]`: packed weights `[E, out, in]`, those of an expert widened to `dtype` for each tile."""
 
