@@ -52,6 +52,7 @@ __all__ = [
     "AttentionOptions",
     "Choices",
     "FusedQkv",
+    "GatedUnit",
     "Groups",
     "KernelChoice",
     "LatentHeads",

@@ -131,6 +131,11 @@ def mxfp4_fragments_of(numbers: jax.Array, scale: jax.Array) -> PackedMatrix:
     return PackedMatrix(words, scales, None, MXFP4_GROUP, MXFP4_FRAGMENTS)
 
 
+def mxfp4_pair(scale: int) -> int:
+    """The word of two equal scales of `MXFP4`, as `MXFP4_FRAGMENTS` keeps them."""
+    return (scale + _EXPONENT_ADDED << _MANTISSA_BITS) * 0x10001
+
+
 def _codes_of(numbers: jax.Array) -> jax.Array:
     """Of bytes `[..., O, I / 2]` of `MXFP4`, uint8 `[..., O, I]`."""
     return jnp.stack([numbers & 15, numbers >> 4], axis=-1).reshape(*numbers.shape[:-1], -1)

@@ -116,12 +116,18 @@ def as_kept(
             return None if fmt is None else fmt.on_cpu(dtype.name, row_bits=row_bits, packs=packs, parts=num_devices)
 
         return dataclasses.replace(arch, weight_format=on_cpu(fmt), expert_format=on_cpu(arch.expert_format))
+    if platform == "gpu":
+
+        def on_gpu(fmt: WeightFormat | None) -> WeightFormat | None:
+            if fmt is None:
+                return None
+            keeps = rounds_rows and _may_round(arch, fmt, num_devices)
+            kept = fmt.on_gpu(dtype.name, parts=num_devices, packs=arch.may_pack)
+            return dataclasses.replace(kept, groups_of_experts=keeps)
+
+        return dataclasses.replace(arch, weight_format=on_gpu(fmt), expert_format=on_gpu(arch.expert_format))
     if fmt is None:
         return arch
-    if platform == "gpu":
-        keeps = rounds_rows and _may_round(arch, fmt, num_devices)
-        kept = dataclasses.replace(fmt.on_gpu(dtype.name, parts=num_devices), groups_of_experts=keeps)
-        return dataclasses.replace(arch, weight_format=kept)
     if arch.mixture is not None and fmt.method == AT_LOAD:
         raise ConfigError(f"{arch.name} has experts, which a {platform} can't quantize: leave --quantization out")
     return dataclasses.replace(arch, weight_format=dataclasses.replace(fmt, on_experts=False))

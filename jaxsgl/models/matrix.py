@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxsgl.models.quantization import WeightFormat
+from jaxsgl.models.quantization import FLOAT4, WeightFormat
 from jaxsgl.models.tensor_parallel import all_parts, num_parts, part_index
 from pallas_kernels import (
     KernelChoice,
@@ -132,7 +132,7 @@ class Matrices(nnx.Module):
             return
         fmt = fmt.of_shape(shape, dtype.name)
         groups = (*shape[:-1], -(-shape[-1] // fmt.group_of(shape[-1])))
-        spread = _SPREAD[fmt.numbers]
+        spread = _SPREAD[FLOAT4 if fmt.packing == packed.MXFP4_FRAGMENTS else fmt.numbers]
         parts: dict[str, tuple[tuple[int, ...], Axes, DTypeLike, float, float]] = {
             "numbers": (shape, axes, fmt.numbers, 0.0, spread),
             # Scales aren't cut along the inputs: a part of them may begin inside a group.
@@ -144,13 +144,15 @@ class Matrices(nnx.Module):
             parts["order"] = shape[-1:], (None,), jnp.int32, 0.0, 0.0
         if fmt.packing in (packed.INT4, packed.INT8, packed.MXFP4):
             parts["numbers"] = shape, axes, jnp.uint8, *_ALL_BYTES
-        if fmt.packing == packed.FRAGMENTS:
+        if fmt.packing in packed.ON_GPUS:
             parts["numbers"] = shape, axes, jnp.uint32, 0.0, 0.0
             if fmt.has_zeros:
                 parts["zero"] = *parts["zero"][:2], jnp.float32, 0.0, 0.0
+        exponent = round(math.log2(std / spread)) + packed.MXFP4_BIAS
         if fmt.packing == packed.MXFP4:
-            exponent = round(math.log2(std / spread)) + packed.MXFP4_BIAS
             parts["scale"] = groups, parts["scale"][1], jnp.uint8, float(exponent), 0.0
+        if fmt.packing == packed.MXFP4_FRAGMENTS:  # parts of the inputs are whole blocks, and so are those of scales
+            parts["scale"] = groups, axes, jnp.uint32, float(packed.mxfp4_pair(exponent)), 0.0
         for part, (dims, part_axes, kind, mean, deviation) in parts.items():
             zeros = jnp.zeros(packed.part_shape(fmt.packing, part, dims) if fmt.packing else dims, kind)
             param = nnx.Param(zeros, axes=part_axes, mean=mean, std=deviation, part=part, format=fmt)
@@ -185,6 +187,8 @@ def _with_scales_of_part(matrix: Matrix, logical: str) -> Matrix:
     num_in = matrix.shape[-1]
     if order is not None:
         order = jax.lax.dynamic_slice_in_dim(order, part_index(logical) * num_in, num_in)
+    if matrix.packing == packed.MXFP4_FRAGMENTS:
+        return replace(matrix, cut_by=logical)
     side = packed.SIDES.get(matrix.packing)
     if scale.shape[-1] == (side or 1):
         return replace(matrix, order=order, group=num_in, cut_by=logical)
@@ -259,7 +263,7 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
         return sums.reshape(*sums.shape[:-1], *weights.shape[:-1])
     rows = _in_columns(x_TD, weights)
     out = _native_product(rows, weights)
-    if out is None and weights.packing != packed.FRAGMENTS:
+    if out is None and weights.packing not in packed.ON_GPUS:
         weights = weights.unpacked()
     if out is None and (weights.packing or weights.scale.shape[-1] > 1 or weights.zero is not None):
         out = _grouped_product(rows, weights, dtype, in_parts)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp
+from jaxsgl.models.layer_spec import DenseMlp, MoeMlp
 from jaxsgl.models.layers import MLP, vector
 from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights
 from jaxsgl.models.precision import product, product_in_parts
@@ -26,6 +26,7 @@ from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
 from pallas_kernels import (
     Choices,
+    GatedUnit,
     Groups,
     KernelChoice,
     ScaledMatrix,
@@ -34,6 +35,7 @@ from pallas_kernels import (
     choose_experts,
     experts_multiply_float8,
     float8_rows,
+    gated_packed_product,
     gated_product,
     group_by_expert,
     grouped_float8_product,
@@ -43,7 +45,7 @@ from pallas_kernels import (
     products_with_shared,
 )
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
-from pallas_kernels.experts import ACTIVATIONS
+from pallas_kernels.experts import with_bias
 from pallas_kernels.native import grouped_product as native_product
 from pallas_kernels.norm import Update, sum_parts
 from pallas_kernels.order import is_order_fixed
@@ -83,9 +85,11 @@ class MoE(Matrices):
         shared_format: WeightFormat | None,
     ) -> None:
         d, e, f = arch.hidden_size, spec.num_experts, spec.ffn_size
-        fmt = None if expert_format is None else expert_format.of_experts(((f, d), (d, f)))
+        fmt = None if expert_format is None else expert_format.of_experts(expert_shapes(arch, spec, expert_format))
         self.spec = spec
         self.activation = arch.activation
+        clamp = spec.clamp
+        self.unit = GatedUnit(arch.activation) if clamp is None else GatedUnit(limit=clamp.limit, alpha=clamp.alpha)
         float32 = jnp.dtype(jnp.float32)
         # Scores that a bias or a sigmoid brings close together: such models compute their logits in float32.
         is_exact = spec.router.score == "sigmoid" or spec.router.choice_bias
@@ -183,7 +187,7 @@ class MoE(Matrices):
         down_bias = None if self.down_bias is None else self.down_bias[...]
         if down_bias is not None and groups.num_experts == self.spec.num_experts:
             down_bias = on_first_part(down_bias, "ffn")
-        return _plus(_product(gated_MF, groups, down, backend), down_bias, groups)
+        return with_bias(_product(gated_MF, groups, down, backend), down_bias, groups)
 
     def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights, down: Weights, backend: str) -> Rows:
         """What lies between the two products, `[M, F]`, rounded where the second one takes it so."""
@@ -191,16 +195,18 @@ class MoE(Matrices):
         if is_plain and not isinstance(gate_up, Matrix) and backend in (AUTO, "triton"):
             weights = gate_up.reshape(len(gate_up), -1, gate_up.shape[-1])
             return gated_product(x_TD, groups, weights, self.activation, of_tokens=True, backend=backend)
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[...].reshape(groups.num_experts, -1)
+        if isinstance(gate_up, Matrix) and gate_up.packing:
+            return gated_packed_product(
+                x_TD, groups, gate_up.packed.stacked(1), self.unit, bias, of_tokens=True,
+                dtype=gate_up.widened_to, row_bits=gate_up.row_bits, backend=backend,
+            )  # fmt: skip
         hidden_MF = _product(x_TD, groups, gate_up, backend, of_tokens=True)
         in_float8 = _float8_backend(hidden_MF.dtype, down)
         if is_plain and in_float8 is not None:
             both = hidden_MF.reshape(len(hidden_MF), 2, -1)
             return float8_rows(both, self.activation, backend=in_float8)
-        bias = None if self.gate_up_bias is None else self.gate_up_bias[...].reshape(groups.num_experts, -1)
-        gate, up = jnp.split(_plus(hidden_MF, bias, groups), 2, axis=1)
-        if self.spec.clamp is not None:
-            return clamped_unit(self.spec.clamp, gate, up)
-        return ACTIVATIONS[self.activation](gate) * up
+        return self.unit(*jnp.split(with_bias(hidden_MF, bias, groups), 2, axis=1))
 
     def _logits(self, x_TD: jax.Array) -> jax.Array:
         """The router's, `[T, E]` float32, or parts `[P, T, E]` whose sum they are."""
@@ -218,11 +224,10 @@ class MoE(Matrices):
         return out_TD * jax.nn.sigmoid(product(x_TD, self.matrix("shared_gate"))) if self.spec.shared_gate else out_TD
 
 
-def clamped_unit(clamp: Clamp, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """See `Clamp`."""
-    gate = jnp.minimum(gate, clamp.limit)
-    up = jnp.clip(up, -clamp.limit, clamp.limit)
-    return gate * jax.nn.sigmoid(clamp.alpha * gate) * (up + 1)
+def expert_shapes(arch: ModelArch, spec: MoeMlp, fmt: WeightFormat) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What a device has of an expert's gate or up, and of its down, as `(out, in)`, if `fmt` is for several devices."""
+    size = spec.ffn_size // (1 if arch.by_experts else fmt.parts)
+    return (size, arch.hidden_size), (arch.hidden_size, size)
 
 
 def _product(x: Rows, groups: Groups, weights: Weights, backend: str, *, of_tokens: bool = False) -> jax.Array:
@@ -280,10 +285,3 @@ def _is_native(x: jax.Array, groups: Groups, weights: Matrix, stacked: jax.Array
     if weights.numbers.dtype != jnp.int8 or target_device().platform != "cpu" or backend not in (AUTO, "native"):
         return False
     return native_product.refuse_grouped_product(x, groups, stacked) is None
-
-
-def _plus(y: jax.Array, bias: jax.Array | None, groups: Groups) -> jax.Array:
-    """y `[M, out]` plus the bias `[E, out]` of each place's expert."""
-    if bias is None:
-        return y
-    return y + bias.astype(y.dtype).at[groups.experts].get(mode="fill", fill_value=0)

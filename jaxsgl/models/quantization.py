@@ -109,14 +109,15 @@ class WeightFormat:
         return whole._of_bytes(whole.row_bits if self.packing else 16)
 
     def of_experts(self, shapes: Iterable[tuple[int, int]]) -> WeightFormat | None:
-        """The format of experts' matrices of these shapes, or None: they are dequantized.
+        """The format of experts' matrices of which a device has these shapes, or None: they are dequantized.
 
         Their kernels multiply numbers, to whose sums the scale of an output is applied, what is packed, and on some
         devices float8 in groups.
         """
+        whole = replace(self, parts=1)
         is_simple = (self.group is None or self.groups_of_experts) and not self.has_zeros and self.numbers != "int4"
-        is_packed = self.packing not in ("", packed.FRAGMENTS) and all(self._refusal(shape) is None for shape in shapes)
-        return self if self.on_experts and not self.reorders and (is_simple or is_packed) else None
+        is_packed = bool(self.packing) and all(whole._refusal(shape) is None for shape in shapes)
+        return whole if self.on_experts and not self.reorders and (is_simple or is_packed) else None
 
     def of_shape(self, shape: tuple[int, ...], dtype: str) -> WeightFormat:
         """That of a matrix `[..., out, in]` among others in `dtype`: not packed if kernels don't take its sizes.
@@ -127,7 +128,7 @@ class WeightFormat:
         is_left_wide = self.packing == packed.FLOAT8 and self.group is None
         if not self.packing or (self._refusal(shape) is None and not is_left_wide):
             return self
-        if self.packing == packed.FRAGMENTS:
+        if self.packing in packed.ON_GPUS:
             return self.without_packing
         return self.without_packing.on_cpu(dtype, row_bits=self.row_bits)
 
@@ -139,13 +140,16 @@ class WeightFormat:
         """The same format, whose numbers are not packed."""
         return replace(self, packing="")
 
-    def on_gpu(self, dtype: str, *, parts: int) -> WeightFormat:
+    def on_gpu(self, dtype: str, *, parts: int, packs: bool = True) -> WeightFormat:
         """The format in which so many GPUs keep such weights beside others in `dtype`: 4 bits as registers have them.
 
-        What is multiplied in float32 is not packed.
+        What is multiplied in float32 is not packed. Without `packs`, only matrices of integers are, and no experts.
         """
-        is_packed = self.numbers == "int4" and dtype != "float32"
-        return replace(self, packing=packed.FRAGMENTS, parts=parts) if is_packed else self
+        is_mxfp4 = self.storage is not None and self.storage.kind in ("mxfp4", "packed_mxfp4")
+        packing = packed.FRAGMENTS if self.numbers == "int4" else packed.MXFP4_FRAGMENTS if is_mxfp4 else ""
+        if not packing or dtype == "float32" or (is_mxfp4 and not packs):
+            return self
+        return replace(self, packing=packing, widened_to=dtype, parts=parts, on_experts=self.on_experts and packs)
 
     @property
     def packing_on_cpu(self) -> str:

@@ -120,13 +120,16 @@ def recipe_of_experts(path: Path, arch: ModelArch, shape_of: ShapeOf) -> Recipe 
     return _of_layer(layer, mlp, arch, shape_of).recipe(*map(str, path[3:]))
 
 
-def recipe_of_mxfp4(path: Path, part: str, arch: ModelArch, shape_of: ShapeOf) -> Recipe:
-    """The recipe of a part, "numbers" or "scale", of the stack at `path`, which is kept in MXFP4 as it is published."""
+def recipe_of_mxfp4(path: Path, part: str, most_scale: int, arch: ModelArch, shape_of: ShapeOf) -> Recipe:
+    """The recipe of a part, "numbers" or "scale", of the stack at `path`, which is kept in MXFP4 as it is published.
+
+    Larger scales than `most_scale` are refused.
+    """
     layer = path[1]
     assert isinstance(layer, int)
     mlp = arch.layers[layer].mlp
     assert isinstance(mlp, MoeMlp)
-    return _of_layer(layer, mlp, arch, shape_of).part_of_packed(str(path[3]), part)
+    return _of_layer(layer, mlp, arch, shape_of).part_of_packed(str(path[3]), part, most_scale)
 
 
 def _of_layer(layer: int, mlp: MoeMlp, arch: ModelArch, shape_of: ShapeOf) -> _OfLayer:
@@ -194,9 +197,9 @@ class _OfLayer:
         """Of a stack in MXFP4, which is `[E, out, in]`."""
         return Recipe(self._sources_of_packed(name), partial(self._decoded, name))
 
-    def part_of_packed(self, name: str, part: str) -> Recipe:
+    def part_of_packed(self, name: str, part: str, most_scale: int) -> Recipe:
         """Of the "numbers" `[E, out, in / 2]` of such a stack, or of its scales `[E, out, in / 32]`, as they are."""
-        return Recipe(self._sources_of_packed(name), partial(self._as_stored, name, part))
+        return Recipe(self._sources_of_packed(name), partial(self._as_stored, name, part, most_scale))
 
     def _sources_of_packed(self, name: str) -> tuple[Source, ...]:
         tensor = self.block + (self.names.stacked_gate_up if name == "gate_up" else self.names.stacked_down)
@@ -209,13 +212,15 @@ class _OfLayer:
             assert isinstance(blocks.numbers, np.ndarray) and isinstance(scales.numbers, np.ndarray)
             yield Piece(blocks.place, Mxfp4(blocks.numbers, scales.numbers, tensor))
 
-    def _as_stored(self, name: str, part: str, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    def _as_stored(
+        self, name: str, part: str, most_scale: int, arch: ModelArch, tensors: tuple[Tensor, ...]
+    ) -> Iterator[Piece]:
         tensor = self._check_packed(name, tensors)
         blocks, scales = tensors
         stack = blocks.reshape(*blocks.shape[:2], -1) if part == "numbers" else scales
         for place, stored in (self._gate_up if name == "gate_up" else _whole)(arch, (stack,)):
             assert isinstance(stored, np.ndarray)
-            yield Piece(place, stored if part == "numbers" else Mxfp4Scales(stored, tensor))
+            yield Piece(place, stored if part == "numbers" else Mxfp4Scales(stored, tensor, most_scale))
 
     def _check_packed(self, name: str, tensors: tuple[Tensor, ...]) -> str:
         """The stack's name. Raises `CheckpointError` unless it has the shape that config.json asks for."""

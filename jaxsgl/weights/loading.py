@@ -177,12 +177,12 @@ def _drawn(abstract: Params, arch: ModelArch, mesh: Mesh, seed: int) -> Params:
 def _draw(
     key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, mean: float, std: float, sharding: NamedSharding
 ) -> jax.Array:
-    """Draws uniform values of the given mean and standard deviation, or words of packed numbers, which have any bits.
+    """Draws uniform values of the given mean and standard deviation; words of packed numbers, of no mean, have any bits.
 
     One program per kind of parameter.
     """
     half_width = std * 3**0.5
-    if dtype == jnp.uint32:
+    if dtype == jnp.uint32 and not mean:
         values = jax.random.bits(key, shape, jnp.uint32)
     else:
         values = jax.random.uniform(key, shape, jnp.float32, mean - half_width, mean + half_width)

@@ -19,7 +19,7 @@ from jaxsgl.errors import CheckpointError
 BLOCK = 32  # numbers that share a scale
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # sign, two bits of exponent, one of mantissa
 _SCALE_BIAS = 127  # a scale s is 2 ** (s - 127)
-_MOST_SCALE = 252  # beyond it 6 * 2 ** (s - 127) is no bfloat16
+MOST_SCALE = 252  # beyond it 6 * 2 ** (s - 127) is no bfloat16
 _EXPONENT_SHIFT, _NOT_SIGN = 7, 0x7FFF  # of a bfloat16's bits
 
 
@@ -88,23 +88,25 @@ class Mxfp4Scales:
     Args:
       scales: uint8.
       name: of the tensor, for errors.
+      most: the largest one.
     """
 
-    def __init__(self, scales: npt.NDArray[Any], name: str) -> None:
-        self._scales, self._name = scales, name
+    def __init__(self, scales: npt.NDArray[Any], name: str, most: int) -> None:
+        self._scales, self._name, self._most = scales, name, most
         self.shape, self.dtype, self.nbytes = scales.shape, scales.dtype, scales.nbytes
 
     def __getitem__(self, box: tuple[slice, ...], /) -> npt.NDArray[Any]:
         """Scales of a part."""
         scales: npt.NDArray[Any] = self._scales[box]
-        check_scales(scales, self._name)
+        check_scales(scales, self._name, self._most)
         return scales
 
 
-def check_scales(scales: npt.NDArray[Any], name: str) -> None:
-    """Raises `CheckpointError` for scales beyond bfloat16."""
-    if scales.size and scales.max() > _MOST_SCALE:
-        raise CheckpointError(f"{name}: a scale is 2 ** {int(scales.max()) - _SCALE_BIAS}, or no number")
+def check_scales(scales: npt.NDArray[Any], name: str, most: int = MOST_SCALE) -> None:
+    """Raises `CheckpointError` for scales beyond `most`, by default beyond bfloat16."""
+    if scales.size and scales.max() > most:
+        powers = int(scales.max()) - _SCALE_BIAS, most - _SCALE_BIAS
+        raise CheckpointError(f"{name}: a scale is 2 ** {powers[0]}, or no number; the largest here is 2 ** {powers[1]}")
 
 
 assert sys.byteorder == "little", "the first number of a pair is taken from the low half of a word"

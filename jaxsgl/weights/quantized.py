@@ -28,7 +28,7 @@ from jaxsgl.models.quantization import FLOAT8, WeightFormat
 from jaxsgl.weights import names
 from jaxsgl.weights.experts import ShapeOf, recipe_of_experts, recipe_of_mxfp4
 from jaxsgl.weights.recipe import Path, Piece, Place, Recipe, Source, Tensor, axes_lengths
-from jaxsgl.weights.stored_matrix import FP4_NAMES, PlainMatrix, StoredMatrix, names_in_stack, tensor_names
+from jaxsgl.weights.stored_matrix import FP4_NAMES, PlainMatrix, StoredMatrix, most_scale_of, names_in_stack, tensor_names
 from pallas_kernels import packed
 
 SHARES_OF_RANGE = (0.95, 0.9, 0.85, 0.8, 0.75)  # that int4's scales try
@@ -48,13 +48,14 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
         return _dequantized_if_stored_so(recipe, _formats_at(path, arch), shape_of)
     fmt: WeightFormat = param.get_metadata("format")
     whole = (*path[:-1], str(path[-1]).removesuffix(part_name("", part)))
+    is_packed = fmt.packing in packed.SIDES and part != "order"
     if fmt.storage is not None and fmt.storage.kind == "mxfp4":
-        return recipe_of_mxfp4(whole, part, arch, shape_of)
+        recipe = recipe_of_mxfp4(whole, part, most_scale_of(fmt), arch, shape_of)
+        return replace(recipe, computed=Packed(part, fmt.packing)) if is_packed else recipe
     recipe = recipe_of_experts(whole, arch, shape_of) or names.recipe_of(whole, arch)
     if fmt.storage is None:
         return Recipe(recipe.sources, recipe.pieces, QuantizedAtLoad(fmt.numbers, part, fmt.group, fmt.packing))
     stored = _of_stored(recipe, fmt, part, shape_of)
-    is_packed = fmt.packing in packed.SIDES and part != "order"
     return replace(stored, computed=Packed(part, fmt.packing)) if is_packed else stored
 
 
@@ -159,7 +160,7 @@ class Packed:
     packing: str
 
     def __call__(self, arch: ModelArch, of_matrix: jax.Array) -> jax.Array:
-        """Of numbers `[..., out, in]` of 4 or 8 bits, or what groups share `[..., out, G]`."""
+        """Of numbers `[..., out, in]` of 4 or 8 bits, or what groups share `[..., out, G]`; of MXFP4 as stored."""
         pack = packed.pack_numbers if self.part == "numbers" else packed.pack_groups
         return pack(self.packing, of_matrix)
 

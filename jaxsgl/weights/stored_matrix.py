@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.quantization import Storage, WeightFormat
-from jaxsgl.weights.mxfp4 import check_scales
+from jaxsgl.weights.mxfp4 import MOST_SCALE, check_scales
 from pallas_kernels import packed
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -26,6 +26,7 @@ WORD_BITS = 32
 # Floats of 4 bits: the tensors of numbers, and of the scale that all scales of the matrix have.
 FP4_NAMES = {"fp4": ("weight", "weight_scale_2"), "packed_fp4": ("weight_packed", "weight_global_scale")}
 MXFP4 = "packed_mxfp4"  # those whose scales are powers of two
+_AS_STORED = (packed.MXFP4, packed.MXFP4_FRAGMENTS)  # packings that are made of what is stored
 FP4_DOUBLED = np.array(packed.MXFP4_DOUBLED, np.int8)  # what their codes stand for, doubled so that all are whole
 
 
@@ -74,6 +75,11 @@ def is_unused(name: str, fmt: WeightFormat) -> bool:
     )
 
 
+def most_scale_of(fmt: WeightFormat) -> int:
+    """The largest scale of MXFP4 that a format can keep."""
+    return packed.MXFP4_MOST_SCALE if fmt.packing == packed.MXFP4_FRAGMENTS else MOST_SCALE
+
+
 class PlainMatrix:
     """A matrix `[out, in]` that is stored as it is, next to others that are quantized."""
 
@@ -111,7 +117,7 @@ class StoredMatrix:
         self.shape = shape
         self._group = fmt.group_of(shape[1])
         self.num_groups = -(-shape[1] // self._group)
-        is_packed = fmt.packing == packed.MXFP4
+        is_packed = fmt.packing in _AS_STORED
         self.num_columns = shape[1] // 2 if is_packed else shape[1]
         self.dtype = np.dtype(np.uint8 if is_packed else getattr(ml_dtypes, fmt.numbers, fmt.numbers))
         self.scale_dtype = np.dtype(np.uint8 if is_packed else np.float32)
@@ -129,7 +135,7 @@ class StoredMatrix:
         dtype = self.dtype
         if self._storage.kind in (*FP4_NAMES, MXFP4):
             pairs = self._numbers[rows]
-            if self.fmt.packing == packed.MXFP4:
+            if self.fmt.packing in _AS_STORED:
                 return pairs
             return FP4_DOUBLED[np.stack([pairs & 15, pairs >> 4], axis=-1)].reshape(len(pairs), -1).astype(dtype)
         if self._storage.kind == "plain":
@@ -147,8 +153,8 @@ class StoredMatrix:
         out = self.shape[0]
         if self._storage.kind == MXFP4:
             exponents = self._scale[rows]
-            check_scales(exponents, self._name)
-            if self.fmt.packing == packed.MXFP4:
+            check_scales(exponents, self._name, most_scale_of(self.fmt))
+            if self.fmt.packing in _AS_STORED:
                 return exponents
             return np.ldexp(np.float32(0.5), exponents.astype(np.int32) - packed.MXFP4_BIAS)  # of doubled numbers
         if self._scale.size == 1:
