@@ -137,7 +137,13 @@ class GroupedPackedProduct(Protocol):
     """`grouped_packed_product` on one backend."""
 
     def __call__(
-        self, x: jax.Array, groups: Groups, weights: PackedMatrix, of_tokens: bool, dtype: str, row_bits: int,
+        self,
+        x: jax.Array,
+        groups: Groups,
+        weights: PackedMatrix,
+        of_tokens: bool,
+        dtype: str,
+        row_bits: int,
         interpret: bool,
     ) -> jax.Array:
         """As `GroupedProduct`, with packed weights; `[M, out]` in x's dtype."""

@@ -43,14 +43,15 @@ def unpack_numbers(words: jax.Array) -> jax.Array:
 def pack_e2m1(codes: jax.Array) -> jax.Array:
     """Codes from 0 to 15 `[..., O, I]` as uint32 `[..., O / 16, 2 I]`, block by block."""
     parts = _by_word(codes.astype(jnp.uint8)).astype(jnp.uint32)
-    return _joined(sum((parts >> 3 - bit & 1) << place for bit, place in enumerate(_places_of_bits())))
+    bits = jnp.stack([(parts >> 3 - bit & 1) << place for bit, place in enumerate(_places_of_bits())])
+    return _joined(jnp.sum(bits, axis=0, dtype=jnp.uint32))
 
 
 def unpack_e2m1(words: jax.Array) -> jax.Array:
     """What `pack_e2m1` has packed, uint8 `[..., O, I]`."""
     blocks = _of_blocks(words)
-    codes = sum((blocks >> place & jnp.uint32(1)) << 3 - bit for bit, place in enumerate(_places_of_bits()))
-    return _by_output(codes).astype(jnp.uint8)
+    bits = [(blocks >> place & jnp.uint32(1)) << 3 - bit for bit, place in enumerate(_places_of_bits())]
+    return _by_output(jnp.sum(jnp.stack(bits), axis=0)).astype(jnp.uint8)
 
 
 def _shifts() -> jax.Array:

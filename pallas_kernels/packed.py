@@ -40,8 +40,8 @@ MOST_IN_GROUP = 512  # of outputs side by side in C++
 MXFP4_GROUP = 32
 MXFP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1 numbers by their codes
 MXFP4_BIAS = 127
-# An e2m1 whose bits stand in a bfloat16's place is 2 ** 126 times too small. That is made good by the scale, and so that
-# it has room for this its weights stay MXFP4_FACTOR times too small, by which a kernel multiplies its sums: s is kept as
+# An e2m1 whose bits stand where a bfloat16 has them is 2 ** 126 times too small. The scale makes that good, but for
+# MXFP4_FACTOR, which would be too much for a bfloat16 and by which a kernel multiplies its sums: s is kept as
 # 2 ** (s - 127 + 126 - 32), whose exponent in a bfloat16 is s + 94.
 MXFP4_FACTOR = 2.0**32
 _EXPONENT_ADDED, _MANTISSA_BITS = 94, 7

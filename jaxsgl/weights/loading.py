@@ -177,7 +177,7 @@ def _drawn(abstract: Params, arch: ModelArch, mesh: Mesh, seed: int) -> Params:
 def _draw(
     key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, mean: float, std: float, sharding: NamedSharding
 ) -> jax.Array:
-    """Draws uniform values of the given mean and standard deviation; words of packed numbers, of no mean, have any bits.
+    """Draws uniform values of the given mean and deviation; words without a mean, packed numbers, have any bits.
 
     One program per kind of parameter.
     """

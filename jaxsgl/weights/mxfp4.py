@@ -106,7 +106,9 @@ def check_scales(scales: npt.NDArray[Any], name: str, most: int = MOST_SCALE) ->
     """Raises `CheckpointError` for scales beyond `most`, by default beyond bfloat16."""
     if scales.size and scales.max() > most:
         powers = int(scales.max()) - _SCALE_BIAS, most - _SCALE_BIAS
-        raise CheckpointError(f"{name}: a scale is 2 ** {powers[0]}, or no number; the largest here is 2 ** {powers[1]}")
+        raise CheckpointError(
+            f"{name}: a scale is 2 ** {powers[0]}, or no number; the largest here is 2 ** {powers[1]}"
+        )
 
 
 assert sys.byteorder == "little", "the first number of a pair is taken from the low half of a word"

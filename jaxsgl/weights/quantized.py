@@ -28,7 +28,14 @@ from jaxsgl.models.quantization import FLOAT8, WeightFormat
 from jaxsgl.weights import names
 from jaxsgl.weights.experts import ShapeOf, recipe_of_experts, recipe_of_mxfp4
 from jaxsgl.weights.recipe import Path, Piece, Place, Recipe, Source, Tensor, axes_lengths
-from jaxsgl.weights.stored_matrix import FP4_NAMES, PlainMatrix, StoredMatrix, most_scale_of, names_in_stack, tensor_names
+from jaxsgl.weights.stored_matrix import (
+    FP4_NAMES,
+    PlainMatrix,
+    StoredMatrix,
+    most_scale_of,
+    names_in_stack,
+    tensor_names,
+)
 from pallas_kernels import packed
 
 SHARES_OF_RANGE = (0.95, 0.9, 0.85, 0.8, 0.75)  # that int4's scales try

@@ -31,6 +31,12 @@ class ExpertShape:
     """Whether its rows are tokens' or places'."""
     float8_group: int | None = None
     """Inputs that share a scale, of weights that are kept in float8; None: of no others."""
+    packing: str = ""
+    """One of `packed.ON_GPUS`, or "" for weights of `dtype`."""
+    group: int = 0
+    """Inputs that share a scale, of packed weights."""
+    has_zeros: bool = False
+    """Whether groups of packed weights have zero points."""
 
     @property
     def may_be_in_float8(self) -> bool:
@@ -48,13 +54,13 @@ class MatrixShape:
     """dtype of the numbers."""
     group: int
     has_zeros: bool = False
-    is_packed: bool = False
-    """Whether they are `packed.FRAGMENTS`."""
+    packing: str = ""
+    """One of `packed.ON_GPUS`, or "" for numbers as they are."""
 
     @property
     def is_in_groups(self) -> bool:
         """Whether it takes a `quantized_product`: one scale per output is multiplied into the sums of any product."""
-        return self.group < self.inputs or self.has_zeros or self.is_packed
+        return self.group < self.inputs or self.has_zeros or bool(self.packing)
 
     @property
     def may_be_in_float8(self) -> bool:

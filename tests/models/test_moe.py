@@ -19,13 +19,13 @@ from jaxsgl.engine.kernels.choice import kernel_shapes
 from jaxsgl.engine.weight_store import as_kept
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model, moe
-from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp
-from jaxsgl.models.moe import MoE, clamped_unit
+from jaxsgl.models.layer_spec import DenseMlp, MoeMlp
+from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import Precision
 from jaxsgl.models.quantization import Storage, WeightFormat, weight_format
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
-from pallas_kernels import Router, choose_experts, group_by_expert
+from pallas_kernels import GatedUnit, Router, choose_experts, group_by_expert
 from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.native import library as native_library
 from pallas_kernels.order import fixed_order
@@ -82,7 +82,7 @@ def test_experts_come_from_the_groups_whose_two_best_have_the_highest_sums() -> 
 
 def test_a_clamped_unit_bounds_the_gate_above_and_up_on_both_sides() -> None:
     gate, up = jnp.array([-9.0, 0.5, 9.0]), jnp.array([-9.0, 0.5, 9.0])
-    found = np.asarray(clamped_unit(Clamp(2.0, 1.5), gate, up))
+    found = np.asarray(GatedUnit(limit=2.0, alpha=1.5)(gate, up))
     bounded, factor = np.array([-9.0, 0.5, 2.0]), np.array([-1.0, 1.5, 3.0])
     np.testing.assert_allclose(found, bounded / (1 + np.exp(-1.5 * bounded)) * factor, rtol=1e-6)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as jax_op
 
-from pallas_kernels import AttentionOptions, Router, tuning
+from pallas_kernels import AttentionOptions, Router, packed, tuning
 from pallas_kernels.backend import Kernel
 from pallas_kernels.dispatch import BACKEND_OF_NAME
 from pallas_kernels.native import library
@@ -32,7 +32,7 @@ SHAPES = KernelShapes(
     num_kv_heads=1, num_groups=2, head_dim=32, page_size=8, hidden_size=64, dtype="float32", kv_dtype="float32",
     norm_dtype="float32", attention=(AttentionOptions(sliding_window=40),), has_sinks=True, has_bias=True,
     has_head_norms=True, experts=(ExpertShape(3, 32, 16, "float32", ROUTER, 4, True),),
-    matrices=(MatrixShape(48, 64, "int4", 32, has_zeros=True, is_packed=True), MatrixShape(48, 128, "int8", 64),
+    matrices=(MatrixShape(48, 64, "int4", 32, True, packed.FRAGMENTS), MatrixShape(48, 128, "int8", 64),
               MatrixShape(48, 256, "float8_e4m3fn", 256)),
     states=(StateShape(2, 2, 16, 16, 4),),
 )  # fmt: skip
@@ -140,8 +140,8 @@ def test_the_kernel_for_experts_in_float8_passes(group: int, of_tokens: bool, mo
 @pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("numbers", daily(["int4", "int8", "float8_e4m3fn"], every=2))
 def test_the_kernel_for_weights_in_groups_passes(numbers: str) -> None:
-    is_packed = numbers == "int4"
-    matrices = tuple(MatrixShape(48, 256, numbers, group, numbers != "float8_e4m3fn", is_packed) for group in (32, 64))
+    packing = packed.FRAGMENTS if numbers == "int4" else ""
+    matrices = tuple(MatrixShape(48, 256, numbers, group, numbers != "float8_e4m3fn", packing) for group in (32, 64))
     shapes = dataclasses.replace(SHAPES, dtype="bfloat16", matrices=matrices)
     found = list(CASES_OF["quantized_product"](shapes))
     assert len(found) == 4

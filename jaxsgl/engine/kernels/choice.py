@@ -14,13 +14,13 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import DeltaNet, DenseMlp
 from jaxsgl.models.layers import norm_dtype, qkv_heads
-from jaxsgl.models.moe import MOST_SHARED
+from jaxsgl.models.moe import MOST_SHARED, expert_shapes
 from jaxsgl.models.precision import Precision
 from jaxsgl.models.quantization import FLOAT8
 from pallas_kernels import KernelChoice
 from pallas_kernels.choice import AUTO, XLA
 from pallas_kernels.kept_heads import KeptHeads
-from pallas_kernels.packed import FRAGMENTS, refuse
+from pallas_kernels.packed import ON_GPUS, refuse
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, LatentShape, MatrixShape, StateShape
 
 
@@ -109,9 +109,12 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     mixture = arch.mixture
     if mixture is None:
         return ()
-    shapes = (mixture.ffn_size, arch.hidden_size), (arch.hidden_size, mixture.ffn_size)
     has_plain = any("experts" in layer.unquantized for layer in arch.layers)
-    fmt = None if arch.weight_format is None or has_plain else arch.weight_format.of_experts(shapes)
+    of_experts = arch.expert_format if arch.expert_format is not None else None if has_plain else arch.weight_format
+    fmt = None if of_experts is None else of_experts.of_experts(expert_shapes(arch, mixture, of_experts))
+    packing = "" if fmt is None or fmt.packing not in ON_GPUS else fmt.packing
+    if arch.expert_format is not None and not packing:
+        fmt = None
     in_groups = fmt is not None and fmt.group is not None
     dtype = precision.weights.name if fmt is None or in_groups else fmt.numbers  # which takes its place if it fails
     experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
@@ -122,10 +125,13 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     router = dataclasses.replace(mixture.router, num_shared=num_shared)
 
     def shape(outputs: int, inputs: int, all_inputs: int, *, of_tokens: bool) -> ExpertShape:
-        group = None
-        if fmt is not None and fmt.numbers == FLOAT8:
-            group = inputs if fmt.group is None else _group_of_part(fmt.group, inputs, all_inputs)
-        return ExpertShape(num_experts, outputs, inputs, dtype, router, mixture.num_experts, of_tokens, group)
+        common = num_experts, outputs, inputs, dtype, router, mixture.num_experts, of_tokens
+        if fmt is None or not (packing or fmt.numbers == FLOAT8):
+            return ExpertShape(*common)
+        group = inputs if fmt.group is None else _group_of_part(fmt.group, inputs, all_inputs)
+        if not packing:
+            return ExpertShape(*common, group)
+        return ExpertShape(*common, packing=packing, group=group, has_zeros=fmt.has_zeros)
 
     return (
         shape(2 * ffn, arch.hidden_size, arch.hidden_size, of_tokens=True),
@@ -154,8 +160,9 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
         whole += [(arch.embedding_size, hidden, ""), (hidden, arch.embedding_size, "")]
 
     def shape(outputs: int, inputs: int, group: int) -> MatrixShape:
-        is_packed = fmt.packing == FRAGMENTS and refuse(fmt.packing, (outputs, inputs), group) is None
-        return MatrixShape(outputs, inputs, fmt.numbers, group, fmt.has_zeros, is_packed)
+        is_packed = fmt.packing in ON_GPUS and refuse(fmt.packing, (outputs, inputs), group) is None
+        packing = fmt.packing if is_packed else ""
+        return MatrixShape(outputs, inputs, fmt.numbers, group, fmt.has_zeros, packing)
 
     def part(outputs: int, inputs: int, shared: str) -> MatrixShape:
         group = fmt.group_of(inputs)

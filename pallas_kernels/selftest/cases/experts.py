@@ -14,20 +14,23 @@ import jax.numpy as jnp
 
 from pallas_kernels.api.experts import (
     choose_experts,
+    gated_packed_product,
     gated_product,
     group_by_expert,
     grouped_float8_product,
+    grouped_packed_product,
     grouped_product,
     products_with_shared,
 )
 from pallas_kernels.api.products import float8_rows
 from pallas_kernels.choice import AUTO, XLA
-from pallas_kernels.experts import Groups, UnitWeights, sort_by_expert
+from pallas_kernels.experts import GatedUnit, Groups, UnitWeights, sort_by_expert
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.scaled import ScaledMatrix
 from pallas_kernels.selftest.batches import normal
 from pallas_kernels.selftest.case import TOLERANCE, Case
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
+from pallas_kernels.selftest.weights import packed_weights
 
 MOST_EXPERTS, EXPERT_TOKENS = 16, 67
 
@@ -35,6 +38,9 @@ MOST_EXPERTS, EXPERT_TOKENS = 16, 67
 def product_cases(shapes: KernelShapes) -> Iterator[Case]:
     """Tokens that choose experts at random, and some that choose none; how they choose; gated units, shared experts."""
     for expert in shapes.experts:
+        if expert.packing:
+            yield from _packed(shapes, expert)
+            continue
         yield _product(shapes, expert)
         if expert.of_tokens and jnp.dtype(expert.dtype).itemsize > 1:
             yield _product(shapes, expert, gated=True)
@@ -130,6 +136,36 @@ def _in_float8(shapes: KernelShapes, expert: ExpertShape) -> Case:
     )
 
 
+def _packed(shapes: KernelShapes, expert: ExpertShape) -> Iterator[Case]:
+    """The product with weights of 4 bits, of tokens gated too: as most models do, and as gpt-oss does."""
+    num_experts = min(expert.num_experts, MOST_EXPERTS)
+    keys = jax.random.split(jax.random.key(4), 3)
+    groups = _chosen(expert, num_experts, keys[0])
+    num_rows = groups.num_tokens if expert.of_tokens else groups.num_places
+    x = normal(keys[1], 1.0, shape=(num_rows, expert.inputs), dtype=jnp.dtype(shapes.dtype))
+    shape = num_experts, expert.outputs, expert.inputs
+    weights = packed_weights(expert.packing, shape, expert.group, expert.has_zeros)
+    bias = normal(keys[2], 1.0, shape=(num_experts, expert.outputs), dtype=jnp.dtype(shapes.dtype))
+    units: dict[str, GatedUnit | None] = {"": None}
+    if expert.of_tokens:
+        units |= {", gated": GatedUnit("silu"), ", gated with biases and limits": GatedUnit(limit=7.0, alpha=1.7)}
+    for name, unit in units.items():
+
+        def call(x: jax.Array, unit: GatedUnit | None, backend: str, interpret: bool) -> list[jax.Array]:
+            options: dict[str, Any] = {"of_tokens": expert.of_tokens, "dtype": x.dtype.name, "backend": backend}
+            options["interpret"] = interpret
+            if unit is None:
+                return [_packed_jit(x, groups, weights, **options)]
+            return [_gated_packed_jit(x, groups, weights, unit, None if unit.limit is None else bias, **options)]
+
+        yield Case(
+            f"{expert.outputs} x {expert.inputs} {expert.packing}{name}",
+            TOLERANCE[shapes.dtype],
+            functools.partial(call, x, unit),
+            functools.partial(call, x.astype(jnp.float32), unit, XLA, False),
+        )
+
+
 def _with_shared(shapes: KernelShapes, expert: ExpertShape) -> Case:
     """Both products where each token takes the shared experts, too."""
     num_experts, num_shared, size = min(expert.num_experts, MOST_EXPERTS), expert.router.num_shared, expert.outputs // 2
@@ -163,5 +199,9 @@ _rows_jit = jax.jit(float8_rows, static_argnames=("backend", "interpret"))
 _float8_jit = jax.jit(grouped_float8_product, static_argnames=("of_tokens", "backend", "interpret"))
 _product_jit = jax.jit(grouped_product, static_argnames=("of_tokens", "backend", "interpret"))
 
+_packed_jit = jax.jit(grouped_packed_product, static_argnames=("of_tokens", "dtype", "backend", "interpret"))
+_gated_packed_jit = jax.jit(
+    gated_packed_product, static_argnames=("unit", "of_tokens", "dtype", "backend", "interpret")
+)
 _gated_jit = jax.jit(gated_product, static_argnames=("activation", "of_tokens", "backend", "interpret"))
 _shared_jit = jax.jit(products_with_shared, static_argnames=("activation", "backend", "interpret"))

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.api.products import float8_product, float8_rows, ordered_product, quantized_product
 from pallas_kernels.choice import XLA
-from pallas_kernels.packed import fragments_of
+from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 from pallas_kernels.selftest.batches import normal
 from pallas_kernels.selftest.case import FLOAT8_TOLERANCE, TOLERANCE, Case
 from pallas_kernels.selftest.shapes import KernelShapes, MatrixShape
+from pallas_kernels.selftest.weights import packed_weights, scaled_weights
 from pallas_kernels.triton.row_sums import sums_of_rows
 
 LONG_ROW = 50_000  # as the scores of a vocabulary
@@ -33,8 +34,7 @@ def quantized_cases(shapes: KernelShapes) -> Iterator[Case]:
 
 
 def _quantized(shapes: KernelShapes, matrix: MatrixShape, num_rows: int, *, in_parts: bool) -> Case:
-    plain = _weights(matrix)
-    weights = fragments_of(plain) if matrix.is_packed else plain
+    weights = _weights(matrix)
     x = normal(jax.random.key(8), 1.0, shape=(num_rows, matrix.inputs), dtype=jnp.dtype(shapes.dtype))
 
     def call(x: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
@@ -122,19 +122,12 @@ def _summed(rows: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
     return [jnp.stack([sums_of_rows(rows, what, interpret) for what in ("sum", "squares")], axis=-1)]
 
 
-def _weights(matrix: MatrixShape) -> ScaledMatrix:
-    """Random numbers that use the range of their format, as many outputs as show a kernel's tiles."""
-    keys = jax.random.split(jax.random.key(9), 3)
+def _weights(matrix: MatrixShape) -> ScaledMatrix | PackedMatrix:
+    """As many outputs as show a kernel's tiles."""
     shape = min(matrix.outputs, MOST_OUTPUTS), matrix.inputs  # both are multiples of 16
-    groups = shape[0], -(-matrix.inputs // matrix.group)
-    if jnp.issubdtype(jnp.dtype(matrix.numbers), jnp.integer):
-        most = jnp.iinfo(jnp.dtype(matrix.numbers)).max
-        numbers = jax.random.randint(keys[0], shape, -most, most + 1).astype(matrix.numbers)
-    else:
-        numbers = normal(keys[0], 1.0, shape=shape, dtype=jnp.dtype(matrix.numbers))
-    scale = jax.random.uniform(keys[1], groups, jnp.float32, 0.5, 1.5)
-    zero = jax.random.randint(keys[2], groups, -8, 8).astype(jnp.int8) if matrix.has_zeros else None
-    return ScaledMatrix(numbers, scale, zero, matrix.group)
+    if matrix.packing:
+        return packed_weights(matrix.packing, shape, matrix.group, matrix.has_zeros)
+    return scaled_weights(shape, matrix.numbers, matrix.group, matrix.has_zeros)
 
 
 _quantized_jit = jax.jit(
