@@ -12,6 +12,7 @@ scheduler's loop and by the offline `LLM`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import math
@@ -33,6 +34,7 @@ from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.messages.orders import MemoryTag
 from jaxsgl.models import ModelArch, Params
 from jaxsgl.models.arch import serve_as
+from jaxsgl.models.moe import expert_shapes
 from jaxsgl.models.quantization import AT_LOAD, WeightFormat, weight_format
 from jaxsgl.weights import (
     KvScales,
@@ -44,6 +46,7 @@ from jaxsgl.weights import (
 )
 from jaxsgl.weights.converted import is_converted
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
+from pallas_kernels import packed
 from pallas_kernels.native import library as native_library
 from pallas_kernels.native.product import TWO_WORDS
 from pallas_kernels.packed import FLOAT8, MXFP4
@@ -125,7 +128,10 @@ def as_kept(
             kept = fmt.on_gpu(dtype.name, parts=num_devices, packs=arch.may_pack)
             return dataclasses.replace(kept, groups_of_experts=keeps)
 
-        return dataclasses.replace(arch, weight_format=on_gpu(fmt), expert_format=on_gpu(arch.expert_format))
+        kept = dataclasses.replace(arch, weight_format=on_gpu(fmt), expert_format=on_gpu(arch.expert_format))
+        if widened := _about_widened_experts(kept):
+            _log_once(widened)
+        return kept
     if fmt is None:
         return arch
     if arch.mixture is not None and fmt.method == AT_LOAD:
@@ -151,6 +157,26 @@ def _refuse_rounding(numbers: str, num_experts: int, outputs: int, inputs: int, 
     weights: Any = jax.ShapeDtypeStruct((*dims, inputs), jnp.dtype(numbers))
     scale: Any = jax.ShapeDtypeStruct((*dims, -(-inputs // group)), jnp.float32)
     return refuse_rounding(ScaledMatrix(weights, scale, None, group))
+
+
+def _about_widened_experts(arch: ModelArch) -> str:
+    """Why GPUs widen experts of 4 bits because of their sizes; "" if they don't."""
+    fmt = arch.expert_format or arch.weight_format
+    if arch.mixture is None or fmt is None or not fmt.packing or not fmt.on_experts or fmt.reorders:
+        return ""
+    shapes = expert_shapes(arch, arch.mixture, fmt)
+    if fmt.of_experts(shapes) is not None:
+        return ""
+    reasons = ", ".join(filter(None, (packed.refuse(fmt.packing, each, fmt.group_of(each[1])) for each in shapes)))
+    way_out = "; with --ep each has whole experts" if fmt.parts > 1 and not arch.by_experts else ""
+    return (
+        f"the experts of {arch.name} are widened to 16 bits: of one a device has parts of {shapes}: {reasons}{way_out}"
+    )
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def read_params(

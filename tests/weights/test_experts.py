@@ -17,11 +17,12 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from jaxsgl.engine.weight_store import as_kept
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
 from jaxsgl.weights import as_stored, load_params, save_converted
-from pallas_kernels.packed import FLOAT8, MXFP4, PackedMatrix
+from pallas_kernels.packed import FLOAT8, FRAGMENTS, MXFP4, MXFP4_FRAGMENTS, PackedMatrix
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 from tests.weights.stored_weights import FORMATS, fp4, fp8_blocks, quantize_folder
@@ -319,6 +320,81 @@ def test_a_cpu_keeps_experts_in_mxfp4_as_they_are_published(tmp_path: Path) -> N
             np.testing.assert_array_equal(widened, decoded["layers", layer, "mlp", name])
     logits = plain_logits(arch, params, list(range(3, 40)))
     np.testing.assert_array_equal(logits, checkpoint_logits(folder, list(range(3, 40))))
+
+
+def kept_on_gpus(folder: Path, parts: int = 1) -> ModelArch:
+    """As on so many GPUs, but with products in float32."""
+    arch = as_kept(ModelArch.from_folder(folder), jnp.dtype("bfloat16"), "gpu", parts)
+    formats = (arch.weight_format, arch.expert_format)
+    weights, experts = (None if fmt is None else replace(fmt, widened_to="float32") for fmt in formats)
+    return replace(arch, weight_format=weights, expert_format=experts)
+
+
+def packings_of_experts(params: Any) -> set[str]:
+    found, flat = set(), dict(nnx.to_flat_state(params))
+    for path, param in flat.items():
+        if path[2:] in (("mlp", "gate_up"), ("mlp", "down")) and (*path[:3], "router") in flat:
+            fmt = param.get_metadata().get("format")
+            found.add("" if fmt is None else fmt.packing)
+    return found
+
+
+def test_a_gpu_keeps_experts_in_mxfp4_as_4_bits(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt_oss", tmp_path, intermediate_size=64)
+    pack(folder, seed=1)
+    arch = kept_on_gpus(folder)
+    params: Any = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+    assert packings_of_experts(params) == {MXFP4_FRAGMENTS}
+    decoded, tensors = parameters(folder), load_file(folder / FILE)
+    for layer in range(3):
+        mlp = params["layers"][layer]["mlp"]
+        for name in ("gate_up", "down"):
+            numbers, scale = mlp[name][...], mlp[f"{name}_scale"][...]
+            stored = tensors[f"model.layers.{layer}.mlp.experts.{name}_proj_blocks"].numel()
+            assert [numbers.nbytes, scale.nbytes] == [stored, stored // 8]
+            widened = PackedMatrix(numbers, scale, None, 32, MXFP4_FRAGMENTS).widened("float32")
+            np.testing.assert_array_equal(widened, decoded["layers", layer, "mlp", name])
+    logits, expected = plain_logits(arch, params, list(range(3, 40))), checkpoint_logits(folder, list(range(3, 40)))
+    assert np.linalg.norm(logits - expected) < 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("form", ["awq", "compressed-tensors mxfp4"])
+def test_a_gpu_keeps_experts_of_groups_as_4_bits(form: str, tmp_path: Path) -> None:
+    sizes: Any = {"moe_intermediate_size": 64}
+    folder = quantize_folder(make_checkpoint("qwen3_moe", tmp_path / "plain", **sizes), tmp_path / "stored", form)
+    arch = kept_on_gpus(folder)
+    params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+    assert packings_of_experts(params) == {FRAGMENTS if form == "awq" else MXFP4_FRAGMENTS}
+    logits, expected = (
+        plain_logits(arch, params, list(range(3, 40))),
+        checkpoint_logits(folder / "meant", list(range(3, 40))),
+    )
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+
+
+def test_gpus_widen_experts_that_they_cannot_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each would have half a block of inputs."""
+    folder = make_checkpoint("gpt_oss", tmp_path, intermediate_size=64)
+    pack(folder, seed=1)
+    params = load_params(folder, kept_on_gpus(folder, parts=2), jnp.dtype("float32"), mesh_of())
+    assert packings_of_experts(params) == {""}
+    assert "with --ep each has whole experts" in caplog.text
+    expected = parameters(folder)
+    for path, param in nnx.to_flat_state(params):
+        np.testing.assert_array_equal(np.asarray(param[...]), expected[path], err_msg=str(path))
+    by_experts = replace(kept_on_gpus(folder, parts=2), by_experts=True)
+    assert packings_of_experts(abstract_model(by_experts, jnp.dtype("float32"))[1]) == {MXFP4_FRAGMENTS}
+
+
+def test_scales_that_a_gpu_cannot_keep_are_named(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt_oss", tmp_path, intermediate_size=64)
+    pack(folder, seed=1)
+    tensors = load_file(folder / FILE)
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][0, 3, 1] = 161
+    save_file(tensors, folder / FILE)
+    parameters(folder)
+    with pytest.raises(CheckpointError, match=r"layers\.1\..*a scale is 2 \*\* 34.* largest here is 2 \*\* 33"):
+        load_params(folder, kept_on_gpus(folder), jnp.dtype("float32"), mesh_of())
 
 
 def test_experts_in_mxfp4_may_be_quantized_again_at_load(tmp_path: Path) -> None:

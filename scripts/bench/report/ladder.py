@@ -124,7 +124,7 @@ def _start(dry: bool) -> Rung:
     ]  # fmt: skip
     matrices = [
         {"outputs": 64 if dry else 6144, "inputs": hidden, "numbers": numbers, "group": 32 if dry else 128,
-         "has_zeros": is_int4, "packing": FRAGMENTS if is_int4 else ""}
+         "has_zeros": is_int4, "packing": "int4_fragments" if is_int4 else ""}
         for numbers, is_int4 in (("float8_e4m3fn", False), ("int4", True))
     ]  # fmt: skip
     sizes = (2, 2, 16, 16, 4) if dry else (16, 2, 128, 128, 4)  # of Qwen3.5-9B
