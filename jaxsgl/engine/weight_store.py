@@ -169,9 +169,7 @@ def _about_widened_experts(arch: ModelArch) -> str:
         return ""
     reasons = ", ".join(filter(None, (packed.refuse(fmt.packing, each, fmt.group_of(each[1])) for each in shapes)))
     way_out = "; with --ep each has whole experts" if fmt.parts > 1 and not arch.by_experts else ""
-    return (
-        f"the experts of {arch.name} are widened to 16 bits: of one a device has parts of {shapes}: {reasons}{way_out}"
-    )
+    return f"the experts of {arch.name} are widened to 16 bits: a device has {shapes} of one: {reasons}{way_out}"
 
 
 @functools.cache

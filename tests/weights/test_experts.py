@@ -360,7 +360,7 @@ def test_a_gpu_keeps_experts_in_mxfp4_as_4_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["awq", "compressed-tensors mxfp4"])
 def test_a_gpu_keeps_experts_of_groups_as_4_bits(form: str, tmp_path: Path) -> None:
-    sizes: Any = {"moe_intermediate_size": 64}
+    sizes: Any = {"moe_intermediate_size": 64, "intermediate_size": 128}
     folder = quantize_folder(make_checkpoint("qwen3_moe", tmp_path / "plain", **sizes), tmp_path / "stored", form)
     arch = kept_on_gpus(folder)
     params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
