@@ -43,7 +43,7 @@ def refuse_gated(x: jax.Array, weights: PackedMatrix) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("of_tokens", "dtype", "row_bits", "interpret"))
-def product(
+def grouped_packed_product(
     x: jax.Array, groups: Groups, weights: PackedMatrix, of_tokens: bool, dtype: str, row_bits: int, interpret: bool
 ) -> jax.Array:
     """See `backend.GroupedPackedProduct`. Weights become x's dtype."""
@@ -51,7 +51,7 @@ def product(
 
 
 @functools.partial(jax.jit, static_argnames=("unit", "of_tokens", "interpret"))
-def gated_product(
+def gated_packed_product(
     x: jax.Array,
     groups: Groups,
     weights: PackedMatrix,

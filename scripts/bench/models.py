@@ -176,10 +176,28 @@ def _qwen3_vl(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """The config.json of a gpt-oss."""
+    return {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880,
+        "num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "intermediate_size": 2880, "num_local_experts": experts, "num_experts_per_tok": 4, "vocab_size": 201_088,
+        "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "rope_theta": 150_000, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2), "attention_bias": True,
+        "max_position_embeddings": 131_072, "swiglu_limit": 7.0, "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "eos_token_id": 200_002, "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+
+
 COMPILED_SHAPES |= {
     name.replace("qwen3-", "qwen3-vl-"): _qwen3_vl(COMPILED_SHAPES[name])
     for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")
 }
+COMPILED_SHAPES["gpt-oss-20b"] = gpt_oss(24, 32)
 # For dry runs: what an engine has, as small as it can be with FP8's blocks.
 TINY_SHAPES = {
     "tiny": _qwen3(256, 2, 4, 256, head_dim=64, vocab=512, tied=True) | {"num_key_value_heads": 2},

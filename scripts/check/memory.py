@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.models import COMPILED_SHAPES, QUANTIZED, SHAPES
+from bench.models import COMPILED_SHAPES, QUANTIZED, SHAPES, gpt_oss
 from bench.output import figure_parser, write_figures, write_json
 
 MAX_DEVICES = 16
@@ -75,22 +75,6 @@ def _llama(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    return {
-        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880,
-        "num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-        "intermediate_size": 2880, "num_local_experts": experts, "num_experts_per_tok": 4, "vocab_size": 201_088,
-        "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "rope_theta": 150_000, "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2), "attention_bias": True,
-        "max_position_embeddings": 131_072, "swiglu_limit": 7.0, "hidden_act": "silu", "torch_dtype": "bfloat16",
-        "rope_scaling": {
-            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        "eos_token_id": 200_002, "quantization_config": {"quant_method": "mxfp4"},
-    }  # fmt: skip
-
-
 def _glm(
     hidden: int, layers: int, ffn: int, expert_ffn: int, experts: int, dense: int, qk_norm: bool
 ) -> dict[str, Any]:
@@ -128,9 +112,9 @@ RECIPES: dict[str, list[tuple[str, dict[str, Any], str, float, dict[str, Any]]]]
         ("Qwen3-VL-235B-A22B", COMPILED_SHAPES["qwen3-vl-235b-a22b"], "8 x H100 (80 GB)", 79.0, {"tp": 8}),
     ],
     "gpt-oss": [
-        ("gpt-oss-20b", _gpt_oss(24, 32), "1 x H100 (80 GB)", 79.0, {}),
-        ("gpt-oss-20b", _gpt_oss(24, 32), "2 x A100 (40 GB)", 39.0, {"tp": 2}),
-        ("gpt-oss-120b", _gpt_oss(36, 128), "4 x H100 (80 GB)", 79.0, {"tp": 4}),
+        ("gpt-oss-20b", COMPILED_SHAPES["gpt-oss-20b"], "1 x H100 (80 GB)", 79.0, {}),
+        ("gpt-oss-20b", COMPILED_SHAPES["gpt-oss-20b"], "2 x A100 (40 GB)", 39.0, {"tp": 2}),
+        ("gpt-oss-120b", gpt_oss(36, 128), "4 x H100 (80 GB)", 79.0, {"tp": 4}),
     ],
     "glm-4.5": [
         ("GLM-4.5-Air", _glm(4096, 46, 10_944, 1408, 128, 1, False), "4 x H100 (80 GB)", 79.0, {"tp": 4}),

@@ -19,6 +19,8 @@ OUR_NAMES = (
     "grouped_product",
     "grouped_float8_product",
     "gated_product",
+    "grouped_packed_product",
+    "gated_packed_product",
     "quantized_product",
     "ordered_product",
     "sums_of_rows",

@@ -34,6 +34,7 @@ KERNELS = {
     "states": r"\bdelta_(step|decode)/",
     "experts": r"\b(grouped|gated)_product\b",
     "float8 experts": r"\bgrouped_float8_product\b",
+    "packed experts": r"\b(grouped|gated)_packed_product\b",
     "quantized": r"\bquantized_product\b",
     "float8": r"\bfloat8_product\b",
 }
@@ -54,7 +55,7 @@ class Launch:
     Attributes:
       name: of the HLO instruction.
       kind: "attention", "merge" (of its splits), "states" (of gated delta-nets), "experts" (products with experts, all
-        of them counted), "float8 experts" (the same of rows in float8), "quantized" (products with weights that our
+        of them counted), "float8 experts" and "packed experts" (the same in float8, and of 4 bits), "quantized" (products with weights that our
         kernel converts), "float8" (of rows in float8 with such weights), "pallas" (our other kernels), "product" (of
         matrices), "prefetch" (a TPU copies beside its
         kernels), a collective's own name such as "all-reduce", or "small" (all else).

@@ -249,7 +249,7 @@ def _parts(
             times["attention"] += kernel["count"] * _attention_us(batch, backend, facts, kernel, assumed) / per_layer
         elif kernel["kind"] == "states":
             times["states"] += kernel["count"] * _states_us(batch, facts, kernel, assumed)
-        elif kernel["kind"] in ("experts", "float8 experts"):
+        elif kernel["kind"] in ("experts", "float8 experts", "packed experts"):
             times["products"] += kernel["count"] * _experts_us(batch, facts, kernel, assumed)
         else:
             name = "products" if kernel["kind"] in PRODUCT_SHARES else "small"
@@ -354,10 +354,14 @@ def _experts_us(batch: Batch, facts: dict[str, int], kernel: dict[str, Any], ass
     of_experts = kernel["bytes_read"] - shared
     in_float8 = kernel["kind"] == "float8 experts"
     of_bytes, of_flops = _expert_shares(in_float8, assumed)
-    flops = 2 * tokens * (chosen * of_experts + shared) / (FLOAT8_BYTES if in_float8 else facts["weight_itemsize"])
-    moved = of_experts * chosen_share(tokens, facts) + shared + kernel["bytes_written"]
+    is_packed = kernel["kind"] == "packed experts"
+    weight_bytes = facts["expert_bytes"] / facts["expert_weights"] if is_packed else facts["weight_itemsize"]
+    flops = 2 * tokens * (chosen * of_experts + shared) / (FLOAT8_BYTES if in_float8 else weight_bytes)
+    read = chosen_share(tokens, facts)
+    moved = of_experts * read + shared + kernel["bytes_written"]
     bytes_s = moved / (assumed.bytes_per_s * of_bytes)
-    return assumed.kernel_us + max(bytes_s, flops / (assumed.flops_per_s * of_flops)) * 1e6
+    converted_s = of_experts / weight_bytes * read / assumed.converted_per_s if is_packed else 0.0
+    return assumed.kernel_us + max(bytes_s, converted_s, flops / (assumed.flops_per_s * of_flops)) * 1e6
 
 
 def _expert_shares(in_float8: bool, assumed: Assumed) -> tuple[float, float]:
