@@ -55,10 +55,10 @@ class Launch:
     Attributes:
       name: of the HLO instruction.
       kind: "attention", "merge" (of its splits), "states" (of gated delta-nets), "experts" (products with experts, all
-        of them counted), "float8 experts" and "packed experts" (the same in float8, and of 4 bits), "quantized" (products with weights that our
-        kernel converts), "float8" (of rows in float8 with such weights), "pallas" (our other kernels), "product" (of
-        matrices), "prefetch" (a TPU copies beside its
-        kernels), a collective's own name such as "all-reduce", or "small" (all else).
+        of them counted), "float8 experts" and "packed experts" (the same of rows in float8, and of weights of 4 bits),
+        "quantized" (products with weights that our kernel converts), "float8" (of rows in float8 with such weights),
+        "pallas" (our other kernels), "product" (of matrices), "prefetch" (a TPU copies beside its kernels), a
+        collective's own name such as "all-reduce", or "small" (all else).
       source: the JAX operation that it was made for.
       bytes_read, bytes_written, flops: of one run; see the module.
       matrix_bytes: what of bytes_read is of inputs that recur, as the matrices of layers do.
