@@ -46,8 +46,9 @@ def sums(
 
     def add_floats(step: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         rows = rows_of(block(step) * fragments.INPUTS, shape.inputs)
-        lefts = (shape.floats(refs, tile, block(step), dtype) for tile in tiles)
-        return tuple(total + dot(left, rows) for total, left in zip(totals, lefts, strict=True))
+        lefts = [shape.floats(refs, tile, block(step), dtype) for tile in tiles]
+        # Subtracted, which Triton doesn't hand to the product as what it adds to: see below.
+        return tuple(total - dot(left, rows) for total, left in zip(totals, lefts, strict=True))
 
     def scales(step: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
         return tuple(shape.scales(refs, tile, block(step)) for tile in tiles)
@@ -69,7 +70,7 @@ def sums(
 
     if refs.has_floats:
         totals: tuple[jax.Array, ...] = lax.fori_loop(jnp.int32(0), count, add_floats, zeros)
-        # See `TileShape.floats`.
-        return tuple(total * MXFP4_FACTOR for total in totals) if jnp.dtype(dtype) == jnp.bfloat16 else totals
+        factor = MXFP4_FACTOR if jnp.dtype(dtype) == jnp.bfloat16 else 1.0  # see `TileShape.floats`
+        return tuple(total * -factor for total in totals)
     totals, _ = lax.fori_loop(jnp.int32(0), count, add_integers, (zeros, scales(jnp.int32(0))))
     return totals

@@ -23,7 +23,7 @@ from pallas_kernels.triton.group_by_expert import rows_of_tiles
 from pallas_kernels.triton.tiles import load_rows
 
 BITS = 4
-# More rows would need more registers than there are: sums of a group are kept apart from those of both sides.
+# More rows would need more registers than there are: the sums of a step are kept apart from those of both sides.
 _MOST_GATED_ROWS = 64
 _LEAST_COLUMNS = 64  # of a gate, with which no tile has outputs of both sides; F are inputs of the next product, too
 
@@ -60,9 +60,8 @@ def gated_packed_product(
     of_tokens: bool,
     interpret: bool,
 ) -> jax.Array:
-    """See `backend.GatedPackedProduct`. Of many rows with integers, XLA makes the unit after the product."""
-    num_rows = rows_of_tiles(groups.num_places, groups.num_experts)
-    if weights.packing == packed.FRAGMENTS and num_rows > _MOST_GATED_ROWS:
+    """See `backend.GatedPackedProduct`. Of many rows XLA makes the unit after the product."""
+    if rows_of_tiles(groups.num_places, groups.num_experts) > _MOST_GATED_ROWS:
         both = _product(x, groups, weights, None, None, of_tokens, interpret)
         return unit(*jnp.split(with_bias(both, bias, groups), 2, axis=1))
     return _product(x, groups, weights, bias, unit, of_tokens, interpret)
