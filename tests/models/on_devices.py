@@ -3,13 +3,14 @@
 python -m tests.models.on_devices < folders.json > differences.json
 
 With `joined` as an argument products with experts take shared ones among the others on all but the one device. With
-`float8` experts of FP8 in groups stay so where GPUs keep them.
+`float8` experts of FP8 in groups stay so where GPUs keep them, and with `packed` weights of 4 bits.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -36,16 +37,25 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     if sys.argv[1:] == ["joined"]:
         vars(moe)["joins_shared"] = lambda *weights, **backend: num_parts() > 1
-    platform = "gpu" if sys.argv[1:] == ["float8"] else "cpu"
+    kept = {"float8": ("gpu", "float32"), "packed": ("gpu", "bfloat16")}.get("".join(sys.argv[1:]), ("cpu", "float32"))
     for folder in json.load(sys.stdin):
-        print(json.dumps(differences(Path(folder), platform)), flush=True)
+        print(json.dumps(differences(Path(folder), *kept)), flush=True)
 
 
-def differences(folder: Path, platform: str) -> dict[str, float]:
+def kept_on(arch: ModelArch, platform: str, dtype: str, num_devices: int) -> ModelArch:
+    """As `as_kept`, beside others in `dtype`; but floats of 4 bits become float32 in products."""
+    kept = as_kept(arch, jnp.dtype(dtype), platform, num_devices, rounds_rows=True)
+    weights, experts = (
+        None if fmt is None else replace(fmt, widened_to="float32") for fmt in (kept.weight_format, kept.expert_format)
+    )
+    return replace(kept, weight_format=weights, expert_format=experts)
+
+
+def differences(folder: Path, platform: str, dtype: str) -> dict[str, float]:
     """By layout, such as "4 devices in 2 ranks"; each rank has a prompt of its own. Kept as on `platform`."""
     arch = as_stored(ModelArch.from_folder(folder), folder)
     prompts = np.random.default_rng(7).integers(3, arch.vocab_size, (2, LENGTH)).tolist()
-    one_device = as_kept(arch, jnp.dtype("float32"), "gpu", 1, rounds_rows=True) if platform == "gpu" else arch
+    one_device = kept_on(arch, platform, dtype, 1) if platform == "gpu" else arch
     params = load_params(folder, one_device, jnp.dtype("float32"), mesh_of(1))
     expected = [plain_logits(one_device, params, prompt) for prompt in prompts]
     found: dict[str, float] = {}
@@ -53,19 +63,19 @@ def differences(folder: Path, platform: str) -> dict[str, float]:
         if by_experts and arch.mixture is None:
             continue
         name = f"{devices} devices in {ranks} ranks{' by experts' * by_experts}"
-        logits = logits_of(folder, arch, prompts[:ranks], devices, by_experts, platform)
+        logits = logits_of(folder, arch, prompts[:ranks], devices, by_experts, (platform, dtype))
         pairs = zip(np.split(logits, ranks), expected, strict=False)
         found[name] = max(float(np.abs(mine[:, : arch.vocab_size] - one).max()) for mine, one in pairs)
     return found
 
 
 def logits_of(
-    folder: Path, arch: ModelArch, prompts: list[list[int]], num_devices: int, by_experts: bool, platform: str
+    folder: Path, arch: ModelArch, prompts: list[list[int]], num_devices: int, by_experts: bool, kept: tuple[str, str]
 ) -> np.ndarray:
     """Logits `[R T, V]` of R prompts in as many ranks, by the programs' own sums and exchanges."""
     ranks = len(prompts)
     arch = model_on_devices(arch, num_devices, by_experts=by_experts, num_ranks=ranks)
-    arch = as_kept(arch, jnp.dtype("float32"), platform, num_devices, rounds_rows=True)
+    arch = kept_on(arch, *kept, num_devices)
     mesh = make_mesh(jax.devices()[:num_devices], num_ranks=ranks)
     graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
     params = load_params(folder, arch, jnp.dtype("float32"), mesh)

@@ -16,6 +16,7 @@ import pytest
 from tests.checkpoints import HYBRID_KINDS, make_checkpoint
 from tests.grids import NIGHTLY
 from tests.weights.stored_weights import fp8_blocks, hybrid_in_fp8, quantize_folder
+from tests.weights.test_experts import pack
 
 ATOL = 2e-4
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -68,6 +69,22 @@ def test_devices_share_experts_in_blocks_of_fp8_as_gpus_keep_them(tmp_path: Path
     form = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}, partial(fp8_blocks, block=block)
     # Sums in another order round some activations to the next number of float8.
     check_devices(quantize_folder(plain, tmp_path / "stored", form), most=5e-2, arguments=["float8"])
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="compiles a model on devices in up to six layouts; by night")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", ["gpt-oss", "awq", "compressed-tensors mxfp4"])
+def test_devices_share_experts_of_4_bits_as_gpus_keep_them(form: str, tmp_path: Path) -> None:
+    """Two devices have three blocks of their inputs each; four would cut blocks, and widen them."""
+    if form == "gpt-oss":
+        folder = make_checkpoint("gpt_oss", tmp_path, seed=3, num_local_experts=8, intermediate_size=384)
+        pack(folder, seed=3)
+    else:
+        sizes: dict[str, Any] = {"moe_intermediate_size": 384, "intermediate_size": 128, "num_experts": 8}
+        plain = make_checkpoint("qwen3_moe", tmp_path / "plain", seed=3, **sizes)
+        folder = quantize_folder(plain, tmp_path / "stored", form)
+    # One CPU multiplies matrices of 9 bits by rows that it rounds to 16.
+    check_devices(folder, most=2e-3 if "mxfp4" in form else ATOL, arguments=["packed"])
 
 
 # Kind, format, and what leaves gates alone; groups begin on one device and end on another.
