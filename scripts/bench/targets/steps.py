@@ -53,7 +53,6 @@ MODELS = (
     "qwen3-30b-a3b",
     "qwen3-30b-a3b-fp8",
     "qwen3-30b-a3b-awq",
-    "gpt-oss-20b",
     "phi3-mini",
     "qwen3.5-9b",
     "deepseek-v2-lite",
