@@ -116,7 +116,6 @@ RECIPES: dict[str, list[tuple[str, dict[str, Any], str, float, dict[str, Any]]]]
         ("gpt-oss-20b", COMPILED_SHAPES["gpt-oss-20b"], "1 x H100 (80 GB)", 79.0, {}),
         ("gpt-oss-120b", gpt_oss(36, 128), "1 x H100 (80 GB)", 79.0, {}),
         ("gpt-oss-120b", gpt_oss(36, 128), "2 x H100 (80 GB)", 79.0, {"tp": 2, "ep": True}),
-        ("gpt-oss-120b", gpt_oss(36, 128), "4 x A100 (80 GB)", 79.0, {"tp": 4, "ep": True}),
     ],
     "glm-4.5": [
         ("GLM-4.5-Air", _glm(4096, 46, 10_944, 1408, 128, 1, False), "4 x H100 (80 GB)", 79.0, {"tp": 4}),
