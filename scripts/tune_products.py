@@ -36,21 +36,27 @@ from bench.output import command_parser, write_json
 from bench.processes import num_cores
 
 from pallas_kernels import (
+    GatedUnit,
+    Groups,
     ScaledMatrix,
     float8_product,
     float8_rows,
+    gated_packed_product,
     gated_product,
     group_by_expert,
     grouped_float8_product,
+    grouped_packed_product,
     grouped_product,
     packed,
     quantized_product,
     tuning,
 )
 from pallas_kernels.packed import PackedMatrix
+from pallas_kernels.selftest.weights import packed_weights
 
 Sizes = Mapping[str, int]
-Layers = list[tuple[jax.Array, ...]]  # the arrays of each layer
+Layers = list[tuple[Any, ...]]  # the arrays of each layer
+PACKED_EXPERTS = ("gated_packed_product", "grouped_packed_product")
 MOST_SHARED_KIB = 224  # of a multiprocessor of a Hopper
 MOST_DIFFERENCE, COMPARED_ROWS = 2e-2, 256
 LAYERS = 2  # larger together than any cache
@@ -94,6 +100,8 @@ PRODUCTS = (
       for each in (("gated_product", rows, 1536, 2048), ("grouped_product", rows, 2048, 768))),
     *(Product("grouped_float8_product", rows, *shape, "float8_e4m3fn", 128)
       for rows in (1, 32, 256, 4096) for shape in ((1536, 2048), (2048, 768))),
+    *(Product(*each, *weights) for rows in (1, 32, 256, 4096) for weights in (("int4", 128), ("mxfp4", 32))
+      for each in (("gated_packed_product", rows, 1536, 2048), ("grouped_packed_product", rows, 2048, 768))),
     *(Product("product", rows, *shape, "bfloat16", backend="xla") for shape in (GATE_UP, DOWN) for rows in ROWS),
     *(Product("quantized_product", rows, *GATE_UP, "int4", 128, backend="xla") for rows in (128, 256, 512)),
     *(Product("float8_product", rows, *GATE_UP, "float8_e4m3fn", 128) for rows in ROWS),
@@ -119,6 +127,10 @@ def candidates(product: Product) -> list[Sizes]:
     elif product.op == "grouped_float8_product":
         rows = 16 if product.rows * CHOICES // EXPERTS <= 16 else 128
         grid = {"tile_outputs": (64, 128)}
+    elif product.op in PACKED_EXPERTS:
+        rows = 16 if product.rows * CHOICES // EXPERTS <= 16 else 128
+        least = 128 if product.op == "gated_packed_product" else 64
+        grid = {"tile_outputs": (least, 2 * least), "tile_inputs": (64, 128)}
     elif product.op == "quantized_product":
         rows = min(128, max(16, product.rows))
         sides = (16, 32) if rows <= 16 else (128, 256) if product.rows >= 256 else (rows,)
@@ -137,8 +149,9 @@ def _shared_kib(product: Product, sizes: Sizes, rows: int) -> float:
     match product.op:
         case "float8_product" | "grouped_float8_product":
             stage = (rows + outputs) * 128
-        case "quantized_product":
-            stage = sizes["tile_inputs"] * (2 * rows + outputs * (0.5 if product.dtype == "int4" else 1))
+        case "quantized_product" | "grouped_packed_product" | "gated_packed_product":
+            is_packed = product.dtype in ("int4", "mxfp4")
+            stage = sizes["tile_inputs"] * (2 * rows + outputs * (0.5 if is_packed else 1))
         case _:
             stage = sizes["tile_bytes"] * (rows + outputs)
     return stage * sizes["num_stages"] / 1024
@@ -251,6 +264,8 @@ def _whole(product: Product, out: jax.Array) -> np.ndarray:
 def arrays(product: Product) -> tuple[Callable[..., jax.Array], Layers]:
     """The product as a function of a layer's arrays, and those of `LAYERS` layers."""
     keys = jax.random.split(jax.random.key(0), 2)
+    if product.op in PACKED_EXPERTS:
+        return _packed_experts(product, keys)
     if product.group and product.op != "grouped_float8_product":
         return _scaled(product, keys)
     if product.op == "product":
@@ -258,10 +273,7 @@ def arrays(product: Product) -> tuple[Callable[..., jax.Array], Layers]:
         matrices = [_weights(layer, (product.outputs, product.inputs), product.dtype) for layer in range(LAYERS)]
         return functools.partial(jnp.einsum, "td,nd->tn"), [(x, each) for each in matrices]
     of_tokens = product.op == "gated_product" or product.outputs < product.inputs  # else it is the second product
-    places = product.rows * CHOICES
-    x = jax.random.normal(keys[0], (product.rows if of_tokens else places, product.inputs), jnp.bfloat16)
-    chosen = jax.lax.top_k(jax.random.normal(keys[1], (product.rows, EXPERTS)), CHOICES)[1]
-    groups = jax.jit(group_by_expert, static_argnums=1)(chosen, EXPERTS)
+    x, groups = _chosen(product, keys, of_tokens=of_tokens)
     shape = EXPERTS, product.outputs, product.inputs
     own: Layers = [(x, _weights(layer, shape, product.dtype)) for layer in range(LAYERS)]
     in_float8 = product.op == "grouped_float8_product"
@@ -277,6 +289,29 @@ def arrays(product: Product) -> tuple[Callable[..., jax.Array], Layers]:
         return grouped_product(x, groups, weights)
 
     return call, own
+
+
+def _chosen(product: Product, keys: jax.Array, *, of_tokens: bool) -> tuple[jax.Array, Groups]:
+    """Rows of tokens or places, and which experts take them."""
+    num_rows = product.rows * (1 if of_tokens else CHOICES)
+    x = jax.random.normal(keys[0], (num_rows, product.inputs), jnp.bfloat16)
+    chosen = jax.lax.top_k(jax.random.normal(keys[1], (product.rows, EXPERTS)), CHOICES)[1]
+    return x, jax.jit(group_by_expert, static_argnums=1)(chosen, EXPERTS)
+
+
+def _packed_experts(product: Product, keys: jax.Array) -> tuple[Callable[..., jax.Array], Layers]:
+    is_gated = product.op == "gated_packed_product"
+    packing = packed.FRAGMENTS if product.dtype == "int4" else packed.MXFP4_FRAGMENTS
+    x, groups = _chosen(product, keys, of_tokens=is_gated)
+    shape = EXPERTS, product.outputs, product.inputs
+    matrices = [packed_weights(packing, shape, product.group, product.dtype == "int4", seed=i) for i in range(LAYERS)]
+
+    def call(x: jax.Array, weights: PackedMatrix) -> jax.Array:
+        if is_gated:
+            return gated_packed_product(x, groups, weights, GatedUnit("silu"), of_tokens=True)
+        return grouped_packed_product(x, groups, weights)
+
+    return call, [(x, each) for each in matrices]
 
 
 def _scaled(product: Product, keys: jax.Array) -> tuple[Callable[..., jax.Array], Layers]:

@@ -11,9 +11,9 @@ from pallas_kernels.scaled import ScaledMatrix
 from pallas_kernels.selftest.batches import normal
 
 
-def scaled_weights(shape: tuple[int, ...], numbers: str, group: int, has_zeros: bool) -> ScaledMatrix:
+def scaled_weights(shape: tuple[int, ...], numbers: str, group: int, has_zeros: bool, seed: int = 9) -> ScaledMatrix:
     """Of `[..., O, I]`, whose groups of inputs share scales."""
-    keys = jax.random.split(jax.random.key(9), 3)
+    keys = jax.random.split(jax.random.key(seed), 3)
     groups = (*shape[:-1], -(-shape[-1] // group))
     if jnp.issubdtype(jnp.dtype(numbers), jnp.integer):
         most = jnp.iinfo(jnp.dtype(numbers)).max
@@ -25,11 +25,11 @@ def scaled_weights(shape: tuple[int, ...], numbers: str, group: int, has_zeros: 
     return ScaledMatrix(drawn, scale, zero, group)
 
 
-def packed_weights(packing: str, shape: tuple[int, ...], group: int, has_zeros: bool) -> PackedMatrix:
+def packed_weights(packing: str, shape: tuple[int, ...], group: int, has_zeros: bool, seed: int = 9) -> PackedMatrix:
     """Of `[..., O, I]`, packed for GPUs."""
     if packing == packed.FRAGMENTS:
-        return packed.fragments_of(scaled_weights(shape, "int4", group, has_zeros))
-    keys = jax.random.split(jax.random.key(9))
+        return packed.fragments_of(scaled_weights(shape, "int4", group, has_zeros, seed))
+    keys = jax.random.split(jax.random.key(seed))
     pairs = jax.random.bits(keys[0], (*shape[:-1], shape[-1] // 2), jnp.uint8)
     scale = jax.random.randint(keys[1], (*shape[:-1], shape[-1] // packed.MXFP4_GROUP), 125, 129)
     return packed.mxfp4_fragments_of(pairs, scale.astype(jnp.uint8))

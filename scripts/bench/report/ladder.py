@@ -122,6 +122,13 @@ def _start(dry: bool) -> Rung:
          "float8_group": None if dry else 128}
         for outputs, inputs in ((2 * ffn, hidden), (hidden, ffn))
     ]  # fmt: skip
+    # Of gpt-oss-20b, and of Qwen3-30B-A3B in AWQ.
+    packings = {"mxfp4_fragments": (5760, 2880, 32), "int4_fragments": (1536, 2048, 128)}
+    products += [
+        products[0] | {"packing": packing, "outputs": 128 if dry else outputs, "inputs": 64 if dry else inputs,
+                       "group": 32 if dry else group, "has_zeros": packing == "int4_fragments", "float8_group": None}
+        for packing, (outputs, inputs, group) in packings.items()
+    ]  # fmt: skip
     matrices = [
         {"outputs": 64 if dry else 6144, "inputs": hidden, "numbers": numbers, "group": 32 if dry else 128,
          "has_zeros": is_int4, "packing": "int4_fragments" if is_int4 else ""}
@@ -202,6 +209,8 @@ def _steps(dry: bool) -> list[Rung]:
         shapes += [
             ("one layer of a mixture in FP8", "qwen3-30b-a3b-fp8", 1, {"on_xla": ["quantized"]}),
             ("one layer in int4", "qwen3-8b-awq", 1, {"on_xla": ["quantized"]}),
+            ("one layer of a mixture in int4", "qwen3-30b-a3b-awq", 1, {"on_xla": ["experts", "quantized"]}),
+            ("two layers of gpt-oss in MXFP4", "gpt-oss-20b", 2, {"on_xla": ["experts"]}),
             ("one layer with heads of 96", "phi3-mini", 1, {}),
             ("one layer in a fixed order", "qwen3-0.6b", 1, {"flags": ORDERED, "against": "alone"}),
             ("one layer over float8", "qwen3-0.6b", 1, {"flags": {"kv_cache_dtype": "fp8_e4m3"}}),
