@@ -220,7 +220,7 @@ class ProductSpec:
     num_inputs: int
     """I."""
     numbers: str
-    """dtype of the weights; int4 is packed."""
+    """dtype of the weights; int4 is packed, and so is "mxfp4"."""
     group: int
     """Inputs that share a scale."""
     has_zeros: bool = False
@@ -243,11 +243,14 @@ class ProductSpec:
 
     def args(self) -> tuple[Any, ...]:
         """x and weights, as shapes."""
+        x = jax.ShapeDtypeStruct((self.num_rows, self.num_inputs), self.dtype)
         groups = (self.num_outputs, self.num_inputs // self.group)
+        if self.numbers == packed.MXFP4:
+            pairs: Any = jax.ShapeDtypeStruct((self.num_outputs, self.num_inputs // 2), jnp.uint8)
+            return x, jax.eval_shape(packed.mxfp4_fragments_of, pairs, jax.ShapeDtypeStruct(groups, jnp.uint8))
         numbers: Any = jax.ShapeDtypeStruct((self.num_outputs, self.num_inputs), jnp.dtype(self.numbers))
         scale: Any = jax.ShapeDtypeStruct(groups, jnp.float32)
         zero: Any = jax.ShapeDtypeStruct(groups, jnp.int8) if self.has_zeros else None
-        x = jax.ShapeDtypeStruct((self.num_rows, self.num_inputs), self.dtype)
         weights = ScaledMatrix(numbers, scale, zero, self.group)
         return x, jax.eval_shape(packed.fragments_of, weights) if self.numbers == "int4" else weights
 
@@ -378,6 +381,8 @@ PRODUCT_SPECS = (
     ProductSpec(128, 24_576, 4096, "int4", 128, has_zeros=True),
     ProductSpec(256, 4096, 12_288, "int4", 128, has_zeros=True, in_parts=True),
     ProductSpec(256, 24_576, 4096, "int4", 32, has_zeros=True),
+    ProductSpec(16, 6144, 4096, "mxfp4", 32),
+    ProductSpec(256, 24_576, 4096, "mxfp4", 32),
     ProductSpec(256, 6144, 4096, "int8", 128, has_zeros=True),
     ProductSpec(300, 1000, 1536, "float8_e4m3fn", 64, dtype=jnp.float16),
     ProductSpec(64, 6144, 4096, "float8_e4m3fn", 128, in_float8=True),

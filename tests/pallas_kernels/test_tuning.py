@@ -26,7 +26,16 @@ CLASSES = (
         tuning.ShapeClass,
     )
     | dict.fromkeys(("quantized_product", "float8_product"), tuning.ProductClass)
-    | dict.fromkeys(("grouped_product", "gated_product", "grouped_float8_product"), tuning.ExpertClass)
+    | dict.fromkeys(
+        (
+            "grouped_product",
+            "gated_product",
+            "grouped_float8_product",
+            "grouped_packed_product",
+            "gated_packed_product",
+        ),
+        tuning.ExpertClass,
+    )
 )
 OP, BACKEND = "paged_extend_attention", "triton"
 SPEC = ArgSpec("tuned", 3, 1000, 8, 16, 8, 4, 128, jnp.bfloat16)

@@ -15,7 +15,7 @@ def test_every_kernel_has_candidates_that_fit_a_multiprocessor_and_xlas_products
     for product in PRODUCTS:
         found = candidates(product)
         assert bool(found) == (product.backend == "triton")
-        of_a_stage = {"int4": 0.5, "float8_e4m3fn": 1, "bfloat16": 2}[product.dtype]
+        of_a_stage = {"int4": 0.5, "mxfp4": 0.5, "float8_e4m3fn": 1, "bfloat16": 2}[product.dtype]
         for sizes in found:  # the tiles of weights alone
             depth = sizes.get("tile_inputs", sizes.get("tile_bytes", 256) // 2 if product.dtype == "bfloat16" else 128)
             assert sizes["num_stages"] * sizes["tile_outputs"] * depth * of_a_stage < MOST_SHARED_KIB * 1024
