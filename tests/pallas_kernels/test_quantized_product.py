@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bench.targets.hlo import OUTPUTS_OF_WORDS
 
 from pallas_kernels import ScaledMatrix, fragments, quantized_product
 from pallas_kernels.packed import PackedMatrix, fragments_of
@@ -81,6 +82,7 @@ def test_fragments_hold_each_number_once(shape: tuple[int, ...]) -> None:
     words = fragments.pack_numbers(numbers)
     assert (words.dtype, words.size) == (jnp.uint32, numbers.size // 8)
     np.testing.assert_array_equal(fragments.unpack_numbers(words), numbers.astype(jnp.int8))
+    assert fragments.OUTPUTS == OUTPUTS_OF_WORDS
 
 
 def test_the_kernel_takes_rows_of_float16_and_rounds_once() -> None:

@@ -1,6 +1,7 @@
 """compile_targets.py goes on where another run was ended, and keeps what that one wrote."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,8 +9,18 @@ from typing import Any
 
 import compile_targets
 import pytest
+from bench.processes import python_path
 
 pytestmark = pytest.mark.unit
+
+
+def test_it_needs_no_jax_of_its_own() -> None:
+    """The environments that compile have theirs."""
+    program = "import sys; sys.modules['jax'] = None; import compile_targets"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": python_path()}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def result(program: str, problems: Sequence[str] = (), by: str = "now") -> dict[str, Any]:

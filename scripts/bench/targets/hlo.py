@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from bench.targets.collectives import kind_of, num_peers
-from pallas_kernels import fragments
 
 FREE = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id")
@@ -27,6 +26,7 @@ WRITES_PART = {"dynamic-update-slice": 1, "scatter": 2}  # number of the operand
 CONTAINERS = frozenset(("call", "while", "conditional", "async-start"))
 PALLAS_TARGETS = ("mosaic_gpu", "xla.gpu.triton", "tpu_custom_call")
 STARTS = {"copy-start": (1, 0), "slice-start": (0, 1), "dynamic-slice-start": (0, 1)}  # source and copy in its type
+OUTPUTS_OF_WORDS = 16  # `pallas_kernels.fragments.OUTPUTS`, which needs JAX
 # Our kernels by their sources.
 KERNELS = {
     "attention": r"\bpaged_\w*attention/",
@@ -258,7 +258,7 @@ def _quantized_flops(call: _Instruction, scope: dict[str, _Instruction]) -> int:
     """Of rows `[T, I]` times weights `[O, ..]`, which are its first operands; int4 comes in words of 16 outputs."""
     rows, weights = (_ANY_SHAPE.search(_type_of(name, scope)) for name in call.operands[:2])
     assert rows is not None and weights is not None
-    side = fragments.OUTPUTS if weights[1] == "u32" else 1
+    side = OUTPUTS_OF_WORDS if weights[1] == "u32" else 1
     return 2 * math.prod(_dims(rows[2])) * _dims(weights[2])[0] * side
 
 

@@ -6,6 +6,7 @@ Imports no JAX: the parent process may have none, or another version than the ta
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import json
 import os
@@ -141,13 +142,15 @@ def make_environment(extra: str, folder: Path) -> Path:
     """
     home = folder / extra
     python = home / "bin/python"
-    if not _marker(folder, extra).exists():
-        interpreter = find_python(OLDEST_PYTHON)
-        assert interpreter is not None, "missing_for says so first"
-        subprocess.run([interpreter, "-m", "venv", "--clear", str(home)], check=True)
-        install = [str(python), "-m", "pip", "install", "-q", "--no-compile", "-e", str(ROOT)]
-        subprocess.run([*install, f"jax=={JAX_VERSION}", *REQUIREMENTS[extra]], check=True)
-        _marker(folder, extra).touch()
+    with (folder / f"{extra}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process makes it, others wait
+        if not _marker(folder, extra).exists():
+            interpreter = find_python(OLDEST_PYTHON)
+            assert interpreter is not None, "missing_for says so first"
+            subprocess.run([interpreter, "-m", "venv", "--clear", str(home)], check=True)
+            install = [str(python), "-m", "pip", "install", "-q", "--no-compile", "-e", str(ROOT)]
+            subprocess.run([*install, f"jax=={JAX_VERSION}", *REQUIREMENTS[extra]], check=True)
+            _marker(folder, extra).touch()
     return python
 
 
