@@ -36,6 +36,8 @@ GATEWAY_FLAGS = (
     "--health-check-interval-secs", "1", "--health-success-threshold", "1",
     # By default a worker is left out 2 s after its last sign of life, but all retries are over after 0.7 s.
     "--retry-initial-backoff-ms", "250",
+    # By default a worker with four requests and no token for 3 s counts as stuck: a busy machine may take as long.
+    "--worker-wedge-secs", "30",
     # By default some requests go to workers that know few prefixes, wherever the request's prefix is.
     "--worker-warmup-secs", "0", "--worker-warmup-divert-every", "0",
 )  # fmt: skip
