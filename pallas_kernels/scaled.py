@@ -14,7 +14,7 @@ from pallas_kernels.paged_kv import FLOAT8
 
 ROW_GROUP = 128  # numbers of a row that share a scale
 LARGEST_FLOAT8 = 448.0
-MOST_NUMBERS = 2**31  # of weights of a byte that kernels with offsets of 32 bits take
+MOST_NUMBERS = 2**31  # of a byte each, that kernels with offsets of 32 bits take (`triton.tiles`)
 SMALLEST_TOP = 2.0**-80  # taken for the largest number of a group where it is less, so that scales are finite
 
 

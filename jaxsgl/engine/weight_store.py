@@ -12,10 +12,8 @@ scheduler's loop and by the offline `LLM`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import logging
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,12 +28,12 @@ from jax.sharding import Mesh
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.start.sizing import choose_context_length
 from jaxsgl.engine.start.warmup import CompileCounter
-from jaxsgl.errors import CheckpointError, ConfigError
+from jaxsgl.engine.weight_formats import as_kept
+from jaxsgl.errors import CheckpointError
 from jaxsgl.messages.orders import MemoryTag
 from jaxsgl.models import ModelArch, Params
 from jaxsgl.models.arch import serve_as
-from jaxsgl.models.moe import expert_shapes
-from jaxsgl.models.quantization import AT_LOAD, WeightFormat, weight_format
+from jaxsgl.models.quantization import weight_format
 from jaxsgl.weights import (
     KvScales,
     as_stored,
@@ -46,11 +44,6 @@ from jaxsgl.weights import (
 )
 from jaxsgl.weights.converted import is_converted
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
-from pallas_kernels import packed
-from pallas_kernels.native import library as native_library
-from pallas_kernels.native.product import TWO_WORDS
-from pallas_kernels.packed import FLOAT8, MXFP4
-from pallas_kernels.scaled import ScaledMatrix, refuse_rounding
 
 # What may differ between checkpoints that are served one after the other: the server keeps what it began with.
 _FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context", "folder_pooling", "pooling", "next_layer")
@@ -83,98 +76,6 @@ def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
     if is_converted(folder) and (arch.weight_format or arch.expert_format) is not None:
         arch = dataclasses.replace(arch, may_pack=False)
     return dataclasses.replace(arch, weight_format=weight_format(config.quantization, arch.weight_format))
-
-
-def as_kept(
-    arch: ModelArch,
-    dtype: jnp.dtype,
-    platform: str,
-    num_devices: int,
-    *,
-    weight_only: bool = False,
-    rounds_rows: bool = False,
-) -> ModelArch:
-    """The model with its weights in the format in which so many devices of the platform keep them.
-
-    Others are in `dtype`. CPUs and GPUs pack what they have kernels for; several CPUs, int8 alone.
-
-    With `weight_only` no product with integers on a CPU rounds the activations to 8 bits, nor does it in float32, whose
-    products are to be exact. Where a GPU's products with experts round rows to float8 (`rounds_rows`), experts in
-    groups of FP8 stay so.
-
-    Raises `ConfigError` for experts that are to be quantized at load where no kernel multiplies them.
-    """
-    fmt = arch.weight_format
-    if platform == "cpu":
-        formats = [each for each in (fmt, arch.expert_format) if each is not None]
-        has_integers = any(each.has_integers for each in formats)
-        parts = [native_library.INTEGERS] if has_integers else []
-        if arch.mixture is not None or any(each.packing_on_cpu in (FLOAT8, MXFP4) for each in formats):
-            parts.append(native_library.GROUPED)
-        packs = native_library.load(*parts) is None and arch.may_pack  # compiles parts together
-        in_bytes = has_integers and not weight_only and native_library.multiplies_bytes()
-        row_bits = TWO_WORDS if dtype == jnp.float32 else 8 if in_bytes else 16
-
-        def on_cpu(fmt: WeightFormat | None) -> WeightFormat | None:
-            return None if fmt is None else fmt.on_cpu(dtype.name, row_bits=row_bits, packs=packs, parts=num_devices)
-
-        return dataclasses.replace(arch, weight_format=on_cpu(fmt), expert_format=on_cpu(arch.expert_format))
-    if platform == "gpu":
-
-        def on_gpu(fmt: WeightFormat | None) -> WeightFormat | None:
-            if fmt is None:
-                return None
-            keeps = rounds_rows and _may_round(arch, fmt, num_devices)
-            kept = fmt.on_gpu(dtype.name, parts=num_devices, packs=arch.may_pack)
-            return dataclasses.replace(kept, groups_of_experts=keeps)
-
-        kept = dataclasses.replace(arch, weight_format=on_gpu(fmt), expert_format=on_gpu(arch.expert_format))
-        if widened := _about_widened_experts(kept):
-            _log_once(widened)
-        return kept
-    if fmt is None:
-        return arch
-    if arch.mixture is not None and fmt.method == AT_LOAD:
-        raise ConfigError(f"{arch.name} has experts, which a {platform} can't quantize: leave --quantization out")
-    return dataclasses.replace(arch, weight_format=dataclasses.replace(fmt, on_experts=False))
-
-
-def _may_round(arch: ModelArch, fmt: WeightFormat, num_devices: int) -> bool:
-    """Whether the weights of experts have sizes, on each device, for products of float8 in groups of inputs."""
-    mixture = arch.mixture
-    if mixture is None or fmt.group is None or not arch.may_pack:
-        return False
-    experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
-    num_experts, ffn = mixture.num_experts // experts, mixture.ffn_size // parts
-    # A part of the inputs may begin inside a group (see `models/matrix.py`).
-    group = math.gcd(ffn, fmt.group) if parts > 1 else fmt.group
-    shapes = (2 * ffn, arch.hidden_size, fmt.group), (arch.hidden_size, ffn, group)
-    return all(_refuse_rounding(fmt.numbers, num_experts, *shape) is None for shape in shapes)
-
-
-def _refuse_rounding(numbers: str, num_experts: int, outputs: int, inputs: int, group: int) -> str | None:
-    dims = num_experts, outputs
-    weights: Any = jax.ShapeDtypeStruct((*dims, inputs), jnp.dtype(numbers))
-    scale: Any = jax.ShapeDtypeStruct((*dims, -(-inputs // group)), jnp.float32)
-    return refuse_rounding(ScaledMatrix(weights, scale, None, group))
-
-
-def _about_widened_experts(arch: ModelArch) -> str:
-    """Why GPUs widen experts of 4 bits because of their sizes; "" if they don't."""
-    fmt = arch.expert_format or arch.weight_format
-    if arch.mixture is None or fmt is None or not fmt.packing or not fmt.on_experts or fmt.reorders:
-        return ""
-    shapes = expert_shapes(arch, arch.mixture, fmt)
-    if fmt.of_experts(shapes) is not None:
-        return ""
-    reasons = ", ".join(filter(None, (packed.refuse(fmt.packing, each, fmt.group_of(each[1])) for each in shapes)))
-    way_out = "; with --ep each has whole experts" if fmt.parts > 1 and not arch.by_experts else ""
-    return f"the experts of {arch.name} are widened to 16 bits: a device has {shapes} of one: {reasons}{way_out}"
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    logger.warning("%s", message)
 
 
 def read_params(

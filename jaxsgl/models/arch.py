@@ -292,6 +292,18 @@ class ModelArch:
             vocab_padding=-self.vocab_size % num_devices,
         )
 
+    def with_padded_experts(self, padding: int) -> ModelArch:
+        """The model with so many units of zeros after those of each expert."""
+
+        def padded(layer: LayerSpec) -> LayerSpec:
+            if isinstance(layer.mlp, MoeMlp):
+                return replace(layer, mlp=replace(layer.mlp, padding=padding))
+            return replace(layer, experts=layer.experts and replace(layer.experts, padding=padding))
+
+        after = self.next_layer
+        layers = tuple(map(padded, self.layers))
+        return replace(self, layers=layers, next_layer=None if after is None else padded(after))
+
     def of_layers(self, first: int, stop: int) -> ModelArch:
         """The pipeline stage of layers first .. stop - 1."""
         stage = Stage(first, self.num_layers - stop)

@@ -154,6 +154,7 @@ class MoeMlp:
       shared_ffn_size: F of the experts that all tokens pass through, as one MLP; 0: there are none.
       shared_gate: their result is multiplied by a sigmoid of each token.
       expert_factors: an expert's share is multiplied by a number of its own.
+      padding: units of zeros after an expert's F, so that devices have whole groups of weights.
     """
 
     num_experts: int
@@ -164,6 +165,12 @@ class MoeMlp:
     shared_ffn_size: int = 0
     shared_gate: bool = False
     expert_factors: bool = False
+    padding: int = 0
+
+    @property
+    def num_units(self) -> int:
+        """The units of an expert: F of the checkpoint's, then padding."""
+        return self.ffn_size + self.padding
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,10 @@ class MoE(Matrices):
         expert_format: WeightFormat | None,
         shared_format: WeightFormat | None,
     ) -> None:
-        d, e, f = arch.hidden_size, spec.num_experts, spec.ffn_size
-        fmt = None if expert_format is None else expert_format.of_experts(expert_shapes(arch, spec, expert_format))
+        d, e, f = arch.hidden_size, spec.num_experts, spec.num_units
+        fmt = None
+        if expert_format is not None:
+            fmt = expert_format.of_experts(expert_shapes(arch, spec, expert_format.parts))
         self.spec = spec
         self.activation = arch.activation
         clamp = spec.clamp
@@ -224,9 +226,9 @@ class MoE(Matrices):
         return out_TD * jax.nn.sigmoid(product(x_TD, self.matrix("shared_gate"))) if self.spec.shared_gate else out_TD
 
 
-def expert_shapes(arch: ModelArch, spec: MoeMlp, fmt: WeightFormat) -> tuple[tuple[int, int], tuple[int, int]]:
-    """What a device has of an expert's gate or up, and of its down, as `(out, in)`, if `fmt` is for several devices."""
-    size = spec.ffn_size // (1 if arch.by_experts else fmt.parts)
+def expert_shapes(arch: ModelArch, spec: MoeMlp, num_devices: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """What a device of so many has of an expert's gate or up, and of its down, as `(out, in)`."""
+    size = spec.num_units // (1 if arch.by_experts else num_devices)
     return (size, arch.hidden_size), (arch.hidden_size, size)
 
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import jax
@@ -187,23 +186,6 @@ def blocks(shape: tuple[int, ...], width: int) -> Iterator[Box]:
         else:
             for part in blocks(shape[1:], width):
                 yield (rows, *part)
-
-
-def shape_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
-    """The shape of the array that `pieces` fill. Asserts that each one has its place's shape, and the sum of sizes."""
-    shape: list[int] = []
-    for place, numbers in pieces:
-        lengths = iter(numbers.shape)
-        ends = [part + 1 if isinstance(part, int) else (part.start or 0) + next(lengths) for part in place]
-        ends += lengths
-        shape = [max(pair) for pair in zip_longest(shape, ends, fillvalue=0)]
-    for place, numbers in pieces:
-        axes = zip((*place, *(slice(None) for _ in shape[len(place) :])), shape, strict=True)
-        region = tuple(len(range(length)[part]) for part, length in axes if isinstance(part, slice))
-        assert region == numbers.shape, f"numbers of shape {numbers.shape} for a part of shape {region}"
-    filled = sum(math.prod(numbers.shape) for _, numbers in pieces)
-    assert filled == math.prod(shape), f"{filled} numbers for shape {tuple(shape)}"
-    return tuple(shape)
 
 
 def _part(array: npt.NDArray[Any], place: tuple[Any, ...]) -> npt.NDArray[Any]:

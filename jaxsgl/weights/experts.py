@@ -18,7 +18,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.weights.mxfp4 import Mxfp4, Mxfp4Scales
-from jaxsgl.weights.recipe import Path, Piece, Recipe, Source, Tensor
+from jaxsgl.weights.recipe import Path, Piece, Recipe, Source, Tensor, shape_of
 from jaxsgl.weights.stored_names import stored_name
 from pallas_kernels import Router
 
@@ -108,16 +108,43 @@ NAMES: dict[str, ExpertNames] = {
 }
 
 
-def recipe_of_experts(path: Path, arch: ModelArch, shape_of: ShapeOf) -> Recipe | None:
-    """The recipe of the parameter at `path`; None unless it belongs to a mixture of experts."""
+def mixture_at(path: Path, arch: ModelArch) -> MoeMlp | None:
+    """The mixture of experts that the parameter at `path` belongs to."""
     if path[0] != "layers" or path[2] not in ("mlp", "experts"):
         return None
-    layer = path[1]
-    assert isinstance(layer, int)
-    mlp = arch.layers[layer].experts if path[2] == "experts" else arch.layers[layer].mlp
-    if not isinstance(mlp, MoeMlp):
+    assert isinstance(path[1], int)
+    layer = arch.layers[path[1]]
+    mlp = layer.experts if path[2] == "experts" else layer.mlp
+    return mlp if isinstance(mlp, MoeMlp) else None
+
+
+def recipe_of_experts(path: Path, arch: ModelArch, shape_of: ShapeOf) -> Recipe | None:
+    """The recipe of the parameter at `path`; None unless it belongs to a mixture of experts."""
+    mixture = mixture_at(path, arch)
+    if mixture is None:
         return None
-    return _of_layer(layer, mlp, arch, shape_of).recipe(*map(str, path[3:]))
+    assert isinstance(path[1], int)
+    return _of_layer(path[1], mixture, arch, shape_of).recipe(*map(str, path[3:]))
+
+
+def with_padded_units(path: Path, pieces: tuple[Piece, ...], arch: ModelArch) -> tuple[Piece, ...]:
+    """The pieces of the parameter at `path`; if it has an axis of experts' units, with zeros after them.
+
+    That are the third ones of `gate_up [E, 2, F, D]`, `down [E, D, F]` and biases `[E, 2, F]`, or these units' groups
+    or pairs.
+    """
+    mixture = mixture_at(path, arch)
+    if mixture is None or not mixture.padding or path[3] == "shared":
+        return pieces
+    shape = shape_of(pieces)
+    if len(shape) < 3 or shape[2] == 1:
+        return pieces
+    padding, rest = divmod(shape[2] * mixture.padding, mixture.ffn_size)
+    assert rest == 0, f"{mixture.padding} after {mixture.ffn_size} units are no whole number after {shape[2]}"
+    zeros = np.broadcast_to(np.zeros((), pieces[0].numbers.dtype), (*shape[:2], padding, *shape[3:]))
+    before = (slice(None), slice(None))
+    cut = (Piece((*place, *before[len(place) :], slice(shape[2])), numbers) for place, numbers in pieces)
+    return *cut, Piece((*before, slice(shape[2], shape[2] + padding)), zeros)
 
 
 def recipe_of_mxfp4(path: Path, part: str, most_scale: int, arch: ModelArch, shape_of: ShapeOf) -> Recipe:

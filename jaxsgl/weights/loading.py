@@ -26,13 +26,14 @@ from jax.sharding import Mesh, NamedSharding
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.models.heads import abstract_next_layer
-from jaxsgl.weights.assembly import Assembler, Progress, Unfinished, shape_of
+from jaxsgl.weights.assembly import Assembler, Progress, Unfinished
 from jaxsgl.weights.converted import is_converted, restore_params
+from jaxsgl.weights.experts import with_padded_units
 from jaxsgl.weights.gguf_folder import folder_of_gguf, gguf_of
 from jaxsgl.weights.gguf_tensors import GgufTensors, open_tensors
 from jaxsgl.weights.names import path_in_model, with_heads_at
 from jaxsgl.weights.quantized import recipe_of
-from jaxsgl.weights.recipe import Computed, Piece, Tensor
+from jaxsgl.weights.recipe import Computed, Piece, Tensor, shape_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
 from jaxsgl.weights.tensor_files import GivenTensors, TensorFiles
 
@@ -124,6 +125,7 @@ def _find(
     pieces = tuple(tensors.pieces(recipe, with_heads_at(path, arch), found))
     if arch.vocab_padding and param.get_metadata("axes")[0] == "vocab":
         pieces = _with_vocab_padding(pieces, arch)
+    pieces = with_padded_units(path, pieces, arch)
     shape = shape_of(pieces)
     if recipe.computed is not None:
         return _Made(path, param, found, pieces, recipe.computed, shape, pieces[0].numbers.dtype)

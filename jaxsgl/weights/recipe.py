@@ -7,8 +7,10 @@ and leave the rest. Owns these values, and which lengths a tensor's axes have in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -46,6 +48,23 @@ class Piece(NamedTuple):
 
     place: Place
     numbers: Numbers
+
+
+def shape_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """The shape of the array that `pieces` fill. Asserts that each one has its place's shape, and the sum of sizes."""
+    shape: list[int] = []
+    for place, numbers in pieces:
+        lengths = iter(numbers.shape)
+        ends = [part + 1 if isinstance(part, int) else (part.start or 0) + next(lengths) for part in place]
+        ends += lengths
+        shape = [max(pair) for pair in zip_longest(shape, ends, fillvalue=0)]
+    for place, numbers in pieces:
+        axes = zip((*place, *(slice(None) for _ in shape[len(place) :])), shape, strict=True)
+        region = tuple(len(range(length)[part]) for part, length in axes if isinstance(part, slice))
+        assert region == numbers.shape, f"numbers of shape {numbers.shape} for a part of shape {region}"
+    filled = sum(math.prod(numbers.shape) for _, numbers in pieces)
+    assert filled == math.prod(shape), f"{filled} numbers for shape {tuple(shape)}"
+    return tuple(shape)
 
 
 Tensor = npt.NDArray[Any]  # a checkpoint's, mapped: a view of it costs nothing, a copy reads all of it

@@ -112,7 +112,7 @@ def _misfits(arch: ModelArch, num_devices: int, num_ranks: int) -> list[str]:
     if arch.delta_net is not None:
         of_rank["key heads of its delta-nets"] = arch.delta_net.key_heads
     if arch.mixture is not None:
-        of_experts = arch.mixture.num_experts if arch.by_experts else arch.mixture.ffn_size
+        of_experts = arch.mixture.num_experts if arch.by_experts else arch.mixture.num_units
         sizes["experts" if arch.by_experts else "units in an expert"] = of_experts
         sizes["units in its shared experts"] = arch.mixture.shared_ffn_size
     parts = dict.fromkeys(of_rank, num_devices // num_ranks) | dict.fromkeys(sizes, num_devices)

@@ -22,20 +22,19 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import tuning
 from pallas_kernels.experts import ACTIVATIONS, Groups, UnitWeights, product_dtype, result_dtype, row_tiles
 from pallas_kernels.paged_kv import FLOAT8
+from pallas_kernels.scaled import MOST_NUMBERS
 from pallas_kernels.target import target_device
 from pallas_kernels.triton.common import MIN_DOT
 from pallas_kernels.triton.group_by_expert import rows_of_tiles
 from pallas_kernels.triton.tiles import load_rows, store_rows
-
-_MOST_BYTES = 2**31  # of weights of a byte each: see `tiles` for offsets
 
 
 def refuse_grouped_product(x: jax.Array, groups: Groups, weights: jax.Array) -> str | None:
     """Why this backend can't take x and weights `[E, out, in]`, or None when it can."""
     if any(size % MIN_DOT for size in weights.shape[1:]):
         return f"the weights are {weights.shape}; it takes multiples of {(MIN_DOT, MIN_DOT)}"
-    if weights.dtype.itemsize == 1 and weights.size > _MOST_BYTES:
-        return f"the weights are {weights.size} {weights.dtype}; of those of a byte it takes {_MOST_BYTES}"
+    if weights.dtype.itemsize == 1 and weights.size > MOST_NUMBERS:
+        return f"the weights are {weights.size} {weights.dtype}; of those of a byte it takes {MOST_NUMBERS}"
     if weights.dtype == FLOAT8 and not (target_device().converts_float8 or target_device().platform == "cpu"):
         return f"{target_device().kind} has no instructions for float8"
     return None

@@ -21,14 +21,13 @@ from pallas_kernels import tuning
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.parts import num_parts_of
-from pallas_kernels.scaled import ScaledMatrix
+from pallas_kernels.scaled import MOST_NUMBERS, ScaledMatrix
 from pallas_kernels.target import target_device
 from pallas_kernels.triton import packed_product
 from pallas_kernels.triton.common import MIN_DOT, tile_rows_for
 from pallas_kernels.triton.tiles import load_rows
 
 _NUMBERS = (jnp.int8, FLOAT8)
-MOST_BYTES = 2**31  # of weights: see `tiles` for offsets
 # Scales nearer to 0 count as this one: a ratio of scales has to be finite, and weights of 1e-22 add nothing.
 _SMALLEST_SCALE = 2.0**-80
 
@@ -44,8 +43,8 @@ def refuse_quantized_product(x: jax.Array, weights: ScaledMatrix | PackedMatrix)
         return f"the weights are {numbers.dtype}; it takes int8, {FLOAT8.dtype}, and int4 that is packed"
     if group % MIN_DOT or weights.num_inputs % group:
         return f"{weights.num_inputs} inputs are in groups of {group}; it takes whole groups of multiples of {MIN_DOT}"
-    if numbers.size > MOST_BYTES:
-        return f"the weights are {numbers.size} {numbers.dtype}; it takes {MOST_BYTES}"
+    if numbers.size > MOST_NUMBERS:
+        return f"the weights are {numbers.size} {numbers.dtype}; it takes {MOST_NUMBERS}"
     if numbers.dtype == FLOAT8 and not (target_device().converts_float8 or target_device().platform == "cpu"):
         return f"{target_device().kind} has no instructions for float8"
     return None

@@ -40,7 +40,8 @@ def memory_of(folder: Path, device_gib: float, platform: str = "gpu", **flags: A
     from jaxsgl.engine.kernels.choice import asked_kernels, may_round_rows_of_experts
     from jaxsgl.engine.start.devices import mesh_of
     from jaxsgl.engine.start.sizing import choose_states
-    from jaxsgl.engine.weight_store import as_kept, read_arch
+    from jaxsgl.engine.weight_formats import as_kept
+    from jaxsgl.engine.weight_store import read_arch
     from jaxsgl.models import abstract_model, resolve_precision
     from jaxsgl.models.tensor_parallel import TENSOR_AXIS
     from jaxsgl.weights.sharding import bytes_on_each_device
@@ -115,7 +116,7 @@ RECIPES: dict[str, list[tuple[str, dict[str, Any], str, float, dict[str, Any]]]]
         ("gpt-oss-20b", COMPILED_SHAPES["gpt-oss-20b"], "1 x L4 (24 GB)", 22.0, {}),
         ("gpt-oss-20b", COMPILED_SHAPES["gpt-oss-20b"], "1 x H100 (80 GB)", 79.0, {}),
         ("gpt-oss-120b", gpt_oss(36, 128), "1 x H100 (80 GB)", 79.0, {}),
-        ("gpt-oss-120b", gpt_oss(36, 128), "2 x H100 (80 GB)", 79.0, {"tp": 2, "ep": True}),
+        ("gpt-oss-120b", gpt_oss(36, 128), "2 x H100 (80 GB)", 79.0, {"tp": 2}),
     ],
     "glm-4.5": [
         ("GLM-4.5-Air", _glm(4096, 46, 10_944, 1408, 128, 1, False), "4 x H100 (80 GB)", 79.0, {"tp": 4}),

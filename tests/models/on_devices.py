@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsgl.engine.programs import each_device
-from jaxsgl.engine.weight_store import as_kept
+from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.models import ModelArch, abstract_model, moe
 from jaxsgl.models.tensor_parallel import DATA_AXIS, num_parts
 from jaxsgl.weights import as_stored, load_params

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxsgl.engine import weight_formats
 from jaxsgl.engine.kernels.choice import kernel_shapes, may_round_rows_of_experts
-from jaxsgl.engine.weight_store import as_kept
+from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.models import ModelArch, abstract_model, moe
 from jaxsgl.models.layer_spec import Clamp, MoeMlp
 from jaxsgl.models.moe import MoE
@@ -55,7 +56,7 @@ def dtype_of_experts(arch: ModelArch) -> str:
     [
         ({}, 1, True),
         ({}, 2, True),
-        ({}, 4, False),  # 64 inputs of each expert on each device
+        ({}, 4, False),  # 64 inputs of each expert on each device; 128 would be twice as many
         ({"by_experts": True}, 4, True),
         ({"may_pack": False}, 1, False),  # converted, with weights of 16 bits
         ({"weight_format": replace(BLOCKS, group=64)}, 1, False),
@@ -69,6 +70,24 @@ def test_experts_in_blocks_stay_so_where_the_kernel_takes_each_devices_part(
     found = as_kept(arch, BFLOAT16, "gpu", devices, rounds_rows=True)
     assert dtype_of_experts(found) == (FLOAT8 if kept else "bfloat16")
     assert dtype_of_experts(as_kept(arch, BFLOAT16, "gpu", devices)) == "bfloat16"
+
+
+def test_parts_that_would_cut_blocks_are_wider_by_zeros(tmp_path: Path) -> None:
+    """The kernels' tests have the wider products, too."""
+    arch = mixture(tmp_path, moe_intermediate_size=768)
+    found = as_kept(arch, BFLOAT16, "gpu", 4, rounds_rows=True)
+    assert dtype_of_experts(found) == FLOAT8
+    shapes = kernel_shapes(found, Precision(*[BFLOAT16] * 3), 64, KeptHeads(2, 2, 64), 4).experts
+    assert [(each.outputs, each.inputs, each.float8_group) for each in shapes] == [(512, 256, 128), (256, 256, 128)]
+    assert as_kept(arch, BFLOAT16, "gpu", 2, rounds_rows=True).mixture == arch.mixture
+
+
+def test_what_widens_experts_in_blocks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weight_formats._log_once.cache_clear()
+    as_kept(mixture(tmp_path), BFLOAT16, "gpu", 4, rounds_rows=True)
+    assert "((64, 256), (256, 64)) of one, in groups of 128;" in caplog.text and "with --ep" in caplog.text
+    as_kept(mixture(tmp_path), BFLOAT16, "gpu", 1)
+    assert "GPUs since Ada" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.kernels.choice import kernel_shapes
-from jaxsgl.engine.weight_store import as_kept
+from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model, moe
 from jaxsgl.models.layer_spec import DenseMlp, MoeMlp

@@ -62,10 +62,12 @@ def test_devices_share_the_quantized_matrices_of_a_hybrid(kind: str, tmp_path: P
 
 @pytest.mark.skipif(not NIGHTLY, reason="compiles a model on devices in up to six layouts; by night")
 @pytest.mark.timeout(600)
-def test_devices_share_experts_in_blocks_of_fp8_as_gpus_keep_them(tmp_path: Path) -> None:
-    """Devices' parts begin and end inside blocks of 512 inputs, and are of several groups."""
-    plain = make_checkpoint("qwen3_moe", tmp_path / "plain", seed=3, hidden_size=256, moe_intermediate_size=1536)
-    block = 128, 512
+@pytest.mark.parametrize(("size", "block"), [(1536, (128, 512)), (768, (128, 128))])
+def test_devices_share_experts_in_blocks_of_fp8_as_gpus_keep_them(
+    size: int, block: tuple[int, int], tmp_path: Path
+) -> None:
+    """Devices' parts begin and end inside blocks of 512 inputs, and are of several groups; or four have zeros more."""
+    plain = make_checkpoint("qwen3_moe", tmp_path / "plain", seed=3, hidden_size=256, moe_intermediate_size=size)
     form = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}, partial(fp8_blocks, block=block)
     # Sums in another order round some activations to the next number of float8.
     check_devices(quantize_folder(plain, tmp_path / "stored", form), most=5e-2, arguments=["float8"])
@@ -75,7 +77,7 @@ def test_devices_share_experts_in_blocks_of_fp8_as_gpus_keep_them(tmp_path: Path
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", ["gpt-oss", "awq", "compressed-tensors mxfp4"])
 def test_devices_share_experts_of_4_bits_as_gpus_keep_them(form: str, tmp_path: Path) -> None:
-    """Two devices have three blocks of their inputs each; four would cut blocks, and widen them."""
+    """Two devices have three blocks of their inputs each; four would cut blocks, and have two with zeros."""
     if form == "gpt-oss":
         folder = make_checkpoint("gpt_oss", tmp_path, seed=3, num_local_experts=8, intermediate_size=384)
         pack(folder, seed=3)

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from jaxsgl.engine.weight_store import as_kept
+from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.models import ModelArch
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh

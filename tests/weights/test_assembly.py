@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.rope import RopeParams, split_half_order
 from jaxsgl.weights import assembly
-from jaxsgl.weights.assembly import Assembler, Progress, blocks, overlap, shape_of
+from jaxsgl.weights.assembly import Assembler, Progress, blocks, overlap
 from jaxsgl.weights.names import recipe_of
-from jaxsgl.weights.recipe import Piece
+from jaxsgl.weights.recipe import Piece, shape_of
 from jaxsgl.weights.sharding import replicated
 from jaxsgl.weights.tensor_files import TensorFiles
 from tests.checkpoints import make_checkpoint

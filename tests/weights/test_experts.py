@@ -17,9 +17,11 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from jaxsgl.engine.weight_store import as_kept
+from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models.layer_spec import MoeMlp
+from jaxsgl.models.matrix import part_name
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
 from jaxsgl.weights import as_stored, load_params, save_converted
 from pallas_kernels.packed import FLOAT8, FRAGMENTS, MXFP4, MXFP4_FRAGMENTS, PackedMatrix
@@ -330,6 +332,10 @@ def kept_on_gpus(folder: Path, parts: int = 1) -> ModelArch:
     return replace(arch, weight_format=weights, expert_format=experts)
 
 
+def part_names(matrix: str) -> tuple[str, str, str]:
+    return matrix, part_name(matrix, "scale"), part_name(matrix, "zero")
+
+
 def packings_of_experts(params: Any) -> set[str]:
     found, flat = set(), dict(nnx.to_flat_state(params))
     for path, param in flat.items():
@@ -378,12 +384,40 @@ def test_gpus_widen_experts_that_they_cannot_cut(tmp_path: Path, caplog: pytest.
     pack(folder, seed=1)
     params = load_params(folder, kept_on_gpus(folder, parts=2), jnp.dtype("float32"), mesh_of())
     assert packings_of_experts(params) == {""}
-    assert "with --ep each has whole experts" in caplog.text
+    assert "with --ep each device has whole experts" in caplog.text
     expected = parameters(folder)
     for path, param in nnx.to_flat_state(params):
         np.testing.assert_array_equal(np.asarray(param[...]), expected[path], err_msg=str(path))
     by_experts = replace(kept_on_gpus(folder, parts=2), by_experts=True)
     assert packings_of_experts(abstract_model(by_experts, jnp.dtype("float32"))[1]) == {MXFP4_FRAGMENTS}
+
+
+@pytest.mark.parametrize("form", ["gpt-oss", "awq", "compressed-tensors mxfp4"])
+def test_gpus_add_units_of_zeros_where_their_parts_of_experts_would_cut_groups(form: str, tmp_path: Path) -> None:
+    """Two have 64 units each in the place of 48, and the second one's last 32 are zeros."""
+    if form == "gpt-oss":
+        folder = original = make_checkpoint("gpt_oss", tmp_path, intermediate_size=96)
+        pack(folder, seed=1)
+    else:
+        plain = make_checkpoint("qwen3_moe", tmp_path / "plain", moe_intermediate_size=96, intermediate_size=128)
+        folder = quantize_folder(plain, tmp_path / "stored", form)
+        original = folder / "meant"
+    arch = kept_on_gpus(folder, parts=2)
+    assert arch.mixture is not None
+    assert (arch.mixture.ffn_size, arch.mixture.num_units) == (96, 128)
+    params: Any = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+    assert packings_of_experts(params) == {FRAGMENTS if form == "awq" else MXFP4_FRAGMENTS}
+    layer = next(i for i, spec in enumerate(arch.layers) if isinstance(spec.mlp, MoeMlp))
+    whole, mlp = parameters(original), params["layers"][layer]["mlp"]
+    for name in ("gate_up", "down"):
+        parts: Any = (mlp[part][...] if part in mlp else None for part in part_names(name))
+        numbers, scale, zero = parts
+        matrix = PackedMatrix(numbers, scale, zero, 32, packings_of_experts(params).pop())
+        widened = np.asarray(matrix.widened("float32"))  # [E, 2, F, D], [E, D, F]
+        assert widened.shape[2] == 128 and not widened[:, :, 96:].any()
+        np.testing.assert_allclose(widened[:, :, :96], whole["layers", layer, "mlp", name], rtol=1e-5, atol=1e-7)
+    logits, expected = plain_logits(arch, params, list(range(3, 40))), checkpoint_logits(original, list(range(3, 40)))
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 
 
 def test_scales_that_a_gpu_cannot_keep_are_named(tmp_path: Path) -> None:

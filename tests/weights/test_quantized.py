@@ -19,7 +19,7 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.weight_store import as_kept
+from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.matrix import dequantized

@@ -19,7 +19,8 @@ from jaxsgl.engine.drafting.draft_model import ModelDrafting, check_draft_model
 from jaxsgl.engine.drafting.heads import HeadDrafting, check_head, check_pages
 from jaxsgl.engine.layer_state import LayerStates, layer_states
 from jaxsgl.engine.start.sizing import choose_context_length, kept_heads
-from jaxsgl.engine.weight_store import arch_of_folder, as_kept, read_params
+from jaxsgl.engine.weight_formats import as_kept
+from jaxsgl.engine.weight_store import arch_of_folder, read_params
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, Precision, abstract_model, kv_cache_flag
 from jaxsgl.models.heads import EagleArch, abstract_head, abstract_next_layer

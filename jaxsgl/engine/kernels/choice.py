@@ -111,15 +111,15 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
         return ()
     has_plain = any("experts" in layer.unquantized for layer in arch.layers)
     of_experts = arch.expert_format if arch.expert_format is not None else None if has_plain else arch.weight_format
-    fmt = None if of_experts is None else of_experts.of_experts(expert_shapes(arch, mixture, of_experts))
+    fmt = None if of_experts is None else of_experts.of_experts(expert_shapes(arch, mixture, of_experts.parts))
     packing = "" if fmt is None or fmt.packing not in ON_GPUS else fmt.packing
     if arch.expert_format is not None and not packing:
         fmt = None
     in_groups = fmt is not None and fmt.group is not None
     dtype = precision.weights.name if fmt is None or in_groups else fmt.numbers  # which takes its place if it fails
     experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
-    num_experts, ffn = mixture.num_experts // experts, mixture.ffn_size // parts
-    num_shared, rest = divmod(mixture.shared_ffn_size, mixture.ffn_size)
+    num_experts, ffn = mixture.num_experts // experts, mixture.num_units // parts
+    num_shared, rest = divmod(mixture.shared_ffn_size, mixture.num_units)
     if rest or num_shared > MOST_SHARED or fmt is not None or arch.by_experts:  # see `MoE`
         num_shared = 0
     router = dataclasses.replace(mixture.router, num_shared=num_shared)
@@ -135,7 +135,7 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
 
     return (
         shape(2 * ffn, arch.hidden_size, arch.hidden_size, of_tokens=True),
-        shape(arch.hidden_size, ffn, mixture.ffn_size, of_tokens=False),
+        shape(arch.hidden_size, ffn, mixture.num_units, of_tokens=False),
     )
 
 

@@ -34,7 +34,7 @@ from jaxsgl.engine.kernels.choice import kernel_flags, kernel_shapes, may_round_
 from jaxsgl.engine.start.devices import accelerator, accelerator_name, device_variables
 from jaxsgl.engine.start.sizing import choose_pages
 from jaxsgl.engine.start.warmup import cache_folder
-from jaxsgl.engine.weight_store import as_kept
+from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, cpu_multiplies_bfloat16, resolve_precision
 from pallas_kernels import KernelChoice

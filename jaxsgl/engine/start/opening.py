@@ -22,7 +22,8 @@ from jaxsgl.engine.start.joining import check_hosts
 from jaxsgl.engine.start.memory import start_jax
 from jaxsgl.engine.start.model_flags import check_flags
 from jaxsgl.engine.start.warmup import use_compilation_cache
-from jaxsgl.engine.weight_store import as_kept, read_arch
+from jaxsgl.engine.weight_formats import as_kept
+from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.hosts.group import Hosts
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, Precision, cpu_multiplies_bfloat16, resolve_precision

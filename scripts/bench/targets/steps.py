@@ -37,7 +37,8 @@ from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.start.sizing import choose_states, plan_capacity
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step_programs import ProgramSpec
-from jaxsgl.engine.weight_store import as_kept, read_arch
+from jaxsgl.engine.weight_formats import as_kept
+from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
 from jaxsgl.models.heads import EagleArch, abstract_head
 from jaxsgl.models.layer_spec import DeltaNet, MoeMlp
@@ -139,7 +140,7 @@ class Served:
         arch, parts = self.arch, self.mesh.size
         mixtures = [layer.mlp for layer in arch.layers if isinstance(layer.mlp, MoeMlp)]
         head = arch.vocab_size * arch.hidden_size // parts
-        expert_weights = sum(3 * each.num_experts * each.ffn_size * arch.hidden_size for each in mixtures) // parts
+        expert_weights = sum(3 * each.num_experts * each.num_units * arch.hidden_size for each in mixtures) // parts
         experts = _of_experts(self.params)
         of_experts, scales = bytes_on_one_device(experts), weights_on_one_device(experts) - expert_weights
         unread = scales + (0 if arch.tie_embeddings else head)

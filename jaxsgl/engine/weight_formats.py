@@ -1,0 +1,156 @@
+"""`as_kept`: in which format a platform's devices keep the weights of a model: as published, packed, or widened.
+
+CPUs and GPUs pack what they have kernels for. Of devices that share experts of a few bits, each gets whole groups of
+inputs: experts are as much wider as that takes, by units of zeros, which change no result. Owns these decisions, and
+says which experts are widened. Called where a model is opened, tested, drafts, or is loaded again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsgl.errors import ConfigError
+from jaxsgl.models import ModelArch
+from jaxsgl.models.moe import expert_shapes
+from jaxsgl.models.quantization import AT_LOAD, FLOAT8, WeightFormat
+from pallas_kernels import fragments, packed
+from pallas_kernels.native import library as native_library
+from pallas_kernels.native.product import TWO_WORDS
+from pallas_kernels.scaled import ScaledMatrix, refuse_rounding
+
+# As much of an expert's width may be added: with half of it more, 8 bits a weight are 12, and experts' products of
+# prompts take half as long again.
+MOST_PADDING = 1 / 2
+
+logger = logging.getLogger(__name__)
+
+
+def as_kept(
+    arch: ModelArch,
+    dtype: jnp.dtype,
+    platform: str,
+    num_devices: int,
+    *,
+    weight_only: bool = False,
+    rounds_rows: bool = False,
+) -> ModelArch:
+    """The model with its weights in the format in which so many devices of the platform keep them.
+
+    Others are in `dtype`. Several CPUs pack int8 alone.
+
+    With `weight_only` no product with integers on a CPU rounds the activations to 8 bits, nor does it in float32, whose
+    products are to be exact. Where a GPU's products with experts round rows to float8 (`rounds_rows`), experts in
+    groups of FP8 stay so.
+
+    Raises `ConfigError` for experts that are to be quantized at load where no kernel multiplies them.
+    """
+    if platform == "cpu":
+        return _on_cpus(arch, dtype, num_devices, weight_only)
+    if platform == "gpu":
+        return _on_gpus(arch, dtype, num_devices, rounds_rows)
+    fmt = arch.weight_format
+    if fmt is None:
+        return arch
+    if arch.mixture is not None and fmt.method == AT_LOAD:
+        raise ConfigError(f"{arch.name} has experts, which a {platform} can't quantize: leave --quantization out")
+    return replace(arch, weight_format=replace(fmt, on_experts=False))
+
+
+def _on_cpus(arch: ModelArch, dtype: jnp.dtype, num_devices: int, weight_only: bool) -> ModelArch:
+    formats = [fmt for fmt in (arch.weight_format, arch.expert_format) if fmt is not None]
+    has_integers = any(fmt.has_integers for fmt in formats)
+    parts = [native_library.INTEGERS] if has_integers else []
+    if arch.mixture is not None or any(fmt.packing_on_cpu in (packed.FLOAT8, packed.MXFP4) for fmt in formats):
+        parts.append(native_library.GROUPED)
+    packs = native_library.load(*parts) is None and arch.may_pack  # compiles parts together
+    in_bytes = has_integers and not weight_only and native_library.multiplies_bytes()
+    row_bits = TWO_WORDS if dtype == jnp.float32 else 8 if in_bytes else 16
+
+    def on_cpu(fmt: WeightFormat | None) -> WeightFormat | None:
+        return None if fmt is None else fmt.on_cpu(dtype.name, row_bits=row_bits, packs=packs, parts=num_devices)
+
+    return replace(arch, weight_format=on_cpu(arch.weight_format), expert_format=on_cpu(arch.expert_format))
+
+
+def _on_gpus(arch: ModelArch, dtype: jnp.dtype, num_devices: int, rounds_rows: bool) -> ModelArch:
+    def on_gpu(fmt: WeightFormat | None, widths: ModelArch) -> WeightFormat | None:
+        if fmt is None:
+            return None
+        keeps = rounds_rows and _may_round(widths, fmt, num_devices)
+        kept = fmt.on_gpu(dtype.name, parts=num_devices, packs=arch.may_pack)
+        return replace(kept, groups_of_experts=keeps)
+
+    def kept(widths: ModelArch) -> ModelArch:
+        of_weights, of_experts = (on_gpu(fmt, widths) for fmt in (arch.weight_format, arch.expert_format))
+        return replace(widths, weight_format=of_weights, expert_format=of_experts)
+
+    as_published, *others = map(kept, _widths(arch, num_devices))
+    why = functools.partial(_why_widened, num_devices=num_devices, rounds_rows=rounds_rows)
+    found = next((each for each in (as_published, *others) if not why(each)), as_published)
+    if reason := why(found):
+        way_out = "" if num_devices == 1 or arch.by_experts else "; with --ep each device has whole experts"
+        _log_once(f"the experts of {arch.name} are widened to 16 bits: {reason}{way_out}")
+    return found
+
+
+def _widths(arch: ModelArch, num_devices: int) -> Iterator[ModelArch]:
+    """The model, and the model with experts of which each device has whole groups, if it must and can be wider."""
+    yield arch
+    mixture, fmt = arch.mixture, arch.expert_format or arch.weight_format
+    if mixture is None or fmt is None or arch.by_experts or num_devices == 1 or not arch.may_pack:
+        return
+    step = math.lcm(fragments.INPUTS, fmt.group or 1) * num_devices
+    padding = -mixture.ffn_size % step
+    if 0 < padding <= MOST_PADDING * mixture.ffn_size:
+        yield arch.with_padded_experts(padding)
+
+
+def _may_round(arch: ModelArch, fmt: WeightFormat, num_devices: int) -> bool:
+    """Whether the weights of experts have sizes, on each device, for products of float8 in groups of inputs."""
+    mixture = arch.mixture
+    if mixture is None or fmt.group is None or not arch.may_pack:
+        return False
+    experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
+    num_experts, ffn = mixture.num_experts // experts, mixture.num_units // parts
+    # A part of the inputs may begin inside a group (see `models/matrix.py`).
+    group = math.gcd(ffn, fmt.group) if parts > 1 else fmt.group
+    shapes = (2 * ffn, arch.hidden_size, fmt.group), (arch.hidden_size, ffn, group)
+    return all(_refuse_rounding(fmt.numbers, num_experts, *shape) is None for shape in shapes)
+
+
+def _refuse_rounding(numbers: str, num_experts: int, outputs: int, inputs: int, group: int) -> str | None:
+    dims = num_experts, outputs
+    weights: Any = jax.ShapeDtypeStruct((*dims, inputs), jnp.dtype(numbers))
+    scale: Any = jax.ShapeDtypeStruct((*dims, -(-inputs // group)), jnp.float32)
+    return refuse_rounding(ScaledMatrix(weights, scale, None, group))
+
+
+def _why_widened(arch: ModelArch, num_devices: int, rounds_rows: bool) -> str:
+    """Why GPUs widen experts of 4 bits, or of FP8 in groups; "" if they don't, or widen them in any case."""
+    mixture, fmt = arch.mixture, arch.expert_format or arch.weight_format
+    if mixture is None or fmt is None or not fmt.on_experts or fmt.reorders:
+        return ""
+    shapes = expert_shapes(arch, mixture, num_devices)
+    if fmt.of_experts(shapes) is not None:
+        return ""
+    if fmt.packing:
+        refused = (packed.refuse(fmt.packing, shape, fmt.group_of(shape[1])) for shape in shapes)
+        return f"a device has {shapes} of one: {', '.join(filter(None, refused))}"
+    if fmt.numbers != FLOAT8 or not arch.may_pack:
+        return ""
+    if not rounds_rows:
+        return "only products that round rows to float8 take them (GPUs since Ada, without --weight-only)"
+    return f"a device has {shapes} of one, in groups of {fmt.group}; their kernel takes whole groups of 128 n"
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning("%s", message)
