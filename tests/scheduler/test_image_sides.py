@@ -280,3 +280,24 @@ def test_embeddings_that_are_lost_on_their_way_to_the_host_end_their_request() -
     assert decode.ended["a", 0] is prefill.ended["a", 0] is RefusalKind.PEER
     prefill.check_empty()
     decode.check_empty()
+
+
+def test_a_leg_whose_embeddings_are_lost_while_its_token_is_read_ends_once() -> None:
+    """The turn that reads its last token is the one that hears of the loss."""
+    network = Network()
+    prefill, decode = pair_of(network)
+    request, prefill.holds_gathers = asked("a", [3, (1, 12), 2], 9), True
+    prefill.receive(at(msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1)), 1))
+    decode.receive(at(request, 1))
+    while not prefill.in_flight:
+        network.deliver_all()
+        prefill.turn()
+        decode.turn()
+    prefill.scheduler.retire_cache()
+    prefill.holds_gathers = False
+    prefill.turn()
+    assert not prefill.in_flight and prefill.ended == {("a", 0): RefusalKind.PEER}
+    run(network, prefill, decode)
+    assert decode.ended["a", 0] is RefusalKind.PEER
+    prefill.check_empty()
+    decode.check_empty()
