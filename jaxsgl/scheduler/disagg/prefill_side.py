@@ -36,6 +36,7 @@ class PrefillSide(Side):
         super().__init__(*args, **kwargs)
         self.rooms: PrefillRooms = PrefillRooms(self._limits, self._kv_names.version, self._clock)
         self._held: dict[str, Reply] = {}  # answers that wait for decode
+        self._ended: set[str] = set()  # requests that this side has ended since replies were taken
         self._expire_s = 0.0
         self._images = self.scheduler.state.images
         if self.scheduler.kept_images is not None:
@@ -64,7 +65,7 @@ class PrefillSide(Side):
         """Whether a reply may leave now; the state machine hears what it means."""
         state = self.rooms.state_of(reply.request_id)
         if state is None:
-            return True
+            return reply.request_id not in self._ended
         if reply.refusal is not None:
             self._carry_out(self.rooms.refused(reply.request_id, reply.refusal))
             return True
@@ -109,8 +110,16 @@ class PrefillSide(Side):
         self._carry_out(self.rooms.gathered(action.room, action.request_id, action.first, data))
 
     def _end(self, request_id: str, replies: list[Reply]) -> None:
+        """Its token may have been read in the same turn, as one that `_held` would keep."""
         self._held.pop(request_id, None)
+        self._ended.add(request_id)
         super()._end(request_id, replies)
+
+    def take_replies(self) -> list[Reply]:
+        """All replies since the last call."""
+        replies = super().take_replies()
+        self._ended.clear()
+        return replies
 
     def _start(self, request: Request) -> None:
         """Sends rows that are there already of images that decode lacks, and has those of others computed."""

@@ -109,7 +109,6 @@ class Side(ABC):
         self._kv_names = KvNames(scheduler.state.adapters, weight_version)
         self._clock = clock
         self._replies: list[Reply] = []  # that are not the scheduler's
-        self._ended: set[str] = set()  # requests that these end
         self._num_bytes = 0  # of pages moved so far
 
     @property
@@ -137,14 +136,10 @@ class Side(ABC):
                 self._carry_out(self._arrived(message))
 
     def take_replies(self) -> list[Reply]:
-        """All replies since the last call.
-
-        The side may end a request whose last token has just been read, and which yields nothing without its pages.
-        """
-        passing = [reply for reply in self.scheduler.take_replies() if self._passes(reply)]
-        replies = [each for each in passing if each.finish_reason is None or each.request_id not in self._ended]
+        """All replies since the last call."""
+        replies = [reply for reply in self.scheduler.take_replies() if self._passes(reply)]
         replies += self._replies  # after the scheduler's: a request that the side ends may have yielded tokens before
-        self._replies, self._ended = [], set()
+        self._replies = []
         return replies
 
     def abort_all(self) -> None:
@@ -187,7 +182,6 @@ class Side(ABC):
     def _end(self, request_id: str, replies: list[Reply]) -> None:
         """Ends a request wherever it is; `replies` go to its client."""
         self.scheduler.end(request_id)
-        self._ended.add(request_id)
         self._replies += replies
 
     @abstractmethod
