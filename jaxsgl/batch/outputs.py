@@ -24,7 +24,8 @@ class StepOutputs(NamedTuple, Generic[ArrayT]):
     """Arrays by token and by sequence: JAX arrays that programs return, then NumPy arrays without padding.
 
     None where the bucket, or the model, has no such array. K is `request.MAX_TOP_LOGPROBS`, or the vocabulary's size if
-    that is less. C is `Bucket.num_choices`. Log-probabilities are natural ones by the model's own logits.
+    that is less; A is `request.MAX_LOGPROB_TOKEN_IDS`, C is `Bucket.num_choices`. Log-probabilities are natural ones by
+    the model's own logits.
 
     Attributes:
       prompt_logprobs: `[T]` float32, of the `targets` of a "score" step.
@@ -36,6 +37,7 @@ class StepOutputs(NamedTuple, Generic[ArrayT]):
       hidden: `[T, D]` float32, the hidden state of each token after the last norm.
       experts: `[T, layers, k]` int32, -1 in layers without experts; None if the model has none.
       logprobs, top_ids, top_logprobs: `[C]`, `[C, K]` and `[C, K]`, as those of the prompt, of the chosen tokens.
+      named_logprobs: `[C, A]` float32, in their places, of the tokens that the request names.
     """
 
     prompt_logprobs: ArrayT | None = None
@@ -49,6 +51,7 @@ class StepOutputs(NamedTuple, Generic[ArrayT]):
     logprobs: ArrayT | None = None
     top_ids: ArrayT | None = None
     top_logprobs: ArrayT | None = None
+    named_logprobs: ArrayT | None = None
 
 
 HostOutputs: TypeAlias = StepOutputs[npt.NDArray[Any]]
@@ -107,6 +110,7 @@ OUTPUTS: dict[str, Output] = {
     "logprobs": Output(("C",), np.float32, _featured, "choice"),
     "top_ids": Output(("C", "K"), np.int32, _featured, "choice"),
     "top_logprobs": Output(("C", "K"), np.float32, _featured, "choice"),
+    "named_logprobs": Output(("C", "A"), np.float32, _featured, "choice"),
 }
 
 

@@ -7,9 +7,11 @@ Edits of the logits (penalties, bias, stop tokens banned until min_tokens) take 
 step. They are one int32 array per row that stays on the device; the host writes it once, when the request first
 samples. `engine/tables.py` applies them.
 
-    edits [EDITS_LEN] = [ penalties (3) | token ids | values | until ]
+    edits [EDITS_LEN] = [ penalties (3) | token ids | values | until | scored ]
                           float bits      MAX_ADDED each: adds `value` (float bits) to the logit of `id` at positions
                                           below `until`; unused entries are all 0
+
+`scored` are token ids whose log-probabilities are wanted in the place of each output token; unused ones are 0.
 
 `AdapterRows` is kept by row too: which adapter each row's request has, and which columns of the device's pool each
 adapter has. Knows `SamplingParams`, but no scheduler's request, no batch, no names of adapters and no device.
@@ -26,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.requests.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxsgl.requests.request import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 ArrayT = TypeVar("ArrayT", bound=Any)
 Bits: TypeAlias = type[np.int32] | type[np.float32]  # of 32 bits each, so that one int32 array holds all fields
@@ -39,7 +41,8 @@ PENALTIES = slice(0, 3)  # frequency, presence, repetition
 IDS = slice(3, 3 + MAX_ADDED)
 VALUES = slice(IDS.stop, IDS.stop + MAX_ADDED)
 UNTIL = slice(VALUES.stop, VALUES.stop + MAX_ADDED)
-EDITS_LEN = UNTIL.stop
+SCORED = slice(UNTIL.stop, UNTIL.stop + MAX_LOGPROB_TOKEN_IDS)
+EDITS_LEN = SCORED.stop
 MIN_REPETITION_PENALTY = 1e-5  # dividing by less, or by what float32 rounds to 0, would make logits infinite
 FOR_EVER = 2**31 - 1  # the largest int32; no sequence gets as long
 
@@ -115,7 +118,7 @@ def _needs_of(params: SamplingParams) -> int:
     asked = {
         DRAWS: not params.greedy,
         FILTERS: params.filtered,
-        EDITS: params.edits_logits,
+        EDITS: params.has_row,
         LOGPROBS: params.logprobs is not None,
         MASKS: params.masked,
         STATES: params.wants_states,
@@ -184,7 +187,7 @@ class SamplingRows:
         return int(np.bitwise_or.reduce(self._needs[rows]))
 
     def edit_rows(self, rows: IntArray) -> IntArray:
-        """`rows`, with the dummy row in place of those that leave their logits as they are."""
+        """`rows`, with the dummy row in place of those that edit no logits, and score no tokens that they name."""
         return np.where(self._needs[rows] & EDITS, rows, self._dummy_row).astype(np.int32)
 
 
@@ -203,6 +206,7 @@ def pack_edits(params: SamplingParams, stop_ids: Collection[int], prompt_len: in
     edits[VALUES].view(np.float32)[:count] = [*params.logit_bias.values(), *[-np.inf] * len(banned)]
     edits[UNTIL][:num_bias] = FOR_EVER
     edits[UNTIL][num_bias:count] = min(prompt_len + params.min_tokens, FOR_EVER)
+    edits[SCORED][: len(params.logprob_token_ids)] = params.logprob_token_ids
     return edits
 
 

@@ -29,7 +29,7 @@ from jaxsgl.engine.attending import Pages
 from jaxsgl.engine.drafting.draft import NO_DRAFTING, Drafting, Ends, Seen, own_layers, with_own_layers
 from jaxsgl.engine.sampling import outputs, sampler, vocabulary
 from jaxsgl.engine.state import DeviceState, StateBuffers
-from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs
+from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs, scored_ids
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
 from jaxsgl.models.layers import no_states
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
@@ -392,7 +392,7 @@ def featured_step(
     ) -> tuple[jax.Array, StepOutputs[jax.Array]]:
         edited = edit_logits(logits, tables, edit_rows, lengths)
         tokens = sampler.sample(edited, sampling, lengths, sampler.greedy(edited), filtered=True)
-        return tokens, outputs.of_choice(logits, tokens)
+        return tokens, outputs.of_choice(logits, tokens, scored_ids(tables.edits, edit_rows))
 
     vocab_size = tables.counts.shape[1]
     tokens, found = vocabulary.by_rows(of_rows, logits, edit_rows, lengths, sampling, vocab_size=vocab_size)

@@ -196,7 +196,14 @@ class ProgramSpec:
                 MASKED_DONATES,
                 self.mesh,
             ),
-            Program(scored, self._bound(score_step), (logits, tokens), by_rank(self.mesh), (), self.mesh),
+            Program(
+                scored,
+                self._bound(score_step),
+                (logits, tokens, self.state.edit_tables.edits, tokens),
+                by_rank(self.mesh),
+                (),
+                self.mesh,
+            ),
         ]
 
     def encode(self, bucket: EncodeBucket) -> Program:

@@ -142,7 +142,9 @@ class StepRunner:
         if features is None:
             return self._completed(programs[1:], forwarded, inputs, self._choose(program, masked))
         chosen = self._choose_featured(program, masked, features)
-        chosen = chosen if own is None else chosen._replace(outputs=score(own, chosen.tokens))
+        if own is not None:
+            scores = score(own, chosen.tokens, self.state.edit_tables.edits, features.edit_rows)
+            chosen = chosen._replace(outputs=scores)
         return self._completed(programs[1:], forwarded, inputs, chosen)
 
     def _choose_featured(self, program: jax.stages.Compiled, forwarded: Forwarded, features: StepFeatures) -> Chosen:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsgl.batch.sampling import EDITS_LEN, IDS, PENALTIES, UNTIL, VALUES, neutral_edits
+from jaxsgl.batch.sampling import EDITS_LEN, IDS, PENALTIES, SCORED, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import DUMMY_PAGE, page_of, tokens_in
 
 
@@ -95,6 +95,11 @@ def edit_logits(logits: jax.Array, tables: EditTables, rows: jax.Array, position
     logits = logits - frequency * in_output - presence * (in_output > 0)
     added = jnp.where(positions[:, None] < edits[:, UNTIL], _floats(edits[:, VALUES]), 0.0)
     return logits.at[jnp.arange(len(rows))[:, None], edits[:, IDS]].add(added)
+
+
+def scored_ids(edits: jax.Array, rows: jax.Array) -> jax.Array:
+    """`[S, A]` the tokens that `rows [S]` name, to be scored in the place of each output token; 0 for none."""
+    return edits[rows, SCORED]
 
 
 def count_tokens(tables: EditTables, rows: jax.Array, tokens: jax.Array) -> EditTables:

@@ -274,10 +274,17 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
       logprob: of the token that stands there.
       top: (token id, log-probability) of the most likely ones, best first; as many as were asked for.
+      named: log-probabilities of the tokens that the request names, in their order.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    named: tuple[float, ...] = ()
+
+    @property
+    def num_scores(self) -> int:
+        """How many log-probabilities these are."""
+        return 1 + len(self.top) + len(self.named)
 
 
 class StageTimes(msgspec.Struct, frozen=True, array_like=True):

@@ -34,6 +34,7 @@ MAX_STOP_REGEXES = 16
 MAX_STOP_REGEX_CHARS = 256
 MAX_LOGIT_BIAS = 300  # entries
 MAX_TOP_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 32
 MAX_SAMPLES = 128
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_BAD_WORDS = 512
@@ -111,8 +112,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       ignore_eos: continue after the model's end-of-sequence tokens (for benchmarks).
       logprobs: return the log-probability of every output token and of the k most likely tokens in its place, from
         the model's own logits, before penalties and temperature. None: none; 0: of the output token alone.
-      prompt_logprobs: the same for every prompt token but the first. The prompt is then computed again, since a
-        prefix cache holds no logits.
+      logprob_token_ids: with `logprobs`, return the log-probabilities of these tokens in the place of every output
+        token, too, as those of a judge's "yes" and "no".
+      prompt_logprobs: the same as `logprobs` for every prompt token but the first. The prompt is then computed again,
+        since a prefix cache holds no logits.
       n: independent samples of one prompt, which is computed once. Sample i draws with seed + i.
       grammar: what the output must be; EOS and stop tokens can't be drawn before it is. The request also ends where
         the grammar can't go on, before min_tokens and with ignore_eos, too. None: the output is free.
@@ -141,6 +144,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     n: int = 1
     grammar: Grammar | None = None
@@ -159,6 +163,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not isinstance(self.grammar, Grammar | None):
             raise InvalidRequest(f"grammar is {self.grammar!r:.100}, but must be a jaxsgl.Grammar")
         self._check_lists()
+        self._check_logprob_token_ids()
         self._check_logit_bias()
         self._check_end()
 
@@ -201,6 +206,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if set(map(type, ids)) - {int}:
                 raise InvalidRequest("allowed_token_ids and bad_word_ids must hold integers")
 
+    def _check_logprob_token_ids(self) -> None:
+        ids = self.logprob_token_ids
+        if ids == ():
+            return
+        if not isinstance(ids, tuple | list) or set(map(type, ids)) - {int}:
+            raise InvalidRequest(f"logprob_token_ids is {ids!r:.100}, but must be a list of token ids")
+        allowed = f"0 to {MAX_LOGPROB_TOKEN_IDS}"
+        check(len(ids) <= MAX_LOGPROB_TOKEN_IDS, "the number of logprob_token_ids", len(ids), allowed)
+        if self.logprobs is None:
+            raise InvalidRequest("logprob_token_ids are given, but logprobs is not: set it, to 0 for no likely tokens")
+
     def _check_logit_bias(self) -> None:
         for token_id, bias in self.logit_bias.items():
             check_integer("a token id of logit_bias", token_id, optional=False)
@@ -242,6 +258,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def edits_logits(self) -> bool:
         """Whether logits change before a token is chosen: penalties, bias, or stop tokens held back by min_tokens."""
         return self.penalizes or bool(self.logit_bias) or self.bans_stop_tokens
+
+    @property
+    def has_row(self) -> bool:
+        """Whether the device must know more of it than its sampling arrays before a token is chosen."""
+        return self.edits_logits or bool(self.logprob_token_ids)
+
+    @property
+    def num_scores(self) -> int:
+        """Log-probabilities of each output token, those of others in its place included."""
+        return 0 if self.logprobs is None else 1 + self.logprobs + len(self.logprob_token_ids)
 
     @property
     def penalizes(self) -> bool:
@@ -397,6 +423,7 @@ def check_request(request: Request, limits: Limits) -> None:
     if request.prediction_ids:
         _check_prediction(request, limits)
     check_token_ids("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)
+    check_token_ids("logprob_token_ids", request.sampling.logprob_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", tuple(request.sampling.logit_bias), limits.vocab_size)
     check_token_ids("allowed_token_ids", request.sampling.allowed_token_ids, limits.vocab_size)
     for ids in request.sampling.bad_word_ids:
@@ -459,8 +486,7 @@ def check_num_scores(requests: Sequence[Request], limits: Limits) -> None:
     total = sum(of_prompts)
     for request in requests:
         if request.sampling.logprobs is not None:
-            per_token = request.sampling.n * _num_scores(request.sampling.logprobs)
-            total += per_token * max_new_tokens(request, limits)
+            total += request.sampling.n * request.sampling.num_scores * max_new_tokens(request, limits)
     if total > MAX_SCORES:
         raise InvalidRequest(
             f"the answer may hold {total} log-probabilities, but {MAX_SCORES} are the most: lower max_tokens, n or the "
@@ -526,7 +552,7 @@ def max_new_tokens(request: Request, limits: Limits) -> int:
     most = min(room, limits.pool_tokens - prompt_len, MAX_OUTPUT_TOKENS // sampling.n)
     if sampling.logprobs is not None:
         left = MAX_SCORES - _num_scores(sampling.prompt_logprobs) * prompt_len
-        most = min(most, max(left // (sampling.n * _num_scores(sampling.logprobs)), 1))
+        most = min(most, max(left // (sampling.n * sampling.num_scores), 1))
     return most
 
 

@@ -190,7 +190,7 @@ def collectors_of(request: Request, index: int, spec: PoolingSpec | None) -> tup
     if sampling.prompt_logprobs is not None and index == 0:
         collectors.append(PromptLogprobs(sampling.prompt_logprobs, np.array(request.prompt_ids, dtype=np.int32)))
     if sampling.logprobs is not None:
-        collectors.append(SampledLogprobs(sampling.logprobs))
+        collectors.append(SampledLogprobs(sampling.logprobs, len(sampling.logprob_token_ids)))
     if request.pooling is not None:
         collectors.append(PooledPrompt(request.pooling, spec or LAST_TOKEN, len(request.prompt_ids)))
     if sampling.wants_states:

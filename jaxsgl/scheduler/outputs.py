@@ -132,12 +132,12 @@ class PromptLogprobs(OutputCollector):
 
 
 class SampledLogprobs(OutputCollector):
-    """The log-probability of each new token, with its `num_top` most likely tokens."""
+    """The log-probability of each new token, with those of `num_top` likely and of `num_named` tokens in its place."""
 
     single_steps = True
 
-    def __init__(self, num_top: int) -> None:
-        self._num_top = num_top
+    def __init__(self, num_top: int, num_named: int = 0) -> None:
+        self._num_top, self._num_named = num_top, num_named
         self._newest: TokenLogprob | None = None
 
     def take(self, outputs: HostOutputs, part: StepPart) -> None:
@@ -145,6 +145,10 @@ class SampledLogprobs(OutputCollector):
         if part.is_last:
             arrays = outputs.logprobs, outputs.top_ids, outputs.top_logprobs
             (self._newest,) = token_logprobs(arrays, part.place, 1, self._num_top)
+            if self._num_named:
+                assert outputs.named_logprobs is not None, "the step has no such scores"
+                named = outputs.named_logprobs[part.place, : self._num_named].tolist()
+                self._newest = replace_struct(self._newest, named=tuple(named))
 
     def add_to(self, reply: Reply) -> Reply:
         """That of the reply's token."""

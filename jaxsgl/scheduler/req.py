@@ -156,7 +156,7 @@ class Req:
         self.sampling = request.sampling
         self.outputs = outputs
         self.ends_with_prompt = any(collector.ends_request for collector in outputs)
-        self.single_steps = request.sampling.edits_logits or any(collector.single_steps for collector in outputs)
+        self.single_steps = request.sampling.has_row or any(collector.single_steps for collector in outputs)
         self.prompt_ids: IntArray = leader.prompt_ids if leader else np.array(request.prompt_ids, dtype=np.int32)
         self.media: tuple[MediaItem, ...] = request.media
         self._prompt_hash_ids: IntArray = self.prompt_ids
@@ -294,11 +294,11 @@ class Req:
         return np.concatenate([prompt[:, start:], np.broadcast_to(later, (3, len(later)))], axis=1)[:, :count]
 
     def edit_setup(self, vocab_size: int) -> IntArray | None:
-        """What the device must know before it samples (see `row_setup`), if the request edits logits.
+        """What the device must know before it samples (see `row_setup`), if the request has a row of edits.
 
         It is made of ids that the host knows, so it also serves a request that starts over after a retraction.
         """
-        if not self.sampling.edits_logits or self.lease is None:
+        if not self.sampling.has_row or self.lease is None:
             return None
         edits = pack_edits(self.sampling, self.stop_ids, self.prompt_len)
         return row_setup(self.lease.row, edits, token_counts(self.prompt_ids, self.output_ids, vocab_size))

@@ -25,7 +25,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.engine_api import EngineOp, Gather, GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepArrays, StepFeatures, StepInputs
 from jaxsgl.batch.outputs import NO_OUTPUTS, HostOutputs, StepOutputs
-from jaxsgl.batch.sampling import EDITS_LEN, IDS, PENALTIES, UNTIL, VALUES, neutral_edits
+from jaxsgl.batch.sampling import EDITS_LEN, IDS, PENALTIES, SCORED, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
@@ -304,7 +304,7 @@ class FakeEngine:
             tokens[c] = next_allowed(sequence, banned, self._capacity.vocab_size, seed)
             self._counts[row, tokens[c]] += 2
         chosen = tokens[: inputs.num_choices]
-        outputs = outputs_of(FakeStep(self._capacity, inputs, arrays, sequences, chosen))
+        outputs = outputs_of(FakeStep(self._capacity, inputs, arrays, sequences, chosen, self._edits[rows][:, SCORED]))
         if inputs.bucket.kind == "verify":
             return self._kept(inputs, ids, chosen), outputs
         self._last_tokens[arrays.sample_rows] = tokens

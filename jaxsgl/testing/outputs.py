@@ -22,13 +22,14 @@ _RANKS = range(MAX_TOP_LOGPROBS)
 
 
 class FakeStep(NamedTuple):
-    """A step that has run: its sequences as its page table says, and the tokens that it has chosen `[num_choices]`."""
+    """A step that has run: its sequences as its page table says, and what it has chosen and named `[num_choices]`."""
 
     capacity: Capacity
     inputs: StepInputs
     arrays: StepArrays[npt.NDArray[Any]]
     sequences: Sequence[IntArray]
     tokens: npt.NDArray[np.int32]
+    named_ids: IntArray  # `[num_choices, A]`
 
     @property
     def prefixes(self) -> Iterator[IntArray]:
@@ -93,6 +94,10 @@ _MAKERS: dict[str, Callable[[FakeStep], Sequence[Any] | None]] = {
     "logprobs": lambda step: [logprob(*pair) for pair in step.chosen],
     "top_ids": lambda step: [[token + rank for rank in _RANKS] for _, token in step.chosen],
     "top_logprobs": lambda step: [[logprob(*pair) - rank for rank in _RANKS] for pair in step.chosen],
+    "named_logprobs": lambda step: [
+        [logprob(sequence, named) for named in ids]
+        for (sequence, _), ids in zip(step.chosen, step.named_ids.tolist(), strict=True)
+    ],
 }
 
 

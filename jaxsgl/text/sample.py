@@ -111,7 +111,7 @@ class Piece(msgspec.Struct, frozen=True):
         """Log-probabilities that it holds, those of other likely tokens included, and numbers of states."""
         each = (self.logprobs, self.prompt_logprobs or ())
         of_states = sum(len(part.hidden) + len(part.experts) for part in self.states) // 4
-        return of_states + sum(len(scored) * (1 + len(scored[0].top)) for scored in each if scored)
+        return of_states + sum(len(scored) * scored[0].num_scores for scored in each if scored)
 
 
 class StopStrings:

@@ -25,7 +25,7 @@ from jaxsgl.requests.outputs import PoolingSpec, StatesSpec
 SIZES = Capacity(
     4, 200, 8, 128, 128, 1000, pooling=PoolingSpec(dimension=3), states=StatesSpec(True, True, 3, num_layers=2, top_k=2)
 )
-AXES = {"T": 32, "S": 8, "C": 8, "K": 20, "D": 3, "L": 16, "layers": 2, "k": 2}
+AXES = {"A": 32, "T": 32, "S": 8, "C": 8, "K": 20, "D": 3, "L": 16, "layers": 2, "k": 2}
 
 
 def padded(inputs: StepInputs) -> HostOutputs:
@@ -61,8 +61,9 @@ def test_the_host_gets_tokens_and_sequences_without_padding() -> None:
         if (bucket.kind, bucket.num_tokens, bucket.featured, bucket.states) == ("score", 32, True, True)
     )
     device = padded(inputs)
-    chosen = StepOutputs(logprobs=device.logprobs, top_ids=device.top_ids, top_logprobs=device.top_logprobs)
-    forward = device._replace(logprobs=None, top_ids=None, top_logprobs=None)
+    of_choice = [name for name, output in OUTPUTS.items() if output.made_by == "choice"]
+    chosen = StepOutputs(**{name: getattr(device, name) for name in of_choice})
+    forward = device._replace(**dict.fromkeys(of_choice))
     host = on_host((forward, chosen), inputs)
     check_outputs(host, inputs)
     assert host.prompt_top_ids is not None and host.prompt_top_ids.shape == (9, 20)

@@ -129,6 +129,8 @@ def test_log_probabilities_of_outputs_are_those_of_the_unedited_logits(
         "alone": {"temperature": 0.0, "logprobs": 0},
         "without": {"temperature": 0.0},
         "edited": {"temperature": 1.5, "seed": 3, "presence_penalty": 2.0, "logit_bias": {9: 4.0}, "logprobs": 5},
+        "named": {"temperature": 0.0, "logprobs": 0, "logprob_token_ids": (9, 3, 77)},
+        "both": {"temperature": 0.0, "logit_bias": {9: 4.0}, "logprobs": 1, "logprob_token_ids": (9,)},
     }
     requests = [
         Request(name, prompt, SamplingParams(max_tokens=10, ignore_eos=True, **params))
@@ -147,6 +149,8 @@ def test_log_probabilities_of_outputs_are_those_of_the_unedited_logits(
         for reply, token, row in zip(replies, tokens, expected, strict=True):
             assert reply.logprob is not None
             check_logprob(reply.logprob, token, row, asked)
+            named = row[list(request.sampling.logprob_token_ids)]
+            np.testing.assert_allclose(reply.logprob.named, named, rtol=0, atol=TOLERANCE)
     assert engine.recompiles == 0
 
 

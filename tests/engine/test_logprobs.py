@@ -29,8 +29,11 @@ def test_the_best_tokens_are_those_of_a_stable_sort(vocab_size: int) -> None:
 def test_scores_are_log_probabilities() -> None:
     logits = 20 * random_logits(50, 1000)
     tokens = np.arange(50, dtype=np.int32) * 20
-    scores = jax.jit(sampler.score)(logits, tokens)
+    named = np.random.default_rng(0).integers(0, 1000, (50, 3), np.int32)
+    scores = jax.jit(sampler.score)(logits, tokens, named)
     expected = log_softmax(logits)
+    of_named = np.take_along_axis(expected, named, axis=1)
+    np.testing.assert_allclose(scores.named_logprobs, of_named, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(scores.logprobs, expected[np.arange(50), tokens], rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(scores.top_logprobs, -np.sort(-expected)[:, :MAX_TOP_LOGPROBS], rtol=1e-5, atol=1e-4)
 
@@ -43,5 +46,6 @@ def test_slices_change_nothing(num_tokens: int) -> None:
     sliced = jax.jit(lambda h, t: vocabulary.score_in_slices(lambda part: part @ weights, h, t))(hidden, targets)
     whole = jax.jit(sampler.score)(jnp.asarray(hidden @ weights), jnp.asarray(targets))
     assert sliced.logprobs.shape == (num_tokens,)
-    for one, other in zip(sliced, whole, strict=True):
+    assert sliced.named_logprobs is whole.named_logprobs is None
+    for one, other in zip(sliced[:3], whole[:3], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

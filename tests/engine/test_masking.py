@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from jaxsgl.batch.build import Work
 from jaxsgl.batch.inputs import Bucket
+from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.programs import ProgramKey, ProgramSet, StageBytes
 from jaxsgl.engine.sampling.masking import masked_step
@@ -121,8 +123,11 @@ def test_log_probabilities_are_the_models_own_before_the_mask(engine: Engine, pl
     logits = plain.logits(PROMPT)[-1]
     logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     driver = Driver(engine)
-    driver.sampling.set(0, SamplingParams(temperature=0.0, grammar=HELD, logprobs=3), 0)
-    handle = engine.submit(driver.extend((0, PROMPT, 0)))
+    params = SamplingParams(temperature=0.0, grammar=HELD, logprobs=3, logprob_token_ids=(7, 50))
+    driver.sampling.set(0, params, 0)
+    ids, edits = np.array(PROMPT, np.int32), pack_edits(params, (), len(PROMPT))
+    setup = row_setup(0, edits, token_counts(ids, [], VOCAB))
+    handle = engine.submit(driver.builder.extend([Work(0, ids, 0, True, setup=setup)]))
     handle.choose(masks({3, 50}, None, None, None))
     token = max((3, 50), key=lambda token: logits[token])
     assert handle.tokens().tolist() == [token]
@@ -131,6 +136,8 @@ def test_log_probabilities_are_the_models_own_before_the_mask(engine: Engine, pl
     np.testing.assert_allclose(scores.logprobs[0], logprobs[token], atol=1e-4)
     assert scores.top_ids[0][:3].tolist() == logprobs.argsort()[::-1][:3].tolist()
     assert np.isfinite(scores.top_logprobs).all()
+    assert scores.named_logprobs is not None
+    np.testing.assert_allclose(scores.named_logprobs[0][:2], logprobs[[7, 50]], atol=1e-4)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 101, 1000])

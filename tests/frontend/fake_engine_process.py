@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -342,7 +343,9 @@ class FakeEngine:
             reason,
             cached_tokens=len(run.request.prompt_ids) // 2,
             index=run.index,
-            logprob=None if sampling.logprobs is None else logprob(token, sampling.logprobs),
+            logprob=None
+            if sampling.logprobs is None
+            else logprob(token, sampling.logprobs, sampling.logprob_token_ids),
             prompt_logprobs=prompt_logprobs,
             times=StageTimes(0.001, 0.002) if len(run.sent) == 1 else None,
             states=states_of(run) if sampling.wants_states else None,
@@ -368,8 +371,9 @@ def states_of(run: Running) -> TokenStates:
     return TokenStates(hidden.tobytes(), array("i", [ids[position] % 4 for position in new]).tobytes())
 
 
-def logprob(token: int, num_top: int) -> TokenLogprob:
-    return TokenLogprob(-token / 8, tuple((token + i, -token / 8 - i) for i in range(num_top)))
+def logprob(token: int, num_top: int, named: Sequence[int] = ()) -> TokenLogprob:
+    top = tuple((token + i, -token / 8 - i) for i in range(num_top))
+    return TokenLogprob(-token / 8, top, tuple(-token / 8 - id for id in named))
 
 
 def main() -> int:

@@ -141,11 +141,14 @@ def test_log_probabilities_come_only_where_they_are_asked_for(stub: pb_grpc.Jaxs
     (reply,) = stub.Generate(ids_request(8, 16, 24, stream=False, max_tokens=3))
     assert not reply.logprobs
     assert not reply.prompt_logprobs
-    replies = list(stub.Generate(ids_request(8, 16, 24, max_tokens=3, logprobs=2, prompt_logprobs=0, n=2)))
+    replies = list(
+        stub.Generate(ids_request(8, 16, 24, max_tokens=3, logprobs=2, logprob_token_ids=[4], prompt_logprobs=0, n=2))
+    )
     of_first = [reply for reply in replies if reply.index == 0]
     given = [entry for reply in of_first for entry in reply.logprobs]
     assert [entry.logprob for entry in given] == [-1.0, -2.0, -3.0]
     assert [[(top.token_id, top.logprob) for top in entry.top] for entry in given][1] == [(16, -2.0), (17, -3.0)]
+    assert [list(entry.named) for entry in given] == [[-5.0], [-6.0], [-7.0]]
     assert [entry.logprob for entry in of_first[0].prompt_logprobs] == [-2.0, -3.0]
     assert not of_first[0].prompt_logprobs[0].top
     assert sum(bool(reply.prompt_logprobs) for reply in replies) == 1

@@ -100,7 +100,7 @@ def test_stream_interval_makes_fewer_chunks_but_the_first_comes_at_once(sglang: 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_log_probabilities_of_the_output(sglang: Stub, stream: bool) -> None:
-    of_request = {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 2}
+    of_request = {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": 2, "token_ids_logprob": [3, 1]}
     answers = list(sglang.Generate(ask(*PROMPT, max_new_tokens=5, stream=stream, of_request=of_request)))
     complete = answers[-1].complete
     expected = [5, 6, 7, 8, 5]
@@ -108,6 +108,8 @@ def test_log_probabilities_of_the_output(sglang: Stub, stream: bool) -> None:
     assert list(complete.output_logprobs.token_logprobs) == [-id / 8 for id in expected]
     tops = [(list(top.token_ids), list(top.values)) for top in complete.output_logprobs.top_logprobs]
     assert tops == [([id, id + 1], [-id / 8, -id / 8 - 1]) for id in expected]
+    named = [(list(each.token_ids), list(each.values)) for each in complete.output_logprobs.token_ids_logprobs]
+    assert named == [([3, 1], [-id / 8 - 3, -id / 8 - 1]) for id in expected]
     assert not complete.HasField("input_logprobs")
     if stream:
         parts = [answer.chunk.output_logprobs for answer in answers[:-1]]

@@ -118,6 +118,18 @@ def test_log_probabilities_come_as_sglang_writes_them(http: httpx.Client) -> Non
     assert isinstance(with_text["output_token_logprobs"][0][2], str)
 
 
+def test_tokens_that_a_request_names_are_scored_at_each_output_token(http: httpx.Client) -> None:
+    body = generate_body(8, 16, max_new_tokens=2) | {"return_logprob": True, "token_ids_logprob": [7, 3]}
+    meta = http.post("/generate", json=body).json()["meta_info"]
+    assert meta["output_token_ids_logprobs"] == [[[-8.0, 7, None], [-4.0, 3, None]], [[-9.0, 7, None], [-5.0, 3, None]]]
+    of_each = body | {"input_ids": [[8], [16]], "token_ids_logprob": [[1], [2, 3]]}
+    first, second = (each["meta_info"] for each in http.post("/generate", json=of_each).json())
+    assert [[entry[1] for entry in entries] for entries in first["output_token_ids_logprobs"]] == [[1], [1]]
+    assert [[entry[1] for entry in entries] for entries in second["output_token_ids_logprobs"]] == [[2, 3]] * 2
+    plain = http.post("/generate", json=body | {"token_ids_logprob": None}).json()["meta_info"]
+    assert "output_token_ids_logprobs" not in plain
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_may_be_scored_without_an_output(http: httpx.Client, stream: bool) -> None:
     """As SGLang's own language does for `select`."""
@@ -161,6 +173,12 @@ def last_events(response: httpx.Response) -> list[dict[str, Any]]:
         ({"rid": "x" * 300}, "300"),
         ({"image_data": "x.png"}, "the model takes text alone"),
         ({"top_logprobs_num": 21}, "top_logprobs_num"),
+        ({"token_ids_logprob": [7]}, "return_logprob is not true"),
+        ({"token_ids_logprob": [7], "return_logprob": True, "logprob_start_len": 0}, "output tokens alone"),
+        ({"token_ids_logprob": [[7], [8]], "return_logprob": True}, "2 lists for 1 prompts"),
+        ({"token_ids_logprob": [10**6], "return_logprob": True}, "logprob_token_ids holds token id 1000000"),
+        ({"token_ids_logprob": [1] * 33, "return_logprob": True}, "is 33, but must be 0 to 32"),
+        ({"token_ids_logprob": 7}, "token_ids_logprob: must be a list of token ids, or a list with one such list"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(http: httpx.Client, change: dict[str, object], words: str) -> None:

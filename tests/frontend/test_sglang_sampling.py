@@ -101,7 +101,6 @@ def test_a_refusal_of_a_sampling_field_names_it(sampling: dict[str, Any], word: 
         {"disaggregated_params": pb.DisaggregatedParams(bootstrap_host="a", bootstrap_port=1, bootstrap_room=-1)},
         {"custom_logit_processor": "gASV"},
         {"input_embeds": [0.5]},
-        {"token_ids_logprob": [0]},
         {"return_logprob": True, "logprob_start_len": -2},
         {"return_logprob": True, "logprob_start_len": 2},
         {"return_logprob": True, "top_logprobs_num": -1},

@@ -6,6 +6,8 @@ test_state_machine.py hand every reply to it and ask for a verdict at their end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxsgl.config.engine import Limits, SchedulingConfig
@@ -97,7 +99,8 @@ class Answers:
         if asked is None:
             assert not given
         else:
-            assert given == [_token_logprob(sequence, end, asked) for end in ends]
+            named = request.sampling.logprob_token_ids
+            assert given == [_token_logprob(sequence, end, asked, named) for end in ends]
         asked = request.sampling.prompt_logprobs
         if asked is None:
             assert request.request_id not in self.prompt_logprobs
@@ -158,7 +161,8 @@ def _check_pooled(request: Request, reason: FinishReason | RefusalKind, pooled: 
     assert np.frombuffer(pooled.hidden, np.float32).tolist() == [float(np.float32(sum(states) / len(states)))]
 
 
-def _token_logprob(sequence: list[int], place: int, num_top: int) -> TokenLogprob:
+def _token_logprob(sequence: list[int], place: int, num_top: int, named: Sequence[int] = ()) -> TokenLogprob:
     """What the fake engine says of the token at `place`."""
     token, value = sequence[place], logprob(sequence[:place], sequence[place])
-    return TokenLogprob(value, tuple((token + i, value - i) for i in range(num_top)))
+    of_named = tuple(logprob(sequence[:place], other) for other in named)
+    return TokenLogprob(value, tuple((token + i, value - i) for i in range(num_top)), of_named)

@@ -114,6 +114,7 @@ def test_only_batches_with_features_bring_more_than_one_array() -> None:
         "penalty": {"presence_penalty": 0.5},
         "logprobs": {"logprobs": 0},
         "bias": {"logit_bias": {3: 1.0}},
+        "named": {"logprobs": 0, "logprob_token_ids": (3, 5)},
     }
     for name, params in [("greedy", {}), ("drawn", {"temperature": 1.0, "seed": 1}), *features.items()]:
         kind = SamplingParams(**{"temperature": 0.0, "max_tokens": 5, **params})
@@ -121,7 +122,7 @@ def test_only_batches_with_features_bring_more_than_one_array() -> None:
         for inputs in scheduler.launched:
             assert inputs.bucket.featured == (inputs.features is not None) == (name in features)
         setups = [len(inputs.features.row_setups) for inputs in scheduler.launched if inputs.features is not None]
-        assert sum(setups) == (name in ("penalty", "bias")), "a row is set once, or not at all"
+        assert sum(setups) == (name in ("penalty", "bias", "named")), "a row is set once, or not at all"
 
 
 def test_a_chunk_that_yields_no_token_makes_no_featured_batch() -> None:

@@ -93,7 +93,16 @@ class SpeculativeHistory:
         prompt = [2 + (i * i + base * (i // 9 + 1)) % (VOCAB - 2) for i in range(length)]
         masks: dict[str, Any] = one_of(({}, {}, {}, *MASKS))
         features: dict[str, Any] = one_of(
-            ({}, {}, {}, {"logprobs": 1}, {"min_tokens": 4}, {"presence_penalty": 1.0}, {"n": 2})
+            (
+                {},
+                {},
+                {},
+                {"logprobs": 1},
+                {"logprobs": 0, "logprob_token_ids": (2, 5)},
+                {"min_tokens": 4},
+                {"presence_penalty": 1.0},
+                {"n": 2},
+            )
         )
         max_tokens = one_of((12, 1, 2, 20, 7))
         params = SamplingParams(

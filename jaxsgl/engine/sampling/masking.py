@@ -1,7 +1,7 @@
 """Programs for steps whose tokens are held to grammars: masks between the forward and the sampling program.
 
     forward -> logits -> masked_step(logits, packed, masks) -> the sampling program of any other step -> tokens
-                   '---> copy_step(logits), if log-probabilities are wanted ------> score_step(copy, tokens)
+                   '---> copy_step(logits), if log-probabilities are wanted ------> score_step(copy, tokens, ..)
 
 Masks are written into the logits in place: on a CPU another array of that size costs four times as much as the mask.
 Log-probabilities are the model's own, hence the copy. step_programs.py makes programs of these functions, for every
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxsgl.batch.outputs import StepOutputs
 from jaxsgl.engine.sampling import vocabulary
 from jaxsgl.engine.sampling.outputs import of_choice
+from jaxsgl.engine.tables import scored_ids
 from jaxsgl.models.tensor_parallel import num_parts, part_index
 
 MASKED_DONATES = (0,)  # logits
@@ -39,9 +40,14 @@ def copy_step(logits: jax.Array) -> jax.Array:
     return jnp.copy(logits)
 
 
-def score_step(logits: jax.Array, tokens: jax.Array, *, vocab_size: int | None = None) -> StepOutputs[jax.Array]:
-    """`of_choice` for `tokens [S]` and `logits [S, V]`, which no mask has changed; padding as in `sample_step`."""
-    return vocabulary.by_rows(of_choice, logits, tokens, vocab_size=vocab_size)
+def score_step(
+    logits: jax.Array, tokens: jax.Array, edits: jax.Array, edit_rows: jax.Array, *, vocab_size: int | None = None
+) -> StepOutputs[jax.Array]:
+    """`of_choice` for `tokens [S]`, `edit_rows [S]` of `edits` and `logits [S, V]`, which no mask has changed.
+
+    Padding as in `sample_step`.
+    """
+    return vocabulary.by_rows(of_choice, logits, tokens, scored_ids(edits, edit_rows), vocab_size=vocab_size)
 
 
 def _bits(masks: jax.Array, vocab_size: int) -> jax.Array:

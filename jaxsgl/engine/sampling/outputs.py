@@ -74,10 +74,9 @@ def of_heads(
     return outputs._replace(pooled=pooled, label_logits=logits, log_total=log_total)
 
 
-def of_choice(logits_SV: jax.Array, tokens_S: jax.Array) -> StepOutputs[jax.Array]:
-    """The log-probabilities of `tokens_S` by `logits_SV`, of the whole vocabulary."""
-    scores = score(logits_SV, tokens_S)
-    return StepOutputs(logprobs=scores.logprobs, top_ids=scores.top_ids, top_logprobs=scores.top_logprobs)
+def of_choice(logits_SV: jax.Array, tokens_S: jax.Array, named_SA: jax.Array) -> StepOutputs[jax.Array]:
+    """The log-probabilities of `tokens_S`, and of `named_SA` in their places, by the whole vocabulary's `logits_SV`."""
+    return StepOutputs(**score(logits_SV, tokens_S, named_SA)._asdict())
 
 
 def _log_total(logits_SV: jax.Array) -> jax.Array:

@@ -126,14 +126,16 @@ class Logprobs(NamedTuple):
     logprobs: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
+    named_logprobs: jax.Array | None = None
 
 
-def score(logits: jax.Array, tokens: jax.Array) -> Logprobs:
-    """Log-probabilities of `tokens [n]` and of the K most likely tokens, by `logits [n, V]` float32."""
+def score(logits: jax.Array, tokens: jax.Array, named: jax.Array | None = None) -> Logprobs:
+    """Log-probabilities of `tokens [n]`, of the K likeliest and of `named [n, A]`, by float32 `logits [n, V]`."""
     total = log_sum_exp(logits, keepdims=True)
     top_logits, top_ids = top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
-    return Logprobs((chosen - total)[:, 0], top_ids, top_logits - total)
+    of_named = None if named is None else jnp.take_along_axis(logits, named, axis=-1) - total
+    return Logprobs((chosen - total)[:, 0], top_ids, top_logits - total, of_named)
 
 
 def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -101,4 +101,5 @@ def score_in_slices(
         return by_rows(sampler.score, logits_of(part[0]), part[1], vocab_size=vocab_size)
 
     scores = jax.lax.map(score, slices)
-    return Logprobs(*(jnp.reshape(x, (-1, *x.shape[2:]))[:num_tokens] for x in scores))
+    found: Logprobs = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[2:]))[:num_tokens], scores)
+    return found

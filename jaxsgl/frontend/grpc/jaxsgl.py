@@ -128,6 +128,7 @@ def _sampling(params: pb.SamplingParams) -> SamplingParams:
         **given,
         logit_bias=dict(params.logit_bias),
         stop_token_ids=tuple(params.stop_token_ids),
+        logprob_token_ids=tuple(params.logprob_token_ids),
         stop=tuple(params.stop),
         include_stop_str_in_output=params.include_stop_str_in_output,
         ignore_eos=params.ignore_eos,
@@ -178,7 +179,7 @@ def _drafts(told: Speculated) -> pb.Drafts:
 
 def _logprob(of_token: TokenLogprob) -> pb.TokenLogprob:
     top = (pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in of_token.top)
-    return pb.TokenLogprob(logprob=of_token.logprob, top=top)
+    return pb.TokenLogprob(logprob=of_token.logprob, top=top, named=of_token.named)
 
 
 def _model_info(model: ServedModel, weight_version: str) -> pb.ModelInfo:

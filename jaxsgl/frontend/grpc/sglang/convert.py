@@ -27,7 +27,6 @@ from jaxsgl.text.sample import End, Piece
 _UNSUPPORTED_OF_REQUEST = {
     "custom_logit_processor": "it would run code of the client's; use logit_bias",
     "input_embeds": "send tokenized.input_ids",
-    "token_ids_logprob": "use top_logprobs_num",
 }
 _MAX_ID_DIGITS = 10
 _GRAMMARS: dict[str, Callable[[str], Grammar]] = {  # by the field of the protocol
@@ -135,6 +134,7 @@ def _sampling(request: pb.GenerateRequest, prefill_only: bool, scores_prompt: bo
         include_stop_str_in_output=params.no_stop_trim,
         ignore_eos=params.ignore_eos,
         logprobs=top if request.return_logprob else None,
+        logprob_token_ids=tuple(request.token_ids_logprob) if request.return_logprob else (),
         prompt_logprobs=top if scores_prompt else None,
         n=params.n or 1,
         grammar=_grammar(params),
@@ -181,7 +181,7 @@ class Responses:
     def num_scores(self, piece: Piece) -> int:
         """Log-probabilities that `of(piece)` has to write."""
         sample = self._samples[piece.index]
-        kept = len(sample.logprobs) * (1 + (self._options.sampling.logprobs or 0)) if piece.end is not None else 0
+        kept = len(sample.logprobs) * self._options.sampling.num_scores if piece.end is not None else 0
         return piece.num_scores + kept + sum(len(part.hidden) for part in sample.states) // 4
 
     def of(self, piece: Piece) -> Iterator[pb.GenerateResponse]:
@@ -246,10 +246,13 @@ class Responses:
         return pb.GenerateResponse(request_id=self._request_id, complete=complete)
 
     def _output_logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs:
+        sampling = self._options.sampling
+        named = sampling.logprob_token_ids
         return pb.OutputLogProbs(
             token_logprobs=[of_token.logprob for of_token in logprobs],
             token_ids=ids,
-            top_logprobs=map(_top, logprobs) if self._options.sampling.logprobs else (),
+            top_logprobs=map(_top, logprobs) if sampling.logprobs else (),
+            token_ids_logprobs=[pb.TopLogProbs(values=each.named, token_ids=named) for each in logprobs if named],
         )
 
     def _input_logprobs(self, of_prompt: Sequence[TokenLogprob]) -> pb.InputLogProbs:

@@ -56,7 +56,7 @@ from jaxsgl.text.sample import End, Piece, Speculated
 from jaxsgl.text.tokenizer import Tokenizer
 
 # SGLang's fields that change the answer and that aren't built. Empty or false, they ask for nothing.
-NOT_BUILT = frozenset({"session_params", "token_ids_logprob"})
+NOT_BUILT = frozenset({"session_params"})
 _HAS_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 
 Given: TypeAlias = "str | list[str | list[str] | None] | None"
@@ -108,7 +108,8 @@ async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
     each = _each(body, len(prompts))
     _check_counts(prompts, each)
     ids = _ids(body.rid, prompts)
-    samplings = [_sampling(body, params) for params in each]
+    named = _named_ids(body, len(prompts))
+    samplings = [_sampling(body, params, ids) for params, ids in zip(each, named, strict=True)]
     options = in_rooms(options_of(body, adapters_of(front_end, None, body.lora_path, len(prompts))), body)
     return await front_end.generator.prepare_all(list(map(Prompted, prompts, samplings, ids, options)))
 
@@ -209,9 +210,30 @@ def _ids(rid: str | list[str] | None, prompts: Sequence[Prompt]) -> list[str]:
     return rid
 
 
-def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
+def _named_ids(body: GenerateBody, num_prompts: int) -> list[tuple[int, ...]]:
+    """Returns the tokens of `token_ids_logprob` for each prompt. Raises `InvalidRequest` where they can't be scored."""
+    given = body.token_ids_logprob
+    if not given:
+        return [()] * num_prompts
+    if not body.return_logprob:
+        raise InvalidRequest("token_ids_logprob is given, but return_logprob is not true: set it to true")
+    if _scores_prompt(body):
+        raise InvalidRequest("token_ids_logprob is for output tokens alone: leave logprob_start_len at -1")
+    if isinstance(given[0], int):
+        return [tuple(given)] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequest(
+            f"token_ids_logprob has {len(given)} lists for {num_prompts} prompts: send one list, or one per prompt"
+        )
+    return [tuple(ids) for ids in given]
+
+
+def _scores_prompt(body: GenerateBody) -> bool:
+    return body.logprob_start_len is not None and body.logprob_start_len >= 0
+
+
+def _sampling(body: GenerateBody, params: SamplingBody, named: tuple[int, ...]) -> SamplingParams:
     top = (body.top_logprobs_num or 0) if body.return_logprob else None
-    scores_prompt = body.logprob_start_len is not None and body.logprob_start_len >= 0
     return sampling_params(
         params,
         max_tokens=max(1, params.max_new_tokens),  # the engine samples at least one token; `Writer` drops it
@@ -219,7 +241,8 @@ def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
         seed=params.sampling_seed,
         include_stop_str_in_output=params.no_stop_trim,
         logprobs=top,
-        prompt_logprobs=top if scores_prompt else None,
+        logprob_token_ids=named,
+        prompt_logprobs=top if _scores_prompt(body) else None,
         grammar=grammar_of(params),
         return_hidden_states=bool(body.return_hidden_states),
         return_routed_experts=bool(body.return_routed_experts),
@@ -284,6 +307,7 @@ class MetaInfo(msgspec.Struct):
     output_token_logprobs: list[Scored] | UnsetType = UNSET
     input_top_logprobs: Tops | UnsetType = UNSET
     output_top_logprobs: Tops | UnsetType = UNSET
+    output_token_ids_logprobs: Tops | UnsetType = UNSET
     hidden_states: list[Any] | UnsetType = UNSET
     routed_experts: str | UnsetType = UNSET
     spec_verify_ct: int | UnsetType = UNSET
@@ -343,6 +367,8 @@ class Writer:
             meta.input_token_logprobs, meta.output_token_logprobs = [], []
             if sampling.logprobs > 0:
                 meta.input_top_logprobs, meta.output_top_logprobs = [], []
+            if sampling.logprob_token_ids:
+                meta.output_token_ids_logprobs = []
         self._choice = Choice("", [], meta, index)
 
     def add(self, piece: Piece) -> Choice:
@@ -358,6 +384,9 @@ class Writer:
             meta.output_token_logprobs += self._own(piece.token_ids, piece.logprobs)
         if meta.output_top_logprobs is not UNSET:
             meta.output_top_logprobs += self._tops(piece.logprobs)
+        if meta.output_token_ids_logprobs is not UNSET:
+            ids = self._sampling.logprob_token_ids
+            meta.output_token_ids_logprobs += [list(map(self._scored, ids, entry.named)) for entry in piece.logprobs]
         if piece.prompt_logprobs is not None and self._start_len is not None:
             self._add_prompt(piece.prompt_logprobs, self._start_len)
         if piece.end is not None:

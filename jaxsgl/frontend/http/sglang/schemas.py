@@ -117,6 +117,14 @@ class GenerateBody(Body):
         Annotated[int, Field(ge=-1, le=MAX_INT, description="first prompt token to score; -1: none")] | None
     ) = None
     top_logprobs_num: TopLogprobs | None = None
+    token_ids_logprob: (
+        Annotated[
+            TokenIds | IdLists,
+            one_error("must be a list of token ids, or a list with one such list for each prompt"),
+            Field(description="with return_logprob: these tokens' log-probabilities at each output token"),
+        ]
+        | None
+    ) = None
     return_text_in_logprobs: Flag = None
     return_hidden_states: Annotated[Flag, Field(description="of servers with --enable-return-hidden-states")] = None
     return_routed_experts: Annotated[Flag, Field(description="of servers with --enable-return-routed-experts")] = None
