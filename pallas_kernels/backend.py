@@ -202,10 +202,11 @@ class ChooseExperts(Protocol):
         logits: jax.Array,
         choice_bias: jax.Array | None,
         shared_logits: jax.Array | None,
+        logit_bias: jax.Array | None,
         interpret: bool,
     ) -> tuple[jax.Array, jax.Array]:
-        """logits `[T, E]` or parts `[P, T, E]`, choice_bias `[E]`, shared_logits `[T]`; experts `[T, k]` int32 and
-        shares float32, with those of the shared experts."""
+        """logits `[T, E]` or parts `[P, T, E]`, biases `[E]`, shared_logits `[T]`; experts `[T, k]` int32 and shares
+        float32, with those of the shared experts."""
         ...
 
 

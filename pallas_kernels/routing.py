@@ -52,10 +52,13 @@ def choose_by_xla(
     logits: jax.Array,
     choice_bias: jax.Array | None = None,
     shared_logits: jax.Array | None = None,
+    logit_bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """What `choose_experts` returns; it has several kernels on a GPU."""
     if logits.ndim == 3:
         logits = jnp.sum(logits, axis=0)
+    if logit_bias is not None:
+        logits = logits + logit_bias.astype(jnp.float32)
     if router.score == "softmax":
         scores = softmax(logits)
     elif router.score == "sigmoid":

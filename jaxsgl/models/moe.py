@@ -134,11 +134,15 @@ class MoE(Matrices):
         others = XLA if backend == XLA else AUTO
         joined = self._joined(len(x_TD), backend)
         num_shared = 0 if joined is None else joined.num_shared
-        bias_E = None if self.choice_bias is None else self.choice_bias[...]
+        choice_bias_E, logit_bias_E = (
+            None if bias is None else bias[...] for bias in (self.choice_bias, self.router_bias)
+        )
         logits_TE = self._logits(x_TD if routed_TD is None else routed_TD)
         router = replace(self.spec.router, num_shared=num_shared)
         shared_T = self._shared_logits(x_TD) if num_shared else None
-        experts_Tk, shares_Tk = choose_experts(router, logits_TE, bias_E, shared_T, backend=others)
+        experts_Tk, shares_Tk = choose_experts(
+            router, logits_TE, choice_bias_E, shared_T, logit_bias_E, backend=others
+        )
         if self.expert_factor is not None:
             shares_Tk = shares_Tk * self.expert_factor[...][experts_Tk]
         if told is not None:
@@ -211,11 +215,8 @@ class MoE(Matrices):
         return self.unit(*jnp.split(with_bias(hidden_MF, bias, groups), 2, axis=1))
 
     def _logits(self, x_TD: jax.Array) -> jax.Array:
-        """The router's, `[T, E]` float32, or parts `[P, T, E]` whose sum they are."""
-        router = self.matrix("router")
-        if self.router_bias is None:
-            return product_in_parts(x_TD, router, jnp.float32)
-        return product(x_TD, router, jnp.float32) + self.router_bias[...].astype(jnp.float32)
+        """The router's but for its bias, `[T, E]` float32, or parts `[P, T, E]` whose sum they are."""
+        return product_in_parts(x_TD, self.matrix("router"), jnp.float32)
 
     def _shared_logits(self, x_TD: jax.Array) -> jax.Array | None:
         """Of the shared experts' shares, `[T]` float32; None: these are 1."""

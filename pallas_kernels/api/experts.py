@@ -20,6 +20,7 @@ def choose_experts(
     logits: jax.Array,
     choice_bias: jax.Array | None = None,
     shared_logits: jax.Array | None = None,
+    logit_bias: jax.Array | None = None,
     *,
     backend: str = "auto",
     interpret: bool = False,
@@ -33,6 +34,7 @@ def choose_experts(
         logits: `[T, E]` float32, or `[P, T, E]`, parts whose sum they are.
         choice_bias: `[E]` float32, or None.
         shared_logits: `[T]` float32, whose sigmoids are the shares of shared experts; None: these are 1.
+        logit_bias: `[E]` float, which is added to the logits, or None.
         backend: a backend that has the op, or "auto"; "xla" always has it.
         interpret: run a Pallas backend in its interpreter, on any platform.
 
@@ -44,16 +46,17 @@ def choose_experts(
             f"logits are {logits.shape} {logits.dtype}; they must be [T, E] float32, or parts of that, with E >= "
             f"{router.top_k}, of which that many are chosen"
         )
-    if choice_bias is not None and choice_bias.shape != logits.shape[-1:]:
-        raise ValueError(f"choice_bias is {choice_bias.shape}; it must be [{logits.shape[-1]}], one for each expert")
+    for name, bias in (("choice_bias", choice_bias), ("logit_bias", logit_bias)):
+        if bias is not None and bias.shape != logits.shape[-1:]:
+            raise ValueError(f"{name} is {bias.shape}; it must be [{logits.shape[-1]}], one for each expert")
     if shared_logits is not None and shared_logits.shape != logits.shape[-2:-1]:
         raise ValueError(f"shared_logits is {shared_logits.shape}; it must be [{logits.shape[-2]}], one for each token")
     kernel = choose_kernel_or_xla(
         "choose_experts", lambda each: each.choose_experts, backend, router, logits, interpret=interpret
     )
     if kernel is None:
-        return choose_by_xla(router, logits, choice_bias, shared_logits)
-    return kernel(router, logits, choice_bias, shared_logits, interpret)
+        return choose_by_xla(router, logits, choice_bias, shared_logits, logit_bias)
+    return kernel(router, logits, choice_bias, shared_logits, logit_bias, interpret)
 
 
 def group_by_expert(

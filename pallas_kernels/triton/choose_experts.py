@@ -37,27 +37,30 @@ def choose_experts(
     logits: jax.Array,
     choice_bias: jax.Array | None,
     shared_logits: jax.Array | None,
+    logit_bias: jax.Array | None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """See `backend.ChooseExperts`."""
     num_tokens = logits.shape[-2]
     shape = num_tokens, router.top_k + router.num_shared
-    biases = [] if choice_bias is None else [choice_bias[None]]  # as a row: a kernel reshapes no array in memory
+    # Biases as rows: a kernel reshapes no array in memory.
+    of_logits, of_choice = ([] if bias is None else [bias[None]] for bias in (logit_bias, choice_bias))
     gates = [] if shared_logits is None else [shared_logits]
     experts, shares = pl.pallas_call(
-        functools.partial(_kernel, router=router, num_biases=len(biases)),
+        functools.partial(_kernel, router=router, num_biases=(len(of_logits), len(of_choice))),
         out_shape=(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
         grid=(pl.cdiv(num_tokens, _TILE_TOKENS),),
         compiler_params=plgpu.CompilerParams(num_warps=_TILE_TOKENS),
         interpret=interpret,
         name="choose_experts",
-    )(logits, *biases, *gates)
+    )(logits, *of_logits, *of_choice, *gates)
     return experts, shares
 
 
-def _kernel(logits_ref: Any, *refs: Any, router: Router, num_biases: int) -> None:
+def _kernel(logits_ref: Any, *refs: Any, router: Router, num_biases: tuple[int, int]) -> None:
     *input_refs, experts_ref, shares_ref = refs
-    bias_refs, gate_refs = input_refs[:num_biases], input_refs[num_biases:]
+    of_logits_refs, rest = input_refs[: num_biases[0]], input_refs[num_biases[0] :]
+    of_choice_refs, gate_refs = rest[: num_biases[1]], rest[num_biases[1] :]
     *parts, num_tokens, num_experts = logits_ref.shape
     token = pl.program_id(0) * _TILE_TOKENS + jnp.arange(_TILE_TOKENS, dtype=jnp.int32)
     is_real = token < num_tokens
@@ -68,10 +71,13 @@ def _kernel(logits_ref: Any, *refs: Any, router: Router, num_biases: int) -> Non
 
     where = [(part, token) for part in range(parts[0])] if parts else [(token,)]
     logits = functools.reduce(jnp.add, [load_rows(logits_ref, index, is_real, columns) for index in where])
+    only_row = (jnp.zeros(1, jnp.int32),)
+    for bias_ref in of_logits_refs:
+        logits = logits + load_rows(bias_ref, only_row, None, columns).astype(jnp.float32)
     scores = _scores(router, logits, is_out)
     ranks = scores
-    for bias_ref in bias_refs:
-        ranks = ranks + load_rows(bias_ref, (jnp.zeros(1, jnp.int32),), None, columns)
+    for bias_ref in of_choice_refs:
+        ranks = ranks + load_rows(bias_ref, only_row, None, columns)
 
     if router.top_groups < router.num_groups:
         group = lax.div(expert, jnp.int32(num_experts // router.num_groups))

@@ -81,10 +81,16 @@ def test_shared_experts_follow_the_chosen_ones(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["triton", "xla"])
-def test_logits_may_come_in_parts(backend: str) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_logits_may_come_in_parts_and_have_a_bias(has_bias: bool, backend: str) -> None:
     parts = jnp.stack([random_logits(5, 12, seed) for seed in range(4)])
-    experts, shares = choose_experts(Router(3), parts, backend=backend, interpret=backend == "triton")
-    right, right_shares = choose_experts(Router(3), parts[0] + parts[1] + parts[2] + parts[3], backend="xla")
+    bias = random_logits(1, 12, 9)[0].astype(jnp.bfloat16) if has_bias else None
+    experts, shares = choose_experts(
+        Router(3), parts, logit_bias=bias, backend=backend, interpret=backend == "triton"
+    )  # fmt: skip
+    whole = parts[0] + parts[1] + parts[2] + parts[3]
+    whole = whole if bias is None else whole + bias.astype(jnp.float32)
+    right, right_shares = choose_experts(Router(3), whole, backend="xla")
     np.testing.assert_array_equal(experts, right)
     np.testing.assert_allclose(shares, right_shares, rtol=1e-5)
 
@@ -100,6 +106,8 @@ def test_logits_may_come_in_parts(backend: str) -> None:
 def test_logits_that_do_not_fit_are_errors(logits: jax.Array, bias: jax.Array | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose_experts(Router(4), logits, bias)
+    with pytest.raises(ValueError, match=r"logit_bias is \(7,\); it must be \[8\]"):
+        choose_experts(Router(4), jnp.zeros((2, 8)), logit_bias=jnp.zeros(7))
     with pytest.raises(ValueError, match=r"shared_logits is \(3,\); it must be \[2\]"):
         choose_experts(Router(2, num_shared=1), jnp.zeros((2, 8)), None, jnp.zeros(3))
     with pytest.raises(ValueError, match="is_token"):

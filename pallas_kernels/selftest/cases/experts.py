@@ -56,11 +56,12 @@ def _routing(expert: ExpertShape) -> Case:
     num_experts = num_routed + router.num_shared
     keys = jax.random.split(jax.random.key(5))
     logits = jax.random.normal(keys[0], (EXPERT_TOKENS, num_routed))
-    bias = jax.random.normal(keys[1], (num_routed,)) if router.choice_bias else None
+    drawn = jax.random.normal(keys[1], (num_routed,))
+    choice_bias, logit_bias = drawn if router.choice_bias else None, drawn if router.bias else None
 
     def call(backend: str, interpret: bool) -> list[jax.Array]:
         options: dict[str, Any] = {"backend": _of_others(backend), "interpret": interpret}
-        chosen, shares = choose_experts(router, logits, bias, **options)
+        chosen, shares = choose_experts(router, logits, choice_bias, None, logit_bias, **options)
         groups = group_by_expert(chosen, num_experts, jnp.arange(EXPERT_TOKENS) % 16 != 15, **options)
         return [chosen, shares, groups.place_of, groups.sizes[:, None]]
 
