@@ -141,12 +141,13 @@ class GroupedPackedProduct(Protocol):
         x: jax.Array,
         groups: Groups,
         weights: PackedMatrix,
+        bias: jax.Array | None,
         of_tokens: bool,
         dtype: str,
         row_bits: int,
         interpret: bool,
     ) -> jax.Array:
-        """As `GroupedProduct`, with packed weights; `[M, out]` in x's dtype."""
+        """As `GroupedProduct`, with packed weights and biases `[E, out]`; `[M, out]` in x's dtype."""
         ...
 
 

@@ -140,9 +140,7 @@ class MoE(Matrices):
         logits_TE = self._logits(x_TD if routed_TD is None else routed_TD)
         router = replace(self.spec.router, num_shared=num_shared)
         shared_T = self._shared_logits(x_TD) if num_shared else None
-        experts_Tk, shares_Tk = choose_experts(
-            router, logits_TE, choice_bias_E, shared_T, logit_bias_E, backend=others
-        )
+        experts_Tk, shares_Tk = choose_experts(router, logits_TE, choice_bias_E, shared_T, logit_bias_E, backend=others)
         if self.expert_factor is not None:
             shares_Tk = shares_Tk * self.expert_factor[...][experts_Tk]
         if told is not None:
@@ -193,7 +191,7 @@ class MoE(Matrices):
         down_bias = None if self.down_bias is None else self.down_bias[...]
         if down_bias is not None and groups.num_experts == self.spec.num_experts:
             down_bias = on_first_part(down_bias, "ffn")
-        return with_bias(_product(gated_MF, groups, down, backend), down_bias, groups)
+        return _product(gated_MF, groups, down, backend, down_bias)
 
     def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights, down: Weights, backend: str) -> Rows:
         """What lies between the two products, `[M, F]`, rounded where the second one takes it so."""
@@ -207,12 +205,12 @@ class MoE(Matrices):
                 x_TD, groups, gate_up.packed.stacked(1), self.unit, bias, of_tokens=True,
                 dtype=gate_up.widened_to, row_bits=gate_up.row_bits, backend=backend,
             )  # fmt: skip
-        hidden_MF = _product(x_TD, groups, gate_up, backend, of_tokens=True)
+        hidden_MF = _product(x_TD, groups, gate_up, backend, bias, of_tokens=True)
         in_float8 = _float8_backend(hidden_MF.dtype, down)
         if is_plain and in_float8 is not None:
             both = hidden_MF.reshape(len(hidden_MF), 2, -1)
             return float8_rows(both, self.activation, backend=in_float8)
-        return self.unit(*jnp.split(with_bias(hidden_MF, bias, groups), 2, axis=1))
+        return self.unit(*jnp.split(hidden_MF, 2, axis=1))
 
     def _logits(self, x_TD: jax.Array) -> jax.Array:
         """The router's but for its bias, `[T, E]` float32, or parts `[P, T, E]` whose sum they are."""
@@ -233,8 +231,21 @@ def expert_shapes(arch: ModelArch, spec: MoeMlp, num_devices: int) -> tuple[tupl
     return (size, arch.hidden_size), (arch.hidden_size, size)
 
 
-def _product(x: Rows, groups: Groups, weights: Weights, backend: str, *, of_tokens: bool = False) -> jax.Array:
-    """Rows times the weights `[E, .., in]` of their experts: `[M, out]` in x's dtype.
+def _product(
+    x: Rows, groups: Groups, weights: Weights, backend: str, bias: jax.Array | None = None, *, of_tokens: bool = False
+) -> jax.Array:
+    """Rows times the weights `[E, .., in]` of their experts, plus the experts' bias `[E, out]`: `[M, out]` as x."""
+    if isinstance(weights, Matrix) and weights.packing:
+        assert isinstance(x, jax.Array), "rows are rounded for weights in float8"
+        return grouped_packed_product(
+            x, groups, weights.packed.stacked(1), bias, of_tokens=of_tokens,
+            dtype=weights.widened_to, row_bits=weights.row_bits, backend=backend,
+        )  # fmt: skip
+    return with_bias(_sums(x, groups, weights, backend, of_tokens), bias, groups)
+
+
+def _sums(x: Rows, groups: Groups, weights: Weights, backend: str, of_tokens: bool) -> jax.Array:
+    """`_product` without a bias, of weights that aren't packed.
 
     Scales of outputs are applied to sums. Rows are rounded to float8 where layers' products would round them
     (`matrix.rounds_rows`).
@@ -245,11 +256,6 @@ def _product(x: Rows, groups: Groups, weights: Weights, backend: str, *, of_toke
         assert isinstance(weights, Matrix)
         return grouped_float8_product(rows, groups, _stacked(weights), of_tokens=of_tokens, backend=in_float8)
     assert isinstance(x, jax.Array), "rows are rounded for weights in float8"
-    if isinstance(weights, Matrix) and weights.packing:
-        return grouped_packed_product(
-            x, groups, weights.packed.stacked(1), of_tokens=of_tokens,
-            dtype=weights.widened_to, row_bits=weights.row_bits, backend=backend,
-        )  # fmt: skip
     numbers = weights.numbers if isinstance(weights, Matrix) else weights
     stacked = numbers.reshape(len(numbers), -1, numbers.shape[-1])
     if isinstance(weights, Matrix) and _is_native(x, groups, weights, stacked, backend):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import choose_kernel, choose_kernel_or_xla, has_kernel, refusals_of
-from pallas_kernels.experts import ACTIVATIONS, GatedUnit, Groups, UnitWeights, sort_by_expert, with_bias
+from pallas_kernels.experts import ACTIVATIONS, GatedUnit, Groups, UnitWeights, sort_by_expert
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.routing import Router, choose_by_xla
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows
@@ -130,6 +130,7 @@ def grouped_packed_product(
     x: jax.Array,
     groups: Groups,
     weights: PackedMatrix,
+    bias: jax.Array | None = None,
     *,
     of_tokens: bool = False,
     dtype: str = "bfloat16",
@@ -142,6 +143,7 @@ def grouped_packed_product(
     Args:
         x, groups, of_tokens: as for `grouped_product`.
         weights: `[E, out, in]`.
+        bias: `[E, out]`, which is added to the rows of an expert, or None.
         dtype: what floats become in products; on GPUs x's dtype.
         row_bits: of the integers that rows become where C++ multiplies int4 or int8.
         backend: "native", "triton", "xla" or "auto".
@@ -153,7 +155,7 @@ def grouped_packed_product(
     multiply = choose_kernel(
         "grouped_product", lambda each: each.grouped_packed_product, backend, x, weights, interpret=interpret
     )
-    return multiply(x, groups, weights, of_tokens, dtype, row_bits, interpret)
+    return multiply(x, groups, weights, bias, of_tokens, dtype, row_bits, interpret)
 
 
 def gated_packed_product(
@@ -195,10 +197,10 @@ def gated_packed_product(
     if kernel is not None:
         return kernel(x, groups, weights, bias, unit, of_tokens, interpret)
     both = grouped_packed_product(
-        x, groups, weights, of_tokens=of_tokens, dtype=dtype, row_bits=row_bits, backend=backend, interpret=interpret
-    )
-    gate, up = jnp.split(with_bias(both, bias, groups), 2, axis=1)
-    return unit(gate, up)
+        x, groups, weights, bias,
+        of_tokens=of_tokens, dtype=dtype, row_bits=row_bits, backend=backend, interpret=interpret,
+    )  # fmt: skip
+    return unit(*jnp.split(both, 2, axis=1))
 
 
 def experts_multiply_float8(dtype: DTypeLike, weights: ScaledMatrix, *, backend: str = "auto") -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import packed
-from pallas_kernels.experts import Groups
+from pallas_kernels.experts import Groups, with_bias
 from pallas_kernels.native import library
 from pallas_kernels.native.product import BLOCK_OF_WORDS, TWO_WORDS, in_two_words
 from pallas_kernels.packed import PackedMatrix
@@ -52,18 +52,20 @@ def grouped_product(
     x: jax.Array,
     groups: Groups,
     weights: PackedMatrix,
+    bias: jax.Array | None,
     of_tokens: bool,
     dtype: str = "bfloat16",
     row_bits: int = 16,
     interpret: bool = False,
 ) -> jax.Array:
-    """Each row times the weights `[E, out, in]` of its expert: float32 `[M, out]`.
+    """Each row times the weights `[E, out, in]` of its expert, and its bias: float32 `[M, out]`.
 
     With INT4 blocks of a row (a group's inputs; if there is one group, 512 or with 8 bits 128) become integers of
     `row_bits`: 16, where `library.multiplies_bytes` says so 8, or 32 (`product.in_two_words`); with INT8 of 8. Other
     weights become `dtype`, rounded once, and results are those with weights of that dtype.
     """
-    return _call(x, groups.tokens, groups.sizes, groups.num_places, weights, of_tokens, dtype, row_bits)
+    y = _call(x, groups.tokens, groups.sizes, groups.num_places, weights, of_tokens, dtype, row_bits)
+    return with_bias(y, bias, groups)
 
 
 def _call(

@@ -2,7 +2,7 @@
 
 Called through `triton.BACKEND`. A program makes a tile of outputs x rows of one expert. As in `packed_product` the
 weights are the left operand; tiles of rows, and programs without one, are those of `grouped_product`. A gated product's
-program has as many outputs of the gate as of what it multiplies, and stores their unit, after biases if there are some.
+program has as many outputs of the gate as of what it multiplies, and stores their unit. Biases are added before that.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import fragments, packed, tuning
-from pallas_kernels.experts import GatedUnit, Groups, row_tiles, with_bias
+from pallas_kernels.experts import GatedUnit, Groups, row_tiles
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.triton.common import tile_rows_for
 from pallas_kernels.triton.fragment_sums import depth_for, sums
@@ -44,10 +44,17 @@ def refuse_gated(x: jax.Array, weights: PackedMatrix) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("of_tokens", "dtype", "row_bits", "interpret"))
 def grouped_packed_product(
-    x: jax.Array, groups: Groups, weights: PackedMatrix, of_tokens: bool, dtype: str, row_bits: int, interpret: bool
+    x: jax.Array,
+    groups: Groups,
+    weights: PackedMatrix,
+    bias: jax.Array | None,
+    of_tokens: bool,
+    dtype: str,
+    row_bits: int,
+    interpret: bool,
 ) -> jax.Array:
     """See `backend.GroupedPackedProduct`. Weights become x's dtype."""
-    return _product(x, groups, weights, None, None, of_tokens, interpret)
+    return _product(x, groups, weights, bias, None, of_tokens, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("unit", "of_tokens", "interpret"))
@@ -62,8 +69,7 @@ def gated_packed_product(
 ) -> jax.Array:
     """See `backend.GatedPackedProduct`. Of many rows XLA makes the unit after the product."""
     if rows_of_tiles(groups.num_places, groups.num_experts) > _MOST_GATED_ROWS:
-        both = _product(x, groups, weights, None, None, of_tokens, interpret)
-        return unit(*jnp.split(with_bias(both, bias, groups), 2, axis=1))
+        return unit(*jnp.split(_product(x, groups, weights, bias, None, of_tokens, interpret), 2, axis=1))
     return _product(x, groups, weights, bias, unit, of_tokens, interpret)
 
 

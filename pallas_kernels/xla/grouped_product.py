@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.experts import Groups, product_dtype, result_dtype, row_tiles
+from pallas_kernels.experts import Groups, product_dtype, result_dtype, row_tiles, with_bias
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows, widened
 
@@ -31,15 +31,23 @@ def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens:
 
 
 def packed_product(
-    x: jax.Array, groups: Groups, weights: PackedMatrix, of_tokens: bool, dtype: str, row_bits: int, interpret: bool
+    x: jax.Array,
+    groups: Groups,
+    weights: PackedMatrix,
+    bias: jax.Array | None,
+    of_tokens: bool,
+    dtype: str,
+    row_bits: int,
+    interpret: bool,
 ) -> jax.Array:
-    """`[M, out]`: packed weights `[E, out, in]`, those of an expert widened to `dtype` for each tile."""
+    """See `backend.GroupedPackedProduct`. Weights of an expert are widened to `dtype` for each tile."""
 
     def matrix_of(expert: jax.Array) -> jax.Array:
         mine: PackedMatrix = jax.tree.map(lambda part: lax.dynamic_index_in_dim(part, expert, keepdims=False), weights)
         return mine.widened(dtype)
 
-    return _by_tiles(x.astype(dtype), groups, matrix_of, weights.shape[-2], x.dtype, of_tokens)
+    y = _by_tiles(x.astype(dtype), groups, matrix_of, weights.shape[-2], x.dtype, of_tokens)
+    return with_bias(y, bias, groups)
 
 
 def grouped_float8_product(

@@ -63,6 +63,16 @@ def right(x: jax.Array, groups: Groups, weights: PackedMatrix) -> np.ndarray:
     return np.stack([wide[e] @ rows[t] if e < NUM_EXPERTS else np.zeros(wide.shape[1]) for t, e in pairs])
 
 
+def random_bias(num_out: int, dtype: str = "bfloat16") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(3).normal(size=(NUM_EXPERTS, num_out)), dtype)
+
+
+def plus(sums: np.ndarray, bias: jax.Array, groups: Groups) -> np.ndarray:
+    """With the bias of the places' experts."""
+    experts = np.asarray(groups.experts)
+    return sums + np.append(np.asarray(bias, np.float64), np.zeros((1, bias.shape[1])), axis=0)[experts]
+
+
 def assert_close(found: jax.Array, expected: np.ndarray, tolerance: float) -> None:
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=tolerance * np.abs(expected).max())
 
@@ -99,11 +109,14 @@ def test_each_token_is_multiplied_with_its_experts(kind: str | int, choices: str
     x = jnp.asarray(np.random.default_rng(0).normal(size=(groups.num_tokens, 128)), dtype)
     expected = right(x, groups, weights)
     rows = x if of_tokens else x[groups.tokens]
-    found = grouped_packed_product(rows, groups, weights, of_tokens=of_tokens, backend="triton", interpret=True)
+    bias = random_bias(80, dtype) if choices != "one" else None
+    expected = expected if bias is None else plus(expected, bias, groups)
+    found = grouped_packed_product(rows, groups, weights, bias, of_tokens=of_tokens, backend="triton", interpret=True)
     assert found.dtype == x.dtype
-    assert_close(found, expected, {"bfloat16": 4e-3, "float16": 5e-4}[dtype])  # results are rounded
+    roundings = 1 if bias is None else 2
+    assert_close(found, expected, roundings * {"bfloat16": 4e-3, "float16": 5e-4}[dtype])
     by_xla = grouped_packed_product(
-        rows.astype(jnp.float32), groups, weights, of_tokens=of_tokens, dtype="float32", backend="xla"
+        rows.astype(jnp.float32), groups, weights, bias, of_tokens=of_tokens, dtype="float32", backend="xla"
     )
     assert_close(by_xla, expected, 1e-5)
 
@@ -121,11 +134,9 @@ def test_a_gated_product_adds_biases_and_makes_the_unit(
     groups = group_by_expert(jnp.asarray(CHOICES[choices], jnp.int32), NUM_EXPERTS)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(groups.num_tokens, 128)) / 16, jnp.bfloat16)
-    bias = jnp.asarray(rng.normal(size=(NUM_EXPERTS, 2 * 64)), jnp.bfloat16) if has_bias else None
+    bias = random_bias(2 * 64) if has_bias else None
     sums = right(x, groups, weights)
-    if bias is not None:
-        is_one = np.asarray(groups.experts) < NUM_EXPERTS
-        sums[is_one] += np.asarray(bias, np.float64)[np.asarray(groups.experts)[is_one]]
+    sums = sums if bias is None else plus(sums, bias, groups)
     expected = np.asarray(UNITS[unit](*jnp.split(jnp.asarray(sums, jnp.float32), 2, axis=1)), np.float64)
     found = gated_packed_product(
         x, groups, weights, UNITS[unit], bias, of_tokens=True, backend="triton", interpret=True

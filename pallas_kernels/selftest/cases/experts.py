@@ -156,7 +156,7 @@ def _packed(shapes: KernelShapes, expert: ExpertShape) -> Iterator[Case]:
             options: dict[str, Any] = {"of_tokens": expert.of_tokens, "dtype": x.dtype.name, "backend": backend}
             options["interpret"] = interpret
             if unit is None:
-                return [_packed_jit(x, groups, weights, **options)]
+                return [_packed_jit(x, groups, weights, bias if expert.router.bias else None, **options)]
             return [_gated_packed_jit(x, groups, weights, unit, None if unit.limit is None else bias, **options)]
 
         yield Case(
