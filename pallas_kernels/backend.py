@@ -118,7 +118,7 @@ class AddAndNorm(Protocol):
         in_float8: bool,
         interpret: bool,
     ) -> tuple[jax.Array, jax.Array | ScaledRows]:
-        """x `[T, D]` plus the update `[T, D]`, or the sum of its parts or choices; the sum and its norm, `[T, D]`.
+        """x `[T, D]` plus the update `[T, D]`, or what `norm.sum_parts` makes of it; the sum and its norm, `[T, D]`.
 
         With `in_float8` the norm is rounded.
         """

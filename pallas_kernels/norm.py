@@ -3,6 +3,7 @@
 Owns the arithmetic of norms over an array's last axis. Never knows layers. Used by models, and by `qkv` for heads.
 """
 
+import dataclasses
 from typing import TypeAlias
 
 import jax
@@ -12,8 +13,21 @@ from pallas_kernels.experts import Choices
 from pallas_kernels.parts import whole
 from pallas_kernels.sums import mean_squares
 
-# What is added to the residual stream `[T, D]`: that, float32 parts of it `[P, T, D]`, or the results of experts.
-Update: TypeAlias = jax.Array | Choices
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Biased:
+    """A product, to which its bias is yet to be added."""
+
+    product: jax.Array
+    """`[T, D]`, or float32 parts of it `[P, T, D]`."""
+    bias: jax.Array
+    """`[D]`."""
+
+
+# What is added to the residual stream `[T, D]`: that, float32 parts of it `[P, T, D]`, one of these before its bias is
+# added, or the results of experts.
+Update: TypeAlias = jax.Array | Biased | Choices
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, mean_square: jax.Array | None = None) -> jax.Array:
@@ -49,4 +63,6 @@ def sum_parts(update: Update, x: jax.Array) -> jax.Array:
     """An update of x as one array in x's dtype, the sum of its parts where it comes in parts."""
     if isinstance(update, Choices):
         return update.total()
+    if isinstance(update, Biased):
+        return whole(update.product, x.ndim, x.dtype) + update.bias.astype(x.dtype)
     return whole(update, x.ndim, x.dtype)

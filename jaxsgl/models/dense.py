@@ -186,7 +186,10 @@ class DecoderLayers(Matrices):
         update = layer.mlp(ranks.gathered(read_TD), summed=summed, adapters=adapters, kernels=kernels)
         if experts is not None:
             experts.append(jnp.zeros((len(read_TD), 0), jnp.int32))
-        return update if summed else ranks.summed(update)
+        if summed:
+            return update
+        assert isinstance(update, jax.Array), "of several devices each has its part of the inputs"
+        return ranks.summed(update)
 
     def _of_experts(
         self,

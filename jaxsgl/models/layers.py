@@ -28,7 +28,7 @@ from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import DeltaTokens
 from pallas_kernels.experts import ACTIVATIONS
-from pallas_kernels.norm import rms_norm, row_of, scale_of, sum_parts
+from pallas_kernels.norm import Biased, Update, rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.sums import mean_squares
 from pallas_kernels.target import target_device
 
@@ -250,7 +250,7 @@ class Attention(Matrices):
         attend: Attend,
         adapters: LayerAdapters | None = None,
         kernels: KernelChoice = AUTO_CHOICE,
-    ) -> jax.Array:
+    ) -> Update:
         """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them; `tables` are the tokens' rope tables.
 
         `place` is that of the layer in `ModelArch.attention_layers`.
@@ -339,7 +339,7 @@ class MLP(Matrices):
         summed: bool = True,
         adapters: LayerAdapters | None = None,
         kernels: KernelChoice = AUTO_CHOICE,
-    ) -> jax.Array:
+    ) -> Update:
         """`[T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them.
 
         Not `summed`, it is what this device adds to the result, for a sum that the caller makes.
@@ -368,21 +368,20 @@ class MLP(Matrices):
         return adapters.add_to_gate_up(gate_up, x_TD)
 
 
-def last_product(
-    x: Rows, matrix: Weights, bias: nnx.Param[jax.Array] | None, added: jax.Array | None = None
-) -> jax.Array:
-    """The product that goes back to the residual stream, in parts unless there is a bias or more `[T, D]` to add.
+def last_product(x: Rows, matrix: Weights, bias: nnx.Param[jax.Array] | None, added: jax.Array | None = None) -> Update:
+    """The product that goes back to the residual stream, in parts unless there is more `[T, D]` to add.
 
     Devices that share the model have a part of the inputs each, and this is the one sum of their results in a block.
     """
     if num_parts() > 1:
         out = _part_of_product(x, matrix, bias, "kv_heads")
         return sum_of_parts(out if added is None else out + added)
-    out = product_in_parts(x, matrix) if bias is None else product(x, matrix) + bias[...]
+    parts = product_in_parts(x, matrix)
+    update: Update = parts if bias is None else Biased(parts, bias[...])
     if added is None:
-        return out
+        return update
     assert isinstance(x, jax.Array), "adapters read rows as they are"
-    return sum_parts(out, x) + added
+    return sum_parts(update, x) + added
 
 
 def _part_of_product(x: Rows, matrix: Weights, bias: nnx.Param[jax.Array] | None, logical: str) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose_kernel_or_xla
 from pallas_kernels.experts import Choices
-from pallas_kernels.norm import Update, add_then_norm
+from pallas_kernels.norm import Biased, Update, add_then_norm
 from pallas_kernels.scaled import ROW_GROUP, ScaledRows, rounded_rows
 
 
@@ -27,8 +27,8 @@ def add_and_norm(
 
     Args:
         x: `[T, D]`.
-        update: `[T, D]` in x's dtype; or `[P, T, D]` float32, parts whose sum is the update; or `Choices` of T tokens,
-            whose rows are in x's dtype.
+        update: `[T, D]` in x's dtype; or `[P, T, D]` float32, parts whose sum is the update; or one of these as
+            `Biased`; or `Choices` of T tokens, whose rows are in x's dtype.
         scales: `[L, D]`, of which this norm takes `row`.
         row: index of the norm's scale.
         eps: added to the mean square.
@@ -99,6 +99,10 @@ def _check_update(update: Update, x: jax.Array) -> None:
                 f"{update.shares.shape}; they must be [M, D], [T, k] and [T, k] for x {x.shape} {x.dtype}"
             )
         return
+    if isinstance(update, Biased):
+        if update.bias.shape != x.shape[1:]:
+            raise ValueError(f"the update's bias is {update.bias.shape}; it must be {x.shape[1:]}, as a row of x")
+        update = update.product
     is_whole = update.shape == x.shape and update.dtype == x.dtype
     if not is_whole and (update.shape[1:] != x.shape or update.dtype != jnp.float32):
         raise ValueError(

@@ -118,6 +118,8 @@ class KernelShapes:
     has_sinks: bool = False
     has_bias: bool = False
     """Whether queries, keys and values have biases that the kernel adds."""
+    has_out_bias: bool = False
+    """Whether products that go back to the residual stream have biases."""
     has_head_norms: bool = False
     """Whether queries and keys are normalized head by head."""
     rotates_first: bool = False

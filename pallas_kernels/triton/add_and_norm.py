@@ -68,19 +68,22 @@ def _kernel(row_ref: Any, x_ref: Any, *refs: Any, eps: float, width: int, in_flo
     def load(ref: Any, *index: Any) -> jax.Array:
         return plgpu.load(ref.at[(*index, column)], mask=is_real, other=0).astype(jnp.float32)
 
-    update_ref, *of_choices = update_refs
-    if of_choices:
-        place_of_ref, shares_ref = of_choices
+    update_ref, *others = update_refs
+    if len(others) == 2:
+        place_of_ref, shares_ref = others
         choices = range(place_of_ref.shape[1])
         terms = [shares_ref[token, each] * load(update_ref, place_of_ref[token, each]) for each in choices]
     elif len(update_ref.shape) == 2:
         terms = [load(update_ref, token)]
     else:
         terms = [load(update_ref, part, token) for part in range(update_ref.shape[0])]
-    update = functools.reduce(jnp.add, terms)
-    # Rounded before it is added, and the sum before it is normalized, as if each were an array of its own.
+    # Rounded before a bias or the stream is added, and the sum before it is normalized, as if each were an array of its
+    # own.
     dtype = x_ref.dtype
-    total = (load(x_ref, token) + update.astype(dtype).astype(jnp.float32)).astype(dtype)
+    update = functools.reduce(jnp.add, terms).astype(dtype)
+    if len(others) == 1:
+        update = (update.astype(jnp.float32) + load(others[0])).astype(dtype)
+    total = (load(x_ref, token) + update.astype(jnp.float32)).astype(dtype)
     total32 = total.astype(jnp.float32)
     inverse_rms = lax.rsqrt(jnp.sum(total32 * total32) / size + eps)
     normed = total32 * inverse_rms * load(scales_ref, row)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_and_norm, add_and_norm_in_float8, float8_rows
+from pallas_kernels.norm import Biased, sum_parts
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.test_dispatch import on_an_h100
 
@@ -34,6 +35,20 @@ def test_the_sum_and_its_norm_are_those_of_float64(size: int, num_parts: int, dt
     assert_close(total, exact, dtype)
     right = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + EPS) * np.asarray(scales, np.float64)[1]
     assert_close(normed, right, dtype)
+
+
+@pytest.mark.parametrize("backend", ["triton", "xla"])
+@pytest.mark.parametrize(("size", "num_parts", "dtype"), [(64, 3, jnp.bfloat16), (100, 0, jnp.float32)])
+def test_a_bias_is_added_to_what_the_product_is_rounded_to(size: int, num_parts: int, dtype: Any, backend: str) -> None:
+    x, update, scales = arrays(size, num_parts, dtype)
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=size), dtype)
+    found = add_and_norm(x, Biased(update, bias), scales, 1, EPS, backend=backend, interpret=backend == "triton")
+    right = add_and_norm(x, sum_parts(update, x) + bias, scales, 1, EPS, backend="xla")
+    for each, expected in zip(found, right, strict=True):
+        assert_close(each, np.asarray(expected, np.float64), dtype)
+    np.testing.assert_array_equal(found[0], right[0])
+    with pytest.raises(ValueError, match=rf"bias is \({size + 1},\); it must be \({size},\), as a row of x"):
+        add_and_norm(x, Biased(update, jnp.zeros(size + 1)), scales, 1, EPS)
 
 
 @pytest.mark.parametrize("num_parts", [0, 8])

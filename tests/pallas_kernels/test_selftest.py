@@ -27,11 +27,11 @@ from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, LatentShap
 from pallas_kernels.target import TargetDevice
 from tests.grids import count, daily
 
-ROUTER = Router(2, "sigmoid", num_groups=2, top_groups=1, choice_bias=True, num_shared=2)
+ROUTER = Router(2, "sigmoid", num_groups=2, top_groups=1, choice_bias=True, bias=True, num_shared=2)
 SHAPES = KernelShapes(
     num_kv_heads=1, num_groups=2, head_dim=32, page_size=8, hidden_size=64, dtype="float32", kv_dtype="float32",
     norm_dtype="float32", attention=(AttentionOptions(sliding_window=40),), has_sinks=True, has_bias=True,
-    has_head_norms=True, experts=(ExpertShape(3, 32, 16, "float32", ROUTER, 4, True),),
+    has_out_bias=True, has_head_norms=True, experts=(ExpertShape(3, 32, 16, "float32", ROUTER, 4, True),),
     matrices=(MatrixShape(48, 64, "int4", 32, True, packed.FRAGMENTS), MatrixShape(48, 128, "int8", 64),
               MatrixShape(48, 256, "float8_e4m3fn", 256)),
     states=(StateShape(2, 2, 16, 16, 4),),

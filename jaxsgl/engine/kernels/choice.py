@@ -84,6 +84,7 @@ def kernel_shapes(
         attention=tuple(dict.fromkeys(options)),
         has_sinks=arch.sinks,
         has_bias=arch.attention_bias and by_heads,
+        has_out_bias=arch.attention_out_bias or arch.mlp_bias,
         has_head_norms=arch.qk_norm == "head",
         rotates_first=arch.rotates_first,
         normalizes_values=arch.normalizes_values,

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.api.norms import add_and_norm, add_and_norm_in_float8
+from pallas_kernels.norm import Biased, Update
 from pallas_kernels.selftest.batches import normal
 from pallas_kernels.selftest.case import FLOAT8_TOLERANCE, TOLERANCE, Case
-from pallas_kernels.selftest.cases.arguments import EPS, NUM_PARTS, ROW, in_parts_of
+from pallas_kernels.selftest.cases.arguments import EPS, NUM_PARTS, ROW, in_float32, in_parts_of
 from pallas_kernels.selftest.shapes import KernelShapes
 
 
@@ -22,12 +23,14 @@ def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
     """A whole update, and one in parts, whose norm is rounded to float8 if products read that."""
     rounds = any(each.may_be_in_float8 and each.inputs == shapes.hidden_size for each in shapes.matrices)
     for num_tokens, parts in ((300, ()), (37, (NUM_PARTS,))):
-        keys = jax.random.split(jax.random.key(3), 3)
+        keys = jax.random.split(jax.random.key(3), 4)
         dtype = jnp.dtype(shapes.dtype)
         x = normal(keys[0], 1.0, shape=(num_tokens, shapes.hidden_size), dtype=dtype)
-        update = normal(keys[1], 1.0, shape=(*parts, num_tokens, shapes.hidden_size), dtype=in_parts_of(dtype, parts))
+        product = normal(keys[1], 1.0, shape=(*parts, num_tokens, shapes.hidden_size), dtype=in_parts_of(dtype, parts))
+        bias = normal(keys[3], 1.0, shape=(shapes.hidden_size,), dtype=dtype)
+        update = Biased(product, bias) if shapes.has_out_bias else product
         scales = normal(keys[2], 1.0, shape=(ROW + 2, shapes.hidden_size), dtype=jnp.dtype(shapes.norm_dtype))
-        wide = x.astype(jnp.float32), update.astype(jnp.float32), scales.astype(jnp.float32)
+        wide: tuple[jax.Array, Update, jax.Array] = in_float32((x, update, scales))
 
         yield Case(
             f"{num_tokens} tokens" + (" in parts" if parts else ""),
@@ -44,13 +47,11 @@ def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
             )
 
 
-def _added(x: jax.Array, update: jax.Array, scales: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+def _added(x: jax.Array, update: Update, scales: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
     return list(_norm_jit(x, update, scales, backend=backend, interpret=interpret))
 
 
-def _added_in_float8(
-    x: jax.Array, update: jax.Array, scales: jax.Array, backend: str, interpret: bool
-) -> list[jax.Array]:
+def _added_in_float8(x: jax.Array, update: Update, scales: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
     total, normed = _rounded_norm_jit(x, update, scales, backend=backend, interpret=interpret)
     return [total, normed.values(jnp.float32)]
 
