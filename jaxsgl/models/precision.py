@@ -33,7 +33,8 @@ from pallas_kernels.target import CPUINFO, processor_flags, target_device
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # in Linux' list of a processor's features
 # On a GPU: the tile of a product's result that one multiprocessor makes, and the fewest numbers worth a part of a sum.
 TILE_ROWS, TILE_COLUMNS, MIN_PART = 64, 128, 256
-MAX_PARTS = 8
+MAX_PARTS, POWERS = 8, (1, 2, 4, 8)
+PART_STEP, LEAST_PART = 64, 192  # numbers that a product of XLA takes at a time, and those of which it cuts no sums
 MANY_INPUTS = 2048  # of which XLA cuts sums for more rows than a tile has
 FEW_ROWS = 128  # up to as many rows, packing the weights costs more than the multiplications save
 FEW_OUTPUTS = 1024  # weights that cost little to pad, and those of float32 that C++ multiplies: XLA is faster with many
@@ -205,12 +206,17 @@ def products_side_by_side(x_TD: Rows, first: Weights, second: Weights) -> tuple[
 
 
 def num_parts_of(num_rows: int, num_columns: int, length: int, num_cores: int) -> int:
-    """Parts of the sums over `length` numbers, for one and a half tiles a core: a power of two that divides it."""
+    """Parts of the sums over `length` numbers, for one and a half tiles a core: a power of two that divides it.
+
+    If two don't, as of 2,880 numbers, any number of parts that are whole steps: XLA would cut such sums all the same,
+    and copy rows and weights to make them longer.
+    """
     tiles = -(-num_rows // TILE_ROWS) * -(-num_columns // TILE_COLUMNS)
-    parts = 1
-    while 2 * parts <= MAX_PARTS and parts * tiles < 1.5 * num_cores and length % (2 * parts * MIN_PART) == 0:
-        parts *= 2
-    return parts
+    dividing = [parts for parts in POWERS if length % (parts * MIN_PART) == 0]
+    if len(dividing) < 2:
+        most = min(2 * MAX_PARTS, length // LEAST_PART)
+        dividing = [parts for parts in range(1, most + 1) if length % (parts * PART_STEP) == 0]
+    return next((parts for parts in dividing if parts * tiles >= 1.5 * num_cores), max(dividing, default=1))
 
 
 def weights_first(x_TD: jax.Array, weights_ND: jax.Array, dtype: DTypeLike) -> jax.Array:

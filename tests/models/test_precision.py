@@ -124,7 +124,10 @@ def test_latents_are_not_kept_in_float8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "length", "parts"),
-    [(256, 1024, 2048, 8), (256, 4096, 12288, 2), (64, 4096, 4096, 8), (4096, 1024, 3072, 1), (32, 1024, 3000, 1)],
+    [
+        *((256, 1024, 2048, 8), (256, 4096, 12288, 2), (64, 4096, 4096, 8), (4096, 1024, 3072, 1), (32, 1024, 3000, 1)),
+        *((32, 5120, 2880, 5), (256, 5120, 2880, 3), (32, 1024, 128, 1), (32, 1024, 64 * 77, 11), (32, 32, 2880, 15)),
+    ],
 )
 def test_a_gpus_products_with_few_results_come_in_parts(
     num_rows: int, num_columns: int, length: int, parts: int
