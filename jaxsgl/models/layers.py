@@ -171,8 +171,6 @@ class LayerVectors(nnx.Module):
             if arch.attention_bias and arch.output_gate
             else None
         )
-        sinks = (len(arch.attention_layers), arch.num_heads)
-        self.sinks = vector(sinks, (None, "kv_heads"), jnp.dtype(jnp.float32), mean=0.0) if arch.sinks else None
         # Of an MLP and experts next to it: norms of what each makes, and of what router and experts read.
         has_both = arch.layers[0].experts is not None
         self.mlp_part_norm, self.experts_part_norm, self.router_norm, self.experts_norm = (
@@ -235,6 +233,8 @@ class Attention(Matrices):
         self.declare("qkv", fused, axes, dtype, arch.format_of(spec, "qkv"), fan_in=d)
         self.declare("o", (d, n * h), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=n * h)
         self.o_bias = vector((d,), (None,), dtype, mean=0.0) if arch.attention_out_bias else None
+        # Attention takes no stack and an index: to cut a row from one would be a kernel.
+        self.sinks = vector((n,), ("kv_heads",), jnp.dtype(jnp.float32), mean=0.0) if arch.sinks else None
 
     def reader(self, kernels: KernelChoice) -> Weights | None:
         """The only matrix that multiplies x; None: there are several."""
@@ -256,8 +256,8 @@ class Attention(Matrices):
         `place` is that of the layer in `ModelArch.attention_layers`.
         """
         cos, sin = tables
-        bias, q_norm, k_norm, sinks = (
-            rows.stack(stack, place) for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm, vectors.sinks)
+        bias, q_norm, k_norm = (
+            rows.stack(stack, place) for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm)
         )
         q_norm, k_norm = (own_scales(stack, 2 * cos.shape[-1]) for stack in (q_norm, k_norm))
         row = rows.row(place)
@@ -271,7 +271,7 @@ class Attention(Matrices):
             qkv = qkv.with_heads(adapters.add_to_qkv(qkv.whole, x_TD))
         if q_norm is not None and q_norm.ndim > 2:
             qkv = _normalize_all_heads(qkv)
-        out_TNH = attend(place, qkv, None if sinks is None else sinks[row])
+        out_TNH = attend(place, qkv, None if self.sinks is None else self.sinks[...])
         out = out_TNH.reshape(len(x_TD), -1)
         if self.num_gates:
             gates, gate_bias = qkv.gates.astype(jnp.float32), rows.stack(vectors.gate_bias, place)

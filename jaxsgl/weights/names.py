@@ -50,7 +50,6 @@ OF_ALL_LAYERS: dict[Path, Recipe] = {
         ),
         pieces.fuse_heads,
     ),
-    ("vectors", "sinks"): Recipe((Source(_ATTENTION + "sinks", ("N",)),), pieces.as_is),
 }
 
 OF_LAYER: dict[Path, Recipe] = {
@@ -64,6 +63,7 @@ OF_LAYER: dict[Path, Recipe] = {
     ),
     ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NH")),), pieces.as_is),
     ("attention", "o_bias"): Recipe((Source(_ATTENTION + "o_proj.bias", ("D",)),), pieces.as_is),
+    ("attention", "sinks"): Recipe((Source(_ATTENTION + "sinks", ("N",)),), pieces.as_is),
     ("mlp", "gate_up"): Recipe(
         (Source(_MLP + "gate_proj.weight", ("F", "D")), Source(_MLP + "up_proj.weight", ("F", "D"))), pieces.stacked
     ),
@@ -299,7 +299,7 @@ def _layers_of(vectors: str, arch: ModelArch) -> Iterable[int]:
     """The layers that have rows in these vectors: all, or those of one kind."""
     if vectors == "q_norm":
         return arch.attention_layers + arch.reading_layers
-    if vectors in ("k_norm", "qkv_bias", "gate_bias", "sinks"):
+    if vectors in ("k_norm", "qkv_bias", "gate_bias"):
         return arch.attention_layers
     return arch.delta_layers if vectors.startswith("delta_") else range(arch.num_layers)
 
