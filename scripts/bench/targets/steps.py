@@ -57,6 +57,7 @@ MODELS = (
     "phi3-mini",
     "qwen3.5-9b",
     "deepseek-v2-lite",
+    "gpt-oss-20b",
 )  # of `bench.models`; a model more is a line more
 ORDERED_MODELS = ("qwen3-0.6b", "qwen3-8b", "phi3-mini")  # of 16 bits, without experts
 RANKED_MODELS = ("qwen3-235b-a22b", "qwen3-235b-a22b-fp8", "qwen3-30b-a3b")  # in ranks, where they fit
