@@ -23,7 +23,7 @@ from pallas_kernels.triton.group_by_expert import rows_of_tiles
 from pallas_kernels.triton.tiles import load_rows
 
 BITS = 4
-# More rows would need more registers than there are: the sums of a step are kept apart from those of both sides.
+# More rows would take all registers, with int4 on an A100 more: a step's sums are kept apart from those of both sides.
 _MOST_GATED_ROWS = 64
 _LEAST_COLUMNS = 64  # of a gate, with which no tile has outputs of both sides; F are inputs of the next product, too
 
