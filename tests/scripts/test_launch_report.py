@@ -260,8 +260,10 @@ def test_a_split_decode_is_attention_and_a_merge(kernel: str) -> None:
     assert [each.kind for each in launches(text + "}\n")] == ["attention", "merge"]
 
 
-def test_kernels_of_a_loop_count_for_each_of_its_runs() -> None:
-    assert [(each.name, each.times) for each in launches(HLO) if each.times > 1] == [("c", 31), ("n", 31)]
+def test_kernels_of_a_loop_count_for_each_of_its_runs_and_known_turns_need_no_condition() -> None:
+    assert [(each.name, each.times) for each in launches(HLO) if each.times > 1] == [("n", 31)]
+    unknown = HLO.replace("known_trip_count", "no_trip_count")
+    assert [(each.name, each.times) for each in launches(unknown) if each.times != 1] == [("c", 0), ("n", 0)]
 
 
 def test_types_have_their_bytes() -> None:
@@ -295,3 +297,17 @@ def test_thunks_between_command_buffers_are_named(tmp_path: Path) -> None:
     )
     (problem,) = launch_report(HLO, tmp_path, (), None)["problems"]
     assert problem == "2 command buffers; kCustomCall outside of them"
+
+
+@pytest.mark.parametrize(("turns", "problems"), [("known", []), ("no", ["2 command buffers; k_less outside of them"])])
+def test_the_body_of_a_loop_is_a_command_buffer_of_its_own_if_its_turns_are_known(
+    tmp_path: Path, turns: str, problems: list[str]
+) -> None:
+    (tmp_path / "module_0001.jit_forward.thunk_sequence_after_thunk_passes.txt").write_text(
+        "000: kCommandBuffer [source]\n    001: kCopy [source | sink] kCopy\n002: kWhile         [sink]   \n"
+        "condition:\n    003: kCustomKernel [source | sink] k_less grid: [1, 1, 1]\n"
+        "  body:\n    000: kCommandBuffer [source | sink] \n        004: kCustomKernel [source | sink] k_1\n"
+    )
+    report = launch_report(HLO.replace("known_trip_count", f"{turns}_trip_count"), tmp_path, (), None)
+    assert report["problems"] == problems
+    assert report["command_buffers"] == 2

@@ -160,6 +160,11 @@ class DraftProgram:
     draft_treedef: Any
     kernels: KernelChoice
 
+    @property
+    def __name__(self) -> str:
+        """Of the compiled program, in profiles."""
+        return "draft"
+
     def __call__(
         self,
         leaves: list[jax.Array],
@@ -190,8 +195,8 @@ class DraftProgram:
         table_SP = _with_scratch(table_SP, pages_SW, page_of(positions, page_size))
         carried = drafting.begin(jax.tree.unflatten(self.draft_treedef, draft_leaves), kv, last_slots)
 
-        def one(carry: tuple[Any, ...], place: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
-            kv, carried, tokens = carry
+        def one(place: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            kv, carried, tokens, drafts = carry
             # As in `make_decode_steps`: weights are not to be converted before the loop.
             weights, of_drafter, place = jax.lax.optimization_barrier((leaves, draft_leaves, place))
             model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
@@ -200,11 +205,14 @@ class DraftProgram:
             pages = Pages(kv, table_SP, places, "decode", drafting.options, self.kernels)
             link = Link(model, carried, tokens, positions + place, pages.attend, self.kernels)
             carried, tokens = drafting.step(params, link)
-            return (pages.buffers(), carried, tokens), tokens
+            # All k are written: a column alone is a slice of the buffer, at which a GPU's command buffers may end.
+            drafts = jnp.where(jnp.arange(drafting.num_drafts) == place, tokens[:, None], drafts)
+            return pages.buffers(), carried, tokens, drafts
 
-        first = kv, carried, last_tokens[ends.rows]
-        (kv, _, _), drafts = jax.lax.scan(one, first, jnp.arange(drafting.num_drafts))
-        return kv, drafts.T
+        none = jnp.zeros((len(positions), drafting.num_drafts), jnp.int32)
+        first = kv, carried, last_tokens[ends.rows], none
+        kv, _, _, drafts = jax.lax.fori_loop(0, drafting.num_drafts, one, first)
+        return kv, drafts
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ _ANY_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 # Custom calls that only name memory or say what is known of a value.
 _FREE_TARGETS = frozenset(("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding"))
 WEIGHT_BYTES = 1 << 20
+KNOWN_TURNS = r'"known_trip_count":\{"n":"(\d+)"'  # of a loop, which then has no condition to run
 RECURS = 3  # inputs of one type are taken for those of layers
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
@@ -129,9 +130,10 @@ class _Module:
                 copied = _copied(each, times)
                 yield replace(copied, matrix_bytes=copied.bytes_read * self._recurs(each.operands[0], by_name))
                 continue
-            called = re.findall(r"\b(?:calls|to_apply|body|condition|branch_computations)=\{?%?([\w.\-]+)", each.rest)
+            count = int(each.attribute(KNOWN_TURNS) or 0) if each.opcode == "while" else 1
+            parts = "body" if each.opcode == "while" and count else "calls|to_apply|body|condition|branch_computations"
+            called = re.findall(rf"\b(?:{parts})=\{{?%?([\w.\-]+)", each.rest)
             if each.opcode in CONTAINERS and called:
-                count = int(each.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 0) if each.opcode == "while" else 1
                 for name in called:
                     yield from self._in(name, times * count)
             else:

@@ -86,9 +86,8 @@ def launch_report(
                 f"the last two layers launch different kernels, so that layers can't be multiplied: the last one "
                 f"{differ[0]}, the one before {differ[1]}"
             )
-    if buffers is not None and wanted is None and (buffers.count != 1 or buffers.outside):
-        listed = ", ".join(sorted(set(buffers.outside))) or "nothing"
-        problems.append(f"{buffers.count} command buffers; {listed} outside of them")
+    if buffers is not None and wanted is None:
+        problems += _loose(buffers, turns_are_known=all(each.times for each in every))
     if buffers is not None and buffers.num_sliced:
         problems.append(
             f"{buffers.num_sliced} kernels take slices of an input (DynamicSliceFusion); before CUDA 12.9 each of them "
@@ -119,11 +118,23 @@ def launch_report(
     }
 
 
+def _loose(buffers: CommandBuffers, *, turns_are_known: bool) -> list[str]:
+    """Why a program is more than one command buffer, and one for the body of each loop whose turns are known."""
+    most = 1 + buffers.num_loops if turns_are_known else 1
+    outside = buffers.outside if turns_are_known else (*buffers.outside, *buffers.conditions)
+    if buffers.count == most and not outside:
+        return []
+    return [f"{buffers.count} command buffers; {', '.join(sorted(set(outside))) or 'nothing'} outside of them"]
+
+
 def _graphs(buffers: CommandBuffers | None, layers: Layers | None) -> dict[str, int | None]:
     """Command buffers and the kernels outside of them, for all layers; collectives cut a step at every layer."""
     if buffers is None:
         return {"command_buffers": None, "loose_kernels": None}
-    loose = sum(not each.removeprefix("k").startswith(_THUNKS_OF_COLLECTIVES) for each in buffers.outside)
+    loose = sum(
+        not each.removeprefix("k").startswith(_THUNKS_OF_COLLECTIVES)
+        for each in (*buffers.outside, *buffers.conditions)
+    )
     if layers is None or buffers.count == 1:
         return {"command_buffers": buffers.count, "loose_kernels": loose}
     return {

@@ -20,14 +20,18 @@ class CommandBuffers:
     """The command buffers of one program.
 
     Attributes:
-      count: how many there are; a step should be one.
+      count: how many there are; a step should be one, and the body of a loop in it one more.
       outside: the thunks that launch something outside of them, by kind or kernel.
       num_sliced: kernels that XLA gives a slice of an array at each run.
+      num_loops: loops that are in none.
+      conditions: what their conditions launch, unless XLA knows how often they turn.
     """
 
     count: int
     outside: tuple[str, ...]
     num_sliced: int
+    num_loops: int = 0
+    conditions: tuple[str, ...] = ()
 
 
 def command_buffers_in(folder: Path, module: str) -> CommandBuffers | None:
@@ -38,10 +42,13 @@ def command_buffers_in(folder: Path, module: str) -> CommandBuffers | None:
 
 def read(text: str) -> CommandBuffers:
     """Reads a dump."""
-    count = 0
-    outside = []
+    count = num_loops = 0
+    outside: list[str] = []
+    conditions: list[str] = []
+    launched = outside
     buffer_depth: int | None = None
     for line in text.splitlines():
+        launched = {"condition:": conditions, "body:": outside}.get(line.strip(), launched)
         thunk = re.match(r"( *)\d+: (k\w+)\s*(?:\[[^\]]*\])?\s*(.*)", line)
         if thunk is None:
             continue
@@ -53,5 +60,7 @@ def read(text: str) -> CommandBuffers:
             count += 1
             buffer_depth = depth
         elif kind not in CONTAINERS:
-            outside.append(thunk[3].split(" ")[0] or kind)
-    return CommandBuffers(count, tuple(outside), text.count(" kDynamicSliceFusion "))
+            launched.append(thunk[3].split(" ")[0] or kind)
+        num_loops += kind == "kWhile"
+    sliced = text.count(" kDynamicSliceFusion ")
+    return CommandBuffers(count, tuple(outside), sliced, num_loops, tuple(conditions))
