@@ -145,6 +145,63 @@ COMPILED_SHAPES["deepseek-v3"] = COMPILED_SHAPES["deepseek-v2-lite"] | {  # only
     "num_nextn_predict_layers": 1,
     "vocab_size": 129_280,
 }
+COMPILED_SHAPES["glm-4.7-flash"] = COMPILED_SHAPES["deepseek-v3"] | {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "hidden_size": 2048,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "intermediate_size": 10_240,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 1.8,
+    "vocab_size": 154_880,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "max_position_embeddings": 202_752,
+}
+COMPILED_SHAPES["glm-4.5-air"] = _qwen3(4096, 46, 96, 10_944, head_dim=128, vocab=151_552, tied=False) | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": False,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    # As its FP8 release, which fits one device: a scale for each output of a matrix.
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+                "input_activations": {
+                    "num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True,
+                },
+            }
+        },
+        "ignore": ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(1, 47)), "model.layers.46.eh_proj"],
+    },
+}  # fmt: skip
 
 
 def _qwen3_vl(text: dict[str, Any]) -> dict[str, Any]:
@@ -224,6 +281,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     }
 }
+SMALLER = {"qwen3-8b": "qwen3-0.6b"}  # models that draft, by those that they draft for
 # As FP8 and AWQ releases describe themselves; "NAME-fp8" is a shape with the first.
 QUANTIZED = {
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},

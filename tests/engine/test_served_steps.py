@@ -6,14 +6,17 @@ from typing import Any
 import jax
 import pytest
 from bench.targets.collectives import Wanted
+from bench.targets.drafts import drafting_programs
 from bench.targets.launch_report import Layers
-from bench.targets.steps import MODELS, Served, programs_of_models, served
+from bench.targets.steps import DECODE_ROWS, MODELS, NUM_DRAFTS, VERIFY_TOKENS, Served, programs_of_models, served
 from bench.targets.targets import TARGETS
 from jax.sharding import AbstractMesh
 
 from jaxsgl.weights.sharding import make_mesh
+from tests.pallas_kernels.lower_everything import on_a_device
 
 VOCABULARIES = {"phi3-mini": 32_064, "qwen3.5-9b": 248_320, "deepseek-v2-lite": 102_400}
+ON_H200 = "cuda", "NVIDIA H200", 132
 EIGHT: Any = AbstractMesh((1, 8), ("data", "tensor"))  # in the place of a mesh of devices
 
 
@@ -61,6 +64,34 @@ def test_a_token_of_a_latent_and_a_row_of_states_have_the_bytes_of_a_hand_count(
     assert facts["state_bytes_moved"] == 24 * facts["layer_state_bytes_moved"]
     assert facts["state_flops"] == 24 * 32 * 6 * 128 * 128
     assert hybrid.layers == Layers(12, 32, recurring=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_arrays"),
+    [
+        (
+            "qwen3-8b eagle3",
+            2 * (1 + 2),
+        ),  # keys and values of its layer, and a state of 4,096 numbers in 8 heads of 128
+        ("glm-4.7-flash nextn", 1 + 4),  # a latent of 576 numbers, and a state of 2,048
+        ("qwen3-8b standalone", 2 * 4),  # as many layers of the smaller model as are compiled
+    ],
+)
+def test_what_drafts_has_a_step_that_keeps_what_it_reads_and_a_chain_after_it(
+    name: str, num_arrays: int, tmp_path: Path
+) -> None:
+    h200 = TARGETS["h200"]
+    programs = {each.name: each for each in drafting_programs(h200, make_mesh(jax.devices()[:1]), tmp_path)}
+    backend = "triton" if name.startswith("glm") else "mosaic_gpu"
+    verify, draft = (
+        programs[f"{name} {part} {backend}"] for part in (f"verify {VERIFY_TOKENS}", f"draft {DECODE_ROWS[1]}")
+    )
+    model = served(name.split(" ")[0], h200, make_mesh(jax.devices()[:1]), tmp_path)
+    assert model is not None
+    of_model = model.layers.compiled * len(model.states.layers[0].by_page)
+    assert (verify.num_donated, draft.num_donated) == (of_model + num_arrays, num_arrays)
+    with on_a_device(*ON_H200):
+        assert draft.trace().jaxpr.out_avals[-1].shape == (DECODE_ROWS[1], NUM_DRAFTS)
 
 
 def test_models_too_large_for_a_chip_are_left_out(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from jaxsgl.engine.start.sizing import choose_context_length, kept_heads
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.engine.weight_store import arch_of_folder, read_params
 from jaxsgl.errors import ConfigError
-from jaxsgl.models import ModelArch, Precision, abstract_model, kv_cache_flag
+from jaxsgl.models import ModelArch, Params, Precision, abstract_model, kv_cache_flag
 from jaxsgl.models.heads import EagleArch, abstract_head, abstract_next_layer
 from jaxsgl.weights import (
     is_converted,
@@ -78,15 +78,22 @@ def _load_head(target: _Target) -> Drafting:
     precision, folder = target.precision, target.draft_folder
     arch = EagleArch.from_folder(folder, target.arch).on_devices(target.mesh.size)
     check_head(arch, target.arch, target.states, kv_cache_flag(precision.kv))
-    graphdef, _ = abstract_head(arch, precision.weights, precision.activations)
     params = load_head(folder, arch, precision.weights, target.mesh)
+    return with_head(arch, params, precision, target.states, target.num_drafts)
+
+
+def with_head(
+    arch: EagleArch, params: Params, precision: Precision, states: LayerStates, num_drafts: int
+) -> HeadDrafting:
+    """Drafts with an EAGLE-3 head for a model whose layers keep `states`."""
+    graphdef, _ = abstract_head(arch, precision.weights, precision.activations)
     return HeadDrafting(
         graphdef=graphdef,
         params=params,
         taps=arch.taps,
-        num_drafts=target.num_drafts,
+        num_drafts=num_drafts,
         options=(arch.layer.attention_options(0),),
-        like=target.states.layers[0],
+        like=states.layers[0],
         state_size=arch.layer.hidden_size,
     )
 
@@ -100,17 +107,24 @@ def _load_next_layer(target: _Target) -> Drafting:
             f"({target.arch.name}) has none that is read here: give NGRAM, or EAGLE3 with a head"
         )
     check_pages(target.arch, target.states, kv_cache_flag(precision.kv))
-    graphdef, _ = abstract_next_layer(arch, precision.weights, precision.activations)
     if config.load_format == "dummy":
         params = random_next_layer(arch, precision.weights, target.mesh, config.random_seed)
     else:
         params = load_next_layer(folder, arch, precision.weights, target.mesh)
+    return with_next_layer(arch, params, precision, target.states, target.num_drafts)
+
+
+def with_next_layer(
+    arch: ModelArch, params: Params, precision: Precision, states: LayerStates, num_drafts: int
+) -> HeadDrafting:
+    """Drafts with the layer of `arch`, the `next_arch` of a model whose layers keep `states`."""
+    graphdef, _ = abstract_next_layer(arch, precision.weights, precision.activations)
     return HeadDrafting(
         graphdef=graphdef,
         params=params,
-        num_drafts=target.num_drafts,
+        num_drafts=num_drafts,
         options=(arch.attention_options(0),),
-        like=target.states.layers[0],
+        like=states.layers[0],
         state_size=arch.hidden_size,
     )
 
@@ -125,18 +139,26 @@ def _load_model(target: _Target) -> Drafting:
     if is_converted(folder):
         arch = replace(arch, may_pack=False)
     arch = as_kept(arch, precision.weights, platform, mesh.size)
-    of_platform = partial(kept_heads, platform, num_devices=mesh.size, page_size=states.page_size)
-    kept = layer_states(arch, states.page_size, precision.kv, mesh.size, of_platform).layers
-    is_alike = kept[0] == states.layers[0] and arch.kv_copies == target.arch.kv_copies
+    params = read_params(config, folder, arch, precision.weights, mesh)
+    drafting = with_model(arch, params, precision, states, target.num_drafts, platform)
+    is_alike = drafting.kept[0] == states.layers[0] and arch.kv_copies == target.arch.kv_copies
     if config.host_kv.is_on and not is_alike:
         raise ConfigError(
             f"--host-kv-gib keeps pages of one form, but {arch.name} has other kv heads than {target.arch.name}: leave "
             "it out with this --speculative-draft-model-path"
         )
+    return drafting
+
+
+def with_model(
+    arch: ModelArch, params: Params, precision: Precision, states: LayerStates, num_drafts: int, platform: str
+) -> ModelDrafting:
+    """Drafts with the model of `arch`, as it is kept on the platform, for one whose layers keep `states`."""
+    of_platform = partial(kept_heads, platform, num_devices=states.num_devices, page_size=states.page_size)
+    kept = layer_states(arch, states.page_size, precision.kv, states.num_devices, of_platform).layers
     graphdef, _ = abstract_model(arch, precision.weights, precision.activations)
-    params = read_params(config, folder, arch, precision.weights, mesh)
     options = tuple(arch.attention_options(layer) for layer in range(arch.num_layers))
-    return ModelDrafting(graphdef=graphdef, params=params, num_drafts=target.num_drafts, options=options, kept=kept)
+    return ModelDrafting(graphdef=graphdef, params=params, num_drafts=num_drafts, options=options, kept=kept)
 
 
 _LOADERS: dict[str, Callable[[_Target], Drafting]] = {

@@ -57,7 +57,7 @@ def compile_all(
 
 
 def _programs(target: Target, grid: str, devices: list[jax.Device], num_ranks: int, folder: Path) -> Iterator[Program]:
-    from bench.targets import programs, steps
+    from bench.targets import drafts, programs, steps
     from jaxsgl.weights.sharding import make_mesh
     from pallas_kernels.specs import COMMON_SPECS, GRID_SPECS, LATENT_SPECS, PRODUCT_SPECS
 
@@ -70,6 +70,7 @@ def _programs(target: Target, grid: str, devices: list[jax.Device], num_ranks: i
         return
     if grid == "steps-ordered":
         yield from steps.ordered_programs(target, mesh, folder)
+        yield from map(steps.in_fixed_order, drafts.drafting_programs(target, mesh, folder, steps.ORDERED_MODELS))
         return
     if grid != "steps":
         for backend in target.backends:
@@ -83,6 +84,8 @@ def _programs(target: Target, grid: str, devices: list[jax.Device], num_ranks: i
             yield from programs.step_programs(target.engine_platform, backend, mesh)
     if grid != "common":
         yield from steps.programs_of_models(target, mesh, folder)
+        if mesh.size == 1:
+            yield from drafts.drafting_programs(target, mesh, folder)
 
 
 def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict[str, Any]:

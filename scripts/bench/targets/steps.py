@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from bench.models import HEADS, write_config, write_head_config
+from bench.models import write_config
 from bench.targets.collectives import Wanted
 from bench.targets.launch_report import Layers
 from bench.targets.programs import Program, bytes_on_one_device, on_one_device, placed, weights_on_one_device
@@ -28,8 +28,6 @@ from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import SpeculationConfig, VisionConfig
 from jaxsgl.engine.adapters import abstract_pool
-from jaxsgl.engine.drafting.drafters import with_drafting
-from jaxsgl.engine.drafting.heads import HeadDrafting
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.programs import Program as EngineProgram
 from jaxsgl.engine.programs import ProgramKey
@@ -40,7 +38,6 @@ from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
-from jaxsgl.models.heads import EagleArch, abstract_head
 from jaxsgl.models.layer_spec import DeltaNet, MoeMlp
 from jaxsgl.models.lora import adaptable_modules
 from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
@@ -87,7 +84,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 class Served:
     """A model as the engine would serve it on a mesh of chips: everything that its programs' shapes depend on.
 
-    `params` are shapes that lie on the mesh. `head` drafts for the model, where one is in `HEADS`.
+    `params` are shapes that lie on the mesh.
     """
 
     name: str
@@ -98,7 +95,6 @@ class Served:
     buckets: BucketSet
     params: Params
     mesh: Mesh
-    head: EagleArch | None = None
 
     @property
     def layers(self) -> Layers:
@@ -227,9 +223,7 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
     shared = name if mesh.size == 1 else f"{name}-tp{mesh.size}"
     if num_ranks > 1:
         shared = f"{name}-{num_ranks}x{mesh.shape[TENSOR_AXIS]}"
-    takes_head = name in HEADS and mesh.size == 1 and kv_cache_dtype == "auto"
-    head = EagleArch.from_folder(write_head_config(name, folder / f"{name}-head"), arch) if takes_head else None
-    return Served(shared, arch, dtype, states, capacity, buckets_of(config, capacity), params, mesh, head)
+    return Served(shared, arch, dtype, states, capacity, buckets_of(config, capacity), params, mesh)
 
 
 def placed_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
@@ -238,7 +232,7 @@ def placed_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
     return nnx.from_flat_state([(path, placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
 
 
-def _with_few_layers(model: Served, backend: str) -> ProgramSpec:
+def with_few_layers(model: Served, backend: str) -> ProgramSpec:
     """What the programs of `model` share, of as many layers as are compiled."""
     arch = dataclasses.replace(model.arch, layers=model.arch.layers[: model.layers.compiled])
     states = dataclasses.replace(model.states, layers=model.states.layers[: model.layers.compiled])
@@ -268,7 +262,7 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
     """Yields each program of the table once, with few layers."""
     mesh = model.mesh
     arch = dataclasses.replace(model.arch, layers=model.arch.layers[: model.layers.compiled])
-    spec = _with_few_layers(model, backend)
+    spec = with_few_layers(model, backend)
     facts = model.facts()
     pages: Any = on_one_device(spec.state.kv.k[0])  # a description in the place of an array
     found: dict[ProgramKey, EngineProgram] = {}
@@ -295,8 +289,6 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
     yield from _mask_programs(spec, model, pages, facts)
     if not model.states.row_bytes:  # else nothing speculates
         yield from _verify_programs(spec, model, backend, pages, facts)
-    if model.head is not None:
-        yield from _head_programs(spec, model, backend, pages, facts)
     if model.name == MODELS[0]:
         pool = abstract_pool(arch, adaptable_modules(arch), ADAPTER_COLUMNS, model.dtype, mesh)
         bucket = dataclasses.replace(model.bucket("decode", DECODE_ROWS[-1], "greedy"), adapter_columns=ADAPTER_COLUMNS)
@@ -325,36 +317,6 @@ def _verify_programs(
     accepting = spec.accepting(VERIFY_TOKENS)
     name = program_name(model, accepting.key, "any")
     yield Program(name, "any", accepting.trace, pages, num_donated=0, on_matrix_units=False, facts=facts)
-
-
-def _head_programs(
-    spec: ProgramSpec, model: Served, backend: str, pages: Any, facts: dict[str, int]
-) -> Iterator[Program]:
-    """Yields a verify step that keeps what an EAGLE-3 head reads, and the programs that draft after steps."""
-    assert model.head is not None
-    head = dataclasses.replace(model.head, taps=tuple(range(1, COMPILED_LAYERS)))  # of the layers that are compiled
-    graphdef, params = abstract_head(head, model.dtype, model.dtype)
-    states = dataclasses.replace(model.states, layers=model.states.layers[:COMPILED_LAYERS])
-    drafting = HeadDrafting(
-        graphdef=graphdef,
-        params=nnx.from_flat_state([(path, placed(param, model.mesh)) for path, param in nnx.to_flat_state(params)]),
-        taps=head.taps,
-        num_drafts=NUM_DRAFTS,
-        options=(head.layer.attention_options(0),),
-        like=states.layers[0],
-        state_size=head.layer.hidden_size,
-    )
-    state = abstract_state(with_drafting(states, drafting, model.capacity.num_rows), model.capacity, model.mesh)
-    spec = dataclasses.replace(spec, state=state, drafting=drafting)
-    verify, decode = model.buckets.verify(VERIFY_TOKENS), model.buckets.decode(DECODE_ROWS[1])
-    for each, num_layers in (
-        (spec.forward(verify), COMPILED_LAYERS + drafting.num_layers),
-        (spec.draft(verify), drafting.num_layers),
-        (spec.draft(decode), drafting.num_layers),
-    ):
-        shape = each.key.shape.num_tokens if isinstance(each.key.shape, Bucket) else each.key.shape
-        name = f"{model.name} eagle3 {each.key.kind or 'verify'} {shape} {backend}"
-        yield Program(name, backend, each.trace, pages, 2 * num_layers, on_matrix_units=False, facts=facts)
 
 
 def _of_decoder(params: Params) -> Params:
@@ -400,7 +362,7 @@ def ranked_programs(target: Target, mesh: Mesh, folder: Path) -> Iterator[Progra
         if model is None:
             continue
         (backend,) = model.backends(target)
-        spec = _with_few_layers(model, backend)
+        spec = with_few_layers(model, backend)
         pages: Any = on_one_device(spec.state.kv.k[0])
         buckets, num_decodes = model.buckets, RANK_ROWS * (model.num_ranks - 1)
         decode, extend = buckets.decode(RANK_ROWS), buckets.extend(buckets.extend_sizes[-1], EXTEND_SEQS)
@@ -425,9 +387,13 @@ def ranked_programs(target: Target, mesh: Mesh, folder: Path) -> Iterator[Progra
 
 def ordered_programs(target: Target, mesh: Mesh, folder: Path) -> Iterator[Program]:
     """Yields the programs of the models that `--enable-deterministic-inference` takes, in fixed order."""
-    for program in programs_of_models(target, mesh, folder, models=ORDERED_MODELS):
-        trace = functools.partial(program.trace, in_fixed_order=True)
-        yield dataclasses.replace(program, name=f"{program.name} ordered", trace=trace)
+    yield from map(in_fixed_order, programs_of_models(target, mesh, folder, models=ORDERED_MODELS))
+
+
+def in_fixed_order(program: Program) -> Program:
+    """The same program of an engine in fixed order."""
+    trace = functools.partial(program.trace, in_fixed_order=True)
+    return dataclasses.replace(program, name=f"{program.name} ordered", trace=trace)
 
 
 def program_name(model: Served, key: ProgramKey, backend: str) -> str:
