@@ -8,6 +8,7 @@ import pytest
 from bench.targets.collectives import Wanted
 from bench.targets.drafts import drafting_programs
 from bench.targets.launch_report import Layers
+from bench.targets.stages import stage_programs
 from bench.targets.steps import DECODE_ROWS, MODELS, NUM_DRAFTS, VERIFY_TOKENS, Served, programs_of_models, served
 from bench.targets.targets import TARGETS
 from jax.sharding import AbstractMesh
@@ -92,6 +93,18 @@ def test_what_drafts_has_a_step_that_keeps_what_it_reads_and_a_chain_after_it(
     assert (verify.num_donated, draft.num_donated) == (of_model + num_arrays, num_arrays)
     with on_a_device(*ON_H200):
         assert draft.trace().jaxpr.out_avals[-1].shape == (DECODE_ROWS[1], NUM_DRAFTS)
+
+
+def test_stages_share_the_layers_and_the_last_one_takes_a_stream(tmp_path: Path) -> None:
+    h200, mesh = TARGETS["h200"], make_mesh(jax.devices()[:1])
+    model = served("qwen3-8b", h200, mesh, tmp_path)
+    first, last = stage_programs(h200, mesh, tmp_path)
+    assert model is not None and first.layers is not None and last.layers is not None
+    assert first.layers.of_model + last.layers.of_model == 36
+    assert first.weight_bytes + last.weight_bytes == model.weight_bytes()  # the head on one, the embedding not read
+    with on_a_device(*ON_H200):
+        passed, given = first.trace().jaxpr.out_avals[-1], last.trace().jaxpr.in_avals[-1]
+    assert (passed.shape, passed.dtype) == (given.shape, given.dtype) == ((DECODE_ROWS[1], 4096), "bfloat16")
 
 
 def test_models_too_large_for_a_chip_are_left_out(tmp_path: Path) -> None:

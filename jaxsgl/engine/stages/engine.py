@@ -27,6 +27,7 @@ from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -145,11 +146,11 @@ class _Stage:
         )
 
 
-def _cut(opened: Opened, num_stages: int) -> list[tuple[int, int]]:
+def layers_of_stages(arch: ModelArch, dtype: jnp.dtype, num_stages: int) -> list[tuple[int, int]]:
     """The layers of each stage, by the bytes of their weights; see `cut_layers`."""
-    _, params = abstract_model(opened.arch, opened.precision.weights)
-    layer_bytes, head_bytes = [0] * opened.arch.num_layers, 0
-    head = "embedding" if opened.arch.tie_embeddings else "lm_head"
+    _, params = abstract_model(arch, dtype)
+    layer_bytes, head_bytes = [0] * arch.num_layers, 0
+    head = "embedding" if arch.tie_embeddings else "lm_head"
     for path, param in nnx.to_flat_state(params):
         num_bytes = math.prod(param.shape) * param.dtype.itemsize
         if path[0] == "layers":
@@ -249,7 +250,8 @@ class StagedEngine:
         if is_converted(opened.folder):
             raise ConfigError(f"{opened.folder} is a converted checkpoint, which is read whole: serve the original one")
         self.arch = opened.arch
-        cuts, own = _cut(opened, config.pp_size), config.own_stages
+        cuts = layers_of_stages(opened.arch, opened.precision.weights, config.pp_size)
+        own = config.own_stages
         making = [
             _load(config, opened, first, stop, mesh, progress)
             for (first, stop), mesh in zip(cuts[own.start : own.stop], opened.meshes, strict=True)

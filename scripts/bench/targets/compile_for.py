@@ -57,7 +57,7 @@ def compile_all(
 
 
 def _programs(target: Target, grid: str, devices: list[jax.Device], num_ranks: int, folder: Path) -> Iterator[Program]:
-    from bench.targets import drafts, programs, steps
+    from bench.targets import drafts, programs, stages, steps
     from jaxsgl.weights.sharding import make_mesh
     from pallas_kernels.specs import COMMON_SPECS, GRID_SPECS, LATENT_SPECS, PRODUCT_SPECS
 
@@ -86,6 +86,7 @@ def _programs(target: Target, grid: str, devices: list[jax.Device], num_ranks: i
         yield from steps.programs_of_models(target, mesh, folder)
         if mesh.size == 1:
             yield from drafts.drafting_programs(target, mesh, folder)
+            yield from stages.stage_programs(target, mesh, folder)
 
 
 def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict[str, Any]:

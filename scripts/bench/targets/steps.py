@@ -176,8 +176,9 @@ class Served:
 
     def weight_bytes(self) -> int:
         """Bytes of weights that a device reads in each step."""
-        parts = self.mesh.shape[TENSOR_AXIS]
-        embedding = 0 if self.arch.tie_embeddings else self.arch.vocab_size * self.arch.hidden_size // parts
+        arch, parts = self.arch, self.mesh.shape[TENSOR_AXIS]
+        is_read = arch.tie_embeddings or not arch.stage.is_first  # as the head, if it is there
+        embedding = 0 if is_read else arch.vocab_size * arch.hidden_size // parts
         return bytes_on_one_device(_of_decoder(self.params)) - embedding * self.dtype.itemsize
 
     def wanted(self, shape: Bucket | EncodeBucket | int) -> Wanted | None:
@@ -244,7 +245,7 @@ def with_few_layers(model: Served, backend: str) -> ProgramSpec:
     return ProgramSpec(graphdef, leaves, state, kernels, model.mesh, tower=model.capacity.tower)
 
 
-def _as_step(program: Program, model: Served, spec: ProgramSpec, bucket: Bucket, backend: str) -> Program:
+def as_step(program: Program, model: Served, spec: ProgramSpec, bucket: Bucket, backend: str) -> Program:
     """`program` as the forward program of a step of `bucket`, with all that is checked of such."""
     return dataclasses.replace(
         program,
@@ -284,7 +285,7 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
             wanted=model.wanted(key.shape),
         )
         if isinstance(key.shape, Bucket):
-            program = _as_step(program, model, spec, key.shape, backend)
+            program = as_step(program, model, spec, key.shape, backend)
         yield program
     yield from _mask_programs(spec, model, pages, facts)
     if not model.states.row_bytes:  # else nothing speculates
@@ -382,7 +383,7 @@ def ranked_programs(target: Target, mesh: Mesh, folder: Path) -> Iterator[Progra
                 steps=(f"{model.name} {backend} {bucket.kind} {bucket.num_tokens} greedy",),
                 wanted=model.wanted(bucket),
             )
-            yield _as_step(program, model, spec, bucket, backend)
+            yield as_step(program, model, spec, bucket, backend)
 
 
 def ordered_programs(target: Target, mesh: Mesh, folder: Path) -> Iterator[Program]:
