@@ -6,8 +6,9 @@
 
 Everything that a drafter keeps is more layers of the KV pool, a function of the tokens up to its own place: so chunks,
 cached prefixes, the host tier and retraction carry it along. What a chain computes is such only if its drafts are
-right, so it goes to scratch pages of the row: a copy of the sequence's last page, and as many more as the chain may
-reach. The next step computes these places again from tokens that stand.
+right. It lies after the sequence's last token in the page that this one has begun, which is the request's own, and goes
+on in scratch pages of the row. As after a verify step, the next step computes these places again from tokens that
+stand, before any of them counts.
 
 The draft program is launched right after the tokens are chosen; the host takes these in while it runs.
 """
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.batch.inputs import StepArrays, StepKind
-from jaxsgl.cache.pages import page_of, pages_for, slots_on, tokens_in
+from jaxsgl.cache.pages import ends_page, page_of, pages_for, slots_on, tokens_in
 from jaxsgl.engine.attending import Pages
 from jaxsgl.engine.layer_state import LayerState
 from jaxsgl.engine.state import KvBuffers
@@ -187,12 +188,8 @@ class DraftProgram:
         before = jnp.maximum(positions - 1, 0)
         last_slots = slots_of_positions(table_SP, before, page_size)
         scratch = Scratch.of(kv.k[0].shape[0], dummy_row, drafting.num_drafts, page_size)
-        pages_SW = scratch.pages(ends.rows)
-        sources = table_SP[
-            jnp.arange(len(positions)), jnp.minimum(page_of(positions, page_size), table_SP.shape[1] - 1)
-        ]
-        kv = _copied(kv, sources, pages_SW[:, 0])
-        table_SP = _with_scratch(table_SP, pages_SW, page_of(positions, page_size))
+        pages_SW = _pages_of_chains(positions, last_slots, scratch.pages(ends.rows), page_size)
+        table_SP = _with_pages(table_SP, pages_SW, page_of(positions, page_size))
         carried = drafting.begin(jax.tree.unflatten(self.draft_treedef, draft_leaves), kv, last_slots)
 
         def one(place: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -232,7 +229,7 @@ class Scratch:
     @classmethod
     def of(cls, num_pages: int, num_rows: int, num_drafts: int, page_size: int) -> Scratch:
         """Those of an array of `num_pages` pages in all."""
-        per_row = _pages_of_chain(num_drafts, page_size)
+        per_row = _scratch_of_row(num_drafts, page_size)
         return cls(num_pages - (num_rows + 1) * per_row, per_row, page_size)
 
     def pages(self, rows: jax.Array) -> jax.Array:
@@ -242,12 +239,12 @@ class Scratch:
 
 def scratch_pages(num_rows: int, num_drafts: int, page_size: int) -> int:
     """How many there are for so many rows and the dummy row."""
-    return (num_rows + 1) * _pages_of_chain(num_drafts, page_size)
+    return (num_rows + 1) * _scratch_of_row(num_drafts, page_size)
 
 
-def _pages_of_chain(num_drafts: int, page_size: int) -> int:
-    """The most pages that a chain reaches: it may begin at the end of its first one."""
-    return pages_for(page_size - 1 + num_drafts, page_size)
+def _scratch_of_row(num_drafts: int, page_size: int) -> int:
+    """The most pages that a chain fills or begins: what of it lies in a page that is begun needs none."""
+    return pages_for(num_drafts, page_size)
 
 
 class _ChainPlaces(NamedTuple):
@@ -274,18 +271,15 @@ def slots_of_positions(table_SP: jax.Array, positions: jax.Array, page_size: int
     return slots_on(pages, positions, page_size)
 
 
-def _copied(kv: KvBuffers, sources: jax.Array, targets: jax.Array) -> KvBuffers:
-    """The layers that have scratch pages, with pages `sources [S]` at `targets [S]`."""
-    longest = max(len(array) for array in kv.k)
-
-    def copied(array: jax.Array) -> jax.Array:
-        return array.at[targets].set(array[sources], mode="promise_in_bounds") if len(array) == longest else array
-
-    return KvBuffers(tuple(map(copied, kv.k)), tuple(map(copied, kv.v)))
+def _pages_of_chains(starts: jax.Array, last_slots: jax.Array, scratch_SW: jax.Array, page_size: int) -> jax.Array:
+    """`[S, W + 1]` the pages of chains from `starts [S]` on, after tokens at `last_slots [S]`."""
+    begun = jnp.concatenate([page_of(last_slots, page_size)[:, None], scratch_SW], axis=1)
+    new = jnp.concatenate([scratch_SW, scratch_SW[:, -1:]], axis=1)  # no chain reaches the last one
+    return jnp.where(ends_page(starts, page_size)[:, None], new, begun)
 
 
-def _with_scratch(table_SP: jax.Array, pages_SW: jax.Array, first_page: jax.Array) -> jax.Array:
-    """The table with scratch pages from `first_page [S]` on, as far as it reaches."""
+def _with_pages(table_SP: jax.Array, pages_SW: jax.Array, first_page: jax.Array) -> jax.Array:
+    """The table with these pages from `first_page [S]` on, as far as it reaches."""
     places = first_page[:, None] + jnp.arange(pages_SW.shape[1], dtype=jnp.int32)
     return table_SP.at[jnp.arange(len(table_SP))[:, None], places].set(pages_SW, mode="drop")
 
