@@ -4,6 +4,7 @@
     python scripts/compile_targets.py h200 --grid common    # one target, the shapes that most models serve with
     python scripts/compile_targets.py h200 --grid steps     # the engine's steps on Qwen3-0.6B and Qwen3-8B
     python scripts/compile_targets.py h200 --grid steps --match '0.6b decode 256 triton' --launches
+    python scripts/compile_targets.py h200 --grid steps --match 'eagle3|nextn|standalone|stage'    # drafts, and stages
     python scripts/compile_targets.py h200 --grid steps-float8     # over a float8 KV cache
     python scripts/compile_targets.py h200 --grid steps-ordered    # of --enable-deterministic-inference
     python scripts/compile_targets.py v6e --grid steps --json FILE --missing    # goes on where another run was ended
@@ -17,9 +18,9 @@ the second layer on all are alike, which is checked, so that one of them is mult
 on several devices, also what they exchange.
 
 Exits with status 1 if a kernel spills, lacks the instructions that it needs, or gets an advisory of ptxas (serialized
-wgmma); if the KV cache is copied; if a step is not one command buffer; if a step seems to read less than its weights,
-so that the count is wrong; if devices exchange more than tensor parallelism needs, or hold more than their part; if a
-program does not compile. A target whose environment can't be made (disk, Python) is
+wgmma); if the KV cache is copied; if a step is not one command buffer, and one for the body of a loop; if a step seems
+to read less than its weights, so that the count is wrong; if devices exchange more than tensor parallelism needs, or
+hold more than their part; if a program does not compile. A target whose environment can't be made (disk, Python) is
 reported and left out; --require makes that an error.
 """
 
