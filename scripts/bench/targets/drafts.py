@@ -38,7 +38,7 @@ from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.programs import Program as EngineProgram
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step_programs import ProgramSpec
-from jaxsgl.engine.weight_store import as_kept
+from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.models import ModelArch, Params, Precision
 from jaxsgl.models.heads import EagleArch, abstract_head, abstract_next_layer
 
