@@ -70,10 +70,7 @@ def test_a_token_of_a_latent_and_a_row_of_states_have_the_bytes_of_a_hand_count(
 @pytest.mark.parametrize(
     ("name", "num_arrays"),
     [
-        (
-            "qwen3-8b eagle3",
-            2 * (1 + 2),
-        ),  # keys and values of its layer, and a state of 4,096 numbers in 8 heads of 128
+        ("qwen3-8b eagle3", 2 * (1 + 2)),  # keys and values, and a state of 4,096 numbers in 8 heads of 128
         ("glm-4.7-flash nextn", 1 + 4),  # a latent of 576 numbers, and a state of 2,048
         ("qwen3-8b standalone", 2 * 4),  # as many layers of the smaller model as are compiled
     ],
