@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from jaxsgl.weights.sharding import make_mesh
 from tests.pallas_kernels.lower_everything import on_a_device
 
-VOCABULARIES = {"phi3-mini": 32_064, "qwen3.5-9b": 248_320, "deepseek-v2-lite": 102_400}
+VOCABULARIES = {"phi3-mini": 32_064, "qwen3.5-9b": 248_320, "deepseek-v2-lite": 102_400, "gpt-oss-20b": 201_088}
 ON_H200 = "cuda", "NVIDIA H200", 132
 EIGHT: Any = AbstractMesh((1, 8), ("data", "tensor"))  # in the place of a mesh of devices
 
