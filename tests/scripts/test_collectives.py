@@ -72,7 +72,17 @@ def test_two_sums_of_the_residual_stream_are_what_a_layer_needs() -> None:
     (problem,) = problems_of([one, one, ("all-gather", 0)], [], WANTED)
     assert problem == "a layer has 1 all-gather, 2 all-reduce; 2 all-reduce are needed"
     (problem,) = problems_of([one, ("all-reduce", 2 * RESIDUAL)], [], WANTED)  # as float32
-    assert problem == f"a layer's collectives carry {3 * RESIDUAL} bytes; {2 * RESIDUAL} are needed"
+    assert problem == f"collectives of a layer carry {3 * RESIDUAL} bytes; {2 * RESIDUAL} are needed"
+
+
+def test_layers_that_recur_in_groups_need_the_sums_of_each() -> None:
+    pairs = Wanted(num_devices=8, residual_bytes=RESIDUAL, num_rows=4, recurring=2)
+    one = ("all-reduce", RESIDUAL)
+    assert problems_of([one] * 4, [], pairs) == []
+    assert [problem.split(";")[0] for problem in problems_of([one] * 5, [], pairs)] == [
+        "a group of 2 layers has 5 all-reduce",
+        f"collectives of a group of 2 layers carry {5 * RESIDUAL} bytes",
+    ]
 
 
 def test_a_sum_that_is_scattered_and_gathered_again_is_one() -> None:
@@ -94,7 +104,7 @@ def test_ranks_gather_their_tokens_and_scatter_their_sums_once_a_layer() -> None
     twice = problems_of([*within, gathered, gathered, scattered], embedding_and_flags, ranks)
     assert [problem.split(";")[0] for problem in twice] == [
         "a layer has 2 all-gather, 2 all-reduce, 1 reduce-scatter",
-        f"a layer's collectives carry {8 * RESIDUAL} bytes",
+        f"collectives of a layer carry {8 * RESIDUAL} bytes",
     ]
     alone = Wanted(num_devices=8, residual_bytes=RESIDUAL, num_rows=4, num_ranks=8)  # a device each: nothing to add up
     assert problems_of([("all-gather", 8 * RESIDUAL), ("reduce-scatter", 8 * RESIDUAL)], [], alone) == []

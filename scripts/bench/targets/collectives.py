@@ -32,22 +32,24 @@ class Wanted:
       residual_bytes: of `[T, D]` in the format of activations, of one rank.
       num_rows: rows that get a token, of one rank.
       num_ranks: that the devices are divided into.
+      recurring: layers of a group, where they recur in groups: these count as one layer.
     """
 
     num_devices: int
     residual_bytes: int
     num_rows: int
     num_ranks: int = 1
+    recurring: int = 1
 
     @property
     def sums(self) -> int:
         """Sums of a rank's residual stream in a layer."""
-        return PER_LAYER if self.num_devices > self.num_ranks else 0
+        return PER_LAYER * self.recurring if self.num_devices > self.num_ranks else 0
 
     @property
     def exchanges(self) -> int:
         """What a layer gathers from and scatters to all ranks."""
-        return 2 if self.num_ranks > 1 else 0
+        return 2 * self.recurring if self.num_ranks > 1 else 0
 
     @property
     def layer_bytes(self) -> int:
@@ -67,7 +69,8 @@ class Wanted:
     @property
     def needed(self) -> str:
         """A layer's collectives, in words."""
-        of_ranks = [f"1 all-gather and 1 reduce-scatter over {self.num_ranks} ranks"] if self.exchanges else []
+        pairs = f"{self.recurring} all-gather and {self.recurring} reduce-scatter over {self.num_ranks} ranks"
+        of_ranks = [pairs] if self.exchanges else []
         return ", ".join([*([f"{self.sums} all-reduce"] if self.sums else []), *of_ranks])
 
     @property
@@ -114,7 +117,7 @@ def problems_of(layer: Sequence[tuple[str, int]], rest: Sequence[tuple[str, int]
 
     Each is its kind and the bytes that it `carried`. A sum that is scattered and gathered again counts as one.
     """
-    found = []
+    found, of = [], "a layer" if wanted.recurring == 1 else f"a group of {wanted.recurring} layers"
     counts = Counter(kind for kind, _ in layer)
     listed = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
     if wanted.num_ranks > 1:  # their tokens are gathered and scattered for their own sake, and not as a sum
@@ -124,9 +127,9 @@ def problems_of(layer: Sequence[tuple[str, int]], rest: Sequence[tuple[str, int]
     else:
         num_exchanges, moved, limit = _sums(counts), sum(_carried_once(layer)), wanted.layer_bytes
     if num_exchanges > wanted.sums + wanted.exchanges:
-        found.append(f"a layer has {listed}; {wanted.needed} are needed")
+        found.append(f"{of} has {listed}; {wanted.needed} are needed")
     if moved > limit:
-        found.append(f"a layer's collectives carry {moved} bytes; {wanted.layer_bytes} are needed")
+        found.append(f"collectives of {of} carry {moved} bytes; {wanted.layer_bytes} are needed")
     if (moved := sum(_carried_once(rest))) > wanted.rest_bytes:
         found.append(f"collectives outside of layers carry {moved} bytes; {wanted.rest_bytes} are needed")
     return found

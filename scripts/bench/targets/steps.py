@@ -188,7 +188,7 @@ class Served:
         if isinstance(shape, int):
             return Wanted(self.mesh.size, 0, shape)
         residual = shape.num_tokens * self.arch.hidden_size * self.dtype.itemsize
-        return Wanted(self.mesh.size, residual, shape.num_seqs, self.num_ranks)
+        return Wanted(self.mesh.size, residual, shape.num_seqs, self.num_ranks, self.layers.recurring)
 
 
 def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: str = "auto") -> Served | None:
