@@ -257,6 +257,7 @@ def test_model_and_server_info_are_reported(http: httpx.Client) -> None:
     assert model["is_generation"] is True
     assert model["context_length"] == 200
     assert http.get("/model_info").json() == model
+    wait_for(lambda: report(http)[0] == 0, "idle engine")  # after the test before, which leaves a stream
     server = http.get("/get_server_info").json()
     assert server["max_total_num_tokens"] == 160
     assert server["page_size"] == 16
