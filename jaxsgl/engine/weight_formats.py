@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
+from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.moe import expert_shapes
 from jaxsgl.models.quantization import AT_LOAD, FLOAT8, WeightFormat
 from pallas_kernels import fragments, packed
@@ -104,13 +105,20 @@ def _on_gpus(arch: ModelArch, dtype: jnp.dtype, num_devices: int, rounds_rows: b
 def _widths(arch: ModelArch, num_devices: int) -> Iterator[ModelArch]:
     """The model, and the model with experts of which each device has whole groups, if it must and can be wider."""
     yield arch
-    mixture, fmt = arch.mixture, arch.expert_format or arch.weight_format
+    mixture, fmt = arch.mixture, _format_of_experts(arch)
     if mixture is None or fmt is None or arch.by_experts or num_devices == 1 or not arch.may_pack:
         return
     step = math.lcm(fragments.INPUTS, fmt.group or 1) * num_devices
     padding = -mixture.ffn_size % step
     if 0 < padding <= MOST_PADDING * mixture.ffn_size:
         yield arch.with_padded_experts(padding)
+
+
+def _format_of_experts(arch: ModelArch) -> WeightFormat | None:
+    """None if no layer's experts are quantized, as those of a checkpoint that excepts them."""
+    mixtures = (layer for layer in arch.layers if layer.experts is not None or isinstance(layer.mlp, MoeMlp))
+    are_plain = all("experts" in layer.unquantized for layer in mixtures)
+    return arch.expert_format or (None if are_plain else arch.weight_format)
 
 
 def _may_round(arch: ModelArch, fmt: WeightFormat, num_devices: int) -> bool:
@@ -135,7 +143,7 @@ def _refuse_rounding(numbers: str, num_experts: int, outputs: int, inputs: int, 
 
 def _why_widened(arch: ModelArch, num_devices: int, rounds_rows: bool) -> str:
     """Why GPUs widen experts of 4 bits, or of FP8 in groups; "" if they don't, or widen them in any case."""
-    mixture, fmt = arch.mixture, arch.expert_format or arch.weight_format
+    mixture, fmt = arch.mixture, _format_of_experts(arch)
     if mixture is None or fmt is None or not fmt.on_experts or fmt.reorders:
         return ""
     shapes = expert_shapes(arch, mixture, num_devices)

@@ -82,6 +82,17 @@ def test_parts_that_would_cut_blocks_are_wider_by_zeros(tmp_path: Path) -> None:
     assert as_kept(arch, BFLOAT16, "gpu", 2, rounds_rows=True).mixture == arch.mixture
 
 
+def test_experts_that_a_checkpoint_excepts_are_neither_padded_nor_said_to_be_widened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight_formats._log_once.cache_clear()
+    arch = mixture(tmp_path, moe_intermediate_size=768)
+    plain = replace(arch, layers=tuple(replace(layer, unquantized=frozenset({"experts"})) for layer in arch.layers))
+    for rounds in (True, False):
+        assert as_kept(plain, BFLOAT16, "gpu", 4, rounds_rows=rounds).mixture == arch.mixture
+    assert not caplog.text
+
+
 def test_what_widens_experts_in_blocks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     weight_formats._log_once.cache_clear()
     as_kept(mixture(tmp_path), BFLOAT16, "gpu", 4, rounds_rows=True)
