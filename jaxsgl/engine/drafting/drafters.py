@@ -139,15 +139,15 @@ def _load_model(target: _Target) -> Drafting:
     if is_converted(folder):
         arch = replace(arch, may_pack=False)
     arch = as_kept(arch, precision.weights, platform, mesh.size)
-    params = read_params(config, folder, arch, precision.weights, mesh)
-    drafting = with_model(arch, params, precision, states, target.num_drafts, platform)
+    _, shapes = abstract_model(arch, precision.weights)
+    drafting = with_model(arch, shapes, precision, states, target.num_drafts, platform)
     is_alike = drafting.kept[0] == states.layers[0] and arch.kv_copies == target.arch.kv_copies
     if config.host_kv.is_on and not is_alike:
         raise ConfigError(
             f"--host-kv-gib keeps pages of one form, but {arch.name} has other kv heads than {target.arch.name}: leave "
             "it out with this --speculative-draft-model-path"
         )
-    return drafting
+    return replace(drafting, params=read_params(config, folder, arch, precision.weights, mesh))
 
 
 def with_model(
