@@ -23,6 +23,7 @@ from pallas_kernels.api.experts import (
     grouped_float8_product,
     grouped_packed_product,
     grouped_product,
+    grouped_scaled_product,
     joins_shared,
     products_with_shared,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "grouped_float8_product",
     "grouped_packed_product",
     "grouped_product",
+    "grouped_scaled_product",
     "joins_shared",
     "multiplies_float8",
     "ordered_product",

@@ -151,6 +151,16 @@ class GroupedPackedProduct(Protocol):
         ...
 
 
+class GroupedScaledProduct(Protocol):
+    """`grouped_scaled_product` on one backend."""
+
+    def __call__(
+        self, x: jax.Array, groups: Groups, weights: ScaledMatrix, of_tokens: bool, interpret: bool
+    ) -> jax.Array:
+        """As `GroupedProduct`, with weights of numbers and scales; `[M, out]` in x's dtype."""
+        ...
+
+
 class GatedPackedProduct(Protocol):
     """`gated_packed_product` on one backend."""
 
@@ -374,6 +384,8 @@ class Backend:
     """None where shared experts are an MLP of their own."""
     grouped_packed_product: Kernel[GroupedPackedProduct] | None = None
     """None where weights are not kept packed."""
+    grouped_scaled_product: Kernel[GroupedScaledProduct] | None = None
+    """None where experts in groups are widened, packed, or meet rows in float8."""
     gated_packed_product: Kernel[GatedPackedProduct] | None = None
     """None where XLA computes the gated unit after a `grouped_packed_product`."""
     delta_decode: Kernel[DeltaDecode] | None = None

@@ -3,7 +3,9 @@
 `FRAGMENTS`: for GPUs, int4 as `pallas_kernels.fragments` orders it: uint32 `[..., O / 16, 2 I]`. What groups share is
 float32, `[..., O / 16, 16 * G]`, 16 outputs of a group side by side. `MXFP4_FRAGMENTS`: e2m1 in such words. A uint32
 holds the scales of a block's two groups, the first in its low half, as bfloat16 that `MXFP4_FACTOR` describes:
-`[..., O / 16, 16 * I / 64]`. The others are for C++:
+`[..., O / 16, 16 * I / 64]`. `MXFP4_CODES`, for TPUs: the codes of
+e2m1 as int4 `[..., O, I]`, those from 8 on negative, with the bytes of scales that checkpoints have. The others are for
+C++:
 
 `INT4` and `INT8`: 32 outputs side by side. A matrix `[..., O, I]` becomes bytes `[..., O / 32, B * I]`, B the bytes of
 32 numbers: 128 bytes for eight or four inputs, in which bytes 4 o .. 4 o + 3 are output o's. INT4's numbers plus 8 of
@@ -29,12 +31,13 @@ from pallas_kernels import fragments
 from pallas_kernels.scaled import ScaledMatrix, widened
 
 INT4, INT8, MXFP4, FLOAT8 = "int4", "int8", "mxfp4", "float8"
-FRAGMENTS, MXFP4_FRAGMENTS = "int4_fragments", "mxfp4_fragments"
+FRAGMENTS, MXFP4_FRAGMENTS, MXFP4_CODES = "int4_fragments", "mxfp4_fragments", "mxfp4_codes"
 ON_GPUS = (FRAGMENTS, MXFP4_FRAGMENTS)
+ON_ACCELERATORS = (*ON_GPUS, MXFP4_CODES)
 SIDE_BY_SIDE = {INT4: 4, INT8: 8}  # packings in C++ with outputs side by side, and the bits of a number
 SIDE = 32  # outputs side by side in C++
 SIDES = {INT4: SIDE, INT8: SIDE, FRAGMENTS: fragments.OUTPUTS, MXFP4_FRAGMENTS: fragments.OUTPUTS}
-OUT_STEPS = {**SIDES, MXFP4: 16, FLOAT8: 16}  # packed matrices have multiples of these
+OUT_STEPS = {**SIDES, MXFP4: 16, FLOAT8: 16, MXFP4_CODES: 1}  # packed matrices have multiples of these
 IN_STEP = 32
 MOST_IN_GROUP = 512  # of outputs side by side in C++
 MXFP4_GROUP = 32
@@ -95,6 +98,8 @@ class PackedMatrix:
             return unpack_numbers(self.packing, self.numbers), unpack_groups(self.packing, self.scale), zero
         if self.packing == FLOAT8:
             return self.numbers, self.scale, None
+        if self.packing == MXFP4_CODES:
+            return _doubled(self.numbers.astype(jnp.int32) & 15), _halves(self.scale.astype(jnp.int32)), None
         return _doubled(_codes_of(self.numbers)), _halves(self.scale.astype(jnp.int32)), None
 
     def as_scaled(self) -> ScaledMatrix:
@@ -129,6 +134,16 @@ def mxfp4_fragments_of(numbers: jax.Array, scale: jax.Array) -> PackedMatrix:
     """A matrix in `MXFP4`, bytes `[..., O, I / 2]` and `[..., O, I / 32]`, as `MXFP4_FRAGMENTS`."""
     words, scales = pack_numbers(MXFP4_FRAGMENTS, numbers), pack_groups(MXFP4_FRAGMENTS, scale)
     return PackedMatrix(words, scales, None, MXFP4_GROUP, MXFP4_FRAGMENTS)
+
+
+def mxfp4_codes_of(numbers: jax.Array, scale: jax.Array) -> PackedMatrix:
+    """The same matrix as `MXFP4_CODES`."""
+    return PackedMatrix(pack_numbers(MXFP4_CODES, numbers), scale, None, MXFP4_GROUP, MXFP4_CODES)
+
+
+def is_arranged(packing: str, part: str) -> bool:
+    """Whether a part of a matrix, such as "numbers", is another array than checkpoints have or quantizing makes."""
+    return part != "order" and (packing in SIDES or (packing == MXFP4_CODES and part == "numbers"))
 
 
 def mxfp4_pair(scale: int) -> int:
@@ -194,12 +209,14 @@ def unpacked_shape(packing: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def pack_numbers(packing: str, numbers: jax.Array) -> jax.Array:
     """Numbers `[..., O, I]` of 4 or 8 bits, outputs side by side: in C++ uint8 `[..., O / 32, B * I]`.
 
-    Those of `MXFP4_FRAGMENTS` are bytes of `MXFP4`.
+    Those of `MXFP4_FRAGMENTS` and `MXFP4_CODES` are bytes of `MXFP4`.
     """
     if packing == FRAGMENTS:
         return fragments.pack_numbers(numbers)
     if packing == MXFP4_FRAGMENTS:
         return fragments.pack_e2m1(_codes_of(numbers))
+    if packing == MXFP4_CODES:
+        return ((_codes_of(numbers).astype(jnp.int8) ^ 8) - 8).astype(jnp.int4)
     *lead, num_out, num_in = numbers.shape
     bits = SIDE_BY_SIDE[packing]
     shape = (*lead, num_out // SIDE, SIDE, num_in * bits // 32, 8 // bits, 4)

@@ -157,6 +157,14 @@ def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens:
     return jnp.sum(jnp.where(is_mine[:, :, None], products, 0), axis=0).astype(result_dtype(x, weights))
 
 
+def grouped_scaled_product(
+    x: jax.Array, groups: Groups, weights: ScaledMatrix, of_tokens: bool, interpret: bool
+) -> jax.Array:
+    """All in float32; rounded once, to x's format."""
+    values = widened_matrix(weights.numbers, weights.scale, weights.zero, weights.group, jnp.float32)
+    return grouped_product(x.astype(jnp.float32), groups, values, of_tokens, interpret).astype(x.dtype)
+
+
 def quantized_product(
     x: jax.Array, weights: ScaledMatrix | PackedMatrix, dtype: DTypeLike, in_parts: bool, interpret: bool
 ) -> jax.Array:
@@ -203,6 +211,7 @@ BACKEND = Backend(
     Kernel(store_kv),
     Kernel(rotate_and_store, lambda qkv, kv: refuse_conversion(kv)),
     grouped_product=Kernel(grouped_product),
+    grouped_scaled_product=Kernel(grouped_scaled_product),
     quantized_product=Kernel(quantized_product),
     float8_rows=Kernel(float8_rows),
     float8_product=Kernel(float8_product),

@@ -220,7 +220,7 @@ class ProductSpec:
     num_inputs: int
     """I."""
     numbers: str
-    """dtype of the weights; int4 is packed, and so is "mxfp4"."""
+    """dtype of the weights; "mxfp4" is packed."""
     group: int
     """Inputs that share a scale."""
     has_zeros: bool = False
@@ -228,15 +228,19 @@ class ProductSpec:
     dtype: Any = jnp.bfloat16
     in_float8: bool = False
     """Whether rows are rounded."""
+    packs: bool = True
+    """Whether int4 is packed, for GPUs."""
 
     @property
     def name(self) -> str:
         """Such as "256x4096x12288_float8_e4m3fn_g128_parts"; "rounded" are the rows of a `float8_product`."""
-        extras = [
-            name
-            for name, has in (("zeros", self.has_zeros), ("parts", self.in_parts), ("rounded", self.in_float8))
-            if has
-        ]
+        has_extra = {
+            "zeros": self.has_zeros,
+            "parts": self.in_parts,
+            "rounded": self.in_float8,
+            "unpacked": not self.packs,
+        }
+        extras = [name for name, has in has_extra.items() if has]
         kind = [jnp.dtype(self.dtype).name] if self.dtype != jnp.bfloat16 else []
         shape = f"{self.num_rows}x{self.num_outputs}x{self.num_inputs}"
         return "_".join([shape, self.numbers, f"g{self.group}", *kind, *extras])
@@ -252,7 +256,7 @@ class ProductSpec:
         scale: Any = jax.ShapeDtypeStruct(groups, jnp.float32)
         zero: Any = jax.ShapeDtypeStruct(groups, jnp.int8) if self.has_zeros else None
         weights = ScaledMatrix(numbers, scale, zero, self.group)
-        return x, jax.eval_shape(packed.fragments_of, weights) if self.numbers == "int4" else weights
+        return x, jax.eval_shape(packed.fragments_of, weights) if self.numbers == "int4" and self.packs else weights
 
     def call(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Function, arguments as shapes, and keyword arguments."""
@@ -389,4 +393,14 @@ PRODUCT_SPECS = (
     ProductSpec(128, 4096, 12_288, "float8_e4m3fn", 128, in_parts=True, in_float8=True),
     ProductSpec(256, 24_576, 4096, "float8_e4m3fn", 128, in_float8=True),
     ProductSpec(300, 1000, 1536, "float8_e4m3fn", 1536, dtype=jnp.float16, in_float8=True),
+)
+
+# The same layer's on TPUs, whose kernel spreads small groups over lanes and takes long rows in smaller tiles.
+TPU_PRODUCT_SPECS = (
+    ProductSpec(16, 6144, 4096, "float8_e4m3fn", 128, packs=False),
+    ProductSpec(256, 24_576, 4096, "float8_e4m3fn", 128, dtype=jnp.float32, packs=False),
+    ProductSpec(4096, 4096, 12_288, "int8", 128, has_zeros=True, packs=False),
+    ProductSpec(64, 24_576, 4096, "int4", 128, has_zeros=True, packs=False),
+    ProductSpec(4096, 4096, 12_288, "int4", 32, has_zeros=True, packs=False),
+    ProductSpec(64, 5120, 25_600, "int8", 16, packs=False),
 )

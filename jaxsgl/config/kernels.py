@@ -31,7 +31,7 @@ BACKENDS_OF_NAME = {
     "store_decode": ("auto", "xla", "mosaic_tpu", "reference"),
     "norm": ("auto", "xla", "triton"),
     "experts": ("auto", "xla", "native", "triton", "mosaic_tpu", "reference"),
-    "quantized": ("auto", "xla", "triton", "reference"),
+    "quantized": ("auto", "xla", "triton", "mosaic_tpu", "reference"),
     "float8": ("auto", "xla", "triton", "reference"),
     "states": ("auto", "xla", "triton"),
 }

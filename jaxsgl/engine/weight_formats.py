@@ -1,8 +1,9 @@
 """`as_kept`: in which format a platform's devices keep the weights of a model: as published, packed, or widened.
 
-CPUs and GPUs pack what they have kernels for. Of devices that share experts of a few bits, each gets whole groups of
-inputs: experts are as much wider as that takes, by units of zeros, which change no result. Owns these decisions, and
-says which experts are widened. Called where a model is opened, tested, drafts, or is loaded again.
+CPUs and GPUs pack what they have kernels for; the kernel of TPUs takes numbers as they are. Of GPUs that share experts
+of a few bits, each gets whole groups of inputs: experts are as much wider as that takes, by units of zeros, which
+change no result. Owns these decisions, and says which experts are widened. Called where a model is opened, tested,
+drafts, or is loaded again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import MoeMlp
+from jaxsgl.models.matrix import group_of_part
 from jaxsgl.models.moe import expert_shapes
 from jaxsgl.models.quantization import AT_LOAD, FLOAT8, WeightFormat
 from pallas_kernels import fragments, packed
@@ -57,12 +59,7 @@ def as_kept(
         return _on_cpus(arch, dtype, num_devices, weight_only)
     if platform == "gpu":
         return _on_gpus(arch, dtype, num_devices, rounds_rows)
-    fmt = arch.weight_format
-    if fmt is None:
-        return arch
-    if arch.mixture is not None and fmt.method == AT_LOAD:
-        raise ConfigError(f"{arch.name} has experts, which a {platform} can't quantize: leave --quantization out")
-    return replace(arch, weight_format=replace(fmt, on_experts=False))
+    return _on_tpus(arch, dtype, num_devices)
 
 
 def _on_cpus(arch: ModelArch, dtype: jnp.dtype, num_devices: int, weight_only: bool) -> ModelArch:
@@ -102,6 +99,43 @@ def _on_gpus(arch: ModelArch, dtype: jnp.dtype, num_devices: int, rounds_rows: b
     return found
 
 
+def _on_tpus(arch: ModelArch, dtype: jnp.dtype, num_devices: int) -> ModelArch:
+    fmt = _format_of_experts(arch)
+    refused = "" if arch.mixture is None or fmt is None else _why_no_tpu(arch, fmt, dtype, num_devices)
+    if refused and fmt is not None:
+        way_out = "" if num_devices == 1 or arch.by_experts else "; with --ep each device has whole experts"
+        if fmt.method == AT_LOAD:
+            way_out = way_out or "; leave --quantization out"
+            raise ConfigError(f"the experts of {arch.name} can't be quantized on TPUs: {refused}{way_out}")
+        if not fmt.reorders:
+            _log_once(f"the experts of {arch.name} are widened to 16 bits: {refused}{way_out}")
+
+    def on_tpu(fmt: WeightFormat | None) -> WeightFormat | None:
+        # A converted folder has numbers with one scale an output, and no others.
+        if fmt is None:
+            return None
+        kept = fmt.on_tpu(dtype.name) if arch.may_pack else fmt
+        return replace(kept, on_experts=not refused, scaled_experts=arch.may_pack)
+
+    return replace(arch, weight_format=on_tpu(arch.weight_format), expert_format=on_tpu(arch.expert_format))
+
+
+def _why_no_tpu(arch: ModelArch, fmt: WeightFormat, dtype: jnp.dtype, num_devices: int) -> str:
+    """Why TPUs have no kernel for the experts in this format; "" if they have."""
+    from pallas_kernels.tpu.products import refuse_scaled_product  # no other platform needs it
+
+    mixture = arch.mixture
+    assert mixture is not None
+    parts = 1 if arch.by_experts else num_devices
+    groups = fmt.group_of(arch.hidden_size), group_of_part(fmt.group_of(mixture.num_units), mixture.num_units, parts)
+    numbers = "int4" if fmt.on_tpu(dtype.name).packing else fmt.numbers
+    for shape, group in zip(expert_shapes(arch, mixture, num_devices), groups, strict=True):
+        rows: Any = jax.ShapeDtypeStruct((1, shape[1]), dtype)
+        if refused := refuse_scaled_product(rows, _described(numbers, (1, *shape), group)):
+            return f"a device has {shape} of one: {refused}"
+    return ""
+
+
 def _widths(arch: ModelArch, num_devices: int) -> Iterator[ModelArch]:
     """The model, and the model with experts of which each device has whole groups, if it must and can be wider."""
     yield arch
@@ -128,17 +162,20 @@ def _may_round(arch: ModelArch, fmt: WeightFormat, num_devices: int) -> bool:
         return False
     experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
     num_experts, ffn = mixture.num_experts // experts, mixture.num_units // parts
-    # A part of the inputs may begin inside a group (see `models/matrix.py`).
-    group = math.gcd(ffn, fmt.group) if parts > 1 else fmt.group
+    group = group_of_part(fmt.group, mixture.num_units, parts)
     shapes = (2 * ffn, arch.hidden_size, fmt.group), (arch.hidden_size, ffn, group)
     return all(_refuse_rounding(fmt.numbers, num_experts, *shape) is None for shape in shapes)
 
 
 def _refuse_rounding(numbers: str, num_experts: int, outputs: int, inputs: int, group: int) -> str | None:
-    dims = num_experts, outputs
-    weights: Any = jax.ShapeDtypeStruct((*dims, inputs), jnp.dtype(numbers))
-    scale: Any = jax.ShapeDtypeStruct((*dims, -(-inputs // group)), jnp.float32)
-    return refuse_rounding(ScaledMatrix(weights, scale, None, group))
+    return refuse_rounding(_described(numbers, (num_experts, outputs, inputs), group))
+
+
+def _described(numbers: str, shape: tuple[int, ...], group: int) -> ScaledMatrix:
+    """Descriptions in the place of arrays."""
+    weights: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(numbers))
+    scale: Any = jax.ShapeDtypeStruct((*shape[:-1], -(-shape[-1] // group)), jnp.float32)
+    return ScaledMatrix(weights, scale, None, group)
 
 
 def _why_widened(arch: ModelArch, num_devices: int, rounds_rows: bool) -> str:

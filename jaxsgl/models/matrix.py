@@ -132,7 +132,7 @@ class Matrices(nnx.Module):
             return
         fmt = fmt.of_shape(shape, dtype.name)
         groups = (*shape[:-1], -(-shape[-1] // fmt.group_of(shape[-1])))
-        spread = _SPREAD[FLOAT4 if fmt.packing == packed.MXFP4_FRAGMENTS else fmt.numbers]
+        spread = _SPREAD[FLOAT4 if fmt.packing in (packed.MXFP4_FRAGMENTS, packed.MXFP4_CODES) else fmt.numbers]
         parts: dict[str, tuple[tuple[int, ...], Axes, DTypeLike, float, float]] = {
             "numbers": (shape, axes, fmt.numbers, 0.0, spread),
             # Scales aren't cut along the inputs: a part of them may begin inside a group.
@@ -149,7 +149,9 @@ class Matrices(nnx.Module):
             if fmt.has_zeros:
                 parts["zero"] = *parts["zero"][:2], jnp.float32, 0.0, 0.0
         exponent = round(math.log2(std / spread)) + packed.MXFP4_BIAS
-        if fmt.packing == packed.MXFP4:
+        if fmt.packing == packed.MXFP4_CODES:
+            parts["numbers"] = shape, axes, jnp.int4, 0.0, _SPREAD["int4"]
+        if fmt.packing in (packed.MXFP4, packed.MXFP4_CODES):
             parts["scale"] = groups, parts["scale"][1], jnp.uint8, float(exponent), 0.0
         if fmt.packing == packed.MXFP4_FRAGMENTS:  # parts of the inputs are whole blocks, and so are those of scales
             parts["scale"] = groups, axes, jnp.uint32, float(packed.mxfp4_pair(exponent)), 0.0
@@ -203,6 +205,14 @@ def _with_scales_of_part(matrix: Matrix, logical: str) -> Matrix:
 
     zero = None if zero is None else of_part(zero)
     return replace(matrix, scale=of_part(scale), zero=zero, order=order, group=group, cut_by=logical)
+
+
+def group_of_part(group: int, num_inputs: int, num_devices: int) -> int:
+    """How many inputs share a scale on each of the devices that share all inputs, as `Matrices.matrix` groups them."""
+    if num_devices == 1:
+        return group
+    mine = num_inputs // num_devices
+    return mine if group >= num_inputs else math.gcd(mine, group)
 
 
 def part_name(name: str, part: str) -> str:
@@ -263,7 +273,7 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
         return sums.reshape(*sums.shape[:-1], *weights.shape[:-1])
     rows = _in_columns(x_TD, weights)
     out = _native_product(rows, weights)
-    if out is None and weights.packing not in packed.ON_GPUS:
+    if out is None and weights.packing not in packed.ON_ACCELERATORS:
         weights = weights.unpacked()
     if out is None and (weights.packing or weights.scale.shape[-1] > 1 or weights.zero is not None):
         out = _grouped_product(rows, weights, dtype, in_parts)
@@ -302,7 +312,8 @@ def _in_columns(x_TD: jax.Array, weights: Matrix) -> jax.Array:
 def _grouped_product(rows_TD: jax.Array, weights: Matrix, dtype: DTypeLike, in_parts: bool) -> jax.Array:
     """`[T, N]` in `dtype`, or parts of it `[P, T, N]` float32, where groups of inputs have scales or zeros."""
     chosen = weights.kernels.quantized_product
-    backend = XLA if chosen == AUTO and len(rows_TD) > MOST_ROWS_OF_KERNEL else chosen
+    are_many = target_device().platform == "gpu" and len(rows_TD) > MOST_ROWS_OF_KERNEL
+    backend = XLA if chosen == AUTO and are_many else chosen
     flat = weights.packed.stacked(0) if weights.packing else _flat(weights)
     return product_of_groups(rows_TD, flat, dtype, in_parts=in_parts, backend=backend)
 

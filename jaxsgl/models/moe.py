@@ -41,6 +41,7 @@ from pallas_kernels import (
     grouped_float8_product,
     grouped_packed_product,
     grouped_product,
+    grouped_scaled_product,
     joins_shared,
     products_with_shared,
 )
@@ -256,6 +257,8 @@ def _sums(x: Rows, groups: Groups, weights: Weights, backend: str, of_tokens: bo
         assert isinstance(weights, Matrix)
         return grouped_float8_product(rows, groups, _stacked(weights), of_tokens=of_tokens, backend=in_float8)
     assert isinstance(x, jax.Array), "rows are rounded for weights in float8"
+    if isinstance(weights, Matrix) and _has_scales_of_groups(weights):
+        return grouped_scaled_product(x, groups, _stacked(weights), of_tokens=of_tokens, backend=backend)
     numbers = weights.numbers if isinstance(weights, Matrix) else weights
     stacked = numbers.reshape(len(numbers), -1, numbers.shape[-1])
     if isinstance(weights, Matrix) and _is_native(x, groups, weights, stacked, backend):
@@ -268,25 +271,28 @@ def _sums(x: Rows, groups: Groups, weights: Weights, backend: str, of_tokens: bo
     return (sums_MN.astype(jnp.float32) * scale_MN).astype(x.dtype)
 
 
-def _float8_backend(dtype: DTypeLike, weights: Weights) -> str | None:
-    """What multiplies rows in `dtype`, rounded to float8, with experts' weights; None: they are not rounded.
+def _has_scales_of_groups(weights: Matrix) -> bool:
+    """Whether sums can't be scaled after a product of numbers; those of int4 have none."""
+    return weights.scale.shape[-1] > 1 or weights.zero is not None or weights.numbers.dtype == jnp.int4
 
-    Weights in groups have no other product: where no kernel takes them XLA does, which is slow. `engine.weight_store`
-    keeps them in groups only where a kernel does.
-    """
+
+def _float8_backend(dtype: DTypeLike, weights: Weights) -> str | None:
+    """What multiplies rows in `dtype`, rounded to float8, with experts' weights; None: they are not rounded."""
     if not isinstance(weights, Matrix) or weights.packing or weights.numbers.dtype != FLOAT8:
         return None
-    kernels, stack = weights.kernels, _stacked(weights)
+    kernels = weights.kernels
     backend = XLA if kernels.grouped_product == XLA else kernels.float8_product
-    if experts_multiply_float8(dtype, stack, backend=backend):
-        return backend
-    return XLA if stack.scale.shape[-1] > 1 else None
+    return backend if experts_multiply_float8(dtype, _stacked(weights), backend=backend) else None
 
 
 def _stacked(weights: Matrix) -> ScaledMatrix:
     """The weights `[E, .., in]` with one axis of outputs."""
-    numbers, scale = (part.reshape(len(part), -1, part.shape[-1]) for part in (weights.numbers, weights.scale))
-    return ScaledMatrix(numbers, scale, None, weights.group)
+
+    def stacked(part: jax.Array) -> jax.Array:
+        return part.reshape(len(part), -1, part.shape[-1])
+
+    zero = None if weights.zero is None else stacked(weights.zero)
+    return ScaledMatrix(stacked(weights.numbers), stacked(weights.scale), zero, weights.group)
 
 
 def _is_native(x: jax.Array, groups: Groups, weights: Matrix, stacked: jax.Array, backend: str) -> bool:

@@ -62,6 +62,7 @@ class WeightFormat:
       vocabulary: whether the embedding and the output head are quantized, too, in 8 bits at least.
       on_experts: whether experts are kept so, too, if the format is one that their kernels multiply.
       groups_of_experts: whether that is so of float8 in groups, which a GPU's kernel multiplies with rounded rows.
+      scaled_experts: whether it is so of all numbers, groups and zero points, as a TPU's kernel takes them.
       packing: how kernels take the numbers, in as many bits as are published (`pallas_kernels.packed`), where they take
         a matrix's sizes; "": as `numbers` says.
       widened_to: the dtype that packed floats become in products.
@@ -78,6 +79,7 @@ class WeightFormat:
     vocabulary: bool = False
     on_experts: bool = True
     groups_of_experts: bool = False
+    scaled_experts: bool = False
     packing: str = ""
     widened_to: str = "bfloat16"
     row_bits: int = 16
@@ -111,13 +113,14 @@ class WeightFormat:
     def of_experts(self, shapes: Iterable[tuple[int, int]]) -> WeightFormat | None:
         """The format of experts' matrices of which a device has these shapes, or None: they are dequantized.
 
-        Their kernels multiply numbers, to whose sums the scale of an output is applied, what is packed, and on some
-        devices float8 in groups.
+        Their kernels multiply numbers, to whose sums the scale of an output is applied, what is packed, on some devices
+        float8 in groups, and on some numbers in any groups.
         """
         whole = replace(self, parts=1)
         is_simple = (self.group is None or self.groups_of_experts) and not self.has_zeros and self.numbers != "int4"
         is_packed = bool(self.packing) and all(whole._refusal(shape) is None for shape in shapes)
-        return whole if self.on_experts and not self.reorders and (is_simple or is_packed) else None
+        is_taken = is_simple or is_packed or self.scaled_experts
+        return whole if self.on_experts and not self.reorders and is_taken else None
 
     def of_shape(self, shape: tuple[int, ...], dtype: str) -> WeightFormat:
         """That of a matrix `[..., out, in]` among others in `dtype`: not packed if kernels don't take its sizes.
@@ -128,7 +131,7 @@ class WeightFormat:
         is_left_wide = self.packing == packed.FLOAT8 and self.group is None
         if not self.packing or (self._refusal(shape) is None and not is_left_wide):
             return self
-        if self.packing in packed.ON_GPUS:
+        if self.packing in packed.ON_ACCELERATORS:
             return self.without_packing
         return self.without_packing.on_cpu(dtype, row_bits=self.row_bits)
 
@@ -145,11 +148,18 @@ class WeightFormat:
 
         What is multiplied in float32 is not packed. Without `packs`, only matrices of integers are, and no experts.
         """
-        is_mxfp4 = self.storage is not None and self.storage.kind in ("mxfp4", "packed_mxfp4")
-        packing = packed.FRAGMENTS if self.numbers == "int4" else packed.MXFP4_FRAGMENTS if is_mxfp4 else ""
-        if not packing or dtype == "float32" or (is_mxfp4 and not packs):
+        packing = packed.FRAGMENTS if self.numbers == "int4" else packed.MXFP4_FRAGMENTS if self._is_mxfp4 else ""
+        if not packing or dtype == "float32" or (self._is_mxfp4 and not packs):
             return self
         return replace(self, packing=packing, widened_to=dtype, parts=parts, on_experts=self.on_experts and packs)
+
+    def on_tpu(self, dtype: str) -> WeightFormat:
+        """The format in which TPUs keep such weights beside others in `dtype`: MXFP4 in 4 bits, the rest as it is."""
+        return replace(self, packing=packed.MXFP4_CODES, widened_to=dtype) if self._is_mxfp4 else self
+
+    @property
+    def _is_mxfp4(self) -> bool:
+        return self.storage is not None and self.storage.kind in ("mxfp4", "packed_mxfp4")
 
     @property
     def packing_on_cpu(self) -> str:

@@ -55,15 +55,15 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
         return _dequantized_if_stored_so(recipe, _formats_at(path, arch), shape_of)
     fmt: WeightFormat = param.get_metadata("format")
     whole = (*path[:-1], str(path[-1]).removesuffix(part_name("", part)))
-    is_packed = fmt.packing in packed.SIDES and part != "order"
+    is_arranged = packed.is_arranged(fmt.packing, part)
     if fmt.storage is not None and fmt.storage.kind == "mxfp4":
         recipe = recipe_of_mxfp4(whole, part, most_scale_of(fmt), arch, shape_of)
-        return replace(recipe, computed=Packed(part, fmt.packing)) if is_packed else recipe
+        return replace(recipe, computed=Packed(part, fmt.packing)) if is_arranged else recipe
     recipe = recipe_of_experts(whole, arch, shape_of) or names.recipe_of(whole, arch)
     if fmt.storage is None:
         return Recipe(recipe.sources, recipe.pieces, QuantizedAtLoad(fmt.numbers, part, fmt.group, fmt.packing))
     stored = _of_stored(recipe, fmt, part, shape_of)
-    return replace(stored, computed=Packed(part, fmt.packing)) if is_packed else stored
+    return replace(stored, computed=Packed(part, fmt.packing)) if is_arranged else stored
 
 
 def _of_stored(recipe: Recipe, fmt: WeightFormat, part: str, shape_of: ShapeOf) -> Recipe:

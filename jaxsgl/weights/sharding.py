@@ -86,7 +86,7 @@ def bytes_on_each_device(params: Params, mesh: Mesh) -> int:
     total = 0
     for _, param in nnx.to_flat_state(params):
         shape = param_sharding(param, mesh).shard_shape(param.shape)
-        total += math.prod(shape) * param.dtype.itemsize
+        total += math.prod(shape) * jax.dtypes.itemsize_bits(param.dtype) // 8
     return total
 
 

@@ -26,7 +26,7 @@ WORD_BITS = 32
 # Floats of 4 bits: the tensors of numbers, and of the scale that all scales of the matrix have.
 FP4_NAMES = {"fp4": ("weight", "weight_scale_2"), "packed_fp4": ("weight_packed", "weight_global_scale")}
 MXFP4 = "packed_mxfp4"  # those whose scales are powers of two
-_AS_STORED = (packed.MXFP4, packed.MXFP4_FRAGMENTS)  # packings that are made of what is stored
+_AS_STORED = (packed.MXFP4, packed.MXFP4_FRAGMENTS, packed.MXFP4_CODES)  # packings that are made of what is stored
 FP4_DOUBLED = np.array(packed.MXFP4_DOUBLED, np.int8)  # what their codes stand for, doubled so that all are whole
 
 

@@ -126,6 +126,40 @@ def grouped_product(
     return multiply(x, groups, weights, of_tokens, interpret)
 
 
+def grouped_scaled_product(
+    x: jax.Array,
+    groups: Groups,
+    weights: ScaledMatrix,
+    *,
+    of_tokens: bool = False,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """`grouped_product` with weights whose inputs share scales in groups; `[M, out]` in x's dtype.
+
+    Numbers are converted to x's format and added up in float32. Where groups are small, and in XLA, the scaled weights
+    are rounded to x's format.
+
+    Args:
+        x, groups, of_tokens: as for `grouped_product`.
+        weights: `[E, out, in]`.
+        backend: a backend that has the op, or "auto".
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    num_rows, shape = groups.num_tokens if of_tokens else groups.num_places, weights.numbers.shape
+    if len(shape) != 3 or shape[0] != groups.num_experts or x.shape != (num_rows, shape[-1]):
+        raise ValueError(
+            f"x is {x.shape} and numbers are {shape}; they must be [{num_rows}, in] and [{groups.num_experts}, out, in]"
+        )
+    multiply = choose_kernel(
+        "grouped_product", lambda each: each.grouped_scaled_product, backend, x, weights, interpret=interpret
+    )
+    return multiply(x, groups, weights, of_tokens, interpret)
+
+
 def grouped_packed_product(
     x: jax.Array,
     groups: Groups,

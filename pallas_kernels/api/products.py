@@ -12,8 +12,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import choose_kernel, choose_kernel_or_xla, has_kernel, refusals_of
 from pallas_kernels.experts import ACTIVATIONS
-from pallas_kernels.fragments import OUTPUTS
-from pallas_kernels.packed import MXFP4_FRAGMENTS, ON_GPUS, PackedMatrix
+from pallas_kernels.packed import MXFP4_FRAGMENTS, ON_ACCELERATORS, SIDES, PackedMatrix
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows
 
@@ -34,7 +33,7 @@ def quantized_product(
 
     Args:
         x: `[T, I]`.
-        weights: of O outputs and I inputs; a packed matrix is one of `packed.ON_GPUS`.
+        weights: of O outputs and I inputs; a packed matrix is one of `packed.ON_ACCELERATORS`.
         dtype: of the result.
         in_parts: the caller adds up parts itself: where that is faster, the result is `[P, T, O]` float32, parts whose
             sum is the product.
@@ -53,13 +52,14 @@ def quantized_product(
 
 def _check(x: jax.Array, weights: ScaledMatrix | PackedMatrix) -> None:
     if isinstance(weights, PackedMatrix):
-        if weights.packing not in ON_GPUS:
-            raise ValueError(f"the weights are packed as {weights.packing}; {', '.join(ON_GPUS)} have this product")
+        if weights.packing not in ON_ACCELERATORS:
+            taken = ", ".join(ON_ACCELERATORS)
+            raise ValueError(f"the weights are packed as {weights.packing}; {taken} have this product")
         num_outputs, num_inputs = weights.shape
     else:
         num_outputs, num_inputs = weights.numbers.shape
     groups = -(-num_inputs // weights.group)
-    side = OUTPUTS if isinstance(weights, PackedMatrix) else 1
+    side = SIDES.get(weights.packing, 1) if isinstance(weights, PackedMatrix) else 1
     is_mxfp4 = isinstance(weights, PackedMatrix) and weights.packing == MXFP4_FRAGMENTS
     lead = num_outputs // side, side * groups // (2 if is_mxfp4 else 1)
     of_groups = [each.shape for each in (weights.scale, weights.zero) if each is not None]

@@ -22,7 +22,7 @@ def refuse(x: jax.Array, weights: PackedMatrix) -> str | None:
     """Why x times `weights` can't run here, because of the arrays or of this machine; or None."""
     if target_device().platform != "cpu":
         return f"it needs a cpu, this is a {target_device().platform}"
-    if weights.packing in packed.ON_GPUS:
+    if weights.packing in packed.ON_ACCELERATORS:
         return f"the weights are {weights.packing}, for GPUs"
     if x.dtype != jnp.float32:
         return f"it takes float32 rows, not {x.dtype}"

@@ -32,11 +32,13 @@ class ExpertShape:
     float8_group: int | None = None
     """Inputs that share a scale, of weights that are kept in float8; None: of no others."""
     packing: str = ""
-    """One of `packed.ON_GPUS`, or "" for weights of `dtype`."""
+    """One of `packed.ON_ACCELERATORS`, or "" for weights of `dtype`, or of `numbers`."""
+    numbers: str = ""
+    """dtype of numbers with scales of groups that a `grouped_scaled_product` takes; "" for others."""
     group: int = 0
-    """Inputs that share a scale, of packed weights."""
+    """Inputs that share a scale, of packed weights and of numbers."""
     has_zeros: bool = False
-    """Whether groups of packed weights have zero points."""
+    """Whether their groups have zero points."""
 
     @property
     def may_be_in_float8(self) -> bool:
@@ -55,7 +57,7 @@ class MatrixShape:
     group: int
     has_zeros: bool = False
     packing: str = ""
-    """One of `packed.ON_GPUS`, or "" for numbers as they are."""
+    """One of `packed.ON_ACCELERATORS`, or "" for numbers as they are."""
 
     @property
     def is_in_groups(self) -> bool:

@@ -26,10 +26,11 @@ def scaled_weights(shape: tuple[int, ...], numbers: str, group: int, has_zeros: 
 
 
 def packed_weights(packing: str, shape: tuple[int, ...], group: int, has_zeros: bool, seed: int = 9) -> PackedMatrix:
-    """Of `[..., O, I]`, packed for GPUs."""
+    """Of `[..., O, I]`, packed for GPUs or TPUs."""
     if packing == packed.FRAGMENTS:
         return packed.fragments_of(scaled_weights(shape, "int4", group, has_zeros, seed))
     keys = jax.random.split(jax.random.key(seed))
     pairs = jax.random.bits(keys[0], (*shape[:-1], shape[-1] // 2), jnp.uint8)
     scale = jax.random.randint(keys[1], (*shape[:-1], shape[-1] // packed.MXFP4_GROUP), 125, 129)
-    return packed.mxfp4_fragments_of(pairs, scale.astype(jnp.uint8))
+    make = packed.mxfp4_codes_of if packing == packed.MXFP4_CODES else packed.mxfp4_fragments_of
+    return make(pairs, scale.astype(jnp.uint8))

@@ -14,7 +14,17 @@ BACKEND = Backend(
         imported("tpu.attention", "store_and_decode"), imported("tpu.attention", "refuse_store_and_decode")
     ),
     grouped_product=Kernel(
-        imported("tpu.grouped_product", "grouped_product"), imported("tpu.grouped_product", "refuse_grouped_product")
+        imported("tpu.products", "grouped_product"), imported("tpu.products", "refuse_grouped_product")
+    ),
+    grouped_scaled_product=Kernel(
+        imported("tpu.products", "grouped_scaled_product"),
+        imported("tpu.products", "refuse_scaled_product"),
+    ),
+    grouped_packed_product=Kernel(
+        imported("tpu.products", "grouped_packed_product"), imported("tpu.products", "refuse_packed_product")
+    ),
+    quantized_product=Kernel(
+        imported("tpu.products", "quantized_product"), imported("tpu.products", "refuse_quantized_product")
     ),
     platform="tpu",
     has_interpreter=True,

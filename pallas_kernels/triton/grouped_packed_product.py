@@ -32,7 +32,7 @@ def refuse(x: jax.Array, weights: PackedMatrix) -> str | None:
     """Why this backend can't multiply x and weights `[E, out, in]`, or None when it can."""
     if x.dtype.itemsize != 2:
         return f"the rows are {x.dtype}; it takes bfloat16 and float16"
-    return None if weights.packing in packed.ON_GPUS else f"the weights are {weights.packing}, for C++"
+    return None if weights.packing in packed.ON_GPUS else f"the weights are {weights.packing}, for other devices"
 
 
 def refuse_gated(x: jax.Array, weights: PackedMatrix) -> str | None:

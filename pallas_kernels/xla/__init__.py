@@ -4,7 +4,12 @@ from pallas_kernels.backend import Backend, Kernel
 from pallas_kernels.xla.decode import decode_attention
 from pallas_kernels.xla.extend import extend_attention
 from pallas_kernels.xla.float8_product import float8_product, float8_rows
-from pallas_kernels.xla.grouped_product import grouped_float8_product, grouped_product, packed_product
+from pallas_kernels.xla.grouped_product import (
+    grouped_float8_product,
+    grouped_product,
+    grouped_scaled_product,
+    packed_product,
+)
 from pallas_kernels.xla.quantized_product import quantized_product
 from pallas_kernels.xla.store import store_kv
 
@@ -15,6 +20,7 @@ BACKEND = Backend(
     Kernel(store_kv),
     grouped_product=Kernel(grouped_product),
     grouped_packed_product=Kernel(packed_product),
+    grouped_scaled_product=Kernel(grouped_scaled_product),
     quantized_product=Kernel(quantized_product),
     float8_rows=Kernel(float8_rows),
     float8_product=Kernel(float8_product),

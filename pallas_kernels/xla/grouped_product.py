@@ -50,6 +50,18 @@ def packed_product(
     return with_bias(y, bias, groups)
 
 
+def grouped_scaled_product(
+    x: jax.Array, groups: Groups, weights: ScaledMatrix, of_tokens: bool, interpret: bool
+) -> jax.Array:
+    """See `backend.GroupedScaledProduct`. Weights of an expert are widened to x's format for each tile."""
+
+    def matrix_of(expert: jax.Array) -> jax.Array:
+        mine: ScaledMatrix = jax.tree.map(lambda part: lax.dynamic_index_in_dim(part, expert, keepdims=False), weights)
+        return widened(mine.numbers, mine.scale, mine.zero, mine.group, x.dtype)
+
+    return _by_tiles(x, groups, matrix_of, weights.num_outputs, x.dtype, of_tokens)
+
+
 def grouped_float8_product(
     rows: ScaledRows, groups: Groups, weights: ScaledMatrix, of_tokens: bool, interpret: bool
 ) -> jax.Array:

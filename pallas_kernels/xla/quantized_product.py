@@ -1,4 +1,4 @@
-"""`quantized_product` in XLA: for CPUs and TPUs, and GPUs where the kernel refuses. Called through `xla.BACKEND`."""
+"""`quantized_product` in XLA: for CPUs, and where a kernel refuses. Called through `xla.BACKEND`."""
 
 import jax
 import jax.numpy as jnp

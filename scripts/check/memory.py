@@ -93,7 +93,7 @@ def _glm(
 
 FP8 = {"quantization_config": QUANTIZED["fp8"]}
 QWEN3_8B = SHAPES["qwen3-8b"]
-# By page of docs/recipes: rows of model, config.json, GPUs, GiB of each (as the driver counts them), flags.
+# By page of docs/recipes: rows of model, config.json, devices, GiB of each (as the driver counts them), flags.
 RECIPES: dict[str, list[tuple[str, dict[str, Any], str, float, dict[str, Any]]]] = {
     "qwen3": [
         ("Qwen3-8B", QWEN3_8B, "1 x L4 (24 GB)", 22.0, {"kv_cache_dtype": "fp8_e4m3", "quantization": "fp8"}),
@@ -106,6 +106,10 @@ RECIPES: dict[str, list[tuple[str, dict[str, Any], str, float, dict[str, Any]]]]
             "Qwen3-235B-A22B-FP8", COMPILED_SHAPES["qwen3-235b-a22b"] | FP8, "8 x H100 (80 GB)", 79.0,
             {"tp": 8, "ep": True},
         ),
+        (
+            "Qwen3-30B-A3B-FP8", COMPILED_SHAPES["qwen3-30b-a3b"] | FP8, "2 x TPU v6e (32 GB)", 31.2,
+            {"tp": 2, "ep": True},
+        ),
     ],
     "qwen3-vl": [
         ("Qwen3-VL-30B-A3B", COMPILED_SHAPES["qwen3-vl-30b-a3b"], "1 x H100 (80 GB)", 79.0, {}),
@@ -117,6 +121,8 @@ RECIPES: dict[str, list[tuple[str, dict[str, Any], str, float, dict[str, Any]]]]
         ("gpt-oss-20b", COMPILED_SHAPES["gpt-oss-20b"], "1 x H100 (80 GB)", 79.0, {}),
         ("gpt-oss-120b", gpt_oss(36, 128), "1 x H100 (80 GB)", 79.0, {}),
         ("gpt-oss-120b", gpt_oss(36, 128), "2 x H100 (80 GB)", 79.0, {"tp": 2}),
+        ("gpt-oss-20b", COMPILED_SHAPES["gpt-oss-20b"], "1 x TPU v6e (32 GB)", 31.2, {}),
+        ("gpt-oss-120b", gpt_oss(36, 128), "4 x TPU v6e (32 GB)", 31.2, {"tp": 4, "ep": True}),
     ],
     "glm-4.5": [
         ("GLM-4.5-Air", _glm(4096, 46, 10_944, 1408, 128, 1, False), "4 x H100 (80 GB)", 79.0, {"tp": 4}),
@@ -147,13 +153,14 @@ def recipe_rows(page: str) -> Iterator[tuple[str, str, str, Memory]]:
             words = " ".join(
                 f"--{flag.replace('_', '-')}" + ("" if value is True else f" {value}") for flag, value in flags.items()
             )
-            yield model, hardware, words, memory_of(Path(name), device_gib, **flags)
+            platform = "tpu" if "TPU" in hardware else "gpu"
+            yield model, hardware, words, memory_of(Path(name), device_gib, platform, **flags)
 
 
 def table(page: str) -> str:
     """The table of a page of docs/recipes."""
     lines = [
-        "| model | GPUs | flags | weights, GiB a GPU | KV, KiB a token and GPU | tokens of KV |",
+        "| model | devices | flags | weights, GiB a device | KV, KiB a token and device | tokens of KV |",
         "|---|---|---|--:|--:|--:|",
     ]
     for model, hardware, flags, memory in recipe_rows(page):

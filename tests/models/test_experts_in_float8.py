@@ -186,7 +186,10 @@ def test_a_layers_kernels_make_of_blocks_what_widened_weights_make_but_for_the_r
         out = mlp(x, jnp.arange(7) != 3)
         return np.asarray(out.total() if isinstance(out, Choices) else out, np.float64)
 
-    widened, by_xla = layer(False), layer(True)
+    widened = layer(False)
+    with monkeypatch.context() as patched:
+        patched.setattr(moe, "_float8_backend", lambda dtype, weights: "xla")
+        by_xla = layer(True)
     with monkeypatch.context() as patched:
         triton: dict[str, Any] = {"backend": "triton", "interpret": True}
         patched.setattr(moe, "_float8_backend", lambda dtype, weights: "triton")

@@ -16,7 +16,15 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels.specs import GRID_SPECS, LATENT_SPECS, PRODUCT_SPECS, ArgSpec, ProductSpec, store_decoded
+from pallas_kernels.specs import (
+    GRID_SPECS,
+    LATENT_SPECS,
+    PRODUCT_SPECS,
+    TPU_PRODUCT_SPECS,
+    ArgSpec,
+    ProductSpec,
+    store_decoded,
+)
 from tests.grids import daily
 
 TARGETS = {
@@ -61,7 +69,8 @@ def specs_of(begin: int) -> tuple[ArgSpec, ...]:
 
 def products_of(begin: int) -> tuple[ProductSpec, ...]:
     """The products that one run lowers."""
-    return tuple(daily(PRODUCT_SPECS[begin:] + PRODUCT_SPECS[:begin], every=4))
+    turned = (specs[begin:] + specs[:begin] for specs in (PRODUCT_SPECS, TPU_PRODUCT_SPECS))
+    return tuple(spec for specs in turned for spec in daily(specs, every=4))
 
 
 def latents_of(begin: int) -> tuple[ArgSpec, ...]:

@@ -14,13 +14,14 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import DeltaNet, DenseMlp
 from jaxsgl.models.layers import norm_dtype, qkv_heads
+from jaxsgl.models.matrix import group_of_part
 from jaxsgl.models.moe import MOST_SHARED, expert_shapes
 from jaxsgl.models.precision import Precision
 from jaxsgl.models.quantization import FLOAT8
 from pallas_kernels import KernelChoice
 from pallas_kernels.choice import AUTO, XLA
 from pallas_kernels.kept_heads import KeptHeads
-from pallas_kernels.packed import ON_GPUS, refuse
+from pallas_kernels.packed import ON_ACCELERATORS, refuse
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, LatentShape, MatrixShape, StateShape
 
 
@@ -113,10 +114,12 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     has_plain = any("experts" in layer.unquantized for layer in arch.layers)
     of_experts = arch.expert_format if arch.expert_format is not None else None if has_plain else arch.weight_format
     fmt = None if of_experts is None else of_experts.of_experts(expert_shapes(arch, mixture, of_experts.parts))
-    packing = "" if fmt is None or fmt.packing not in ON_GPUS else fmt.packing
+    packing = "" if fmt is None or fmt.packing not in ON_ACCELERATORS else fmt.packing
     if arch.expert_format is not None and not packing:
         fmt = None
-    in_groups = fmt is not None and fmt.group is not None
+    has_groups = fmt is not None and (fmt.is_in_groups or fmt.numbers == "int4")
+    is_scaled = fmt is not None and fmt.scaled_experts and has_groups and not packing
+    in_groups = fmt is not None and (fmt.group is not None or is_scaled)
     dtype = precision.weights.name if fmt is None or in_groups else fmt.numbers  # which takes its place if it fails
     experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
     num_experts, ffn = mixture.num_experts // experts, mixture.num_units // parts
@@ -127,9 +130,11 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
 
     def shape(outputs: int, inputs: int, all_inputs: int, *, of_tokens: bool) -> ExpertShape:
         common = num_experts, outputs, inputs, dtype, router, mixture.num_experts, of_tokens
-        if fmt is None or not (packing or fmt.numbers == FLOAT8):
+        if fmt is None or not (packing or is_scaled or fmt.numbers == FLOAT8):
             return ExpertShape(*common)
-        group = inputs if fmt.group is None else _group_of_part(fmt.group, inputs, all_inputs)
+        group = group_of_part(fmt.group_of(all_inputs), all_inputs, all_inputs // inputs)
+        if is_scaled:
+            return ExpertShape(*common, numbers=fmt.numbers, group=group, has_zeros=fmt.has_zeros)
         if not packing:
             return ExpertShape(*common, group)
         return ExpertShape(*common, packing=packing, group=group, has_zeros=fmt.has_zeros)
@@ -138,13 +143,6 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
         shape(2 * ffn, arch.hidden_size, arch.hidden_size, of_tokens=True),
         shape(arch.hidden_size, ffn, mixture.num_units, of_tokens=False),
     )
-
-
-def _group_of_part(group: int, inputs: int, all_inputs: int) -> int:
-    """How many of a device's inputs share a scale: a part of them may begin inside a group (see `models/matrix.py`)."""
-    if inputs == all_inputs:
-        return group
-    return inputs if group >= all_inputs else math.gcd(inputs, group)
 
 
 def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]:
@@ -161,7 +159,7 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
         whole += [(arch.embedding_size, hidden, ""), (hidden, arch.embedding_size, "")]
 
     def shape(outputs: int, inputs: int, group: int) -> MatrixShape:
-        is_packed = fmt.packing in ON_GPUS and refuse(fmt.packing, (outputs, inputs), group) is None
+        is_packed = fmt.packing in ON_ACCELERATORS and refuse(fmt.packing, (outputs, inputs), group) is None
         packing = fmt.packing if is_packed else ""
         return MatrixShape(outputs, inputs, fmt.numbers, group, fmt.has_zeros, packing)
 
@@ -170,8 +168,7 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
         if shared != "inputs":
             outputs = outputs // num_devices if shared == "outputs" else outputs
             return shape(outputs, inputs, group)
-        mine = inputs // num_devices
-        return shape(outputs, mine, _group_of_part(group, mine, inputs))
+        return shape(outputs, inputs // num_devices, group_of_part(group, inputs, num_devices))
 
     return tuple(dict.fromkeys(part(*each) for each in whole))
 

@@ -20,6 +20,7 @@ from pallas_kernels.api.experts import (
     grouped_float8_product,
     grouped_packed_product,
     grouped_product,
+    grouped_scaled_product,
     products_with_shared,
 )
 from pallas_kernels.api.products import float8_rows
@@ -30,7 +31,7 @@ from pallas_kernels.scaled import ScaledMatrix
 from pallas_kernels.selftest.batches import normal
 from pallas_kernels.selftest.case import TOLERANCE, Case
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
-from pallas_kernels.selftest.weights import packed_weights
+from pallas_kernels.selftest.weights import packed_weights, scaled_weights
 
 MOST_EXPERTS, EXPERT_TOKENS = 16, 67
 
@@ -40,6 +41,9 @@ def product_cases(shapes: KernelShapes) -> Iterator[Case]:
     for expert in shapes.experts:
         if expert.packing:
             yield from _packed(shapes, expert)
+            continue
+        if expert.numbers:
+            yield _scaled(shapes, expert)
             continue
         yield _product(shapes, expert)
         if expert.of_tokens and jnp.dtype(expert.dtype).itemsize > 1:
@@ -137,6 +141,28 @@ def _in_float8(shapes: KernelShapes, expert: ExpertShape) -> Case:
     )
 
 
+def _scaled(shapes: KernelShapes, expert: ExpertShape) -> Case:
+    """The product with numbers whose inputs share scales in groups."""
+    num_experts = min(expert.num_experts, MOST_EXPERTS)
+    keys = jax.random.split(jax.random.key(4))
+    groups = _chosen(expert, num_experts, keys[0])
+    num_rows = groups.num_tokens if expert.of_tokens else groups.num_places
+    x = normal(keys[1], 1.0, shape=(num_rows, expert.inputs), dtype=jnp.dtype(shapes.dtype))
+    shape = num_experts, expert.outputs, expert.inputs
+    weights = scaled_weights(shape, expert.numbers, expert.group, expert.has_zeros)
+
+    def call(x: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+        options: dict[str, Any] = {"of_tokens": expert.of_tokens, "backend": backend, "interpret": interpret}
+        return [_scaled_jit(x, groups, weights, **options)]
+
+    return Case(
+        f"{expert.outputs} x {expert.inputs} {expert.numbers}",
+        TOLERANCE[shapes.dtype],
+        functools.partial(call, x),
+        functools.partial(call, x.astype(jnp.float32), XLA, False),
+    )
+
+
 def _packed(shapes: KernelShapes, expert: ExpertShape) -> Iterator[Case]:
     """The product with weights of 4 bits, of tokens gated too: as most models do, and as gpt-oss does."""
     num_experts = min(expert.num_experts, MOST_EXPERTS)
@@ -200,6 +226,7 @@ _rows_jit = jax.jit(float8_rows, static_argnames=("backend", "interpret"))
 _float8_jit = jax.jit(grouped_float8_product, static_argnames=("of_tokens", "backend", "interpret"))
 _product_jit = jax.jit(grouped_product, static_argnames=("of_tokens", "backend", "interpret"))
 
+_scaled_jit = jax.jit(grouped_scaled_product, static_argnames=("of_tokens", "backend", "interpret"))
 _packed_jit = jax.jit(grouped_packed_product, static_argnames=("of_tokens", "dtype", "backend", "interpret"))
 _gated_packed_jit = jax.jit(
     gated_packed_product, static_argnames=("unit", "of_tokens", "dtype", "backend", "interpret")

@@ -32,7 +32,7 @@ KERNELS = {
     "attention": r"\bpaged_\w*attention/",
     "merge": r"\bmerge_(splits|latents)/",
     "states": r"\bdelta_(step|decode)/",
-    "experts": r"\b(grouped|gated)_product\b",
+    "experts": r"\b(grouped|gated|grouped_scaled)_product\b",
     "float8 experts": r"\bgrouped_float8_product\b",
     "packed experts": r"\b(grouped|gated)_packed_product\b",
     "quantized": r"\bquantized_product\b",
@@ -151,7 +151,9 @@ class _Module:
                 flops = _quantized_flops(call, scope) if kind in ("quantized", "float8") else 0
                 shared = self._counted(_type_of(call.operands[-1], scope)) if WITH_SHARED in _source(call) else 0
                 written = self._counted(call.type)
-                return Launch(each.name, kind, _source(call), read, written, flops, times, shared_bytes=shared)
+                recurring = [operand for operand in call.operands if self._recurs(operand, scope)]
+                matrix = sum(self._counted(_type_of(operand, scope)) for operand in recurring)
+                return Launch(each.name, kind, _source(call), read, written, flops, times, matrix, shared_bytes=shared)
         flops = sum(self._flops(i, scope) for i, scope in inside)
         reads = [self._read_of(each, number, num_bytes(type_)) for number, type_ in enumerate(types)]
         matrix = sum(n for n, operand in zip(reads, each.operands, strict=True) if self._recurs(operand, by_name))

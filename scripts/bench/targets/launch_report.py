@@ -97,7 +97,7 @@ def launch_report(
     if wanted is not None and layers is not None:
         problems += problems_of(*_exchanges(every, layer, layers.groups), wanted)
     read = sum(each.bytes_read * each.times for each in whole)
-    if layers is not None:
+    if layers is not None and buffers is None:
         # A TPU fetches matrices ahead, as it finds room: the last layer's share of that is not its own matrices.
         read += repeats * (sum(e.matrix_bytes for e in every) // layers.groups - sum(e.matrix_bytes for e in layer))
     if read < WEIGHTS_COUNTED * weight_bytes:
