@@ -137,6 +137,31 @@ def test_the_kernel_for_experts_in_float8_passes(group: int, of_tokens: bool, mo
     assert case.error("triton", interpret=True) <= case.tolerance
 
 
+@pytest.mark.parametrize(
+    "form",
+    daily(
+        [{"numbers": "int4", "has_zeros": True}, {"packing": packed.MXFP4_CODES}, {"numbers": "float8_e4m3fn"}], every=3
+    ),
+)
+def test_a_tpus_kernel_for_experts_in_groups_passes(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "RUNS", 1)
+    expert = ExpertShape(3, 48, 256, "bfloat16", ROUTER, 4, False, group=32, **form)
+    case, *others = CASES_OF["grouped_product"](dataclasses.replace(SHAPES, dtype="bfloat16", experts=(expert,)))
+    assert [each.name for each in others] == ["routing"]
+    assert case.error("mosaic_tpu", interpret=True) <= case.tolerance
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_a_tpus_kernel_for_matrices_in_groups_passes() -> None:
+    matrices = (
+        MatrixShape(48, 256, "int4", 128, has_zeros=True),
+        MatrixShape(48, 256, "int8", 32, False, packed.MXFP4_CODES),
+    )
+    found = list(CASES_OF["quantized_product"](dataclasses.replace(SHAPES, dtype="bfloat16", matrices=matrices)))
+    assert len(found) == 4
+    assert all(case.error("mosaic_tpu", interpret=True) <= case.tolerance for case in found)
+
+
 @pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("numbers", daily(["int4", "int8", "float8_e4m3fn"], every=2))
 def test_the_kernel_for_weights_in_groups_passes(numbers: str) -> None:
