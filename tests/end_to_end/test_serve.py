@@ -212,7 +212,8 @@ def test_the_first_start_takes_under_a_minute_and_the_second_is_much_faster(
     first, second = (start_seconds(tmp_path / name, tmp_path / "cache", flags, end) for name, end in ends.items())
     assert first < 60
     assert second < 25
-    assert second < first * (0.5 if NIGHTLY else 0.8)
+    # A third on quiet cores; next to other tests what no cache saves takes longer, too.
+    assert second < first * (0.65 if NIGHTLY else 0.8)
 
 
 def press_ctrl_c(server: RunningServer) -> int:
