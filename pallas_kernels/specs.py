@@ -288,6 +288,7 @@ SMALL_SPECS = (
     ArgSpec("float8", 3, 20, 5, 16, 2, 2, 64, float8_cache=True),
     ArgSpec("scale_window_cap_and_sinks", 3, 20, 5, 16, 2, 3, 16, jnp.float32, 33, 6.0, sm_scale=0.9, has_sinks=True),
     ArgSpec("float8_bfloat16", 3, 20, 5, 16, 2, 4, 64, dtype=jnp.bfloat16, float8_cache=True),
+    ArgSpec("heads_of_512", 2, 12, 4, 16, 1, 4, 512, dtype=jnp.bfloat16),
     ArgSpec("heads_of_80", 3, 20, 5, 16, 2, 2, 80, kept_head_dim=128),
     ArgSpec("heads_of_96", 3, 20, 5, 16, 2, 2, 96, kept_head_dim=128, dtype=jnp.bfloat16),
     ArgSpec("heads_of_80_float8", 3, 20, 5, 16, 2, 1, 80, kept_head_dim=128, dtype=jnp.bfloat16, float8_cache=True),
@@ -361,6 +362,13 @@ GRID_SPECS = (
     _serving_spec(96, 1, 64, "bf16", "float8", kept_head_dim=128),
     _serving_spec(96, 4, 16, "bf16", "window", kept_head_dim=128),
     _serving_spec(192, 8, 64, "bf16", kept_head_dim=256),
+    _serving_spec(512, 1, 16, "f16", "window sinks"),
+    _serving_spec(512, 2, 64, "f32"),
+    _serving_spec(512, 4, 1, "bf16", "cap"),
+    _serving_spec(512, 8, 64, "bf16"),
+    _serving_spec(512, 8, 64, "bf16", "float8"),
+    _serving_spec(512, 8, 16, "f32", "float8"),
+    _serving_spec(512, 16, 64, "bf16", "window"),
 )
 
 # The latents of DeepSeek-V2-Lite (or V3 on 8 devices), GLM-4.7-Flash, Kimi-K2 and DeepSeek-V3.

@@ -30,6 +30,9 @@ MIN_DOT = 16
 # The most rows of a tile that Triton multiplies by mma.sync on Hopper: from 64 on it takes `wgmma`.
 MOST_ROWS_WITHOUT_WGMMA = 32
 
+# A head size whose rows fill the registers.
+WIDE_HEAD = 512
+
 # The most query heads of a kv head.
 MOST_GROUPS = 128
 

@@ -20,7 +20,7 @@ from pallas_kernels.paged_kv import FLOAT8, PagedKv
 from pallas_kernels.partition import BEGIN, END, POSITION, SEQUENCE, query_tiles
 from pallas_kernels.target import target_device
 from pallas_kernels.triton import float8
-from pallas_kernels.triton.common import attend_rows, head_block, load_queries, store_output, tile_rows_for
+from pallas_kernels.triton.common import WIDE_HEAD, attend_rows, head_block, load_queries, store_output, tile_rows_for
 from pallas_kernels.triton.tiles import SequenceKv, value_widths
 
 
@@ -42,9 +42,9 @@ def extend_attention(
     head_blocks = pl.cdiv(num_groups, tile_heads)
     tiles = query_tiles(kv.lengths, query_offsets, q.shape[0], tile_queries)
     # ptxas serializes wgmma (advisory C7515) where a loop without masks precedes the one with them and the pages of a
-    # tile's tokens are looked up one by one. One loop, with masks, is compiled as meant. Over latents, whose rows fill
-    # the registers, two loops spill.
-    is_one_loop = bool(kv.page_size % blocks["tile_tokens"]) or options.value_dim is not None
+    # tile's tokens are looked up one by one. One loop, with masks, is compiled as meant. Over heads of 512 and latents,
+    # whose rows fill the registers, two loops spill.
+    is_one_loop = bool(kv.page_size % blocks["tile_tokens"]) or q.shape[2] >= WIDE_HEAD
     is_float8 = kv.dtype == FLOAT8
     if is_float8:
         q, k_pages, v_pages = float8.planes_first(q), *map(float8.as_words, (k_pages, v_pages))
