@@ -149,15 +149,19 @@ def grouped_scaled_product(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    num_rows, shape = groups.num_tokens if of_tokens else groups.num_places, weights.numbers.shape
-    if len(shape) != 3 or shape[0] != groups.num_experts or x.shape != (num_rows, shape[-1]):
-        raise ValueError(
-            f"x is {x.shape} and numbers are {shape}; they must be [{num_rows}, in] and [{groups.num_experts}, out, in]"
-        )
+    _check_numbers(x.shape, groups, weights, of_tokens)
     multiply = choose_kernel(
         "grouped_product", lambda each: each.grouped_scaled_product, backend, x, weights, interpret=interpret
     )
     return multiply(x, groups, weights, of_tokens, interpret)
+
+
+def _check_numbers(rows: tuple[int, ...], groups: Groups, weights: ScaledMatrix, of_tokens: bool) -> None:
+    num_rows, shape = groups.num_tokens if of_tokens else groups.num_places, weights.numbers.shape
+    if len(shape) != 3 or shape[0] != groups.num_experts or rows != (num_rows, shape[-1]):
+        raise ValueError(
+            f"rows are {rows} and numbers {shape}; they must be [{num_rows}, in] and [{groups.num_experts}, out, in]"
+        )
 
 
 def grouped_packed_product(
@@ -272,12 +276,7 @@ def grouped_float8_product(
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    num_rows, shape = groups.num_tokens if of_tokens else groups.num_places, weights.numbers.shape
-    if len(shape) != 3 or shape[0] != groups.num_experts or rows.numbers.shape != (num_rows, shape[-1]):
-        raise ValueError(
-            f"rows are {rows.numbers.shape} and numbers are {shape}; they must be [{num_rows}, in] and "
-            f"[{groups.num_experts}, out, in]"
-        )
+    _check_numbers(rows.numbers.shape, groups, weights, of_tokens)
     multiply = choose_kernel(
         "float8_product", lambda each: each.grouped_float8_product, backend, rows.dtype, weights, interpret=interpret
     )
