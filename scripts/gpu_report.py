@@ -2,6 +2,7 @@
 
     python scripts/gpu_report.py --out report                            # on a machine with a GPU
     python scripts/gpu_report.py --out speed --sections steps,offline    # all of the time for some of it
+    python scripts/gpu_report.py --out awq --sections steps --match awq  # the steps of one model
     python scripts/gpu_report.py --out report --dry-run                  # tiny, on any machine: does this script work?
 
 Preflight says what this machine lacks. Then a ladder of canaries, from one product to a whole step, each in a process
@@ -53,6 +54,12 @@ def main() -> int:
         "--sections", type=parts, default=PARTS[:-1], help=f"some of {','.join(PARTS)} (default: all but tune)"
     )
     parser.add_argument("--rungs", default="", metavar="REGEX", help="only rungs in whose names it is found (all)")
+    parser.add_argument(
+        "--match",
+        default="",
+        metavar="REGEX",
+        help='only parts of sections in whose names it is found: "awq|fp8" (all)',
+    )
     parser.add_argument("--dry-run", action="store_true", help="a tiny run that shows that every section works")
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what crashes leaves stacks, and no gigabytes
@@ -72,7 +79,10 @@ def main() -> int:
             for is_start, most in ((False, AT_ONCE), (True, STARTS_AT_ONCE)):
                 some = [rung for rung in rungs if (rung.kind == "step") == is_start]
                 report.climb(some, at_once=2 if dry else most)
-        every = sections(platform, work, parts=options.sections, dry=dry)
+        every = [
+            each for each in sections(platform, work, parts=options.sections, dry=dry)
+            if re.search(options.match, each.name)
+        ]  # fmt: skip
         report.run((each for each in every if each.part == "check"), at_once=AT_ONCE)
         report.run(each for each in every if each.part != "check")
     return int(report.found_wrong)

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "sampling": ("scripts/bench", "sampler"),
     "peers": ("scripts/bench_peers.py",),
     "tune": ("scripts/tune_kernels.py",),
+    "sizes": ("scripts/tune_products.py",),
 }
 # In the order in which they run: what is right before what is fast, and single kernels before whole runs.
 PARTS = ("ladder", "check", "kernels", "products", "steps", "engine", "offline", "sampling", "peers", "tune")
@@ -38,7 +39,9 @@ STEPS = {
     "256x1+1023": "decode 256",
     "4x1024": "extend 4096",
 }
-SHAPES = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "qwen3-8b-fp8")
+SHAPES = (
+    "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "qwen3-8b-fp8", "qwen3-8b-awq", "qwen3-30b-a3b-fp8", "gpt-oss-20b",
+)  # fmt: skip
 # Few programs: a start compiles 74 with the default buckets, which takes 100 s and more.
 FEW_BUCKETS = ("--decode-buckets", "1,32,256", "--extend-buckets", "2048", "--chunked-prefill-size", "2048")
 TINY = (
@@ -131,6 +134,7 @@ def _real(platform: str, work: Path) -> list[Section]:
         _section(work, "sampling", "sampling", "sampling", "--shapes", "256x151936", needs=("engine",), most_s=90),
         _section(work, "peers", "peers", "peers", *work_of_peers, *device, "--contenders", "jaxsgl-bfloat16", *peers,
                  needs=("engine", "torch", "transformers"), least_s=200, most_s=480),
+        _section(work, "tune products", "tune", "sizes", *budget, least_s=60, most_s=180),
         _section(work, "tune", "tune", "tune", "--quick", *budget, least_s=60, most_s=480, quiet_s=90),
     ]  # fmt: skip
 
