@@ -44,7 +44,8 @@ def extend_attention(
     # ptxas serializes wgmma (advisory C7515) where a loop without masks precedes the one with them and the pages of a
     # tile's tokens are looked up one by one. One loop, with masks, is compiled as meant. Over heads of 512 and latents,
     # whose rows fill the registers, two loops spill.
-    is_one_loop = bool(kv.page_size % blocks["tile_tokens"]) or q.shape[2] >= WIDE_HEAD
+    fills_registers = options.value_dim is not None or q.shape[2] >= WIDE_HEAD
+    is_one_loop = bool(kv.page_size % blocks["tile_tokens"]) or fills_registers
     is_float8 = kv.dtype == FLOAT8
     if is_float8:
         q, k_pages, v_pages = float8.planes_first(q), *map(float8.as_words, (k_pages, v_pages))
