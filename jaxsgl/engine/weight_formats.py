@@ -128,10 +128,11 @@ def _why_no_tpu(arch: ModelArch, fmt: WeightFormat, dtype: jnp.dtype, num_device
     assert mixture is not None
     parts = 1 if arch.by_experts else num_devices
     groups = fmt.group_of(arch.hidden_size), group_of_part(fmt.group_of(mixture.num_units), mixture.num_units, parts)
-    numbers = "int4" if fmt.on_tpu(dtype.name).packing else fmt.numbers
+    packing = fmt.on_tpu(dtype.name).packing
     for shape, group in zip(expert_shapes(arch, mixture, num_devices), groups, strict=True):
         rows: Any = jax.ShapeDtypeStruct((1, shape[1]), dtype)
-        if refused := refuse_scaled_product(rows, _described(numbers, (1, *shape), group)):
+        refused = refuse_scaled_product(rows, _described("int4" if packing else fmt.numbers, (1, *shape), group))
+        if refused or (packing and (refused := packed.refuse(packing, shape, fmt.group_of(shape[1])))):
             return f"a device has {shape} of one: {refused}"
     return ""
 

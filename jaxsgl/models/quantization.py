@@ -119,7 +119,7 @@ class WeightFormat:
         whole = replace(self, parts=1)
         is_simple = (self.group is None or self.groups_of_experts) and not self.has_zeros and self.numbers != "int4"
         is_packed = bool(self.packing) and all(whole._refusal(shape) is None for shape in shapes)
-        is_taken = is_simple or is_packed or self.scaled_experts
+        is_taken = is_simple or is_packed or (self.scaled_experts and not self.packing)
         return whole if self.on_experts and not self.reorders and is_taken else None
 
     def of_shape(self, shape: tuple[int, ...], dtype: str) -> WeightFormat:

@@ -85,6 +85,13 @@ def test_devices_share_experts_as_far_as_the_kernel_takes_their_parts(
     assert ("; with --ep each device has whole experts" in caplog.text) == (devices == 4 and not changes)
 
 
+def test_parts_that_would_cut_blocks_of_mxfp4_are_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weight_formats._log_once.cache_clear()
+    found = as_kept(mixture(tmp_path, EXPERTS_IN_MXFP4, moe_intermediate_size=480), BFLOAT16, "tpu", 2)
+    assert parts_of_experts(found) == {"down": "bfloat16"}
+    assert "the weights are (256, 240); mxfp4_codes takes multiples of (1, 32); with --ep" in caplog.text
+
+
 def test_quantization_at_load_has_experts_where_the_kernel_takes_them(tmp_path: Path) -> None:
     for method, numbers in (("int8", "int8"), ("fp8", "float8_e4m3fn"), ("int4", "int4")):
         arch = mixture(tmp_path, weight_format(method, None))
