@@ -31,6 +31,8 @@ class ScaledMatrix:
     """As the scales: int8, float32 of what was packed for a GPU, or None for 0."""
     group: int = dataclasses.field(metadata={"static": True})
     """How many inputs share a scale; the last group may be cut."""
+    block_outputs: int = dataclasses.field(default=1, metadata={"static": True})
+    """How many outputs, of each expert, share their scales: equal are those from a multiple of it to the next."""
 
     @property
     def num_outputs(self) -> int:

@@ -230,6 +230,8 @@ class ProductSpec:
     """Whether rows are rounded."""
     packs: bool = True
     """Whether int4 is packed, for GPUs."""
+    block_outputs: int = 1
+    """Outputs that share their scales."""
 
     @property
     def name(self) -> str:
@@ -243,7 +245,8 @@ class ProductSpec:
         extras = [name for name, has in has_extra.items() if has]
         kind = [jnp.dtype(self.dtype).name] if self.dtype != jnp.bfloat16 else []
         shape = f"{self.num_rows}x{self.num_outputs}x{self.num_inputs}"
-        return "_".join([shape, self.numbers, f"g{self.group}", *kind, *extras])
+        blocks = [f"b{self.block_outputs}"] if self.block_outputs > 1 else []
+        return "_".join([shape, self.numbers, f"g{self.group}", *blocks, *kind, *extras])
 
     def args(self) -> tuple[Any, ...]:
         """x and weights, as shapes."""
@@ -255,7 +258,7 @@ class ProductSpec:
         numbers: Any = jax.ShapeDtypeStruct((self.num_outputs, self.num_inputs), jnp.dtype(self.numbers))
         scale: Any = jax.ShapeDtypeStruct(groups, jnp.float32)
         zero: Any = jax.ShapeDtypeStruct(groups, jnp.int8) if self.has_zeros else None
-        weights = ScaledMatrix(numbers, scale, zero, self.group)
+        weights = ScaledMatrix(numbers, scale, zero, self.group, self.block_outputs)
         return x, jax.eval_shape(packed.fragments_of, weights) if self.numbers == "int4" and self.packs else weights
 
     def call(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -401,6 +404,13 @@ PRODUCT_SPECS = (
     ProductSpec(128, 4096, 12_288, "float8_e4m3fn", 128, in_parts=True, in_float8=True),
     ProductSpec(256, 24_576, 4096, "float8_e4m3fn", 128, in_float8=True),
     ProductSpec(300, 1000, 1536, "float8_e4m3fn", 1536, dtype=jnp.float16, in_float8=True),
+)
+
+# Of many rows on Hopper: tiles of two blocks and of one, scales of blocks, of half a tile's outputs, and of each.
+HOPPER_PRODUCT_SPECS = (
+    ProductSpec(4096, 24_576, 4096, "float8_e4m3fn", 128, in_float8=True, block_outputs=128),
+    ProductSpec(384, 24_576, 1536, "float8_e4m3fn", 128, in_float8=True, block_outputs=64),
+    ProductSpec(4096, 4096, 12_288, "float8_e4m3fn", 12_288, in_parts=True, in_float8=True),
 )
 
 # The same layer's on TPUs, whose kernel spreads small groups over lanes and takes long rows in smaller tiles.

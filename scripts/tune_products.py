@@ -106,6 +106,10 @@ PRODUCTS = (
     *(Product("quantized_product", rows, *GATE_UP, "int4", 128, backend="xla") for rows in (128, 256, 512)),
     *(Product("float8_product", rows, *GATE_UP, "float8_e4m3fn", 128) for rows in ROWS),
     *(Product("float8_product", rows, *DOWN, "float8_e4m3fn", 128, in_parts=True) for rows in (1, 32, 256)),
+    *(Product("float8_product", rows, *shape, "float8_e4m3fn", 128, backend="mosaic_gpu")
+      for rows in (256, 512, 4096) for shape in (GATE_UP, DOWN)),
+    *(Product("grouped_float8_product", rows, *shape, "float8_e4m3fn", 128, backend="mosaic_gpu")
+      for rows in (2048, 4096) for shape in ((1536, 2048), (2048, 768))),
     *(Product("quantized_product", rows, *GATE_UP, "int4", 128) for rows in ROWS if rows < 512),
     *(Product("quantized_product", rows, *DOWN, "int4", 128, in_parts=True) for rows in (1, 32)),
     *(Product("quantized_product", rows, *GATE_UP, "float8_e4m3fn", 128) for rows in (1, 32, 64)),
@@ -113,9 +117,9 @@ PRODUCTS = (
 
 
 def candidates(product: Product) -> list[Sizes]:
-    """Sizes whose tiles fit a multiprocessor's shared memory, without the table's own; none of XLA's products."""
+    """Sizes whose tiles fit a multiprocessor's shared memory, without the table's own; none of others than Triton's."""
     grid: dict[str, Sequence[int]]
-    if product.backend == "xla":
+    if product.backend != "triton":
         return []
     if product.op in ("grouped_product", "gated_product"):
         few = product.rows * CHOICES // EXPERTS <= 16
@@ -282,8 +286,8 @@ def arrays(product: Product) -> tuple[Callable[..., jax.Array], Layers]:
 
     def call(x: jax.Array, weights: jax.Array) -> jax.Array:
         if rounded is not None and scale is not None:
-            matrices = ScaledMatrix(weights, scale, None, product.group)
-            return grouped_float8_product(rounded, groups, matrices, of_tokens=of_tokens)
+            matrices = ScaledMatrix(weights, scale, None, product.group, product.group)
+            return grouped_float8_product(rounded, groups, matrices, of_tokens=of_tokens, backend=product.backend)
         if product.op == "gated_product":
             return gated_product(x, groups, weights, "silu", of_tokens=True)
         return grouped_product(x, groups, weights)
@@ -318,7 +322,10 @@ def _scaled(product: Product, keys: jax.Array) -> tuple[Callable[..., jax.Array]
     x = jax.random.normal(keys[0], (product.rows, product.inputs), jnp.bfloat16)
     groups = product.outputs, product.inputs // product.group
     scale = jax.random.uniform(keys[1], groups, jnp.float32, 0.5, 1.5)
-    zero = None
+    zero, blocks = None, 1
+    if product.op == "float8_product":
+        blocks = product.group
+        scale = jnp.repeat(scale[::blocks], blocks, axis=0)
     if product.dtype == "int4":
         scale = packed.pack_groups(packed.FRAGMENTS, scale)
         zero = jnp.ones_like(scale)
@@ -329,7 +336,7 @@ def _scaled(product: Product, keys: jax.Array) -> tuple[Callable[..., jax.Array]
         if product.dtype == "int4":
             kept = PackedMatrix(numbers, scale, zero, product.group, packed.FRAGMENTS)
             return quantized_product(x, kept, **options)
-        weights = ScaledMatrix(numbers, scale, zero, product.group)
+        weights = ScaledMatrix(numbers, scale, zero, product.group, blocks)
         if rows is not None:
             return float8_product(rows, weights, **options)
         return quantized_product(x, weights, **options)

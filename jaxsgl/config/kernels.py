@@ -32,7 +32,7 @@ BACKENDS_OF_NAME = {
     "norm": ("auto", "xla", "triton"),
     "experts": ("auto", "xla", "native", "triton", "mosaic_tpu", "reference"),
     "quantized": ("auto", "xla", "triton", "mosaic_tpu", "reference"),
-    "float8": ("auto", "xla", "triton", "reference"),
+    "float8": ("auto", "xla", "triton", "mosaic_gpu", "reference"),
     "states": ("auto", "xla", "triton"),
 }
 

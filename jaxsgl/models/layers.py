@@ -23,6 +23,7 @@ from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
 from jaxsgl.models.precision import gated_product, product, product_in_parts, product_of_heads
 from jaxsgl.models.quantization import WeightFormat
+from jaxsgl.models.rope import reorders_heads
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
@@ -230,7 +231,8 @@ class Attention(Matrices):
         num_kv_heads, num_rows, _ = qkv_heads(arch)
         self.num_gates = num_rows - 2 if arch.output_gate else 0  # of each kv head, rows after all others
         fused = num_kv_heads, num_rows + self.num_gates, h, d
-        self.declare("qkv", fused, axes, dtype, arch.format_of(spec, "qkv"), fan_in=d)
+        reordered = reorders_heads(arch.ropes, h)
+        self.declare("qkv", fused, axes, dtype, arch.format_of(spec, "qkv"), fan_in=d, reordered=reordered)
         self.declare("o", (d, n * h), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=n * h)
         self.o_bias = vector((d,), (None,), dtype, mean=0.0) if arch.attention_out_bias else None
         # Attention takes no stack and an index: to cut a row from one would be a kernel.

@@ -70,6 +70,7 @@ class Matrix:
         devices. None: they are all.
       kernels: what its products run on.
       row_bits: of the integers that kernels for integers on CPUs round activations to.
+      block_outputs: how many outputs, of the last axis but one, share their scales.
     """
 
     numbers: jax.Array
@@ -82,6 +83,7 @@ class Matrix:
     cut_by: str | None = None
     kernels: KernelChoice = AUTO_CHOICE
     row_bits: int = 16
+    block_outputs: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,11 +122,22 @@ class Matrices(nnx.Module):
     """A module with matrices in the format of its model."""
 
     def declare(
-        self, name: str, shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, fmt: WeightFormat | None, *, fan_in: int
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        axes: Axes,
+        dtype: jnp.dtype,
+        fmt: WeightFormat | None,
+        *,
+        fan_in: int,
+        run: int | None = None,
+        reordered: bool = False,
     ) -> None:
         """Declares the parameters of a matrix `[..., in]`, with `dtype` unless `fmt` says otherwise; no values yet.
 
-        `axes` are the logical axes of `shape`. Random weights have the deviation 1 / sqrt(fan_in).
+        `axes` are the logical axes of `shape`. Random weights have the deviation 1 / sqrt(fan_in). `run` says how many
+        outputs of a checkpoint follow each other, by default those of the last axis but one, and `reordered` whether
+        they do so in another order.
         """
         std = 1 / math.sqrt(fan_in)
         if fmt is None:
@@ -157,7 +170,9 @@ class Matrices(nnx.Module):
             parts["scale"] = groups, axes, jnp.uint32, float(packed.mxfp4_pair(exponent)), 0.0
         for part, (dims, part_axes, kind, mean, deviation) in parts.items():
             zeros = jnp.zeros(packed.part_shape(fmt.packing, part, dims) if fmt.packing else dims, kind)
-            param = nnx.Param(zeros, axes=part_axes, mean=mean, std=deviation, part=part, format=fmt)
+            param = nnx.Param(
+                zeros, axes=part_axes, mean=mean, std=deviation, part=part, format=fmt, run=run, reordered=reordered
+            )
             setattr(self, part_name(name, part), param)
 
     def matrix(self, name: str, kernels: KernelChoice = AUTO_CHOICE) -> Weights:
@@ -170,8 +185,10 @@ class Matrices(nnx.Module):
         assert scale is not None
         fmt: WeightFormat = numbers.get_metadata("format")
         group = fmt.group_of(packed.unpacked_shape(fmt.packing, numbers[...].shape)[-1])
+        run: int = numbers.get_metadata("run") or numbers[...].shape[-2]
+        blocks = fmt.block_outputs(run, numbers.get_metadata("reordered"))
         whole = Matrix(numbers[...], scale, zero, order, group, fmt.packing, fmt.widened_to)
-        whole = replace(whole, kernels=kernels, row_bits=fmt.row_bits)
+        whole = replace(whole, kernels=kernels, row_bits=fmt.row_bits, block_outputs=blocks)
         logical: str | None = numbers.get_metadata("axes")[-1]
         return whole if logical is None or num_parts(logical) == 1 else _with_scales_of_part(whole, logical)
 
@@ -325,7 +342,7 @@ def _flat(weights: Matrix) -> ScaledMatrix:
         return part.reshape(-1, part.shape[-1])
 
     zero = None if weights.zero is None else flat(weights.zero)
-    return ScaledMatrix(flat(weights.numbers), flat(weights.scale), zero, weights.group)
+    return ScaledMatrix(flat(weights.numbers), flat(weights.scale), zero, weights.group, weights.block_outputs)
 
 
 def _native_product(rows_TD: jax.Array, weights: Matrix, activation: str | None = None) -> jax.Array | None:

@@ -6,6 +6,9 @@ checkpoints.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -26,6 +29,7 @@ from jaxsgl.models.layers import (
 from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Matrices, Rows, Weights
 from jaxsgl.models.precision import flat_product_in_parts, product, product_in_parts, products_side_by_side
+from jaxsgl.models.rope import reorders_heads
 from pallas_kernels import KernelChoice, LatentHeads, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
@@ -53,14 +57,20 @@ class LatentAttention(Matrices):
         self.mixer = mixer
         by_head = ("kv_heads", None, None)
         query = n, mixer.unrotated + r
+
+        def runs(before: int) -> dict[str, Any]:
+            """Of rows of which the last R may be reordered."""
+            return {"run": 1 if before % r else r, "reordered": True}
+
         if mixer.q_rank is None:
-            self.declare("q", (*query, d), by_head, dtype, arch.format_of(spec, "q"), fan_in=d)
+            self.declare("q", (*query, d), by_head, dtype, arch.format_of(spec, "q"), fan_in=d, **runs(mixer.unrotated))
         else:
             self.declare("q_a", (mixer.q_rank, d), (None, None), dtype, arch.format_of(spec, "q_a"), fan_in=d)
             self.q_a_norm = vector((mixer.q_rank,), (None,), dtype, mean=1.0)
             of_rank = arch.format_of(spec, "q_b")
-            self.declare("q_b", (*query, mixer.q_rank), by_head, dtype, of_rank, fan_in=mixer.q_rank)
-        self.declare("kv_a", (c + r, d), (None, None), dtype, arch.format_of(spec, "kv_a"), fan_in=d)
+            of_q = runs(mixer.unrotated)
+            self.declare("q_b", (*query, mixer.q_rank), by_head, dtype, of_rank, fan_in=mixer.q_rank, **of_q)
+        self.declare("kv_a", (c + r, d), (None, None), dtype, arch.format_of(spec, "kv_a"), fan_in=d, **runs(c))
         self.kv_a_norm = vector((c,), (None,), dtype, mean=1.0)
         # Multiplied from both sides, so it is never kept quantized.
         self.declare("kv_b", (n, mixer.unrotated + mixer.value, c), by_head, dtype, None, fan_in=c)
@@ -139,7 +149,8 @@ class GatedDeltaNet(Matrices):
         fmt = arch.format_of(spec, "delta_inputs")
         parts = {"inputs": (large + small, None)} if fmt is None else {"qkvz": (large, fmt), "gates": (small, None)}
         for name, (rows, kept) in parts.items():
-            self.declare(name, (net.key_heads, rows, d), ("key_heads", None, None), dtype, kept, fan_in=d)
+            run = math.gcd(net.key_size, net.value_size)
+            self.declare(name, (net.key_heads, rows, d), ("key_heads", None, None), dtype, kept, fan_in=d, run=run)
         self.inputs_in = tuple(parts)
         of_output = arch.format_of(spec, "delta_output")
         self.declare("output", (d, values), (None, "key_heads"), dtype, of_output, fan_in=values)
@@ -189,7 +200,8 @@ class SharedKeysAttention(Matrices):
         queries = num_kv_heads, num_rows - 2, h, d
         by_head = ("kv_heads", None, None, None)
         # Named as where keys and values come with them: so quantized checkpoints except it by the same words.
-        self.declare("qkv", queries, by_head, dtype, arch.format_of(spec, "qkv"), fan_in=d)
+        reordered = reorders_heads(arch.ropes, h)
+        self.declare("qkv", queries, by_head, dtype, arch.format_of(spec, "qkv"), fan_in=d, reordered=reordered)
         self.declare("o", (d, out), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=out)
 
     def reader(self, kernels: KernelChoice) -> Weights | None:

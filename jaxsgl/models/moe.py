@@ -292,7 +292,7 @@ def _stacked(weights: Matrix) -> ScaledMatrix:
         return part.reshape(len(part), -1, part.shape[-1])
 
     zero = None if weights.zero is None else stacked(weights.zero)
-    return ScaledMatrix(stacked(weights.numbers), stacked(weights.scale), zero, weights.group)
+    return ScaledMatrix(stacked(weights.numbers), stacked(weights.scale), zero, weights.group, weights.block_outputs)
 
 
 def _is_native(x: jax.Array, groups: Groups, weights: Matrix, stacked: jax.Array, backend: str) -> bool:

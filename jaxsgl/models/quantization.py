@@ -8,6 +8,7 @@ makes numbers and scales of weights. Called by `arch`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,6 +90,14 @@ class WeightFormat:
     def group_of(self, num_inputs: int) -> int:
         """How many of `num_inputs` share a scale."""
         return num_inputs if self.group is None else self.group
+
+    def block_outputs(self, run: int, reordered: bool) -> int:
+        """How many outputs share their scales, of runs that begin at multiples of their length in a checkpoint.
+
+        Where the outputs of a run are `reordered`, blocks must hold whole runs; else none share.
+        """
+        shared = 1 if self.storage is None else math.gcd(self.storage.block_rows, run)
+        return 1 if reordered and shared != run else shared
 
     @property
     def has_integers(self) -> bool:

@@ -12,7 +12,7 @@ words; `dense` computes the tables once per step, `pallas_kernels.rotate_and_sto
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -129,6 +129,11 @@ def split_half_order(rope: RopeParams, head_dim: int) -> list[int] | None:
     still = list(range(turned, head_dim))
     half = len(still) // 2
     return [*firsts, *still[:half], *seconds, *still[half:]]
+
+
+def reorders_heads(ropes: Sequence[RopeParams], head_dim: int) -> bool:
+    """Whether the dimensions of a checkpoint's heads are reordered; all ropes of a model share one order."""
+    return bool(ropes) and split_half_order(ropes[0], head_dim) is not None
 
 
 def axis_of_pairs(rope: RopeParams, head_dim: int) -> npt.NDArray[np.int32]:

@@ -52,15 +52,42 @@ Each thread counts the completions that it waited for, so all waits for a barrie
 - The producer's writes to shared memory are followed by a proxy fence (`commit_smem`) before its arrival.
 - Registers: 2 x 232 + 40 and 2 x 224 + 56 are 504 = 3 x 168, what the kernel starts with; more would make `setmaxnreg`
   wait forever.
+
+Barriers of the products (`float8_tiles`), and why no wait lasts forever
+
+- `arrived[stages]` (3): the copies of a stage's weights, its first block of rows and their scales arrive; both
+  consumers wait. `arrived_too[stages]` (2): those of the other block.
+- `free[stages]` (2): both consumers arrive, after the stage's last product; the producer waits before it refills.
+
+The three warpgroups walk over the same tiles in as many steps, which depend on sizes alone, and count stages on from
+one tile to the next. Each copy has a fixed size. The producer waits for consumers' progress on earlier steps only, and
+consumers for the producer's fill of this one; a tile's results leave through memory of its warpgroup alone. So no
+phase can drift, and at the end nothing is in flight but arrivals that nobody waits for.
 """
+
+from typing import Any
 
 from pallas_kernels.backend import Backend, Kernel
 from pallas_kernels.lazily import imported
+from pallas_kernels.triton import backend as triton
+
+
+def _kernel(module: str, run: str, refuse: str) -> Kernel[Any]:
+    """The functions `run` and `refuse` of a module of this package."""
+    return Kernel(imported(f"hopper.{module}", run), imported(f"hopper.{module}", refuse))
+
 
 BACKEND = Backend(
     "mosaic_gpu",
-    Kernel(imported("hopper.decode", "decode_attention"), imported("hopper.decode", "refuse_decode")),
-    Kernel(imported("hopper.extend", "extend_attention"), imported("hopper.extend", "refuse_extend")),
+    _kernel("decode", "decode_attention", "refuse_decode"),
+    _kernel("extend", "extend_attention", "refuse_extend"),
+    # Rows are rounded, and few of them multiplied, as on any GPU: a backend has all three.
+    float8_rows=triton.BACKEND.float8_rows,
+    float8_product=_kernel("float8_product", "float8_product", "refuse_float8_product"),
+    grouped_float8_product=Kernel(
+        imported("hopper.grouped_float8_product", "grouped_float8_product"),
+        imported("hopper.float8_product", "refuse_float8_product"),
+    ),
     platform="gpu",
     has_interpreter=True,
 )

@@ -35,18 +35,21 @@ WGMMA_ROWS = 64
 COPY_ROWS = 8
 
 
-def refuse_operands(q: jax.Array, kv: PagedKv) -> str | None:
-    """Why TMA and `wgmma` can't work on q `[T, N, H]` and the cache for the target device, or None when they can."""
-    device, page_size = target_device(), kv.page_size
+def refuse_device() -> str | None:
+    """Why kernels with TMA and `wgmma` can't run on the target device, or None when they can."""
+    device = target_device()
     if device.platform == "gpu" and not device.is_hopper:
         return f"it needs TMA and wgmma, which Hopper GPUs have (H100, H200) and {device.kind} lacks"
+    return refuse_for_hopper() if device.platform == "gpu" and device.is_here else None
+
+
+def refuse_operands(q: jax.Array, kv: PagedKv) -> str | None:
+    """Why TMA and `wgmma` can't work on q `[T, N, H]` and the cache for the target device, or None when they can."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q has dtype {q.dtype}; wgmma takes bfloat16 and float16"
-    if page_size % COPY_ROWS:
-        return f"page_size is {page_size}; TMA copies {COPY_ROWS} tokens at a time, so it takes multiples of that"
-    if device.platform == "gpu" and device.is_here and (reason := refuse_for_hopper()) is not None:
-        return reason
-    return refuse_mixed_dtypes(q, kv)
+    if kv.page_size % COPY_ROWS:
+        return f"page_size is {kv.page_size}; TMA copies {COPY_ROWS} tokens at a time, so it takes multiples of that"
+    return refuse_device() or refuse_mixed_dtypes(q, kv)
 
 
 def gpu_kernel(
@@ -186,6 +189,21 @@ def scalar_of(number: jax.Array) -> jax.Array:
 def iota(shape: tuple[int, ...], axis: int, layout: Any, *, interpret: bool) -> jax.Array:
     """int32 numbers along one axis, in the given register layout."""
     return in_layout(jax.lax.broadcasted_iota(jnp.int32, shape, axis), layout, interpret=interpret)
+
+
+def load_vector(ref: Any, layout: Any, *, interpret: bool) -> jax.Array:
+    """The numbers of a ref with one axis, of global or shared memory, in the given register layout."""
+    if interpret:
+        loaded: jax.Array = ref[...]
+        return loaded
+    old_form = inspect.signature(plgpu.load).parameters.get("idx")  # JAX 0.11 warns of it, 0.12 has none
+    index = ((),) if old_form is not None and old_form.default is inspect.Parameter.empty else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def on_one_warp(run: Callable[[], None]) -> None:
+    """Run on the first warp of the warpgroup; the others wait until it is done."""
+    plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
 
 
 def store_plain(ref: Any, value: jax.Array) -> None:

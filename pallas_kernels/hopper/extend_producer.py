@@ -8,7 +8,6 @@ the consumers see it. A float8 tile is copied beside the stages and converted in
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import in_layout, iota
+from pallas_kernels.hopper.common import in_layout, iota, on_one_warp
 from pallas_kernels.hopper.extend_plan import Item, Plan, Refs, for_each_item
 
 # Rows and columns that are changed at once: 16 registers of a thread.
@@ -43,7 +42,7 @@ def produce(plan: Plan, refs: Refs) -> None:
         lax.fori_loop(lax.max(done - plan.num_stages, 0), done, wait_for_stage, None)
         plgpu.barrier_wait(refs.free.at[2 * plan.num_stages])
 
-    wait = wait_for_consumers if plan.converts else lambda: _on_one_warp(wait_for_consumers)
+    wait = wait_for_consumers if plan.converts else lambda: on_one_warp(wait_for_consumers)
     pl.when(done > 0)(wait)
 
 
@@ -69,7 +68,7 @@ def _copy_item(plan: Plan, refs: Refs, item: Item, done: jax.Array) -> None:
             for _ in range(plan.copies_per_tile):  # as many arrivals as the copies would have made
                 plgpu.barrier_arrive(refs.arrived.at[plan.barrier_of(done + end - 1, _V)])
 
-        _on_one_warp(copy)
+        on_one_warp(copy)
         pl.when(jnp.logical_not(_is_clean(plan, item, position)))(clear)
 
     if plan.options.sliding_window is None:
@@ -77,11 +76,6 @@ def _copy_item(plan: Plan, refs: Refs, item: Item, done: jax.Array) -> None:
     else:
         copy_until_unclean(jnp.int32(0), jnp.int32(1), is_first=True)
         pl.when(item.num_steps > 1)(lambda: copy_until_unclean(jnp.int32(1), item.num_steps, is_first=False))
-
-
-def _on_one_warp(run: Callable[[], None]) -> None:
-    """Run on the first warp of the warpgroup; the others wait until it is done."""
-    plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
 
 
 def _convert_item(plan: Plan, refs: Refs, item: Item, done: jax.Array) -> None:

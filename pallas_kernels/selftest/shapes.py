@@ -39,6 +39,8 @@ class ExpertShape:
     """Inputs that share a scale, of packed weights and of numbers."""
     has_zeros: bool = False
     """Whether their groups have zero points."""
+    block_outputs: int = 1
+    """Outputs that share scales, of weights that are kept in float8."""
 
     @property
     def may_be_in_float8(self) -> bool:
@@ -58,6 +60,8 @@ class MatrixShape:
     has_zeros: bool = False
     packing: str = ""
     """One of `packed.ON_ACCELERATORS`, or "" for numbers as they are."""
+    block_outputs: int = 1
+    """Outputs that share scales."""
 
     @property
     def is_in_groups(self) -> bool:

@@ -11,8 +11,10 @@ from pallas_kernels.scaled import ScaledMatrix
 from pallas_kernels.selftest.batches import normal
 
 
-def scaled_weights(shape: tuple[int, ...], numbers: str, group: int, has_zeros: bool, seed: int = 9) -> ScaledMatrix:
-    """Of `[..., O, I]`, whose groups of inputs share scales."""
+def scaled_weights(
+    shape: tuple[int, ...], numbers: str, group: int, has_zeros: bool, seed: int = 9, block_outputs: int = 1
+) -> ScaledMatrix:
+    """Of `[..., O, I]`, whose groups of inputs share scales, and so many outputs, which divide O."""
     keys = jax.random.split(jax.random.key(seed), 3)
     groups = (*shape[:-1], -(-shape[-1] // group))
     if jnp.issubdtype(jnp.dtype(numbers), jnp.integer):
@@ -20,9 +22,10 @@ def scaled_weights(shape: tuple[int, ...], numbers: str, group: int, has_zeros: 
         drawn = jax.random.randint(keys[0], shape, -most, most + 1).astype(numbers)
     else:
         drawn = normal(keys[0], 1.0, shape=shape, dtype=jnp.dtype(numbers))
-    scale = jax.random.uniform(keys[1], groups, jnp.float32, 0.5, 1.5)
+    blocks = (*groups[:-2], groups[-2] // block_outputs, groups[-1])
+    scale = jnp.repeat(jax.random.uniform(keys[1], blocks, jnp.float32, 0.5, 1.5), block_outputs, axis=-2)
     zero = jax.random.randint(keys[2], groups, -8, 8).astype(jnp.int8) if has_zeros else None
-    return ScaledMatrix(drawn, scale, zero, group)
+    return ScaledMatrix(drawn, scale, zero, group, block_outputs)
 
 
 def packed_weights(packing: str, shape: tuple[int, ...], group: int, has_zeros: bool, seed: int = 9) -> PackedMatrix:

@@ -18,6 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.specs import (
     GRID_SPECS,
+    HOPPER_PRODUCT_SPECS,
     LATENT_SPECS,
     PRODUCT_SPECS,
     TPU_PRODUCT_SPECS,
@@ -69,7 +70,8 @@ def specs_of(begin: int) -> tuple[ArgSpec, ...]:
 
 def products_of(begin: int) -> tuple[ProductSpec, ...]:
     """The products that one run lowers."""
-    turned = (specs[begin:] + specs[:begin] for specs in (PRODUCT_SPECS, TPU_PRODUCT_SPECS))
+    all_specs = PRODUCT_SPECS, HOPPER_PRODUCT_SPECS, TPU_PRODUCT_SPECS
+    turned = (specs[begin:] + specs[:begin] for specs in all_specs)
     return tuple(spec for specs in turned for spec in daily(specs, every=4))
 
 

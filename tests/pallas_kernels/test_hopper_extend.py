@@ -58,11 +58,16 @@ def small_kv_tiles():
         yield
 
 
-def check_without_races(spec: ArgSpec, case) -> None:
+def assert_no_races() -> None:
+    """In kernels that were interpreted."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-    check(paged_extend_attention, case, "mosaic_gpu")
     assert not interpret_pallas_call.get_races().races_found
+
+
+def check_without_races(spec: ArgSpec, case) -> None:
+    check(paged_extend_attention, case, "mosaic_gpu")
+    assert_no_races()
 
 
 @pytest.mark.skipif(INTERPRETS_THREADS and POOL_THREADS >= 8, reason="this process runs the tests below itself")
@@ -70,7 +75,8 @@ def check_without_races(spec: ArgSpec, case) -> None:
 def test_the_newest_jax_passes_these_tests() -> None:
     options = ["-c", os.devnull, "--rootdir", str(ROOT), "-q", "-p", "no:cacheprovider"]
     variables = {"NPROC": "12", "PYTHONPATH": str(ROOT / "scripts")}
-    done = run_with_jax("newest", "-m", "pytest", *options, __file__, **variables)
+    files = [__file__, str(Path(__file__).with_name("test_hopper_products.py"))]
+    done = run_with_jax("newest", "-m", "pytest", *options, *files, **variables)
     if isinstance(done, str):
         pytest.skip(done)
     assert " passed" in done.stdout

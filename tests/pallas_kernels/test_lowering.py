@@ -2,6 +2,7 @@
 
 import pytest
 
+from pallas_kernels.specs import HOPPER_PRODUCT_SPECS
 from tests.grids import daily
 from tests.pallas_kernels.elsewhere import BEGINS, VERSIONS, lower
 from tests.pallas_kernels.lower_everything import latents_of, products_of, specs_of
@@ -10,7 +11,8 @@ pytestmark = pytest.mark.foreign
 
 CALL_OF = {"triton": ("triton_kernel_call", "__gpu$xla.gpu.triton"), "mosaic_gpu": ("mosaic_gpu",),
            "mosaic_tpu": ("tpu_custom_call",)}  # fmt: skip
-OPS = {"triton": 8, "mosaic_gpu": 2, "mosaic_tpu": 5}
+OPS = {"triton": 8, "mosaic_gpu": 3, "mosaic_tpu": 5}
+ROUNDS, MANY_ROWS = "round_and_multiply", [spec.name for spec in HOPPER_PRODUCT_SPECS]
 
 
 @pytest.mark.timeout(900)
@@ -25,7 +27,12 @@ def test_every_kernel_lowers_for_cuda_and_tpu(version: str) -> None:
     for backend, calls in CALL_OF.items():
         mine = [line for line in lines if line["backend"] == backend]
         lowered = [line for line in mine if "refused" not in line]
-        assert {line["custom_call"] for line in lowered} <= set(calls), lowered
+        # Of products in float8 Mosaic has those of many rows, and Triton the others for both.
+        has_many = backend == "mosaic_gpu"
+        of_mine = [
+            line for line in lowered if not (has_many and line["op"] == ROUNDS and line["spec"] not in MANY_ROWS)
+        ]
+        assert {line["custom_call"] for line in of_mine} <= set(calls), lowered
         # JAX 0.10.0 takes every GPU that isn't there for one that can't round to float8.
-        unknown = {"round_and_multiply"} if version == "oldest" and backend == "triton" else set()
+        unknown = {ROUNDS} if version == "oldest" and backend in ("triton", "mosaic_gpu") else set()
         assert len({line["op"] for line in lowered} | unknown) == OPS[backend], mine

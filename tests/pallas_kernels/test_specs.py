@@ -4,7 +4,7 @@ import itertools
 
 import jax.numpy as jnp
 
-from pallas_kernels.specs import GRID_SPECS, PRODUCT_SPECS, ArgSpec
+from pallas_kernels.specs import GRID_SPECS, HOPPER_PRODUCT_SPECS, PRODUCT_SPECS, ArgSpec
 
 AXES = {
     "head_dim": (64, 128, 256),
@@ -29,5 +29,5 @@ def test_any_two_values_of_two_axes_meet_in_some_spec() -> None:
 
 
 def test_names_are_unique() -> None:
-    for specs in (GRID_SPECS, PRODUCT_SPECS):
+    for specs in (GRID_SPECS, PRODUCT_SPECS, HOPPER_PRODUCT_SPECS):
         assert len({spec.name for spec in specs}) == len(specs)

@@ -152,10 +152,27 @@ metadata={op_name="jit(forward)/jit(float8_rows)/float8_rows/pallas_call"}
 metadata={op_name="jit(forward)/jit(float8_product)/float8_product/pallas_call"}
 }
 """
+    by_hopper = text.replace("float8_product", "float8_product_of_many")
+    assert [(each.kind, each.flops) for each in launches(by_hopper)][1] == ("float8 of many", 2 * 8 * 256 * 64)
     rounded, product = launches(text)
     assert (rounded.kind, rounded.flops, rounded.bytes_written) == ("pallas", 0, 8 * 256 + 4 * 8 * 2)
     assert (product.kind, product.flops) == ("float8", 2 * 8 * 256 * 64)
     assert product.bytes_read == 8 * 256 + 64 * 256 + 4 * (8 * 2 + 64 * 2)
+
+
+def test_rows_of_many_experts_meet_one_matrix_each() -> None:
+    text = """HloModule jit_forward
+
+ENTRY %main (x: f8e4m3fn[512,256], w: f8e4m3fn[4,64,256], s: f32[2,512]) -> bf16[512,64] {
+  %x = f8e4m3fn[512,256]{1,0} parameter(0)
+  %w = f8e4m3fn[4,64,256]{2,1,0} parameter(1)
+  %s = f32[2,512]{1,0} parameter(2)
+  ROOT %y = bf16[512,64]{1,0} custom-call(%x, %w, %s), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(forward)/jit(_product_of_many)/grouped_float8_product_of_many/mpmd_map"}
+}
+"""
+    (product,) = launches(text)
+    assert (product.kind, product.flops) == ("float8 experts of many", 2 * 512 * 256 * 64)
 
 
 # As XLA writes it for a TPU: weights pass a fusion of a bitcast, copies run beside kernels; S(1) is its own memory.

@@ -22,7 +22,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model
-from jaxsgl.models.matrix import dequantized
+from jaxsgl.models.matrix import Matrices, dequantized
 from jaxsgl.models.quantization import FORMATS_AT_LOAD, WeightFormat, weight_format
 from jaxsgl.weights import as_stored, load_params, random_params
 from pallas_kernels.native import library as native_library
@@ -37,6 +37,7 @@ from tests.weights.stored_weights import (
     STATIC_FP8,
     Quantize,
     fp4,
+    fp8_blocks,
     gptq,
     gptq_8_bits,
     hybrid_in_fp8,
@@ -545,3 +546,26 @@ def test_experts_in_groups_are_dequantized_as_they_are_loaded(kind: str, name: s
             num_experts += len(param[...])
             np.testing.assert_allclose(found[path][...], param[...], rtol=1e-6, atol=1e-9)
     assert arch.mixture is not None and num_experts >= 2 * arch.mixture.num_experts
+
+
+# Kinds whose matrices are fused, cut by heads, or turned as they are loaded; sizes that are no multiples of a block.
+BLOCK_KINDS = daily(("qwen3", "qwen3_moe", "phi3", "deepseek_v3", "qwen3_5", "qwen3_next", "glm4"), every=3)
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_outputs_that_are_said_to_share_scales_do(kind: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(kind, tmp_path / "plain")
+    form: Any = {"quant_method": "fp8", "weight_block_size": [32, 48]}, partial(fp8_blocks, block=(32, 48))
+    folder = quantize_folder(plain, tmp_path / "stored", form, excepted=r"in_proj_(ba|a|b)\.")
+    arch = ModelArch.from_folder(folder)
+    params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+    graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
+    found = set()
+    for _, module in nnx.iter_graph(nnx.merge(graphdef, params)):
+        for name in [each for each in vars(module) if each.endswith("_scale")] if isinstance(module, Matrices) else ():
+            matrix: Any = module.matrix(name.removesuffix("_scale"))
+            scale = np.asarray(matrix.scale)
+            runs = scale.reshape(*scale.shape[:-2], -1, matrix.block_outputs, scale.shape[-1])
+            assert (runs == runs[..., :1, :]).all(), name
+            found.add(matrix.block_outputs)
+    assert max(found) >= 8, "some outputs share scales"

@@ -136,7 +136,8 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
         if is_scaled:
             return ExpertShape(*common, numbers=fmt.numbers, group=group, has_zeros=fmt.has_zeros)
         if not packing:
-            return ExpertShape(*common, group)
+            run = outputs // 2 if of_tokens else outputs
+            return ExpertShape(*common, group, block_outputs=fmt.block_outputs(run, reordered=False))
         return ExpertShape(*common, packing=packing, group=group, has_zeros=fmt.has_zeros)
 
     return (
@@ -161,7 +162,8 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
     def shape(outputs: int, inputs: int, group: int) -> MatrixShape:
         is_packed = fmt.packing in ON_ACCELERATORS and refuse(fmt.packing, (outputs, inputs), group) is None
         packing = fmt.packing if is_packed else ""
-        return MatrixShape(outputs, inputs, fmt.numbers, group, fmt.has_zeros, packing)
+        blocks = fmt.block_outputs(outputs, reordered=False)  # of runs of outputs some may be shorter
+        return MatrixShape(outputs, inputs, fmt.numbers, group, fmt.has_zeros, packing, blocks)
 
     def part(outputs: int, inputs: int, shared: str) -> MatrixShape:
         group = fmt.group_of(inputs)

@@ -6,6 +6,7 @@ Owns the rows and the numbers of matrices.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 import jax
@@ -23,6 +24,7 @@ from pallas_kernels.triton.row_sums import sums_of_rows
 
 LONG_ROW = 50_000  # as the scores of a vocabulary
 MATRIX_ROWS, MOST_OUTPUTS = ((5, 300), (33, 100)), 2000  # rows of matrices by turns, for each of a kernel's tiles
+MANY_ROWS, MANY_OUTPUTS = (4096, 384), 2048  # of Hopper's kernel for many rows: tiles of two blocks, and of one
 
 
 def quantized_cases(shapes: KernelShapes) -> Iterator[Case]:
@@ -55,11 +57,19 @@ def float8_cases(shapes: KernelShapes) -> Iterator[Case]:
     for number, matrix in enumerate(matrices):
         num_rows = MATRIX_ROWS[0][1] if number % 2 == 0 else MATRIX_ROWS[1][1]
         yield _in_float8(shapes, matrix, num_rows, in_parts=number % 2 == 1)
+        yield _in_float8(shapes, matrix, MANY_ROWS[number % 2], MANY_OUTPUTS)
         yield _gated_rows(shapes, matrix, num_rows)
 
 
-def _in_float8(shapes: KernelShapes, matrix: MatrixShape, num_rows: int, *, in_parts: bool) -> Case:
-    weights = _weights(matrix)
+def _in_float8(
+    shapes: KernelShapes,
+    matrix: MatrixShape,
+    num_rows: int,
+    most_outputs: int = MOST_OUTPUTS,
+    *,
+    in_parts: bool = False,
+) -> Case:
+    weights = _weights(matrix, most_outputs)
     x = normal(jax.random.key(8), 1.0, shape=(num_rows, matrix.inputs), dtype=jnp.dtype(shapes.dtype))
 
     def call(x: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
@@ -122,12 +132,13 @@ def _summed(rows: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
     return [jnp.stack([sums_of_rows(rows, what, interpret) for what in ("sum", "squares")], axis=-1)]
 
 
-def _weights(matrix: MatrixShape) -> ScaledMatrix | PackedMatrix:
+def _weights(matrix: MatrixShape, most_outputs: int = MOST_OUTPUTS) -> ScaledMatrix | PackedMatrix:
     """As many outputs as show a kernel's tiles."""
-    shape = min(matrix.outputs, MOST_OUTPUTS), matrix.inputs  # both are multiples of 16
+    shape = min(matrix.outputs, most_outputs), matrix.inputs  # both are multiples of 16
     if matrix.packing:
         return packed_weights(matrix.packing, shape, matrix.group, matrix.has_zeros)
-    return scaled_weights(shape, matrix.numbers, matrix.group, matrix.has_zeros)
+    blocks = math.gcd(matrix.block_outputs, shape[0])
+    return scaled_weights(shape, matrix.numbers, matrix.group, matrix.has_zeros, block_outputs=blocks)
 
 
 _quantized_jit = jax.jit(

@@ -167,6 +167,16 @@ def _products(dry: bool) -> list[Rung]:
         )
         for tokens, num, top, inputs, outputs in sizes
     ]  # fmt: skip
+    if not dry:  # by Hopper's own kernel, with tiles of two blocks of rows and of one
+        experts += [
+            Rung(
+                f"grouped product in float8 on Mosaic, {tokens} tokens, {outputs} x {inputs}",
+                "experts",
+                {"tokens": tokens, "experts": num, "top": 8, "inputs": inputs, "outputs": outputs,
+                 "dtype": "float8_e4m3fn", "group": 128, "block_outputs": 128, "backend": "mosaic_gpu"},
+            )
+            for tokens, num, inputs, outputs in ((4096, 128, 2048, 1536), (256, 16, 768, 2048))
+        ]  # fmt: skip
     shape = {"inputs": 256, "outputs": 64} if dry else {"inputs": 4096, "outputs": 6144}
     matrices = [
         Rung(
@@ -191,6 +201,18 @@ def _products(dry: bool) -> list[Rung]:
             Rung(f"product, FP8 in blocks, {rows} rows", "matrix", {"rows": rows, **blocks}, needs=("flax",))
             for rows in (100, 300, 4096)
         ]
+        # The same by Hopper's own kernel: tiles of two blocks and of one, half of a tile's outputs with a scale.
+        matrices += [
+            Rung(
+                f"product, FP8 in blocks of {outputs} outputs, {rows} rows",
+                "matrix",
+                {"rows": rows, "block_outputs": outputs, **blocks},
+                needs=("flax",),
+            )
+            for rows, outputs in ((4096, 128), (384, 64))
+        ]
+        each = {"rows": 4096, "dtype": "float8_e4m3fn", "group": 0, **shape}
+        matrices.append(Rung("product, FP8, 4096 rows", "matrix", each, needs=("flax",)))
     return experts + matrices
 
 

@@ -121,16 +121,16 @@ def _product(rows: int, dtype: str, group: int, inputs: int, outputs: int, float
     moved = inputs * outputs * jax.dtypes.itemsize_bits(dtype) // 8 + 2 * rows * (inputs + outputs)
     if dtype == "bfloat16":
         return functools.partial(jnp.einsum, "td,nd->tn"), [(x, each) for each in matrices], moved, flops
-    scale = jnp.ones((outputs, inputs // (group or inputs)), jnp.float32)
+    scale, blocks = jnp.ones((outputs, inputs // (group or inputs)), jnp.float32), group or 1
     if packing:
         matrices = [packed.pack_numbers(packing, each) for each in matrices]
         scale = packed.pack_groups(packing, scale)
 
     def call(x: jax.Array, numbers: jax.Array, scale: jax.Array) -> jax.Array:
         if float8 == "triton":  # however few the rows are
-            return float8_product(float8_rows(x), ScaledMatrix(numbers, scale, None, group))
+            return float8_product(float8_rows(x), ScaledMatrix(numbers, scale, None, group), backend="triton")
         chosen = KernelChoice(float8_product=float8)
-        weights = Matrix(numbers, scale, None, None, group or inputs, packing, kernels=chosen)
+        weights = Matrix(numbers, scale, None, None, group or inputs, packing, kernels=chosen, block_outputs=blocks)
         return quantized_product(x, weights, jnp.bfloat16)
 
     return call, [(x, each, scale) for each in matrices], moved + 4 * scale.size, flops

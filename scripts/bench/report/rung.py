@@ -132,7 +132,9 @@ def experts(spec: Spec) -> Verdict:
         if spec.get("group"):
             rounded = float8_rows(x, backend="reference")
             x = rounded.values(jnp.float32)
-            out, weights = _with_scales(rounded, grouped, weights, spec["group"], options)
+            options["backend"] = spec.get("backend", "triton")
+            blocks = spec.get("block_outputs", 1)
+            out, weights = _with_scales(rounded, grouped, weights, spec["group"], blocks, options)
         else:
             out = np.asarray(grouped_product(x, grouped, weights, of_tokens=True, **options), np.float64)
     except ValueError as error:
@@ -144,17 +146,24 @@ def experts(spec: Spec) -> Verdict:
 
 
 def _with_scales(
-    rows: ScaledRows, groups: Groups, numbers: jax.Array, group: int, options: dict[str, Any]
+    rows: ScaledRows, groups: Groups, numbers: jax.Array, group: int, block_outputs: int, options: dict[str, Any]
 ) -> tuple[np.ndarray, jax.Array]:
     """The product in float8 with weights of these numbers and random scales, and the weights."""
     from pallas_kernels import ScaledMatrix, grouped_float8_product
     from pallas_kernels.scaled import widened
 
-    shape = (*numbers.shape[:2], numbers.shape[2] // group)
-    scale = jax.random.uniform(jax.random.key(2), shape, jnp.float32, 0.5, 1.5)
-    stack = ScaledMatrix(numbers, scale, None, group)
+    num_experts, num_outputs, num_inputs = numbers.shape
+    scale = _scales((num_experts, num_outputs, num_inputs // group), block_outputs)
+    stack = ScaledMatrix(numbers, scale, None, group, block_outputs)
     out = grouped_float8_product(rows, groups, stack, of_tokens=True, **options)
     return np.asarray(out, np.float64), widened(numbers, scale, None, group, jnp.float32)
+
+
+def _scales(shape: tuple[int, ...], block_outputs: int) -> jax.Array:
+    """Random ones `[..., O, G]`, of which so many outputs share each."""
+    blocks = (*shape[:-2], shape[-2] // block_outputs, shape[-1])
+    drawn = jax.random.uniform(jax.random.key(2), blocks, jnp.float32, 0.5, 1.5)
+    return jnp.repeat(drawn, block_outputs, axis=-2)
 
 
 def matrix(spec: Spec) -> Verdict:
@@ -162,17 +171,17 @@ def matrix(spec: Spec) -> Verdict:
     from jaxsgl.models.matrix import Matrix, dequantized, quantized_product, rounds_rows
     from pallas_kernels import KernelChoice, ScaledMatrix, float8_rows, packed
 
-    keys = jax.random.split(jax.random.key(1), 3)
+    keys = jax.random.split(jax.random.key(1))
     x = jax.random.normal(keys[0], (spec["rows"], spec["inputs"]), jnp.bfloat16)
     numbers = _numbers(keys[1], (spec["outputs"], spec["inputs"]), spec["dtype"])
-    group = spec["group"] or spec["inputs"]
-    scale = jax.random.uniform(keys[2], (spec["outputs"], spec["inputs"] // group), jnp.float32, 0.5, 1.5)
+    group, blocks = spec["group"] or spec["inputs"], spec.get("block_outputs", 1)
+    scale = _scales((spec["outputs"], spec["inputs"] // group), blocks)
     kernels = KernelChoice(**spec.get("kernels", {}))
     if spec["dtype"] == "int4":
         kept = packed.fragments_of(ScaledMatrix(numbers, scale, None, group))
         weights = Matrix(kept.numbers, kept.scale, None, None, group, kept.packing, kernels=kernels)
     else:
-        weights = Matrix(numbers, scale, None, None, group, kernels=kernels)
+        weights = Matrix(numbers, scale, None, None, group, kernels=kernels, block_outputs=blocks)
     out = jax.jit(lambda rows: quantized_product(rows, weights, jnp.float32))(x)
     rounded = rounds_rows(x.dtype, weights)
     rows = float8_rows(x, backend="reference").values(jnp.float32) if rounded else x

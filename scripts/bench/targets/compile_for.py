@@ -59,7 +59,14 @@ def compile_all(
 def _programs(target: Target, grid: str, devices: list[jax.Device], num_ranks: int, folder: Path) -> Iterator[Program]:
     from bench.targets import drafts, programs, stages, steps
     from jaxsgl.weights.sharding import make_mesh
-    from pallas_kernels.specs import COMMON_SPECS, GRID_SPECS, LATENT_SPECS, PRODUCT_SPECS, TPU_PRODUCT_SPECS
+    from pallas_kernels.specs import (
+        COMMON_SPECS,
+        GRID_SPECS,
+        HOPPER_PRODUCT_SPECS,
+        LATENT_SPECS,
+        PRODUCT_SPECS,
+        TPU_PRODUCT_SPECS,
+    )
 
     mesh = make_mesh(devices, num_ranks)
     if num_ranks > 1:
@@ -80,6 +87,8 @@ def _programs(target: Target, grid: str, devices: list[jax.Device], num_ranks: i
             yield from (programs.product_program(spec, "triton", mesh) for spec in PRODUCT_SPECS)
             for spec in LATENT_SPECS:
                 yield from programs.kernel_programs(spec, "triton", mesh)
+        if "mosaic_gpu" in target.backends:
+            yield from (programs.product_program(spec, "mosaic_gpu", mesh) for spec in HOPPER_PRODUCT_SPECS)
         if "mosaic_tpu" in target.backends:
             yield from (programs.product_program(spec, "mosaic_tpu", mesh) for spec in TPU_PRODUCT_SPECS)
         for backend in ("auto", *target.backends):

@@ -19,8 +19,8 @@ from bench.targets.hlo import Launch, launches
 from bench.targets.thunks import CommandBuffers, command_buffers_in
 
 KINDS = (
-    "attention", "merge", "states", "experts", "float8 experts", "packed experts", "quantized", "float8", "pallas",
-    "product", "small",
+    "attention", "merge", "states", "experts", "float8 experts", "packed experts", "quantized", "float8",
+    "float8 of many", "float8 experts of many", "pallas", "product", "small",
     *COLLECTIVES,
 )  # fmt: skip
 WEIGHTS_COUNTED = 0.999  # at least; vectors lie in arrays of all layers, of which few layers were compiled

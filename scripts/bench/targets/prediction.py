@@ -39,6 +39,7 @@ class Assumed:
     converted_per_s: float = math.inf
     float8_share: float = 2.0
     float8_bytes_share: float = 1.0
+    many_float8_share: float = 2.0
     expert_bytes_share: float = 1.0
     expert_flops_share: float = 1.0
     expert_float8_share: float = 2.0
@@ -67,6 +68,7 @@ SOURCES = {
     "converted_per_s": "weights, of products whose kernel converts them: the model converts in no time",
     "float8_share": "of flops_per_s, in products of float8 with float8: the data sheet has twice the rate of bfloat16",
     "float8_bytes_share": "of bytes_per_s, in the same: the model takes all of it",
+    "many_float8_share": "of flops_per_s, in those of many rows by Hopper's own kernel: twice the rate of bfloat16",
     "expert_bytes_share": "of bytes_per_s that products of experts reach: the model takes all of it",
     "expert_flops_share": "of flops_per_s that products of experts reach: the model takes all of it",
     "expert_float8_share": "of flops_per_s, in products of experts of float8 with float8: twice the rate of bfloat16",
@@ -81,6 +83,7 @@ FORECAST: dict[str, Any] = {
     "converted_per_s": 4.6e12,
     "float8_share": 0.80,
     "float8_bytes_share": 0.68,
+    "many_float8_share": 1.4,
     "expert_bytes_share": 0.85,
     "expert_flops_share": 0.45,
     "expert_float8_share": 0.45,
@@ -101,6 +104,9 @@ FORECAST_SOURCES = {
     "4,096 x 24576 x 7168 in 143 and 2,200 us, 631 and 656 TFLOP/s (sgl-project/sglang, pull request 5820); "
     "166 and 2,254 us in another report (5207), which is 0.69 and 0.81. DeepGEMM's, not in Triton: 87 and 1,127 us",
     "float8_bytes_share": "ours: the same matrix with 1 and 32 rows in 33 to 38 us, 2.9 TB/s (sizes.json)",
+    "many_float8_share": "estimated, no GPU has run it: tiles of 256 x 128 read 4.8 GB for 24,576 x 4,096 with 4,096 "
+    "rows, 640 us at the 7.5 TB/s that Triton's kernel got of the second-level cache (sizes.json), which is 1.6; "
+    "DeepGEMM's 1,127 us above are 1.6 too",
     "expert_bytes_share": "ours, of Qwen3-30B-A3B: gate and up of 32 and 256 rows at 95 and 85%, down at 79 and 85%, "
     "on an H200 (sizes.json); tokamax's kept tunings for an H100: 2.4 of 3.35 TB/s for 8 rows of 8 experts",
     "expert_flops_share": "ours: 380 and 324 TFLOP/s of gate and up, and of down, with 4,096 rows (sizes.json); "
@@ -114,7 +120,11 @@ FLOAT8_BYTES = 1 + 4 / 128  # of a weight of experts, with its share of a scale
 MIN_SPLIT_TOKENS = 128  # of a decode's rows, as the kernels' tables have it
 
 # The share of flops_per_s that each kind of product reaches; those of experts are counted otherwise.
-PRODUCT_SHARES = {"product": "product_share", "quantized": "quantized_share", "float8": "float8_share"}
+PRODUCT_SHARES = {
+    "product": "product_share", "quantized": "quantized_share", "float8": "float8_share",
+    "float8 of many": "many_float8_share",
+}  # fmt: skip
+FLOAT8_EXPERTS = ("float8 experts", "float8 experts of many")
 
 
 def expected(assumed: Assumed) -> Assumed:
@@ -249,7 +259,7 @@ def _parts(
             times["attention"] += kernel["count"] * _attention_us(batch, backend, facts, kernel, assumed) / per_layer
         elif kernel["kind"] == "states":
             times["states"] += kernel["count"] * _states_us(batch, facts, kernel, assumed)
-        elif kernel["kind"] in ("experts", "float8 experts", "packed experts"):
+        elif kernel["kind"] in ("experts", "packed experts", *FLOAT8_EXPERTS):
             times["products"] += kernel["count"] * _experts_us(batch, facts, kernel, assumed)
         else:
             name = "products" if kernel["kind"] in PRODUCT_SHARES else "small"
@@ -261,7 +271,7 @@ def _parts(
 
 def multiplies_float8(program: dict[str, Any]) -> bool:
     """Whether the layers' products are of float8 with float8, which the chip's ceiling is higher for."""
-    return "float8" in program["launches"]["layer_kinds"]
+    return not {"float8", "float8 of many"}.isdisjoint(program["launches"]["layer_kinds"])
 
 
 def floor_us(
@@ -352,11 +362,14 @@ def _experts_us(batch: Batch, facts: dict[str, int], kernel: dict[str, Any], ass
     chosen = facts["experts_per_token"] / facts["num_experts"]
     shared = kernel.get("shared_bytes", 0)  # kept results of older runs don't have it
     of_experts = kernel["bytes_read"] - shared
-    in_float8 = kernel["kind"] == "float8 experts"
+    in_float8 = kernel["kind"] in FLOAT8_EXPERTS
     of_bytes, of_flops = _expert_shares(in_float8, assumed)
+    if kernel["kind"] == "float8 experts of many":
+        of_flops = assumed.many_float8_share
     is_packed = kernel["kind"] == "packed experts"
     weight_bytes = facts["expert_bytes"] / facts["expert_weights"] if is_packed else facts["weight_itemsize"]
-    flops = 2 * tokens * (chosen * of_experts + shared) / (FLOAT8_BYTES if in_float8 else weight_bytes)
+    counted = 2 * tokens * (chosen * of_experts + shared) / (FLOAT8_BYTES if in_float8 else weight_bytes)
+    flops = kernel["flops"] or counted
     read = chosen_share(tokens, facts)
     moved = of_experts * read + shared + kernel["bytes_written"]
     bytes_s = moved / (assumed.bytes_per_s * of_bytes)
@@ -429,7 +442,7 @@ def _kernel_us(kernel: dict[str, Any], assumed: Assumed, unread: float = 0.0, ro
     Of a product of so many rows whose kernel converts weights, these take their time too.
     """
     moved = (kernel["bytes_read"] + kernel["bytes_written"] - unread) / assumed.bytes_per_s
-    if kernel["kind"] == "float8":
+    if kernel["kind"] in ("float8", "float8 of many"):
         moved /= assumed.float8_bytes_share
     share = PRODUCT_SHARES.get(kernel["kind"])
     flops_per_s = assumed.flops_per_s * (1.0 if share is None else getattr(assumed, share))

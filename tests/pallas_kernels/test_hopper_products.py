@@ -1,0 +1,141 @@
+"""Products in float8 for Hopper in their interpreter: walks over tiles, scales, rows that a tile has of other experts.
+
+They run where `test_hopper_extend.py` says, which runs them with its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ScaledMatrix, ScaledRows, float8_product, float8_rows, grouped_float8_product
+from pallas_kernels.experts import sort_by_expert
+from pallas_kernels.hopper import float8_product as of_matrix
+from pallas_kernels.hopper import grouped_float8_product as of_experts
+from pallas_kernels.scaled import rounded_rows
+from tests.grids import daily
+from tests.pallas_kernels.lower_everything import on_a_device
+from tests.pallas_kernels.test_hopper_extend import assert_no_races, interpreted
+
+pytestmark = pytest.mark.foreign
+
+FLOAT8 = "float8_e4m3fn"
+H200 = functools.partial(on_a_device, "cuda", "NVIDIA H200")
+
+
+def weights_of(shape: tuple[int, ...], group: int, block_outputs: int) -> tuple[ScaledMatrix, np.ndarray]:
+    """A matrix `[O, I]` or a stack of them, and what it means in float64."""
+    rng = np.random.default_rng(sum(shape))
+    numbers = jnp.asarray(rng.normal(size=shape), FLOAT8)
+    blocks = (*shape[:-2], shape[-2] // block_outputs, shape[-1] // group)
+    scale = rng.uniform(0.1, 1, blocks).repeat(block_outputs, axis=-2).astype(np.float32)
+    values = np.asarray(numbers, np.float64) * scale.repeat(group, axis=-1)
+    return ScaledMatrix(numbers, jnp.asarray(scale), None, group, block_outputs), values
+
+
+def rows_of(num_rows: int, num_inputs: int) -> jax.Array:
+    """Groups whose sizes differ by a factor of 100."""
+    rng = np.random.default_rng(num_rows)
+    sizes = np.exp(rng.uniform(np.log(0.1), np.log(10), (1, num_inputs // 128))).repeat(128, 1)
+    return jnp.asarray(rng.normal(size=(num_rows, num_inputs)) * sizes, jnp.bfloat16)
+
+
+def assert_equal_but_for_rounding(found: jax.Array, expected: np.ndarray) -> None:
+    tolerance = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-6}[found.dtype.name]
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=tolerance * np.abs(expected).max())
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("num_rows", "shape", "group", "block_outputs", "dtype", "num_cores"),
+    daily(
+        [
+            (512, (256, 512), 128, 128, "bfloat16", 3),  # two blocks of rows in a tile, several tiles of a program
+            (384, (128, 768), 768, 1, "float16", 132),  # one block; a scale for each output
+            (256, (384, 384), 128, 64, "float32", 1),
+            (256, (384, 512), 256, 384, "bfloat16", 132),  # blocks of weights that are larger than a tile
+        ],
+        every=2,
+    ),
+)
+def test_many_rows_are_multiplied_exactly(
+    num_rows: int, shape: tuple[int, int], group: int, block_outputs: int, dtype: str, num_cores: int
+) -> None:
+    matrix, values = weights_of(shape, group, block_outputs)
+    rows = float8_rows(rows_of(num_rows, shape[1]), backend="xla")
+    with H200(num_cores):
+        found = float8_product(rows, matrix, jnp.dtype(dtype), backend="mosaic_gpu", interpret=True)
+    assert_no_races()
+    assert_equal_but_for_rounding(found, np.asarray(rows.values(jnp.float32), np.float64) @ values.T)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("sizes", "num_inputs", "group", "block_outputs", "of_tokens"),
+    daily(
+        [
+            ((123, 0, 70, 259), 256, 128, 128, True),  # an expert without rows, and places without an expert
+            ((300, 129), 384, 384, 1, False),
+            ((64, 8, 121), 256, 128, 64, True),
+        ],
+        every=2,
+    ),
+)
+def test_each_row_is_multiplied_with_its_expert(
+    sizes: tuple[int, ...], num_inputs: int, group: int, block_outputs: int, of_tokens: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(of_experts, "LEAST_AVERAGE", 1)
+    num_experts, num_places = len(sizes), -(-sum(sizes) // 8) * 8
+    rng = np.random.default_rng(num_places)
+    chosen = np.repeat(np.arange(num_experts + 1), [*sizes, num_places - sum(sizes)])
+    experts = rng.permutation(chosen).reshape(-1, 2).astype(np.int32)
+    groups = sort_by_expert(jnp.asarray(experts), num_experts)
+    matrix, values = weights_of((num_experts, 256, num_inputs), group, block_outputs)
+    whole = rounded_rows(rows_of(len(experts) if of_tokens else num_places, num_inputs))
+    rows = ScaledRows(whole.numbers, whole.scale, jnp.dtype("bfloat16"))
+    with H200(5):
+        call = functools.partial(grouped_float8_product, of_tokens=of_tokens, backend="mosaic_gpu", interpret=True)
+        found = call(rows, groups, matrix)
+    assert_no_races()
+    wide = np.asarray(rows.values(jnp.float32), np.float64)
+    by_place = wide[np.asarray(groups.tokens)] if of_tokens else wide
+    of_place = np.asarray(groups.experts)
+    with_zeros = np.concatenate([values, np.zeros((1, *values.shape[1:]))])
+    expected = np.stack([with_zeros[expert] @ row for expert, row in zip(of_place, by_place, strict=True)])
+    assert_equal_but_for_rounding(found, expected)
+    assert not np.asarray(found, np.float64)[of_place == num_experts].any()
+
+
+def described(shape: tuple[int, ...], group: int, block_outputs: int) -> ScaledMatrix:
+    numbers: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(FLOAT8))
+    scale: Any = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // group), jnp.float32)
+    return ScaledMatrix(numbers, scale, None, group, block_outputs)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "matrix", "is_mosaics"),
+    [
+        (4096, described((6144, 4096), 128, 128), True),
+        (256, described((6144, 4096), 4096, 1), True),
+        (128, described((6144, 4096), 128, 128), False),
+        (520, described((6144, 4096), 128, 128), False),
+        (4096, described((6144, 4096), 128, 1), False),
+        (4096, described((6080, 4096), 128, 64), False),
+    ],
+)
+def test_few_rows_and_other_sizes_are_left_to_triton(
+    num_rows: int, matrix: ScaledMatrix, is_mosaics: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    monkeypatch.setattr(of_matrix, "_product_of_many", lambda *_: taken.append("mosaic"))
+    monkeypatch.setattr("pallas_kernels.triton.float8_product.float8_product", lambda *_: taken.append("triton"))
+    numbers: Any = jax.ShapeDtypeStruct((num_rows, 4096), jnp.dtype(FLOAT8))
+    rows = ScaledRows(numbers, jax.ShapeDtypeStruct((32, num_rows), jnp.float32), jnp.dtype("bfloat16"))  # type: ignore[arg-type]
+    with H200(132):
+        float8_product(rows, matrix)
+    assert taken == ["mosaic" if is_mosaics else "triton"]
