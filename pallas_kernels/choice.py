@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 AUTO, XLA = "auto", "xla"
+ON_GPUS = (AUTO, "triton", "mosaic_gpu")  # on a GPU these are kernels of ours
 
 
 @dataclasses.dataclass(frozen=True)

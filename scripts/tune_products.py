@@ -110,6 +110,8 @@ PRODUCTS = (
       for rows in (256, 512, 4096) for shape in (GATE_UP, DOWN)),
     *(Product("grouped_float8_product", rows, *shape, "float8_e4m3fn", 128, backend="mosaic_gpu")
       for rows in (2048, 4096) for shape in ((1536, 2048), (2048, 768))),
+    *(Product(*each, "bfloat16", backend="mosaic_gpu") for rows in (2048, 4096)
+      for each in (("gated_product", rows, 1536, 2048), ("grouped_product", rows, 2048, 768))),
     *(Product("quantized_product", rows, *GATE_UP, "int4", 128) for rows in ROWS if rows < 512),
     *(Product("quantized_product", rows, *DOWN, "int4", 128, in_parts=True) for rows in (1, 32)),
     *(Product("quantized_product", rows, *GATE_UP, "float8_e4m3fn", 128) for rows in (1, 32, 64)),
@@ -289,8 +291,8 @@ def arrays(product: Product) -> tuple[Callable[..., jax.Array], Layers]:
             matrices = ScaledMatrix(weights, scale, None, product.group, product.group)
             return grouped_float8_product(rounded, groups, matrices, of_tokens=of_tokens, backend=product.backend)
         if product.op == "gated_product":
-            return gated_product(x, groups, weights, "silu", of_tokens=True)
-        return grouped_product(x, groups, weights)
+            return gated_product(x, groups, weights, "silu", of_tokens=True, backend=product.backend)
+        return grouped_product(x, groups, weights, backend=product.backend)
 
     return call, own
 

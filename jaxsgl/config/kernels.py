@@ -30,7 +30,7 @@ BACKENDS_OF_NAME = {
     "rotate": ("auto", "xla", "triton", "reference"),
     "store_decode": ("auto", "xla", "mosaic_tpu", "reference"),
     "norm": ("auto", "xla", "triton"),
-    "experts": ("auto", "xla", "native", "triton", "mosaic_tpu", "reference"),
+    "experts": ("auto", "xla", "native", "triton", "mosaic_gpu", "mosaic_tpu", "reference"),
     "quantized": ("auto", "xla", "triton", "mosaic_tpu", "reference"),
     "float8": ("auto", "xla", "triton", "mosaic_gpu", "reference"),
     "states": ("auto", "xla", "triton"),

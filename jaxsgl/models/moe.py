@@ -45,7 +45,7 @@ from pallas_kernels import (
     joins_shared,
     products_with_shared,
 )
-from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
+from pallas_kernels.choice import AUTO, AUTO_CHOICE, ON_GPUS, XLA
 from pallas_kernels.experts import with_bias
 from pallas_kernels.native import grouped_product as native_product
 from pallas_kernels.norm import Update, sum_parts
@@ -166,7 +166,7 @@ class MoE(Matrices):
         quantized. In fixed order they are an MLP for any number of rows.
         """
         spec, shared = self.spec, self.shared
-        if shared is None or backend not in (AUTO, "triton") or is_order_fixed():
+        if shared is None or backend not in ON_GPUS or is_order_fixed():
             return None
         is_plain = spec.clamp is None and not spec.bias and not spec.expert_factors and shared.down_bias is None
         if not is_plain or num_rows * spec.router.top_k > MOST_ROWS_WITH_SHARED * spec.num_experts:
@@ -197,7 +197,7 @@ class MoE(Matrices):
     def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights, down: Weights, backend: str) -> Rows:
         """What lies between the two products, `[M, F]`, rounded where the second one takes it so."""
         is_plain = self.spec.clamp is None and self.gate_up_bias is None
-        if is_plain and not isinstance(gate_up, Matrix) and backend in (AUTO, "triton"):
+        if is_plain and not isinstance(gate_up, Matrix) and backend in ON_GPUS:
             weights = gate_up.reshape(len(gate_up), -1, gate_up.shape[-1])
             return gated_product(x_TD, groups, weights, self.activation, of_tokens=True, backend=backend)
         bias = None if self.gate_up_bias is None else self.gate_up_bias[...].reshape(groups.num_experts, -1)

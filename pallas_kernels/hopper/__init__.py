@@ -53,7 +53,7 @@ Each thread counts the completions that it waited for, so all waits for a barrie
 - Registers: 2 x 232 + 40 and 2 x 224 + 56 are 504 = 3 x 168, what the kernel starts with; more would make `setmaxnreg`
   wait forever.
 
-Barriers of the products (`float8_tiles`), and why no wait lasts forever
+Barriers of the products (`product_tiles`), and why no wait lasts forever
 
 - `arrived[stages]` (3): the copies of a stage's weights, its first block of rows and their scales arrive; both
   consumers wait. `arrived_too[stages]` (2): those of the other block.
@@ -81,11 +81,16 @@ BACKEND = Backend(
     "mosaic_gpu",
     _kernel("decode", "decode_attention", "refuse_decode"),
     _kernel("extend", "extend_attention", "refuse_extend"),
-    # Rows are rounded, and few of them multiplied, as on any GPU: a backend has all three.
+    # Few rows are Triton's, and so is what else these operations need: one backend has all of it.
+    grouped_product=_kernel("grouped_product", "grouped_product", "refuse_grouped_product"),
+    gated_product=_kernel("grouped_product", "gated_product", "refuse_gated_product"),
+    products_with_shared=triton.BACKEND.products_with_shared,
+    grouped_packed_product=triton.BACKEND.grouped_packed_product,
+    gated_packed_product=triton.BACKEND.gated_packed_product,
     float8_rows=triton.BACKEND.float8_rows,
     float8_product=_kernel("float8_product", "float8_product", "refuse_float8_product"),
     grouped_float8_product=Kernel(
-        imported("hopper.grouped_float8_product", "grouped_float8_product"),
+        imported("hopper.grouped_product", "grouped_float8_product"),
         imported("hopper.float8_product", "refuse_float8_product"),
     ),
     platform="gpu",

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels.hopper.common import gpu_kernel, refuse_device
-from pallas_kernels.hopper.float8_tiles import (
+from pallas_kernels.hopper.product_tiles import (
     BLOCK_ROWS,
     NUM_CONSUMERS,
     PIECE,
@@ -28,6 +28,7 @@ from pallas_kernels.hopper.float8_tiles import (
     run,
     scratch,
 )
+from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows
 from pallas_kernels.target import target_device
 from pallas_kernels.triton import float8_product as triton
@@ -89,10 +90,11 @@ def _product_of_many(rows: ScaledRows, weights: ScaledMatrix, dtype: Any, interp
     return product
 
 
-def of_weights(weights: ScaledMatrix) -> dict[str, int]:
+def of_weights(weights: ScaledMatrix) -> dict[str, Any]:
     """What a plan has to know of a matrix, or of a stack of them."""
     return {
         "num_steps": weights.num_inputs // ROW_GROUP,
+        "operands": FLOAT8,
         "weight_group": weights.group if weights.scale.shape[-1] > 1 else 0,
         "block_outputs": math.gcd(weights.block_outputs, TILE_OUTPUTS),
     }
@@ -122,9 +124,9 @@ def _kernel(x: Any, weights: Any, x_scale: Any, w_scale: Any, out: Any, *, plan:
         def go(number: jax.Array, _: None) -> None:
             tile = program + number * plan.num_programs
             row, output = lax.rem(tile, high) * plan.tile_rows, lax.div(tile, high) * TILE_OUTPUTS
-            visit(Tile(row, output, weights, w_scale, plan.num_steps), number * plan.num_steps)
+            visit(Tile(row, output, weights, plan.num_steps, w_scale), number * plan.num_steps)
 
         lax.fori_loop(0, mine, go, None)
         return mine * plan.num_steps
 
-    run(plan, Refs(x, x_scale, out, **memory), walk)
+    run(plan, Refs(x, out, x_scale=x_scale, **memory), walk)

@@ -13,10 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ScaledMatrix, ScaledRows, float8_product, float8_rows, grouped_float8_product
-from pallas_kernels.experts import sort_by_expert
+from pallas_kernels import (
+    Groups,
+    ScaledMatrix,
+    ScaledRows,
+    float8_product,
+    float8_rows,
+    gated_product,
+    grouped_float8_product,
+    grouped_product,
+)
+from pallas_kernels.experts import ACTIVATIONS, sort_by_expert
 from pallas_kernels.hopper import float8_product as of_matrix
-from pallas_kernels.hopper import grouped_float8_product as of_experts
+from pallas_kernels.hopper import grouped_product as of_experts
 from pallas_kernels.scaled import rounded_rows
 from tests.grids import daily
 from tests.pallas_kernels.lower_everything import on_a_device
@@ -41,8 +50,25 @@ def weights_of(shape: tuple[int, ...], group: int, block_outputs: int) -> tuple[
 def rows_of(num_rows: int, num_inputs: int) -> jax.Array:
     """Groups whose sizes differ by a factor of 100."""
     rng = np.random.default_rng(num_rows)
-    sizes = np.exp(rng.uniform(np.log(0.1), np.log(10), (1, num_inputs // 128))).repeat(128, 1)
+    sizes = np.exp(rng.uniform(np.log(0.1), np.log(10), (1, -(-num_inputs // 128)))).repeat(128, 1)[:, :num_inputs]
     return jnp.asarray(rng.normal(size=(num_rows, num_inputs)) * sizes, jnp.bfloat16)
+
+
+def groups_of(sizes: tuple[int, ...]) -> Groups:
+    """Two choices of each token, at random; as many of each expert as are named, and a few of none."""
+    num_places = -(-sum(sizes) // 8) * 8
+    chosen = np.repeat(np.arange(len(sizes) + 1), [*sizes, num_places - sum(sizes)])
+    experts = np.random.default_rng(num_places).permutation(chosen).reshape(-1, 2)
+    return sort_by_expert(jnp.asarray(experts, jnp.int32), len(sizes))
+
+
+def by_experts(rows: np.ndarray, groups: Groups, weights: np.ndarray, of_tokens: bool) -> np.ndarray:
+    """`[M, out]` in float64; zeros where a place has no expert."""
+    by_place = rows[np.asarray(groups.tokens)] if of_tokens else rows
+    with_zeros = np.concatenate([weights, np.zeros((1, *weights.shape[1:]))])
+    return np.stack(
+        [with_zeros[expert] @ row for expert, row in zip(np.asarray(groups.experts), by_place, strict=True)]
+    )
 
 
 def assert_equal_but_for_rounding(found: jax.Array, expected: np.ndarray) -> None:
@@ -90,25 +116,53 @@ def test_each_row_is_multiplied_with_its_expert(
     sizes: tuple[int, ...], num_inputs: int, group: int, block_outputs: int, of_tokens: bool, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(of_experts, "LEAST_AVERAGE", 1)
-    num_experts, num_places = len(sizes), -(-sum(sizes) // 8) * 8
-    rng = np.random.default_rng(num_places)
-    chosen = np.repeat(np.arange(num_experts + 1), [*sizes, num_places - sum(sizes)])
-    experts = rng.permutation(chosen).reshape(-1, 2).astype(np.int32)
-    groups = sort_by_expert(jnp.asarray(experts), num_experts)
-    matrix, values = weights_of((num_experts, 256, num_inputs), group, block_outputs)
-    whole = rounded_rows(rows_of(len(experts) if of_tokens else num_places, num_inputs))
+    groups = groups_of(sizes)
+    matrix, values = weights_of((len(sizes), 256, num_inputs), group, block_outputs)
+    whole = rounded_rows(rows_of(groups.num_tokens if of_tokens else groups.num_places, num_inputs))
     rows = ScaledRows(whole.numbers, whole.scale, jnp.dtype("bfloat16"))
     with H200(5):
         call = functools.partial(grouped_float8_product, of_tokens=of_tokens, backend="mosaic_gpu", interpret=True)
         found = call(rows, groups, matrix)
     assert_no_races()
-    wide = np.asarray(rows.values(jnp.float32), np.float64)
-    by_place = wide[np.asarray(groups.tokens)] if of_tokens else wide
-    of_place = np.asarray(groups.experts)
-    with_zeros = np.concatenate([values, np.zeros((1, *values.shape[1:]))])
-    expected = np.stack([with_zeros[expert] @ row for expert, row in zip(of_place, by_place, strict=True)])
+    expected = by_experts(np.asarray(rows.values(jnp.float32), np.float64), groups, values, of_tokens)
     assert_equal_but_for_rounding(found, expected)
-    assert not np.asarray(found, np.float64)[of_place == num_experts].any()
+    assert not np.asarray(found, np.float64)[np.asarray(groups.experts) == len(sizes)].any()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("sizes", "num_inputs", "activation", "dtype"),
+    daily(
+        [
+            ((123, 0, 70, 259), 256, "silu", "bfloat16"),
+            ((300, 129), 192, None, "bfloat16"),
+            ((64, 8, 121), 128, "gelu_tanh", "float16"),
+        ],
+        every=2,
+    ),
+)
+def test_rows_in_16_bits_are_multiplied_with_their_experts_and_gated(
+    sizes: tuple[int, ...], num_inputs: int, activation: str | None, dtype: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(of_experts, "LEAST_AVERAGE", 1)
+    groups = groups_of(sizes)
+    is_gated = activation is not None
+    x = rows_of(groups.num_tokens if is_gated else groups.num_places, num_inputs).astype(dtype)
+    rng = np.random.default_rng(5)
+    weights = jnp.asarray(rng.normal(size=(len(sizes), 256, num_inputs)) / num_inputs**0.5, dtype)
+    options: dict[str, Any] = {"backend": "mosaic_gpu", "interpret": True}
+    with H200(5):
+        if activation is None:
+            found = grouped_product(x, groups, weights, **options)
+        else:
+            found = gated_product(x, groups, weights, activation, of_tokens=True, **options)
+    assert_no_races()
+    expected = by_experts(np.asarray(x, np.float64), groups, np.asarray(weights, np.float64), is_gated)
+    if activation is not None:
+        gate, up = np.split(expected, 2, axis=1)
+        expected = np.asarray(ACTIVATIONS[activation](jnp.asarray(gate, jnp.float32)), np.float64) * up
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=1e-2 * np.abs(expected).max())
+    assert not np.asarray(found, np.float64)[np.asarray(groups.experts) == len(sizes)].any()
 
 
 def described(shape: tuple[int, ...], group: int, block_outputs: int) -> ScaledMatrix:

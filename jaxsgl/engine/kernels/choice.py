@@ -19,7 +19,7 @@ from jaxsgl.models.moe import MOST_SHARED, expert_shapes
 from jaxsgl.models.precision import Precision
 from jaxsgl.models.quantization import FLOAT8
 from pallas_kernels import KernelChoice
-from pallas_kernels.choice import AUTO, XLA
+from pallas_kernels.choice import ON_GPUS, XLA
 from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.packed import ON_ACCELERATORS, refuse
 from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, LatentShape, MatrixShape, StateShape
@@ -46,7 +46,7 @@ def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
 
 def may_round_rows_of_experts(kernels: KernelChoice) -> bool:
     """Whether products with experts may round their rows to float8, as those of layers do, if the device can."""
-    return kernels.float8_product != XLA and kernels.grouped_product in (AUTO, "triton")
+    return kernels.float8_product != XLA and kernels.grouped_product in ON_GPUS
 
 
 def kernel_flags(config: EngineConfig) -> str:

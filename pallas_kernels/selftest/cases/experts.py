@@ -33,7 +33,7 @@ from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes
 from pallas_kernels.selftest.weights import packed_weights, scaled_weights
 
 MOST_EXPERTS, EXPERT_TOKENS = 16, 67
-MANY_PLACES = 160  # of an expert, for Hopper's kernel in float8
+MANY_PLACES = 160  # of an expert, for Hopper's own kernel
 
 
 def product_cases(shapes: KernelShapes) -> Iterator[Case]:
@@ -45,9 +45,12 @@ def product_cases(shapes: KernelShapes) -> Iterator[Case]:
         if expert.numbers:
             yield _scaled(shapes, expert)
             continue
-        yield _product(shapes, expert)
+        num_experts = min(expert.num_experts, MOST_EXPERTS)
+        yield _product(shapes, expert, num_experts)
+        if jnp.dtype(expert.dtype).itemsize > 1:
+            yield _product(shapes, expert, num_experts, _many_tokens(expert), gated=expert.of_tokens)
         if expert.of_tokens and jnp.dtype(expert.dtype).itemsize > 1:
-            yield _product(shapes, expert, gated=True)
+            yield _product(shapes, expert, num_experts, gated=True)
             if expert.router.num_shared:
                 yield _with_shared(shapes, expert)
     if shapes.experts:
@@ -83,10 +86,17 @@ def _chosen(expert: ExpertShape, num_experts: int, key: jax.Array, num_tokens: i
     return sort_by_expert(jnp.where(jnp.arange(num_tokens)[:, None] % 16 == 15, num_experts, chosen), num_experts)
 
 
-def _product(shapes: KernelShapes, expert: ExpertShape, *, gated: bool = False) -> Case:
+def _many_tokens(expert: ExpertShape) -> int:
+    """Of which each expert gets `MANY_PLACES`."""
     num_experts = min(expert.num_experts, MOST_EXPERTS)
+    return -(-MANY_PLACES * num_experts // min(expert.router.top_k, num_experts) // 8) * 8
+
+
+def _product(
+    shapes: KernelShapes, expert: ExpertShape, num_experts: int, num_tokens: int = EXPERT_TOKENS, *, gated: bool = False
+) -> Case:
     keys = jax.random.split(jax.random.key(4), 3)
-    groups = _chosen(expert, num_experts, keys[0])
+    groups = _chosen(expert, num_experts, keys[0], num_tokens)
     num_rows = groups.num_tokens if expert.of_tokens else groups.num_places
     x = normal(keys[1], 1.0, shape=(num_rows, expert.inputs), dtype=jnp.dtype(shapes.dtype))
     dtype = jnp.dtype(expert.dtype)
@@ -101,7 +111,7 @@ def _product(shapes: KernelShapes, expert: ExpertShape, *, gated: bool = False) 
         return [_product_jit(x, groups, weights, **options)]
 
     return Case(
-        f"{expert.outputs} x {expert.inputs}{', gated' if gated else ''}",
+        f"{num_tokens} tokens, {expert.outputs} x {expert.inputs}{', gated' if gated else ''}",
         TOLERANCE[shapes.dtype],
         functools.partial(call, x, weights),
         functools.partial(call, x.astype(jnp.float32), weights.astype(jnp.float32), "xla", False),
@@ -112,13 +122,11 @@ def float8_cases(shapes: KernelShapes) -> Iterator[Case]:
     """Products with experts of rows that are rounded, by the kernel or by XLA."""
     for expert in shapes.experts:
         if expert.may_be_in_float8:
-            num_experts = min(expert.num_experts, MOST_EXPERTS)
-            many = -(-MANY_PLACES * num_experts // min(expert.router.top_k, num_experts) // 8) * 8
-            yield from (_in_float8(shapes, expert, num_experts, num_tokens) for num_tokens in (EXPERT_TOKENS, many))
+            yield from (_in_float8(shapes, expert, each) for each in (EXPERT_TOKENS, _many_tokens(expert)))
 
 
-def _in_float8(shapes: KernelShapes, expert: ExpertShape, num_experts: int, num_tokens: int) -> Case:
-    group = expert.float8_group
+def _in_float8(shapes: KernelShapes, expert: ExpertShape, num_tokens: int) -> Case:
+    num_experts, group = min(expert.num_experts, MOST_EXPERTS), expert.float8_group
     assert group is not None
     keys = jax.random.split(jax.random.key(13))
     groups = _chosen(expert, num_experts, keys[0], num_tokens)

@@ -167,15 +167,17 @@ def _products(dry: bool) -> list[Rung]:
         )
         for tokens, num, top, inputs, outputs in sizes
     ]  # fmt: skip
-    if not dry:  # by Hopper's own kernel, with tiles of two blocks of rows and of one
+    if not dry:  # by Hopper's own kernels, with tiles of two blocks of rows and of one
+        in_float8 = {"dtype": "float8_e4m3fn", "group": 128, "block_outputs": 128}
         experts += [
             Rung(
-                f"grouped product in float8 on Mosaic, {tokens} tokens, {outputs} x {inputs}",
+                f"grouped product{name} on Mosaic, {tokens} tokens, {outputs} x {inputs}",
                 "experts",
                 {"tokens": tokens, "experts": num, "top": 8, "inputs": inputs, "outputs": outputs,
-                 "dtype": "float8_e4m3fn", "group": 128, "block_outputs": 128, "backend": "mosaic_gpu"},
+                 "backend": "mosaic_gpu", **form},
             )
             for tokens, num, inputs, outputs in ((4096, 128, 2048, 1536), (256, 16, 768, 2048))
+            for name, form in (("", {"dtype": "bfloat16"}), (" in float8", in_float8))
         ]  # fmt: skip
     shape = {"inputs": 256, "outputs": 64} if dry else {"inputs": 4096, "outputs": 6144}
     matrices = [

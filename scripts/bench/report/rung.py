@@ -128,11 +128,11 @@ def experts(spec: Spec) -> Verdict:
     )
     if not is_right:
         return {"verdict": "failed", "note": "choose_experts or group_by_expert differ from XLA's"}
+    options["backend"] = spec.get("backend", "triton")
     try:
         if spec.get("group"):
             rounded = float8_rows(x, backend="reference")
             x = rounded.values(jnp.float32)
-            options["backend"] = spec.get("backend", "triton")
             blocks = spec.get("block_outputs", 1)
             out, weights = _with_scales(rounded, grouped, weights, spec["group"], blocks, options)
         else:

@@ -37,10 +37,12 @@ KERNELS = {
     "packed experts": r"\b(grouped|gated)_packed_product\b",
     "quantized": r"\bquantized_product\b",
     "float8": r"\bfloat8_product\b",
+    "experts of many": r"\b(grouped|gated)_product_of_many\b",
     "float8 of many": r"\bfloat8_product_of_many\b",
     "float8 experts of many": r"\bgrouped_float8_product_of_many\b",
 }
-COUNTED = ("quantized", "float8", "float8 of many", "float8 experts of many")  # whose FLOPs follow from shapes
+# Whose FLOPs follow from shapes.
+COUNTED = ("quantized", "float8", "experts of many", "float8 of many", "float8 experts of many")
 WITH_SHARED = "products_with_shared"  # in the source of products whose last operand is the weights of shared experts
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?!\{[^}]*S\(1\))")  # S(1) is a TPU's own memory
 _ANY_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
@@ -61,7 +63,7 @@ class Launch:
       kind: "attention", "merge" (of its splits), "states" (of gated delta-nets), "experts" (products with experts, all
         of them counted), "float8 experts" and "packed experts" (the same of rows in float8, and of weights of 4 bits),
         "quantized" (products with weights that our kernel converts), "float8" (of rows in float8 with such weights),
-        "float8 of many" and "float8 experts of many" (both by Hopper's kernel for many rows),
+        "experts of many", "float8 of many" and "float8 experts of many" (by Hopper's kernels for many rows),
         "pallas" (our other kernels), "product" (of matrices), "prefetch" (a TPU copies beside its kernels), a
         collective's own name such as "all-reduce", or "small" (all else).
       source: the JAX operation that it was made for.
@@ -270,8 +272,8 @@ def _quantized_flops(call: _Instruction, scope: dict[str, _Instruction]) -> int:
     rows, weights = (_ANY_SHAPE.search(_type_of(name, scope)) for name in call.operands[:2])
     assert rows is not None and weights is not None
     side = OUTPUTS_OF_WORDS if weights[1] == "u32" else 1
-    dims = _dims(weights[2])
-    return 2 * math.prod(_dims(rows[2])) * dims[1 if "grouped" in _source(call) else 0] * side
+    is_stack = re.search(r"_product_of_many\b", _source(call)) and weights[2].count(",") == 2
+    return 2 * math.prod(_dims(rows[2])) * _dims(weights[2])[1 if is_stack else 0] * side
 
 
 def _convolution_flops(each: _Instruction, scope: dict[str, _Instruction]) -> int:

@@ -20,7 +20,7 @@ from bench.targets.thunks import CommandBuffers, command_buffers_in
 
 KINDS = (
     "attention", "merge", "states", "experts", "float8 experts", "packed experts", "quantized", "float8",
-    "float8 of many", "float8 experts of many", "pallas", "product", "small",
+    "experts of many", "float8 of many", "float8 experts of many", "pallas", "product", "small",
     *COLLECTIVES,
 )  # fmt: skip
 WEIGHTS_COUNTED = 0.999  # at least; vectors lie in arrays of all layers, of which few layers were compiled

@@ -40,6 +40,7 @@ class Assumed:
     float8_share: float = 2.0
     float8_bytes_share: float = 1.0
     many_float8_share: float = 2.0
+    many_experts_share: float = 1.0
     expert_bytes_share: float = 1.0
     expert_flops_share: float = 1.0
     expert_float8_share: float = 2.0
@@ -69,6 +70,8 @@ SOURCES = {
     "float8_share": "of flops_per_s, in products of float8 with float8: the data sheet has twice the rate of bfloat16",
     "float8_bytes_share": "of bytes_per_s, in the same: the model takes all of it",
     "many_float8_share": "of flops_per_s, in those of many rows by Hopper's own kernel: twice the rate of bfloat16",
+    "many_experts_share": "of what a product with one matrix reaches, in products of many rows of experts by Hopper's "
+    "own kernel: the model takes all of it",
     "expert_bytes_share": "of bytes_per_s that products of experts reach: the model takes all of it",
     "expert_flops_share": "of flops_per_s that products of experts reach: the model takes all of it",
     "expert_float8_share": "of flops_per_s, in products of experts of float8 with float8: twice the rate of bfloat16",
@@ -84,6 +87,7 @@ FORECAST: dict[str, Any] = {
     "float8_share": 0.80,
     "float8_bytes_share": 0.68,
     "many_float8_share": 1.4,
+    "many_experts_share": 0.85,
     "expert_bytes_share": 0.85,
     "expert_flops_share": 0.45,
     "expert_float8_share": 0.45,
@@ -107,6 +111,8 @@ FORECAST_SOURCES = {
     "many_float8_share": "estimated, no GPU has run it: tiles of 256 x 128 read 4.8 GB for 24,576 x 4,096 with 4,096 "
     "rows, 640 us at the 7.5 TB/s that Triton's kernel got of the second-level cache (sizes.json), which is 1.6; "
     "DeepGEMM's 1,127 us above are 1.6 too",
+    "many_experts_share": "estimated, no GPU has run it: 256 rows of an expert, give or take 16, begin anywhere in an "
+    "eight, and so lie in 4.6 parts of 64 rows, which a consumer multiplies at once, where 4 would do",
     "expert_bytes_share": "ours, of Qwen3-30B-A3B: gate and up of 32 and 256 rows at 95 and 85%, down at 79 and 85%, "
     "on an H200 (sizes.json); tokamax's kept tunings for an H100: 2.4 of 3.35 TB/s for 8 rows of 8 experts",
     "expert_flops_share": "ours: 380 and 324 TFLOP/s of gate and up, and of down, with 4,096 rows (sizes.json); "
@@ -259,7 +265,7 @@ def _parts(
             times["attention"] += kernel["count"] * _attention_us(batch, backend, facts, kernel, assumed) / per_layer
         elif kernel["kind"] == "states":
             times["states"] += kernel["count"] * _states_us(batch, facts, kernel, assumed)
-        elif kernel["kind"] in ("experts", "packed experts", *FLOAT8_EXPERTS):
+        elif kernel["kind"] in ("experts", "experts of many", "packed experts", *FLOAT8_EXPERTS):
             times["products"] += kernel["count"] * _experts_us(batch, facts, kernel, assumed)
         else:
             name = "products" if kernel["kind"] in PRODUCT_SHARES else "small"
@@ -364,8 +370,8 @@ def _experts_us(batch: Batch, facts: dict[str, int], kernel: dict[str, Any], ass
     of_experts = kernel["bytes_read"] - shared
     in_float8 = kernel["kind"] in FLOAT8_EXPERTS
     of_bytes, of_flops = _expert_shares(in_float8, assumed)
-    if kernel["kind"] == "float8 experts of many":
-        of_flops = assumed.many_float8_share
+    if kernel["kind"].endswith("experts of many"):
+        of_flops = assumed.many_experts_share * (assumed.many_float8_share if in_float8 else assumed.product_share)
     is_packed = kernel["kind"] == "packed experts"
     weight_bytes = facts["expert_bytes"] / facts["expert_weights"] if is_packed else facts["weight_itemsize"]
     counted = 2 * tokens * (chosen * of_experts + shared) / (FLOAT8_BYTES if in_float8 else weight_bytes)

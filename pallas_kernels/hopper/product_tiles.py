@@ -1,11 +1,14 @@
-"""What a program of Hopper's kernels for float8 products does: a producer's copies, and two consumers' products.
+"""What a program of Hopper's kernels for products does: a producer's copies, and two consumers' products.
 
 Owns the filling of shared memory, and the arithmetic. A tile is 128 outputs of one or two blocks of 128 rows, of which
-each consumer has 64. A step multiplies a group of 128 inputs, float8 with float8, and adds the result to the sums in
-float32, times the scales of rows and weights, so that the few bits (some 14) with which `wgmma` adds float8 up matter
-within a group only. Called by `float8_product` and `grouped_float8_product`, which say what tiles there are.
+each consumer has 64. A step multiplies 128 bytes of inputs of each row and output.
 
-Source of the arithmetic: DeepSeek-V3's report (2024), section 3.3, and DeepGEMM.
+- In 16 bits it adds to the sums.
+- In float8 these are a group of 128 inputs, and the result is added in float32, times the scales of rows and weights:
+  so the few bits (some 14) with which `wgmma` adds float8 up matter within a group only.
+
+Called by `float8_product` and `grouped_product`, which say what tiles there are. Source of the arithmetic in float8:
+DeepSeek-V3's report (2024), section 3.3, and DeepGEMM.
 """
 
 import dataclasses
@@ -20,10 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import WGMMA_ROWS, in_layout, load_vector, matmul, on_one_warp, operand, store_plain
-from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.scaled import ROW_GROUP
 
 NUM_CONSUMERS = 2
+STEP_BYTES = 128
 BLOCK_ROWS = NUM_CONSUMERS * WGMMA_ROWS
 TILE_OUTPUTS = 128
 PIECE = 64  # outputs whose scales are equal, if weights have scales of groups
@@ -32,7 +35,9 @@ _STAGES, _STAGES_OF_CUT = {1: 6, 2: 4}, {1: 5, 2: 3}
 _REGISTERS = 40, 232  # of a thread of the producer, and of a consumer: 504 in all, three times what each starts with
 _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
-Sums: TypeAlias = tuple[jax.Array, ...]  # of a block: `[64, 64]` float32 for each piece of the outputs
+Sums: TypeAlias = tuple[jax.Array, ...]  # of a block: `[64, n]` float32 for each piece of the outputs
+# What becomes of a block's sums: the values to write, from the tile's first place in a row of the results on.
+Unit: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +45,38 @@ class Plan:
     """The static side of a call."""
 
     num_steps: int
-    """Groups of inputs."""
+    """Times 128 bytes of inputs."""
+    operands: Any
+    """dtype of rows and weights: float8, whose rows have scales, or one of 16 bits."""
     num_blocks: int
     """Blocks of rows in a tile, 1 or 2."""
     num_programs: int
-    weight_group: int
-    """Inputs of which an output has one scale; 0: all."""
-    block_outputs: int
-    """Outputs that share scales of groups, a multiple of `PIECE`."""
     cuts_rows: bool
     """Whether a tile may have rows that aren't its own."""
     dtype: Any
     """Of the results."""
     interpret: bool
+    weight_group: int = 0
+    """Inputs of which an output has one scale; 0: all, if weights have scales."""
+    block_outputs: int = PIECE
+    """Outputs that share scales of groups, a multiple of `PIECE`."""
+    unit: Unit | None = None
+    """Of gated products: of `[64, 128]`, the first half of which are gates, `[64, 64]`."""
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether rows and weights have scales."""
+        return jnp.dtype(self.operands).itemsize == 1
+
+    @property
+    def step_inputs(self) -> int:
+        """Inputs that a step multiplies."""
+        return STEP_BYTES // jnp.dtype(self.operands).itemsize
+
+    @property
+    def results(self) -> int:
+        """Columns of the results of a tile."""
+        return TILE_OUTPUTS // 2 if self.unit is not None else TILE_OUTPUTS
 
     @property
     def num_stages(self) -> int:
@@ -77,13 +101,13 @@ class Tile:
     row: jax.Array
     """Its first row, a multiple of 8."""
     output: jax.Array
-    """Its first output."""
+    """Its first output, or of gated products its first gate."""
     weights: Any
-    """`[O, I]` float8."""
-    w_scale: Any
-    """`[O, G]`, or `[O]`."""
+    """`[O, I]`."""
     num_steps: Any
     """0 where the rows have no weights: their results are zeros."""
+    w_scale: Any = None
+    """`[O, G]`, or `[O]`; None of weights without."""
     begin: Any = 0
     end: Any = 0
     """Its own rows, if `Plan.cuts_rows`; none where the tile doesn't exist."""
@@ -94,23 +118,23 @@ class Refs:
     """The memory of a program."""
 
     x: Any
-    """`[T, I]` float8."""
-    x_scale: Any
-    """`[I / 128, T]`."""
+    """`[T, I]`."""
     out: Any
     """`[T, O]`."""
     x_tiles: Any
-    """`[stages, blocks, 128, 128]`."""
-    x_scales: Any
-    """`[stages, blocks, 128]`."""
+    """`[stages, blocks, 128, inputs of a step]`."""
     w_tiles: Any
-    """`[stages, 128, 128]`."""
+    """`[stages, 128, inputs of a step]`."""
     staging: Any
     """`[consumers, 64, columns]`."""
     arrived: Any
     """A barrier for each stage: its weights, its first block, and that block's scales are there."""
     free: Any
     """A barrier for each stage: both consumers have read it."""
+    x_scale: Any = None
+    """`[I / 128, T]`; None of rows without."""
+    x_scales: Any = None
+    """`[stages, blocks, 128]`."""
     arrived_too: Any = None
     """A barrier for each stage: the other block and its scales are there. None if a tile has one block."""
     plain_staging: Any = None
@@ -121,18 +145,20 @@ def scratch(plan: Plan) -> dict[str, Any]:
     """The types of the memory of `Refs` that is shared memory."""
     stages, blocks = plan.num_stages, plan.num_blocks
     results = (NUM_CONSUMERS, WGMMA_ROWS, plan.staged_columns), plan.dtype
+    of_rows, of_weights = 1 + plan.has_scales, 1 if plan.unit is None else 2  # copies
     memory = {
-        "x_tiles": operand((stages, blocks, BLOCK_ROWS, ROW_GROUP), FLOAT8),
-        "x_scales": plgpu.SMEM((stages, blocks, BLOCK_ROWS), jnp.float32),
-        "w_tiles": operand((stages, TILE_OUTPUTS, ROW_GROUP), FLOAT8),
+        "x_tiles": operand((stages, blocks, BLOCK_ROWS, plan.step_inputs), plan.operands),
+        "w_tiles": operand((stages, TILE_OUTPUTS, plan.step_inputs), plan.operands),
         "staging": operand(*results) if jnp.dtype(plan.dtype).itemsize == 2 else plgpu.SMEM(*results),
-        "arrived": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        "arrived": plgpu.Barrier(num_arrivals=of_weights + of_rows, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
     }
+    if plan.has_scales:
+        memory["x_scales"] = plgpu.SMEM((stages, blocks, BLOCK_ROWS), jnp.float32)
     if plan.cuts_rows:
         memory["plain_staging"] = plgpu.SMEM(*results)
     if blocks == 2:
-        memory["arrived_too"] = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
+        memory["arrived_too"] = plgpu.Barrier(num_arrivals=of_rows, num_barriers=stages)
     return memory
 
 
@@ -172,14 +198,18 @@ def _produce(plan: Plan, refs: Refs, walk: Walk) -> None:
 def _fill(plan: Plan, refs: Refs, tile: Tile, step: jax.Array, turn: jax.Array) -> None:
     stage = lax.rem(turn, plan.num_stages)
     pl.when(turn >= plan.num_stages)(lambda: _wait_until_free(plan, refs, turn))
-    inputs = pl.ds(step * ROW_GROUP, ROW_GROUP)
-    of_weights = tile.weights.at[pl.ds(tile.output, TILE_OUTPUTS), inputs]
-    plgpu.copy_gmem_to_smem(of_weights, refs.w_tiles.at[stage], refs.arrived.at[stage])
+    inputs = pl.ds(step * plan.step_inputs, plan.step_inputs)
+    starts = [tile.output] if plan.unit is None else [tile.output, tile.output + tile.weights.shape[0] // 2]
+    size = TILE_OUTPUTS // len(starts)
+    for number, start in enumerate(starts):
+        part = refs.w_tiles.at[stage, pl.ds(number * size, size)]
+        plgpu.copy_gmem_to_smem(tile.weights.at[pl.ds(start, size), inputs], part, refs.arrived.at[stage])
     for block in range(plan.num_blocks):
         rows = pl.ds(tile.row + block * BLOCK_ROWS, BLOCK_ROWS)
         arrived = _arrived(refs, block).at[stage]
         plgpu.copy_gmem_to_smem(refs.x.at[rows, inputs], refs.x_tiles.at[stage, block], arrived)
-        plgpu.copy_gmem_to_smem(refs.x_scale.at[step, rows], refs.x_scales.at[stage, block], arrived)
+        if plan.has_scales:
+            plgpu.copy_gmem_to_smem(refs.x_scale.at[step, rows], refs.x_scales.at[stage, block], arrived)
 
 
 def _wait_until_free(plan: Plan, refs: Refs, turn: jax.Array) -> None:
@@ -191,9 +221,8 @@ def _multiply_and_write(plan: Plan, refs: Refs, warpgroup: jax.Array, tile: Tile
 
     def with_blocks(num_blocks: int = plan.num_blocks) -> None:
         for block, sums in enumerate(_multiply(plan, refs, warpgroup, tile, done, num_blocks)):
-            scaled = sums if plan.weight_group else _scaled(plan, tile, sums)
             row = tile.row + block * BLOCK_ROWS + warpgroup * WGMMA_ROWS
-            _write(plan, refs, warpgroup, tile, row, scaled)
+            _write(plan, refs, warpgroup, tile, row, _finished(plan, tile, sums))
 
     if not plan.cuts_rows:
         with_blocks()
@@ -209,31 +238,41 @@ def _multiply(plan: Plan, refs: Refs, warpgroup: jax.Array, tile: Tile, done: ja
     """The sums of so many blocks. Blocks have barriers of their own: `ptxas` moves nothing across a wait, and so keeps
     the products of one block at a time in registers, next to the sums of both."""
     mine = pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
+    pieces = TILE_OUTPUTS // PIECE if plan.has_scales else 1
 
     def add(step: jax.Array, sums: list[Sums]) -> list[Sums]:
         stage = lax.rem(done + step, plan.num_stages)
-        of_weights = _scales_of_weights(plan, tile, step)
-        new = []
+        of_weights = _scales_of_weights(plan, tile, step) if plan.has_scales else []
+        new: list[Sums] = []
         for block in range(plan.num_blocks):
             plgpu.barrier_wait(_arrived(refs, block).at[stage])
             if block >= num_blocks:
                 continue
+            operands = refs.x_tiles.at[stage, block, mine], refs.w_tiles.at[stage]
+            if not plan.has_scales:
+                (total,) = sums[block]
+                new.append((matmul(*operands, total, transpose_b=True, interpret=plan.interpret),))
+                continue
             of_rows = load_vector(refs.x_scales.at[stage, block, mine], _ROWS, interpret=plan.interpret)
-            rows, weights = refs.x_tiles.at[stage, block, mine], refs.w_tiles.at[stage]
-            product = matmul(rows, weights, transpose_b=True, interpret=plan.interpret)
-            after = []
-            for piece, (total, scale) in enumerate(zip(sums[block], of_weights, strict=True)):
-                values = product[:, piece * PIECE : (piece + 1) * PIECE]
-                factor = of_rows if scale is None else of_rows * scale
-                after.append(total + values * lax.broadcast_in_dim(factor, values.shape, (0,)))
-            new.append(tuple(after))
+            product = matmul(*operands, transpose_b=True, interpret=plan.interpret)
+            new.append(_added(sums[block], product, of_rows, of_weights))
         plgpu.barrier_arrive(refs.free.at[stage])
         return new
 
-    zeros = in_layout(jnp.zeros((WGMMA_ROWS, PIECE), jnp.float32), plgpu.Layout.WGMMA, interpret=plan.interpret)
-    start = [(zeros,) * (TILE_OUTPUTS // PIECE) for _ in range(num_blocks)]
+    zeros = jnp.zeros((WGMMA_ROWS, TILE_OUTPUTS // pieces), jnp.float32)
+    start = [(in_layout(zeros, plgpu.Layout.WGMMA, interpret=plan.interpret),) * pieces for _ in range(num_blocks)]
     sums: list[Sums] = lax.fori_loop(0, tile.num_steps, add, start)
     return sums
+
+
+def _added(sums: Sums, product: jax.Array, of_rows: jax.Array, of_weights: list[jax.Array | None]) -> Sums:
+    """The sums and the product `[64, 128]`, times the scales of its rows and of pieces of its outputs."""
+    added = []
+    for piece, (total, scale) in enumerate(zip(sums, of_weights, strict=True)):
+        values = product[:, piece * PIECE : (piece + 1) * PIECE]
+        factor = of_rows if scale is None else of_rows * scale
+        added.append(total + values * lax.broadcast_in_dim(factor, values.shape, (0,)))
+    return tuple(added)
 
 
 def _scales_of_weights(plan: Plan, tile: Tile, step: jax.Array) -> list[jax.Array | None]:
@@ -245,6 +284,13 @@ def _scales_of_weights(plan: Plan, tile: Tile, step: jax.Array) -> list[jax.Arra
     shared = min(plan.block_outputs, TILE_OUTPUTS)
     different = {first: tile.w_scale[tile.output + first, group] for first in range(0, TILE_OUTPUTS, shared)}
     return [different[first // shared * shared] for first in pieces]
+
+
+def _finished(plan: Plan, tile: Tile, sums: Sums) -> Sums:
+    """The results: of sums that are scaled, or units of gates."""
+    if plan.unit is not None:
+        return (plan.unit(sums[0]),)
+    return _scaled(plan, tile, sums) if plan.has_scales and not plan.weight_group else sums
 
 
 def _scaled(plan: Plan, tile: Tile, sums: Sums) -> Sums:
@@ -267,11 +313,11 @@ def _write(plan: Plan, refs: Refs, warpgroup: jax.Array, tile: Tile, row: jax.Ar
     pl.when(jnp.logical_not(is_whole))(lambda: _write_rows(plan, refs, warpgroup, tile, row, sums))
 
 
-def _cut(plan: Plan, sums: Sums, width: int) -> Iterator[tuple[int, jax.Array]]:
+def _cut(plan: Plan, results: Sums, width: int) -> Iterator[tuple[int, jax.Array]]:
     """The results in pieces of so many columns, each with its first column."""
-    for column in range(0, TILE_OUTPUTS, width):
-        first = column % PIECE
-        yield column, sums[column // PIECE][:, first : first + width].astype(plan.dtype)
+    for column in range(0, plan.results, width):
+        piece, first = divmod(column, results[0].shape[1])
+        yield column, results[piece][:, first : first + width].astype(plan.dtype)
 
 
 def _write_whole(plan: Plan, refs: Refs, warpgroup: jax.Array, tile: Tile, row: jax.Array, sums: Sums) -> None:
