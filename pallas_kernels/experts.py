@@ -64,6 +64,8 @@ class Groups:
     """`[T, k]` int32, the place of each choice."""
     tiles: "RowTiles | None" = None
     """Tiles of `tile_rows` places, if who grouped has made them too."""
+    starts: jax.Array | None = None
+    """`[E + 1]` int32, the first place of each expert and of those without one, if who grouped has made them too."""
     tile_rows: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
@@ -197,13 +199,23 @@ def most_tiles(num_places: int, num_experts: int, num_rows: int) -> int:
     return min(num_places, num_places // num_rows + num_experts + 1)
 
 
+def starts_of(groups: Groups) -> jax.Array:
+    """`Groups.starts`: a masked sum, since XLA makes two kernels of a cumulated one."""
+    if groups.starts is not None:
+        return groups.starts
+    experts = groups.num_experts
+    return jnp.sum(jnp.tri(experts + 1, experts, -1, dtype=jnp.int32) * groups.sizes, axis=1)
+
+
 def row_tiles(groups: Groups, num_rows: int) -> tuple[RowTiles, jax.Array]:
     """`most_tiles`, and how many of them are an expert's, `[]` int32; these come first."""
     experts = groups.num_experts
     tiles = jax.lax.div(groups.sizes + (num_rows - 1), jnp.int32(num_rows))
-    # What lies before each expert, and behind the last: masked sums, since XLA makes two kernels of each cumulated one.
-    is_before = jnp.tri(experts + 1, experts, -1, dtype=jnp.int32)
-    first_tile, first_place = jnp.sum(is_before * tiles, axis=1), jnp.sum(is_before * groups.sizes, axis=1)
+    # What lies before each expert, and behind the last.
+    first_tile, first_place = (
+        jnp.sum(jnp.tri(experts + 1, experts, -1, dtype=jnp.int32) * tiles, axis=1),
+        starts_of(groups),
+    )
     index = jnp.arange(most_tiles(groups.num_places, experts, num_rows), dtype=jnp.int32)
     expert = jnp.sum(index[:, None] >= first_tile[1:], axis=1, dtype=jnp.int32)
     end = jnp.append(first_place[1:], groups.num_places)[expert]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.experts import Groups, product_dtype, result_dtype, row_tiles
+from pallas_kernels.experts import Groups, product_dtype, result_dtype, starts_of
 from pallas_kernels.hopper.common import COPY_ROWS, WGMMA_ROWS, gpu_kernel, refuse_device
 from pallas_kernels.hopper.float8_product import of_weights, refuse_weights
 from pallas_kernels.hopper.product_tiles import (
@@ -140,10 +140,9 @@ def _launched(
 ) -> jax.Array:
     """The product of rows of places; scales are those of the rows, and of the weights."""
     num_blocks = 1 if groups.num_places <= groups.num_experts * BLOCK_ROWS else 2
-    # As many rows as a tile has behind the first one's eight, wherever that begins in it.
-    tiles, _ = row_tiles(groups, num_blocks * BLOCK_ROWS - COPY_ROWS)
+    tiles = _tiles(groups, _own_rows(num_blocks))
     width = weights.shape[1] // TILE_OUTPUTS
-    num_programs = min(target_device().num_cores, len(tiles.experts) * width)
+    num_programs = min(target_device().num_cores, len(tiles[0]) * width)
     plan = Plan(
         num_blocks=num_blocks, num_programs=num_programs, cuts_rows=True, dtype=dtype, interpret=interpret, **sizes
     )
@@ -166,13 +165,38 @@ def _launched(
     return product
 
 
+def _own_rows(num_blocks: int) -> int:
+    """How many rows of a tile are an expert's at most: its first row is any of the first eight."""
+    return num_blocks * BLOCK_ROWS - COPY_ROWS
+
+
+def _tiles(groups: Groups, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`[n]` int32 each: the expert of each tile of `num_rows` places, plus 1, and its first place and the next one's.
+
+    Those of expert e are kept from its first place over `num_rows`, plus e, on, as `group_by_expert` keeps its own. One
+    reduction makes all three, which is one kernel of XLA's.
+    """
+    starts, num_experts = starts_of(groups), groups.num_experts
+    first = lax.div(starts, jnp.int32(num_rows)) + jnp.arange(num_experts + 1, dtype=jnp.int32)
+    index = jnp.arange(groups.num_places // num_rows + num_experts + 1, dtype=jnp.int32)
+    has_begun = first <= index[:, None]
+    last = jnp.int32(groups.num_places)
+    counted = has_begun.astype(jnp.int32), jnp.where(has_begun, starts, 0), jnp.where(has_begun, last, starts)
+
+    def join(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return a[0] + b[0], lax.max(a[1], b[1]), lax.min(a[2], b[2])
+
+    experts, begins, ends = lax.reduce(counted, (jnp.int32(0), jnp.int32(0), last), join, (1,))
+    return experts, begins, ends
+
+
 def _kernel(
-    x: Any, weights: Any, experts: Any, begins: Any, ends: Any, *others: Any, plan: Plan, **memory: Any
+    x: Any, weights: Any, experts: Any, starts: Any, ends: Any, *others: Any, plan: Plan, **memory: Any
 ) -> None:
     *scales, out = others
     x_scale, w_scale = scales or (None, None)
     num_experts, num_outputs, _ = weights.shape
-    width, program = num_outputs // TILE_OUTPUTS, lax.axis_index("program")
+    width, own, program = num_outputs // TILE_OUTPUTS, _own_rows(plan.num_blocks), lax.axis_index("program")
     mine = lax.div(experts.shape[0] * width - program + plan.num_programs - 1, plan.num_programs)
 
     def walk(visit: Visit) -> jax.Array:
@@ -181,7 +205,9 @@ def _kernel(
         def go(number: jax.Array, done: jax.Array) -> jax.Array:
             tile = program + number * plan.num_programs
             of_rows, output = lax.div(tile, width), lax.rem(tile, width) * plan.results
-            expert, begin, end = experts[of_rows], begins[of_rows], ends[of_rows]
+            expert, start, last = experts[of_rows] - 1, starts[of_rows], ends[of_rows]
+            begin = lax.min(start + (of_rows - lax.div(start, own) - expert) * own, last)
+            end = lax.min(begin + own, last)
             # Places without an expert get zeros, and tiles that don't exist store nothing.
             num_steps = jnp.where((expert < num_experts) & (begin < end), jnp.int32(plan.num_steps), jnp.int32(0))
             row, real = lax.div(begin, COPY_ROWS) * COPY_ROWS, lax.min(expert, num_experts - 1)

@@ -43,8 +43,8 @@ def group_by_expert(experts: jax.Array, num_experts: int, is_token: jax.Array | 
         return sort_by_expert(experts, num_experts, is_token)
     num_rows = rows_of_tiles(num_places, num_experts)
     by_place, by_tile = num_places, most_tiles(num_places, num_experts, num_rows)
-    sizes = by_place, by_place, num_experts, by_place, by_tile, by_tile, by_tile
-    tokens, of_place, counts, place_of, *tiles = pl.pallas_call(
+    sizes = by_place, by_place, num_experts, num_experts + 1, by_place, by_tile, by_tile, by_tile
+    tokens, of_place, counts, starts, place_of, *tiles = pl.pallas_call(
         functools.partial(_kernel, num_choices=num_choices, num_experts=num_experts, num_rows=num_rows),
         out_shape=tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes),
         grid=(num_experts + 1,),
@@ -52,11 +52,22 @@ def group_by_expert(experts: jax.Array, num_experts: int, is_token: jax.Array | 
         interpret=interpret,
         name="group_by_expert",
     )(experts.reshape(-1), *([] if is_token is None else [is_token.astype(jnp.int32)]))
-    return Groups(tokens, of_place, counts, place_of.reshape(num_tokens, num_choices), RowTiles(*tiles), num_rows)
+    places = place_of.reshape(num_tokens, num_choices)
+    return Groups(tokens, of_place, counts, places, RowTiles(*tiles), starts, num_rows)
 
 
 def _kernel(choices_ref: Any, *refs: Any, num_choices: int, num_experts: int, num_rows: int) -> None:
-    *is_token_refs, tokens_ref, of_place_ref, counts_ref, place_of_ref, experts_ref, begins_ref, ends_ref = refs
+    (
+        *is_token_refs,
+        tokens_ref,
+        of_place_ref,
+        counts_ref,
+        starts_ref,
+        place_of_ref,
+        experts_ref,
+        begins_ref,
+        ends_ref,
+    ) = refs
     (num_places,) = choices_ref.shape
     expert = pl.program_id(0)
     chunk = min(pl.next_power_of_2(num_places), _CHUNK)
@@ -89,6 +100,7 @@ def _kernel(choices_ref: Any, *refs: Any, num_choices: int, num_experts: int, nu
         return begin + _count(is_mine)
 
     lax.fori_loop(0, num_chunks, place, begin)
+    starts_ref[expert] = begin
 
     @pl.when(expert < num_experts)
     def _() -> None:

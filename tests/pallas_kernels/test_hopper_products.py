@@ -165,6 +165,16 @@ def test_rows_in_16_bits_are_multiplied_with_their_experts_and_gated(
     assert not np.asarray(found, np.float64)[np.asarray(groups.experts) == len(sizes)].any()
 
 
+@pytest.mark.parametrize("sizes", [(123, 0, 70, 259), (0, 0, 8), (1, 247, 248, 249, 496)])
+def test_tiles_hold_every_place_once_and_one_expert_each(sizes: tuple[int, ...]) -> None:
+    groups, own = groups_of(sizes), of_experts._own_rows(2)
+    held = []
+    for tile, (after, start, last) in enumerate(zip(*map(np.asarray, of_experts._tiles(groups, own)), strict=True)):
+        begin = min(start + (tile - start // own - (after - 1)) * own, last)  # as `_kernel` has it
+        held += [(place, after - 1) for place in range(begin, min(begin + own, last))]
+    assert held == list(enumerate(np.asarray(groups.experts).tolist()))
+
+
 def described(shape: tuple[int, ...], group: int, block_outputs: int) -> ScaledMatrix:
     numbers: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(FLOAT8))
     scale: Any = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // group), jnp.float32)

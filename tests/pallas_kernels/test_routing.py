@@ -25,7 +25,7 @@ from pallas_kernels import (
     grouped_product,
     products_with_shared,
 )
-from pallas_kernels.experts import ACTIVATIONS, row_tiles
+from pallas_kernels.experts import ACTIVATIONS, row_tiles, starts_of
 from tests.grids import count, daily
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.test_dispatch import on_an_h100
@@ -151,6 +151,7 @@ CHOICES = {
 def assert_equal_groups(found: Groups, right: Groups) -> None:
     for name in ("tokens", "experts", "sizes", "place_of"):
         np.testing.assert_array_equal(getattr(found, name), getattr(right, name), err_msg=name)
+    np.testing.assert_array_equal(starts_of(found), starts_of(right))
 
 
 # By day every second choice has padding, by night each has.
