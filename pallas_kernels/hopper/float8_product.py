@@ -15,18 +15,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.hopper.common import gpu_kernel, refuse_device
+from pallas_kernels.hopper.common import refuse_device
 from pallas_kernels.hopper.product_tiles import (
     BLOCK_ROWS,
-    NUM_CONSUMERS,
     PIECE,
     TILE_OUTPUTS,
     Plan,
     Refs,
     Tile,
     Visit,
+    launch,
     run,
-    scratch,
 )
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.scaled import ROW_GROUP, ScaledMatrix, ScaledRows
@@ -75,18 +74,10 @@ def _product_of_many(rows: ScaledRows, weights: ScaledMatrix, dtype: Any, interp
         **of_weights(weights),
     )
     scale = weights.scale if plan.weight_group else weights.scale.reshape(-1)
-    product: jax.Array = gpu_kernel(
-        functools.partial(_kernel, plan=plan),
-        name="float8_product_of_many",
-        out_type=jax.ShapeDtypeStruct((len(rows), weights.num_outputs), dtype),
-        scratch_types=scratch(plan),
-        grid=(plan.num_programs,),
-        grid_names=("program",),
-        num_warpgroups=NUM_CONSUMERS + 1,
-        warpgroup_name="warpgroup",
-        interpret=interpret,
-        reduction_scratch_bytes=0,
-    )(rows.numbers, weights.numbers, rows.scale, scale)
+    shape = len(rows), weights.num_outputs
+    product: jax.Array = launch(plan, "float8_product_of_many", shape, _kernel)(
+        rows.numbers, weights.numbers, rows.scale, scale
+    )
     return product
 
 

@@ -15,19 +15,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.experts import Groups, product_dtype, result_dtype, starts_of
-from pallas_kernels.hopper.common import COPY_ROWS, WGMMA_ROWS, gpu_kernel, refuse_device
+from pallas_kernels.hopper.common import COPY_ROWS, WGMMA_ROWS, refuse_device
 from pallas_kernels.hopper.float8_product import of_weights, refuse_weights
 from pallas_kernels.hopper.product_tiles import (
     BLOCK_ROWS,
-    NUM_CONSUMERS,
     STEP_BYTES,
     TILE_OUTPUTS,
     Plan,
     Refs,
     Tile,
     Visit,
+    launch,
     run,
-    scratch,
 )
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 from pallas_kernels.target import target_device
@@ -149,19 +148,8 @@ def _launched(
     if interpret:  # TMA leaves out what lies after the last row
         rows = jnp.pad(rows, ((0, plan.tile_rows), (0, 0)))
         scales = (*(jnp.pad(each, ((0, 0), (0, plan.tile_rows))) for each in scales[:1]), *scales[1:])
-    product: jax.Array = gpu_kernel(
-        functools.partial(_kernel, plan=plan),
-        name=f"{name}_of_many",
-        out_type=jax.ShapeDtypeStruct((groups.num_places, width * plan.results), dtype),
-        scratch_types=scratch(plan),
-        grid=(plan.num_programs,),
-        grid_names=("program",),
-        num_warpgroups=NUM_CONSUMERS + 1,
-        warpgroup_name="warpgroup",
-        interpret=interpret,
-        approx_math=True,
-        reduction_scratch_bytes=0,
-    )(rows, weights, *tiles, *scales)
+    shape = groups.num_places, width * plan.results
+    product: jax.Array = launch(plan, f"{name}_of_many", shape, _kernel)(rows, weights, *tiles, *scales)
     return product
 
 

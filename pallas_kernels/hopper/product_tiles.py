@@ -22,7 +22,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import WGMMA_ROWS, in_layout, load_vector, matmul, on_one_warp, operand, store_plain
+from pallas_kernels.hopper.common import (
+    WGMMA_ROWS,
+    gpu_kernel,
+    in_layout,
+    load_vector,
+    matmul,
+    on_one_warp,
+    operand,
+    store_plain,
+)
 from pallas_kernels.scaled import ROW_GROUP
 
 NUM_CONSUMERS = 2
@@ -36,7 +45,7 @@ _REGISTERS = 40, 232  # of a thread of the producer, and of a consumer: 504 in a
 _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 Sums: TypeAlias = tuple[jax.Array, ...]  # of a block: `[64, n]` float32 for each piece of the outputs
-# What becomes of a block's sums: the values to write, from the tile's first place in a row of the results on.
+# Makes the results of a block's sums.
 Unit: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
@@ -141,7 +150,24 @@ class Refs:
     """`staging` whose rows can be copied one by one. None if no tile is cut."""
 
 
-def scratch(plan: Plan) -> dict[str, Any]:
+def launch(plan: Plan, name: str, shape: tuple[int, int], body: Callable[..., None]) -> Callable[..., Any]:
+    """A function of the kernel's arguments. `body` gets these, the results `shape`, `plan`, and what `Refs` needs."""
+    return gpu_kernel(
+        functools.partial(body, plan=plan),
+        name=name,
+        out_type=jax.ShapeDtypeStruct(shape, plan.dtype),
+        scratch_types=_scratch(plan),
+        grid=(plan.num_programs,),
+        grid_names=("program",),
+        num_warpgroups=NUM_CONSUMERS + 1,
+        warpgroup_name="warpgroup",
+        interpret=plan.interpret,
+        approx_math=True,
+        reduction_scratch_bytes=0,
+    )
+
+
+def _scratch(plan: Plan) -> dict[str, Any]:
     """The types of the memory of `Refs` that is shared memory."""
     stages, blocks = plan.num_stages, plan.num_blocks
     results = (NUM_CONSUMERS, WGMMA_ROWS, plan.staged_columns), plan.dtype
