@@ -32,9 +32,13 @@ from pallas_kernels.scaled import ScaledMatrix, ScaledRows
 from pallas_kernels.target import target_device
 from pallas_kernels.triton import grouped_float8_product as triton_float8
 from pallas_kernels.triton import grouped_product as triton
+from pallas_kernels.triton.gather_rows import gather_rows
 
 # Rows of an expert on average from which on Triton's tiles have 128 rows. Not measured.
 LEAST_AVERAGE = WGMMA_ROWS + 1
+# With fewer outputs rows of 16 bits take longer to gather, at a copy's bandwidth, than their products are expected to
+# gain, by 0.45 and 0.68 of 788 TFLOP/s. Not measured.
+LEAST_OUTPUTS = 512
 _TANH = 2 * math.sqrt(2 / math.pi)  # of gelu's approximation
 
 
@@ -50,7 +54,7 @@ def refuse_gated_product(x: jax.Array, groups: Groups, weights: jax.Array) -> st
 
 def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
     """See `backend.GroupedProduct`."""
-    if _are_few(groups) or not _has_tiles(weights):
+    if _are_few(groups) or not _has_tiles(weights, of_tokens):
         return triton.grouped_product(x, groups, weights, of_tokens, interpret)
     return _product_of_many(x, groups, weights, None, of_tokens, interpret)
 
@@ -59,7 +63,7 @@ def gated_product(
     x: jax.Array, groups: Groups, weights: jax.Array, activation: str, of_tokens: bool, interpret: bool
 ) -> jax.Array:
     """See `backend.GatedProduct`."""
-    if _are_few(groups) or not _has_tiles(weights):
+    if _are_few(groups) or not _has_tiles(weights, of_tokens):
         return triton.gated_product(x, groups, weights, activation, of_tokens, interpret)
     return _product_of_many(x, groups, weights, activation, of_tokens, interpret)
 
@@ -77,10 +81,11 @@ def _are_few(groups: Groups) -> bool:
     return groups.num_places < LEAST_AVERAGE * groups.num_experts or groups.num_places % COPY_ROWS != 0
 
 
-def _has_tiles(weights: jax.Array) -> bool:
+def _has_tiles(weights: jax.Array, of_tokens: bool) -> bool:
     _, num_outputs, num_inputs = weights.shape
-    itemsize = weights.dtype.itemsize
-    return itemsize == 2 and num_outputs % TILE_OUTPUTS == 0 and num_inputs * itemsize % STEP_BYTES == 0
+    if weights.dtype.itemsize != 2 or num_outputs % TILE_OUTPUTS or num_inputs * 2 % STEP_BYTES:
+        return False
+    return num_outputs >= LEAST_OUTPUTS or not of_tokens
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "of_tokens", "interpret"))
@@ -89,10 +94,12 @@ def _product_of_many(
 ) -> jax.Array:
     dtype = result_dtype(x, weights)
     rows = x.astype(product_dtype(x, weights))
+    if of_tokens:
+        rows, _ = gather_rows(rows, None, groups, interpret)
     return _launched(
         "grouped_product" if activation is None else "gated_product",
         groups,
-        rows.at[groups.tokens].get(mode="promise_in_bounds") if of_tokens else rows,
+        rows,
         weights,
         num_steps=weights.shape[2] * weights.dtype.itemsize // STEP_BYTES,
         operands=weights.dtype,
@@ -109,8 +116,9 @@ def _float8_product_of_many(
     sizes = of_weights(weights)
     numbers, scale = rows.numbers, rows.scale
     if of_tokens:
-        numbers = numbers.at[groups.tokens].get(mode="promise_in_bounds")
-        scale = scale.at[:, groups.tokens].get(mode="promise_in_bounds")
+        numbers, of_places = gather_rows(numbers, scale, groups, interpret)
+        assert of_places is not None
+        scale = of_places
     w_scale = weights.scale if sizes["weight_group"] else weights.scale[..., 0]
     return _launched(
         "grouped_float8_product", groups, numbers, weights.numbers, scale, w_scale,

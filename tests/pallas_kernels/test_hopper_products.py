@@ -27,6 +27,7 @@ from pallas_kernels.experts import ACTIVATIONS, sort_by_expert
 from pallas_kernels.hopper import float8_product as of_matrix
 from pallas_kernels.hopper import grouped_product as of_experts
 from pallas_kernels.scaled import rounded_rows
+from pallas_kernels.triton.gather_rows import gather_rows
 from tests.grids import daily
 from tests.pallas_kernels.lower_everything import on_a_device
 from tests.pallas_kernels.test_hopper_extend import assert_no_races, interpreted
@@ -145,6 +146,7 @@ def test_rows_in_16_bits_are_multiplied_with_their_experts_and_gated(
     sizes: tuple[int, ...], num_inputs: int, activation: str | None, dtype: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(of_experts, "LEAST_AVERAGE", 1)
+    monkeypatch.setattr(of_experts, "LEAST_OUTPUTS", 256)
     groups = groups_of(sizes)
     is_gated = activation is not None
     x = rows_of(groups.num_tokens if is_gated else groups.num_places, num_inputs).astype(dtype)
@@ -173,6 +175,21 @@ def test_tiles_hold_every_place_once_and_one_expert_each(sizes: tuple[int, ...])
         begin = min(start + (tile - start // own - (after - 1)) * own, last)  # as `_kernel` has it
         held += [(place, after - 1) for place in range(begin, min(begin + own, last))]
     assert held == list(enumerate(np.asarray(groups.experts).tolist()))
+
+
+@pytest.mark.parametrize("in_float8", [False, True])
+def test_rows_of_tokens_are_copied_to_the_places_that_have_an_expert(in_float8: bool) -> None:
+    groups = groups_of((5, 0, 12))
+    x = rows_of(groups.num_tokens, 384)
+    rounded = rounded_rows(x)
+    rows, scale = (rounded.numbers, rounded.scale) if in_float8 else (x, None)
+    found, of_places = gather_rows(rows, scale, groups, interpret=True)
+    real = np.asarray(groups.experts) < 3
+    assert found.dtype == rows.dtype and real.sum() == 17 < groups.num_places
+    tokens = np.asarray(groups.tokens)[real]
+    np.testing.assert_array_equal(np.asarray(found, np.float32)[real], np.asarray(rows, np.float32)[tokens])
+    if scale is not None:
+        np.testing.assert_array_equal(np.asarray(of_places)[:, real], np.asarray(scale)[:, tokens])
 
 
 def described(shape: tuple[int, ...], group: int, block_outputs: int) -> ScaledMatrix:

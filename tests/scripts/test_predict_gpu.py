@@ -268,7 +268,7 @@ def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
         assert line["forecast_us"] > line["step_us"] > line["floor_us"]
         if "decode 256" in line["step"] or "extend" in line["step"]:  # small batches add up parts, of products too
             widens = "extend" in line["step"] and "-awq" in line["step"]  # 4 a layer
-            more = {"qwen3-30b-a3b": 8, "qwen3-30b-a3b-awq": 8, "qwen3-30b-a3b-fp8": 12}  # experts
+            more = {"qwen3-30b-a3b": 8, "qwen3-30b-a3b-awq": 8, "qwen3-30b-a3b-fp8": 11}  # experts
             more |= {"deepseek-v2-lite": 9, "qwen3.5-9b": 12, "gpt-oss-20b": 6}  # latents, states, experts of 4 bits
             assert line["small_per_layer"] <= more.get(line["step"].split()[0], 9 if widens else 5)
     assert {line["chip"] for line in told["steps"]} == set(CHIPS)

@@ -28,6 +28,7 @@ OUR_NAMES = (
     "float8_rows",
     "choose_experts",
     "group_by_expert",
+    "gather_rows",
     "absorb_and_store",
     "delta_",
     "merge_",
