@@ -39,8 +39,8 @@ STEP_BYTES = 128
 BLOCK_ROWS = NUM_CONSUMERS * WGMMA_ROWS
 TILE_OUTPUTS = 128
 PIECE = 64  # outputs whose scales are equal, if weights have scales of groups
-# What 227 KiB of shared memory hold of tiles of one block of rows or two, next to results, which cut tiles have twice.
-_STAGES, _STAGES_OF_CUT = {1: 6, 2: 4}, {1: 5, 2: 3}
+# What 227 KiB of shared memory hold of tiles of one block of rows or two: steps ahead, and pieces of results.
+_STAGES, _BUFFERS = {1: 5, 2: 3}, {1: 2, 2: 4}
 _REGISTERS = 40, 232  # of a thread of the producer, and of a consumer: 504 in all, three times what each starts with
 _ROWS, _COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -90,7 +90,12 @@ class Plan:
     @property
     def num_stages(self) -> int:
         """Steps that are kept in shared memory."""
-        return (_STAGES_OF_CUT if self.cuts_rows else _STAGES)[self.num_blocks]
+        return _STAGES[self.num_blocks]
+
+    @property
+    def num_buffers(self) -> int:
+        """Pieces of a warpgroup's results that may be on their way out: all of a tile, if there is room."""
+        return 3 if self.cuts_rows and self.has_scales and self.num_blocks == 2 else _BUFFERS[self.num_blocks]
 
     @property
     def tile_rows(self) -> int:
@@ -135,7 +140,7 @@ class Refs:
     w_tiles: Any
     """`[stages, 128, inputs of a step]`."""
     staging: Any
-    """`[consumers, 64, columns]`."""
+    """`[consumers, buffers, 64, columns]`."""
     arrived: Any
     """A barrier for each stage: its weights, its first block, and that block's scales are there."""
     free: Any
@@ -147,7 +152,7 @@ class Refs:
     arrived_too: Any = None
     """A barrier for each stage: the other block and its scales are there. None if a tile has one block."""
     plain_staging: Any = None
-    """`staging` whose rows can be copied one by one. None if no tile is cut."""
+    """`[consumers, 64, columns]`, whose rows can be copied one by one. None if no tile is cut."""
 
 
 def launch(plan: Plan, name: str, shape: tuple[int, int], body: Callable[..., None]) -> Callable[..., Any]:
@@ -170,19 +175,19 @@ def launch(plan: Plan, name: str, shape: tuple[int, int], body: Callable[..., No
 def _scratch(plan: Plan) -> dict[str, Any]:
     """The types of the memory of `Refs` that is shared memory."""
     stages, blocks = plan.num_stages, plan.num_blocks
-    results = (NUM_CONSUMERS, WGMMA_ROWS, plan.staged_columns), plan.dtype
+    staging = NUM_CONSUMERS, plan.num_buffers, WGMMA_ROWS, plan.staged_columns
     of_rows, of_weights = 1 + plan.has_scales, 1 if plan.unit is None else 2  # copies
     memory = {
         "x_tiles": operand((stages, blocks, BLOCK_ROWS, plan.step_inputs), plan.operands),
         "w_tiles": operand((stages, TILE_OUTPUTS, plan.step_inputs), plan.operands),
-        "staging": operand(*results) if jnp.dtype(plan.dtype).itemsize == 2 else plgpu.SMEM(*results),
+        "staging": (operand if jnp.dtype(plan.dtype).itemsize == 2 else plgpu.SMEM)(staging, plan.dtype),
         "arrived": plgpu.Barrier(num_arrivals=of_weights + of_rows, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages),
     }
     if plan.has_scales:
         memory["x_scales"] = plgpu.SMEM((stages, blocks, BLOCK_ROWS), jnp.float32)
     if plan.cuts_rows:
-        memory["plain_staging"] = plgpu.SMEM(*results)
+        memory["plain_staging"] = plgpu.SMEM((NUM_CONSUMERS, WGMMA_ROWS, plan.staged_columns), plan.dtype)
     if blocks == 2:
         memory["arrived_too"] = plgpu.Barrier(num_arrivals=of_rows, num_barriers=stages)
     return memory
@@ -247,8 +252,7 @@ def _multiply_and_write(plan: Plan, refs: Refs, warpgroup: jax.Array, tile: Tile
 
     def with_blocks(num_blocks: int = plan.num_blocks) -> None:
         for block, sums in enumerate(_multiply(plan, refs, warpgroup, tile, done, num_blocks)):
-            row = tile.row + block * BLOCK_ROWS + warpgroup * WGMMA_ROWS
-            _write(plan, refs, warpgroup, tile, row, _finished(plan, tile, sums))
+            _write(plan, refs, warpgroup, tile, block, _finished(plan, tile, sums))
 
     if not plan.cuts_rows:
         with_blocks()
@@ -329,14 +333,15 @@ def _scaled(plan: Plan, tile: Tile, sums: Sums) -> Sums:
     return tuple(scaled)
 
 
-def _write(plan: Plan, refs: Refs, warpgroup: jax.Array, tile: Tile, row: jax.Array, sums: Sums) -> None:
-    """Write 64 rows, those of them that are the tile's, to their places from `row` on."""
+def _write(plan: Plan, refs: Refs, warpgroup: jax.Array, tile: Tile, block: int, results: Sums) -> None:
+    """Write this warpgroup's rows of a block, those of them that are the tile's, to their places."""
+    row = tile.row + block * BLOCK_ROWS + warpgroup * WGMMA_ROWS
     if not plan.cuts_rows:
-        _write_whole(plan, refs, warpgroup, tile, row, sums)
+        _write_whole(plan, refs, warpgroup, tile, block, row, results)
         return
     is_whole = (row >= tile.begin) & (row + WGMMA_ROWS <= tile.end)
-    pl.when(is_whole)(lambda: _write_whole(plan, refs, warpgroup, tile, row, sums))
-    pl.when(jnp.logical_not(is_whole))(lambda: _write_rows(plan, refs, warpgroup, tile, row, sums))
+    pl.when(is_whole)(lambda: _write_whole(plan, refs, warpgroup, tile, block, row, results))
+    pl.when(jnp.logical_not(is_whole))(lambda: _write_rows(plan, refs, warpgroup, tile, row, results))
 
 
 def _cut(plan: Plan, results: Sums, width: int) -> Iterator[tuple[int, jax.Array]]:
@@ -346,10 +351,14 @@ def _cut(plan: Plan, results: Sums, width: int) -> Iterator[tuple[int, jax.Array
         yield column, results[piece][:, first : first + width].astype(plan.dtype)
 
 
-def _write_whole(plan: Plan, refs: Refs, warpgroup: jax.Array, tile: Tile, row: jax.Array, sums: Sums) -> None:
-    staging, width = refs.staging.at[warpgroup], plan.staged_columns
-    for column, piece in _cut(plan, sums, width):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy before has read `staging`
+def _write_whole(
+    plan: Plan, refs: Refs, warpgroup: jax.Array, tile: Tile, block: int, row: jax.Array, results: Sums
+) -> None:
+    """The first piece of a tile waits until memory has all results of the tile before; its others follow each other."""
+    width = plan.staged_columns
+    for number, (column, piece) in enumerate(_cut(plan, results, width), block * (plan.results // width)):
+        plgpu.wait_smem_to_gmem(plan.num_buffers - 1 if number else 0, wait_read_only=True)
+        staging = refs.staging.at[warpgroup, number % plan.num_buffers]
         if piece.dtype.itemsize == 2:
             staging[...] = piece
         else:
@@ -359,12 +368,12 @@ def _write_whole(plan: Plan, refs: Refs, warpgroup: jax.Array, tile: Tile, row: 
         plgpu.copy_smem_to_gmem(staging, refs.out.at[pl.ds(row, WGMMA_ROWS), columns])
 
 
-def _write_rows(plan: Plan, refs: Refs, warpgroup: jax.Array, tile: Tile, row: jax.Array, sums: Sums) -> None:
+def _write_rows(plan: Plan, refs: Refs, warpgroup: jax.Array, tile: Tile, row: jax.Array, results: Sums) -> None:
     """TMA copies a fixed number of rows, so a count is put together from powers of two, the largest first."""
     first = lax.max(tile.begin - row, 0)
     count = lax.max(lax.min(tile.end - row, WGMMA_ROWS) - first, 0)
     staging, width = refs.plain_staging.at[warpgroup], plan.staged_columns
-    for column, piece in _cut(plan, sums, width):
+    for column, piece in _cut(plan, results, width):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         store_plain(staging, piece)
         plgpu.commit_smem()

@@ -178,6 +178,29 @@ def test_tiles_hold_every_place_once_and_one_expert_each(sizes: tuple[int, ...])
 
 
 @pytest.mark.parametrize("in_float8", [False, True])
+def test_prompts_of_a_mixture_are_lowered_to_these_kernels(in_float8: bool) -> None:
+    """4,096 tokens of Qwen3-30B-A3B, whose 128 experts get 256 rows each on average."""
+
+    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    groups = Groups(array(32_768), array(32_768), array(128), array(4096, 8))
+    x, weights = array(4096, 2048, dtype=jnp.bfloat16), array(128, 1536, 2048, dtype=jnp.bfloat16)
+
+    def of_float8(x: jax.Array, groups: Groups, weights: ScaledMatrix) -> jax.Array:
+        return grouped_float8_product(float8_rows(x), groups, weights, of_tokens=True)
+
+    def gated(x: jax.Array, groups: Groups, weights: jax.Array) -> jax.Array:
+        return gated_product(x, groups, weights, "silu", of_tokens=True)
+
+    function: Any = of_float8 if in_float8 else gated
+    with H200(132):
+        matrices: Any = described((128, 1536, 2048), 128, 128) if in_float8 else weights
+        text = jax.jit(function).trace(x, groups, matrices).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 1 and "stablehlo.gather" not in text
+
+
+@pytest.mark.parametrize("in_float8", [False, True])
 def test_rows_of_tokens_are_copied_to_the_places_that_have_an_expert(in_float8: bool) -> None:
     groups = groups_of((5, 0, 12))
     x = rows_of(groups.num_tokens, 384)
