@@ -106,13 +106,13 @@ class Matrix:
         """The rows `ids` of the first axis, clipped to it."""
         if self.packing and self.numbers.ndim == 2:
             numbers, scale, zero = self.packed.of_outputs(ids)
-            return replace(self, numbers=numbers, scale=scale, zero=zero, packing="")
+            return replace(self, numbers=numbers, scale=scale, zero=zero, packing="", block_outputs=1)
 
         def take(array: jax.Array) -> jax.Array:
             return array.at[ids].get(mode="clip")
 
         zero = None if self.zero is None else take(self.zero)
-        return replace(self, numbers=take(self.numbers), scale=take(self.scale), zero=zero)
+        return replace(self, numbers=take(self.numbers), scale=take(self.scale), zero=zero, block_outputs=1)
 
 
 Weights: TypeAlias = jax.Array | Matrix

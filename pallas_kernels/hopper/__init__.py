@@ -55,14 +55,15 @@ Each thread counts the completions that it waited for, so all waits for a barrie
 
 Barriers of the products (`product_tiles`), and why no wait lasts forever
 
-- `arrived[stages]` (3): the copies of a stage's weights, its first block of rows and their scales arrive; both
-  consumers wait. `arrived_too[stages]` (2): those of the other block.
-- `free[stages]` (2): both consumers arrive, after the stage's last product; the producer waits before it refills.
+- `arrived[stages]` (2 or 3): the copies of a stage's weights (gated ones come in two), of its first block of rows and
+  of their scales arrive; both consumers wait. `arrived_too[stages]` (1 or 2): those of the other block.
+- `free[stages]` (2): both consumers arrive, after the stage's last product; the producer waits before it refills, and
+  for the last stages before it ends.
 
-The three warpgroups walk over the same tiles in as many steps, which depend on sizes alone, and count stages on from
-one tile to the next. Each copy has a fixed size. The producer waits for consumers' progress on earlier steps only, and
-consumers for the producer's fill of this one; a tile's results leave through memory of its warpgroup alone. So no
-phase can drift, and at the end nothing is in flight but arrivals that nobody waits for.
+The three warpgroups walk over the same tiles in as many steps, which follow from sizes and the table of tiles, and
+count stages on from one tile to the next. Each copy has a fixed size, and a consumer whose rows a tile lacks waits and
+arrives all the same: no phase drifts. The producer waits for consumers' progress on earlier steps only, and consumers
+for the producer's fill of this one; a tile's results leave through memory of its warpgroup alone.
 """
 
 from typing import Any

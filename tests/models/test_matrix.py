@@ -266,3 +266,11 @@ def test_the_parts_of_a_quantized_matrix_are_sibling_parameters() -> None:
 def test_an_unquantized_matrix_is_its_parameter() -> None:
     layer = _Layer(None)
     assert layer.matrix("down") is layer.down[...]  # type: ignore[attr-defined]
+
+
+def test_rows_that_are_chosen_share_no_scales() -> None:
+    """Of a matrix of which each two outputs do."""
+    scale = jnp.repeat(jnp.arange(1, 4, dtype=jnp.float32), 2)[:, None]
+    matrix = Matrix(jnp.ones((6, 8), jnp.int8), scale, None, None, 8, block_outputs=2)
+    chosen = matrix.rows(jnp.array([1, 2, 5]))
+    assert chosen.block_outputs == 1 and chosen.scale[:, 0].tolist() == [1, 2, 3]

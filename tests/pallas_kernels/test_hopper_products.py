@@ -239,7 +239,8 @@ def test_few_rows_and_other_sizes_are_left_to_triton(
     monkeypatch.setattr(of_matrix, "_product_of_many", lambda *_: taken.append("mosaic"))
     monkeypatch.setattr("pallas_kernels.triton.float8_product.float8_product", lambda *_: taken.append("triton"))
     numbers: Any = jax.ShapeDtypeStruct((num_rows, 4096), jnp.dtype(FLOAT8))
-    rows = ScaledRows(numbers, jax.ShapeDtypeStruct((32, num_rows), jnp.float32), jnp.dtype("bfloat16"))  # type: ignore[arg-type]
+    scale: Any = jax.ShapeDtypeStruct((32, num_rows), jnp.float32)
+    rows = ScaledRows(numbers, scale, jnp.dtype("bfloat16"))
     with H200(132):
         float8_product(rows, matrix)
     assert taken == ["mosaic" if is_mosaics else "triton"]
