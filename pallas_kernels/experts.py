@@ -212,10 +212,8 @@ def row_tiles(groups: Groups, num_rows: int) -> tuple[RowTiles, jax.Array]:
     experts = groups.num_experts
     tiles = jax.lax.div(groups.sizes + (num_rows - 1), jnp.int32(num_rows))
     # What lies before each expert, and behind the last.
-    first_tile, first_place = (
-        jnp.sum(jnp.tri(experts + 1, experts, -1, dtype=jnp.int32) * tiles, axis=1),
-        starts_of(groups),
-    )
+    first_tile = jnp.sum(jnp.tri(experts + 1, experts, -1, dtype=jnp.int32) * tiles, axis=1)
+    first_place = starts_of(groups)
     index = jnp.arange(most_tiles(groups.num_places, experts, num_rows), dtype=jnp.int32)
     expert = jnp.sum(index[:, None] >= first_tile[1:], axis=1, dtype=jnp.int32)
     end = jnp.append(first_place[1:], groups.num_places)[expert]

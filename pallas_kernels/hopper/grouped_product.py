@@ -8,6 +8,7 @@ expert before, and end with some of the next one's, which it doesn't write.
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -39,7 +40,11 @@ LEAST_AVERAGE = WGMMA_ROWS + 1
 # With fewer outputs rows of 16 bits take longer to gather, at a copy's bandwidth, than their products are expected to
 # gain, by 0.45 and 0.68 of 788 TFLOP/s. Not measured.
 LEAST_OUTPUTS = 512
-_TANH = 2 * math.sqrt(2 / math.pi)  # of gelu's approximation
+# Both of `ACTIVATIONS` are the gate times a sigmoid of this: tanh(u) = 2 sigmoid(2 u) - 1.
+_IN_SIGMOID: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": lambda gate: gate,
+    "gelu_tanh": lambda gate: gate * (2 * math.sqrt(2 / math.pi) * (1 + 0.044715 * gate * gate)),
+}
 
 
 def refuse_grouped_product(x: jax.Array, groups: Groups, weights: jax.Array) -> str | None:
@@ -130,9 +135,7 @@ def _unit(activation: str, dtype: Any, total: jax.Array) -> jax.Array:
     """activation(gate) * up of sums `[64, 128]`, rounded first, as the results of a product would be."""
     half = TILE_OUTPUTS // 2
     gate, up = (side.astype(dtype).astype(jnp.float32) for side in (total[:, :half], total[:, half:]))
-    # Both are the gate times a sigmoid: tanh(u) = 2 sigmoid(2 u) - 1.
-    inner = {"silu": lambda: gate, "gelu_tanh": lambda: gate * (_TANH * (1 + 0.044715 * gate * gate))}[activation]()
-    return gate / (1.0 + jnp.exp(-inner)) * up
+    return gate / (1.0 + jnp.exp(-_IN_SIGMOID[activation](gate))) * up
 
 
 def _launched(

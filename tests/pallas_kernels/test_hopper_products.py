@@ -244,3 +244,25 @@ def test_few_rows_and_other_sizes_are_left_to_triton(
     with H200(132):
         float8_product(rows, matrix)
     assert taken == ["mosaic" if is_mosaics else "triton"]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_outputs", "is_mosaics"),
+    [(4096, 1536, True), (1040, 1536, True), (1024, 1536, False), (4096, 384, False), (4096, 1504, False)],
+)
+def test_few_rows_of_an_expert_and_narrow_parts_are_left_to_triton(
+    num_tokens: int, num_outputs: int, is_mosaics: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 128 experts, of which each token chooses eight."""
+    taken = []
+    monkeypatch.setattr(of_experts, "_product_of_many", lambda *_: taken.append("mosaic"))
+    monkeypatch.setattr("pallas_kernels.triton.grouped_product.gated_product", lambda *_: taken.append("triton"))
+
+    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    places = array(8 * num_tokens)
+    x, weights = array(num_tokens, 2048, dtype=jnp.bfloat16), array(128, num_outputs, 2048, dtype=jnp.bfloat16)
+    with H200(132):
+        gated_product(x, Groups(places, places, array(128), array(num_tokens, 8)), weights, "silu", of_tokens=True)
+    assert taken == ["mosaic" if is_mosaics else "triton"]

@@ -339,6 +339,18 @@ def test_weights_with_scales_of_groups_are_predicted_next_to_bfloat16() -> None:
             assert all(each["bytes_written"] < matrix for each in report["listed"])  # nothing is widened in memory
 
 
+def test_only_a_hopper_is_forecast_with_its_own_products_of_many_rows() -> None:
+    """An A100's products with experts are Triton's, at 0.45 of its FLOPs, in steps that were compiled for an H200."""
+    results = [
+        each for each in json.loads(KEPT.read_text())["results"] if each["program"].startswith("deepseek-v2-lite")
+    ]
+    over_the_ceilings = {}
+    for chip in ("h200", "a100"):
+        (found,) = (each for each in steps_on(CHIPS[chip], results, 1024) if "extend" in each["step"])
+        over_the_ceilings[chip] = found["forecast_us"] / found["step_us"]
+    assert over_the_ceilings["h200"] < 1.3 and over_the_ceilings["a100"] > 1.5
+
+
 def test_the_kept_steps_of_eight_devices_exchange_two_sums_a_layer_and_logits_once() -> None:
     results = json.loads(KEPT.with_name("compiled_steps_tp8.json").read_text())["results"]
     assert {"qwen3-8b-tp8", "qwen3-30b-a3b-tp8", "qwen3-235b-a22b-tp8"} <= {

@@ -60,10 +60,11 @@ class Chip:
 
 
 def _gpu(name: str, bytes_per_s: float, flops_per_s: float, cores: int, gb: float, source: str, *backends: str) -> Chip:
-    assumed = dataclasses.replace(ASSUMED, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, num_slots=2 * cores)
-    return Chip(
-        name, assumed, gb * 1e9, backends, source, converts=("fp8", "awq") if "mosaic_gpu" in backends else ("awq",)
+    is_hopper = "mosaic_gpu" in backends
+    assumed = dataclasses.replace(
+        ASSUMED, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, num_slots=2 * cores, is_hopper=is_hopper
     )
+    return Chip(name, assumed, gb * 1e9, backends, source, converts=("fp8", "awq") if is_hopper else ("awq",))
 
 
 def _tpu(name: str, bytes_per_s: float, flops_per_s: float, gb: float, source: str) -> Chip:

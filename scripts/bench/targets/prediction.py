@@ -41,6 +41,7 @@ class Assumed:
     float8_bytes_share: float = 1.0
     many_float8_share: float = 2.0
     many_experts_share: float = 1.0
+    is_hopper: bool = True
     expert_bytes_share: float = 1.0
     expert_flops_share: float = 1.0
     expert_float8_share: float = 2.0
@@ -72,6 +73,7 @@ SOURCES = {
     "many_float8_share": "of flops_per_s, in those of many rows by Hopper's own kernel: twice the rate of bfloat16",
     "many_experts_share": "of what a product with one matrix reaches, in products of many rows of experts by Hopper's "
     "own kernel: the model takes all of it",
+    "is_hopper": "whether products of many rows are Hopper's own kernels; else they are forecast as those of few",
     "expert_bytes_share": "of bytes_per_s that products of experts reach: the model takes all of it",
     "expert_flops_share": "of flops_per_s that products of experts reach: the model takes all of it",
     "expert_float8_share": "of flops_per_s, in products of experts of float8 with float8: twice the rate of bfloat16",
@@ -370,7 +372,7 @@ def _experts_us(batch: Batch, facts: dict[str, int], kernel: dict[str, Any], ass
     of_experts = kernel["bytes_read"] - shared
     in_float8 = kernel["kind"] in FLOAT8_EXPERTS
     of_bytes, of_flops = _expert_shares(in_float8, assumed)
-    if kernel["kind"].endswith("experts of many"):
+    if kernel["kind"].endswith("experts of many") and assumed.is_hopper:
         of_flops = assumed.many_experts_share * (assumed.many_float8_share if in_float8 else assumed.product_share)
     is_packed = kernel["kind"] == "packed experts"
     weight_bytes = facts["expert_bytes"] / facts["expert_weights"] if is_packed else facts["weight_itemsize"]
