@@ -1,7 +1,10 @@
 """Where a process stands: the stacks of its threads at a signal or a crash, and of its asyncio tasks on request.
 
-Both processes call `dump_at_signals` first of all. `kill -USR1 PID` then shows what a process does, even one that hangs
-inside native code: Python's fault handler writes the stacks without running Python. The watchdog uses both ways.
+Both processes call `dump_at_signals` first of all. `kill -USR1 PID` then shows what a process does: its main thread's
+stack even while that thread hangs inside native code, for Python's fault handler writes it without running Python, and
+those of all threads as soon as the main thread runs Python again. `kill -USR2 PID` is for a process that hangs for
+good: the fault handler writes the stacks of all threads at once. It walks their frames while they run on, which ends a
+busy process now and then (seen with CPython 3.11.7). The watchdog uses both ways.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import contextlib
 import faulthandler
 import gc
 import io
+import logging
+import queue
 import signal
 import sys
 import threading
@@ -20,16 +25,30 @@ from collections.abc import Iterator
 from typing import Any
 
 DUMP_SIGNAL = signal.SIGUSR1
+LAST_DUMP_SIGNAL = signal.SIGUSR2  # may end a process that doesn't hang
 MAX_SHOWN = 30  # different stacks of tasks
+
+logger = logging.getLogger(__name__)
 
 
 def dump_at_signals(crashes_fd: int = 2) -> None:
-    """Writes the stacks of all threads to standard error at `DUMP_SIGNAL`, and to `crashes_fd` at a crash.
+    """Writes the stacks of all threads to standard error at either signal, and to `crashes_fd` at a crash.
 
     Must be called in the main thread.
     """
     faulthandler.enable(crashes_fd)
-    faulthandler.register(DUMP_SIGNAL, 2, all_threads=True)
+    asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # may be put to in the middle of anything
+    signal.signal(DUMP_SIGNAL, lambda number, frame: asked.put(None))
+    faulthandler.register(DUMP_SIGNAL, 2, all_threads=False, chain=True)
+    faulthandler.register(LAST_DUMP_SIGNAL, 2, all_threads=True)
+    threading.Thread(target=_log_when_asked, args=[asked], name="stacks", daemon=True).start()
+
+
+def _log_when_asked(asked: queue.SimpleQueue[None]) -> None:
+    """Logs the stacks of all threads once for each item. A signal handler may not: a lock may be held where it runs."""
+    while True:
+        asked.get()
+        logger.error("stacks of all threads:\n%s", of_threads())
 
 
 def of_threads() -> str:

@@ -170,8 +170,11 @@ class EngineLink:
     def kill(self) -> None:
         """Ends the engine process at once, if this process owns it."""
 
-    def dump_stacks(self) -> None:
-        """Has the engine process write the stacks of its threads to its log, if this process owns it."""
+    def dump_stacks(self, last: bool = False) -> None:
+        """Has the engine process log the stacks of its threads, if this process owns it.
+
+        The `last` ones, of a process that is about to be ended, come even if it hangs in native code, and may crash it.
+        """
 
     @property
     def line(self) -> int:

@@ -25,7 +25,7 @@ from jaxsgl.frontend.engines.link import EngineLink
 from jaxsgl.ipc import Endpoints, EngineLaunch
 from jaxsgl.logs import LogStyle
 from jaxsgl.messages.orders import Shutdown
-from jaxsgl.stacks import DUMP_SIGNAL
+from jaxsgl.stacks import DUMP_SIGNAL, LAST_DUMP_SIGNAL
 
 ENGINE_COMMAND = (sys.executable, "-m", "jaxsgl.engine_process")
 FINAL_MESSAGE_S = 0.2  # the final message of a process that has ended may still be on its way
@@ -139,12 +139,12 @@ class OwnedEngine(EngineLink):
         if self._endpoints is not None:
             self._endpoints.remove()
 
-    def dump_stacks(self) -> None:
-        """Has the process write the stacks of its threads to its log, even if it hangs."""
+    def dump_stacks(self, last: bool = False) -> None:
+        """Has the process log the stacks of its threads."""
         if self._process is not None:
             logger.error("the engine process %d writes its stacks", self._process.pid)
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(DUMP_SIGNAL)
+                self._process.send_signal(LAST_DUMP_SIGNAL if last else DUMP_SIGNAL)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Waits for the process's end, which is the engine's death unless the engine has reported it before."""

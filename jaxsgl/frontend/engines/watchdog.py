@@ -64,7 +64,7 @@ class Watchdog:
             reason = None if self._keep_alive else self._problem(PATIENCE * self._limit_s)
             if reason is not None:
                 logger.error("%s: ending it and %d open calls", reason, self._engine.num_open)
-                self._dump_stacks()
+                self._dump_stacks(last=True)
                 await asyncio.sleep(self.dump_s)
                 return reason
 
@@ -106,9 +106,9 @@ class Watchdog:
             logger.info("the engine works again")
         await report()
 
-    def _dump_stacks(self) -> None:
+    def _dump_stacks(self, last: bool = False) -> None:
         """Logs where this process stands, and has the engine do so."""
-        self._engine.dump_stacks()
+        self._engine.dump_stacks(last)
         logger.error("stacks of the server process:\n%s%s", stacks.of_threads(), stacks.of_tasks())
 
 

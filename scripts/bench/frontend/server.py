@@ -21,8 +21,8 @@ from bench.frontend.plan import Plan, write_whole
 from jaxsgl.serve import run
 
 PERIOD_S = 0.004  # seconds of processor time between samples; Linux's clock for it is no finer
-START = signal.SIGUSR1
-STOP = signal.SIGUSR2
+START = signal.SIGRTMIN  # the server has others for stacks
+STOP = signal.SIGRTMIN + 1
 
 
 class SamplingProfile:
