@@ -38,6 +38,8 @@ GATEWAY_FLAGS = (
     "--retry-initial-backoff-ms", "250",
     # By default a worker with four requests and no token for 3 s counts as stuck: a busy machine may take as long.
     "--worker-wedge-secs", "30",
+    # By default a worker with eight requests that wait gets no new ones while another has fewer, even a dead one.
+    "--disable-worker-overload-protection",
     # By default some requests go to workers that know few prefixes, wherever the request's prefix is.
     "--worker-warmup-secs", "0", "--worker-warmup-divert-every", "0",
 )  # fmt: skip
