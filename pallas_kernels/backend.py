@@ -279,7 +279,7 @@ class OrderedProduct(Protocol):
 
 
 class DeltaDecode(Protocol):
-    """The delta rule for one token of each sequence, on one backend."""
+    """The delta rule, or that of Mamba-2, for one token of each sequence, on one backend."""
 
     def __call__(
         self,
@@ -292,12 +292,13 @@ class DeltaDecode(Protocol):
         place: jax.Array,
         has_state: jax.Array,
         kept_to: jax.Array,
+        corrects: bool,
         interpret: bool,
     ) -> tuple[jax.Array, jax.Array]:
         """q and k `[S, K, h]`, v `[S, K, r, v]`, decay and beta `[S, K, r]`, states `[P, K, r, h, v]`, all float32.
 
         Returns what is read, as v, and the states: those at place `[S]` (zeros unless has_state `[S]`) after the token,
-        also at kept_to `[S]` where that is not -1.
+        also at kept_to `[S]` where that is not -1. What a state writes is v less what it reads at k if that `corrects`.
         """
         ...
 
@@ -321,9 +322,6 @@ class DeltaStep(Protocol):
         token, also at kept_to `[S]` where that is not -1.
         """
         ...
-
-
-L2_EPS = 1e-6  # added to the sum of a head's squares, in q and k of the delta rule
 
 
 def refuse_nothing(*_arguments: object) -> str | None:

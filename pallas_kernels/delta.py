@@ -1,9 +1,10 @@
 """The gated delta rule over states that are kept between steps, and the convolution before it; in XLA, but for what a
-backend has of a decode.
+backend has of a decode. And Mamba-2, whose rule is the same without the correction.
 
 A state is a matrix `[h, v]` for each value head, and the last inputs of the convolution. For each token
 
-    S = a S;  S = S + k outer (b (v - S^T k));  out = rms_norm(S^T q) w silu(z)
+    S = a S;  S = S + k outer (b (v - S^T k));  out = rms_norm(S^T q) w silu(z)    of a gated delta-net
+    S = a S;  S = S + k outer (b v);            out = rms_norm((S^T q + d v) silu(z)) w    of Mamba-2
 
 `delta_decode` does that for one token of each sequence. `delta_extend` takes blocks of 64 tokens, in which a unit
 triangular system gives the corrected values of all tokens at once, and moves the state by one product a block. Blocks
@@ -14,21 +15,22 @@ mixed steps, take no block: all of them are decoded at once.
 Both read and write places of the kept arrays in place, if the program owns these. A sequence that begins at position 0
 begins with a state of zeros, whatever its place holds.
 
-Source: Yang et al., arXiv 2412.06464 (the chunked form).
+Sources: Yang et al., arXiv 2412.06464 (the chunked form); Dao and Gu, arXiv 2405.21060 (Mamba-2).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_kernels.backend import L2_EPS
-from pallas_kernels.delta_tokens import DeltaTokens
+from pallas_kernels.backend import DeltaDecode
+from pallas_kernels.delta_tokens import DeltaTokens, Heads, StateTokens
 from pallas_kernels.dispatch import choose_kernel_or_xla
+from pallas_kernels.target import target_device
 
 BLOCK = 64  # tokens
 _DIRECT = 8  # rows of a part that is inverted row by row
@@ -69,7 +71,7 @@ class Sequences(NamedTuple):
 
 
 def delta_decode(
-    tokens: DeltaTokens,
+    tokens: StateTokens,
     states: DeltaStates,
     positions: jax.Array,
     place: jax.Array,
@@ -84,84 +86,116 @@ def delta_decode(
     `backend` has the op, or is "auto" or "xla"; `interpret` runs a Pallas one in its interpreter. Raises `ValueError`
     for one that can't run here.
     """
-    kernel = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_step, backend, states.matrices, interpret=interpret
-    )
-    if kernel is not None:
-        to = jnp.full_like(place, -1) if kept_to is None else kept_to
-        out, *after = kernel(tokens, *states, positions, place, to, interpret)
-        return out, DeltaStates(*after)
+    to = jnp.full_like(place, -1) if kept_to is None else kept_to
+    rule = None
+    if isinstance(tokens, DeltaTokens):
+        kernel = choose_kernel_or_xla(
+            "delta_decode", lambda each: each.delta_step, backend, states.matrices, interpret=interpret
+        )
+        if kernel is not None:
+            out, *after = kernel(tokens, *states, positions, place, to, interpret)
+            return out, DeltaStates(*after)
+    else:
+        rule = _rule(states, backend, interpret)
     num_taps = tokens.taps.shape[-1]
     is_slot = _like_slots(positions[:, None] % num_taps == jnp.arange(num_taps))
     # All slots are written, so that XLA reads them before: it would copy the kept arrays.
     slots = jnp.where(is_slot, tokens.mixed.astype(jnp.float32)[:, None], states.inputs[place])
     window = _in_order(slots, positions[:, None] + jnp.arange(1 - num_taps, 1))
-    q, k, v = _heads((window * jnp.moveaxis(tokens.taps, -1, 0)).sum(axis=1), tokens)
-    states = states._replace(inputs=states.inputs.at[place].set(slots, mode="promise_in_bounds"))
-    heads = _Heads(q, k, v, tokens.log_decay, tokens.beta)
-    read, states = _decoded(heads, states, place, positions > 0, kept_to)
-    return tokens.gated(read), states
+    heads = tokens.heads((window * jnp.moveaxis(tokens.taps, -1, 0)).sum(axis=1))
+    inputs = states.inputs.at[place].set(slots, mode="promise_in_bounds")
+    if rule is None:
+        states = states._replace(inputs=inputs)
+        read, states = _decoded(heads, states, place, positions > 0, kept_to, tokens.corrects)
+    else:
+        read, matrices = rule(heads, states.matrices, place, positions > 0, to, tokens.corrects)
+        states = DeltaStates(matrices, inputs if kept_to is None else _copied(inputs, place, kept_to))
+    return tokens.gated(read, heads.v), states
 
 
-class _Heads(NamedTuple):
-    """What moves a state: q and k `[T, K, h]`, v `[T, K, r, v]`, log a and b `[T, K, r]`."""
+class _Rule(NamedTuple):
+    """A backend's rule for one token of each sequence."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    log_decay: jax.Array
-    beta: jax.Array
+    kernel: DeltaDecode
+    interpret: bool
+
+    def __call__(
+        self,
+        heads: Heads,
+        matrices: jax.Array,
+        place: jax.Array,
+        has_state: jax.Array,
+        kept_to: jax.Array,
+        corrects: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        each = heads.q, heads.k, heads.v, jnp.exp(heads.log_decay), heads.beta
+        return self.kernel(*each, matrices, place, has_state, kept_to, corrects, self.interpret)
+
+
+def _rule(states: DeltaStates, backend: str, interpret: bool) -> _Rule | None:
+    """The rule that `backend` has for these states; None: it is XLA's."""
+    kernel = choose_kernel_or_xla(
+        "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
+    )
+    return None if kernel is None else _Rule(kernel, interpret)
 
 
 def _decoded(
-    heads: _Heads, states: DeltaStates, place: jax.Array, has_state: jax.Array, kept_to: jax.Array | None
+    heads: Heads,
+    states: DeltaStates,
+    place: jax.Array,
+    has_state: jax.Array,
+    kept_to: jax.Array | None,
+    corrects: bool,
 ) -> tuple[jax.Array, DeltaStates]:
     """`delta_decode` of matrices in XLA; the inputs are those after the token, and are copied to `kept_to`, too."""
     state = _or_zeros(has_state, states.matrices[place]) * jnp.exp(heads.log_decay)[..., None, None]
     k, q = heads.k[:, :, None, :, None], heads.q[:, :, None, :, None]
-    change = (heads.v - (state * k).sum(axis=-2)) * heads.beta[..., None]
-    state = state + k * change[..., None, :]
+    values = heads.v - (state * k).sum(axis=-2) if corrects else heads.v
+    state = state + k * (values * heads.beta[..., None])[..., None, :]
     after = states._replace(matrices=states.matrices.at[place].set(state, mode="promise_in_bounds"))
     return (state * q).sum(axis=-2), after if kept_to is None else _copied(after, place, kept_to)
 
 
-def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates:
+_KeptT = TypeVar("_KeptT", DeltaStates, jax.Array)
+
+
+def _copied(states: _KeptT, place: jax.Array, to: jax.Array) -> _KeptT:
     """The states with those at `place [S]` also at `to [S]`, where that is not -1; costs nothing where none is."""
     first = jnp.argsort(to < 0, stable=True)  # sequences whose states are copied come first
 
-    def one(i: jax.Array, states: DeltaStates) -> DeltaStates:
+    def one(i: jax.Array, states: _KeptT) -> _KeptT:
         s = first[i]
-        return DeltaStates(*(
-            jax.lax.dynamic_update_index_in_dim(each, each.at[place[s]].get(mode="promise_in_bounds"), to[s], 0)
-            for each in states
-        ))  # fmt: skip
 
-    copied: DeltaStates = jax.lax.fori_loop(0, (to >= 0).sum(), one, states)
+        def with_copy(each: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(each, each.at[place[s]].get(mode="promise_in_bounds"), to[s], 0)
+
+        copied: _KeptT = jax.tree.map(with_copy, states)
+        return copied
+
+    copied: _KeptT = jax.lax.fori_loop(0, (to >= 0).sum(), one, states)
     return copied
 
 
 def delta_extend(
-    tokens: DeltaTokens, states: DeltaStates, seqs: Sequences, *, backend: str = "auto", interpret: bool = False
+    tokens: StateTokens, states: DeltaStates, seqs: Sequences, *, backend: str = "auto", interpret: bool = False
 ) -> tuple[jax.Array, DeltaStates]:
     """What each token reads from its sequence's state, `[T, K, r, v]` (any for padding), and the states.
 
     `backend` and `interpret` are those of `delta_decode`, for sequences of one token.
     """
-    kernel = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
-    )
+    rule = _rule(states, backend, interpret)
     num_tokens, offsets = tokens.num_tokens, seqs.query_offsets
     counts = offsets[1:] - offsets[:-1]
     seq_of = jnp.minimum(jnp.searchsorted(offsets[1:], jnp.arange(num_tokens), side="right"), len(counts) - 1)
     mixed = tokens.mixed.astype(jnp.float32)
     earlier = seqs.starts[:, None] + jnp.arange(1 - tokens.taps.shape[-1], 0)
     before = _in_order(states.inputs[seqs.source], earlier)
-    q, k, v = _heads(_convolved(mixed, tokens.taps, before, seq_of, offsets), tokens)
+    heads = tokens.heads(_convolved(mixed, tokens.taps, before, seq_of, offsets))
     inputs = states.inputs
     for at, to in ((counts, seqs.place), *zip(seqs.kept_at, seqs.kept_to, strict=True)):
         last = _in_slots(_last_inputs(mixed, before, offsets, at), seqs.starts + at)
         inputs = inputs.at[to].set(last, mode="promise_in_bounds")
-    heads = _Heads(q, k, v, tokens.log_decay, tokens.beta)
     is_alone = (counts == 1) & ((seqs.source == seqs.place) | (seqs.starts == 0))
     blocks = _Blocks.of(seqs, jnp.where(is_alone, 0, counts), num_tokens)
     padded = [_between_blocks(each) for each in heads]
@@ -171,11 +205,10 @@ def delta_extend(
         mine = _of_tokens_alone(heads, seqs, is_alone)
         kept_to = jnp.where(is_alone & (seqs.kept_at == 1), seqs.kept_to, -1).max(axis=0, initial=-1)
         has_state = ~is_alone | (seqs.starts > 0)
-        if kernel is None:
-            read, states = _decoded(mine, states, seqs.place, has_state, kept_to)
+        if rule is None:
+            read, states = _decoded(mine, states, seqs.place, has_state, kept_to, tokens.corrects)
         else:
-            each = mine.q, mine.k, mine.v, jnp.exp(mine.log_decay), mine.beta
-            read, matrices = kernel(*each, states.matrices, seqs.place, has_state, kept_to, interpret)
+            read, matrices = rule(mine, states.matrices, seqs.place, has_state, kept_to, tokens.corrects)
             states = states._replace(matrices=matrices)
         at = jnp.where(is_alone, offsets[:-1] + BLOCK, len(out))
         return states, out.at[at].set(read, mode="drop")
@@ -188,9 +221,9 @@ def delta_extend(
         place = seqs.place[seq]
         source = jnp.where(index == 0, seqs.source[seq], place)
         has_state = (index > 0) | (seqs.starts[seq] > 0)
-        state = jnp.where(has_state, matrices.at[source].get(mode="promise_in_bounds"), 0.0)
+        state = _loaded(matrices, source, has_state, tokens.corrects)
         mine = [jnp.where(_like(is_mine, part), part, 0.0) for part in (_cut(each, first) for each in padded)]
-        read, state = _block(state, *mine)
+        read, state = _block(state, Heads(*mine), tokens.corrects)
         kept = _cut(out, first)
         out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(_like(is_mine, read), read, kept), first, 0)
         matrices = jax.lax.dynamic_update_index_in_dim(matrices, state, place, 0)
@@ -198,19 +231,33 @@ def delta_extend(
             matrices = _written(matrices, state, to[seq], at[seq] == blocks.end(block))
         return matrices, out
 
-    out = jnp.zeros((num_tokens + 2 * BLOCK, *v.shape[1:]), jnp.float32)
+    out = jnp.zeros((num_tokens + 2 * BLOCK, *heads.v.shape[1:]), jnp.float32)
     # A loop of one turn or none, here as below: XLA leaves the arrays in place.
     carry = DeltaStates(states.matrices, inputs), out
     states, out = jax.lax.fori_loop(0, is_alone.any().astype(jnp.int32), decode, carry)
     matrices, out = jax.lax.fori_loop(0, blocks.count, one, (states.matrices, out))
-    return tokens.gated(out[BLOCK:-BLOCK]), states._replace(matrices=matrices)
+    return tokens.gated(out[BLOCK:-BLOCK], heads.v), states._replace(matrices=matrices)
 
 
-def _of_tokens_alone(heads: _Heads, seqs: Sequences, is_alone: jax.Array) -> _Heads:
+def _of_tokens_alone(heads: Heads, seqs: Sequences, is_alone: jax.Array) -> Heads:
     """The tokens `[S, ...]` of sequences that have one; of the others what leaves their states as they are."""
     token = jnp.minimum(seqs.query_offsets[:-1], len(heads.q) - 1)
-    mine = _Heads(*(each[token] for each in heads))
+    mine = Heads(*(each[token] for each in heads))
     return mine._replace(log_decay=_or_zeros(is_alone, mine.log_decay), beta=_or_zeros(is_alone, mine.beta))
+
+
+def _loaded(matrices: jax.Array, place: jax.Array, has_state: jax.Array, corrects: bool) -> jax.Array:
+    """The state `[K, r, h, v]` at a place; zeros unless `has_state`."""
+    if corrects or target_device().platform != "cpu":
+        return jnp.where(has_state, matrices.at[place].get(mode="promise_in_bounds"), 0.0)
+
+    # What writes a state is no reader of all that read it before, where nothing is corrected: XLA's fusions of a CPU,
+    # which read it twice, would then have it copy all states.
+    def load(_: jax.Array, state: jax.Array) -> jax.Array:
+        return matrices.at[place].get(mode="promise_in_bounds")
+
+    state: jax.Array = jax.lax.fori_loop(0, has_state.astype(jnp.int32), load, jnp.zeros_like(matrices[0]))
+    return state
 
 
 def _written(matrices: jax.Array, state: jax.Array, place: jax.Array, is_due: jax.Array) -> jax.Array:
@@ -268,23 +315,20 @@ class _Blocks:
         return (place >= 0) & (place < self.counts[self.seq[block]])
 
 
-def _block(
-    state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """What 64 tokens read, `[64, K, r, v]`, and the state `[K, r, h, v]` after them.
-
-    q and k are `[64, K, h]`, v `[64, K, r, v]`, the others `[64, K, r]`. Zeros everywhere change nothing.
-    """
-    total = jnp.moveaxis(jnp.cumsum(log_decay, axis=0), 0, -1)  # [K, r, 64]
-    beta = jnp.moveaxis(beta, 0, -1)[..., None]
-    v = jnp.moveaxis(v, 0, 2)  # [K, r, 64, v]
-    q, k = jnp.moveaxis(q, 0, 1)[:, None], jnp.moveaxis(k, 0, 1)[:, None]  # [K, 1, 64, h]
+def _block(state: jax.Array, heads: Heads, corrects: bool) -> tuple[jax.Array, jax.Array]:
+    """What 64 tokens read, `[64, K, r, v]`, and the state `[K, r, h, v]` after them. Zeros change nothing."""
+    total = jnp.moveaxis(jnp.cumsum(heads.log_decay, axis=0), 0, -1)  # [K, r, 64]
+    beta = jnp.moveaxis(heads.beta, 0, -1)[..., None]
+    v = jnp.moveaxis(heads.v, 0, 2)  # [K, r, 64, v]
+    q, k = (jnp.moveaxis(each, 0, 1)[:, None] for each in (heads.q, heads.k))  # [K, 1, 64, h]
     lower = jnp.tri(BLOCK, dtype=bool)
     since = jnp.exp(jnp.where(lower, total[..., :, None] - total[..., None, :], -jnp.inf))
-    system = jnp.where(jnp.tri(BLOCK, k=-1, dtype=bool), beta * _dot("kiah,kibh->kiab", k, k) * since, 0.0)
-    known = jnp.concatenate([beta * v, beta * k * jnp.exp(total)[..., None]], axis=-1)
-    values, keys = jnp.split(_dot("krab,krbc->krac", _inverse(system), known), (v.shape[-1],), axis=-1)
-    written = values - _dot("krah,krhv->krav", keys, state)
+    written = beta * v
+    if corrects:
+        system = jnp.where(jnp.tri(BLOCK, k=-1, dtype=bool), beta * _dot("kiah,kibh->kiab", k, k) * since, 0.0)
+        known = jnp.concatenate([written, beta * k * jnp.exp(total)[..., None]], axis=-1)
+        values, keys = jnp.split(_dot("krab,krbc->krac", _inverse(system), known), (v.shape[-1],), axis=-1)
+        written = values - _dot("krah,krhv->krav", keys, state)
     read = _dot("krah,krhv->krav", q * jnp.exp(total)[..., None], state)
     read = read + _dot("krab,krbv->krav", _dot("kiah,kibh->kiab", q, k) * since, written)
     left = jnp.exp(total[..., -1:] - total)[..., None]
@@ -322,17 +366,6 @@ def _inverse(system: jax.Array) -> jax.Array:
 def _dot(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """A product in float32 with all of its bits, whatever the device would rather do."""
     return jnp.einsum(axes, a, b, precision="highest")
-
-
-def _heads(convolved: jax.Array, tokens: DeltaTokens) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q and k `[T, K, h]`, normalized, and v `[T, K, r, v]` of `convolved [T, K, C]`."""
-    h, group, _ = tokens.sizes
-    q, k, v = jnp.split(jax.nn.silu(convolved), (h, 2 * h), axis=-1)
-
-    def normalized(heads: jax.Array) -> jax.Array:
-        return heads * jax.lax.rsqrt((heads * heads).sum(axis=-1, keepdims=True) + L2_EPS)
-
-    return normalized(q) * h**-0.5, normalized(k), v.reshape(*v.shape[:2], group, -1)
 
 
 def _convolved(

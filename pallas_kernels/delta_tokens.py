@@ -1,15 +1,30 @@
-"""What a layer with a gated delta-net makes of its tokens, and how `delta.py` and backends read it."""
+"""What a layer with states makes of its tokens, and how `delta.py` and backends read it: that of a gated delta-net, and
+of Mamba-2.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.parts import whole
+
+L2_EPS = 1e-6  # added to the sum of a head's squares, in q and k of the delta rule
+
+
+class Heads(NamedTuple):
+    """What moves a state: q and k `[T, K, h]`, v `[T, K, r, v]`, log a and b `[T, K, r]`."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("taps", "rates", "scales"), meta_fields=("row", "eps"))
@@ -50,6 +65,8 @@ class DeltaTokens:
     key_size: int
     dtype: jnp.dtype
 
+    corrects = True  # v - S^T k is written, not v
+
     @property
     def num_tokens(self) -> int:
         """T."""
@@ -75,22 +92,105 @@ class DeltaTokens:
         """`[K, C, taps]` of the convolution."""
         return self.vectors.taps[self.vectors.row]
 
-    @property
-    def beta(self) -> jax.Array:
-        """`[T, K, r]` float32, b."""
-        group = self.sizes[1]
-        return jax.nn.sigmoid(self.fused[..., -2 * group : -group].astype(jnp.float32))
-
-    @property
-    def log_decay(self) -> jax.Array:
-        """`[T, K, r]` float32, log a."""
+    def heads(self, convolved: jax.Array) -> Heads:
+        """What moves states, of `convolved [T, K, C]`: q and k are normalized."""
+        h, group, _ = self.sizes
+        q, k, v = jnp.split(jax.nn.silu(convolved), (h, 2 * h), axis=-1)
         rates = self.vectors.rates[self.vectors.row]
-        logits = self.fused[..., -rates.shape[-1] :].astype(jnp.float32)
-        return -jnp.exp(rates[:, 0]) * jax.nn.softplus(logits + rates[:, 1])
+        write, forget = jnp.split(self.fused[..., -2 * group :].astype(jnp.float32), 2, axis=-1)
+        log_decay = -jnp.exp(rates[:, 0]) * jax.nn.softplus(forget + rates[:, 1])
 
-    def gated(self, read: jax.Array) -> jax.Array:
+        def normalized(heads: jax.Array) -> jax.Array:
+            return heads * jax.lax.rsqrt((heads * heads).sum(axis=-1, keepdims=True) + L2_EPS)
+
+        v = v.reshape(*v.shape[:2], group, -1)
+        return Heads(normalized(q) * h**-0.5, normalized(k), v, log_decay, jax.nn.sigmoid(write))
+
+    def gated(self, read: jax.Array, values: jax.Array) -> jax.Array:
         """What `read [T, K, r, v]` float32 gives, normalized and gated, in the dtype of the product."""
         vectors = self.vectors
         gates = self.fused[..., vectors.taps.shape[2] : -2 * self.sizes[1]].astype(jnp.float32)
         out = rms_norm(read, vectors.scales[vectors.row].astype(jnp.float32), vectors.eps)
         return (out * jax.nn.silu(gates).reshape(read.shape)).astype(self.dtype)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("taps", "bias", "rates", "scales"), meta_fields=("row", "eps"))
+@dataclass(frozen=True)
+class MambaVectors:
+    """The small parameters of a layer of Mamba-2, as `DeltaVectors` has them.
+
+    Attributes:
+      taps, row, eps: see there.
+      bias: `[L, K, C]` float32, of the convolution.
+      rates: `[L, K, 3, r]` float32: b = softplus(logit + rates[1]) and log a = -exp(rates[0]) b; of what is read, so
+        many times v is a part besides (rates[2]).
+      scales: `[L, K, r v]` of the norm of what all heads of a group read.
+    """
+
+    taps: jax.Array
+    bias: jax.Array
+    rates: jax.Array
+    scales: jax.Array
+    row: int
+    eps: float
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("product", "vectors"), meta_fields=("key_size", "dtype"))
+@dataclass(frozen=True)
+class MambaTokens:
+    """What a layer of Mamba-2 makes of its tokens, in the words of `DeltaTokens`: C is q, B is k and x is v.
+
+    Attributes:
+      product: `[T, K, C + r v + r]`, or parts of it. For each group q, k and the v of r heads, before the convolution:
+        C = 2 h + r v; the gates of what is read; the logits of b.
+      vectors, key_size, dtype: as there.
+    """
+
+    product: jax.Array
+    vectors: MambaVectors
+    key_size: int
+    dtype: jnp.dtype
+
+    corrects = False
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.product.shape[-3]
+
+    @property
+    def fused(self) -> jax.Array:
+        """`[T, K, C + r v + r]`, the product as a whole."""
+        return whole(self.product, 3, self.dtype)
+
+    @property
+    def mixed(self) -> jax.Array:
+        """`[T, K, C]` what the convolution mixes."""
+        return self.fused[..., : self.vectors.taps.shape[2]]
+
+    @property
+    def taps(self) -> jax.Array:
+        """`[K, C, taps]` of the convolution."""
+        return self.vectors.taps[self.vectors.row]
+
+    def heads(self, convolved: jax.Array) -> Heads:
+        """What moves states, of `convolved [T, K, C]`."""
+        vectors, h = self.vectors, self.key_size
+        q, k, v = jnp.split(jax.nn.silu(convolved + vectors.bias[vectors.row]), (h, 2 * h), axis=-1)
+        rates = vectors.rates[vectors.row]
+        group = rates.shape[-1]
+        beta = jax.nn.softplus(self.fused[..., -group:].astype(jnp.float32) + rates[:, 1])
+        return Heads(q, k, v.reshape(*v.shape[:2], group, -1), -jnp.exp(rates[:, 0]) * beta, beta)
+
+    def gated(self, read: jax.Array, values: jax.Array) -> jax.Array:
+        """What `read` and `values [T, K, r, v]` float32 give, gated and normalized, in the dtype of the product."""
+        vectors = self.vectors
+        group = vectors.rates.shape[-1]
+        gates = self.fused[..., vectors.taps.shape[2] : -group].astype(jnp.float32)
+        out = read + vectors.rates[vectors.row, :, 2, :, None] * values
+        out = out.reshape(gates.shape) * jax.nn.silu(gates)
+        out = rms_norm(out, vectors.scales[vectors.row].astype(jnp.float32), vectors.eps)
+        return out.reshape(read.shape).astype(self.dtype)
+
+
+StateTokens: TypeAlias = DeltaTokens | MambaTokens

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
@@ -39,6 +41,12 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
     LlamaConfig,
@@ -194,6 +202,22 @@ _HYBRID_MOE = {
     "shared_expert_intermediate_size": 72,
 }
 
+_MAMBA = {
+    "mamba_expand": 3,
+    "mamba_n_heads": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 14,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.15,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.7,
+}
+_GRANITE_MOE = {**_GRANITE, "intermediate_size": 48, "num_local_experts": 10, "num_experts_per_tok": 3}
+
 # The same, as differences from OF_FAMILIES.
 _FAMILIES: dict[str, Kind] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW}),
@@ -294,17 +318,38 @@ _FAMILIES: dict[str, Kind] = {
     ),
     "gemma": (GemmaConfig, GemmaForCausalLM, {}),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM, {"attention_out_bias": True, "mlp_bias": True}),
+    "granite_moe": (GraniteMoeConfig, GraniteMoeForCausalLM, _GRANITE_MOE),
+    "granite_moe_shared": (
+        GraniteMoeSharedConfig,
+        GraniteMoeSharedForCausalLM,
+        {**_GRANITE_MOE, "shared_intermediate_size": 52},
+    ),
+    "granite_hybrid": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            **_GRANITE_MOE,
+            **_MAMBA,
+            "shared_intermediate_size": 52,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "granite_hybrid_dense": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            **_GRANITE,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 52,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention"] * 3,
+        },
+    ),
+    "bamba": (BambaConfig, BambaForCausalLM, {**_MAMBA, "mlp_bias": True, "attn_layer_indices": [1]}),
     "granite": (
         GraniteConfig,
         GraniteForCausalLM,
-        {
-            "attention_bias": True,
-            "mlp_bias": True,
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.15,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 0.7,
-        },
+        {**_GRANITE, "attention_bias": True, "mlp_bias": True},
     ),
     "hunyuan": (
         HunYuanDenseV1Config,
@@ -453,7 +498,13 @@ _FAMILIES: dict[str, Kind] = {
     ),
 }
 FAMILY_KINDS = tuple(_FAMILIES)
-HYBRID_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, the ones with layers that keep states
+HYBRID_KINDS = (
+    "qwen3_5",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "granite_hybrid",
+    "bamba",
+)  # of those, the ones with layers that keep states
 
 
 def make_checkpoint(

@@ -15,7 +15,7 @@ from jaxsgl.models.layers import Queries
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
 from pallas_kernels import AttentionOptions, LatentQkv
-from pallas_kernels.delta_tokens import DeltaTokens
+from pallas_kernels.delta_tokens import DeltaTokens, MambaTokens, StateTokens
 
 
 def causal_attend(arch: ModelArch) -> Attend:
@@ -58,30 +58,59 @@ def causal_attention(
     return jnp.einsum("nts,snh->tnh", weights, v)
 
 
-def plain_recur(place: int, tokens: DeltaTokens) -> jax.Array:
-    """The gated delta rule, token by token, from a state of zeros."""
+def plain_recur(place: int, tokens: StateTokens) -> jax.Array:
+    """The gated delta rule or that of Mamba-2, token by token, from a state of zeros."""
     num_taps, num_tokens = tokens.taps.shape[-1], len(tokens.mixed)
     padded = jnp.pad(tokens.mixed.astype(jnp.float32), ((num_taps - 1, 0), (0, 0), (0, 0)))
     windows = jnp.stack([padded[i : i + num_tokens] for i in range(num_taps)], axis=-1)
-    convolved = jax.nn.silu((windows * tokens.taps).sum(axis=-1))
-    h, group = tokens.key_size, tokens.beta.shape[-1]
-    q, k, v = convolved[..., :h], convolved[..., h : 2 * h], convolved[..., 2 * h :]
+    convolved = (windows * tokens.taps).sum(axis=-1)
+    others = tokens.fused[..., tokens.mixed.shape[-1] :].astype(jnp.float32)
+    if isinstance(tokens, MambaTokens):
+        return _plain_mamba(tokens, convolved, others)
+    return _plain_delta_rule(tokens, convolved, others)
+
+
+def _plain_delta_rule(tokens: DeltaTokens, convolved: jax.Array, others: jax.Array) -> jax.Array:
+    vectors, h = tokens.vectors, tokens.key_size
+    log_rate, bias = jnp.moveaxis(vectors.rates[vectors.row], 1, 0)
+    group = log_rate.shape[-1]
+    q, k, v = jnp.split(jax.nn.silu(convolved), (h, 2 * h), axis=-1)
     q, k = (x / jnp.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
     v = v.reshape(*v.shape[:2], group, -1)
+    z, write, forget = jnp.split(others, (others.shape[-1] - 2 * group, others.shape[-1] - group), axis=-1)
+    decay, beta = jnp.exp(-jnp.exp(log_rate) * jax.nn.softplus(forget + bias)), jax.nn.sigmoid(write)
 
     def one(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, log_decay, beta = token
-        state = state * jnp.exp(log_decay)[..., None, None]
+        q, k, v, decay, beta = token
+        state = state * decay[..., None, None]
         change = beta[..., None] * (v - jnp.einsum("kh,krhv->krv", k, state))
         state = state + jnp.einsum("kh,krv->krhv", k, change)
         return state, jnp.einsum("kh,krhv->krv", q, state) / h**0.5
 
-    zeros = jnp.zeros((*v.shape[1:3], h, v.shape[-1]))
-    read = jax.lax.scan(one, zeros, (q, k, v, tokens.log_decay, tokens.beta))[1]
-    vectors = tokens.vectors
-    z = tokens.fused[..., tokens.mixed.shape[-1] : -2 * group].astype(jnp.float32).reshape(read.shape)
+    read = jax.lax.scan(one, jnp.zeros((*v.shape[1:3], h, v.shape[-1])), (q, k, v, decay, beta))[1]
     normed = read / jnp.sqrt((read**2).mean(axis=-1, keepdims=True) + vectors.eps) * vectors.scales[vectors.row]
-    return (normed * jax.nn.silu(z)).astype(tokens.fused.dtype)
+    return (normed * jax.nn.silu(z).reshape(read.shape)).astype(tokens.dtype)
+
+
+def _plain_mamba(tokens: MambaTokens, convolved: jax.Array, others: jax.Array) -> jax.Array:
+    vectors, h = tokens.vectors, tokens.key_size
+    log_rate, bias, skip = jnp.moveaxis(vectors.rates[vectors.row], 1, 0)
+    group = log_rate.shape[-1]
+    c, b, x = jnp.split(jax.nn.silu(convolved + vectors.bias[vectors.row]), (h, 2 * h), axis=-1)
+    x = x.reshape(*x.shape[:2], group, -1)
+    z, dt = jnp.split(others, (others.shape[-1] - group,), axis=-1)
+    dt = jax.nn.softplus(dt + bias)
+
+    def one(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        c, b, x, dt = token
+        state = state * jnp.exp(-jnp.exp(log_rate) * dt)[..., None, None]
+        state = state + jnp.einsum("kh,krv->krhv", b, dt[..., None] * x)
+        return state, jnp.einsum("kh,krhv->krv", c, state) + skip[..., None] * x
+
+    read = jax.lax.scan(one, jnp.zeros((*x.shape[1:3], h, x.shape[-1])), (c, b, x, dt))[1]
+    gated = read.reshape(z.shape) * jax.nn.silu(z)
+    normed = gated / jnp.sqrt((gated**2).mean(axis=-1, keepdims=True) + vectors.eps) * vectors.scales[vectors.row]
+    return normed.reshape(read.shape).astype(tokens.dtype)
 
 
 def mesh_of(num_devices: int = 1) -> Mesh:

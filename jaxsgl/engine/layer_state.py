@@ -7,9 +7,9 @@
 
 An array by page has a part for each page of the pool, an array by row one for each row of running requests. Attention
 keeps K and V by page, whatever its window, and nothing by row; nothing at all if it reads another layer's. A gated
-delta-net keeps its state by row and nothing by page. A mixer that keeps something else is a row of `layer_states` and,
-if `KvBuffers` or `StateBuffers` has no field of that name yet, a field there; a latent cache is a "k" without a "v".
-Knows no requests and no programs.
+delta-net, as a layer of Mamba-2, keeps its state by row and nothing by page. A mixer that keeps something else is a row
+of `layer_states` and, if `KvBuffers` or `StateBuffers` has no field of that name yet, a field there; a latent cache is
+a "k" without a "v". Knows no requests and no programs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.batch.engine_api import PageLayout
 from jaxsgl.models import ModelArch, kv_cache_flag
-from jaxsgl.models.layer_spec import DeltaNet, KvHeads, LayerSpec
+from jaxsgl.models.layer_spec import KvHeads, LayerSpec, RecurrentNet
 from jaxsgl.models.tensor_parallel import DATA_AXIS, MESH_AXES_OF, mesh_axes
 from jaxsgl.weights.sharding import replicated
 from pallas_kernels.kept_heads import KeptHeads
@@ -157,8 +157,8 @@ def latent_state(num_copies: int, page_size: int, entry_dim: int, dtype: jnp.dty
     return LayerState(attention_state(num_copies, page_size, entry_dim, dtype).by_page[:1])
 
 
-def delta_state(net: DeltaNet) -> LayerState:
-    """What a gated delta-net keeps: a matrix for each value head, and what its convolution read of the last tokens."""
+def recurrent_state(net: RecurrentNet) -> LayerState:
+    """What a net that recurs keeps: a matrix for each value head, and what its convolution read of the last tokens."""
     matrices = net.key_heads, net.group, net.key_size, net.value_size
     inputs = net.taps, net.key_heads, net.channels
     float32 = jnp.dtype(jnp.float32)
@@ -185,8 +185,8 @@ def layer_states(
     state_of = latent_state if arch.latent is not None else attention_state
 
     def state(layer: LayerSpec) -> LayerState:
-        if isinstance(layer.mixer, DeltaNet):
-            return delta_state(layer.mixer)
+        if isinstance(layer.mixer, RecurrentNet):
+            return recurrent_state(layer.mixer)
         if layer.keys_from is not None:
             return NOTHING
         heads = layer.heads or arch.kv_heads

@@ -36,7 +36,7 @@ from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.weights import KvScales
 from pallas_kernels import AttentionOptions, KernelChoice
 from pallas_kernels.delta import DeltaStates, Sequences, delta_decode, delta_extend
-from pallas_kernels.delta_tokens import DeltaTokens
+from pallas_kernels.delta_tokens import StateTokens
 
 SAMPLING_ROWS = 3 + len(COLUMNS)  # of `pack_sampling`
 
@@ -460,7 +460,7 @@ class Running:
             is_kept = ends_page(arrays.positions + 1, page_size) & (arrays.snapshot_to != dummy_row)
             self._kept_to = jnp.where(is_kept, arrays.snapshot_to, -1)
 
-    def recur(self, place: int, tokens: DeltaTokens) -> jax.Array:
+    def recur(self, place: int, tokens: StateTokens) -> jax.Array:
         """Moves the states of the layer over this step's tokens; `[T, K', r, v]`."""
         a, states = self._arrays, self._layers[place]
         if self._kind == "decode":

@@ -24,7 +24,7 @@ from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import FAMILIES
 from jaxsgl.models.family import Family, NormPlaces, QkNorm
 from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
-from jaxsgl.models.layer_spec import WHOLE, DeltaNet, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, Stage
+from jaxsgl.models.layer_spec import WHOLE, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, RecurrentNet, Stage
 from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import (
@@ -166,14 +166,14 @@ class ModelArch:
         return mixer if isinstance(mixer, Latent) else None
 
     @property
-    def delta_net(self) -> DeltaNet | None:
-        """What those of its layers are that are gated delta-nets; all have the same. None: no layer is one."""
-        return next((layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet)), None)
+    def recurrent_net(self) -> RecurrentNet | None:
+        """What those of its layers are that keep states; all have the same. None: no layer does."""
+        return next((layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentNet)), None)
 
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that keep something of each token."""
-        kept = (i for i, layer in enumerate(self.layers) if not isinstance(layer.mixer, DeltaNet))
+        kept = (i for i, layer in enumerate(self.layers) if not isinstance(layer.mixer, RecurrentNet))
         return tuple(i for i in kept if self.layers[i].keys_from is None)
 
     @cached_property
@@ -182,15 +182,15 @@ class ModelArch:
         return tuple(i for i, layer in enumerate(self.layers) if layer.keys_from is not None)
 
     @cached_property
-    def delta_layers(self) -> tuple[int, ...]:
-        """The layers that are gated delta-nets."""
-        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNet))
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that keep states."""
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mixer, RecurrentNet))
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """The place of each layer among `attention_layers` and then `reading_layers`, or among `delta_layers`."""
+        """The place of each layer among `attention_layers` and then `reading_layers`, or among `recurrent_layers`."""
         attending = self.attention_layers + self.reading_layers
-        place = {layer: i for of_kind in (attending, self.delta_layers) for i, layer in enumerate(of_kind)}
+        place = {layer: i for of_kind in (attending, self.recurrent_layers) for i, layer in enumerate(of_kind)}
         return tuple(place[layer] for layer in range(self.num_layers))
 
     @property

@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_embedding import EmbeddingGate, LayerEmbeddings
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, Mamba
 from jaxsgl.models.layers import (
     MLP,
     Attend,
@@ -32,7 +32,7 @@ from jaxsgl.models.layers import (
 )
 from jaxsgl.models.lora import ActiveAdapters, LayerAdapters
 from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, dequantized, rounds_rows
-from jaxsgl.models.mixers import GatedDeltaNet, LatentAttention, SharedKeysAttention
+from jaxsgl.models.mixers import GatedDeltaNet, LatentAttention, Mamba2, RecurrentMixer, SharedKeysAttention
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import RopeParams, rope_tables
@@ -71,6 +71,8 @@ class DecoderLayer(nnx.Module):
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
         if isinstance(spec.mixer, DeltaNet):
             self.delta_net = GatedDeltaNet(arch, spec, dtype)
+        elif isinstance(spec.mixer, Mamba):
+            self.mamba = Mamba2(arch, spec, dtype)
         else:
             self.attention = _attention(spec)(arch, spec, dtype)
         mlp, format_of = spec.mlp, functools.partial(arch.format_of, spec)
@@ -83,9 +85,11 @@ class DecoderLayer(nnx.Module):
         self.embedding_gate = EmbeddingGate(arch, spec, dtype) if spec.embedding_size else None
 
     @property
-    def mixer(self) -> Attention | LatentAttention | SharedKeysAttention | GatedDeltaNet:
+    def mixer(self) -> Attention | LatentAttention | SharedKeysAttention | RecurrentMixer:
         """What mixes tokens."""
-        return self.delta_net if hasattr(self, "delta_net") else self.attention
+        if hasattr(self, "delta_net"):
+            return self.delta_net
+        return self.mamba if hasattr(self, "mamba") else self.attention
 
 
 def _attention(spec: LayerSpec) -> type[Attention | LatentAttention | SharedKeysAttention]:
@@ -136,7 +140,7 @@ class DecoderLayers(Matrices):
             place, mixer = arch.places[index], layer.mixer
             mine = None if adapters is None else adapters.of_layer(index)
             update_TD: Update
-            if isinstance(mixer, GatedDeltaNet):
+            if isinstance(mixer, RecurrentMixer):
                 update_TD = mixer(read_TD, vectors, rows, place, recur, kernels)
             else:
                 table = tables[self._rope_of(arch.layers[index])]

@@ -34,6 +34,17 @@ _ERNIE = Family(
     },
 )
 
+# What Granite's dense models, its mixtures and its hybrids have in common.
+_GRANITE = Family(mlp_bias=None, multipliers=True, defaults={"eos_token_id": 2})
+_GRANITE_MOE = MoeFamily(
+    ("num_local_experts",),
+    ffn_key="intermediate_size",
+    score="softmax_of_chosen",
+    renormalize=False,
+    shared_ffn_key="shared_intermediate_size",
+)
+_GRANITE_MOE_DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 2}
+
 # What GLM-4's older and newer form have in common.
 _GLM = Family(
     attention_out_bias=False,
@@ -191,7 +202,7 @@ _HYBRID = Family(
     norm_offset=1,
     qk_norm="head",
     partial_rope=True,
-    delta_nets=True,
+    recurrence="delta-net",
     output_gate=True,
     defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
     # Positions of text are the same on all three axes. Draft heads are left out. Gates and states are always these.
@@ -256,7 +267,37 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "Ernie4_5ForCausalLM": _ERNIE,
-    "GraniteForCausalLM": Family(mlp_bias=None, multipliers=True, defaults={"eos_token_id": 2}),
+    "GraniteForCausalLM": _GRANITE,
+    "GraniteMoeForCausalLM": replace(
+        _GRANITE, mlp_bias=False, moe=replace(_GRANITE_MOE, shared_ffn_key=None), defaults=_GRANITE_MOE_DEFAULTS
+    ),
+    "GraniteMoeSharedForCausalLM": replace(
+        _GRANITE, mlp_bias=False, moe=_GRANITE_MOE, defaults=_GRANITE_MOE_DEFAULTS | {"shared_intermediate_size": 0}
+    ),
+    "GraniteMoeHybridForCausalLM": replace(
+        _GRANITE,
+        mlp_bias=False,
+        moe=_GRANITE_MOE,
+        recurrence="mamba",
+        turned_layers="type",
+        defaults=_GRANITE_MOE_DEFAULTS | {"shared_intermediate_size": 1024},
+        ignored=frozenset({"mamba_chunk_size", "init_method", "normalization_function"}),
+    ),
+    "BambaForCausalLM": Family(
+        mlp_bias=None,
+        recurrence="mamba",
+        partial_rope=True,
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "max_position_embeddings": 262_144,
+            "eos_token_id": 2,
+        },
+        ignored=frozenset(
+            {"attn_rotary_emb", "mamba_chunk_size", "num_logits_to_keep", "use_mamba_kernels", "z_loss_coefficient"}
+        ),
+    ),
     "MistralForCausalLM": _MISTRAL,
     # Its text only.
     "Mistral3ForConditionalGeneration": replace(

@@ -29,7 +29,8 @@ class MoeFamily:
       renormalize: whether shares add up to 1; None: as `norm_topk_prob` says.
       grouped: `n_group`, `topk_group` and `routed_scaling_factor` hold.
       shared_key: the key of the number of shared experts; None: there are none, or `shared_ffn_key` says their size.
-      shared_ffn_key: the key of F of the shared experts, taken together.
+      shared_ffn_key: the key of F of the shared experts, taken together; all of a layer's MLP where a family that has
+        this key has no others.
       shared_gate: see `MoeMlp`.
       clamped: `swiglu_limit` and `swiglu_alpha` hold.
       top_k_key: the key of the number of chosen experts.
@@ -89,7 +90,7 @@ class Family:
         `rope_parameters` by kind of layer; None: one rope for all.
       alpha_stretches: `alpha` of a dynamic rope holds; else it means nothing.
       turned_layers: which layers have a rope. "told": as `no_rope_layers` says. "windows": those with windows; all, if
-        none has one.
+        none has one. "type": all if `position_embedding_type` is "rope", else none.
       caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
       caps_logits: logits alone may have a soft cap.
       attention_scale: factor on scores where no key says one; None: 1 / sqrt(H).
@@ -101,7 +102,8 @@ class Family:
       ties_whole: where the larger model doesn't say whether the head is tied, it is, whatever `section` says.
       moe: of families with mixtures of experts.
       latent: layers attend over a latent, whose sizes config.json has.
-      delta_nets: layers may be gated delta-nets, as `layer_types` or `full_attention_interval` says.
+      recurrence: what layers may be in the place of attention, as `layer_types`, `full_attention_interval` or
+        `attn_layer_indices` says; None: none is anything else.
       output_gate: attention's output is multiplied by a sigmoid that comes with the queries.
       next_layers: after the last layer may be some that predict further tokens, as `num_nextn_predict_layers` says.
       vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`).
@@ -130,7 +132,7 @@ class Family:
     interleaved_rope: bool = False
     sliding_theta: str | float | None = None
     alpha_stretches: bool = False
-    turned_layers: Literal["all", "told", "windows"] = "all"
+    turned_layers: Literal["all", "told", "windows", "type"] = "all"
     caps: bool = False
     caps_logits: bool = False
     attention_scale: float | None = None
@@ -142,7 +144,7 @@ class Family:
     sinks: bool = False
     moe: MoeFamily | None = None
     latent: bool = False
-    delta_nets: bool = False
+    recurrence: Literal["delta-net", "mamba"] | None = None
     output_gate: bool = False
     next_layers: bool = False
     vision: bool = False

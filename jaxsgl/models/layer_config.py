@@ -12,12 +12,14 @@ from typing import Any
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.family import Family, MoeFamily
-from jaxsgl.models.layer_spec import Clamp, DeltaNet, DenseMlp, KvHeads, Latent, LayerSpec, Mixer, MoeMlp
+from jaxsgl.models.layer_spec import Clamp, DeltaNet, DenseMlp, KvHeads, Latent, LayerSpec, Mamba, Mixer, MoeMlp
 from jaxsgl.models.own_parts_config import check_own_ropes, check_reach, read_own_types, with_own_parts
 from jaxsgl.models.rope import RopeParams, read_rope
 from pallas_kernels import Router
 
-FULL, SLIDING, DELTA = "full_attention", "sliding_attention", "linear_attention"  # words of `layer_types`
+FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"  # words of `layer_types`
+_OTHER_WORDS = {"attention": FULL, "mamba": RECURRENT}  # of published folders
+_OF_MAMBA = ("mamba_", "time_step_")  # how keys begin that mean nothing where no layer is of Mamba-2
 ATTENTION_EVERY = 4  # layers, where config.json doesn't say otherwise
 
 
@@ -55,12 +57,16 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     max_context = max(config.count("max_position_embeddings"), *stretched, 0)
     window = _read_window(config, family, max_context)
     mlps, experts = read_mlps(config, family.moe, num_layers), _read_beside(config, family.moe)
-    mixers: dict[str, Mixer] = {DELTA: read_delta_net(config)} if family.delta_nets else {}
+    mixers: dict[str, Mixer] = {}
+    if RECURRENT in types:
+        mixers[RECURRENT] = read_mamba(config) if family.recurrence == "mamba" else read_delta_net(config)
+    elif family.recurrence == "mamba":
+        config.skip(*(key for key in config.values if key.startswith(_OF_MAMBA)))
     specs = tuple(
         LayerSpec(
             mlp,
             window if each == SLIDING else None,
-            ropes.index(rope_of_type[each]) if turned and each != DELTA else None,
+            ropes.index(rope_of_type[each]) if turned and each != RECURRENT else None,
             mixers.get(each, latent or "attention"),
             experts=experts,
         )
@@ -82,17 +88,17 @@ def _read_next(config: ConfigFile, family: Family, specs: tuple[LayerSpec, ...])
 def _read_turned(config: ConfigFile, family: Family, num_layers: int) -> list[bool]:
     """Whether each layer has a rope."""
     if family.turned_layers != "told":
-        return [True] * num_layers
+        return [family.turned_layers != "type" or config.get("position_embedding_type") == "rope"] * num_layers
     every = config.count("no_rope_layer_interval", 4)
     told = config.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(num_layers)]
     return [bool(turned) for turned in _of_each_layer(config, "no_rope_layers", told, num_layers)]
 
 
 def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> list[str]:
-    """`FULL`, `SLIDING` or `DELTA` for each layer."""
+    """`FULL`, `SLIDING` or `RECURRENT` for each layer."""
     num_layers = len(is_turned)
-    if family.delta_nets:
-        return read_delta_types(config, num_layers)
+    if family.recurrence is not None:
+        return read_recurrent_types(config, family, num_layers)
     if family.windows == "none":
         return [FULL] * num_layers
     pattern = family.full_every
@@ -185,6 +191,9 @@ def read_mlps(config: ConfigFile, family: MoeFamily | None, num_layers: int) -> 
     """The MLP of each layer. Raises `CheckpointError` for numbers that don't fit each other."""
     if family is None or family.switch is not None:
         return [DenseMlp(config.count("intermediate_size"))] * num_layers
+    if family.shared_ffn_key is not None and config.get(family.count_keys[0]) == 0:
+        config.skip(family.ffn_key, family.top_k_key)
+        return [DenseMlp(config.count(family.shared_ffn_key))] * num_layers
     is_dense = _read_dense_layers(config, family, num_layers)
     mixture = _read_mixture(config, family)
     config.get("intermediate_size")  # without meaning where no layer is dense
@@ -256,7 +265,7 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
 def _read_shared_size(config: ConfigFile, family: MoeFamily, ffn_size: int) -> int:
     """F of the experts that all tokens pass through; 0: there are none."""
     if family.shared_ffn_key is not None:
-        return config.count(family.shared_ffn_key)
+        return 0 if config.get(family.shared_ffn_key) == 0 else config.count(family.shared_ffn_key)
     return int(config.get(family.shared_key, 0)) * ffn_size if family.shared_key is not None else 0
 
 
@@ -300,14 +309,44 @@ def read_delta_net(config: ConfigFile) -> DeltaNet:
     return made
 
 
-def read_delta_types(config: ConfigFile, num_layers: int) -> list[str]:
-    """`FULL` or `DELTA` for each layer. Raises `CheckpointError` for other words, and where none is attention."""
-    every = config.count("full_attention_interval", ATTENTION_EVERY)
-    told = config.get("layer_types") or [DELTA if (i + 1) % every else FULL for i in range(num_layers)]
-    if not isinstance(told, list) or len(told) != num_layers or not set(told) <= {FULL, DELTA}:
+def read_mamba(config: ConfigFile) -> Mamba:
+    """Mamba-2 of all layers that have it. Raises `CheckpointError` for numbers that don't fit, or aren't served."""
+    heads, groups = config.count("mamba_n_heads", 128), config.count("mamba_n_groups", 1)
+    inner = config.count("mamba_expand", 2) * config.count("hidden_size")
+    told = config.get("mamba_d_head", "auto")
+    head_size = inner // heads if told == "auto" else config.count("mamba_d_head")
+    if heads * head_size != inner or heads % groups:
         raise CheckpointError(
-            f"{config.path}: layer_types is {told}, but must be a list of {num_layers}, each {FULL} or {DELTA}"
+            f"{config.path}: {heads} heads (mamba_n_heads) of {head_size} numbers (mamba_d_head) in {groups} groups "
+            f"(mamba_n_groups) don't make {inner} (mamba_expand times hidden_size)"
         )
-    if FULL not in told:
+    infinite = [0.0, {"__float__": "Infinity"}]  # as transformers writes it
+    limit = config.get("time_step_limit") or infinite
+    unserved = (
+        ("mamba_conv_bias", config.get("mamba_conv_bias", True), True),
+        ("mamba_proj_bias", config.get("mamba_proj_bias", False), False),
+        ("time_step_limit", infinite if limit == [0.0, math.inf] else limit, infinite),
+    )
+    for key, value, served in unserved:
+        if value != served:
+            raise CheckpointError(f"{config.path}: {key} is {value}, but only {served} is supported")
+    taps = config.count("mamba_d_conv", 4)
+    if taps < 2:
+        raise CheckpointError(f"{config.path}: mamba_d_conv is 1, but must be 2 and more")
+    return Mamba(groups, heads, config.count("mamba_d_state", 256), head_size, taps)
+
+
+def read_recurrent_types(config: ConfigFile, family: Family, num_layers: int) -> list[str]:
+    """`FULL` or `RECURRENT` for each layer. Raises `CheckpointError` for other words, and where none is attention."""
+    every = config.count("full_attention_interval", ATTENTION_EVERY) if family.recurrence == "delta-net" else None
+    attending = config.get("attn_layer_indices") or ([] if every is None else range(every - 1, num_layers, every))
+    told: Any = config.get("layer_types") or config.get("layers_block_type")
+    told = told or [FULL if i in attending else RECURRENT for i in range(num_layers)]
+    types = [_OTHER_WORDS.get(str(each), str(each)) for each in told] if isinstance(told, list) else []
+    if len(types) != num_layers or not set(types) <= {FULL, RECURRENT}:
+        raise CheckpointError(
+            f"{config.path}: layer_types is {told}, but must be a list of {num_layers}, each {FULL} or {RECURRENT}"
+        )
+    if FULL not in types:
         raise CheckpointError(f"{config.path}: layer_types has no {FULL}, of which one layer must be at least")
-    return told
+    return types

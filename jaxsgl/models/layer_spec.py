@@ -7,7 +7,7 @@ for each layer, `dense` builds the layers, and the engine's step asks for their 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from jaxsgl.models.quantization import WeightFormat
 from pallas_kernels import Router
@@ -62,8 +62,8 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class DeltaNet:
-    """A gated delta-net (`models/mixers.py`): a state of fixed size in the place of keys and values of all tokens.
+class RecurrentNet:
+    """What keeps a state of fixed size in the place of keys and values of all tokens.
 
     Attributes:
       key_heads: K'.
@@ -78,6 +78,9 @@ class DeltaNet:
     value_size: int
     taps: int
 
+    plural: ClassVar[str]  # what such layers are called
+    num_gates: ClassVar[int]  # numbers of each value head and token besides
+
     @property
     def group(self) -> int:
         """r, value heads of a key head."""
@@ -89,7 +92,25 @@ class DeltaNet:
         return 2 * self.key_size + self.group * self.value_size
 
 
-Mixer: TypeAlias = Literal["attention"] | Latent | DeltaNet
+@dataclass(frozen=True)
+class DeltaNet(RecurrentNet):
+    """A gated delta-net (`models/mixers.py`)."""
+
+    plural = "gated delta-nets"
+    num_gates = 2  # a and b
+
+
+@dataclass(frozen=True)
+class Mamba(RecurrentNet):
+    """A layer of Mamba-2 (`models/mixers.py`), in the same words: its groups are key heads, with C as q and B as k, and
+    its heads value heads, with x as v.
+    """
+
+    plural = "layers of Mamba-2"
+    num_gates = 1
+
+
+Mixer: TypeAlias = Literal["attention"] | Latent | RecurrentNet
 
 
 @dataclass(frozen=True)
@@ -208,8 +229,10 @@ class LayerSpec:
     @property
     def matrices(self) -> frozenset[str]:
         """The names of its matrices that a checkpoint may have quantized."""
-        if isinstance(self.mixer, DeltaNet):
-            of_mixer = {"delta_inputs", "delta_output"}
+        if isinstance(self.mixer, Mamba):
+            of_mixer = set[str]()  # they keep the model's dtype
+        elif isinstance(self.mixer, RecurrentNet):
+            of_mixer = {"state_inputs", "state_output"}
         elif not isinstance(self.mixer, Latent):
             of_mixer = {"qkv", "o"}
         else:

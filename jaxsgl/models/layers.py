@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, LayerSpec, Mamba, RecurrentNet
 from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
 from jaxsgl.models.precision import gated_product, product, product_in_parts, product_of_heads
@@ -27,7 +27,7 @@ from jaxsgl.models.rope import reorders_heads
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
-from pallas_kernels.delta_tokens import DeltaTokens
+from pallas_kernels.delta_tokens import StateTokens
 from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.norm import Biased, Update, rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.sums import mean_squares
@@ -117,7 +117,7 @@ class Attend(Protocol):
 class Recur(Protocol):
     """Moves the states of this step's sequences over its tokens; the caller of the model provides it, as `Attend`."""
 
-    def __call__(self, place: int, tokens: DeltaTokens, /) -> jax.Array:
+    def __call__(self, place: int, tokens: StateTokens, /) -> jax.Array:
         """What each token reads from its sequence's state, normalized and gated: `[T, K', r, v]`.
 
         `place` is that of the layer among those that have states.
@@ -125,7 +125,7 @@ class Recur(Protocol):
         ...
 
 
-def no_states(place: int, tokens: DeltaTokens, /) -> jax.Array:
+def no_states(place: int, tokens: StateTokens, /) -> jax.Array:
     """The `Recur` of a caller whose models have no states."""
     raise NotImplementedError("this caller keeps no states")
 
@@ -135,16 +135,11 @@ def vector(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, mean: float)
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=mean, std=0.0)
 
 
-def _taps(shape: tuple[int, ...], axes: Axes) -> nnx.Param[jax.Array]:
-    """Declares the factors `[..., taps]` of convolutions."""
-    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, mean=0.0, std=shape[-1] ** -0.5)
-
-
 class LayerVectors(nnx.Module):
-    """The norms' scales, the biases of attention and the small parameters of delta-nets, of all layers: one array each.
+    """The norms' scales, biases of attention, and the small parameters of what recurs, of all layers: one array each.
 
-    Row l of a layer's norms is that of layer l; row p of what only attention or delta-nets have is that of the layer at
-    place p among these (`ModelArch.places`). Where heads differ in size, the scales of smaller ones end in padding.
+    Row l of a layer's norms is that of layer l; row p of what only some layers have is that of the layer at place p
+    among these (`ModelArch.places`). Where heads differ in size, the scales of smaller ones end in padding.
 
     As parameters of their own they would be five arguments per layer, and each argument costs the launch of a program
     about a microsecond.
@@ -180,12 +175,30 @@ class LayerVectors(nnx.Module):
         self.embedding_norm = self._norms(arch, arch.embedding_size > 0)
         self.layer_factor = vector((arch.num_layers, 1), (None, None), dtype, mean=1.0) if arch.layer_factors else None
         # Of delta-nets: taps of the convolution; A_log and dt_bias, by which states decay; the norm of what is read.
-        net, num_nets = arch.delta_net, len(arch.delta_layers)
-        float32, by_head = jnp.dtype(jnp.float32), (None, "key_heads", None, None)
-        self.delta_taps = None if net is None else _taps((num_nets, net.key_heads, net.channels, net.taps), by_head)
-        decay = None if net is None else (num_nets, net.key_heads, 2, net.group)
-        self.delta_decay = None if decay is None else vector(decay, by_head, float32, mean=0.0)
-        self.delta_norm = None if net is None else vector((num_nets, net.value_size), (None, None), dtype, mean=1.0)
+        net, float32 = arch.recurrent_net, jnp.dtype(jnp.float32)
+
+        def of_heads(is_there: bool, *shape: int) -> nnx.Param[jax.Array] | None:
+            axes = None, "key_heads", *(None,) * (len(shape) - 1)
+            return vector((len(arch.recurrent_layers), *shape), axes, float32, mean=0.0) if is_there else None
+
+        has_deltas, has_mamba = isinstance(net, DeltaNet), isinstance(net, Mamba)
+        self.delta_taps, self.mamba_taps = (self._taps(arch, net if has else None) for has in (has_deltas, has_mamba))
+        k, r, c, v = (0, 0, 0, 0) if net is None else (net.key_heads, net.group, net.channels, net.value_size)
+        self.delta_decay = of_heads(has_deltas, k, 2, r)
+        self.delta_norm = vector((len(arch.recurrent_layers), v), (None, None), dtype, mean=1.0) if has_deltas else None
+        # Of Mamba-2: the convolution's bias too; A_log, dt_bias and D; the norm of what a group's heads read.
+        self.mamba_bias = of_heads(has_mamba, k, c)
+        self.mamba_rates = of_heads(has_mamba, k, 3, r)
+        groups = len(arch.recurrent_layers), k, r * v
+        self.mamba_norm = vector(groups, (None, "key_heads", None), dtype, mean=1.0) if has_mamba else None
+
+    def _taps(self, arch: ModelArch, net: RecurrentNet | None) -> nnx.Param[jax.Array] | None:
+        """`[L, K', C, taps]` float32, of convolutions."""
+        if net is None:
+            return None
+        shape = len(arch.recurrent_layers), net.key_heads, net.channels, net.taps
+        axes = None, "key_heads", None, None
+        return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, mean=0.0, std=net.taps**-0.5)
 
     def _norms(self, arch: ModelArch, exists: bool) -> nnx.Param[jax.Array] | None:
         """`[L, D]`."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layer_spec import DeltaNet, Latent, LayerSpec
+from jaxsgl.models.layer_spec import Latent, LayerSpec, RecurrentNet
 from jaxsgl.models.layers import (
     Attend,
     LayerRows,
@@ -32,7 +32,7 @@ from jaxsgl.models.precision import flat_product_in_parts, product, product_in_p
 from jaxsgl.models.rope import reorders_heads
 from pallas_kernels import KernelChoice, LatentHeads, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
-from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
+from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, StateTokens
 from pallas_kernels.norm import Update, rms_norm, scale_of, sum_parts
 from pallas_kernels.qkv import rotate
 
@@ -125,39 +125,39 @@ def _plus(x: jax.Array, bias: nnx.Param[jax.Array] | None) -> jax.Array:
     return x if bias is None else x + bias[...].astype(x.dtype)
 
 
-class GatedDeltaNet(Matrices):
-    """A gated delta-net: mixes tokens through a state of fixed size instead of all keys and values before them.
-
-        q, k, v = silu(conv(x Wqkv))                      depthwise and causal, over the last few tokens
-        q, k    = l2norm(q) / sqrt(h), l2norm(k)
-        S       = a S;  S = S + k outer (b (v - S^T k))   a and b of each value head and token
-        out     = (rms_norm(S^T q) w silu(x Wz)) Wo
+class RecurrentMixer(Matrices):
+    """Mixes tokens through a state of fixed size instead of all keys and values before them.
 
     These are the products around `Recur`, which `pallas_kernels/delta.py` computes. Rows of the fused product lie by
-    key head, so that devices that share the model have whole groups each. Where it is quantized, a and b, of which
-    there are few, are products of their own that are not.
-
-    Source: Gated DeltaNet (Yang et al., arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it.
+    key head, so that devices that share the model have whole groups each. Where it is quantized, what each value head
+    has few of (`num_gates`) are products of their own that are not.
     """
 
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
         net = spec.mixer
-        assert isinstance(net, DeltaNet)
+        assert isinstance(net, RecurrentNet)
         self.key_size, self.eps = net.key_size, arch.rms_norm_eps
         d, values = arch.hidden_size, net.value_heads * net.value_size
-        large, small = net.channels + net.group * net.value_size, 2 * net.group  # rows of a key head: q, k, v, z; b, a
-        fmt = arch.format_of(spec, "delta_inputs")
+        # Rows of a key head: q, k, v, z; what each value head has few of.
+        large, small = net.channels + net.group * net.value_size, net.num_gates * net.group
+        fmt = arch.format_of(spec, "state_inputs") if "state_inputs" in spec.matrices else None
         parts = {"inputs": (large + small, None)} if fmt is None else {"qkvz": (large, fmt), "gates": (small, None)}
         for name, (rows, kept) in parts.items():
             run = math.gcd(net.key_size, net.value_size)
             self.declare(name, (net.key_heads, rows, d), ("key_heads", None, None), dtype, kept, fan_in=d, run=run)
         self.inputs_in = tuple(parts)
-        of_output = arch.format_of(spec, "delta_output")
+        of_output = arch.format_of(spec, "state_output") if "state_output" in spec.matrices else None
         self.declare("output", (d, values), (None, "key_heads"), dtype, of_output, fan_in=values)
 
     def reader(self, kernels: KernelChoice) -> Weights | None:
         """The matrix that multiplies x, if it is only one."""
         return self.matrix(self.inputs_in[0], kernels) if len(self.inputs_in) == 1 else None
+
+    def tokens(
+        self, fused: jax.Array, vectors: LayerVectors, rows: LayerRows, place: int, dtype: jnp.dtype
+    ) -> StateTokens:
+        """What moves the states, of the product or parts of it."""
+        raise NotImplementedError
 
     def __call__(
         self,
@@ -170,19 +170,60 @@ class GatedDeltaNet(Matrices):
     ) -> Update:
         """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them.
 
-        `place` is that of the layer in `ModelArch.delta_layers`.
+        `place` is that of the layer in `ModelArch.recurrent_layers`.
         """
         matrices = [self.matrix(name, kernels) for name in self.inputs_in]
         if len(matrices) == 1:
             fused = product_in_parts(x_TD, matrices[0])
         else:
             fused = jnp.concatenate([product(x_TD, matrix) for matrix in matrices], axis=-1)
+        out = recur(place, self.tokens(fused, vectors, rows, place, x_TD.dtype))
+        return last_product(out.reshape(len(out), -1), self.matrix("output", kernels), None)
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """A gated delta-net:
+
+        q, k, v = silu(conv(x Wqkv))                      depthwise and causal, over the last few tokens
+        q, k    = l2norm(q) / sqrt(h), l2norm(k)
+        S       = a S;  S = S + k outer (b (v - S^T k))   a and b of each value head and token
+        out     = (rms_norm(S^T q) w silu(x Wz)) Wo
+
+    Source: Gated DeltaNet (Yang et al., arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it.
+    """
+
+    def tokens(
+        self, fused: jax.Array, vectors: LayerVectors, rows: LayerRows, place: int, dtype: jnp.dtype
+    ) -> DeltaTokens:
+        """See `RecurrentMixer`."""
         stacks = vectors.delta_taps, vectors.delta_decay, vectors.delta_norm
         taps, rates, scales = (rows.stack(stack, place) for stack in stacks)
         assert taps is not None and rates is not None and scales is not None
         of_layer = DeltaVectors(taps, rates, scales, rows.row(place), self.eps)
-        out = recur(place, DeltaTokens(fused, of_layer, self.key_size, x_TD.dtype))
-        return last_product(out.reshape(len(out), -1), self.matrix("output", kernels), None)
+        return DeltaTokens(fused, of_layer, self.key_size, dtype)
+
+
+class Mamba2(RecurrentMixer):
+    """A state-space model whose states decay by one number a head (Mamba-2), with the heads of a group sharing B and C:
+
+        x, B, C = silu(conv(u Wxbc) + bias)               depthwise and causal, over the last few tokens
+        S       = exp(-exp(A) dt) S + B outer (dt x)      dt = softplus(u Wdt + bias) of each head and token
+        out     = (rms_norm((S^T C + D x) silu(u Wz)) w) Wo
+
+    The norm is over all heads of a group.
+
+    Source: Dao and Gu, arXiv 2405.21060, as Bamba and Granite 4.0 have it.
+    """
+
+    def tokens(
+        self, fused: jax.Array, vectors: LayerVectors, rows: LayerRows, place: int, dtype: jnp.dtype
+    ) -> MambaTokens:
+        """See `RecurrentMixer`."""
+        stacks = vectors.mamba_taps, vectors.mamba_bias, vectors.mamba_rates, vectors.mamba_norm
+        taps, bias, rates, scales = (rows.stack(stack, place) for stack in stacks)
+        assert taps is not None and bias is not None and rates is not None and scales is not None
+        of_layer = MambaVectors(taps, bias, rates, scales, rows.row(place), self.eps)
+        return MambaTokens(fused, of_layer, self.key_size, dtype)
 
 
 class SharedKeysAttention(Matrices):

@@ -106,8 +106,8 @@ _PATHS: dict[str, tuple[ParamPath, ...]] = {
     "gate_up": (("mlp", "gate_up"),),
     "down": (("mlp", "down"),),
     "shared": (("mlp", "shared", "gate_up"), ("mlp", "shared", "down")),
-    "delta_inputs": (("delta_net", "qkvz"),),
-    "delta_output": (("delta_net", "output"),),
+    "state_inputs": (("delta_net", "qkvz"),),
+    "state_output": (("delta_net", "output"),),
     "embedding_gate": (("embedding_gate", "gate"),),
     "embedding_out": (("embedding_gate", "out"),),
 }

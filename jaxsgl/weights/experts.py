@@ -36,7 +36,8 @@ class ExpertNames:
       gate, up, down: of one expert, for which `{}` stands.
       stacked_gate_up, stacked_down: of all experts. Biases are called so with `_bias`.
       factor: what the shares of experts are multiplied by.
-      shared: how names of shared experts begin.
+      shared: how names of shared experts begin, after the block's.
+      fused_shared: how they begin where gates and ups are one tensor, the layer included; "": they are two.
       interleaved: a stack has gates and ups in turns; else all gates before all ups.
       transposed: stacks are `[E, in, out]` where their shapes don't tell.
       in_memory: the names in transformers' models, of which `state_dict()` and some folders have other ones; None: they
@@ -53,6 +54,7 @@ class ExpertNames:
     stacked_down: str = "experts.down_proj"
     factor: str = ""
     shared: str = "shared_experts."
+    fused_shared: str = ""
     interleaved: bool = False
     transposed: bool = False
     in_memory: ExpertNames | None = None
@@ -72,6 +74,16 @@ _MIXTRAL = ExpertNames(
     up="experts.{}.w3.weight",
     down="experts.{}.w2.weight",
     in_memory=ExpertNames(),
+)
+_GRANITE_IN_MEMORY = ExpertNames(
+    block="model.layers.{}.block_sparse_moe.", router="router.weight", fused_shared="model.layers.{}.shared_mlp."
+)
+_GRANITE = replace(
+    _GRANITE_IN_MEMORY,
+    router="router.layer.weight",
+    stacked_gate_up="input_linear.weight",
+    stacked_down="output_linear.weight",
+    in_memory=_GRANITE_IN_MEMORY,
 )
 _MINIMAX_BIAS = ("e_score_correction_bias", ("E",))
 _ERNIE_BIAS = ("moe_statics.e_score_correction_bias", ("1", "E"))
@@ -95,6 +107,10 @@ NAMES: dict[str, ExpertNames] = {
             "Qwen3_5MoeForConditionalGeneration",
         ),
         ExpertNames(shared="shared_expert."),
+    ),
+    **dict.fromkeys(
+        ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeHybridForCausalLM"),
+        _GRANITE,
     ),
     "GptOssForCausalLM": ExpertNames(router="router.weight", interleaved=True, transposed=True),
     **dict.fromkeys(
@@ -166,13 +182,14 @@ def _of_layer(layer: int, mlp: MoeMlp, arch: ModelArch, shape_of: ShapeOf) -> _O
     names = NAMES.get(arch.name, ExpertNames()).of_checkpoint(
         mlp.router, lambda name: shape_of(as_stored(name)) is not None
     )
-    return _OfLayer(names, as_stored(names.block), mlp, arch, shape_of)
+    return _OfLayer(names, as_stored(names.block), as_stored(names.fused_shared), mlp, arch, shape_of)
 
 
 @dataclass(frozen=True)
 class _OfLayer:
     names: ExpertNames
     block: str
+    fused_shared: str
     mlp: MoeMlp
     arch: ModelArch
     shape_of: ShapeOf
@@ -285,6 +302,10 @@ class _OfLayer:
 
     def _shared(self, name: str) -> Recipe:
         """Of the shared experts, which are one MLP."""
+        if fused := self.fused_shared:
+            if name == "down":
+                return Recipe((Source(fused + "output_linear.weight", ("D", "SF")),), _whole)
+            return Recipe((Source(fused + "input_linear.weight", ("2SF", "D")),), _split)
         prefix = self.block + self.names.shared
         if name == "down":
             return Recipe((Source(prefix + "down_proj.weight", ("D", "SF")),), _whole)
@@ -306,6 +327,11 @@ def _flat(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
 def _rows(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     for row, tensor in enumerate(tensors):
         yield Piece((row,), tensor)
+
+
+def _split(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A matrix `[2 F, D]`, gates first."""
+    yield Piece((), tensors[0].reshape(2, -1, tensors[0].shape[1]))
 
 
 def _of_each_expert(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:

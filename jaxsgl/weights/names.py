@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from jaxsgl.models import ModelArch
@@ -19,6 +20,7 @@ from jaxsgl.weights.stored_names import stored_name
 
 _ATTENTION = "model.layers.{}.self_attn."
 _DELTA_NET = "model.layers.{}.linear_attn."
+_MAMBA = "model.layers.{}.mamba."
 _MLP = "model.layers.{}.mlp."
 
 OF_MODEL: dict[Path, Recipe] = {
@@ -201,7 +203,7 @@ _HYBRID: dict[Path, Recipe] = {
     ("delta_net", "output"): Recipe((Source(_DELTA_NET + "out_proj.weight", ("D", "GV")),), pieces.as_is),
     ("vectors", "delta_taps"): Recipe((Source(_DELTA_NET + "conv1d.weight", ("GC", "1", "GT")),), pieces.delta_taps),
     ("vectors", "delta_decay"): Recipe(
-        (Source(_DELTA_NET + "A_log", ("GN",)), Source(_DELTA_NET + "dt_bias", ("GN",))), pieces.delta_decay
+        (Source(_DELTA_NET + "A_log", ("GN",)), Source(_DELTA_NET + "dt_bias", ("GN",))), pieces.by_value_head
     ),
     ("vectors", "delta_norm"): Recipe((Source(_DELTA_NET + "norm.weight", ("GH",)),), pieces.as_is),
 }
@@ -220,6 +222,36 @@ _QWEN3_NEXT: dict[Path, Recipe] = {
     ("delta_net", "gates"): Recipe(
         (Source(_DELTA_NET + "in_proj_ba.weight", ("G2N", "D")),), pieces.delta_inputs_by_head
     ),
+}
+
+_OF_MAMBA: dict[Path, Recipe] = {
+    ("mamba", "inputs"): Recipe((Source(_MAMBA + "in_proj.weight", ("GI", "D")),), pieces.mamba_inputs),
+    ("mamba", "output"): Recipe((Source(_MAMBA + "out_proj.weight", ("D", "GV")),), pieces.as_is),
+    ("vectors", "mamba_taps"): Recipe((Source(_MAMBA + "conv1d.weight", ("GC", "1", "GT")),), pieces.mamba_taps),
+    ("vectors", "mamba_bias"): Recipe((Source(_MAMBA + "conv1d.bias", ("GC",)),), pieces.mamba_bias),
+    ("vectors", "mamba_rates"): Recipe(
+        tuple(Source(_MAMBA + name, ("GN",)) for name in ("A_log", "dt_bias", "D")), pieces.by_value_head
+    ),
+    ("vectors", "mamba_norm"): Recipe((Source(_MAMBA + "norm.weight", ("GV",)),), pieces.mamba_norm),
+}
+_BAMBA: dict[Path, Recipe] = {
+    **_OF_MAMBA,
+    **_layer_norms(mlp_norm="pre_ff_layernorm"),
+    **{
+        path: replace(
+            recipe,
+            sources=tuple(replace(each, name=each.name.replace(".mlp.", ".feed_forward.")) for each in recipe.sources),
+        )
+        for path, recipe in OF_LAYER.items()
+        if path[0] == "mlp"
+    },
+    ("final_norm",): Recipe((Source("model.final_layernorm.weight", ("D",)),), pieces.norm),
+}
+_SHARED_MLP = "model.layers.{}.shared_mlp."
+_GRANITE_HYBRID: dict[Path, Recipe] = {
+    **_OF_MAMBA,
+    ("mlp", "gate_up"): Recipe((Source(_SHARED_MLP + "input_linear.weight", ("2F", "D")),), pieces.split_gate_up),
+    ("mlp", "down"): Recipe((Source(_SHARED_MLP + "output_linear.weight", ("D", "F")),), pieces.as_is),
 }
 
 # Recipes that differ from those above, or are missing there, by architecture.
@@ -242,6 +274,8 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "Glm4MoeLiteForCausalLM": _LATENT,
+    "BambaForCausalLM": _BAMBA,
+    "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _HYBRID,
     "Qwen3_5MoeForCausalLM": _HYBRID,
@@ -301,7 +335,7 @@ def _layers_of(vectors: str, arch: ModelArch) -> Iterable[int]:
         return arch.attention_layers + arch.reading_layers
     if vectors in ("k_norm", "qkv_bias", "gate_bias"):
         return arch.attention_layers
-    return arch.delta_layers if vectors.startswith("delta_") else range(arch.num_layers)
+    return arch.recurrent_layers if vectors.startswith(("delta_", "mamba_")) else range(arch.num_layers)
 
 
 TOWER_PREFIX = "model.visual."

@@ -168,16 +168,16 @@ def gates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     yield Piece((), of_heads.reshape(arch.num_kv_heads, -1, *of_heads.shape[1:]))
 
 
-def _delta_parts(arch: ModelArch) -> tuple[int, int, int, int]:
-    """K' and, of a key head, the rows of q (as many as of k), of v (as many as of z) and of b (as many as of a)."""
-    net = arch.delta_net
+def _recurrent_parts(arch: ModelArch) -> tuple[int, int, int, int]:
+    """K' and, of a key head, the rows of q (as many as of k), of v (as many as of z) and its value heads."""
+    net = arch.recurrent_net
     assert net is not None
     return net.key_heads, net.key_size, net.group * net.value_size, net.group
 
 
 def _by_key_head(arch: ModelArch, tensor: Tensor) -> Iterator[Tensor]:
     """q, k and v of all heads, one after the other `[K' * C, ...]`, each as `[K', rows, ...]`."""
-    heads, h, values, _ = _delta_parts(arch)
+    heads, h, values, _ = _recurrent_parts(arch)
     for first, size in ((0, h), (heads * h, h), (2 * heads * h, values)):
         part = tensor[first : first + heads * size]
         yield part.reshape(heads, size, *tensor.shape[1:])
@@ -193,14 +193,14 @@ def _in_rows(parts: Iterable[Tensor]) -> Iterator[Piece]:
 
 def delta_inputs(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """What makes q, k and v; z; b; a, to `[K', rows, D]`."""
-    heads = arch.delta_net.key_heads if arch.delta_net else 0
+    heads = arch.recurrent_net.key_heads if arch.recurrent_net else 0
     qkv, *others = tensors
     yield from _in_rows([*_by_key_head(arch, qkv), *(each.reshape(heads, -1, each.shape[1]) for each in others)])
 
 
 def delta_inputs_by_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """The same of two tensors that have key heads first: q, k, v and z of each; b and a of each."""
-    heads = arch.delta_net.key_heads if arch.delta_net else 0
+    heads = arch.recurrent_net.key_heads if arch.recurrent_net else 0
     yield from _in_rows([each.reshape(heads, -1, each.shape[1]) for each in tensors])
 
 
@@ -209,10 +209,45 @@ def delta_taps(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     yield from _in_rows(_by_key_head(arch, tensors[0][:, 0]))
 
 
-def delta_decay(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    """A_log and dt_bias `[V']`, to `[K', 2, r]`."""
-    heads, _, _, group = _delta_parts(arch)
+def by_value_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Vectors `[V']`, as A_log and dt_bias, to `[K', 2, r]`."""
+    heads, _, _, group = _recurrent_parts(arch)
     yield from _in_rows([each.reshape(heads, 1, group) for each in tensors])
+
+
+def _mamba_channels(arch: ModelArch, tensor: Tensor) -> Iterator[Tensor]:
+    """x, B and C of all groups, one after the other `[K' * C, ...]`: C, B and x, each as `[K', rows, ...]`."""
+    groups, h, values, _ = _recurrent_parts(arch)
+    x, b, c = (
+        tensor[first : first + groups * size].reshape(groups, size, *tensor.shape[1:])
+        for first, size in ((0, values), (groups * values, h), (groups * (values + h), h))
+    )
+    yield from (c, b, x)
+
+
+def mamba_inputs(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """z; x, B and C; dt, to `[K', rows, D]`: C, B, x, z and dt of each group."""
+    groups, h, values, _ = _recurrent_parts(arch)
+    (of_all,) = tensors
+    mixed = groups * (2 * values + 2 * h)
+    z, xbc, dt = of_all[: groups * values], of_all[groups * values : mixed], of_all[mixed:]
+    others = (each.reshape(groups, -1, *of_all.shape[1:]) for each in (z, dt))
+    yield from _in_rows([*_mamba_channels(arch, xbc), *others])
+
+
+def mamba_taps(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A depthwise convolution of all channels `[K' * C, 1, taps]`, to `[K', C, taps]`."""
+    yield from _in_rows(_mamba_channels(arch, tensors[0][:, 0]))
+
+
+def mamba_bias(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Its bias `[K' * C]`, to `[K', C]`."""
+    yield from _in_rows(_mamba_channels(arch, tensors[0]))
+
+
+def mamba_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Scales `[V' v]`, to `[K', r v]`."""
+    yield Piece((), tensors[0].reshape(_recurrent_parts(arch)[0], -1))
 
 
 def rows_of_tokens(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:

@@ -117,9 +117,9 @@ def _dequantized(path: Path, recipe: Recipe, matrix: str, arch: ModelArch, shape
 # What `LayerSpec.matrices` calls parameters that have other names.
 _MATRICES: dict[Path, str] = {
     ("mlp", "shared"): "shared",
-    ("delta_net", "inputs"): "delta_inputs",
-    ("delta_net", "qkvz"): "delta_inputs",
-    ("delta_net", "output"): "delta_output",
+    ("delta_net", "inputs"): "state_inputs",
+    ("delta_net", "qkvz"): "state_inputs",
+    ("delta_net", "output"): "state_output",
     ("embedding_gate", "gate"): "embedding_gate",
     ("embedding_gate", "out"): "embedding_out",
 }

@@ -111,20 +111,20 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, pixels. Those
     with L are of a latent: what queries are made of, C, C + R; of all heads their queries, what makes keys and values,
-    and values. Those with G are of a gated delta-net: of all heads q, k and v; taps; value heads, and twice as many;
-    numbers of a value; all values; q, k, v and their gates. Those with P are of embeddings of layers: numbers of one,
-    rows, and numbers of all layers.
+    and values. Those with G are of what recurs: of all heads q, k and v; taps; value heads, and twice as many; numbers
+    of a value; all values; q, k, v and their gates; all that Mamba-2 makes of its input. Those with P are of embeddings
+    of layers: numbers of one, rows, and numbers of all layers.
 
     `layer` is one whose heads and MLP are meant, where layers differ; None: those of the model.
     """
-    mixture, vision, latent, net = arch.mixture, arch.vision, arch.latent, arch.delta_net
+    mixture, vision, latent, net = arch.mixture, arch.vision, arch.latent, arch.recurrent_net
     ffn_size = arch.ffn_size
     if layer is not None:
         mlp, arch = arch.layers[layer].mlp, arch.with_heads_of(arch.layers[layer])
         ffn_size = mlp.ffn_size if isinstance(mlp, DenseMlp) else ffn_size
-    of_delta_net = {}
+    of_recurrent_net = {}
     if net is not None:
-        of_delta_net = {
+        of_recurrent_net = {
             "GC": net.key_heads * net.channels,
             "GT": net.taps,
             "GN": net.value_heads,
@@ -132,6 +132,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
             "GH": net.value_size,
             "GV": net.value_heads * net.value_size,
             "GCV": net.key_heads * net.channels + net.value_heads * net.value_size,
+            "GI": net.key_heads * net.channels + net.value_heads * (net.value_size + net.num_gates),
         }
     of_vision = {}
     if vision is not None:
@@ -158,7 +159,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     return {
         **of_vision,
         **of_latent,
-        **of_delta_net,
+        **of_recurrent_net,
         "2NH": 2 * arch.num_heads * arch.head_dim if arch.output_gate else 0,
         "V": arch.vocab_size,
         "D": arch.hidden_size,
@@ -175,6 +176,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "2EF": 2 * mixture.ffn_size if mixture else 0,
         "C": len(arch.folder_pooling.labels),
         "SF": mixture.shared_ffn_size if mixture else 0,
+        "2SF": 2 * mixture.shared_ffn_size if mixture else 0,
         "P": arch.embedding_size,
         "PV": arch.layer_vocab_size,
         "PL": arch.num_layers * arch.embedding_size,

@@ -109,8 +109,8 @@ def _misfits(arch: ModelArch, num_devices: int, num_ranks: int) -> list[str]:
         if heads.number != arch.num_kv_heads:
             of_rank[f"kv heads of size {heads.size}"] = heads.number
     sizes = {"units in an MLP": arch.ffn_size}
-    if arch.delta_net is not None:
-        of_rank["key heads of its delta-nets"] = arch.delta_net.key_heads
+    if arch.recurrent_net is not None:
+        of_rank[f"key heads of its {arch.recurrent_net.plural}"] = arch.recurrent_net.key_heads
     if arch.mixture is not None:
         of_experts = arch.mixture.num_experts if arch.by_experts else arch.mixture.num_units
         sizes["experts" if arch.by_experts else "units in an expert"] = of_experts

@@ -76,7 +76,7 @@ class MatrixShape:
 
 @dataclasses.dataclass(frozen=True)
 class StateShape:
-    """The state of a gated delta-net's layer."""
+    """The state of a layer with a gated delta-net, or Mamba-2."""
 
     key_heads: int
     """K."""
@@ -88,6 +88,8 @@ class StateShape:
     """v."""
     taps: int
     """Tokens that its convolution reads."""
+    corrects: bool = True
+    """Whether it has the delta rule; else that of Mamba-2."""
 
 
 @dataclasses.dataclass(frozen=True)

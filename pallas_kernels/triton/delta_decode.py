@@ -5,7 +5,7 @@ kept besides. `delta_step` is all of a decode between two products: a program re
 parts, convolves q, k and its v, makes a and b, moves its state, and normalizes and gates what it has read. The programs
 of a key head all convolve q and k; one of them keeps the inputs. XLA has a dozen kernels for that, and copies kept
 states in a loop that the host steps. `delta_decode` is the delta rule alone, for sequences of one token in a step that
-extends others.
+extends others, or that of Mamba-2, whose heads are normalized together by XLA.
 """
 
 import dataclasses
@@ -18,8 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.backend import L2_EPS
-from pallas_kernels.delta_tokens import DeltaTokens
+from pallas_kernels.delta_tokens import L2_EPS, DeltaTokens
 from pallas_kernels.parts import total
 from pallas_kernels.triton.tiles import index_of, load_rows, store_rows
 
@@ -106,7 +105,7 @@ def _step_kernel(
     seq, key_head, of_group = _ids(group)
     layer, position = layer_ref[0], position_ref[seq]
     place, kept_to = place_ref[seq], kept_to_ref[seq]
-    moves = _State(states, states_out, (place, key_head, of_group), kept_to)
+    moves = _State(states, states_out, (place, key_head, of_group), kept_to, corrects=True)
 
     def fused(column: jax.Array) -> jax.Array:
         """The token's numbers at columns of the product, a vector or one, in float32."""
@@ -167,7 +166,7 @@ def _decay(logit: jax.Array, log_rate: jax.Array) -> jax.Array:
     return jnp.exp(-jnp.exp(log_rate) * softplus)
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
+@functools.partial(jax.jit, static_argnames=("corrects", "interpret"))
 def delta_decode(
     q: jax.Array,
     k: jax.Array,
@@ -178,12 +177,13 @@ def delta_decode(
     place: jax.Array,
     has_state: jax.Array,
     kept_to: jax.Array,
+    corrects: bool,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """See `backend.DeltaDecode`."""
     num_seqs, key_heads, group, _ = v.shape
     out, matrices = pl.pallas_call(
-        _decode_kernel,
+        functools.partial(_decode_kernel, corrects=corrects),
         out_shape=(jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(matrices.shape, matrices.dtype)),
         grid=(num_seqs, key_heads * group),
         input_output_aliases={8: 1},
@@ -206,12 +206,14 @@ def _decode_kernel(
     states: Any,
     out_ref: Any,
     states_out: Any,
+    *,
+    corrects: bool,
 ) -> None:
     _, _, group, key_size, value_size = states.shape
     seq, key_head, of_group = _ids(group)
     mine = seq, key_head, of_group
     row, column = (jnp.arange(size, dtype=jnp.int32) for size in (key_size, value_size))
-    moves = _State(states, states_out, (place_ref[seq], key_head, of_group), kept_to_ref[seq])
+    moves = _State(states, states_out, (place_ref[seq], key_head, of_group), kept_to_ref[seq], corrects)
     state = moves.load(has_state_ref[seq] != 0)
     q, k = (_vector(ref, (seq, key_head), row) for ref in (q_ref, k_ref))
     read = moves.moved(state, q, k, _vector(v_ref, mine, column), decay_ref[mine], beta_ref[mine])
@@ -226,12 +228,14 @@ class _State:
       states, states_out: all of them, `[P, K, r, h, v]`.
       index: its place, key head and number in the group.
       kept_to: another place for it, if that is not -1.
+      corrects: what is written is v less what the state reads at k.
     """
 
     states: Any
     states_out: Any
     index: tuple[Any, jax.Array, jax.Array]
     kept_to: jax.Array
+    corrects: bool
 
     @property
     def _rows(self) -> jax.Array:
@@ -247,8 +251,9 @@ class _State:
     ) -> jax.Array:
         """What is read of `state` after a token, `[v]`; the state after it is stored."""
         state = state * decay
-        change = (v - jnp.sum(state * k[:, None], axis=0)) * beta
-        state = state + k[:, None] * change[None, :]
+        if self.corrects:
+            v = v - jnp.sum(state * k[:, None], axis=0)
+        state = state + k[:, None] * (v * beta)[None, :]
         rows, (_, *head) = self._rows, self.index
         store_rows(self.states_out, (*self.index, rows), jnp.full(rows.shape, True), state)
         is_kept = jnp.broadcast_to(self.kept_to >= 0, rows.shape)

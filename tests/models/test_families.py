@@ -26,7 +26,11 @@ UNTRIED = {
     "glm4": ("rope_parameters",),
     "glm4_moe": ("rope_parameters",),
     "glm4_moe_lite": ("num_hidden_layers", "qk_rope_head_dim"),
-    **dict.fromkeys(("olmo3", "gemma2", "gemma3", "gpt_oss", "exaone4"), ("num_hidden_layers",)),
+    **dict.fromkeys(
+        ("olmo3", "gemma2", "gemma3", "gpt_oss", "exaone4", "granite_hybrid_dense"), ("num_hidden_layers",)
+    ),
+    "granite_hybrid": ("num_hidden_layers", "hidden_size", "mamba_expand", "mamba_n_heads"),
+    "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
     **dict.fromkeys(("gemma4", "gemma4_small", "gemma4_moe"), ("num_hidden_layers", "per_layer_config")),
 }
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -114,7 +118,17 @@ def test_a_rope_that_is_null_is_the_familys_as_in_transformers(tmp_path: Path) -
 
 def test_a_switch_of_windows_means_what_it_means_to_transformers(tmp_path: Path) -> None:
     """Without `layer_types`, where families have windows in different layers."""
-    for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3", *HYBRID_KINDS):
+    for kind in (
+        "qwen2",
+        "qwen3",
+        "qwen2_moe",
+        "qwen3_moe",
+        "smollm3",
+        "bamba",
+        "qwen3_5",
+        "qwen3_next",
+        "qwen3_5_moe",
+    ):
         for is_on, last in ((True, 3), (True, 2), (False, 2)):
             values = {key: value for key, value in configuration(kind).items() if key != "layer_types"}
             values |= {"num_hidden_layers": 4, "max_window_layers": last, "no_rope_layers": None}
@@ -295,7 +309,7 @@ HUNYUAN_ROPE = {
 
 def test_hybrids_as_they_are_published_are_understood(tmp_path: Path) -> None:
     arch = read(tmp_path, architectures=["Qwen3_5ForCausalLM"], **Q35)
-    assert (arch.delta_layers, arch.ropes[0].rotary_dim, arch.output_gate) == ((0, 1, 2), 64, True)
+    assert (arch.recurrent_layers, arch.ropes[0].rotary_dim, arch.output_gate) == ((0, 1, 2), 64, True)
     whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**LLAMA, **Q35}}
     beside = {"vision_config": {"depth": 2}, "image_token_id": 7, "language_model_only": False}
     assert arch_of(tmp_path, {**whole, **beside}) is not None

@@ -40,8 +40,8 @@ NINE_B: dict[str, Any] = {
 
 def test_every_fourth_layer_attends_unless_config_json_says_otherwise(tmp_path: Path) -> None:
     arch = read(tmp_path, **NINE_B)
-    assert arch.attention_layers == tuple(range(3, 32, 4)) and len(arch.delta_layers) == 24
-    assert arch.delta_net == DeltaNet(16, 32, 128, 128, 4) and arch.head_dim == 256
+    assert arch.attention_layers == tuple(range(3, 32, 4)) and len(arch.recurrent_layers) == 24
+    assert arch.recurrent_net == DeltaNet(16, 32, 128, 128, 4) and arch.head_dim == 256
     assert arch.output_gate and arch.norm_offset == 1 and arch.ropes[0].rotary_dim == 64
     assert arch.places[:5] == (0, 1, 2, 0, 3)
     assert read(tmp_path, **NINE_B, full_attention_interval=2).attention_layers == tuple(range(1, 32, 2))
@@ -76,7 +76,7 @@ def test_devices_share_key_heads_with_their_value_heads(tmp_path: Path) -> None:
     whole = layer_states(arch, 64, BFLOAT16).row_bytes
     assert whole == 24 * (32 * 128 * 128 + 4 * 8192) * 4
     assert layer_states(arch, 64, BFLOAT16, 2).row_bytes == whole // 2
-    with pytest.raises(ConfigError, match=r"9 key heads of its delta-nets.*--tp 1"):
+    with pytest.raises(ConfigError, match=r"9 key heads of its gated delta-nets.*--tp 1"):
         model_on_devices(
             read(tmp_path, **NINE_B, linear_num_key_heads=9, linear_num_value_heads=18), 2, by_experts=False
         )

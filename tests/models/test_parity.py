@@ -45,7 +45,7 @@ def test_logits_of_every_family_equal_those_of_transformers(kind: str, tmp_path:
     prompt = [token % OF_FAMILIES["vocab_size"] for token in PROMPT[:80]]
     expected = reference_logits(folder, prompt).numpy()
     assert expected.std() > 0.5
-    atol = ATOL if arch.delta_net is None else 5e-4  # transformers takes states from block to block
+    atol = ATOL if arch.recurrent_net is None else 5e-4  # transformers takes states from block to block
     np.testing.assert_allclose(checkpoint_logits(folder, prompt), expected, atol=atol)
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule in blocks and token by token, against the plain recurrence."""
+"""The gated delta rule and that of Mamba-2, in blocks and token by token, against the plain recurrence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.delta import BLOCK, DeltaStates, Sequences, delta_decode, delta_extend
-from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
+from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, StateTokens
 from pallas_kernels.selftest.cases.states import state_cases
 from pallas_kernels.selftest.shapes import KernelShapes, StateShape
 from tests.plain_model import plain_recur
@@ -30,17 +30,23 @@ decode = jax.jit(delta_decode)
 _recur = jax.jit(functools.partial(plain_recur, 0))
 
 
-def drawn(num_tokens: int, seed: int) -> DeltaTokens:
+def drawn(num_tokens: int, seed: int, corrects: bool = True) -> StateTokens:
     rng = np.random.default_rng(seed)
     taps = np.random.default_rng(99).standard_normal((HEADS, CHANNELS, TAPS))
-    rates = np.random.default_rng(98).uniform(-2, 0, (HEADS, 2, GROUP))
-    fused = rng.standard_normal((num_tokens, HEADS, CHANNELS + GROUP * (VALUE + 2)))
-    scales = np.random.default_rng(97).standard_normal((1, VALUE))
+    rates = np.random.default_rng(98).uniform(-2, 0, (HEADS, 2 if corrects else 3, GROUP))
+    fused = rng.standard_normal((num_tokens, HEADS, CHANNELS + GROUP * (VALUE + (2 if corrects else 1))))
+    scales = np.random.default_rng(97).standard_normal((1, VALUE) if corrects else (1, HEADS, GROUP * VALUE))
     a, b, c, d = (jnp.asarray(x, jnp.float32) for x in (fused, taps[None], rates[None], scales))
-    return DeltaTokens(a, DeltaVectors(b, c, d, row=0, eps=1e-6), KEY, a.dtype)
+    if corrects:
+        return DeltaTokens(a, DeltaVectors(b, c, d, row=0, eps=1e-6), KEY, a.dtype)
+    bias = jnp.asarray(np.random.default_rng(96).standard_normal((1, HEADS, CHANNELS)), jnp.float32)
+    return MambaTokens(a, MambaVectors(b, bias, c, d, row=0, eps=1e-6), KEY, a.dtype)
 
 
-def recur(seq: DeltaTokens) -> np.ndarray:
+RULES = pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "Mamba-2"])
+
+
+def recur(seq: StateTokens) -> np.ndarray:
     """The sequence's recurrence, token by token; padded to one length, so that one program serves all."""
     length = len(seq.fused)
     padded = np.pad(np.asarray(seq.fused), ((0, NUM_TOKENS - length), (0, 0), (0, 0)))
@@ -54,10 +60,10 @@ def stale() -> DeltaStates:
 
 
 def step_of(
-    seqs: Sequence[DeltaTokens],
+    seqs: Sequence[StateTokens],
     chunks: Sequence[tuple[int, int, int]],
     kept: Sequence[tuple[int, int]] = ((0, DUMMY), (0, DUMMY)),
-) -> tuple[DeltaTokens, Sequences, list[int]]:
+) -> tuple[StateTokens, Sequences, list[int]]:
     """The chunks (sequence, first token, tokens), padded; and where each begins. Sequence s is at place s.
 
     `kept` are (tokens, place) of states of the first chunk that are kept besides.
@@ -76,9 +82,10 @@ def step_of(
     return tokens, of_step, offsets[:-1].tolist()
 
 
-def test_ragged_chunks_of_several_sequences_are_each_sequences_recurrence() -> None:
+@RULES
+def test_ragged_chunks_of_several_sequences_are_each_sequences_recurrence(corrects: bool) -> None:
     rng, lengths = np.random.default_rng(1), (1, 11, 150, BLOCK, 2 * BLOCK + 1)
-    seqs = [drawn(length, seed) for seed, length in enumerate(lengths)]
+    seqs = [drawn(length, seed, corrects) for seed, length in enumerate(lengths)]
     found: list[list[np.ndarray]] = [[] for _ in seqs]
     done, states = [0] * len(seqs), stale()
     while any(left := [length - n for length, n in zip(lengths, done, strict=True)]):
@@ -102,8 +109,9 @@ def test_a_step_may_have_fewer_tokens_than_the_convolution_has_taps() -> None:
             np.testing.assert_allclose(out[row], recur(seq)[i], atol=ATOL)
 
 
-def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0() -> None:
-    seqs = [drawn(40, 0), drawn(40, 1)]
+@RULES
+def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0(corrects: bool) -> None:
+    seqs = [drawn(40, 0, corrects), drawn(40, 1, corrects)]
     tokens, of_step, _ = step_of(seqs, [(0, 0, 37)])
     _, states = extend(tokens, stale(), of_step)
     dummies = [np.asarray(each[DUMMY]) for each in states]
@@ -122,9 +130,9 @@ def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0() 
         np.testing.assert_array_equal(each[DUMMY], dummy)
 
 
-@pytest.mark.parametrize("size", [(16, 64), (32, 32)])
-def test_a_kernel_of_the_gpus_decodes_and_keeps_states_as_xla_does(size: tuple[int, int]) -> None:
-    shapes = replace(A_MODEL, states=(StateShape(2, 3, *size, TAPS),))
+@pytest.mark.parametrize(("size", "corrects"), [((16, 64), True), ((32, 32), True), ((32, 16), False)])
+def test_a_kernel_of_the_gpus_decodes_and_keeps_states_as_xla_does(size: tuple[int, int], corrects: bool) -> None:
+    shapes = replace(A_MODEL, states=(StateShape(2, 3, *size, TAPS, corrects),))
     for case in state_cases(shapes):
         for found, right in zip(case.call("triton", True), case.right(), strict=True):
             np.testing.assert_allclose(found, right, atol=ATOL)
@@ -132,9 +140,12 @@ def test_a_kernel_of_the_gpus_decodes_and_keeps_states_as_xla_does(size: tuple[i
         delta_decode(drawn(1, 0), stale(), jnp.zeros(1, int), jnp.zeros(1, int), backend="triton", interpret=True)
 
 
-def test_a_state_has_the_same_bits_whatever_the_chunks_between_blocks_and_whatever_runs_beside_it() -> None:
+@RULES
+def test_a_state_has_the_same_bits_whatever_the_chunks_between_blocks_and_whatever_runs_beside_it(
+    corrects: bool,
+) -> None:
     length = 4 * BLOCK
-    seqs = [drawn(length, 5), drawn(length, 6)]
+    seqs = [drawn(length, 5, corrects), drawn(length, 6, corrects)]
     tokens, of_step, _ = step_of(seqs, [(0, 0, length)])
     whole, at_once = extend(tokens, stale(), of_step)
     states, parts = stale(), []
@@ -165,9 +176,10 @@ def test_states_inside_a_chunk_are_kept_and_gone_on_from_like_those_at_its_end()
             np.testing.assert_array_equal(found[place], right[place])
 
 
-def test_sequences_of_one_token_are_decoded_next_to_chunks_and_take_no_block() -> None:
+@RULES
+def test_sequences_of_one_token_are_decoded_next_to_chunks_and_take_no_block(corrects: bool) -> None:
     """One goes on and is kept, one begins; one begins at a kept state, and so takes a block."""
-    seqs = [drawn(2 * BLOCK, seed) for seed in range(4)]
+    seqs = [drawn(2 * BLOCK, seed, corrects) for seed in range(4)]
     first = BLOCK - 1
     tokens, of_step, _ = step_of(seqs, [(0, 0, first), (2, 0, 30), (3, 0, BLOCK)], kept=[(0, DUMMY), (0, DUMMY)])
     _, states = extend(tokens, stale(), of_step)

@@ -101,7 +101,7 @@ def test_matrices_that_are_not_quantized_need_no_exception(form: str, tmp_path: 
     plain, left = make_checkpoint("qwen3_5", tmp_path / "plain", head_dim=32), r"in_proj_(qkv|z|a|b)\.|self_attn"
     folder = quantize_folder(plain, tmp_path / "untold", form, excepted=left)
     arch = as_stored(ModelArch.from_folder(folder), folder)
-    assert [sorted(layer.unquantized) for layer in arch.layers] == [["delta_inputs"]] * 3 + [["o", "qkv"]]
+    assert [sorted(layer.unquantized) for layer in arch.layers] == [["state_inputs"]] * 3 + [["o", "qkv"]]
     found, expected = parameters(folder), parameters(folder / "meant")
     for path in (("layers", 0, "delta_net", "inputs"), ("layers", 3, "attention", "qkv")):
         np.testing.assert_array_equal(found[path], expected[path], err_msg=str(path))

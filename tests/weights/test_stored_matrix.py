@@ -153,10 +153,10 @@ def test_exceptions_of_hybrids_name_what_is_multiplied_at_once() -> None:
 
     small = ("conv1d", "norm", "in_proj_a", "in_proj_b", "in_proj_ba")
     assert excepted(*(f"model.language_model.layers.0.linear_attn.{each}" for each in small)) == [NOTHING] * 2
-    assert excepted("linear_attn") == [frozenset({"delta_inputs", "delta_output"}), NOTHING]
-    assert excepted("re:.*linear_attn\\.in_proj_.*") == [frozenset({"delta_inputs"}), NOTHING]
-    assert excepted("model.layers.0.linear_attn.in_proj_qkvz") == [frozenset({"delta_inputs"}), NOTHING]
-    assert excepted("linear_attn.out_proj", "self_attn") == [frozenset({"delta_output"}), frozenset({"qkv", "o"})]
+    assert excepted("linear_attn") == [frozenset({"state_inputs", "state_output"}), NOTHING]
+    assert excepted("re:.*linear_attn\\.in_proj_.*") == [frozenset({"state_inputs"}), NOTHING]
+    assert excepted("model.layers.0.linear_attn.in_proj_qkvz") == [frozenset({"state_inputs"}), NOTHING]
+    assert excepted("linear_attn.out_proj", "self_attn") == [frozenset({"state_output"}), frozenset({"qkv", "o"})]
     with pytest.raises(CheckpointError, match=r"leaves linear_attn.in_proj_z of layer 0 unquantized"):
         excepted("linear_attn.in_proj_z")
 

@@ -12,7 +12,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.kernels import OP_OF_NAME, read_kernels
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, RecurrentNet
 from jaxsgl.models.layers import norm_dtype, qkv_heads
 from jaxsgl.models.matrix import group_of_part
 from jaxsgl.models.moe import MOST_SHARED, expert_shapes
@@ -35,7 +35,7 @@ def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
         )
     if chosen.get(OP_OF_NAME["experts"], "auto") != "auto" and arch.mixture is None:
         raise ConfigError(f"--kernels names experts, but {arch.name} has none: leave them out")
-    if chosen.get(OP_OF_NAME["states"], "auto") != "auto" and arch.delta_net is None:
+    if chosen.get(OP_OF_NAME["states"], "auto") != "auto" and arch.recurrent_net is None:
         raise ConfigError(f"--kernels names states, but the layers of {arch.name} keep none: leave it out")
     if chosen.get(OP_OF_NAME["float8"], "auto") != "auto" and (fmt is None or fmt.numbers != FLOAT8):
         raise ConfigError(f"--kernels names float8, but {arch.name} has no weights in float8: leave it out")
@@ -99,9 +99,12 @@ def kernel_shapes(
 
 def _state_shapes(arch: ModelArch, num_devices: int) -> tuple[StateShape, ...]:
     """Of the layers that keep some."""
-    nets = [layer.mixer for layer in arch.layers if isinstance(layer.mixer, DeltaNet)]
+    nets = [layer.mixer for layer in arch.layers if isinstance(layer.mixer, RecurrentNet)]
     shapes = (
-        StateShape(net.key_heads // num_devices, net.group, net.key_size, net.value_size, net.taps) for net in nets
+        StateShape(
+            net.key_heads // num_devices, net.group, net.key_size, net.value_size, net.taps, isinstance(net, DeltaNet)
+        )
+        for net in nets
     )
     return tuple(dict.fromkeys(shapes))
 
@@ -177,7 +180,7 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
 
 def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
     """Outputs and inputs of each matrix around attention and states, and which of them devices share: "" for none."""
-    hidden, n, latent, net = arch.hidden_size, arch.num_heads, arch.latent, arch.delta_net
+    hidden, n, latent, net = arch.hidden_size, arch.num_heads, arch.latent, arch.recurrent_net
     if latent is None:
         out = n * arch.head_dim
         others = [(out, hidden, "outputs")] if arch.reading_layers else []  # queries without keys

@@ -94,8 +94,8 @@ def check_stages(config: EngineConfig, arch: ModelArch) -> None:
         )
     if arch.vision is not None:
         raise ConfigError(f"--pp-size does not work with images for now: give --language-only, or {way_out}")
-    if arch.delta_net is not None:
-        raise ConfigError(f"--pp-size does not work with the gated delta-nets of {arch.name} for now: {way_out}")
+    if arch.recurrent_net is not None:
+        raise ConfigError(f"--pp-size does not work with the {arch.recurrent_net.plural} of {arch.name}: {way_out}")
     if arch.reading_layers or arch.embedding_size:
         raise ConfigError(
             f"--pp-size does not work for now with the layers of {arch.name}, which read keys of other layers or have "

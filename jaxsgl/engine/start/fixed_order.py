@@ -39,8 +39,9 @@ def _obstacles(config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.
         yield "XLA chooses the tiles of a TPU's products by the batch: leave it out"
     if arch.latent is not None:
         yield f"products around the latents of {arch.name} are XLA's, whose order depends on the batch: leave it out"
-    if arch.delta_net is not None:
-        yield f"the gated delta-nets of {arch.name} are XLA's, whose order depends on the batch: leave it out"
+    if arch.recurrent_net is not None:
+        layers = f"the {arch.recurrent_net.plural} of {arch.name}"
+        yield f"{layers} are XLA's, whose order depends on the batch: leave it out"
     if arch.vision is not None:
         yield "the vision tower is XLA's, whose order depends on the batch: give --language-only, or leave it out"
     if config.lora.is_on:

@@ -26,7 +26,7 @@ def check_flags(config: EngineConfig, arch: ModelArch) -> None:
 
 
 def _check_states(config: EngineConfig, arch: ModelArch) -> None:
-    if arch.delta_net is None:
+    if arch.recurrent_net is None:
         return
     refused = (
         (config.speculation.is_on, "--speculative-algorithm", "a state can't go back to the drafts that stand"),
@@ -86,8 +86,8 @@ def _check_ranks(config: EngineConfig, arch: ModelArch) -> None:
             f"--language-only, or {_WAY_OUT}"
         )
     divided = {"kv heads": min(heads.stored for heads in arch.all_heads)}
-    if arch.delta_net is not None:
-        divided["key heads"] = arch.delta_net.key_heads
+    if arch.recurrent_net is not None:
+        divided["key heads"] = arch.recurrent_net.key_heads
     if arch.mixture is None and min(divided.values()) >= config.tp:
         heads = " and ".join(f"{number} {what}" for what, number in divided.items())
         raise ConfigError(

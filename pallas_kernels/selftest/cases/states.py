@@ -1,4 +1,4 @@
-"""Cases of gated delta-nets: sequences that decode, by themselves and next to chunks.
+"""Cases of gated delta-nets and Mamba-2: sequences that decode, by themselves and next to chunks.
 
 Owns their positions and where their states go.
 """
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.choice import XLA
 from pallas_kernels.delta import DeltaStates, Sequences, delta_decode, delta_extend
-from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors
+from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, StateTokens
 from pallas_kernels.selftest.batches import normal
 from pallas_kernels.selftest.case import TOLERANCE, Case
 from pallas_kernels.selftest.cases.arguments import NUM_PARTS, in_parts_of
-from pallas_kernels.selftest.shapes import KernelShapes
+from pallas_kernels.selftest.shapes import KernelShapes, StateShape
 
 STATE_POSITIONS, STATES_KEPT = (0, 7, 130, 1, 0), (-1, 8, -1, 7, 9)  # of rows that decode, and where they go besides
 
@@ -29,21 +29,10 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
         keys = jax.random.split(jax.random.key(12), 6)
         heads, num_seqs = (shape.key_heads, shape.group), len(STATE_POSITIONS)
         channels = 2 * shape.key_size + shape.group * shape.value_size
-        fused = num_seqs, shape.key_heads, channels + shape.group * (shape.value_size + 2)
         dtype = jnp.dtype(shapes.dtype)
-        tokens = DeltaTokens(
-            normal(keys[0], 1.0, shape=fused, dtype=dtype),
-            DeltaVectors(
-                normal(keys[1], 1.0, shape=(2, shape.key_heads, channels, shape.taps), dtype=jnp.dtype(jnp.float32)),
-                jax.random.uniform(keys[2], (2, shape.key_heads, 2, shape.group), minval=-2.0),
-                normal(keys[3], 1.0, shape=(2, shape.value_size), dtype=jnp.dtype(jnp.float32)),
-                row=1,
-                eps=1e-6,
-            ),
-            shape.key_size,
-            dtype,
-        )
-        product = normal(keys[0], 1.0, shape=(NUM_PARTS, *fused), dtype=in_parts_of(dtype, (NUM_PARTS,)))
+        tokens = _tokens(keys, shape, num_seqs, dtype)
+        parts = NUM_PARTS, *tokens.product.shape
+        product = normal(keys[0], 1.0, shape=parts, dtype=in_parts_of(dtype, (NUM_PARTS,)))
         in_parts = dataclasses.replace(tokens, product=product)
         states = DeltaStates(*(
             normal(key, 1.0, shape=(2 * num_seqs, *dims), dtype=jnp.dtype(jnp.float32))
@@ -54,7 +43,9 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
             )
         ))  # fmt: skip
         where = jnp.array(STATE_POSITIONS), jnp.arange(num_seqs)[::-1] + 1, jnp.array(STATES_KEPT)
-        name = f"{num_seqs} rows, {shape.key_heads} x {shape.group} states of {shape.key_size} x {shape.value_size}"
+        rule = "" if shape.corrects else " of Mamba-2"
+        size = f"{shape.key_size} x {shape.value_size}{rule}"
+        name = f"{num_seqs} rows, {shape.key_heads} x {shape.group} states of {size}"
         for which, run, of_step in (
             ("", _decoded_states, tokens),
             (", of parts", _decoded_states, in_parts),
@@ -68,15 +59,30 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
             )
 
 
+def _tokens(keys: jax.Array, shape: StateShape, num_seqs: int, dtype: jnp.dtype) -> StateTokens:
+    """Any tokens, and small parameters of two layers, of which the second is used."""
+    k, r, v = shape.key_heads, shape.group, shape.value_size
+    channels, float32 = 2 * shape.key_size + r * v, jnp.dtype(jnp.float32)
+    taps = normal(keys[1], 1.0, shape=(2, k, channels, shape.taps), dtype=float32)
+    num_rates, of_norm = (2, (v,)) if shape.corrects else (3, (k, r * v))
+    rates = jax.random.uniform(keys[2], (2, k, num_rates, r), minval=-2.0)
+    scales = normal(keys[3], 1.0, shape=(2, *of_norm), dtype=float32)
+    fused = num_seqs, k, channels + r * (v + (2 if shape.corrects else 1))
+    product = normal(keys[0], 1.0, shape=fused, dtype=dtype)
+    if shape.corrects:
+        return DeltaTokens(product, DeltaVectors(taps, rates, scales, 1, 1e-6), shape.key_size, dtype)
+    return MambaTokens(product, MambaVectors(taps, taps[..., 0], rates, scales, 1, 1e-6), shape.key_size, dtype)
+
+
 def _decoded_states(
-    tokens: DeltaTokens, states: DeltaStates, where: tuple[jax.Array, ...], backend: str, interpret: bool
+    tokens: StateTokens, states: DeltaStates, where: tuple[jax.Array, ...], backend: str, interpret: bool
 ) -> list[jax.Array]:
     out, after = _delta_jit(tokens, states, *where, backend=backend, interpret=interpret)
     return [each.reshape(len(each), -1) for each in (out, *after)]
 
 
 def _extended_states(
-    tokens: DeltaTokens, states: DeltaStates, where: tuple[jax.Array, ...], backend: str, interpret: bool
+    tokens: StateTokens, states: DeltaStates, where: tuple[jax.Array, ...], backend: str, interpret: bool
 ) -> list[jax.Array]:
     """The same in a step that extends: so sequences of one token are decoded by a kernel of their own."""
     positions, place, kept_to = where

@@ -38,7 +38,7 @@ from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
-from jaxsgl.models.layer_spec import DeltaNet, MoeMlp
+from jaxsgl.models.layer_spec import MoeMlp, RecurrentNet
 from jaxsgl.models.lora import adaptable_modules
 from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
 from pallas_kernels import KernelChoice
@@ -144,7 +144,7 @@ class Served:
         embeddings = (1 if arch.tie_embeddings else 2) * head * self.dtype.itemsize
         attending = [layer.by_page for layer in self.states.layers if layer.by_page]
         keys, values = attending[0][0], arch.latent.kv_rank if arch.latent else attending[0][-1].shape[-1]
-        nets = [layer.mixer for layer in arch.layers if isinstance(layer.mixer, DeltaNet)]
+        nets = [layer.mixer for layer in arch.layers if isinstance(layer.mixer, RecurrentNet)]
         matrices, inputs = (
             sum(array.num_bytes(parts) for array in self.states.by_row(name)[:1]) for name in ("matrices", "inputs")
         )
