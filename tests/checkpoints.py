@@ -181,7 +181,7 @@ _LATENT = {
     "v_head_dim": 22,
     "n_routed_experts": 12,
     "num_experts_per_tok": 3,
-    "n_shared_experts": 3,
+    "n_shared_experts": 4,
     "moe_intermediate_size": 48,
 }
 
@@ -498,13 +498,8 @@ _FAMILIES: dict[str, Kind] = {
     ),
 }
 FAMILY_KINDS = tuple(_FAMILIES)
-HYBRID_KINDS = (
-    "qwen3_5",
-    "qwen3_next",
-    "qwen3_5_moe",
-    "granite_hybrid",
-    "bamba",
-)  # of those, the ones with layers that keep states
+DELTA_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, the ones with gated delta-nets
+HYBRID_KINDS = (*DELTA_KINDS, "granite_hybrid", "bamba")  # all that keep states
 
 
 def make_checkpoint(

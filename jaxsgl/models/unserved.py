@@ -61,6 +61,7 @@ MECHANISMS: tuple[tuple[str, tuple[_Sign, ...]], ...] = (
 SERVED_BY_OTHERS = frozenset(
     {
         "experts",
+        "layers with a state-space model (Mamba)",
         "a vision tower",
         "keys and values that layers share",
         "an embedding for each layer",

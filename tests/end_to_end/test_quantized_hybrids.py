@@ -17,7 +17,7 @@ from jaxsgl.models import abstract_model
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import ScriptedMailbox
-from tests.checkpoints import HYBRID_KINDS
+from tests.checkpoints import DELTA_KINDS
 from tests.end_to_end.offline import ends, first_logits, new_scheduler, outputs, serve
 from tests.end_to_end.test_families import ATOL, NEW_TOKENS, logits_of
 from tests.grids import daily
@@ -30,7 +30,7 @@ LENGTHS = (1, 63, 97, 130, 200)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=daily(HYBRID_KINDS[::-1], every=3))
+@pytest.fixture(scope="module", params=daily(DELTA_KINDS[::-1], every=3))
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = hybrid_in_fp8(request.param, tmp_path_factory.mktemp(request.param))
     engine = Engine(

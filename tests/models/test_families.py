@@ -15,7 +15,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, RopeParams
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.rope import inverse_frequencies, split_half_order
-from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, HYBRID_KINDS, configuration
+from tests.checkpoints import CHECKPOINT_KINDS, DELTA_KINDS, FAMILY_KINDS, HYBRID_KINDS, configuration
 from tests.models.test_arch import LLAMA, read
 
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -118,17 +118,7 @@ def test_a_rope_that_is_null_is_the_familys_as_in_transformers(tmp_path: Path) -
 
 def test_a_switch_of_windows_means_what_it_means_to_transformers(tmp_path: Path) -> None:
     """Without `layer_types`, where families have windows in different layers."""
-    for kind in (
-        "qwen2",
-        "qwen3",
-        "qwen2_moe",
-        "qwen3_moe",
-        "smollm3",
-        "bamba",
-        "qwen3_5",
-        "qwen3_next",
-        "qwen3_5_moe",
-    ):
+    for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3", "bamba", *DELTA_KINDS):
         for is_on, last in ((True, 3), (True, 2), (False, 2)):
             values = {key: value for key, value in configuration(kind).items() if key != "layer_types"}
             values |= {"num_hidden_layers": 4, "max_window_layers": last, "no_rope_layers": None}

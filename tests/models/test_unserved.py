@@ -16,8 +16,8 @@ from jaxsgl.models.unserved import UNLIKE_IN_NAME, nearest
 pytestmark = pytest.mark.device
 
 MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
-    ("MambaForCausalLM", {"state_size": 16}, "layers with a state-space model (Mamba)", None),
-    ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"]}, "state-space model", "Granite"),
+    ("MambaForCausalLM", {"state_size": 16}, "no family of its form has layers with a state-space model (Mamba)", None),
+    ("NemotronHForCausalLM", {"mamba_num_heads": 64}, "no family of its form has layers with a state-space", None),
     ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "short convolutions", None),
     ("DeepseekV32ForCausalLM", {"index_topk": 2048}, "sparse attention", "DeepseekV3ForCausalLM"),
     ("Llama4ForCausalLM", {"attention_chunk_size": 8192}, "attention in chunks", "LlamaForCausalLM"),
@@ -29,7 +29,7 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ),
     ("GPT2LMHeadModel", {"n_positions": 1024, "layer_norm_epsilon": 1e-5}, "ALiBi, learned or none, LayerNorm", None),
     ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder", None),
-    ("GraniteMoeForCausalLM", {"num_local_experts": 8}, "no family of its form has experts", "GraniteForCausalLM"),
+    ("Exaone4MoeForCausalLM", {"num_experts": 8}, "no family of its form has experts", "Exaone4ForCausalLM"),
 ]
 
 

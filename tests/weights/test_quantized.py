@@ -27,7 +27,7 @@ from jaxsgl.models.quantization import FORMATS_AT_LOAD, WeightFormat, weight_for
 from jaxsgl.weights import as_stored, load_params, random_params
 from pallas_kernels.native import library as native_library
 from pallas_kernels.packed import FLOAT8, FRAGMENTS
-from tests.checkpoints import HYBRID_KINDS, make_checkpoint
+from tests.checkpoints import DELTA_KINDS, make_checkpoint
 from tests.grids import count, daily
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 from tests.vision_models import make_model
@@ -307,7 +307,7 @@ def test_a_quantized_head_next_to_ties_is_not_the_embedding(name: str, tmp_path:
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("kind", daily(HYBRID_KINDS[::-1], every=3))
+@pytest.mark.parametrize("kind", daily(DELTA_KINDS[::-1], every=3))
 def test_a_hybrid_in_blocks_of_fp8_keeps_all_but_its_gates_as_published(kind: str, tmp_path: Path) -> None:
     folder = hybrid_in_fp8(kind, tmp_path)
     arch = ModelArch.from_folder(folder)
@@ -319,6 +319,19 @@ def test_a_hybrid_in_blocks_of_fp8_keeps_all_but_its_gates_as_published(kind: st
     for matrix in [("delta_net", "qkvz"), ("delta_net", "output"), ("attention", "qkv"), ("attention", "o"), *experts]:
         assert kept[matrix].packing == FLOAT8, matrix
     assert kept["delta_net", "gates"] is None and ("delta_net", "inputs") not in kept
+    logits, expected = plain_logits(arch, params, TOKENS), checkpoint_logits(folder / "meant", TOKENS)
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+
+
+def test_matrices_of_mamba_are_dequantized_and_the_others_kept(tmp_path: Path) -> None:
+    folder = quantize_folder(make_checkpoint("bamba", tmp_path / "plain"), tmp_path / "stored", "fp8 in blocks")
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert arch.weight_format is not None
+    arch = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=True))
+    params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+    kept = {path[2:]: param.get_metadata().get("format") for path, param in nnx.to_flat_state(params)}
+    assert kept["attention", "qkv"] is not None and kept["mlp", "down"] is not None
+    assert kept["mamba", "inputs"] is None and kept["mamba", "output"] is None
     logits, expected = plain_logits(arch, params, TOKENS), checkpoint_logits(folder / "meant", TOKENS)
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 
