@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.delta_tokens import DeltaTokens
+from pallas_kernels.delta_tokens import StateTokens
 from pallas_kernels.experts import GatedUnit, Groups, UnitWeights
 from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.norm import Update
@@ -308,7 +308,7 @@ class DeltaStep(Protocol):
 
     def __call__(
         self,
-        tokens: DeltaTokens,
+        tokens: StateTokens,
         matrices: jax.Array,
         inputs: jax.Array,
         positions: jax.Array,
@@ -318,8 +318,9 @@ class DeltaStep(Protocol):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """tokens at `positions [S]`, one of each sequence; states as in `delta.DeltaStates`.
 
-        Returns `[S, K, r, v]` of what is read, normalized and gated, and the states: those at place `[S]` after the
-        token, also at kept_to `[S]` where that is not -1.
+        Returns `[S, K, r, v]` of what is read, gated, which `tokens.finished` takes: of a delta-net in its dtype and
+        normalized, of Mamba-2 float32; and the states: those at place `[S]` after the token, also at kept_to `[S]`
+        where that is not -1.
         """
         ...
 

@@ -21,14 +21,13 @@ Sources: Yang et al., arXiv 2412.06464 (the chunked form); Dao and Gu, arXiv 240
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_kernels.backend import DeltaDecode
-from pallas_kernels.delta_tokens import DeltaTokens, Heads, StateTokens
+from pallas_kernels.delta_tokens import Heads, StateTokens
 from pallas_kernels.dispatch import choose_kernel_or_xla
 from pallas_kernels.target import target_device
 
@@ -86,58 +85,22 @@ def delta_decode(
     `backend` has the op, or is "auto" or "xla"; `interpret` runs a Pallas one in its interpreter. Raises `ValueError`
     for one that can't run here.
     """
-    to = jnp.full_like(place, -1) if kept_to is None else kept_to
-    rule = None
-    if isinstance(tokens, DeltaTokens):
-        kernel = choose_kernel_or_xla(
-            "delta_decode", lambda each: each.delta_step, backend, states.matrices, interpret=interpret
-        )
-        if kernel is not None:
-            out, *after = kernel(tokens, *states, positions, place, to, interpret)
-            return out, DeltaStates(*after)
-    else:
-        rule = _rule(states, backend, interpret)
+    kernel = choose_kernel_or_xla(
+        "delta_decode", lambda each: each.delta_step, backend, states.matrices, interpret=interpret
+    )
+    if kernel is not None:
+        to = jnp.full_like(place, -1) if kept_to is None else kept_to
+        out, *after = kernel(tokens, *states, positions, place, to, interpret)
+        return tokens.finished(out), DeltaStates(*after)
     num_taps = tokens.taps.shape[-1]
     is_slot = _like_slots(positions[:, None] % num_taps == jnp.arange(num_taps))
     # All slots are written, so that XLA reads them before: it would copy the kept arrays.
     slots = jnp.where(is_slot, tokens.mixed.astype(jnp.float32)[:, None], states.inputs[place])
     window = _in_order(slots, positions[:, None] + jnp.arange(1 - num_taps, 1))
     heads = tokens.heads((window * jnp.moveaxis(tokens.taps, -1, 0)).sum(axis=1))
-    inputs = states.inputs.at[place].set(slots, mode="promise_in_bounds")
-    if rule is None:
-        states = states._replace(inputs=inputs)
-        read, states = _decoded(heads, states, place, positions > 0, kept_to, tokens.corrects)
-    else:
-        read, matrices = rule(heads, states.matrices, place, positions > 0, to, tokens.corrects)
-        states = DeltaStates(matrices, inputs if kept_to is None else _copied(inputs, place, kept_to))
+    states = states._replace(inputs=states.inputs.at[place].set(slots, mode="promise_in_bounds"))
+    read, states = _decoded(heads, states, place, positions > 0, kept_to, tokens.corrects)
     return tokens.gated(read, heads.v), states
-
-
-class _Rule(NamedTuple):
-    """A backend's rule for one token of each sequence."""
-
-    kernel: DeltaDecode
-    interpret: bool
-
-    def __call__(
-        self,
-        heads: Heads,
-        matrices: jax.Array,
-        place: jax.Array,
-        has_state: jax.Array,
-        kept_to: jax.Array,
-        corrects: bool,
-    ) -> tuple[jax.Array, jax.Array]:
-        each = heads.q, heads.k, heads.v, jnp.exp(heads.log_decay), heads.beta
-        return self.kernel(*each, matrices, place, has_state, kept_to, corrects, self.interpret)
-
-
-def _rule(states: DeltaStates, backend: str, interpret: bool) -> _Rule | None:
-    """The rule that `backend` has for these states; None: it is XLA's."""
-    kernel = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
-    )
-    return None if kernel is None else _Rule(kernel, interpret)
 
 
 def _decoded(
@@ -157,23 +120,18 @@ def _decoded(
     return (state * q).sum(axis=-2), after if kept_to is None else _copied(after, place, kept_to)
 
 
-_KeptT = TypeVar("_KeptT", DeltaStates, jax.Array)
-
-
-def _copied(states: _KeptT, place: jax.Array, to: jax.Array) -> _KeptT:
+def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates:
     """The states with those at `place [S]` also at `to [S]`, where that is not -1; costs nothing where none is."""
     first = jnp.argsort(to < 0, stable=True)  # sequences whose states are copied come first
 
-    def one(i: jax.Array, states: _KeptT) -> _KeptT:
+    def one(i: jax.Array, states: DeltaStates) -> DeltaStates:
         s = first[i]
+        return DeltaStates(*(
+            jax.lax.dynamic_update_index_in_dim(each, each.at[place[s]].get(mode="promise_in_bounds"), to[s], 0)
+            for each in states
+        ))  # fmt: skip
 
-        def with_copy(each: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_index_in_dim(each, each.at[place[s]].get(mode="promise_in_bounds"), to[s], 0)
-
-        copied: _KeptT = jax.tree.map(with_copy, states)
-        return copied
-
-    copied: _KeptT = jax.lax.fori_loop(0, (to >= 0).sum(), one, states)
+    copied: DeltaStates = jax.lax.fori_loop(0, (to >= 0).sum(), one, states)
     return copied
 
 
@@ -184,7 +142,9 @@ def delta_extend(
 
     `backend` and `interpret` are those of `delta_decode`, for sequences of one token.
     """
-    rule = _rule(states, backend, interpret)
+    kernel = choose_kernel_or_xla(
+        "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
+    )
     num_tokens, offsets = tokens.num_tokens, seqs.query_offsets
     counts = offsets[1:] - offsets[:-1]
     seq_of = jnp.minimum(jnp.searchsorted(offsets[1:], jnp.arange(num_tokens), side="right"), len(counts) - 1)
@@ -205,10 +165,11 @@ def delta_extend(
         mine = _of_tokens_alone(heads, seqs, is_alone)
         kept_to = jnp.where(is_alone & (seqs.kept_at == 1), seqs.kept_to, -1).max(axis=0, initial=-1)
         has_state = ~is_alone | (seqs.starts > 0)
-        if rule is None:
+        if kernel is None:
             read, states = _decoded(mine, states, seqs.place, has_state, kept_to, tokens.corrects)
         else:
-            read, matrices = rule(mine, states.matrices, seqs.place, has_state, kept_to, tokens.corrects)
+            each = mine.q, mine.k, mine.v, jnp.exp(mine.log_decay), mine.beta
+            read, matrices = kernel(*each, states.matrices, seqs.place, has_state, kept_to, tokens.corrects, interpret)
             states = states._replace(matrices=matrices)
         at = jnp.where(is_alone, offsets[:-1] + BLOCK, len(out))
         return states, out.at[at].set(read, mode="drop")

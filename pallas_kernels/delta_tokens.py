@@ -111,7 +111,11 @@ class DeltaTokens:
         vectors = self.vectors
         gates = self.fused[..., vectors.taps.shape[2] : -2 * self.sizes[1]].astype(jnp.float32)
         out = rms_norm(read, vectors.scales[vectors.row].astype(jnp.float32), vectors.eps)
-        return (out * jax.nn.silu(gates).reshape(read.shape)).astype(self.dtype)
+        return self.finished((out * jax.nn.silu(gates).reshape(read.shape)).astype(self.dtype))
+
+    def finished(self, out: jax.Array) -> jax.Array:
+        """What a backend's step leaves to do: nothing."""
+        return out
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("taps", "bias", "rates", "scales"), meta_fields=("row", "eps"))
@@ -188,9 +192,13 @@ class MambaTokens:
         group = vectors.rates.shape[-1]
         gates = self.fused[..., vectors.taps.shape[2] : -group].astype(jnp.float32)
         out = read + vectors.rates[vectors.row, :, 2, :, None] * values
-        out = out.reshape(gates.shape) * jax.nn.silu(gates)
-        out = rms_norm(out, vectors.scales[vectors.row].astype(jnp.float32), vectors.eps)
-        return out.reshape(read.shape).astype(self.dtype)
+        return self.finished(out * jax.nn.silu(gates).reshape(read.shape))
+
+    def finished(self, out: jax.Array) -> jax.Array:
+        """What a backend's step leaves to do: `out [T, K, r, v]` float32, normalized over the heads of a group."""
+        vectors = self.vectors
+        scales = vectors.scales[vectors.row].astype(jnp.float32)
+        return rms_norm(out.reshape(*out.shape[:2], -1), scales, vectors.eps).reshape(out.shape).astype(self.dtype)
 
 
 StateTokens: TypeAlias = DeltaTokens | MambaTokens

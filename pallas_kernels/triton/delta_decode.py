@@ -2,15 +2,15 @@
 
 A program takes one value head of one sequence, reads its state once, and writes it once, or twice where the state is
 kept besides. `delta_step` is all of a decode between two products: a program reads the first as it is, whole or in
-parts, convolves q, k and its v, makes a and b, moves its state, and normalizes and gates what it has read. The programs
-of a key head all convolve q and k; one of them keeps the inputs. XLA has a dozen kernels for that, and copies kept
-states in a loop that the host steps. `delta_decode` is the delta rule alone, for sequences of one token in a step that
-extends others, or that of Mamba-2, whose heads are normalized together by XLA.
+parts, convolves q, k and its v, makes a and b, moves its state, and normalizes and gates what it has read; the norm of
+Mamba-2, which is over many programs' heads, is XLA's. The programs of a key head all convolve q and k; one of them
+keeps the inputs. XLA has a dozen kernels for that, and copies kept states in a loop that the host steps. `delta_decode`
+is the rule alone, for sequences of one token in a step that extends others.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.delta_tokens import L2_EPS, DeltaTokens
+from pallas_kernels.delta_tokens import L2_EPS, DeltaTokens, StateTokens
 from pallas_kernels.parts import total
 from pallas_kernels.triton.tiles import index_of, load_rows, store_rows
 
@@ -34,7 +34,7 @@ def refuse_delta_decode(matrices: jax.Array) -> str | None:
 
 
 def delta_step(
-    tokens: DeltaTokens,
+    tokens: StateTokens,
     matrices: jax.Array,
     inputs: jax.Array,
     positions: jax.Array,
@@ -44,17 +44,27 @@ def delta_step(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `backend.DeltaStep`."""
     vectors = tokens.vectors
-    of_layer = vectors.taps, vectors.rates, vectors.scales, index_of(vectors.row)
-    rest = positions, place, kept_to, inputs, matrices
-    return _step(tokens.product, *of_layer, *rest, tokens.dtype, vectors.eps, interpret)
+    if isinstance(tokens, DeltaTokens):
+        small = _Small(vectors.taps, None, vectors.rates, tokens.vectors.scales)
+    else:
+        small = _Small(vectors.taps, tokens.vectors.bias, vectors.rates, None)
+    rest = index_of(vectors.row), positions, place, kept_to, inputs, matrices
+    return _step(tokens.product, small, *rest, tokens.dtype, vectors.eps, interpret)
+
+
+class _Small(NamedTuple):
+    """The small parameters of a layer, or refs to them; a delta-net has no bias, and Mamba-2 no scales."""
+
+    taps: Any
+    bias: Any
+    rates: Any
+    scales: Any
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "eps", "interpret"))
 def _step(
     product: jax.Array,
-    taps: jax.Array,
-    rates: jax.Array,
-    scales: jax.Array,
+    small: _Small,
     layer: jax.Array,
     positions: jax.Array,
     place: jax.Array,
@@ -68,9 +78,11 @@ def _step(
     _, key_heads, group, _, value_size = matrices.shape
     num_seqs = len(positions)
     out, inputs, matrices = pl.pallas_call(
-        functools.partial(_step_kernel, eps=eps),
+        functools.partial(_step_kernel, dtype=dtype, eps=eps),
         out_shape=(
-            jax.ShapeDtypeStruct((num_seqs, key_heads, group, value_size), dtype),
+            jax.ShapeDtypeStruct(
+                (num_seqs, key_heads, group, value_size), jnp.float32 if small.scales is None else dtype
+            ),
             jax.ShapeDtypeStruct(inputs.shape, inputs.dtype),
             jax.ShapeDtypeStruct(matrices.shape, matrices.dtype),
         ),
@@ -79,15 +91,13 @@ def _step(
         compiler_params=plgpu.CompilerParams(num_warps=_num_warps(matrices)),
         interpret=interpret,
         name="delta_step",
-    )(product, taps, rates, scales, layer, positions, place, kept_to, inputs, matrices)
+    )(product, small, layer, positions, place, kept_to, inputs, matrices)
     return out, matrices, inputs
 
 
 def _step_kernel(
     product_ref: Any,
-    taps_ref: Any,
-    rates_ref: Any,
-    scales_ref: Any,
+    small: _Small,
     layer_ref: Any,
     position_ref: Any,
     place_ref: Any,
@@ -98,14 +108,15 @@ def _step_kernel(
     inputs_out: Any,
     states_out: Any,
     *,
+    dtype: jnp.dtype,
     eps: float,
 ) -> None:
     _, _, group, key_size, value_size = states.shape
-    dtype = out_ref.dtype
+    corrects = small.scales is not None
     seq, key_head, of_group = _ids(group)
     layer, position = layer_ref[0], position_ref[seq]
     place, kept_to = place_ref[seq], kept_to_ref[seq]
-    moves = _State(states, states_out, (place, key_head, of_group), kept_to, corrects=True)
+    moves = _State(states, states_out, (place, key_head, of_group), kept_to, corrects)
 
     def fused(column: jax.Array) -> jax.Array:
         """The token's numbers at columns of the product, a vector or one, in float32."""
@@ -127,10 +138,10 @@ def _step_kernel(
         at = [jnp.broadcast_to(each, channel.shape) for each in (layer, key_head)]
 
         def tap(back: int) -> jax.Array:
-            return plgpu.load(taps_ref.at[(*at, channel, jnp.full_like(channel, num_taps - 1 - back))])
+            return plgpu.load(small.taps.at[(*at, channel, jnp.full_like(channel, num_taps - 1 - back))])
 
         own = fused(channel)
-        out = own * tap(0)
+        out = own * tap(0) if small.bias is None else own * tap(0) + plgpu.load(small.bias.at[(*at, channel)])
         slot = lax.rem(position, jnp.int32(num_taps))
         _store(inputs_out, (place, slot, key_head), channel, own, is_mine)
         is_kept = (kept_to >= 0) & is_mine
@@ -142,28 +153,36 @@ def _step_kernel(
             out += jnp.where(position >= back, before, 0) * tap(back)
         return out / (1 + jnp.exp(-out))
 
-    def normalized(first: int) -> jax.Array:
-        head = convolved(first, key_size, of_group == 0)
-        return head * lax.rsqrt(jnp.sum(head * head) + L2_EPS)
-
-    q, k = normalized(0) * key_size**-0.5, normalized(key_size)
+    q, k = (convolved(first, key_size, of_group == 0) for first in (0, key_size))
     v = convolved(2 * key_size + of_group * value_size, value_size, of_group >= 0)
     num_fused = product_ref.shape[-1]
-    write, forget = (fused(num_fused - part * group + of_group) for part in (2, 1))
-    decay = _decay(forget + rates_ref[layer, key_head, 1, of_group], rates_ref[layer, key_head, 0, of_group])
-    read = moves.moved(state, q, k, v, decay, 1 / (1 + jnp.exp(-write)))
+    num_gates = 2 if corrects else 1
+    *write, forget = (fused(num_fused - part * group + of_group) for part in range(num_gates, 0, -1))
+    log_rate, bias, *skip = (small.rates[layer, key_head, row, of_group] for row in range(small.rates.shape[2]))
+    time = _softplus(forget + bias)
+    if corrects:
+        q, k = _normalized(q) * key_size**-0.5, _normalized(k)
+        beta = 1 / (1 + jnp.exp(-write[0]))
+    else:
+        beta = time
+    read = moves.moved(state, q, k, v, jnp.exp(-jnp.exp(log_rate) * time), beta)
 
     column = jnp.arange(value_size, dtype=jnp.int32)
-    gate = fused(num_fused - group * (value_size + 2) + of_group * value_size + column)
-    scale = _vector(scales_ref, (layer,), column).astype(jnp.float32)
-    read = read * lax.rsqrt(jnp.sum(read * read) / value_size + eps) * scale * gate / (1 + jnp.exp(-gate))
-    _store(out_ref, (seq, key_head, of_group), column, read.astype(out_ref.dtype))
+    gate = fused(num_fused - group * (value_size + num_gates) + of_group * value_size + column)
+    if corrects:
+        scale = _vector(small.scales, (layer,), column).astype(jnp.float32)
+        read = read * lax.rsqrt(jnp.sum(read * read) / value_size + eps) * scale
+    else:
+        read = read + skip[0] * v
+    _store(out_ref, (seq, key_head, of_group), column, (read * gate / (1 + jnp.exp(-gate))).astype(out_ref.dtype))
 
 
-def _decay(logit: jax.Array, log_rate: jax.Array) -> jax.Array:
-    """exp(-exp(`log_rate`) softplus(`logit`))."""
-    softplus = jnp.maximum(logit, 0) + jnp.log1p(jnp.exp(-jnp.abs(logit)))
-    return jnp.exp(-jnp.exp(log_rate) * softplus)
+def _normalized(head: jax.Array) -> jax.Array:
+    return head * lax.rsqrt(jnp.sum(head * head) + L2_EPS)
+
+
+def _softplus(x: jax.Array) -> jax.Array:
+    return jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
 
 
 @functools.partial(jax.jit, static_argnames=("corrects", "interpret"))

@@ -53,6 +53,7 @@ MODELS = (
     "qwen3-30b-a3b-awq",
     "phi3-mini",
     "qwen3.5-9b",
+    "granite-4.0-h-small",
     "deepseek-v2-lite",
     "gpt-oss-20b",
 )  # of `bench.models`; a model more is a line more
