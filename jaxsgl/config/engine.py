@@ -234,7 +234,7 @@ class EngineConfig:
     )
     snapshot_share: float = flag(
         0.3,
-        "share of the memory for KV that holds states of prefixes instead, in models with gated delta-nets: requests "
+        "share of the memory for KV that holds states of prefixes instead, in models with states (hybrids): requests "
         "begin at such a state (docs/models.md)",
     )
     chunked_prefill_size: int | None = flag(
