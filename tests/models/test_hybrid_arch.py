@@ -16,7 +16,7 @@ from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.start.sizing import choose_states, plan_capacity
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import DeltaNet, MoeMlp
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Mamba, MoeMlp
 from jaxsgl.weights.sharding import model_on_devices
 from tests.checkpoints import make_checkpoint
 from tests.models.test_arch import read
@@ -61,6 +61,67 @@ def test_every_fourth_layer_attends_unless_config_json_says_otherwise(tmp_path: 
 def test_what_no_layer_can_be_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=named):
         read(tmp_path, **NINE_B, **changes)
+
+
+# As published folders of Granite 4.0 have it.
+GRANITE: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "vocab_size": 100_352,
+    "hidden_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 72,
+    "num_experts_per_tok": 10,
+    "intermediate_size": 768,
+    "shared_intermediate_size": 1536,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "position_embedding_type": "nope",
+    "normalization_function": "rmsnorm",
+    "mamba_d_state": 128,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "max_position_embeddings": 131_072,
+}
+
+
+def test_layers_of_granite_are_mamba_or_attention_without_a_rope_and_mix_experts(tmp_path: Path) -> None:
+    arch = read(tmp_path, **GRANITE)
+    assert arch.recurrent_net == Mamba(1, 128, 128, 64, 4) and arch.recurrent_layers == (0, 1, 3)
+    assert {layer.rope for layer in arch.layers} == {None}
+    mlp = arch.layers[0].mlp
+    assert isinstance(mlp, MoeMlp) and (mlp.num_experts, mlp.ffn_size, mlp.shared_ffn_size) == (72, 768, 1536)
+    assert mlp.router.score == "softmax_of_chosen"
+    dense = {**GRANITE, "num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": ["attention"] * 4}
+    dense |= {"position_embedding_type": "rope", "intermediate_size": 8192, "shared_intermediate_size": 8192}
+    arch = read(tmp_path, **dense)
+    assert arch.recurrent_net is None and {layer.mlp for layer in arch.layers} == {DenseMlp(8192)}
+    assert {layer.rope for layer in arch.layers} == {0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["mamba"] * 4}, "layer_types has no full_attention"),
+        ({"layer_types": ["mamba", "conv", "attention", "mamba"]}, "layer_types is .* each full_attention or linear"),
+        ({"mamba_n_heads": 100}, "100 heads .* don't make 8192"),
+        ({"mamba_n_groups": 3}, "in 3 groups .* don't make 8192"),
+        ({"mamba_d_conv": 1}, "mamba_d_conv is 1"),
+        ({"mamba_conv_bias": False}, "mamba_conv_bias is False"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias is True"),
+        ({"time_step_limit": [0.001, 0.1]}, r"time_step_limit is \[0.001, 0.1\]"),
+    ],
+)
+def test_what_no_layer_of_mamba_can_be_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        read(tmp_path, **{**GRANITE, **changes})
+
+
+def test_devices_share_groups_of_mamba(tmp_path: Path) -> None:
+    whole = layer_states(read(tmp_path, **GRANITE), 64, BFLOAT16).row_bytes
+    assert whole == 3 * (128 * 128 * 64 + 4 * (8192 + 2 * 128)) * 4
+    with pytest.raises(ConfigError, match=r"1 key heads of its layers of Mamba-2.*--tp 1"):
+        model_on_devices(read(tmp_path, **GRANITE), 2, by_experts=False)
 
 
 def test_mixtures_have_a_shared_expert_with_a_gate(tmp_path: Path) -> None:

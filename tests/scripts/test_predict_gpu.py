@@ -173,26 +173,40 @@ ROOFLINES: dict[str, tuple[int, int, int]] = {
              + 32 * 3 * 4096 * 12_288 + 4096 * 248_320),
         0, 8 * 2 * 4 * 256 * 2,
     ),
+    "granite-4.0-h-small": (
+        2 * (4 * 4096 * 128 * (2 * 32 + 2 * 8) + 36 * 4096 * (2 * 8192 + 2 * 128 + 128 + 8192)
+             + 40 * 4096 * (3 * 1536 + 72) + 4096 * 100_352),
+        2 * 40 * 72 * 3 * 4096 * 768, 4 * 2 * 8 * 128 * 2,
+    ),
 }  # fmt: skip
+# Of a row, numbers of states that a decode moves: matrices are read and written, slots of inputs read or written.
+STATES = {
+    "qwen3.5-9b": 24 * (2 * 32 * 128 * 128 + 4 * 16 * 512),
+    "granite-4.0-h-small": 36 * (2 * 128 * 128 * 64 + 4 * (8192 + 2 * 128)),
+}
+VOCABULARIES = {"deepseek-v2-lite": 102_400, "qwen3.5-9b": 248_320, "granite-4.0-h-small": 100_352}
+TOO_MANY_STATES = "granite-4.0-h-small", 256  # for the memory of an H200
+CHOSEN = {"deepseek-v2-lite": 6 / 64, "granite-4.0-h-small": 10 / 72}  # of the experts, by a token
 
 
-@pytest.mark.parametrize("rows", [32, 256])
-@pytest.mark.parametrize("model", ROOFLINES)
+@pytest.mark.parametrize(
+    ("model", "rows"), [(model, rows) for model in ROOFLINES for rows in (32, 256) if (model, rows) != TOO_MANY_STATES]
+)
 def test_floors_of_latents_and_states_are_those_of_a_hand_count(model: str, rows: int) -> None:
     """Decodes of 1,024 tokens a row on an H200. What exceeds the bytes are starts of kernels, mostly."""
     results = json.loads(KEPT.read_text())["results"]
     step = f"{model} triton decode {rows} greedy"
     (found,) = (each for each in steps_on(CHIPS["h200"], results, 1024) if each["step"] == step)
     weights, experts, token = ROOFLINES[model]
-    moved_of_row = 2 * 32 * 128 * 128 + 4 * 16 * 512  # matrices are read and written, slots of inputs read or written
-    states = rows * 24 * 4 * moved_of_row if model == "qwen3.5-9b" else 0
-    vocab = 248_320 if states else 102_400
-    moved = experts * (1 - (1 - 6 / 64) ** rows) + rows * (1024 * token + 8 * vocab) + states
+    states = rows * 4 * STATES.get(model, 0)
+    moved = (
+        experts * (1 - (1 - CHOSEN.get(model, 0)) ** rows) + rows * (1024 * token + 8 * VOCABULARIES[model]) + states
+    )
     # Two FLOPs for each weight of two bytes and each row; from 184 rows on they take longer than the bytes.
     weights_us = weights * max(1 / ASSUMED.bytes_per_s, rows / ASSUMED.flops_per_s) * 1e6
     floor_us = weights_us + moved / ASSUMED.bytes_per_s * 1e6
     assert found["floor_us"] == pytest.approx(floor_us, rel=0.005)
-    assert 0.12 < found["over_floor"] < 0.45
+    assert 0.1 < found["over_floor"] < 0.45
     assert sum(found[f"{part}_us"] for part in ("attention", "states", "products")) < 1.25 * found["floor_us"]
 
 
@@ -270,6 +284,7 @@ def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
             widens = "extend" in line["step"] and "-awq" in line["step"]  # 4 a layer
             more = {"qwen3-30b-a3b": 8, "qwen3-30b-a3b-awq": 8, "qwen3-30b-a3b-fp8": 11}  # experts
             more |= {"deepseek-v2-lite": 9, "qwen3.5-9b": 12, "gpt-oss-20b": 6}  # latents, states, experts of 4 bits
+            more |= {"granite-4.0-h-small": 9}  # experts and states
             assert line["small_per_layer"] <= more.get(line["step"].split()[0], 9 if widens else 5)
     assert {line["chip"] for line in told["steps"]} == set(CHIPS)
     assert all(line["forecast_us"] > line["floor_us"] for line in told["steps"])

@@ -240,6 +240,7 @@ def _steps(dry: bool) -> list[Rung]:
             ("one layer over float8", "qwen3-0.6b", 1, {"flags": {"kv_cache_dtype": "fp8_e4m3"}}),
             ("one layer with drafts", "qwen3-0.6b", 1, {"tokens": 12, "speculation": DRAFTS}),
             ("three layers with states, one without", "qwen3.5-9b", 4, {"on_xla": ["states"]}),
+            ("five layers of Mamba-2, one without", "granite-4.0-h-small", 6, {"on_xla": ["experts", "states"]}),
             ("two layers over latents", "deepseek-v2-lite", 2, {"on_xla": ["experts"]}),
             ("two layers over latents, experts in groups", "deepseek-v3", 2,
              {"on_xla": ["experts"], "config": few_experts}),
