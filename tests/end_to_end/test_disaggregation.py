@@ -106,7 +106,8 @@ def fleet(
 
 
 over_tcp = pytest.mark.parametrize("fleet", ["tcp"], indirect=True, scope="module")
-over_both = pytest.mark.parametrize("fleet", ["tcp", "nixl"], indirect=True, scope="module")
+# By day tests/transfer/ moves pages over NIXL, without servers.
+over_both = pytest.mark.parametrize("fleet", ["tcp", "nixl"] if NIGHTLY else ["tcp"], indirect=True, scope="module")
 
 
 def completion(prompt: list[int] | str, **more: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_tokens_that_are_impossible_weigh_nothing_and_nan_stays() -> None:
     assert first == jnp.log(2.0) and jnp.isnan(second)
 
 
-@pytest.mark.parametrize("length", [192, 512, 1024])
+@pytest.mark.parametrize("length", daily([192, 512, 1024], every=2))
 @pytest.mark.parametrize(
     "function",
     [

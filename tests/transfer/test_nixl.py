@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.grids import NIGHTLY
-
 pytestmark = pytest.mark.server
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-@pytest.mark.skipif(not NIGHTLY, reason="by day test_disaggregation.py moves pages over NIXL")
 def test_nixl_passes_its_tests_and_those_of_tcp() -> None:
     files = [str(HERE / "over_nixl.py"), str(HERE / "test_tcp.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", "over_nixl or nixl"]
