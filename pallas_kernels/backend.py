@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.delta_tokens import StateTokens
+from pallas_kernels.delta_tokens import Heads, Sequences, Solved, StateTokens
 from pallas_kernels.experts import GatedUnit, Groups, UnitWeights
 from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.norm import Update
@@ -303,6 +303,28 @@ class DeltaDecode(Protocol):
         ...
 
 
+class DeltaBlocks(Protocol):
+    """Blocks of 64 tokens of each sequence, one after the other, on one backend."""
+
+    def __call__(
+        self,
+        heads: Heads,
+        solved: Solved | None,
+        matrices: jax.Array,
+        read: jax.Array,
+        seqs: Sequences,
+        counts: jax.Array,
+        interpret: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        """All tokens' heads with 64 before and after them; states `[P, K, r, h, v]`; counts `[S]` of tokens.
+
+        q, k and v are in the dtype that factors of products may be rounded to, the rest is float32. Returns `read
+        [64 + T + 64, K, r, v]` with the rows of these tokens, and the states after them, also as `seqs.kept_to` says.
+        `solved` is given if the rule corrects, its keys in that dtype.
+        """
+        ...
+
+
 class DeltaStep(Protocol):
     """`delta_decode` on one backend: from a layer's product to what goes into the next one."""
 
@@ -390,6 +412,8 @@ class Backend:
     delta_decode: Kernel[DeltaDecode] | None = None
     delta_step: Kernel[DeltaStep] | None = None
     """None, both, where XLA gathers states and scatters them."""
+    delta_blocks: Kernel[DeltaBlocks] | None = None
+    """None where XLA loops over blocks. It takes what `delta_decode` takes."""
     absorb_and_store: Kernel[AbsorbAndStore] | None = None
     """None where XLA makes queries and entries of latents, and stores."""
     decode_latents: Kernel[DecodeLatents] | None = None

@@ -25,13 +25,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels.delta_tokens import Heads, StateTokens
+from pallas_kernels.delta_tokens import BLOCK, Heads, Sequences, Solved, StateTokens
 from pallas_kernels.dispatch import choose_kernel_or_xla
 from pallas_kernels.target import target_device
 
-BLOCK = 64  # tokens
 _DIRECT = 8  # rows of a part that is inverted row by row
 
 
@@ -46,27 +45,6 @@ class DeltaStates(NamedTuple):
 
     matrices: jax.Array
     inputs: jax.Array
-
-
-class Sequences(NamedTuple):
-    """Whose tokens these are, and where their states are. All `[S]` int32 but `query_offsets`.
-
-    Attributes:
-      query_offsets: `[S + 1]` sequence s owns tokens query_offsets[s] .. query_offsets[s + 1] - 1.
-      starts: position of its first token in this step.
-      source: place of the state before that token; not read if the position is 0.
-      place: where the state goes after its tokens.
-      kept_at: `[N, S]` after how many of its tokens the state is kept besides, 0 for not at all; where that lies in the
-        middle of a block, the block must be the sequence's last one in this step.
-      kept_to: `[N, S]` the places for that; any to which nothing is written elsewhere, if it isn't kept.
-    """
-
-    query_offsets: jax.Array
-    starts: jax.Array
-    source: jax.Array
-    place: jax.Array
-    kept_at: jax.Array
-    kept_to: jax.Array
 
 
 def delta_decode(
@@ -145,9 +123,15 @@ def delta_extend(
     kernel = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
     )
+    of_blocks = choose_kernel_or_xla(
+        "delta_decode", lambda each: each.delta_blocks, backend, states.matrices,
+        interpret=interpret,
+    )  # fmt: skip
     num_tokens, offsets = tokens.num_tokens, seqs.query_offsets
     counts = offsets[1:] - offsets[:-1]
-    seq_of = jnp.minimum(jnp.searchsorted(offsets[1:], jnp.arange(num_tokens), side="right"), len(counts) - 1)
+    seq_of = jnp.minimum(
+        jnp.searchsorted(offsets[1:], jnp.arange(num_tokens), side="right", method="compare_all"), len(counts) - 1
+    )
     mixed = tokens.mixed.astype(jnp.float32)
     earlier = seqs.starts[:, None] + jnp.arange(1 - tokens.taps.shape[-1], 0)
     before = _in_order(states.inputs[seqs.source], earlier)
@@ -156,12 +140,13 @@ def delta_extend(
     for at, to in ((counts, seqs.place), *zip(seqs.kept_at, seqs.kept_to, strict=True)):
         last = _in_slots(_last_inputs(mixed, before, offsets, at), seqs.starts + at)
         inputs = inputs.at[to].set(last, mode="promise_in_bounds")
+    states = DeltaStates(states.matrices, inputs)
     is_alone = (counts == 1) & ((seqs.source == seqs.place) | (seqs.starts == 0))
     blocks = _Blocks.of(seqs, jnp.where(is_alone, 0, counts), num_tokens)
-    padded = [_between_blocks(each) for each in heads]
+    padded = Heads(*map(_between_blocks, heads))
+    out = jnp.zeros((num_tokens + 2 * BLOCK, *heads.v.shape[1:]), jnp.float32)
 
-    def decode(_: jax.Array, carry: tuple[DeltaStates, jax.Array]) -> tuple[DeltaStates, jax.Array]:
-        states, out = carry
+    def decode(states: DeltaStates, out: jax.Array) -> tuple[DeltaStates, jax.Array]:
         mine = _of_tokens_alone(heads, seqs, is_alone)
         kept_to = jnp.where(is_alone & (seqs.kept_at == 1), seqs.kept_to, -1).max(axis=0, initial=-1)
         has_state = ~is_alone | (seqs.starts > 0)
@@ -174,6 +159,25 @@ def delta_extend(
         at = jnp.where(is_alone, offsets[:-1] + BLOCK, len(out))
         return states, out.at[at].set(read, mode="drop")
 
+    if of_blocks is None:
+        # A loop of one turn or none, as others here: XLA leaves the arrays in place.
+        count = is_alone.any().astype(jnp.int32)
+        states, out = jax.lax.fori_loop(0, count, lambda _, carry: decode(*carry), (states, out))
+        matrices, out = _looped(padded, states.matrices, out, seqs, blocks, tokens.corrects)
+    else:
+        states, out = decode(states, out)
+        factors = jnp.bfloat16 if tokens.dtype == jnp.bfloat16 else jnp.float32
+        solved = _solved(padded, blocks, factors) if tokens.corrects else None
+        rounded = padded._replace(**{name: getattr(padded, name).astype(factors) for name in ("q", "k", "v")})
+        out, matrices = of_blocks(rounded, solved, states.matrices, out, seqs, blocks.counts, interpret)
+    return tokens.gated(out[BLOCK:-BLOCK], heads.v), states._replace(matrices=matrices)
+
+
+def _looped(
+    padded: Heads, matrices: jax.Array, out: jax.Array, seqs: Sequences, blocks: _Blocks, corrects: bool
+) -> tuple[jax.Array, jax.Array]:
+    """All blocks in XLA's loop: the states after them, and `out` with what their tokens read."""
+
     def one(block: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         matrices, out = carry
         seq, index = blocks.seq[block], blocks.index[block]
@@ -182,9 +186,9 @@ def delta_extend(
         place = seqs.place[seq]
         source = jnp.where(index == 0, seqs.source[seq], place)
         has_state = (index > 0) | (seqs.starts[seq] > 0)
-        state = _loaded(matrices, source, has_state, tokens.corrects)
-        mine = [jnp.where(_like(is_mine, part), part, 0.0) for part in (_cut(each, first) for each in padded)]
-        read, state = _block(state, Heads(*mine), tokens.corrects)
+        state = _loaded(matrices, source, has_state, corrects)
+        mine = (jnp.where(_like(is_mine, part), part, 0.0) for part in (_cut(each, first) for each in padded))
+        read, state = _block(state, Heads(*mine), corrects)
         kept = _cut(out, first)
         out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(_like(is_mine, read), read, kept), first, 0)
         matrices = jax.lax.dynamic_update_index_in_dim(matrices, state, place, 0)
@@ -192,12 +196,22 @@ def delta_extend(
             matrices = _written(matrices, state, to[seq], at[seq] == blocks.end(block))
         return matrices, out
 
-    out = jnp.zeros((num_tokens + 2 * BLOCK, *heads.v.shape[1:]), jnp.float32)
-    # A loop of one turn or none, here as below: XLA leaves the arrays in place.
-    carry = DeltaStates(states.matrices, inputs), out
-    states, out = jax.lax.fori_loop(0, is_alone.any().astype(jnp.int32), decode, carry)
-    matrices, out = jax.lax.fori_loop(0, blocks.count, one, (states.matrices, out))
-    return tokens.gated(out[BLOCK:-BLOCK], heads.v), states._replace(matrices=matrices)
+    looped: tuple[jax.Array, jax.Array] = jax.lax.fori_loop(0, blocks.count, one, (matrices, out))
+    return looped
+
+
+def _solved(padded: Heads, blocks: _Blocks, factors: DTypeLike) -> Solved:
+    """The corrections inside of all blocks at once, with keys in the dtype of factors."""
+
+    def one(block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        is_mine = blocks.is_mine(block) & (block < blocks.count)
+        mine = (jnp.where(_like(is_mine, part), part, 0.0) for part in (
+            _cut(each, blocks.first_token(block) + BLOCK) for each in padded
+        ))  # fmt: skip
+        return _corrected(Heads(*mine))
+
+    values, keys = jax.vmap(one)(jnp.arange(len(blocks.seq)))
+    return Solved(values, keys.astype(factors), blocks.first)
 
 
 def _of_tokens_alone(heads: Heads, seqs: Sequences, is_alone: jax.Array) -> Heads:
@@ -239,12 +253,14 @@ class _Blocks:
       count: of all blocks, int32.
       seq: `[B]` the sequence of each.
       index: `[B]` which of its sequence's blocks it is.
+      first: `[S]` the first block of each sequence.
       starts, offsets, counts: `[S]` of sequences: first position, first token, tokens.
     """
 
     count: jax.Array
     seq: jax.Array
     index: jax.Array
+    first: jax.Array
     starts: jax.Array
     offsets: jax.Array
     counts: jax.Array
@@ -256,9 +272,9 @@ class _Blocks:
         num_blocks = jnp.where(counts > 0, -(-(seqs.starts % BLOCK + counts) // BLOCK), 0)
         ends = jnp.cumsum(num_blocks)
         numbers = jnp.arange(most)
-        seq = jnp.minimum(jnp.searchsorted(ends, numbers, side="right"), num_seqs - 1)
+        seq = jnp.minimum(jnp.searchsorted(ends, numbers, side="right", method="compare_all"), num_seqs - 1)
         index = numbers - (ends - num_blocks)[seq]
-        return cls(ends[-1], seq, index, seqs.starts, seqs.query_offsets[:-1], counts)
+        return cls(ends[-1], seq, index, ends - num_blocks, seqs.starts, seqs.query_offsets[:-1], counts)
 
     def first_token(self, block: jax.Array) -> jax.Array:
         """The token at the block's first position; below its sequence's first one if that lies inside the block."""
@@ -278,23 +294,45 @@ class _Blocks:
 
 def _block(state: jax.Array, heads: Heads, corrects: bool) -> tuple[jax.Array, jax.Array]:
     """What 64 tokens read, `[64, K, r, v]`, and the state `[K, r, h, v]` after them. Zeros change nothing."""
-    total = jnp.moveaxis(jnp.cumsum(heads.log_decay, axis=0), 0, -1)  # [K, r, 64]
-    beta = jnp.moveaxis(heads.beta, 0, -1)[..., None]
-    v = jnp.moveaxis(heads.v, 0, 2)  # [K, r, 64, v]
-    q, k = (jnp.moveaxis(each, 0, 1)[:, None] for each in (heads.q, heads.k))  # [K, 1, 64, h]
-    lower = jnp.tri(BLOCK, dtype=bool)
-    since = jnp.exp(jnp.where(lower, total[..., :, None] - total[..., None, :], -jnp.inf))
-    written = beta * v
+    total = _totals(heads)
+    q, k = (_of_key_heads(each) for each in (heads.q, heads.k))
     if corrects:
-        system = jnp.where(jnp.tri(BLOCK, k=-1, dtype=bool), beta * _dot("kiah,kibh->kiab", k, k) * since, 0.0)
-        known = jnp.concatenate([written, beta * k * jnp.exp(total)[..., None]], axis=-1)
-        values, keys = jnp.split(_dot("krab,krbc->krac", _inverse(system), known), (v.shape[-1],), axis=-1)
+        values, keys = _corrected(heads)
         written = values - _dot("krah,krhv->krav", keys, state)
+    else:
+        written = jnp.moveaxis(heads.beta, 0, -1)[..., None] * jnp.moveaxis(heads.v, 0, 2)
     read = _dot("krah,krhv->krav", q * jnp.exp(total)[..., None], state)
-    read = read + _dot("krab,krbv->krav", _dot("kiah,kibh->kiab", q, k) * since, written)
+    read = read + _dot("krab,krbv->krav", _dot("kiah,kibh->kiab", q, k) * _since(total), written)
     left = jnp.exp(total[..., -1:] - total)[..., None]
     state = state * jnp.exp(total[..., -1])[..., None, None] + _dot("krah,krav->krhv", k * left, written)
     return jnp.moveaxis(read, 2, 0), state
+
+
+def _corrected(heads: Heads) -> tuple[jax.Array, jax.Array]:
+    """What 64 tokens write after a state of zeros, `[K, r, 64, v]`, and what of another is less: see `Solved`."""
+    total, k = _totals(heads), _of_key_heads(heads.k)
+    beta, v = jnp.moveaxis(heads.beta, 0, -1)[..., None], jnp.moveaxis(heads.v, 0, 2)
+    is_before = jnp.tri(BLOCK, k=-1, dtype=bool)
+    system = jnp.where(is_before, beta * _dot("kiah,kibh->kiab", k, k) * _since(total), 0.0)
+    known = jnp.concatenate([beta * v, beta * k * jnp.exp(total)[..., None]], axis=-1)
+    values, keys = jnp.split(_dot("krab,krbc->krac", _inverse(system), known), (v.shape[-1],), axis=-1)
+    return values, keys
+
+
+def _totals(heads: Heads) -> jax.Array:
+    """`[K, r, 64]` of log a from the block's first token on."""
+    return jnp.moveaxis(jnp.cumsum(heads.log_decay, axis=0), 0, -1)
+
+
+def _since(total: jax.Array) -> jax.Array:
+    """`[K, r, 64, 64]` how much of what a token wrote is left at a later one; 0 at earlier ones."""
+    lower = jnp.tri(BLOCK, dtype=bool)
+    return jnp.exp(jnp.where(lower, total[..., :, None] - total[..., None, :], -jnp.inf))
+
+
+def _of_key_heads(x: jax.Array) -> jax.Array:
+    """`[K, 1, 64, h]`."""
+    return jnp.moveaxis(x, 0, 1)[:, None]
 
 
 def _inverse(system: jax.Array) -> jax.Array:

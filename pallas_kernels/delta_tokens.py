@@ -17,6 +17,30 @@ from pallas_kernels.parts import whole
 L2_EPS = 1e-6  # added to the sum of a head's squares, in q and k of the delta rule
 
 
+BLOCK = 64  # tokens
+
+
+class Sequences(NamedTuple):
+    """Whose tokens these are, and where their states are. All `[S]` int32 but `query_offsets`.
+
+    Attributes:
+      query_offsets: `[S + 1]` sequence s owns tokens query_offsets[s] .. query_offsets[s + 1] - 1.
+      starts: position of its first token in this step.
+      source: place of the state before that token; not read if the position is 0.
+      place: where the state goes after its tokens.
+      kept_at: `[N, S]` after how many of its tokens the state is kept besides, 0 for not at all; where that lies in the
+        middle of a block, the block must be the sequence's last one in this step.
+      kept_to: `[N, S]` the places for that; any to which nothing is written elsewhere, if it isn't kept.
+    """
+
+    query_offsets: jax.Array
+    starts: jax.Array
+    source: jax.Array
+    place: jax.Array
+    kept_at: jax.Array
+    kept_to: jax.Array
+
+
 class Heads(NamedTuple):
     """What moves a state: q and k `[T, K, h]`, v `[T, K, r, v]`, log a and b `[T, K, r]`."""
 
@@ -25,6 +49,20 @@ class Heads(NamedTuple):
     v: jax.Array
     log_decay: jax.Array
     beta: jax.Array
+
+
+class Solved(NamedTuple):
+    """What corrects the values of blocks, whatever the states before them.
+
+    Attributes:
+      values: `[B, K, r, 64, v]` what tokens write after a state of zeros.
+      keys: `[B, K, r, 64, h]` what a state reads at these is written less.
+      first: `[S]` the first of each sequence's blocks.
+    """
+
+    values: jax.Array
+    keys: jax.Array
+    first: jax.Array
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("taps", "rates", "scales"), meta_fields=("row", "eps"))

@@ -35,8 +35,8 @@ from jaxsgl.models.layers import no_states
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.weights import KvScales
 from pallas_kernels import AttentionOptions, KernelChoice
-from pallas_kernels.delta import DeltaStates, Sequences, delta_decode, delta_extend
-from pallas_kernels.delta_tokens import StateTokens
+from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend
+from pallas_kernels.delta_tokens import Sequences, StateTokens
 
 SAMPLING_ROWS = 3 + len(COLUMNS)  # of `pack_sampling`
 

@@ -37,6 +37,7 @@ BACKEND = Backend(
     grouped_packed_product=_kernel("grouped_packed_product", "grouped_packed_product", "refuse"),
     gated_packed_product=_kernel("grouped_packed_product", "gated_packed_product", "refuse_gated"),
     delta_decode=_kernel("delta_decode", "delta_decode", "refuse_delta_decode"),
+    delta_blocks=_kernel("delta_blocks", "delta_blocks"),
     delta_step=_kernel("delta_decode", "delta_step", "refuse_delta_decode"),
     absorb_and_store=_kernel("absorb_and_store", "absorb_and_store", "refuse_absorb_and_store"),
     decode_latents=_kernel("decode", "decode_latents", "refuse_decode_latents"),

@@ -11,8 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.delta import BLOCK, DeltaStates, Sequences, delta_decode, delta_extend
-from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, StateTokens
+from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend
+from pallas_kernels.delta_tokens import (
+    BLOCK,
+    DeltaTokens,
+    DeltaVectors,
+    MambaTokens,
+    MambaVectors,
+    Sequences,
+    StateTokens,
+)
 from pallas_kernels.selftest.cases.states import state_cases
 from pallas_kernels.selftest.shapes import KernelShapes, StateShape
 from tests.plain_model import plain_recur
@@ -135,7 +143,7 @@ def test_a_kernel_of_the_gpus_decodes_and_keeps_states_as_xla_does(size: tuple[i
     shapes = replace(A_MODEL, states=(StateShape(2, 3, *size, TAPS, corrects),))
     for case in state_cases(shapes):
         for found, right in zip(case.call("triton", True), case.right(), strict=True):
-            np.testing.assert_allclose(found, right, rtol=2e-6, atol=ATOL)
+            np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
     with pytest.raises(ValueError, match="states are 6 x 5; it takes powers of two from 16"):
         delta_decode(drawn(1, 0), stale(), jnp.zeros(1, int), jnp.zeros(1, int), backend="triton", interpret=True)
 

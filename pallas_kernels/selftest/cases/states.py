@@ -13,13 +13,22 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choice import XLA
-from pallas_kernels.delta import DeltaStates, Sequences, delta_decode, delta_extend
-from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, StateTokens
+from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend
+from pallas_kernels.delta_tokens import (
+    DeltaTokens,
+    DeltaVectors,
+    MambaTokens,
+    MambaVectors,
+    Sequences,
+    StateTokens,
+)
 from pallas_kernels.selftest.batches import normal
 from pallas_kernels.selftest.case import TOLERANCE, Case
 from pallas_kernels.selftest.cases.arguments import NUM_PARTS, in_parts_of
 from pallas_kernels.selftest.shapes import KernelShapes, StateShape
 
+CHUNKS = (130, 1, 69)  # tokens of sequences that are extended
+CHUNKS_START, CHUNKS_SOURCE, CHUNKS_KEPT = (30, 7, 0), (4, 2, 3), (34, 0, 69)  # positions, places, kept after so many
 STATE_POSITIONS, STATES_KEPT = (0, 7, 130, 1, 0), (-1, 8, -1, 7, 9)  # of rows that decode, and where they go besides
 
 
@@ -46,10 +55,12 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
         rule = "" if shape.corrects else " of Mamba-2"
         size = f"{shape.key_size} x {shape.value_size}{rule}"
         name = f"{num_seqs} rows, {shape.key_heads} x {shape.group} states of {size}"
+        chunks = _tokens(keys, shape, sum(CHUNKS), dtype)
         for which, run, of_step in (
             ("", _decoded_states, tokens),
             (", of parts", _decoded_states, in_parts),
             (", next to chunks", _extended_states, tokens),
+            (", chunks", _states_of_chunks, chunks),
         ):
             yield Case(
                 name + which,
@@ -91,6 +102,18 @@ def _extended_states(
     seqs = Sequences(jnp.arange(len(place) + 1), positions, place, place, is_kept[None].astype(jnp.int32), kept)
     out, after = _delta_extend_jit(tokens, states, seqs, backend=backend, interpret=interpret)
     return [each.reshape(len(each), -1) for each in (out, *(array[1:] for array in after))]
+
+
+def _states_of_chunks(
+    tokens: StateTokens, states: DeltaStates, where: tuple[jax.Array, ...], backend: str, interpret: bool
+) -> list[jax.Array]:
+    """Prompts of several blocks: one that begins inside a block at another's state, and one that begins."""
+    offsets = jnp.cumsum(jnp.array((0, *CHUNKS)))
+    places = jnp.arange(1, len(CHUNKS) + 1)
+    at, to = jnp.array([CHUNKS_KEPT]), len(CHUNKS) + 1 + places
+    seqs = Sequences(offsets, jnp.array(CHUNKS_START), jnp.array(CHUNKS_SOURCE), places, at, to[None])
+    out, after = _delta_extend_jit(tokens, states, seqs, backend=backend, interpret=interpret)
+    return [each.reshape(len(each), -1) for each in (out, *after)]
 
 
 _delta_jit = jax.jit(delta_decode, static_argnames=("backend", "interpret"))
