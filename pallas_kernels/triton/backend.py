@@ -13,6 +13,7 @@ def _kernel(module: str, run: str, refuse: str | None = None) -> Kernel[Any]:
 
 
 _REFUSE_ATTENTION = imported("triton.common", "refuse_attention")
+_REFUSE_STATES = imported("triton.delta_decode", "refuse_delta_decode")
 
 BACKEND = Backend(
     "triton",
@@ -36,9 +37,9 @@ BACKEND = Backend(
     ordered_product=_kernel("ordered_product", "ordered_product", "refuse_ordered_product"),
     grouped_packed_product=_kernel("grouped_packed_product", "grouped_packed_product", "refuse"),
     gated_packed_product=_kernel("grouped_packed_product", "gated_packed_product", "refuse_gated"),
-    delta_decode=_kernel("delta_decode", "delta_decode", "refuse_delta_decode"),
-    delta_blocks=_kernel("delta_blocks", "delta_blocks"),
-    delta_step=_kernel("delta_decode", "delta_step", "refuse_delta_decode"),
+    delta_decode=Kernel(imported("triton.delta_decode", "delta_decode"), _REFUSE_STATES),
+    delta_blocks=Kernel(imported("triton.delta_blocks", "delta_blocks"), _REFUSE_STATES),
+    delta_step=Kernel(imported("triton.delta_decode", "delta_step"), _REFUSE_STATES),
     absorb_and_store=_kernel("absorb_and_store", "absorb_and_store", "refuse_absorb_and_store"),
     decode_latents=_kernel("decode", "decode_latents", "refuse_decode_latents"),
     platform="gpu",
