@@ -1,5 +1,5 @@
 """The gated delta rule over states that are kept between steps, and the convolution before it; in XLA, but for what a
-backend has of a decode. And Mamba-2, whose rule is the same without the correction.
+backend has. And Mamba-2, whose rule is the same without the correction.
 
 A state is a matrix `[h, v]` for each value head, and the last inputs of the convolution. For each token
 
@@ -118,15 +118,15 @@ def delta_extend(
 ) -> tuple[jax.Array, DeltaStates]:
     """What each token reads from its sequence's state, `[T, K, r, v]` (any for padding), and the states.
 
-    `backend` and `interpret` are those of `delta_decode`, for sequences of one token.
+    `backend` and `interpret` are those of `delta_decode`. A backend that goes through blocks may round factors of
+    products to bfloat16 where that is the tokens' dtype.
     """
     kernel = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
     )
     of_blocks = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_blocks, backend, states.matrices,
-        interpret=interpret,
-    )  # fmt: skip
+        "delta_decode", lambda each: each.delta_blocks, backend, states.matrices, interpret=interpret
+    )
     num_tokens, offsets = tokens.num_tokens, seqs.query_offsets
     counts = offsets[1:] - offsets[:-1]
     seq_of = jnp.minimum(
