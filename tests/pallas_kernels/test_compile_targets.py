@@ -85,6 +85,8 @@ def test_steps_of_served_models_are_one_command_buffer_with_few_kernels(programs
         recurring = result["launches"]["recurring"] or 1
         has_experts = any("experts" in kind for kind in kinds)
         most = 12 if has_experts else 13 if "states" in kinds else 5 if "256" in program else 8
+        if "states" in kinds and "extend" in program:
+            most = 36  # XLA's around the kernel of blocks: the convolution, and corrections inside of blocks
         if program.startswith("qwen3-30b-a3b decode 1 triton"):
             most += 2  # the splits of one row's attention are merged by XLA's kernels
         assert kinds.get("small", 0) + kinds.get("pallas", 0) <= most * recurring, program
