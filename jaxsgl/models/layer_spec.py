@@ -79,6 +79,7 @@ class RecurrentNet:
     taps: int
 
     plural: ClassVar[str]  # what such layers are called
+    shared: ClassVar[str]  # what devices have whole ones of
     num_gates: ClassVar[int]  # numbers of each value head and token besides
 
     @property
@@ -97,6 +98,7 @@ class DeltaNet(RecurrentNet):
     """A gated delta-net (`models/mixers.py`)."""
 
     plural = "gated delta-nets"
+    shared = "key heads"
     num_gates = 2  # a and b
 
 
@@ -107,6 +109,7 @@ class Mamba(RecurrentNet):
     """
 
     plural = "layers of Mamba-2"
+    shared = "groups"
     num_gates = 1
 
 

@@ -110,7 +110,8 @@ def _misfits(arch: ModelArch, num_devices: int, num_ranks: int) -> list[str]:
             of_rank[f"kv heads of size {heads.size}"] = heads.number
     sizes = {"units in an MLP": arch.ffn_size}
     if arch.recurrent_net is not None:
-        of_rank[f"key heads of its {arch.recurrent_net.plural}"] = arch.recurrent_net.key_heads
+        net = arch.recurrent_net
+        of_rank[f"{net.shared} of its {net.plural}"] = net.key_heads
     if arch.mixture is not None:
         of_experts = arch.mixture.num_experts if arch.by_experts else arch.mixture.num_units
         sizes["experts" if arch.by_experts else "units in an expert"] = of_experts

@@ -120,7 +120,7 @@ def test_what_no_layer_of_mamba_can_be_is_refused(changes: dict[str, Any], named
 def test_devices_share_groups_of_mamba(tmp_path: Path) -> None:
     whole = layer_states(read(tmp_path, **GRANITE), 64, BFLOAT16).row_bytes
     assert whole == 3 * (128 * 128 * 64 + 4 * (8192 + 2 * 128)) * 4
-    with pytest.raises(ConfigError, match=r"1 key heads of its layers of Mamba-2.*--tp 1"):
+    with pytest.raises(ConfigError, match=r"1 groups of its layers of Mamba-2.*--tp 1"):
         model_on_devices(read(tmp_path, **GRANITE), 2, by_experts=False)
 
 

@@ -184,7 +184,7 @@ def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
     if latent is None:
         out = n * arch.head_dim
         others = [(out, hidden, "outputs")] if arch.reading_layers else []  # queries without keys
-        if net is not None:
+        if isinstance(net, DeltaNet):  # those of Mamba-2 are never quantized
             values = net.value_heads * net.value_size
             others = [(net.key_heads * net.channels + values, hidden, "outputs"), (hidden, values, "inputs")]
         return [(math.prod(qkv_heads(arch)), hidden, "outputs"), *others, (hidden, out, "inputs")]

@@ -87,7 +87,7 @@ def _check_ranks(config: EngineConfig, arch: ModelArch) -> None:
         )
     divided = {"kv heads": min(heads.stored for heads in arch.all_heads)}
     if arch.recurrent_net is not None:
-        divided["key heads"] = arch.recurrent_net.key_heads
+        divided[arch.recurrent_net.shared] = arch.recurrent_net.key_heads
     if arch.mixture is None and min(divided.values()) >= config.tp:
         heads = " and ".join(f"{number} {what}" for what, number in divided.items())
         raise ConfigError(
