@@ -85,25 +85,14 @@ class DeltaVectors:
     eps: float
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("product", "vectors"), meta_fields=("key_size", "dtype"))
 @dataclass(frozen=True)
-class DeltaTokens:
-    """What a layer makes of its tokens, and how it reads that.
-
-    Attributes:
-      product: `[T, K, C + r v + 2 r]`, or float32 parts of it `[P, T, ...]`. For each key head q, k and the v of r
-        heads, before the convolution: C = 2 h + r v; the gates z of what is read; the logits of b, and those of a.
-      vectors: of the layer.
-      key_size: h.
-      dtype: of the product as a whole.
-    """
+class _Tokens:
+    """What both kinds of tokens have; `DeltaTokens` says what the fields are."""
 
     product: jax.Array
-    vectors: DeltaVectors
+    vectors: DeltaVectors | MambaVectors
     key_size: int
     dtype: jnp.dtype
-
-    corrects = True  # v - S^T k is written, not v
 
     @property
     def num_tokens(self) -> int:
@@ -112,13 +101,8 @@ class DeltaTokens:
 
     @property
     def fused(self) -> jax.Array:
-        """`[T, K, C + r v + 2 r]`, the product as a whole."""
+        """The product as a whole, `[T, K, ...]`."""
         return whole(self.product, 3, self.dtype)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """h, r and v."""
-        return self.key_size, self.vectors.rates.shape[-1], self.vectors.scales.shape[-1]
 
     @property
     def mixed(self) -> jax.Array:
@@ -129,6 +113,29 @@ class DeltaTokens:
     def taps(self) -> jax.Array:
         """`[K, C, taps]` of the convolution."""
         return self.vectors.taps[self.vectors.row]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("product", "vectors"), meta_fields=("key_size", "dtype"))
+@dataclass(frozen=True)
+class DeltaTokens(_Tokens):
+    """What a layer makes of its tokens, and how it reads that.
+
+    Attributes:
+      product: `[T, K, C + r v + 2 r]`, or float32 parts of it `[P, T, ...]`. For each key head q, k and the v of r
+        heads, before the convolution: C = 2 h + r v; the gates z of what is read; the logits of b, and those of a.
+      vectors: of the layer.
+      key_size: h.
+      dtype: of the product as a whole.
+    """
+
+    vectors: DeltaVectors
+
+    corrects = True  # v - S^T k is written, not v
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """h, r and v."""
+        return self.key_size, self.vectors.rates.shape[-1], self.vectors.scales.shape[-1]
 
     def heads(self, convolved: jax.Array) -> Heads:
         """What moves states, of `convolved [T, K, C]`: q and k are normalized."""
@@ -179,7 +186,7 @@ class MambaVectors:
 
 @partial(jax.tree_util.register_dataclass, data_fields=("product", "vectors"), meta_fields=("key_size", "dtype"))
 @dataclass(frozen=True)
-class MambaTokens:
+class MambaTokens(_Tokens):
     """What a layer of Mamba-2 makes of its tokens, in the words of `DeltaTokens`: C is q, B is k and x is v.
 
     Attributes:
@@ -188,32 +195,9 @@ class MambaTokens:
       vectors, key_size, dtype: as there.
     """
 
-    product: jax.Array
     vectors: MambaVectors
-    key_size: int
-    dtype: jnp.dtype
 
     corrects = False
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.product.shape[-3]
-
-    @property
-    def fused(self) -> jax.Array:
-        """`[T, K, C + r v + r]`, the product as a whole."""
-        return whole(self.product, 3, self.dtype)
-
-    @property
-    def mixed(self) -> jax.Array:
-        """`[T, K, C]` what the convolution mixes."""
-        return self.fused[..., : self.vectors.taps.shape[2]]
-
-    @property
-    def taps(self) -> jax.Array:
-        """`[K, C, taps]` of the convolution."""
-        return self.vectors.taps[self.vectors.row]
 
     def heads(self, convolved: jax.Array) -> Heads:
         """What moves states, of `convolved [T, K, C]`."""
