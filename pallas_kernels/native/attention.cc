@@ -15,12 +15,15 @@
 #include <cstdint>
 #include <memory>
 #include <numeric>
+#include <string_view>
 #include <vector>
 
 #include "activation.h"
+#include "attention_tiles.h"
 #include "blocks.h"
 #include "float8.h"
 #include "packed_pages.h"
+#include "ways.h"
 
 namespace ffi = xla::ffi;
 
@@ -126,8 +129,33 @@ void Softmax(float* scores, int first, int end, Left* weights, float* top, float
 
 alignas(64) const uint16_t kZeros[kMaxHeadDim] = {};  // a row of zeros in either format
 
-template <typename Left, typename Number>
+// How queries meet keys, and weights values: as blocks.h does, with rows of either type.
+template <typename Number>
+struct InRegisters {
+  using Left = Number;
+  static constexpr int kTokens = 2;  // of values that are multiplied at once
+  template <typename... Arguments>
+  static void Multiply(Arguments... arguments) {
+    MultiplyTile(arguments...);
+  }
+};
+
+#ifdef JAXSGL_TILES
+struct InTiles {
+  using Left = uint16_t;
+  static constexpr int kTokens = kTileInputs;
+  template <typename... Arguments>
+  static void Multiply(Arguments... arguments) {
+    MultiplyByTiles(arguments...);
+  }
+  const Tiles tiles;  // while a thread works
+};
+#endif
+
+template <typename Way, typename Number>
 class Worker {
+  using Left = typename Way::Left;
+
  public:
   explicit Worker(const Problem& p) : p_(p), s_(ScratchOfThread<Left>()) {}
 
@@ -148,7 +176,7 @@ class Worker {
         else if (i + 1 < tiles_.size())
           Find(tiles_[i + 1], begin, next_keys, next_values);
         PackKeys(keys, next_keys, count, p_.head_dim, s_->keys);
-        PackValues(values, next_values, count, p_.head_dim, s_->values);
+        PackValues(values, next_values, Whole(count), p_.head_dim, s_->values);
         Add(tiles_[i], (head - begin) * rows);
       }
     }
@@ -158,6 +186,9 @@ class Worker {
   }
 
  private:
+  // So many tokens, and those of no weight that are multiplied with them.
+  static int Whole(int tokens) { return (tokens + Way::kTokens - 1) / Way::kTokens * Way::kTokens; }
+
   // The tiles of a unit, each kv head of which has so many rows.
   void ListTiles(const Unit& unit, int rows) {
     for (int begin = 0; begin < unit.shared; begin += kTile)
@@ -222,7 +253,7 @@ class Worker {
   void Add(const Tile& tile, int of_head) {
     const int h = p_.head_dim, rows = tile.end_row - tile.first_row, first_row = of_head + tile.first_row;
     const Left* q = s_->q + first_row * h;
-    MultiplyTile(rows, kTile, q, h, s_->keys, 2 * kTile, h / 2, s_->scores, kTile, false);
+    Way::Multiply(rows, kTile, q, h, s_->keys, 2 * kTile, h / 2, s_->scores, kTile, false);
     if (p_.soft_cap > 0) SoftCap(s_->scores, rows * kTile, p_.soft_cap);
     for (int r = 0; r < rows; ++r) {
       const int row = first_row + r, position = s_->position[row];
@@ -236,10 +267,11 @@ class Worker {
       }
     }
     float* acc = s_->acc + first_row * h;
-    const int pairs = (tile.end - tile.begin + 1) / 2;  // beyond them the values are some other tile's
-    MultiplyTile(rows, h, s_->weights, kTile, s_->values, 2 * h, pairs, acc, h, true);
+    const int pairs = Whole(tile.end - tile.begin) / 2;  // beyond them the values are some other tile's
+    Way::Multiply(rows, h, s_->weights, kTile, s_->values, 2 * h, pairs, acc, h, true);
   }
 
+  const Way way_{};
   const Problem& p_;
   Scratch<Left>* const s_;
   std::vector<Tile> tiles_;
@@ -302,19 +334,32 @@ std::vector<Item> MakeItems(const Problem& p, const std::vector<Unit>& units, in
   return items;
 }
 
-template <typename Number>
-void RunItem(const Problem& p, const Unit& unit, const Item& item, bool widened) {
-#ifdef __AVX512BF16__
-  if (!widened) return Worker<uint16_t, Number>(p).Run(unit, item.begin, item.end);
+template <typename Way>
+void RunItems(ffi::ThreadPool pool, const Problem& p, bool is_float8) {
+  const std::vector<Unit> units = MakeUnits(p);
+  const std::vector<Item> items = MakeItems(p, units, pool.num_threads());
+  InParallel(pool, int(items.size()), [&](int i) {
+    const Unit& unit = units[items[i].unit];
+    if (is_float8) return Worker<Way, Float8>(p).Run(unit, items[i].begin, items[i].end);
+    Worker<Way, uint16_t>(p).Run(unit, items[i].begin, items[i].end);
+  });
+}
+
+ffi::Error RunInWay(std::string_view way, ffi::ThreadPool pool, const Problem& p, bool is_float8) {
+  if (const auto refused = RefuseWay(way)) return *refused;
+#ifdef JAXSGL_TILES
+  if (way == "tiles") return RunItems<InTiles>(pool, p, is_float8), ffi::Error::Success();
 #endif
-  Worker<float, Number>(p).Run(unit, item.begin, item.end);
+#ifdef __AVX512BF16__
+  if (way == "paired") return RunItems<InRegisters<uint16_t>>(pool, p, is_float8), ffi::Error::Success();
+#endif
+  return RunItems<InRegisters<float>>(pool, p, is_float8), ffi::Error::Success();
 }
 
 ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                           ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> offsets,
-                          ffi::RemainingArgs sinks, float sm_scale, float soft_cap, int64_t window, bool widened,
-                          ffi::ResultBuffer<ffi::F32> out) {
-  if (!widened && !kHasPairs) return NoPairs();
+                          ffi::RemainingArgs sinks, float sm_scale, float soft_cap, std::string_view way,
+                          int64_t window, ffi::ResultBuffer<ffi::F32> out) {
   const auto pages = k.dimensions();
   const float* const of_heads = sinks.size() > 0 ? sinks.get<ffi::Buffer<ffi::F32>>(0)->typed_data() : nullptr;
   const Problem p{q.typed_data(), k.untyped_data(), v.untyped_data(), table.typed_data(), lengths.typed_data(),
@@ -326,14 +371,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::An
     if (p.lengths[s] == 0) std::fill_n(p.out + p.offsets[s] * row, (p.offsets[s + 1] - p.offsets[s]) * row, 0.0f);
   std::fill(p.out + p.offsets[p.num_seqs] * row, p.out + num_tokens * row, 0.0f);
 
-  const std::vector<Unit> units = MakeUnits(p);
-  const std::vector<Item> items = MakeItems(p, units, pool.num_threads());
-  InParallel(pool, int(items.size()), [&](int i) {
-    const Unit& unit = units[items[i].unit];
-    if (k.element_type() == ffi::U8) return RunItem<Float8>(p, unit, items[i], widened);
-    RunItem<uint16_t>(p, unit, items[i], widened);
-  });
-  return ffi::Error::Success();
+  return RunInWay(way, pool, p, k.element_type() == ffi::U8);
 }
 
 }  // namespace
@@ -351,6 +389,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, jaxsgl::PagedAttention,
                                   .RemainingArgs()  // sinks, if there are any
                                   .Attr<float>("sm_scale")
                                   .Attr<float>("soft_cap")
+                                  .Attr<std::string_view>("way")
                                   .Attr<int64_t>("window")
-                                  .Attr<bool>("widened")
                                   .Ret<ffi::Buffer<ffi::F32>>());

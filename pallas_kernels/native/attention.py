@@ -64,7 +64,7 @@ def extend_attention(
         *([] if sinks is None else [sinks]),
         sm_scale=np.float32(options.scale(q.shape[2])),
         soft_cap=np.float32(options.logit_soft_cap or 0),
+        way=library.product_way(),
         window=np.int64(options.sliding_window or 0),
-        widened=library.widens(),
     )
     return out

@@ -29,10 +29,6 @@ constexpr bool kHasPairs = true;
 constexpr bool kHasPairs = false;
 #endif
 
-inline xla::ffi::Error NoPairs() {
-  return {xla::ffi::ErrorCode::kUnimplemented, "these kernels were compiled without products of pairs"};
-}
-
 inline xla::ffi::Error NoSuchGate() {
   return {xla::ffi::ErrorCode::kInvalidArgument,
           "a gated product has twice as many weight rows as results, and a known activation"};

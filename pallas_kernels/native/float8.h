@@ -13,8 +13,6 @@ namespace jaxsgl {
 
 enum class Float8 : uint8_t {};
 
-inline void Prefetch(const Float8* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
-
 // A number's bits move up by 4, and the difference of the exponents' biases, 127 - 7, is added. That is wrong for the
 // magnitudes 0 .. 7, which have no exponent (they count 512ths), and for 127, which is NaN.
 constexpr short kMoved = short(0x87f0), kBias = 120 << 7, kNan = 0x7fc0;

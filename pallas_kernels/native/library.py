@@ -31,13 +31,13 @@ GROUPED_PRODUCT = "jaxsgl_grouped_product"
 INT8_PRODUCT, GROUPED_INT8_PRODUCT = "jaxsgl_int8_product", "jaxsgl_grouped_int8_product"
 GROUPED_PACKED_PRODUCT, GROUPED_KEPT_PRODUCT = "jaxsgl_grouped_packed_product", "jaxsgl_grouped_kept_product"
 ROW_SUMS = "jaxsgl_row_sums"
-AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps products from using AMX
+AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps the kernels from using AMX
 
 _FOLDER = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 COMPILER_OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-w")
 _BFLOAT16 = "avx512_bf16"  # as Linux lists it among the processor's flags
-_TILES = ("amx_tile", "amx_bf16")
+_TILES = ("amx_tile", "amx_bf16", "amx_int8")
 _LEAST = ("avx2", "fma")
 _LONGEST_S = 300  # on a busy machine
 
@@ -85,7 +85,7 @@ def _kernels(part: Part) -> ctypes.CDLL | str:
         return f"{command} made no library: {reason.strip()[:500]}"
     if part is COMMON and has_pairs() and not library.has_pairs():
         return f"{command} knows no {_BFLOAT16}, which the processor has"
-    if part is GROUPED and refuse_tiles() is None and (reason := tile_refusal(library)):
+    if part is not COMMON and refuse_tiles() is None and (reason := tile_refusal(library)):
         return reason  # each library asks for tiles on its own
     _register(library, part)
     return library
@@ -121,13 +121,13 @@ def multiplies_bytes() -> bool:
 
 
 def product_way() -> str:
-    """How products are multiplied here: "tiles", "widened" or "paired"."""
+    """How kernels multiply bfloat16 here, of products and of attention: "tiles", "widened" or "paired"."""
     return "tiles" if refuse_tiles() is None else "widened" if widens() else "paired"
 
 
 @functools.cache
 def refuse_tiles() -> str | None:
-    """Why products can't use the processor's tiles (AMX), or None.
+    """Why kernels can't use the processor's tiles (AMX), or None.
 
     The first call asks the system for them on behalf of this process, and tries whether it keeps what is in them.
     """
@@ -139,9 +139,9 @@ def refuse_tiles() -> str | None:
     kernels = _kernels(COMMON)
     reason = kernels if isinstance(kernels, str) else tile_refusal(kernels)
     if reason is None:
-        logger.info("products use AMX")
+        logger.info("the native kernels use AMX")
     else:
-        logger.warning("products use AVX-512 instead of AMX, which the processor has: %s", reason)
+        logger.warning("the native kernels use AVX-512 instead of AMX, which the processor has: %s", reason)
     return reason
 
 

@@ -8,14 +8,13 @@
 
 #include "product.h"
 
-#include <string>
 #include <string_view>
 
 #ifndef JAXSGL_ROWS_ONLY
 #include "grouped_product.h"
 #include "product_float32.h"
 #endif
-#include "tiles.h"
+#include "ways.h"
 
 #ifdef __AVX512BF16__
 #include "product_tiles.h"
@@ -52,28 +51,17 @@ struct ByTiles {
 };
 #endif
 
-// Calls `work` with the way of this name: "widened" or "paired" (see blocks.h), or "tiles" (tiles.h).
+// Calls `work` with the way of this name.
 template <typename Work>
 ffi::Error InWay(std::string_view way, const Work& work) {
-  if (way == "widened") {
-    work(Widened());
-  } else if (way == "paired") {
-#ifdef __AVX512BF16__
-    work(Paired());
-#else
-    return NoPairs();
-#endif
-  } else if (way == "tiles") {
+  if (const auto refused = RefuseWay(way)) return *refused;
 #ifdef JAXSGL_TILES
-    if (!tiles_are_granted) return {ffi::ErrorCode::kFailedPrecondition, "this process was not granted tiles"};
-    work(ByTiles());
-#else
-    return {ffi::ErrorCode::kUnimplemented, "these kernels were compiled without tiles"};
+  if (way == "tiles") return work(ByTiles()), ffi::Error::Success();
 #endif
-  } else {
-    return {ffi::ErrorCode::kInvalidArgument, "there is no such way to multiply: " + std::string(way)};
-  }
-  return ffi::Error::Success();
+#ifdef __AVX512BF16__
+  if (way == "paired") return work(Paired()), ffi::Error::Success();
+#endif
+  return work(Widened()), ffi::Error::Success();
 }
 
 #ifndef JAXSGL_GROUPED_ONLY
@@ -138,7 +126,6 @@ ffi::Error GroupedKeptProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
 }  // namespace jaxsgl
 
 extern "C" int has_pairs() { return jaxsgl::kHasPairs; }
-extern "C" const char* refuse_tiles() { return jaxsgl::RefuseTiles(); }
 
 #ifndef JAXSGL_GROUPED_ONLY
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rows_product, jaxsgl::RowsProduct,

@@ -29,7 +29,7 @@ void MultiplyFewFloats(const FloatProduct& p, int64_t begin, const float* packed
     Bits block[kLanes];
     for (int j = 0; j < kLanes; ++j) {
       block[j] = LoadBits(p.weights + (begin + j) * p.in + i);
-      if (i % 16 == 0) Prefetch(reinterpret_cast<const uint16_t*>(behind + j / kStretch * p.in + j % kStretch * 16));
+      if (i % 16 == 0) Prefetch(behind + j / kStretch * p.in + j % kStretch * 16);
     }
     Transpose(block);
 #pragma GCC unroll 16
@@ -55,7 +55,7 @@ void MultiplyFloatStrip(const FloatProduct& p, int64_t first, int64_t begin, con
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) sum[r][v] = Zero();
   for (int64_t line = 0; line < p.in; line += 16) {
-    for (int r = 0; r < R; ++r) Prefetch(reinterpret_cast<const uint16_t*>(weights + (R + r) * p.in + line));
+    for (int r = 0; r < R; ++r) Prefetch(weights + (R + r) * p.in + line);
     for (int64_t i = line; i < line + 16; ++i) {
       Floats right[V];
       for (int v = 0; v < V; ++v) right[v] = Load(packed + (i * V + v) * kLanes);

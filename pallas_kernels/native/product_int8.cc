@@ -15,6 +15,7 @@
 
 #include "blocks.h"
 #include "grouped_product.h"
+#include "packed_tiles.h"
 #include "product_dots.h"
 #include "product_packed.h"
 
@@ -57,6 +58,12 @@ ffi::Error GroupedInt8Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
 // Calls `work` with the pieces that multiply rows as integers of so many bits with packed weights.
 template <typename Work>
 ffi::Error WithBitsOfPacked(int64_t weight_bits, int64_t row_bits, const Work& work) {
+#ifdef JAXSGL_TILES_OF_BYTES
+  if (tiles_are_granted && weight_bits == 8 && row_bits == 8)
+    return work(PiecesByTiles<EightBits>()), ffi::Error::Success();
+  if (tiles_are_granted && weight_bits == 4 && row_bits == 8)
+    return work(PiecesByTiles<FourBits>()), ffi::Error::Success();
+#endif
 #ifdef JAXSGL_BYTES
   if (weight_bits == 8 && row_bits == 8) return work(PiecesOfPacked<EightBits, FourBytes>()), ffi::Error::Success();
   if (weight_bits == 4 && row_bits == 8) return work(PiecesOfPacked<FourBits, FourBytes>()), ffi::Error::Success();

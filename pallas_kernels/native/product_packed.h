@@ -264,15 +264,16 @@ template <typename Kind, typename Form, int T>
   }
 }
 
-// As pieces of a grouped product (grouped_product.h) are, but packed in `Parts`, by several threads.
-template <typename Kind, typename Form>
+// As pieces of a grouped product (grouped_product.h) are, but packed in `Parts`, by several threads. Weights are read once
+// for up to kMostRows rows, of kMostBytes together.
+template <typename Kind, typename Form, int64_t kMostRows = 256, int64_t kMostBytes = 1 << 19>
 struct PiecesOfPacked {
   using Product = PackedProduct;
   static constexpr int64_t kRows = kSide, kInputs = Form::kInputs;
   static constexpr int kBits = Kind::kBits, kPart = 16;  // kPart: rows
 
   static int64_t Most(const PackedProduct& p) {
-    return std::clamp<int64_t>((1 << 19) / (p.in * sizeof(typename Form::Number)) / kPart * kPart, kPart, 256);
+    return std::clamp<int64_t>(kMostBytes / (p.in * sizeof(typename Form::Number)) / kPart * kPart, kPart, kMostRows);
   }
   static int TokensFrom(const PackedProduct& p, int64_t first) { return int(std::min(Most(p), p.tokens - first)); }
   static int64_t PackedBytes(const PackedProduct& p, int64_t first) {

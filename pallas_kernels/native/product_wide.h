@@ -2,8 +2,6 @@
 //
 // With few tokens the processor could not spread single weights over registers as fast as memory brings them. So pairs
 // are transposed, 16 weight rows at a time, and each token's pair is spread instead.
-//
-// With AMX (product_tiles.h) only kFew tokens and less come here, and are added up in the order of tiles' sums.
 
 #pragma once
 
@@ -115,20 +113,8 @@ void WeightsTimesRows(const uint16_t* weights, int64_t in, const float* packed, 
     for (int v = 0; v < V; ++v) _mm512_store_ps(c + (r * V + v) * 16, sum[r][v]);
 }
 
-// Denormals are zeros in the calling thread while this lives, as they are in tiles.
-class WithoutDenormals {
- public:
-  WithoutDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~WithoutDenormals() { _mm_setcsr(before_); }
-  WithoutDenormals(const WithoutDenormals&) = delete;
-
- private:
-  const unsigned before_;
-};
-
 // Widened, for kFew tokens: packed [in, 8, 2], each number twice. A register holds two weight rows' sums, in turns.
-// With `as_tiles` each line's even inputs are added up, its odd ones, both sums, and that to the sum of the lines.
-template <int R, bool as_tiles = false>
+template <int R>
 void WeightsTimesFew(const uint16_t* weights, int64_t in, const float* packed, float* c) {
   const __m512i first_half = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512i second_half = _mm512_add_epi32(first_half, _mm512_set1_epi32(8));
@@ -146,26 +132,6 @@ void WeightsTimesFew(const uint16_t* weights, int64_t in, const float* packed, f
         _mm512_store_ps(left[r][i], _mm512_permutex2var_ps(a, first_half, b));
         _mm512_store_ps(left[r][i + 8], _mm512_permutex2var_ps(a, second_half, b));
       }
-    }
-    if constexpr (as_tiles) {
-      __m512 part[2][R / 2];
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) part[r % 2][r / 2] = _mm512_setzero_ps();
-      for (int i = 0; i < 32; i += 2) {
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
-          const __m512 right = _mm512_load_ps(packed + (line + i + half) * 16);
-#pragma GCC unroll 8
-          for (int r = 0; r < R / 2; ++r) {
-            double pair;
-            std::memcpy(&pair, left[r][i + half], 8);
-            part[half][r] = _mm512_fmadd_ps(_mm512_castpd_ps(_mm512_set1_pd(pair)), right, part[half][r]);
-          }
-        }
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R / 2; ++r) sum[r] = _mm512_add_ps(sum[r], _mm512_add_ps(part[0][r], part[1][r]));
-      continue;
     }
     for (int i = 0; i < 32; ++i) {
       const __m512 right = _mm512_load_ps(packed + (line + i) * 16);
@@ -244,7 +210,7 @@ template <int stride>
 }
 
 // Multiplies weight rows begin .. begin + 15 with the packed tokens from `first` on, into y.
-template <typename Number, int V, bool as_tiles>
+template <typename Number, int V>
 void AddBlock(const Product& p, int64_t first, int64_t begin, const Number* packed) {
   if constexpr (V == 0 && std::is_same_v<Number, uint16_t>) {
     WithFewPairs(p, [&](auto tokens) { MultiplyFewPairs<decltype(tokens)::value>(p, begin, packed); });
@@ -255,10 +221,7 @@ void AddBlock(const Product& p, int64_t first, int64_t begin, const Number* pack
     alignas(64) float c[kBlock * 16 * lines];
     for (int r = 0; r < kBlock; r += R) {
       const uint16_t* weights = p.weights + (begin + r) * p.in;
-      if constexpr (as_tiles) {
-        const WithoutDenormals here;
-        WeightsTimesFew<R, true>(weights, p.in, packed, c + r * 16);
-      } else if constexpr (V == 0) {
+      if constexpr (V == 0) {
         WeightsTimesFew<R>(weights, p.in, packed, c + r * 16);
       } else {
         WeightsTimesRows<R, V>(weights, p.in, packed, c + r * 16 * V);
@@ -268,14 +231,14 @@ void AddBlock(const Product& p, int64_t first, int64_t begin, const Number* pack
   }
 }
 
-template <typename Number, int V, bool as_tiles = false>
+template <typename Number, int V>
 void MultiplyColumns(xla::ffi::ThreadPool pool, const Product& p, int64_t first) {
   Number* const packed = Packed<Number>(p.in * 16 * std::max(V, 1));
   Pack<Number, V>(p, first, packed);
   const int64_t blocks = p.out / kBlock, share = std::clamp<int64_t>(blocks / (8 * pool.num_threads()), 1, 16);
   InParallel(pool, int((blocks + share - 1) / share), [&](int i) {
     for (int64_t b = i * share; b < std::min((i + 1) * share, blocks); ++b)
-      WithGate(p, [&](const Product& half) { AddBlock<Number, V, as_tiles>(half, first, b * kBlock, packed); });
+      WithGate(p, [&](const Product& half) { AddBlock<Number, V>(half, first, b * kBlock, packed); });
   });
 }
 
@@ -320,7 +283,7 @@ struct Pieces {
   static void Multiply(const Product& p, int64_t first, int64_t begin, int64_t rows, const void* packed) {
     WithColumns<Number>(p, first, [&](auto v) {
       for (int64_t b = begin; b < begin + rows; b += kBlock)
-        AddBlock<Number, decltype(v)::value, false>(p, first, b, static_cast<const Number*>(packed));
+        AddBlock<Number, decltype(v)::value>(p, first, b, static_cast<const Number*>(packed));
     });
   }
 };

@@ -14,7 +14,7 @@ namespace jaxsgl {
 constexpr int kLine = 32;  // numbers of 16 bits in a line of the cache
 
 // Always inlined: GCC may take a call that only prefetches for one without effect, and drop it.
-[[gnu::always_inline]] inline void Prefetch(const uint16_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+[[gnu::always_inline]] inline void Prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 #ifdef __AVX512BF16__
 

@@ -3,7 +3,7 @@
 // A tile is a register of 16 rows of 64 bytes; a thread has 8. Linux saves them at a switch of threads only for
 // processes that asked (arch_prctl); in others the first instruction that fills a tile is fatal. Tests define
 // JAXSGL_IMITATED_TILES, a header that stands for the instructions, the processor and the system.
-// Called by product_tiles.h, and by library.py through product.cc.
+// Called by attention_tiles.h, product_tiles.h, packed_tiles.h and library.py.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 #endif
 
 // GCC before 11 and Clang before 12 don't define the two names for any processor.
-#if defined(__AVX512BF16__) && (defined(JAXSGL_IMITATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__)))
+#if defined(__AVX512BF16__) && (defined(JAXSGL_IMITATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)))
 #define JAXSGL_TILES
 #endif
 
@@ -34,7 +34,7 @@
 
 namespace jaxsgl {
 
-constexpr int kTile = 16;         // rows of a tile, and its columns of 32 bits
+constexpr int kTileRows = 16;         // rows of a tile, and its columns of 32 bits
 constexpr int kTileInputs = 32;   // bfloat16 numbers in a row
 constexpr int kTileNumbers = 256; // of 32 bits in a tile
 
@@ -51,17 +51,17 @@ alignas(64) inline constexpr TileConfig kWholeTiles = {
 // Whole tiles for the calling thread, none once it's gone: tiles in use make every switch of threads slower.
 class Tiles {
  public:
-  Tiles() { _tile_loadconfig(&kWholeTiles); }
+  explicit Tiles(const TileConfig& config = kWholeTiles) { _tile_loadconfig(&config); }
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
 };
 
 #ifndef JAXSGL_IMITATED_TILES
 
-// Whether the processor has tiles and products of bfloat16 with them, and the system saves their state.
+// Whether the processor has tiles, products of bfloat16 and of bytes with them, and the system saves their state.
 inline bool ProcessorHasTiles() {
   uint32_t a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 22 & 1)) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 1) + (d >> 24 & 1) + (d >> 25 & 1) < 3) return false;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // OSXSAVE: there is xgetbv
   uint32_t low, high;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -93,8 +93,8 @@ inline bool TilesSurviveSleep() {
   return true;
 }
 
-// By RefuseTiles. Not inline: each library of the process would see what another was granted.
-static std::atomic<bool> tiles_are_granted{false};
+// By RefuseTiles. Hidden, since each library of the process would see what another was granted.
+[[gnu::visibility("hidden")]] inline std::atomic<bool> tiles_are_granted{false};
 
 // Why this process can't use tiles, or nullptr. Asks the system for permission; call it once, before the first product.
 inline const char* RefuseTiles() {
@@ -119,3 +119,5 @@ inline const char* RefuseTiles() { return "the compiler knows no AMX"; }
 }  // namespace jaxsgl
 
 #endif
+
+extern "C" [[gnu::used]] inline const char* refuse_tiles() { return jaxsgl::RefuseTiles(); }

@@ -13,6 +13,13 @@ from tests.pallas_kernels.native_builds import PARTS, WHOLE, compile_library, co
 from tests.pallas_kernels.native_cases import WAYS
 
 INTEGERS = ("INT8_PRODUCT", "GROUPED_INT8_PRODUCT", "GROUPED_PACKED_PRODUCT")
+ALL = ("PAGED_ATTENTION", "ROWS_PRODUCT", "GROUPED_PRODUCT", "GROUPED_KEPT_PRODUCT", *INTEGERS)
+# Of ways whose kernels are compiled in another way: the fixture that brings them, and the names of those.
+OTHER_BUILDS = {
+    "narrow": ("narrow_kernels", ALL),
+    "narrow bytes": ("narrow_bytes", INTEGERS),
+    "tiles": ("imitated", ALL),
+}
 
 
 @pytest.fixture(scope="session")
@@ -48,27 +55,19 @@ def narrow_bytes(native_runs_here: None) -> str:
 
 @pytest.fixture(scope="session")
 def imitated_kernels(native_runs_here: None) -> Path:
-    """The products with AMX in plain C++ instead of the instructions."""
+    """The kernels with AMX in plain C++ instead of the instructions."""
     if not library.has_pairs():
-        pytest.skip("products with tiles need avx512_bf16 beside them")
-    return compile_product(*imitation())
+        pytest.skip("kernels with tiles need avx512_bf16 beside them")
+    return compile_library(*imitation())
 
 
 @pytest.fixture(scope="session")
-def imitated_products(imitated_kernels: Path) -> tuple[str, str]:
-    """XLA's names of these products and grouped products."""
+def imitated(imitated_kernels: Path) -> str:
+    """What ends XLA's names of these kernels."""
     kernels = ctypes.CDLL(str(imitated_kernels))
     assert library.tile_refusal(kernels) is None
-    product, grouped = f"{library.ROWS_PRODUCT}_imitated", f"{library.GROUPED_PRODUCT}_imitated"
-    jax.ffi.register_ffi_target(product, jax.ffi.pycapsule(kernels.rows_product), platform="cpu")
-    jax.ffi.register_ffi_target(grouped, jax.ffi.pycapsule(kernels.grouped_product), platform="cpu")
-    return product, grouped
-
-
-@pytest.fixture(scope="session")
-def imitated_product(imitated_products: tuple[str, str]) -> str:
-    """XLA's name of the products alone."""
-    return imitated_products[0]
+    library._register(kernels, WHOLE, "_imitated")
+    return "_imitated"
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -79,18 +78,12 @@ def each_way(request: pytest.FixtureRequest, native_runs_here: None) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "widens", lambda: request.param != "paired")
         patch.setattr(library, "product_way", lambda: {"narrow": "widened"}.get(request.param, request.param))
-        if request.param == "tiles":
-            product, grouped = request.getfixturevalue("imitated_products")
-            patch.setattr(library, "ROWS_PRODUCT", product)
-            patch.setattr(library, "GROUPED_PRODUCT", grouped)
         if request.param == "narrow":
-            suffix = request.getfixturevalue("narrow_kernels")
             patch.setattr(library, "has_pairs", lambda: False)
-            for constant in ("PAGED_ATTENTION", "ROWS_PRODUCT", "GROUPED_PRODUCT", "GROUPED_KEPT_PRODUCT", *INTEGERS):
-                patch.setattr(library, constant, f"{getattr(library, constant)}{suffix}")
-        if request.param == "narrow bytes":
-            suffix = request.getfixturevalue("narrow_bytes")
-            for constant in INTEGERS:
+        if request.param in OTHER_BUILDS:
+            fixture, constants = OTHER_BUILDS[request.param]
+            suffix = request.getfixturevalue(fixture)
+            for constant in constants:
                 patch.setattr(library, constant, f"{getattr(library, constant)}{suffix}")
         jax.clear_caches()  # the way is chosen while tracing
         yield

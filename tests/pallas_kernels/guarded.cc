@@ -1,6 +1,6 @@
 // Calls the native kernels of a compiled library as XLA does, but with each buffer between pages that can't be touched.
 //
-//   guarded LIBRARY COUNT SEED WAY [FAULT]      WAY: "paired", "widened", or "tiles" (products only)
+//   guarded LIBRARY COUNT SEED WAY [FAULT]      WAY: "paired", "widened" or "tiles"
 //
 // Runs COUNT random cases of each kernel with the buffers at the ends of their pages, and again at their beginnings with
 // another number of threads: an access outside ends the process by a signal, and so does a write to an input. The
@@ -350,7 +350,7 @@ Call RowSums(Random& random, XLA_FFI_Handler* handler) {
 }
 
 // Sequences of random lengths, some empty, some on the pages of the one before; the last page ends with the buffer.
-Call Attention(Random& random, XLA_FFI_Handler* handler, const std::string& way) {
+Call Attention(Random& random, XLA_FFI_Handler* handler, const char* way) {
   const int num_kv_heads = 1 + Below(random, 3), group = OneOf(random, {1, 2, 3, 8, 128});
   const int head_dim = 32 * (1 + Below(random, 8)), page_size = OneOf(random, {1, 3, 16, 64});
   const int num_seqs = 1 + Below(random, 6), longest = OneOf(random, {1, 64, 65, 200});
@@ -386,7 +386,7 @@ Call Attention(Random& random, XLA_FFI_Handler* handler, const std::string& way)
            MakeArray(XLA_FFI_DataType_S32, {num_seqs}, lengths),
            MakeArray(XLA_FFI_DataType_S32, {num_seqs + 1}, offsets)},
           {Float("sm_scale", 0.1f), Float("soft_cap", Below(random, 3) ? 0.0f : 2.0f),
-           {"widened", XLA_FFI_DataType_PRED, way != "paired"},
+           {"way", XLA_FFI_DataType_INVALID, 0, way},
            {"window", XLA_FFI_DataType_S64, OneOf(random, {0, 0, 0, 1, 9, 64, 70})}},
           {XLA_FFI_DataType_F32, {tokens, num_kv_heads * group, head_dim}, std::vector<char>(4 * queries * head_dim)}};
   if (Below(random, 2))  // sinks
@@ -421,7 +421,6 @@ int main(int argc, char** argv) {
       for (const std::string kernel : {"rows_product", "grouped_kept_product", "paged_attention", "int8_product",
                                        "grouped_packed_product of words", "grouped_packed_product of bytes",
                                        "grouped_packed_product of int8", "row_sums"}) {
-        if (kernel != "rows_product" && kernel != "grouped_kept_product" && !std::strcmp(way, "tiles")) continue;
         const bool is_packed = kernel.rfind("grouped_packed_product", 0) == 0;
         const bool of_words = kernel.find(" of words") != std::string::npos;
         if (is_packed && !of_words && !multiplies_bytes()) continue;

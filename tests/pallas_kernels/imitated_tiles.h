@@ -90,6 +90,17 @@ inline float Number(const unsigned char* bfloat16) {
   return number;
 }
 
+// The left side's bytes have a sign, the right side's none.
+__attribute__((noinline)) inline void AddRowOfBytes(int to, int a, int b, int row) {
+  int32_t sum[kMostBytes / 4];
+  std::memcpy(sum, state.data[to][row], sizeof(sum));
+  for (int k = 0; k < state.row_bytes[a]; ++k)
+    for (int n = 0; n < state.row_bytes[to] / 4; ++n)
+      sum[n] += static_cast<signed char>(state.data[a][row][k]) * state.data[b][k / 4][4 * n + k % 4];
+  std::memset(state.data[to][row], 0, kMostBytes);
+  std::memcpy(state.data[to][row], sum, state.row_bytes[to]);
+}
+
 // Even inputs are added up by themselves and odd ones too, each from zero and each step rounded once; then both sums,
 // and that to what the tile held.
 __attribute__((noinline)) inline void AddRow(int to, int a, int b, int row) {
@@ -108,13 +119,22 @@ __attribute__((noinline)) inline void AddRow(int to, int a, int b, int row) {
   std::memcpy(state.data[to][row], sum, state.row_bytes[to]);
 }
 
-inline void AddProducts(int to, int a, int b) {
+inline void CheckProducts(int to, int a, int b) {
   CheckValid(to), CheckValid(a), CheckValid(b);
   if (to == a || to == b || a == b) Fault("the three tiles must differ");
   if (state.row_bytes[to] % 4 || state.row_bytes[a] % 4 || state.row_bytes[b] % 4) Fault("a row ends within a pair");
   if (state.rows[to] != state.rows[a]) Fault("the sums have other rows than the left side");
   if (state.row_bytes[a] / 4 != state.rows[b]) Fault("the sides have different numbers of pairs");
   if (state.row_bytes[to] != state.row_bytes[b]) Fault("the sums have other columns than the right side");
+}
+
+inline void AddProductsOfBytes(int to, int a, int b) {
+  CheckProducts(to, a, b);
+  for (int row = 0; row < state.rows[to]; ++row) AddRowOfBytes(to, a, b, row);
+}
+
+inline void AddProducts(int to, int a, int b) {
+  CheckProducts(to, a, b);
   const unsigned before = _mm_getcsr();  // neither read nor changed by the instruction: nearest, denormals are zeros
   _mm_setcsr(0x9fc0);
   for (int row = 0; row < state.rows[to]; ++row) AddRow(to, a, b, row);
@@ -135,17 +155,19 @@ inline int AskForTiles() { return imitated::SystemIs("refuses") ? EPERM : 0; }
 }  // namespace jaxsgl
 
 // For guarded.cc: the palette of the calling thread's tiles; and a mistake.
-extern "C" int imitated_palette() { return imitated::state.palette; }
-extern "C" void imitated_leave_tiles() { imitated::state.palette = 1; }
+extern "C" [[gnu::used]] inline int imitated_palette() { return imitated::state.palette; }
+extern "C" [[gnu::used]] inline void imitated_leave_tiles() { imitated::state.palette = 1; }
 
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
+#undef _tile_dpbsud
 #define _tile_loadconfig imitated::LoadConfig
 #define _tile_release imitated::Release
 #define _tile_loadd imitated::Load
 #define _tile_stored imitated::Store
 #define _tile_zero imitated::Zero
 #define _tile_dpbf16ps imitated::AddProducts
+#define _tile_dpbsud imitated::AddProductsOfBytes
 #define usleep imitated::Sleep

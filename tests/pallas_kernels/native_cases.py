@@ -24,8 +24,9 @@ from tests.pallas_kernels.cases import dense_attention
 from tests.pallas_kernels.texts import LONGEST, NUM_SEQS, family, lay_out, own, unseen_places
 
 K = 2
-# Kernels that multiply pairs of bfloat16, that widen it, and that are compiled for a processor that can only widen.
-WAYS = ("paired", "widened", *(["narrow"] if library.has_pairs() else []))
+# Kernels that multiply pairs of bfloat16, that widen it, those with tiles, whose instructions are imitated, and those
+# compiled for a processor that can only widen.
+WAYS = ("paired", "widened", *(["tiles", "narrow"] if library.has_pairs() else []))
 GATES = {
     "silu": lambda x: x / (1 + np.exp(-x)),
     "gelu_tanh": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),

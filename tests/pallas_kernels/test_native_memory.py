@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels.native import library
 from tests.grids import NIGHTLY, count
-from tests.pallas_kernels.native_builds import compile_library, compile_product, imitation
+from tests.pallas_kernels.native_builds import compile_library, imitation
 
 pytestmark = pytest.mark.usefixtures("native_runs_here")
 
@@ -26,7 +26,6 @@ BUILDS = {
     "without avx512_bf16": ("-mno-avx512bf16",),  # bytes in registers of 256 bits
     "imitated tiles": imitation(),
 }
-COMPILE = {"imitated tiles": compile_product}
 WAYS = {
     "as compiled here": ("widened", "paired"),
     "without avx512": ("widened",),
@@ -78,7 +77,7 @@ def options(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...]]:
     if request.param == "without avx512_bf16" and not NIGHTLY:
         pytest.skip("another compilation; the same cases run by day in registers of 512 bits")
     if request.param == "imitated tiles" and not library.has_pairs():
-        pytest.skip("products with tiles need avx512_bf16 beside them")
+        pytest.skip("kernels with tiles need avx512_bf16 beside them")
     return request.param, BUILDS[request.param]
 
 
@@ -86,10 +85,10 @@ def test_kernels_touch_only_their_buffers_and_leave_the_floating_point_environme
     driver: Path, options: tuple[str, tuple[str, ...]]
 ) -> None:
     name, given = options
-    check(driver, COMPILE.get(name, compile_library)(*given), name, count(60, 3000))
+    check(driver, compile_library(*given), name, count(60, 3000))
 
 
-def test_products_with_the_processors_tiles_touch_only_their_buffers(driver: Path) -> None:
+def test_kernels_with_the_processors_tiles_touch_only_their_buffers(driver: Path) -> None:
     if reason := library.refuse_tiles():
         pytest.skip(reason)
     done = run(driver, compile_library(), count(60, 3000), way="tiles")
@@ -123,4 +122,4 @@ def test_a_fault_is_found(driver: Path, fault: str, status: int, words: str) -> 
 def test_sanitizers_find_nothing(tmp_path: Path, options: tuple[str, tuple[str, ...]], sanitizer: str) -> None:
     name, given = options
     sanitized = ("-g", "-fno-omit-frame-pointer", *SANITIZERS[sanitizer])
-    check(build(tmp_path, *sanitized), COMPILE.get(name, compile_library)(*given, *sanitized), name, count(0, 300))
+    check(build(tmp_path, *sanitized), compile_library(*given, *sanitized), name, count(0, 300))

@@ -21,10 +21,15 @@ VNNI = {"avx512_vnni", "avx_vnni"}
 # How the library is compiled (registers have two widths), how weights are packed, and the bits of rows.
 FORMS = [
     *((way, INT4, 16) for way in WAYS),
-    *((way, packing, 8) for way in ("widened", "narrow bytes") for packing in (INT4, INT8) if VNNI & processor_flags()),
+    *(
+        (way, packing, 8)
+        for way in ("widened", "narrow bytes", "tiles")
+        for packing in (INT4, INT8)
+        if VNNI & processor_flags()
+    ),
 ]
 ERROR = {16: 1e-3, 8: 5e-2}  # of a product's norm; an input 50 times as large as the others costs 8 bits much
-NUM_ROWS = [1, 2, 3, 5, 7, 8, 9, 13, 31, 35, 300]  # tiles have up to 8
+NUM_ROWS = [1, 2, 3, 5, 7, 8, 9, 13, 31, 35, 300]  # in registers up to 8 are multiplied at a time
 SHAPES = [(32, 32, 0, False), (96, 1056, 0, True), (64, 160, 64, True), (1056, 256, 128, False)]  # group 0: one scale
 
 

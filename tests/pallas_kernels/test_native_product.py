@@ -15,8 +15,7 @@ from pallas_kernels.native.product import refuse, rows_product
 from tests.grids import covering, daily
 from tests.pallas_kernels import native_cases
 
-WAYS = (*native_cases.WAYS, *(["tiles"] if library.has_pairs() else []))  # the instructions of tiles are imitated
-in_each_way = pytest.mark.parametrize("each_way", WAYS, indirect=True)
+in_each_way = pytest.mark.parametrize("each_way", native_cases.WAYS, indirect=True)
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
@@ -36,7 +35,10 @@ SHAPES = [(16, 32), (48, 96), (1024, 256), (4112, 64)]
 
 
 @pytest.mark.parametrize(
-    ("each_way", "num_rows", "shape"), covering(WAYS, daily(NUM_ROWS, every=2), SHAPES), indirect=["each_way"], ids=str
+    ("each_way", "num_rows", "shape"),
+    covering(native_cases.WAYS, daily(NUM_ROWS, every=2), SHAPES),
+    indirect=["each_way"],
+    ids=str,
 )
 def test_each_row_is_multiplied_with_all_weights(num_rows: int, shape: tuple[int, int]) -> None:
     num_out, num_in = shape

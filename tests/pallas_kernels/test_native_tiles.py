@@ -1,4 +1,4 @@
-"""Products with AMX: the order and the error of sums, what the instructions demand, and when there are no tiles.
+"""Kernels with AMX: the order and the error of sums, what the instructions demand, and when there are no tiles.
 
 Where the processor has no AMX its instructions are imitated (`imitated_tiles.h`); that the kernels compile to the real
 ones, and to how many, is read from the machine code.
@@ -10,6 +10,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -17,14 +18,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.native import library
+from pallas_kernels.native import library, packed_product
 from pallas_kernels.native.product import rows_product
+from pallas_kernels.packed import INT4, INT8
 from tests.grids import NIGHTLY
 from tests.pallas_kernels.native_builds import compile_library, compile_product
+from tests.pallas_kernels.native_cases import RAGGED, attend, build
+from tests.pallas_kernels.test_native_packed import matrix, packed_matrix, rows
 from tests.pallas_kernels.test_native_product import rows_and_weights
 
-FEW = 8  # rows up to which AVX-512 does the same sums
-SHAPES = [(1, 16, 32), (FEW, 48, 96), (FEW + 1, 48, 96), (17, 80, 544), (300, 48, 1056), (520, 16, 64)]  # rows, out, in
+SHAPES = [(1, 16, 32), (8, 48, 96), (33, 48, 96), (17, 80, 544), (300, 48, 1056), (520, 16, 64)]  # rows, out, in
+
+
+@pytest.fixture(scope="module")
+def imitated_product(imitated: str) -> str:
+    """XLA's name of the imitated product."""
+    return f"{library.ROWS_PRODUCT}{imitated}"
 
 
 def imitate(name: str, x: jax.Array, weights: jax.Array) -> np.ndarray:
@@ -54,7 +63,7 @@ def sums_of_tiles(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sums_are_added_up_in_the_order_of_the_instruction(imitated_product: str, shape: tuple[int, int, int]) -> None:
-    """With tiles and without them, whatever the blocks: a prompt in chunks gets the same products as in one piece."""
+    """Whatever the blocks: a prompt in chunks gets the same products as in one piece."""
     x, weights = rows_and_weights(*shape)
     wanted = sums_of_tiles(*operands(x, weights))
     np.testing.assert_array_equal(imitate(imitated_product, x, weights), wanted)
@@ -62,7 +71,7 @@ def test_sums_are_added_up_in_the_order_of_the_instruction(imitated_product: str
 
 def test_a_sum_is_as_near_to_float64_as_its_rounded_steps_allow(imitated_product: str) -> None:
     """An input passes 16 steps within its half line, two after it, and one for each later line of 32."""
-    for num_rows in (FEW, 40):
+    for num_rows in (8, 40):
         x, weights = rows_and_weights(num_rows, 64, 3072)
         exact_x, exact_weights = operands(x, weights)
         sizes = np.abs(exact_x) @ np.abs(exact_weights).T
@@ -71,25 +80,55 @@ def test_a_sum_is_as_near_to_float64_as_its_rounded_steps_allow(imitated_product
         assert (off > 0).any()
 
 
-def test_denormals_are_zeros_for_any_number_of_rows(imitated_product: str) -> None:
-    """The instruction takes and returns none; AVX-512, which would, is told to do the same."""
+def test_denormals_are_zeros(imitated_product: str) -> None:
+    """The instruction takes and returns none."""
     smallest = 2.0**-126
-    for num_rows in (FEW, FEW + 1):
-        x = jnp.zeros((num_rows, 32), jnp.float32).at[:, 0].set(1.0)
-        weights = jnp.zeros((32, 32), jnp.bfloat16).at[:, 0].set(smallest).at[0, 0].set(smallest / 2)
-        out = imitate(imitated_product, x, weights)
-        np.testing.assert_array_equal(out[:, 0], 0)
-        np.testing.assert_array_equal(out[:, 1:], np.float32(smallest))
-        np.testing.assert_array_equal(imitate(imitated_product, x / 2, weights), 0)
+    x = jnp.zeros((9, 32), jnp.float32).at[:, 0].set(1.0)
+    weights = jnp.zeros((32, 32), jnp.bfloat16).at[:, 0].set(smallest).at[0, 0].set(smallest / 2)
+    out = imitate(imitated_product, x, weights)
+    np.testing.assert_array_equal(out[:, 0], 0)
+    np.testing.assert_array_equal(out[:, 1:], np.float32(smallest))
+    np.testing.assert_array_equal(imitate(imitated_product, x / 2, weights), 0)
 
 
-def test_the_processor_does_what_its_imitation_does(imitated_product: str) -> None:
+@pytest.fixture
+def processor_has_tiles() -> None:
     if reason := library.refuse_tiles():
         pytest.skip(reason)
-    for shape in SHAPES:
-        x, weights = rows_and_weights(*shape)
-        out = np.asarray(rows_product(x, weights, way="tiles"))
-        np.testing.assert_array_equal(out, imitate(imitated_product, x, weights))
+
+
+def assert_imitated(compute: Callable[[], jax.Array], target: str, suffix: str) -> None:
+    """`compute`, which calls the kernel whose name is `library`'s `target`, gets the same bits from its imitation."""
+    out = np.asarray(compute())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, target, f"{getattr(library, target)}{suffix}")
+        jax.clear_caches()
+        np.testing.assert_array_equal(out, np.asarray(compute()))
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("processor_has_tiles")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_processor_does_what_its_imitation_does(imitated: str, shape: tuple[int, int, int]) -> None:
+    x, weights = rows_and_weights(*shape)
+    assert_imitated(lambda: rows_product(x, weights, way="tiles"), "ROWS_PRODUCT", imitated)
+
+
+@pytest.mark.usefixtures("processor_has_tiles")
+@pytest.mark.parametrize("packing", [INT8, INT4])
+@pytest.mark.parametrize("shape", [(9, 64, 128, 0), (33, 96, 1056, 0), (70, 32, 320, 64), (17, 32, 160, 32)], ids=str)
+def test_so_it_does_with_bytes(imitated: str, packing: str, shape: tuple[int, int, int, int]) -> None:
+    num_rows, num_out, num_in, group = shape
+    weights = packed_matrix(packing, *matrix(packing, (), num_out, num_in, group, True), group, True)
+    x = jnp.asarray(rows(num_rows, num_in))
+    assert_imitated(lambda: packed_product.product(x, weights, row_bits=8), "GROUPED_PACKED_PRODUCT", imitated)
+
+
+@pytest.mark.usefixtures("processor_has_tiles")
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_so_it_does_in_attention(imitated: str, head_dim: int) -> None:
+    case = build(RAGGED, 16, group=2, head_dim=head_dim, seed=1, most_new=40)
+    assert_imitated(lambda: attend(case), "PAGED_ATTENTION", imitated)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +136,7 @@ def loops(native_runs_here: None) -> list[list[str]]:
     """The innermost loops of the real kernels that multiply tiles: their instructions' names."""
     if not library.has_pairs() or shutil.which("objdump") is None:
         pytest.skip("needs avx512_bf16 and objdump")
-    path = compile_product("-mamx-tile", "-mamx-bf16")
+    path = compile_product("-mamx-tile", "-mamx-bf16", "-mamx-int8")
     text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", path], capture_output=True, text=True, check=True)
     code = [(int(at, 16), name, to) for at, name, to in re.findall(r"^ +(\w+):\t(\w+) *(\S*)", text.stdout, re.M)]
     places = {at: i for i, (at, _, _) in enumerate(code)}
@@ -112,9 +151,9 @@ def loops(native_runs_here: None) -> list[list[str]]:
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="another compilation of the library, for its speed alone")
-def test_the_compiled_loops_load_four_tiles_for_four_products(loops: list[list[str]]) -> None:
+def test_the_compiled_loops_load_one_tile_of_weights_for_a_group_of_tokens(loops: list[list[str]]) -> None:
     counts = {(names.count("tileloadd"), names.count("tdpbf16ps")) for names in loops}
-    assert counts == {(4, 4), (3, 2), (2, 1)}  # 2 x 2 tiles; 2 x 1 and 1 x 2; 1 x 1
+    assert counts == {(4, 3), (3, 2), (2, 1)}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +173,9 @@ def test_a_system_without_tiles_gets_avx512_and_the_log_says_why(
     reason: str | None,
 ) -> None:
     monkeypatch.setenv("IMITATED_SYSTEM", system)
-    monkeypatch.setattr(library, "processor_flags", lambda: frozenset({"amx_tile", "amx_bf16", "avx512_bf16"}))
+    monkeypatch.setattr(
+        library, "processor_flags", lambda: frozenset({"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"})
+    )
     monkeypatch.setattr(library, "_kernels", lambda part: ctypes.CDLL(str(imitated_kernels)))
     monkeypatch.setattr(library, "refuse_tiles", library.refuse_tiles.__wrapped__)
     assert library.refuse_tiles() == reason
@@ -158,7 +199,7 @@ def test_a_compiler_without_amx_and_a_processor_without_it_are_told_apart(
     narrow = ctypes.CDLL(str(compile_library("-mno-avx512f")))  # which others use too
     assert library.tile_refusal(narrow) == "the compiler knows no AMX"
     monkeypatch.setattr(library, "processor_flags", lambda: frozenset({"amx_tile"}))
-    assert library.refuse_tiles.__wrapped__() == "the processor has no amx_bf16"
+    assert library.refuse_tiles.__wrapped__() == "the processor has no amx_bf16 and no amx_int8"
 
 
 FAULTS = {  # what the program does, and why the processor would fault
