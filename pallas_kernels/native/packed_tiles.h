@@ -26,7 +26,7 @@ template <int depth>
 alignas(64) inline constexpr TileConfig kTilesOfBytes = {
     1, 0, {}, {64, 64, depth, 64}, {kTileRows, kTileRows, kTileRows, depth / 4}};
 
-// dots [kSide / kTileRows, kTileRows rows, kTileRows] = rows [kTileRows, depth], `width` apart, times weights [depth / 4, kSide, 4].
+// dots [2, 16, 16], tiles of 16 rows by 16 outputs, = rows [16, depth], `width` apart, times weights [depth / 4, kSide, 4].
 template <int line>
 [[gnu::always_inline]] inline void DotsOfTiles(const int8_t* rows, int64_t width, const uint8_t* weights, int depth,
                                                int32_t* dots) {
