@@ -97,7 +97,7 @@ def processor_has_tiles() -> None:
         pytest.skip(reason)
 
 
-def assert_imitated(compute: Callable[[], jax.Array], target: str, suffix: str) -> None:
+def assert_imitated(compute: Callable[[], jax.Array | np.ndarray], target: str, suffix: str) -> None:
     """`compute`, which calls the kernel whose name is `library`'s `target`, gets the same bits from its imitation."""
     out = np.asarray(compute())
     with pytest.MonkeyPatch.context() as patch:
