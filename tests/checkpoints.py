@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
     BambaConfig,
     BambaForCausalLM,
     DeepseekV2Config,
@@ -57,6 +59,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -210,6 +214,24 @@ _MAMBA = {
     "mamba_d_conv": 4,
     "mamba_chunk_size": 16,
 }
+_NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp"],
+    "mlp_hidden_act": "relu2",
+    "mamba_num_heads": 12,
+    "mamba_head_dim": 9,
+    "n_groups": 2,
+    "ssm_state_size": 14,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+    "time_step_min": 1e-9,  # else transformers bounds the steps of prompts, and not those of decodes
+    "n_routed_experts": 10,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 52,
+    "routed_scaling_factor": 1.7,
+    "n_group": 2,
+    "topk_group": 1,
+}
 _GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.15,
@@ -346,6 +368,9 @@ _FAMILIES: dict[str, Kind] = {
         },
     ),
     "bamba": (BambaConfig, BambaForCausalLM, {**_MAMBA, "mlp_bias": True, "attn_layer_indices": [1]}),
+    "nemotron_h": (NemotronHConfig, NemotronHForCausalLM, _NEMOTRON_H),
+    "nemotron_h_latent": (NemotronHConfig, NemotronHForCausalLM, {**_NEMOTRON_H, "moe_latent_size": 44}),
+    "arcee": (ArceeConfig, ArceeForCausalLM, {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
     "granite": (
         GraniteConfig,
         GraniteForCausalLM,
@@ -499,7 +524,8 @@ _FAMILIES: dict[str, Kind] = {
 }
 FAMILY_KINDS = tuple(_FAMILIES)
 DELTA_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, the ones with gated delta-nets
-HYBRID_KINDS = (*DELTA_KINDS, "granite_hybrid", "bamba")  # all that keep states
+BLOCK_KINDS = ("nemotron_h", "nemotron_h_latent")  # whose layers are a mixer or an MLP alone
+HYBRID_KINDS = (*DELTA_KINDS, "granite_hybrid", "nemotron_h", "bamba", "nemotron_h_latent")  # all that keep states
 
 
 def make_checkpoint(

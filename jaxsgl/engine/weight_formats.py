@@ -127,7 +127,8 @@ def _why_no_tpu(arch: ModelArch, fmt: WeightFormat, dtype: jnp.dtype, num_device
     mixture = arch.mixture
     assert mixture is not None
     parts = 1 if arch.by_experts else num_devices
-    groups = fmt.group_of(arch.hidden_size), group_of_part(fmt.group_of(mixture.num_units), mixture.num_units, parts)
+    width = mixture.width(arch.hidden_size)
+    groups = fmt.group_of(width), group_of_part(fmt.group_of(mixture.num_units), mixture.num_units, parts)
     packing = fmt.on_tpu(dtype.name).packing
     for shape, group in zip(expert_shapes(arch, mixture, num_devices), groups, strict=True):
         rows: Any = jax.ShapeDtypeStruct((1, shape[1]), dtype)
@@ -164,7 +165,8 @@ def _may_round(arch: ModelArch, fmt: WeightFormat, num_devices: int) -> bool:
     experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
     num_experts, ffn = mixture.num_experts // experts, mixture.num_units // parts
     group = group_of_part(fmt.group, mixture.num_units, parts)
-    shapes = (2 * ffn, arch.hidden_size, fmt.group), (arch.hidden_size, ffn, group)
+    width = mixture.width(arch.hidden_size)
+    shapes = (arch.unit_rows * ffn, width, fmt.group), (width, ffn, group)
     return all(_refuse_rounding(fmt.numbers, num_experts, *shape) is None for shape in shapes)
 
 

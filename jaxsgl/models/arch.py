@@ -42,10 +42,12 @@ from pallas_kernels.options import AttentionOptions
 DTYPES = ("float32", "bfloat16", "float16")
 MODELOPT_FILE = "hf_quant_config.json"
 
-Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+Activation: TypeAlias = Literal["silu", "gelu_tanh", "relu2"]
 Head: TypeAlias = Literal["vocabulary", "labels", "none"]
 _OTHER_HEADS: dict[str, Head] = {"ForSequenceClassification": "labels", "Model": "none"}  # transformers' classes
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # config.json's word -> ours
+# config.json's words -> ours, of MLPs with gates and of those without
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+WITHOUT_GATES: dict[str, Activation] = {"relu2": "relu2"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class ModelArch:
       eos_token_ids: ids that end a generation; may be empty.
       norms: where a layer has norms.
       norm_offset: added to the scales of all norms when they are loaded. Unless it is 0, they are float32 parameters.
-      activation: of the MLPs' gates.
+      activation: of the MLPs' gates, or of their units if these have none.
+      gated: a unit is activation(gate) * up; else activation(up), and the first product has no rows of gates.
       embedding_scale: factor on embeddings; None: 1.
       residual_scale: factor on what a block adds to the residual stream; None: 1.
       logits_divisor: what logits are divided by; None: 1.
@@ -121,6 +124,7 @@ class ModelArch:
     norms: NormPlaces = "pre"
     norm_offset: int = 0
     activation: Activation = "silu"
+    gated: bool = True
     embedding_scale: float | None = None
     residual_scale: float | None = None
     logits_divisor: float | None = None
@@ -160,6 +164,11 @@ class ModelArch:
         return next((layer.mlp.ffn_size for layer in self.layers if isinstance(layer.mlp, DenseMlp)), 0)
 
     @property
+    def unit_rows(self) -> int:
+        """U, rows of a unit in the first product of an MLP: gate and up, or up alone."""
+        return 2 if self.gated else 1
+
+    @property
     def latent(self) -> Latent | None:
         """What its layers attend over, if it is a latent; all have the same."""
         mixer = self.layers[0].mixer
@@ -173,8 +182,8 @@ class ModelArch:
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that keep something of each token."""
-        kept = (i for i, layer in enumerate(self.layers) if not isinstance(layer.mixer, RecurrentNet))
-        return tuple(i for i in kept if self.layers[i].keys_from is None)
+        mixers = ((i, layer.mixer) for i, layer in enumerate(self.layers) if layer.keys_from is None)
+        return tuple(i for i, mixer in mixers if mixer is not None and not isinstance(mixer, RecurrentNet))
 
     @cached_property
     def reading_layers(self) -> tuple[int, ...]:
@@ -188,10 +197,12 @@ class ModelArch:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """The place of each layer among `attention_layers` and then `reading_layers`, or among `recurrent_layers`."""
+        """The place of each layer among `attention_layers` and then `reading_layers`, or among `recurrent_layers`; -1
+        of a layer that mixes no tokens.
+        """
         attending = self.attention_layers + self.reading_layers
         place = {layer: i for of_kind in (attending, self.recurrent_layers) for i, layer in enumerate(of_kind)}
-        return tuple(place[layer] for layer in range(self.num_layers))
+        return tuple(place.get(layer, -1) for layer in range(self.num_layers))
 
     @property
     def rope_dim(self) -> int:
@@ -411,7 +422,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         head_dim=head_dim,
         layers=layers.specs,
         ropes=layers.ropes,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=config.number(family.norm_eps_key, 1e-6),
         tie_embeddings=_read_tied(whole, config, family),
         attention_bias=bias(family.qkv_bias, family.qkv_bias_key),
         attention_out_bias=bias(family.attention_out_bias, family.attention_out_bias_key),
@@ -427,6 +438,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         norms=family.norms,
         norm_offset=family.norm_offset,
         activation=_read_activation(config, family),
+        gated=family.gated,
         embedding_scale=math.sqrt(hidden_size) if family.scales_embedding else factor("embedding_multiplier"),
         attention_scale=_read_attention_scale(config, family, latent),
         residual_scale=factor("residual_multiplier"),
@@ -460,11 +472,12 @@ def _read_tied(whole: ConfigFile, config: ConfigFile, family: Family) -> bool:
 def _read_activation(config: ConfigFile, family: Family) -> Activation:
     word = config.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
     word = family.activations.get(word, word)
-    if word not in ACTIVATIONS:
+    supported = ACTIVATIONS if family.gated else WITHOUT_GATES
+    if word not in supported:
         raise CheckpointError(
-            f"{config.path}: {family.activation_key} is {word}, but supported are {', '.join(ACTIVATIONS)}"
+            f"{config.path}: {family.activation_key} is {word}, but supported are {', '.join(supported)}"
         )
-    return ACTIVATIONS[word]
+    return supported[word]
 
 
 def _read_attention_scale(config: ConfigFile, family: Family, latent: Latent | None) -> float | None:

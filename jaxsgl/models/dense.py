@@ -8,6 +8,7 @@ lies between them in `activations`; RMSNorm statistics, rope and logits are floa
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_embedding import EmbeddingGate, LayerEmbeddings
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, Mamba
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, Mamba, MoeMlp
 from jaxsgl.models.layers import (
     MLP,
     Attend,
@@ -35,6 +36,7 @@ from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, dequantized, r
 from jaxsgl.models.mixers import GatedDeltaNet, LatentAttention, Mamba2, RecurrentMixer, SharedKeysAttention
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
+from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.rope import RopeParams, rope_tables
 from jaxsgl.models.tensor_parallel import TokensOfRanks, num_parts, part_index, sum_of_parts
 from jaxsgl.models.vision.tower import Tower
@@ -73,23 +75,39 @@ class DecoderLayer(nnx.Module):
             self.delta_net = GatedDeltaNet(arch, spec, dtype)
         elif isinstance(spec.mixer, Mamba):
             self.mamba = Mamba2(arch, spec, dtype)
-        else:
+        elif spec.mixer is not None:
             self.attention = _attention(spec)(arch, spec, dtype)
-        mlp, format_of = spec.mlp, functools.partial(arch.format_of, spec)
-        self.mlp = (
-            MLP(arch, mlp, dtype, format_of("gate_up"), format_of("down"))
-            if isinstance(mlp, DenseMlp)
-            else MoE(arch, mlp, dtype, format_of("experts"), format_of("shared"))
-        )
+        format_of = functools.partial(arch.format_of, spec)
+        self.mlp = _mlp(arch, spec.mlp, dtype, format_of)
         self.experts = None if spec.experts is None else MoE(arch, spec.experts, dtype, format_of("experts"), None)
         self.embedding_gate = EmbeddingGate(arch, spec, dtype) if spec.embedding_size else None
 
     @property
-    def mixer(self) -> Attention | LatentAttention | SharedKeysAttention | RecurrentMixer:
-        """What mixes tokens."""
-        if hasattr(self, "delta_net"):
-            return self.delta_net
-        return self.mamba if hasattr(self, "mamba") else self.attention
+    def mixer(self) -> Attention | LatentAttention | SharedKeysAttention | RecurrentMixer | None:
+        """What mixes tokens, if anything does."""
+        for kind in ("delta_net", "mamba", "attention"):
+            if hasattr(self, kind):
+                found: Attention | LatentAttention | SharedKeysAttention | RecurrentMixer = getattr(self, kind)
+                return found
+        return None
+
+    def reader(self, kernels: KernelChoice) -> Weights | None:
+        """The only matrix that multiplies what the layer reads; None: there are several."""
+        return self.mlp_reader(kernels) if self.mixer is None else self.mixer.reader(kernels)
+
+    def mlp_reader(self, kernels: KernelChoice) -> Weights | None:
+        """The same of its MLP."""
+        return self.mlp.matrix("gate_up", kernels) if isinstance(self.mlp, MLP) else None
+
+
+def _mlp(
+    arch: ModelArch, spec: DenseMlp | MoeMlp | None, dtype: jnp.dtype, format_of: Callable[[str], WeightFormat | None]
+) -> MLP | MoE | None:
+    if spec is None:
+        return None
+    if isinstance(spec, DenseMlp):
+        return MLP(arch, spec, dtype, format_of("gate_up"), format_of("down"))
+    return MoE(arch, spec, dtype, format_of("experts"), format_of("shared"))
 
 
 def _attention(spec: LayerSpec) -> type[Attention | LatentAttention | SharedKeysAttention]:
@@ -142,14 +160,18 @@ class DecoderLayers(Matrices):
             update_TD: Update
             if isinstance(mixer, RecurrentMixer):
                 update_TD = mixer(read_TD, vectors, rows, place, recur, kernels)
-            else:
+            elif mixer is not None:
                 table = tables[self._rope_of(arch.layers[index])]
                 update_TD = mixer(read_TD, vectors, rows, table, place, attend, mine, kernels)
-            out_norm, next_norm = rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index)
-            reader = None if isinstance(layer.mlp, MoE) or mine is not None else layer.mlp.matrix("gate_up", kernels)
-            x_TD, read_TD = self._add(x_TD, update_TD, out_norm, next_norm, kernels, reader)
+            if mixer is not None and layer.mlp is not None:
+                out_norm, next_norm = rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index)
+                reader = None if mine is not None else layer.mlp_reader(kernels)
+                x_TD, read_TD = self._add(x_TD, update_TD, out_norm, next_norm, kernels, reader)
             told = experts if layer.experts is None else None
-            update_TD = self._mlp(layer, read_TD, ranks, mine, told, kernels)
+            if layer.mlp is not None:
+                update_TD = self._mlp(layer.mlp, read_TD, ranks, mine, told, kernels)
+            elif told is not None:
+                told.append(_no_experts(x_TD))
             if layer.experts is not None:
                 update_TD = self._with_experts(layer.experts, index, x_TD, update_TD, rows, ranks, experts, kernels)
             if images is not None and index + 1 < images.num_parts:
@@ -161,7 +183,7 @@ class DecoderLayers(Matrices):
                 next_norm = rows.of(vectors.attention_norm, index + 1)
             reader = None
             if not is_last and adapters is None:
-                reader = self.layers[index + 1].mixer.reader(kernels)
+                reader = self.layers[index + 1].reader(kernels)
             out_norm = rows.of(vectors.mlp_out_norm, index)
             if vectors.layer_factor is None:
                 x_TD, read_TD = self._add(x_TD, update_TD, out_norm, next_norm, kernels, reader)
@@ -175,7 +197,7 @@ class DecoderLayers(Matrices):
 
     def _mlp(
         self,
-        layer: DecoderLayer,
+        mlp: MLP | MoE,
         read_TD: Rows,
         ranks: TokensOfRanks,
         adapters: LayerAdapters | None,
@@ -183,13 +205,13 @@ class DecoderLayers(Matrices):
         kernels: KernelChoice,
     ) -> Update:
         """What a layer's MLP or experts add to this rank's tokens, `[T, D]` or in parts; computed for those of all."""
-        if isinstance(layer.mlp, MoE):
+        if isinstance(mlp, MoE):
             assert isinstance(read_TD, jax.Array), "routers read rows as they are"
-            return self._of_experts(layer.mlp, ranks.gathered(read_TD), None, ranks, experts, kernels)
+            return self._of_experts(mlp, ranks.gathered(read_TD), None, ranks, experts, kernels)
         summed = not ranks.are_shared
-        update = layer.mlp(ranks.gathered(read_TD), summed=summed, adapters=adapters, kernels=kernels)
+        update = mlp(ranks.gathered(read_TD), summed=summed, adapters=adapters, kernels=kernels)
         if experts is not None:
-            experts.append(jnp.zeros((len(read_TD), 0), jnp.int32))
+            experts.append(_no_experts(read_TD))
         if summed:
             return update
         assert isinstance(update, jax.Array), "of several devices each has its part of the inputs"
@@ -404,6 +426,11 @@ class Decoder(DecoderLayers):
 def _note(streams: dict[int, Any] | None, index: int, x_TD: jax.Array) -> None:
     if streams is not None and index in streams:
         streams[index] = x_TD
+
+
+def _no_experts(rows_TD: Rows) -> jax.Array:
+    """What a layer without experts has chosen."""
+    return jnp.zeros((len(rows_TD), 0), jnp.int32)
 
 
 def _of_this_part(token_ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:

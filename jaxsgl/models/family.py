@@ -31,6 +31,7 @@ class MoeFamily:
       shared_key: the key of the number of shared experts; None: there are none, or `shared_ffn_key` says their size.
       shared_ffn_key: the key of F of the shared experts, taken together; all of a layer's MLP where a family that has
         this key has no others.
+      latent_key: the key of `MoeMlp.latent_size`; None: experts read x.
       shared_gate: see `MoeMlp`.
       clamped: `swiglu_limit` and `swiglu_alpha` hold.
       top_k_key: the key of the number of chosen experts.
@@ -53,6 +54,7 @@ class MoeFamily:
     shared_key: str | None = None
     shared_ffn_key: str | None = None
     shared_gate: bool = False
+    latent_key: str | None = None
     clamped: bool = False
     top_k_key: str = "num_experts_per_tok"
     switch: str | None = None
@@ -66,6 +68,7 @@ class Family:
 
     Attributes:
       norms: places of the norms.
+      norm_eps_key: the key of what is added to mean squares.
       norm_offset: added to the norms' scales when they are loaded: 1 where a checkpoint holds w for 1 + w.
       qk_norm: whether and over what every q and k is normalized (RMSNorm).
       qk_norm_key: the key that says whether `qk_norm` holds; None: it does.
@@ -79,6 +82,7 @@ class Family:
       scales_embedding: embeddings are multiplied by the square root of the hidden size.
       multipliers: `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` hold.
       activation_key: the key of the MLP's activation.
+      gated: see `ModelArch`.
       activations: words for it that mean another one in this family.
       windows: "none": attention is full. "always": `sliding_window` holds. "flag": it holds if `use_sliding_window`,
         without `layer_types` from the layer `max_window_layers` on. "even by flag": likewise, but in layers 0, 2, 4
@@ -90,7 +94,7 @@ class Family:
         `rope_parameters` by kind of layer; None: one rope for all.
       alpha_stretches: `alpha` of a dynamic rope holds; else it means nothing.
       turned_layers: which layers have a rope. "told": as `no_rope_layers` says. "windows": those with windows; all, if
-        none has one. "type": all if `position_embedding_type` is "rope", else none.
+        none has one. "type": all if `position_embedding_type` is "rope", else none. "none": none has.
       caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
       caps_logits: logits alone may have a soft cap.
       attention_scale: factor on scores where no key says one; None: 1 / sqrt(H).
@@ -104,6 +108,8 @@ class Family:
       latent: layers attend over a latent, whose sizes config.json has.
       recurrence: what layers may be in the place of attention, as `layer_types`, `full_attention_interval` or
         `attn_layer_indices` says; None: none is anything else.
+      mamba_keys: what keys of Mamba-2 are called, if not as in Granite 4.0, by their names there.
+      blocks: a layer is a mixer or an MLP alone, as `layers_block_type` or `hybrid_override_pattern` says.
       output_gate: attention's output is multiplied by a sigmoid that comes with the queries.
       next_layers: after the last layer may be some that predict further tokens, as `num_nextn_predict_layers` says.
       vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`).
@@ -112,6 +118,7 @@ class Family:
     """
 
     norms: NormPlaces = "pre"
+    norm_eps_key: str = "rms_norm_eps"
     norm_offset: int = 0
     qk_norm: QkNorm | None = None
     qk_norm_key: str | None = None
@@ -125,6 +132,7 @@ class Family:
     scales_embedding: bool = False
     multipliers: bool = False
     activation_key: str = "hidden_act"
+    gated: bool = True
     activations: Mapping[str, str] = field(default_factory=dict)
     windows: Literal["none", "always", "flag", "even by flag", "all by flag"] = "none"
     full_every: int | None = None
@@ -132,7 +140,7 @@ class Family:
     interleaved_rope: bool = False
     sliding_theta: str | float | None = None
     alpha_stretches: bool = False
-    turned_layers: Literal["all", "told", "windows", "type"] = "all"
+    turned_layers: Literal["all", "told", "windows", "type", "none"] = "all"
     caps: bool = False
     caps_logits: bool = False
     attention_scale: float | None = None
@@ -145,6 +153,8 @@ class Family:
     moe: MoeFamily | None = None
     latent: bool = False
     recurrence: Literal["delta-net", "mamba"] | None = None
+    mamba_keys: Mapping[str, str] = field(default_factory=dict)
+    blocks: bool = False
     output_gate: bool = False
     next_layers: bool = False
     vision: bool = False

@@ -6,21 +6,31 @@ Called by `arch`. Knows the keys of transformers 5 and of older folders; `famili
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.family import Family, MoeFamily
-from jaxsgl.models.layer_spec import Clamp, DeltaNet, DenseMlp, KvHeads, Latent, LayerSpec, Mamba, Mixer, MoeMlp
+from jaxsgl.models.layer_spec import Clamp, DenseMlp, KvHeads, Latent, LayerSpec, Mixer, MoeMlp
 from jaxsgl.models.own_parts_config import check_own_ropes, check_reach, read_own_types, with_own_parts
+from jaxsgl.models.recurrent_config import (
+    DENSE,
+    EXPERTS,
+    FULL,
+    OF_MAMBA,
+    RECURRENT,
+    SLIDING,
+    read_blocks,
+    read_delta_net,
+    read_mamba,
+    read_recurrent_types,
+)
 from jaxsgl.models.rope import RopeParams, read_rope
 from pallas_kernels import Router
 
-FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"  # words of `layer_types`
-_OTHER_WORDS = {"attention": FULL, "mamba": RECURRENT}  # of published folders
-_OF_MAMBA = ("mamba_", "time_step_")  # how keys begin that mean nothing where no layer is of Mamba-2
-ATTENTION_EVERY = 4  # layers, where config.json doesn't say otherwise
+_OF_ROUTERS = ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
 
 
 @dataclass(frozen=True)
@@ -42,9 +52,10 @@ class Layers:
 
 def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Latent | None) -> Layers:
     """All layers; `heads` are those of the model. Raises `CheckpointError` for what isn't supported."""
-    num_layers = config.count("num_hidden_layers")
+    blocks = read_blocks(config) if family.blocks else None
+    num_layers = config.count("num_hidden_layers") if blocks is None else len(blocks)
     is_turned = _read_turned(config, family, num_layers)
-    types = _read_types(config, family, is_turned)
+    types = _read_types(config, family, is_turned) if blocks is None else blocks
     if family.turned_layers == "windows" and config.get("sliding_window") is not None:
         is_turned = [each == SLIDING for each in types]
     if family.own_parts:
@@ -56,12 +67,15 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
     max_context = max(config.count("max_position_embeddings"), *stretched, 0)
     window = _read_window(config, family, max_context)
-    mlps, experts = read_mlps(config, family.moe, num_layers), _read_beside(config, family.moe)
-    mixers: dict[str, Mixer] = {}
+    mlps = read_mlps(config, family.moe, num_layers) if blocks is None else _read_mlps_of(config, family.moe, blocks)
+    experts = _read_beside(config, family.moe)
+    mixers: dict[str, Mixer | None] = {DENSE: None, EXPERTS: None}
     if RECURRENT in types:
-        mixers[RECURRENT] = read_mamba(config) if family.recurrence == "mamba" else read_delta_net(config)
+        is_mamba = family.recurrence == "mamba"
+        mixers[RECURRENT] = read_mamba(config, family.mamba_keys) if is_mamba else read_delta_net(config)
     elif family.recurrence == "mamba":
-        config.skip(*(key for key in config.values if key.startswith(_OF_MAMBA)))
+        keys = family.mamba_keys.values()
+        config.skip(*(key for key in config.values if key.startswith(OF_MAMBA) or key in keys))
     specs = tuple(
         LayerSpec(
             mlp,
@@ -87,6 +101,8 @@ def _read_next(config: ConfigFile, family: Family, specs: tuple[LayerSpec, ...])
 
 def _read_turned(config: ConfigFile, family: Family, num_layers: int) -> list[bool]:
     """Whether each layer has a rope."""
+    if family.turned_layers == "none":
+        return [False] * num_layers
     if family.turned_layers != "told":
         return [family.turned_layers != "type" or config.get("position_embedding_type") == "rope"] * num_layers
     every = config.count("no_rope_layer_interval", 4)
@@ -187,7 +203,24 @@ def _read_sections(rope: ConfigFile, head_dim: int) -> tuple[int, ...]:
     return tuple(sections)
 
 
-def read_mlps(config: ConfigFile, family: MoeFamily | None, num_layers: int) -> list[DenseMlp | MoeMlp]:
+def _read_mlps_of(
+    config: ConfigFile, family: MoeFamily | None, blocks: Sequence[str]
+) -> Sequence[DenseMlp | MoeMlp | None]:
+    """The MLP of each layer that is one; None: it is a mixer. Sizes of those that no layer is may be anything."""
+    made: dict[str, DenseMlp | MoeMlp] = {}
+    if DENSE in blocks:
+        made[DENSE] = DenseMlp(config.count("intermediate_size"))
+    if EXPERTS in blocks:
+        assert family is not None, "such families mix experts"
+        made[EXPERTS] = _read_mixture(config, family)
+    elif family is not None:
+        keys = family.ffn_key, family.top_k_key, family.shared_ffn_key, family.latent_key
+        config.skip(*_OF_ROUTERS, *family.count_keys, *filter(None, keys))
+    config.skip("intermediate_size")
+    return [made.get(block) for block in blocks]
+
+
+def read_mlps(config: ConfigFile, family: MoeFamily | None, num_layers: int) -> Sequence[DenseMlp | MoeMlp]:
     """The MLP of each layer. Raises `CheckpointError` for numbers that don't fit each other."""
     if family is None or family.switch is not None:
         return [DenseMlp(config.count("intermediate_size"))] * num_layers
@@ -257,8 +290,17 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
         )
     clamp = Clamp(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)) if family.clamped else None
     shared_size = _read_shared_size(config, family, ffn_size)
+    is_latent = family.latent_key is not None and config.get(family.latent_key) is not None
     return MoeMlp(
-        num_experts, ffn_size, router, family.expert_bias, clamp, shared_size, family.shared_gate, family.expert_factors
+        num_experts,
+        ffn_size,
+        router,
+        bias=family.expert_bias,
+        clamp=clamp,
+        shared_ffn_size=shared_size,
+        shared_gate=family.shared_gate,
+        expert_factors=family.expert_factors,
+        latent_size=config.count(family.latent_key) if is_latent and family.latent_key else 0,
     )
 
 
@@ -288,65 +330,3 @@ def read_latent_amplitude(config: ConfigFile) -> float:
     weight, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor") or 1.0
     is_stretched = (rope.get("rope_type") or rope.get("type") or "default") != "default"
     return 1.0 + 0.1 * weight * math.log(factor) if is_stretched and factor > 1 else 1.0
-
-
-def read_delta_net(config: ConfigFile) -> DeltaNet:
-    """The delta-net of all layers that are one. Raises `CheckpointError` for numbers that don't fit each other."""
-    made = DeltaNet(
-        key_heads=config.count("linear_num_key_heads", 16),
-        value_heads=config.count("linear_num_value_heads", 32),
-        key_size=config.count("linear_key_head_dim", 128),
-        value_size=config.count("linear_value_head_dim", 128),
-        taps=config.count("linear_conv_kernel_dim", 4),
-    )
-    if made.value_heads % made.key_heads:
-        raise CheckpointError(
-            f"{config.path}: {made.value_heads} value heads (linear_num_value_heads) can't share {made.key_heads} key "
-            "heads (linear_num_key_heads) evenly"
-        )
-    if made.taps < 2:
-        raise CheckpointError(f"{config.path}: linear_conv_kernel_dim is 1, but must be 2 and more")
-    return made
-
-
-def read_mamba(config: ConfigFile) -> Mamba:
-    """Mamba-2 of all layers that have it. Raises `CheckpointError` for numbers that don't fit, or aren't served."""
-    heads, groups = config.count("mamba_n_heads", 128), config.count("mamba_n_groups", 1)
-    inner = config.count("mamba_expand", 2) * config.count("hidden_size")
-    told = config.get("mamba_d_head", "auto")
-    head_size = inner // heads if told == "auto" else config.count("mamba_d_head")
-    if heads * head_size != inner or heads % groups:
-        raise CheckpointError(
-            f"{config.path}: {heads} heads (mamba_n_heads) of {head_size} numbers (mamba_d_head) in {groups} groups "
-            f"(mamba_n_groups) don't make {inner} (mamba_expand times hidden_size)"
-        )
-    infinite = [0.0, {"__float__": "Infinity"}]  # as transformers writes it
-    limit = config.get("time_step_limit") or infinite
-    unserved = (
-        ("mamba_conv_bias", config.get("mamba_conv_bias", True), True),
-        ("mamba_proj_bias", config.get("mamba_proj_bias", False), False),
-        ("time_step_limit", infinite if limit == [0.0, math.inf] else limit, infinite),
-    )
-    for key, value, served in unserved:
-        if value != served:
-            raise CheckpointError(f"{config.path}: {key} is {value}, but only {served} is supported")
-    taps = config.count("mamba_d_conv", 4)
-    if taps < 2:
-        raise CheckpointError(f"{config.path}: mamba_d_conv is 1, but must be 2 and more")
-    return Mamba(groups, heads, config.count("mamba_d_state", 256), head_size, taps)
-
-
-def read_recurrent_types(config: ConfigFile, family: Family, num_layers: int) -> list[str]:
-    """`FULL` or `RECURRENT` for each layer. Raises `CheckpointError` for other words, and where none is attention."""
-    every = config.count("full_attention_interval", ATTENTION_EVERY) if family.recurrence == "delta-net" else None
-    attending = config.get("attn_layer_indices") or ([] if every is None else range(every - 1, num_layers, every))
-    told: Any = config.get("layer_types") or config.get("layers_block_type")
-    told = told or [FULL if i in attending else RECURRENT for i in range(num_layers)]
-    types = [_OTHER_WORDS.get(str(each), str(each)) for each in told] if isinstance(told, list) else []
-    if len(types) != num_layers or not set(types) <= {FULL, RECURRENT}:
-        raise CheckpointError(
-            f"{config.path}: layer_types is {told}, but must be a list of {num_layers}, each {FULL} or {RECURRENT}"
-        )
-    if FULL not in types:
-        raise CheckpointError(f"{config.path}: layer_types has no {FULL}, of which one layer must be at least")
-    return types

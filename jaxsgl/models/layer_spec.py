@@ -143,7 +143,7 @@ class KvHeads:
 
 @dataclass(frozen=True)
 class DenseMlp:
-    """A gated MLP that every token passes through.
+    """An MLP that every token passes through.
 
     Attributes:
       ffn_size: F.
@@ -179,6 +179,7 @@ class MoeMlp:
       shared_gate: their result is multiplied by a sigmoid of each token.
       expert_factors: an expert's share is multiplied by a number of its own.
       padding: units of zeros after an expert's F, so that devices have whole groups of weights.
+      latent_size: numbers of what experts read and make, with a product before them and one after; 0: D.
     """
 
     num_experts: int
@@ -190,22 +191,27 @@ class MoeMlp:
     shared_gate: bool = False
     expert_factors: bool = False
     padding: int = 0
+    latent_size: int = 0
 
     @property
     def num_units(self) -> int:
         """The units of an expert: F of the checkpoint's, then padding."""
         return self.ffn_size + self.padding
 
+    def width(self, hidden_size: int) -> int:
+        """Numbers of what experts read and make, in a model of this hidden size."""
+        return self.latent_size or hidden_size
+
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer.
+    """One layer: a mixer, then an MLP, or one of both alone.
 
     Attributes:
-      mlp: what follows the mixer.
+      mlp: what follows the mixer; None: the next layer does.
       window: a token attends to so many tokens, itself included; None: to all before it.
       rope: which of the model's ropes turns queries and keys; None: they are not turned.
-      mixer: what mixes tokens.
+      mixer: what mixes tokens; None: nothing does.
       unquantized: which of its `matrices` keep the model's dtype where others are quantized.
       stored_in: which of these the checkpoint has quantized, and how: they are dequantized as they are loaded.
       heads: its kv heads, where they are not the model's.
@@ -217,10 +223,10 @@ class LayerSpec:
         none.
     """
 
-    mlp: DenseMlp | MoeMlp
+    mlp: DenseMlp | MoeMlp | None
     window: int | None = None
     rope: int | None = 0
-    mixer: Mixer = "attention"
+    mixer: Mixer | None = "attention"
     unquantized: frozenset[str] = frozenset()
     stored_in: tuple[tuple[str, WeightFormat], ...] = ()
     heads: KvHeads | None = None
@@ -232,15 +238,17 @@ class LayerSpec:
     @property
     def matrices(self) -> frozenset[str]:
         """The names of its matrices that a checkpoint may have quantized."""
-        if isinstance(self.mixer, Mamba):
-            of_mixer = set[str]()  # they keep the model's dtype
+        if self.mixer is None or isinstance(self.mixer, Mamba):  # whose matrices keep the model's dtype
+            of_mixer = set[str]()
         elif isinstance(self.mixer, RecurrentNet):
             of_mixer = {"state_inputs", "state_output"}
         elif not isinstance(self.mixer, Latent):
             of_mixer = {"qkv", "o"}
         else:
             of_mixer = {"kv_a", "kv_b", "o"} | ({"q"} if self.mixer.q_rank is None else {"q_a", "q_b"})
-        of_mlp = {"gate_up", "down"} if isinstance(self.mlp, DenseMlp) else {"experts", "shared"}
+        of_mlp = {"gate_up", "down"} if isinstance(self.mlp, DenseMlp) else set()
+        if isinstance(self.mlp, MoeMlp):
+            of_mlp = {"experts", "shared"}
         if self.experts is not None:
             of_mlp |= {"experts"}
         of_embedding = {"embedding_gate", "embedding_out"} if self.embedding_size else set()

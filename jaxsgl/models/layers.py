@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, LayerSpec, Mamba, RecurrentNet
 from jaxsgl.models.lora import LayerAdapters
-from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
+from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows, unit_of
 from jaxsgl.models.precision import gated_product, product, product_in_parts, product_of_heads
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.rope import reorders_heads
@@ -28,7 +28,6 @@ from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
-from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.norm import Biased, Update, rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.sums import mean_squares
 from pallas_kernels.target import target_device
@@ -151,7 +150,9 @@ class LayerVectors(nnx.Module):
         after = arch.norms in ("post", "sandwich")
         self.attention_norm = self._norms(arch, before)
         self.attention_out_norm = self._norms(arch, after)
-        self.mlp_norm = self._norms(arch, before)
+        # The row of a layer that is an MLP alone, as of one that is a mixer alone, is in `attention_norm`.
+        has_two = any(layer.mixer is not None and layer.mlp is not None for layer in arch.layers)
+        self.mlp_norm = self._norms(arch, before and has_two)
         self.mlp_out_norm = self._norms(arch, after)
         attending = len(arch.attention_layers) + len(arch.reading_layers)
         self.q_norm = self._head_norms(arch, attending, arch.num_heads // arch.num_kv_heads)
@@ -330,7 +331,9 @@ def mean_square(heads: jax.Array) -> jax.Array:
 
 
 class MLP(Matrices):
-    """A gated MLP (arXiv 2002.05202): down(act(gate(x)) * up(x)), gate and up in one product."""
+    """An MLP: gated (arXiv 2002.05202), down(act(gate(x)) * up(x)), with gate and up in one product `[T, 2, F]`; or
+    down(act(up(x))), with up alone in it.
+    """
 
     def __init__(
         self,
@@ -342,8 +345,9 @@ class MLP(Matrices):
     ) -> None:
         d, f = arch.hidden_size, spec.ffn_size
         self.activation = arch.activation
-        self.declare("gate_up", (2, f, d), (None, "ffn", None), dtype, gate_up_format, fan_in=d)
-        self.gate_up_bias = vector((2, f), (None, "ffn"), dtype, mean=0.0) if arch.mlp_bias else None
+        u = arch.unit_rows
+        self.declare("gate_up", (u, f, d), (None, "ffn", None), dtype, gate_up_format, fan_in=d)
+        self.gate_up_bias = vector((u, f), (None, "ffn"), dtype, mean=0.0) if arch.mlp_bias else None
         self.declare("down", (d, f), (None, "ffn"), dtype, down_format, fan_in=f)
         self.down_bias = vector((d,), (None,), dtype, mean=0.0) if arch.mlp_bias else None
 
@@ -365,7 +369,7 @@ class MLP(Matrices):
         else:
             gate_up = self._gate_up(x_TD, adapters, kernels)
             if adapters is not None and summed:
-                gated = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
+                gated = unit_of(gate_up, self.activation)
                 return last_product(gated, down, self.down_bias, adapters.of_output("down_proj", gated))
             rows = gated_rows(gate_up, self.activation, down)
         if summed:
@@ -373,7 +377,7 @@ class MLP(Matrices):
         return _part_of_product(rows, down, self.down_bias, "ffn")
 
     def _gate_up(self, x_TD: Rows, adapters: LayerAdapters | None, kernels: KernelChoice) -> jax.Array:
-        """`[T, 2, F]`: the product with its bias and what adapters add."""
+        """`[T, U, F]`: the product with its bias and what adapters add."""
         gate_up = product(x_TD, self.matrix("gate_up", kernels))
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[...]

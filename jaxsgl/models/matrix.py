@@ -13,6 +13,7 @@ of each parameter says which part of a matrix it is, and `weights/quantized.py` 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -53,6 +54,9 @@ _ALL_BYTES = 128.0, 256 / 12**0.5  # mean and deviation of random ones
 MOST_ROWS_OF_KERNEL = 384
 
 Rows: TypeAlias = jax.Array | ScaledRows  # `[T, D]`
+
+# What becomes of units without gates. No kernel computes it: XLA does, together with what it does to a product's sums.
+_WITHOUT_GATES: Mapping[str, Callable[[jax.Array], jax.Array]] = {"relu2": lambda x: jnp.square(jax.nn.relu(x))}
 
 
 @dataclass(frozen=True)
@@ -266,9 +270,16 @@ def rounds_rows(dtype: DTypeLike, weights: Weights) -> bool:
 
 def gated_rows(gate_up: jax.Array, activation: str, weights: Weights) -> Rows:
     """activation(gate) * up of `[T, 2, F]`, for a product with the weights; if it rounds, in one kernel."""
-    if rounds_rows(gate_up.dtype, weights):
+    if gate_up.shape[1] == 2 and rounds_rows(gate_up.dtype, weights):
         assert isinstance(weights, Matrix)
         return float8_rows(gate_up, activation, backend=weights.kernels.float8_product)
+    return unit_of(gate_up, activation)
+
+
+def unit_of(gate_up: jax.Array, activation: str) -> jax.Array:
+    """activation(gate) * up of `[T, 2, F]`, or activation(up) of `[T, 1, F]`."""
+    if gate_up.shape[1] == 1:
+        return _WITHOUT_GATES[activation](gate_up[:, 0])
     return ACTIVATIONS[activation](gate_up[:, 0]) * gate_up[:, 1]
 
 
@@ -307,7 +318,11 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
 
 
 def native_gated_product(x_TD: Rows, gate_up: Weights, activation: str) -> jax.Array | None:
-    """activation(gate(x)) * up(x) `[T, F]` float32 of weights `[2, F, D]`, by C++; None if a format has no kernel."""
+    """activation(gate(x)) * up(x) `[T, F]` float32 of weights `[2, F, D]`, by C++; None if a format has no kernel, or
+    units have no gates.
+    """
+    if gate_up.shape[0] == 1:
+        return None
     if target_device().platform != "cpu" or not isinstance(x_TD, jax.Array) or x_TD.dtype != jnp.float32:
         return None
     if isinstance(gate_up, Matrix):

@@ -4,6 +4,8 @@ Routers are data (`pallas_kernels.Router`). Owns the parameters of experts and w
 grouping and products are functions of `pallas_kernels`. Never knows families or checkpoints. `dense.DecoderLayer`
 builds a `MoE` where a layer's spec has one.
 
+Experts may read a product of x, of fewer numbers, and another product goes back to the stream: LatentMoE (Nemotron 3).
+
 Shared experts are an MLP next to the others. On a GPU few rows take them for experts that all tokens choose, so that
 two products with experts do all of it and no kernels of an MLP's own are launched.
 """
@@ -20,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import DenseMlp, MoeMlp
 from jaxsgl.models.layers import MLP, vector
-from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights
+from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, unit_of
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
@@ -86,12 +88,14 @@ class MoE(Matrices):
         shared_format: WeightFormat | None,
     ) -> None:
         d, e, f = arch.hidden_size, spec.num_experts, spec.num_units
+        u, w = arch.unit_rows, spec.width(arch.hidden_size)
         fmt = None
         if expert_format is not None:
             fmt = expert_format.of_experts(expert_shapes(arch, spec, expert_format.parts))
         self.spec = spec
         self.activation = arch.activation
         clamp = spec.clamp
+        self.gated = arch.gated
         self.unit = GatedUnit(arch.activation) if clamp is None else GatedUnit(limit=clamp.limit, alpha=clamp.alpha)
         float32 = jnp.dtype(jnp.float32)
         # Scores that a bias or a sigmoid brings close together: such models compute their logits in float32.
@@ -102,10 +106,13 @@ class MoE(Matrices):
         self.expert_factor = vector((e,), (None,), float32, mean=1.0) if spec.expert_factors else None
         # Of devices that share the model, each has some of the experts or a part of each one.
         experts, ffn = ("experts", None) if arch.by_experts else (None, "ffn")
-        self.declare("gate_up", (e, 2, f, d), (experts, None, ffn, None), dtype, fmt, fan_in=d)
-        self.gate_up_bias = vector((e, 2, f), (experts, None, ffn), dtype, mean=0.0) if spec.bias else None
-        self.declare("down", (e, d, f), (experts, None, ffn), dtype, fmt, fan_in=f)
-        self.down_bias = vector((e, d), (experts, None), dtype, mean=0.0) if spec.bias else None
+        self.declare("gate_up", (e, u, f, w), (experts, None, ffn, None), dtype, fmt, fan_in=w)
+        self.gate_up_bias = vector((e, u, f), (experts, None, ffn), dtype, mean=0.0) if spec.bias else None
+        self.declare("down", (e, w, f), (experts, None, ffn), dtype, fmt, fan_in=f)
+        self.down_bias = vector((e, w), (experts, None), dtype, mean=0.0) if spec.bias else None
+        if spec.latent_size:
+            self.declare("latent_in", (w, d), (None, None), dtype, None, fan_in=d)
+            self.declare("latent_out", (d, w), (None, None), dtype, None, fan_in=w)
         shared = DenseMlp(spec.shared_ffn_size)
         self.shared = MLP(arch, shared, dtype, shared_format, shared_format) if spec.shared_ffn_size else None
         if spec.shared_gate:
@@ -150,12 +157,14 @@ class MoE(Matrices):
         if num_experts < self.spec.num_experts:
             experts_Tk = experts_Tk - part_index("experts") * num_experts  # those of other devices are none here
         groups = group_by_expert(experts_Tk, num_experts + num_shared, is_token, backend=others)
-        y_MD = self._results(x_TD, groups, joined, kernels)
+        is_latent = self.spec.latent_size > 0
+        read_TD = product(x_TD, self.matrix("latent_in")) if is_latent else x_TD
+        y_MD = self._results(read_TD, groups, joined, kernels)
         choices = Choices(y_MD, groups.place_of, shares_Tk)
         mlp = None if joined is not None else self.shared
-        if mlp is None and num_parts("experts") == 1 and target_device().platform == "gpu":
+        if mlp is None and num_parts("experts") == 1 and target_device().platform == "gpu" and not is_latent:
             return choices
-        out_TD = choices.total()
+        out_TD = product(choices.total(), self.matrix("latent_out")) if is_latent else choices.total()
         out_TD = out_TD if mlp is None else out_TD + self._shared(mlp, x_TD, kernels)
         return sum_of_parts(out_TD) if summed else out_TD
 
@@ -169,7 +178,8 @@ class MoE(Matrices):
         if shared is None or backend not in ON_GPUS or is_order_fixed():
             return None
         is_plain = spec.clamp is None and not spec.bias and not spec.expert_factors and shared.down_bias is None
-        if not is_plain or num_rows * spec.router.top_k > MOST_ROWS_WITH_SHARED * spec.num_experts:
+        is_alike = self.gated and not spec.latent_size  # as the kernel that reads both takes them
+        if not (is_plain and is_alike) or num_rows * spec.router.top_k > MOST_ROWS_WITH_SHARED * spec.num_experts:
             return None
         weights = [each.matrix(name) for each in (self, shared) for name in ("gate_up", "down")]
         plain = [each for each in weights if not isinstance(each, Matrix)]
@@ -197,6 +207,9 @@ class MoE(Matrices):
     def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights, down: Weights, backend: str) -> Rows:
         """What lies between the two products, `[M, F]`, rounded where the second one takes it so."""
         is_plain = self.spec.clamp is None and self.gate_up_bias is None
+        if not self.gated:
+            up_MF = _product(x_TD, groups, gate_up, backend, of_tokens=True)
+            return unit_of(up_MF[:, None], self.activation)
         if is_plain and not isinstance(gate_up, Matrix) and backend in ON_GPUS:
             weights = gate_up.reshape(len(gate_up), -1, gate_up.shape[-1])
             return gated_product(x_TD, groups, weights, self.activation, of_tokens=True, backend=backend)
@@ -228,8 +241,8 @@ class MoE(Matrices):
 
 def expert_shapes(arch: ModelArch, spec: MoeMlp, num_devices: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """What a device of so many has of an expert's gate or up, and of its down, as `(out, in)`."""
-    size = spec.num_units // (1 if arch.by_experts else num_devices)
-    return (size, arch.hidden_size), (arch.hidden_size, size)
+    size, width = spec.num_units // (1 if arch.by_experts else num_devices), spec.width(arch.hidden_size)
+    return (size, width), (width, size)
 
 
 def _product(

@@ -121,7 +121,8 @@ def product(x_TD: Rows, weights: Weights, dtype: DTypeLike | None = None) -> jax
 
 
 def gated_product(x_TD: Rows, gate_up: Weights, activation: str, down: Weights) -> Rows:
-    """activation(gate(x)) * up(x) of weights `[2, F, D]`: rows `[T, F]` for a product with `down`.
+    """activation(gate(x)) * up(x) of weights `[2, F, D]`, or activation(up(x)) of `[1, F, D]`: rows `[T, F]` for a
+    product with `down`.
 
     On a CPU one kernel does both, so that twice as many numbers needn't go to memory and back.
     """

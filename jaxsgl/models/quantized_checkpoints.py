@@ -42,33 +42,42 @@ AUTO_ROUND = "auto_round"
 _UNQUANTIZED_BITS = 16  # and more, of AutoRound's modules
 # Matrices of a layer, by the names of `LayerSpec.matrices`, and the modules that make each, in every spelling.
 _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.qkv_proj",)),
+    "qkv": (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("self_attn.qkv_proj",),
+        ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    ),
     "q": (("self_attn.q_proj",),),
     "q_a": (("self_attn.q_a_proj",),),
     "q_b": (("self_attn.q_b_proj",),),
     "kv_a": (("self_attn.kv_a_proj_with_mqa",),),
     "kv_b": (("self_attn.kv_b_proj",),),
-    "o": (("self_attn.o_proj",),),
+    "o": (("self_attn.o_proj",), ("mixer.o_proj",)),
     "state_inputs": (("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), ("linear_attn.in_proj_qkvz",)),
     "state_output": (("linear_attn.out_proj",),),
     "embedding_gate": (("per_layer_input_gate",),),
     "embedding_out": (("per_layer_projection",),),
-    "gate_up": (("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",)),
-    "down": (("mlp.down_proj",),),
+    "gate_up": (("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",), ("mixer.up_proj",)),
+    "down": (("mlp.down_proj",), ("mixer.down_proj",)),
     "experts": (
         ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj"),
         ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
         ("block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.0.w2", "block_sparse_moe.experts.0.w3"),
         ("experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj"),
         ("experts.gate_up_proj", "experts.down_proj"),
+        ("mixer.experts.0.up_proj", "mixer.experts.0.down_proj"),
+        ("mixer.experts.up_proj", "mixer.experts.down_proj"),
     ),
-    "shared": tuple(
-        (f"mlp.{word}.gate_proj", f"mlp.{word}.up_proj", f"mlp.{word}.down_proj")
-        for word in ("shared_experts", "shared_expert")
+    "shared": (
+        *(
+            (f"mlp.{word}.gate_proj", f"mlp.{word}.up_proj", f"mlp.{word}.down_proj")
+            for word in ("shared_experts", "shared_expert")
+        ),
+        ("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
     ),
 }
 # How names of the decoder's modules begin, in the different kinds of folders.
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "backbone.")
 
 
 @dataclass(frozen=True)

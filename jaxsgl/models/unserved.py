@@ -74,7 +74,6 @@ UNLIKE_IN_NAME: Mapping[str, str] = {
     "glmmoe": "Glm4MoeLiteForCausalLM",
     "kimi": "DeepseekV3ForCausalLM",
     "phimoe": "Phi3ForCausalLM",
-    "arcee": "LlamaForCausalLM",
 }
 
 

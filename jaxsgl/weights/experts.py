@@ -35,6 +35,8 @@ class ExpertNames:
       choice_bias: the bias that counts for the choice alone, and its axes.
       gate, up, down: of one expert, for which `{}` stands.
       stacked_gate_up, stacked_down: of all experts. Biases are called so with `_bias`.
+      stacked_up: of all experts, where they have no gates.
+      latent_in, latent_out: what makes the numbers that experts read, and goes back from those that they make.
       factor: what the shares of experts are multiplied by.
       shared: how names of shared experts begin, after the block's.
       fused_shared: how they begin where gates and ups are one tensor, the layer included; "": they are two.
@@ -52,6 +54,9 @@ class ExpertNames:
     down: str = "experts.{}.down_proj.weight"
     stacked_gate_up: str = "experts.gate_up_proj"
     stacked_down: str = "experts.down_proj"
+    stacked_up: str = "experts.up_proj"
+    latent_in: str = "fc1_latent_proj.weight"
+    latent_out: str = "fc2_latent_proj.weight"
     factor: str = ""
     shared: str = "shared_experts."
     fused_shared: str = ""
@@ -112,6 +117,7 @@ NAMES: dict[str, ExpertNames] = {
         ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeHybridForCausalLM"),
         _GRANITE,
     ),
+    "NemotronHForCausalLM": ExpertNames(block="model.layers.{}.mixer."),
     "GptOssForCausalLM": ExpertNames(router="router.weight", interleaved=True, transposed=True),
     **dict.fromkeys(
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
@@ -206,6 +212,8 @@ class _OfLayer:
             "expert_factor": (names.factor, ("E",)),
             "shared_gate": ("shared_expert_gate.weight", ("1", "D")),
             "down_bias": (names.stacked_down + "_bias", ("E", "D")),
+            "latent_in": (names.latent_in, ("EL", "D")),
+            "latent_out": (names.latent_out, ("D", "EL")),
         }
         if name in small:
             tensor, axes = small[name]
@@ -214,23 +222,35 @@ class _OfLayer:
             return Recipe((Source(block + names.stacked_gate_up + "_bias", ("E", "2EF")),), self._gate_up)
         if self.shape_of(block + names.stacked_gate_up + "_blocks") is not None:
             return self._packed(name)
-        is_stacked = any(self.shape_of(block + names.stacked_gate_up + end) is not None for end in STACKED_NUMBERS)
+        is_stacked = any(self.shape_of(block + self._stacked_first + end) is not None for end in STACKED_NUMBERS)
         return self._stacked(name) if is_stacked else self._single(name)
+
+    @property
+    def _width(self) -> str:
+        """The axis of what experts read and make."""
+        return "EL" if self.mlp.latent_size else "D"
+
+    @property
+    def _stacked_first(self) -> str:
+        """The stack of gates and ups, or of ups."""
+        return self.names.stacked_gate_up if self.arch.gated else self.names.stacked_up
 
     def _single(self, name: str) -> Recipe:
         """Of one tensor per expert, or two."""
-        kinds = (self.names.gate, self.names.up) if name == "gate_up" else (self.names.down,)
-        axes = ("EF", "D") if name == "gate_up" else ("D", "EF")
+        first = (self.names.gate, self.names.up) if self.arch.gated else (self.names.up,)
+        kinds = first if name == "gate_up" else (self.names.down,)
+        axes = ("EF", self._width) if name == "gate_up" else (self._width, "EF")
         sources = tuple(
             Source(self.block + kind.format(expert), axes) for expert in range(self.mlp.num_experts) for kind in kinds
         )
-        return Recipe(sources, _gates_and_ups if name == "gate_up" else _of_each_expert)
+        return Recipe(sources, partial(_of_units, self.arch.unit_rows) if name == "gate_up" else _of_each_expert)
 
     def _stacked(self, name: str) -> Recipe:
         """Of one tensor for all experts."""
         is_transposed = self._is_transposed()
-        tensor = self.names.stacked_gate_up if name == "gate_up" else self.names.stacked_down
-        axes = ("E", "2EF", "D") if name == "gate_up" else ("E", "D", "EF")
+        tensor = self._stacked_first if name == "gate_up" else self.names.stacked_down
+        rows = "2EF" if self.arch.gated else "EF"
+        axes = ("E", rows, self._width) if name == "gate_up" else ("E", self._width, "EF")
         if is_transposed:
             axes = (axes[0], axes[2], axes[1])
         pieces = self._gate_up if name == "gate_up" else _whole
@@ -282,9 +302,9 @@ class _OfLayer:
 
         Two numbers in a byte make the axis of inputs shorter.
         """
-        count, size, num_in = self.mlp.num_experts, self.mlp.ffn_size, self.arch.hidden_size
+        count, size, num_in = self.mlp.num_experts, self.mlp.ffn_size, self.mlp.width(self.arch.hidden_size)
         for name, num_out, length in (
-            (self.names.stacked_gate_up, 2 * size, num_in),
+            (self._stacked_first, self.arch.unit_rows * size, num_in),
             (self.names.stacked_down, num_in, size),
         ):
             shape = self.shape_of(self.block + name)
@@ -294,8 +314,11 @@ class _OfLayer:
         return self.names.transposed
 
     def _gate_up(self, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-        """A stack `[E, 2 F, ..]`, gates first."""
+        """A stack `[E, U F, ..]`, gates first."""
         stack, size = tensors[0], self.mlp.ffn_size
+        if not self.arch.gated:
+            yield Piece((), stack[:, None])
+            return
         halves = (stack[:, ::2], stack[:, 1::2]) if self.names.interleaved else (stack[:, :size], stack[:, size:])
         for row, half in enumerate(halves):
             yield Piece((slice(None), slice(row, row + 1)), half[:, None])
@@ -309,11 +332,8 @@ class _OfLayer:
         prefix = self.block + self.names.shared
         if name == "down":
             return Recipe((Source(prefix + "down_proj.weight", ("D", "SF")),), _whole)
-        sources = (
-            Source(prefix + "gate_proj.weight", ("SF", "D")),
-            Source(prefix + "up_proj.weight", ("SF", "D")),
-        )
-        return Recipe(sources, _rows)
+        kinds = ("gate_proj", "up_proj") if self.arch.gated else ("up_proj",)
+        return Recipe(tuple(Source(f"{prefix}{kind}.weight", ("SF", "D")) for kind in kinds), _rows)
 
 
 def _whole(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
@@ -339,10 +359,10 @@ def _of_each_expert(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Pi
         yield Piece((expert,), tensor)
 
 
-def _gates_and_ups(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    """Of each expert its gate, then its up."""
+def _of_units(unit_rows: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Of each expert its gate, if it has one, then its up."""
     for index, tensor in enumerate(tensors):
-        yield Piece(divmod(index, 2), tensor)
+        yield Piece(divmod(index, unit_rows), tensor)
 
 
 def _transposed(

@@ -22,6 +22,7 @@ _ATTENTION = "model.layers.{}.self_attn."
 _DELTA_NET = "model.layers.{}.linear_attn."
 _MAMBA = "model.layers.{}.mamba."
 _MLP = "model.layers.{}.mlp."
+_BLOCK = "model.layers.{}.mixer."  # of layers that are one block
 
 OF_MODEL: dict[Path, Recipe] = {
     ("embedding",): Recipe((Source("model.embed_tokens.weight", ("V", "D")),), pieces.as_is),
@@ -234,6 +235,20 @@ _OF_MAMBA: dict[Path, Recipe] = {
     ),
     ("vectors", "mamba_norm"): Recipe((Source(_MAMBA + "norm.weight", ("GV",)),), pieces.mamba_norm),
 }
+
+
+def _in_blocks(recipes: Mapping[Path, Recipe]) -> dict[Path, Recipe]:
+    """The recipes where mixers and MLPs are blocks of one name."""
+
+    def renamed(source: Source) -> Source:
+        name = source.name
+        for kind in (_ATTENTION, _MAMBA, _MLP):
+            name = name.replace(kind, _BLOCK)
+        return replace(source, name=name)
+
+    return {path: replace(each, sources=tuple(map(renamed, each.sources))) for path, each in recipes.items()}
+
+
 _BAMBA: dict[Path, Recipe] = {
     **_OF_MAMBA,
     **_layer_norms(mlp_norm="pre_ff_layernorm"),
@@ -246,6 +261,13 @@ _BAMBA: dict[Path, Recipe] = {
         if path[0] == "mlp"
     },
     ("final_norm",): Recipe((Source("model.final_layernorm.weight", ("D",)),), pieces.norm),
+}
+_NEMOTRON_H: dict[Path, Recipe] = {
+    **_in_blocks(OF_LAYER),
+    **_in_blocks(_OF_MAMBA),
+    **_layer_norms(attention_norm="norm"),
+    ("embedding",): Recipe((Source("model.embeddings.weight", ("V", "D")),), pieces.as_is),
+    ("final_norm",): Recipe((Source("model.norm_f.weight", ("D",)),), pieces.norm),
 }
 _SHARED_MLP = "model.layers.{}.shared_mlp."
 _GRANITE_HYBRID: dict[Path, Recipe] = {
@@ -276,6 +298,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Glm4MoeLiteForCausalLM": _LATENT,
     "BambaForCausalLM": _BAMBA,
     "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
+    "NemotronHForCausalLM": _NEMOTRON_H,
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _HYBRID,
     "Qwen3_5MoeForCausalLM": _HYBRID,
@@ -313,6 +336,8 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     if spec.keys_from is not None or spec.values_are_keys:
         own |= _VALUES_ARE_KEYS if spec.values_are_keys else _READS_KEYS
     recipe = own.get(path[2:]) or OF_LAYER[path[2:]]
+    if not arch.gated and path[2] == "mlp" and str(path[3]).startswith("gate_up"):
+        recipe = replace(recipe, sources=recipe.sources[1:])  # up alone
     return Recipe(named(recipe.sources, path[1]), recipe.pieces, recipe.computed)
 
 

@@ -106,8 +106,8 @@ class Recipe:
 
 
 def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
-    """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones; C
-    are the classes of a classification head.
+    """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones; EL
+    numbers of a latent that experts read; C are the classes of a classification head.
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, pixels. Those
     with L are of a latent: what queries are made of, C, C + R; of all heads their queries, what makes keys and values,
@@ -174,6 +174,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "E": mixture.num_experts if mixture else 0,
         "EF": mixture.ffn_size if mixture else 0,
         "2EF": 2 * mixture.ffn_size if mixture else 0,
+        "EL": mixture.latent_size if mixture else 0,
         "C": len(arch.folder_pooling.labels),
         "SF": mixture.shared_ffn_size if mixture else 0,
         "2SF": 2 * mixture.shared_ffn_size if mixture else 0,

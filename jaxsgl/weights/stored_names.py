@@ -40,9 +40,9 @@ _STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)\.(\w+)")
 
 
 def as_in_recipes(names: Iterable[str]) -> dict[str, str]:
-    """The files' names by those that recipes have: decoders saved without a head lack the first part, older folders of
-    decoders with a tower have the parts in another order, ModelOpt lists Qwen3-VL's experts by what they are, and a
-    stack of experts may be called as a module is.
+    """The files' names by those that recipes have: decoders saved without a head lack the first part, for which
+    Nemotron-H has another word, older folders of decoders with a tower have the parts in another order, ModelOpt lists
+    Qwen3-VL's experts by what they are, and a stack of experts may be called as a module is.
     """
     by_names = {_STACKED.sub(_of_stack, _LISTED.sub(r"\1.\3.\2.", name)): name for name in names}
     return {recipes: by_names[name] for recipes, name in _of_decoder(list(by_names)).items()}
@@ -53,8 +53,10 @@ def _of_stack(name: re.Match[str]) -> str:
 
 
 def _of_decoder(stored: list[str]) -> dict[str, str]:
-    if "embed_tokens.weight" in stored:
+    if not {"embed_tokens.weight", "embeddings.weight"}.isdisjoint(stored):
         return {name if name.startswith(_HEADS) else f"model.{name}": name for name in stored}
+    if "backbone.embeddings.weight" in stored:
+        return {re.sub(r"^backbone\.", "model.", name): name for name in stored}
     if "language_model.model.embed_tokens.weight" not in stored:
         return dict(zip(stored, stored, strict=True))
 

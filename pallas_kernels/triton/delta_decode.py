@@ -126,8 +126,10 @@ def _step_kernel(
         if column.ndim > 0:
             whole = total((_vector(product_ref, (part, seq, key_head), column) for part in range(num_parts)), dtype)
         else:  # one after the other, the parts of single numbers would have `ptxas` spill next to a state
-            where = jnp.broadcast_arrays(jnp.arange(num_parts, dtype=jnp.int32), seq, key_head, column)
-            whole = jnp.sum(plgpu.load(product_ref.at[tuple(where)]), axis=0).astype(dtype)
+            part = jnp.arange(pl.next_power_of_2(num_parts), dtype=jnp.int32)
+            where = jnp.broadcast_arrays(jnp.minimum(part, num_parts - 1), seq, key_head, column)
+            numbers = plgpu.load(product_ref.at[tuple(where)], mask=part < num_parts, other=0)
+            whole = jnp.sum(numbers, axis=0).astype(dtype)
         return whole.astype(jnp.float32)
 
     state = moves.load(position > 0)

@@ -42,7 +42,7 @@ KINDS = (
     "phi3", "mistral", "olmo2", "olmo3", "glm4", "smollm3", "gemma2", "gemma3", "glm4_moe", "qwen3_moe", "mixtral",
     "gpt_oss", "qwen2_moe", "minimax_m2", "exaone4", "ernie4_5_moe", "granite", "hunyuan", "olmoe", "gemma", "seed_oss",
     "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "gemma4", "gemma4_small", "gemma4_moe", "glm",
-    "ernie4_5", "granite_moe", "granite_moe_shared", "granite_hybrid_dense",
+    "ernie4_5", "granite_moe", "granite_moe_shared", "granite_hybrid_dense", "arcee",
 )  # fmt: skip
 assert {*KINDS, *HYBRID_KINDS} == set(FAMILY_KINDS)  # the latter are in test_hybrids.py
 NEW_TOKENS = 8

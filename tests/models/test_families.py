@@ -15,7 +15,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, RopeParams
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.rope import inverse_frequencies, split_half_order
-from tests.checkpoints import CHECKPOINT_KINDS, DELTA_KINDS, FAMILY_KINDS, HYBRID_KINDS, configuration
+from tests.checkpoints import BLOCK_KINDS, CHECKPOINT_KINDS, DELTA_KINDS, FAMILY_KINDS, HYBRID_KINDS, configuration
 from tests.models.test_arch import LLAMA, read
 
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -31,6 +31,7 @@ UNTRIED = {
     ),
     "granite_hybrid": ("num_hidden_layers", "hidden_size", "mamba_expand", "mamba_n_heads"),
     "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
+    **dict.fromkeys(BLOCK_KINDS, ("time_step_min",)),
     **dict.fromkeys(("gemma4", "gemma4_small", "gemma4_moe"), ("num_hidden_layers", "per_layer_config")),
 }
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

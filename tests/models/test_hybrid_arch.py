@@ -117,6 +117,100 @@ def test_what_no_layer_of_mamba_can_be_is_refused(changes: dict[str, Any], named
         read(tmp_path, **{**GRANITE, **changes})
 
 
+# As NVIDIA publishes Nemotron 3 Nano, with fewer blocks.
+NEMOTRON: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEM*E-",
+    "intermediate_size": 1856,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 64,
+    "mamba_proj_bias": False,
+    "mamba_ssm_cache_dtype": "float32",
+    "max_position_embeddings": 262_144,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "num_logits_to_keep": 1,
+    "partial_rotary_factor": 1.0,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "ssm_state_size": 128,
+    "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, float("inf")],
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "topk_group": 1,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "use_mamba_kernels": True,
+    "vocab_size": 131_072,
+}
+
+
+def test_layers_of_nemotron_are_a_mixer_or_an_mlp_alone(tmp_path: Path) -> None:
+    arch = read(tmp_path, **NEMOTRON)
+    assert arch.recurrent_net == Mamba(8, 64, 128, 64, 4)
+    assert (arch.recurrent_layers, arch.attention_layers) == ((0, 2), (3,)) and arch.places == (0, -1, 1, 0, -1, -1)
+    mixture = arch.layers[1].mlp
+    assert [layer.mlp for layer in arch.layers] == [None, mixture, None, None, mixture, DenseMlp(1856)]
+    assert [layer.mixer is None for layer in arch.layers] == [False, True, False, False, True, True]
+    assert isinstance(mixture, MoeMlp) and (mixture.num_experts, mixture.shared_ffn_size) == (128, 3712)
+    assert (mixture.router.top_k, mixture.router.scale, mixture.router.score) == (6, 2.5, "sigmoid")
+    assert {layer.rope for layer in arch.layers} == {None} and not arch.gated and arch.activation == "relu2"
+    words = ["mamba", "moe", "mamba", "attention", "moe", "mlp"]
+    named = {key: value for key, value in NEMOTRON.items() if key != "hybrid_override_pattern"}
+    assert read(tmp_path, **named, layers_block_type=words) == arch
+    latent = read(tmp_path, **NEMOTRON, moe_latent_size=1024).mixture
+    assert latent is not None and latent.width(2688) == 1024 and mixture.width(2688) == 2688
+
+
+def test_sizes_of_blocks_that_there_are_none_of_mean_nothing(tmp_path: Path) -> None:
+    """Dense models of the family give sizes of experts, too."""
+    without = {**NEMOTRON, "hybrid_override_pattern": "M-*-", "moe_latent_size": 1024}
+    assert read(tmp_path, **without).mixture is None
+    attending = read(tmp_path, **{**without, "hybrid_override_pattern": "*-", "ssm_state_size": "none"})
+    assert attending.recurrent_net is None and attending.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hybrid_override_pattern": "MEM"}, "layers_block_type has no full_attention"),
+        ({"hybrid_override_pattern": "MXM*"}, r"layers_block_type is MXM\*, .* a word of the letters M \* - E"),
+        ({"layers_block_type": ["conv", "attention"]}, "must be a list of linear_attention, full_attention, mlp, moe"),
+        ({"n_groups": 7}, r"64 heads \(mamba_num_heads\) .* in 7 groups \(n_groups\) can't be"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act is gelu, but only silu"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act is silu, but supported are relu2"),
+        ({"use_bias": True}, "use_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is true, which may change results"),
+    ],
+)
+def test_what_no_block_can_be_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        read(tmp_path, **{**NEMOTRON, **changes})
+
+
 def test_devices_share_groups_of_mamba(tmp_path: Path) -> None:
     whole = layer_states(read(tmp_path, **GRANITE), 64, BFLOAT16).row_bytes
     assert whole == 3 * (128 * 128 * 64 + 4 * (8192 + 2 * 128)) * 4

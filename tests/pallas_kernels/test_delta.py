@@ -148,6 +148,26 @@ def test_a_kernel_of_the_gpus_decodes_and_keeps_states_as_xla_does(size: tuple[i
         delta_decode(drawn(1, 0), stale(), jnp.zeros(1, int), jnp.zeros(1, int), backend="triton", interpret=True)
 
 
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_a_kernel_adds_up_parts_of_the_product_whatever_their_number(num_parts: int) -> None:
+    shape = StateShape(2, 3, 16, 16, TAPS)
+    rng = np.random.default_rng(5)
+
+    def some(*dims: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(dims), jnp.float32)
+
+    channels = 2 * shape.key_size + 3 * shape.value_size
+    vectors = DeltaVectors(some(1, 2, channels, TAPS), some(1, 2, 2, 3), some(1, 16), row=0, eps=1e-6)
+    tokens = DeltaTokens(some(num_parts, 2, 2, channels + 3 * 18), vectors, 16, jnp.dtype("float32"))
+    states = DeltaStates(some(PLACES, 2, 3, 16, 16), some(PLACES, TAPS, 2, channels))
+    positions, places = jnp.array([40, 0]), jnp.array([1, 2])
+    right = delta_decode(tokens, states, positions, places)
+    found = delta_decode(tokens, states, positions, places, backend="triton", interpret=True)
+    np.testing.assert_allclose(found[0], right[0], rtol=2e-5, atol=2e-5)
+    for mine, others in zip(found[1], right[1], strict=True):
+        np.testing.assert_allclose(mine, others, rtol=2e-5, atol=2e-5)
+
+
 @RULES
 def test_a_state_has_the_same_bits_whatever_the_chunks_between_blocks_and_whatever_runs_beside_it(
     corrects: bool,

@@ -126,8 +126,10 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     dtype = precision.weights.name if fmt is None or in_groups else fmt.numbers  # which takes its place if it fails
     experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
     num_experts, ffn = mixture.num_experts // experts, mixture.num_units // parts
+    width = mixture.width(arch.hidden_size)
     num_shared, rest = divmod(mixture.shared_ffn_size, mixture.num_units)
-    if rest or num_shared > MOST_SHARED or fmt is not None or arch.by_experts:  # see `MoE`
+    is_alike = arch.gated and not mixture.latent_size
+    if rest or num_shared > MOST_SHARED or fmt is not None or arch.by_experts or not is_alike:  # see `MoE`
         num_shared = 0
     router = dataclasses.replace(mixture.router, num_shared=num_shared)
 
@@ -139,13 +141,13 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
         if is_scaled:
             return ExpertShape(*common, numbers=fmt.numbers, group=group, has_zeros=fmt.has_zeros)
         if not packing:
-            run = outputs // 2 if of_tokens else outputs
+            run = outputs // arch.unit_rows if of_tokens else outputs
             return ExpertShape(*common, group, block_outputs=fmt.block_outputs(run, reordered=False))
         return ExpertShape(*common, packing=packing, group=group, has_zeros=fmt.has_zeros)
 
     return (
-        shape(2 * ffn, arch.hidden_size, arch.hidden_size, of_tokens=True),
-        shape(arch.hidden_size, ffn, mixture.num_units, of_tokens=False),
+        shape(arch.unit_rows * ffn, width, width, of_tokens=True),
+        shape(width, ffn, mixture.num_units, of_tokens=False),
     )
 
 
@@ -158,7 +160,8 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
     ffns = dict.fromkeys(mlp.ffn_size if isinstance(mlp, DenseMlp) else mlp.shared_ffn_size for mlp in mlps)
     hidden = arch.hidden_size
     whole = _mixer_matrices(arch)
-    whole += [each for ffn in ffns if ffn for each in ((2 * ffn, hidden, "outputs"), (hidden, ffn, "inputs"))]
+    rows = arch.unit_rows
+    whole += [each for ffn in ffns if ffn for each in ((rows * ffn, hidden, "outputs"), (hidden, ffn, "inputs"))]
     if arch.embedding_size:
         whole += [(arch.embedding_size, hidden, ""), (hidden, arch.embedding_size, "")]
 

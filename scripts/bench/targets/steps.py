@@ -54,6 +54,7 @@ MODELS = (
     "phi3-mini",
     "qwen3.5-9b",
     "granite-4.0-h-small",
+    "nemotron-3-nano",
     "deepseek-v2-lite",
     "gpt-oss-20b",
 )  # of `bench.models`; a model more is a line more
@@ -99,9 +100,10 @@ class Served:
 
     @property
     def layers(self) -> Layers:
-        """Those that are compiled, and stand for all."""
-        of_all = self.arch.layers
-        period = next(n for n in range(1, len(of_all)) if of_all[n:-n] == of_all[2 * n :])
+        """Those that are compiled, and stand for all: where groups differ, three at the beginning that are alike."""
+        of_all, sizes = self.arch.layers, range(1, max(2, len(self.arch.layers) // 3 + 1))
+        exact = (n for n in sizes if of_all[n:-n] == of_all[2 * n :])
+        period = next(exact, 0) or next(n for n in sizes if of_all[:n] == of_all[n : 2 * n] == of_all[2 * n : 3 * n])
         has_own_first = of_all[0] != of_all[period]  # one without experts, before those that recur
         return Layers(COMPILED_LAYERS + has_own_first if period == 1 else 3 * period, len(of_all), period)
 
@@ -138,7 +140,9 @@ class Served:
         arch, parts = self.arch, self.mesh.size
         mixtures = [layer.mlp for layer in arch.layers if isinstance(layer.mlp, MoeMlp)]
         head = arch.vocab_size * arch.hidden_size // parts
-        expert_weights = sum(3 * each.num_experts * each.num_units * arch.hidden_size for each in mixtures) // parts
+        per_unit = arch.unit_rows + 1
+        weights = (per_unit * each.num_experts * each.num_units * each.width(arch.hidden_size) for each in mixtures)
+        expert_weights = sum(weights) // parts
         experts = _of_experts(self.params)
         of_experts, scales = bytes_on_one_device(experts), weights_on_one_device(experts) - expert_weights
         unread = scales + (0 if arch.tie_embeddings else head)

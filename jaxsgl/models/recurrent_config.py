@@ -1,0 +1,116 @@
+"""Reads from config.json what layers are that keep states, and layers that are a mixer or an MLP alone.
+
+Owns the words of Qwen3-Next, Granite 4.0, Bamba and Nemotron-H for these. Called by `layer_config`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models.config_file import ConfigFile
+from jaxsgl.models.family import Family
+from jaxsgl.models.layer_spec import DeltaNet, Mamba
+
+# Words of `layer_types`.
+FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
+DENSE, EXPERTS = "mlp", "moe"  # of blocks
+_OTHER_WORDS = {"attention": FULL, "mamba": RECURRENT}  # of published folders
+_LETTERS = {"M": RECURRENT, "*": FULL, "-": DENSE, "E": EXPERTS}  # of `hybrid_override_pattern`
+OF_MAMBA = ("mamba_", "time_step_")  # how keys begin that mean nothing where no layer is of Mamba-2
+ATTENTION_EVERY = 4  # layers, where config.json doesn't say otherwise
+
+
+def read_delta_net(config: ConfigFile) -> DeltaNet:
+    """The delta-net of all layers that are one. Raises `CheckpointError` for numbers that don't fit each other."""
+    made = DeltaNet(
+        key_heads=config.count("linear_num_key_heads", 16),
+        value_heads=config.count("linear_num_value_heads", 32),
+        key_size=config.count("linear_key_head_dim", 128),
+        value_size=config.count("linear_value_head_dim", 128),
+        taps=config.count("linear_conv_kernel_dim", 4),
+    )
+    if made.value_heads % made.key_heads:
+        raise CheckpointError(
+            f"{config.path}: {made.value_heads} value heads (linear_num_value_heads) can't share {made.key_heads} key "
+            "heads (linear_num_key_heads) evenly"
+        )
+    if made.taps < 2:
+        raise CheckpointError(f"{config.path}: linear_conv_kernel_dim is 1, but must be 2 and more")
+    return made
+
+
+def read_mamba(config: ConfigFile, keys: Mapping[str, str]) -> Mamba:
+    """Mamba-2 of all layers that have it, by `Family.mamba_keys`.
+
+    Raises `CheckpointError` for numbers that don't fit, or aren't served.
+    """
+
+    def name(key: str) -> str:
+        return keys.get(key, key)
+
+    heads, groups = config.count(name("mamba_n_heads"), 128), config.count(name("mamba_n_groups"), 1)
+    expand = name("mamba_expand")
+    inner = config.count(expand, 2) * config.count("hidden_size") if expand else None
+    told = config.get(name("mamba_d_head"), "auto")
+    head_size = inner // heads if inner is not None and told == "auto" else config.count(name("mamba_d_head"))
+    if heads * head_size != (inner or heads * head_size) or heads % groups:
+        makes = f" don't make {inner} ({expand} times hidden_size)" if inner else " can't be"
+        raise CheckpointError(
+            f"{config.path}: {heads} heads ({name('mamba_n_heads')}) of {head_size} numbers ({name('mamba_d_head')}) "
+            f"in {groups} groups ({name('mamba_n_groups')}){makes}"
+        )
+    infinite = [0.0, {"__float__": "Infinity"}]  # as transformers writes it
+    limit = config.get("time_step_limit") or infinite
+    has_conv_bias, has_bias, activation = map(name, ("mamba_conv_bias", "mamba_proj_bias", "mamba_hidden_act"))
+    unserved = (
+        (has_conv_bias, config.get(has_conv_bias, True), True),
+        (has_bias, config.get(has_bias, False), False),
+        (activation, config.get(activation, "silu"), "silu"),
+        ("time_step_limit", infinite if limit == [0.0, math.inf] else limit, infinite),
+    )
+    for key, value, served in unserved:
+        if value != served:
+            raise CheckpointError(f"{config.path}: {key} is {value}, but only {served} is supported")
+    taps = config.count(name("mamba_d_conv"), 4)
+    if taps < 2:
+        raise CheckpointError(f"{config.path}: {name('mamba_d_conv')} is 1, but must be 2 and more")
+    return Mamba(groups, heads, config.count(name("mamba_d_state"), 256), head_size, taps)
+
+
+def read_recurrent_types(config: ConfigFile, family: Family, num_layers: int) -> list[str]:
+    """`FULL` or `RECURRENT` for each layer. Raises `CheckpointError` for other words, and where none is attention."""
+    every = config.count("full_attention_interval", ATTENTION_EVERY) if family.recurrence == "delta-net" else None
+    attending = config.get("attn_layer_indices") or ([] if every is None else range(every - 1, num_layers, every))
+    told: Any = config.get("layer_types") or config.get("layers_block_type")
+    told = told or [FULL if i in attending else RECURRENT for i in range(num_layers)]
+    types = [_OTHER_WORDS.get(str(each), str(each)) for each in told] if isinstance(told, list) else []
+    if len(types) != num_layers or not set(types) <= {FULL, RECURRENT}:
+        raise CheckpointError(
+            f"{config.path}: layer_types is {told}, but must be a list of {num_layers}, each {FULL} or {RECURRENT}"
+        )
+    if FULL not in types:
+        raise CheckpointError(f"{config.path}: layer_types has no {FULL}, of which one layer must be at least")
+    return types
+
+
+def read_blocks(config: ConfigFile) -> list[str]:
+    """`FULL`, `RECURRENT`, `DENSE` or `EXPERTS` for each layer of a family whose layers are one of these.
+
+    Raises `CheckpointError` for other words, and where none is attention.
+    """
+    config.skip("num_hidden_layers")  # their number is that of the blocks, as in transformers
+    told: Any = config.get("layers_block_type") or config.get("layer_types") or config.get("hybrid_override_pattern")
+    told = told or [RECURRENT, EXPERTS, FULL, DENSE]
+    words = [_LETTERS.get(each, each) for each in told] if isinstance(told, str) else told
+    blocks = [_OTHER_WORDS.get(str(each), str(each)) for each in words] if isinstance(words, list) else []
+    if not blocks or not set(blocks) <= set(_LETTERS.values()):
+        raise CheckpointError(
+            f"{config.path}: layers_block_type is {told}, but must be a list of {', '.join(_LETTERS.values())}, or "
+            f"hybrid_override_pattern a word of the letters {' '.join(_LETTERS)}"
+        )
+    if FULL not in blocks:
+        raise CheckpointError(f"{config.path}: layers_block_type has no {FULL}, of which one must be at least")
+    return blocks
