@@ -184,7 +184,7 @@ class GatedProduct(Protocol):
     def __call__(
         self, x: jax.Array, groups: Groups, weights: jax.Array, activation: str, of_tokens: bool, interpret: bool
     ) -> jax.Array:
-        """As `GroupedProduct`, with weights `[E, 2 F, in]`: the gate's, then what it multiplies; `[M, F]`."""
+        """As `GroupedProduct`, with weights `[E, U F, in]`: the gate's, then what it multiplies; `[M, F]`."""
         ...
 
 

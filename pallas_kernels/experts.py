@@ -25,6 +25,20 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
+# What units without gates are.
+WITHOUT_GATES: Mapping[str, Callable[[jax.Array], jax.Array]] = {"relu2": lambda up: jnp.square(jax.nn.relu(up))}
+UNITS = (*ACTIVATIONS, *WITHOUT_GATES)
+
+
+def unit_rows(activation: str) -> int:
+    """U, the rows of weights that a unit of one of `UNITS` has: a gate's and what it multiplies, or one."""
+    return 1 if activation in WITHOUT_GATES else 2
+
+
+def unit_of(sides: Sequence[jax.Array], activation: str) -> jax.Array:
+    """activation(gate) * up of two arrays, or activation(up) of one."""
+    first, *others = sides
+    return ACTIVATIONS[activation](first) * others[0] if others else WITHOUT_GATES[activation](first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +176,10 @@ def add_choices(y: jax.Array, groups: Groups, shares: jax.Array) -> jax.Array:
 
 
 class UnitWeights(NamedTuple):
-    """The weights of gated MLPs.
+    """The weights of MLPs, U rows of each unit (`unit_rows`).
 
     Attributes:
-        gate_up: `[E, 2 F, in]` of experts, each the gate's rows first; `[2, F, in]` of one MLP.
+        gate_up: `[E, U F, in]` of experts, each the gate's rows first; `[U, F, in]` of one MLP.
         down: `[E, out, F]` of experts; `[out, F]` of one MLP.
     """
 
@@ -175,8 +189,9 @@ class UnitWeights(NamedTuple):
     def and_shared(self, shared: "UnitWeights") -> "UnitWeights":
         """Of E experts, and of an MLP of n F units cut into n experts more, `[E + n, ..]`: a copy of all."""
         _, out, size = self.down.shape
-        num_shared = shared.down.shape[1] // size
-        gate_up = shared.gate_up.reshape(2, num_shared, size, -1).swapaxes(0, 1).reshape(num_shared, 2 * size, -1)
+        num_shared, num_in = shared.down.shape[1] // size, shared.gate_up.shape[-1]
+        of_experts = shared.gate_up.reshape(-1, num_shared, size, num_in).swapaxes(0, 1)
+        gate_up = of_experts.reshape(num_shared, -1, num_in)
         down = shared.down.reshape(out, num_shared, size).swapaxes(0, 1)
         return UnitWeights(jnp.concatenate([self.gate_up, gate_up]), jnp.concatenate([self.down, down]))
 

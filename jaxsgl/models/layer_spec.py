@@ -238,7 +238,7 @@ class LayerSpec:
     @property
     def matrices(self) -> frozenset[str]:
         """The names of its matrices that a checkpoint may have quantized."""
-        if self.mixer is None or isinstance(self.mixer, Mamba):  # whose matrices keep the model's dtype
+        if self.mixer is None:
             of_mixer = set[str]()
         elif isinstance(self.mixer, RecurrentNet):
             of_mixer = {"state_inputs", "state_output"}

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, LayerSpec, Mamba, RecurrentNet
 from jaxsgl.models.lora import LayerAdapters
-from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows, unit_of
+from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
 from jaxsgl.models.precision import gated_product, product, product_in_parts, product_of_heads
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.rope import reorders_heads
@@ -28,6 +28,7 @@ from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
+from pallas_kernels.experts import unit_of
 from pallas_kernels.norm import Biased, Update, rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.sums import mean_squares
 from pallas_kernels.target import target_device
@@ -369,7 +370,7 @@ class MLP(Matrices):
         else:
             gate_up = self._gate_up(x_TD, adapters, kernels)
             if adapters is not None and summed:
-                gated = unit_of(gate_up, self.activation)
+                gated = unit_of([gate_up[:, side] for side in range(gate_up.shape[1])], self.activation)
                 return last_product(gated, down, self.down_bias, adapters.of_output("down_proj", gated))
             rows = gated_rows(gate_up, self.activation, down)
         if summed:

@@ -13,7 +13,6 @@ of each parameter says which part of a matrix it is, and `weights/quantized.py` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -35,7 +34,7 @@ from pallas_kernels import (
 )
 from pallas_kernels import quantized_product as product_of_groups
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
-from pallas_kernels.experts import ACTIVATIONS
+from pallas_kernels.experts import unit_of
 from pallas_kernels.native import packed_product
 from pallas_kernels.native import product as native_product
 from pallas_kernels.packed import PackedMatrix
@@ -54,9 +53,6 @@ _ALL_BYTES = 128.0, 256 / 12**0.5  # mean and deviation of random ones
 MOST_ROWS_OF_KERNEL = 384
 
 Rows: TypeAlias = jax.Array | ScaledRows  # `[T, D]`
-
-# What becomes of units without gates. No kernel computes it: XLA does, together with what it does to a product's sums.
-_WITHOUT_GATES: Mapping[str, Callable[[jax.Array], jax.Array]] = {"relu2": lambda x: jnp.square(jax.nn.relu(x))}
 
 
 @dataclass(frozen=True)
@@ -273,14 +269,7 @@ def gated_rows(gate_up: jax.Array, activation: str, weights: Weights) -> Rows:
     if gate_up.shape[1] == 2 and rounds_rows(gate_up.dtype, weights):
         assert isinstance(weights, Matrix)
         return float8_rows(gate_up, activation, backend=weights.kernels.float8_product)
-    return unit_of(gate_up, activation)
-
-
-def unit_of(gate_up: jax.Array, activation: str) -> jax.Array:
-    """activation(gate) * up of `[T, 2, F]`, or activation(up) of `[T, 1, F]`."""
-    if gate_up.shape[1] == 1:
-        return _WITHOUT_GATES[activation](gate_up[:, 0])
-    return ACTIVATIONS[activation](gate_up[:, 0]) * gate_up[:, 1]
+    return unit_of([gate_up[:, side] for side in range(gate_up.shape[1])], activation)
 
 
 def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts: bool = False) -> jax.Array:

@@ -140,13 +140,13 @@ class RecurrentMixer(Matrices):
         d, values = arch.hidden_size, net.value_heads * net.value_size
         # Rows of a key head: q, k, v, z; what each value head has few of.
         large, small = net.channels + net.group * net.value_size, net.num_gates * net.group
-        fmt = arch.format_of(spec, "state_inputs") if "state_inputs" in spec.matrices else None
+        fmt = arch.format_of(spec, "state_inputs")
         parts = {"inputs": (large + small, None)} if fmt is None else {"qkvz": (large, fmt), "gates": (small, None)}
         for name, (rows, kept) in parts.items():
             run = math.gcd(net.key_size, net.value_size)
             self.declare(name, (net.key_heads, rows, d), ("key_heads", None, None), dtype, kept, fan_in=d, run=run)
         self.inputs_in = tuple(parts)
-        of_output = arch.format_of(spec, "state_output") if "state_output" in spec.matrices else None
+        of_output = arch.format_of(spec, "state_output")
         self.declare("output", (d, values), (None, "key_heads"), dtype, of_output, fan_in=values)
 
     def reader(self, kernels: KernelChoice) -> Weights | None:

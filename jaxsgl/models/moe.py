@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import DenseMlp, MoeMlp
 from jaxsgl.models.layers import MLP, vector
-from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, unit_of
+from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
@@ -48,7 +48,7 @@ from pallas_kernels import (
     products_with_shared,
 )
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, ON_GPUS, XLA
-from pallas_kernels.experts import with_bias
+from pallas_kernels.experts import unit_of, with_bias
 from pallas_kernels.native import grouped_product as native_product
 from pallas_kernels.norm import Update, sum_parts
 from pallas_kernels.order import is_order_fixed
@@ -178,8 +178,7 @@ class MoE(Matrices):
         if shared is None or backend not in ON_GPUS or is_order_fixed():
             return None
         is_plain = spec.clamp is None and not spec.bias and not spec.expert_factors and shared.down_bias is None
-        is_alike = self.gated and not spec.latent_size  # as the kernel that reads both takes them
-        if not (is_plain and is_alike) or num_rows * spec.router.top_k > MOST_ROWS_WITH_SHARED * spec.num_experts:
+        if not is_plain or spec.latent_size or num_rows * spec.router.top_k > MOST_ROWS_WITH_SHARED * spec.num_experts:
             return None
         weights = [each.matrix(name) for each in (self, shared) for name in ("gate_up", "down")]
         plain = [each for each in weights if not isinstance(each, Matrix)]
@@ -207,12 +206,11 @@ class MoE(Matrices):
     def _gated(self, x_TD: jax.Array, groups: Groups, gate_up: Weights, down: Weights, backend: str) -> Rows:
         """What lies between the two products, `[M, F]`, rounded where the second one takes it so."""
         is_plain = self.spec.clamp is None and self.gate_up_bias is None
-        if not self.gated:
-            up_MF = _product(x_TD, groups, gate_up, backend, of_tokens=True)
-            return unit_of(up_MF[:, None], self.activation)
         if is_plain and not isinstance(gate_up, Matrix) and backend in ON_GPUS:
             weights = gate_up.reshape(len(gate_up), -1, gate_up.shape[-1])
             return gated_product(x_TD, groups, weights, self.activation, of_tokens=True, backend=backend)
+        if not self.gated:
+            return unit_of([_product(x_TD, groups, gate_up, backend, of_tokens=True)], self.activation)
         bias = None if self.gate_up_bias is None else self.gate_up_bias[...].reshape(groups.num_experts, -1)
         if isinstance(gate_up, Matrix) and gate_up.packing:
             return gated_packed_product(

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import LayerSpec, MoeMlp
+from jaxsgl.models.layer_spec import LayerSpec, Mamba, MoeMlp
 from jaxsgl.models.matrix import part_name
 from jaxsgl.weights import stored_matrix
 from jaxsgl.weights.converted import is_converted, params_of
@@ -106,8 +106,6 @@ _PATHS: dict[str, tuple[ParamPath, ...]] = {
     "gate_up": (("mlp", "gate_up"),),
     "down": (("mlp", "down"),),
     "shared": (("mlp", "shared", "gate_up"), ("mlp", "shared", "down")),
-    "state_inputs": (("delta_net", "qkvz"),),
-    "state_output": (("delta_net", "output"),),
     "embedding_gate": (("embedding_gate", "gate"),),
     "embedding_out": (("embedding_gate", "out"),),
 }
@@ -116,10 +114,16 @@ _PATHS: dict[str, tuple[ParamPath, ...]] = {
 def _excepting(arch: ModelArch, is_plain: Callable[[ModelArch, Sequence[ParamPath], str], bool]) -> ModelArch:
     def told(model: ModelArch, layer: int, spec: LayerSpec) -> LayerSpec:
         of_experts: ParamPath = ("mlp" if isinstance(spec.mlp, MoeMlp) else "experts", "gate_up")
+        net = "mamba" if isinstance(spec.mixer, Mamba) else "delta_net"
+        of_states: dict[str, tuple[ParamPath, ...]] = {
+            "state_inputs": ((net, "qkvz"),),
+            "state_output": ((net, "output"),),
+        }
         has_shared = isinstance(spec.mlp, MoeMlp) and spec.mlp.shared_ffn_size > 0
         plain = set()
         for matrix in spec.matrices - spec.unquantized - (set() if has_shared else {"shared"}):
-            paths = (of_experts,) if matrix == EXPERTS else _PATHS.get(matrix, (("attention", matrix),))
+            paths = (of_experts,) if matrix == EXPERTS else of_states.get(matrix) or _PATHS.get(matrix)
+            paths = paths or (("attention", matrix),)
             if is_plain(model, [("layers", layer, *path) for path in paths], matrix):
                 plain.add(matrix)
         return replace(spec, unquantized=spec.unquantized | plain)

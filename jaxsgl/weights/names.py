@@ -227,6 +227,8 @@ _QWEN3_NEXT: dict[Path, Recipe] = {
 
 _OF_MAMBA: dict[Path, Recipe] = {
     ("mamba", "inputs"): Recipe((Source(_MAMBA + "in_proj.weight", ("GI", "D")),), pieces.mamba_inputs),
+    ("mamba", "qkvz"): Recipe((Source(_MAMBA + "in_proj.weight", ("GI", "D")),), pieces.mamba_channels_and_gates),
+    ("mamba", "gates"): Recipe((Source(_MAMBA + "in_proj.weight", ("GI", "D")),), pieces.mamba_steps),
     ("mamba", "output"): Recipe((Source(_MAMBA + "out_proj.weight", ("D", "GV")),), pieces.as_is),
     ("vectors", "mamba_taps"): Recipe((Source(_MAMBA + "conv1d.weight", ("GC", "1", "GT")),), pieces.mamba_taps),
     ("vectors", "mamba_bias"): Recipe((Source(_MAMBA + "conv1d.bias", ("GC",)),), pieces.mamba_bias),

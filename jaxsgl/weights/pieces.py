@@ -227,12 +227,25 @@ def _mamba_channels(arch: ModelArch, tensor: Tensor) -> Iterator[Tensor]:
 
 def mamba_inputs(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """z; x, B and C; dt, to `[K', rows, D]`: C, B, x, z and dt of each group."""
+    yield from _in_rows(_of_mamba(arch, tensors[0]))
+
+
+def mamba_channels_and_gates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Of the same, all but dt."""
+    yield from _in_rows(_of_mamba(arch, tensors[0])[:-1])
+
+
+def mamba_steps(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Of the same, dt, to `[K', r, D]`."""
+    yield from _in_rows(_of_mamba(arch, tensors[0])[-1:])
+
+
+def _of_mamba(arch: ModelArch, of_all: Tensor) -> list[Tensor]:
+    """C, B, x, z and dt of what makes them, each by group, `[K', rows, ..]`."""
     groups, h, values, _ = _recurrent_parts(arch)
-    (of_all,) = tensors
     mixed = groups * (2 * values + 2 * h)
     z, xbc, dt = of_all[: groups * values], of_all[groups * values : mixed], of_all[mixed:]
-    others = (each.reshape(groups, -1, *of_all.shape[1:]) for each in (z, dt))
-    yield from _in_rows([*_mamba_channels(arch, xbc), *others])
+    return [*_mamba_channels(arch, xbc), *(each.reshape(groups, -1, *of_all.shape[1:]) for each in (z, dt))]
 
 
 def mamba_taps(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:

@@ -117,9 +117,11 @@ def _dequantized(path: Path, recipe: Recipe, matrix: str, arch: ModelArch, shape
 # What `LayerSpec.matrices` calls parameters that have other names.
 _MATRICES: dict[Path, str] = {
     ("mlp", "shared"): "shared",
-    ("delta_net", "inputs"): "state_inputs",
-    ("delta_net", "qkvz"): "state_inputs",
-    ("delta_net", "output"): "state_output",
+    **{
+        (net, name): matrix
+        for net in ("delta_net", "mamba")
+        for name, matrix in (("inputs", "state_inputs"), ("qkvz", "state_inputs"), ("output", "state_output"))
+    },
     ("embedding_gate", "gate"): "embedding_gate",
     ("embedding_gate", "out"): "embedding_out",
 }

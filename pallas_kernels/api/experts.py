@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import choose_kernel, choose_kernel_or_xla, has_kernel, refusals_of
-from pallas_kernels.experts import ACTIVATIONS, GatedUnit, Groups, UnitWeights, sort_by_expert
+from pallas_kernels.experts import UNITS, GatedUnit, Groups, UnitWeights, sort_by_expert, unit_of, unit_rows
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.routing import Router, choose_by_xla
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows
@@ -295,10 +295,12 @@ def gated_product(
 ) -> jax.Array:
     """`grouped_product` with the weights of gates and of what they multiply: activation(gate) * up, `[M, F]`.
 
+    Without gates it is activation(up).
+
     Args:
         x, groups, of_tokens: as for `grouped_product`.
-        weights: `[E, 2 F, in]`, the gate's rows first; not of a byte.
-        activation: one of `ACTIVATIONS`.
+        weights: `[E, U F, in]`, the gate's rows first; not of a byte. U is `unit_rows(activation)`.
+        activation: one of `UNITS`.
         backend: a backend that has the op, "xla", or "auto": where no kernel takes the call, XLA computes the unit
             after the device's best `grouped_product`.
         interpret: run a Pallas backend in its interpreter, on any platform.
@@ -310,21 +312,20 @@ def gated_product(
     if weights.ndim != 3 or weights.shape[0] != groups.num_experts or x.shape != (num_rows, weights.shape[-1]):
         raise ValueError(
             f"x is {x.shape} and weights are {weights.shape}; they must be [{num_rows}, in] and "
-            f"[{groups.num_experts}, 2 F, in]"
+            f"[{groups.num_experts}, {unit_rows(activation)} F, in]"
         )
-    if activation not in ACTIVATIONS or weights.shape[1] % 2 or weights.dtype.itemsize == 1:
+    if activation not in UNITS or weights.shape[1] % unit_rows(activation) or weights.dtype.itemsize == 1:
         raise ValueError(
             f"activation is {activation!r} and weights are {weights.shape} {weights.dtype}; they must be one of "
-            f"{', '.join(ACTIVATIONS)} and [E, 2 F, in] in a format of more than a byte"
+            f"{', '.join(UNITS)} and [E, {unit_rows(activation)} F, in] in a format of more than a byte"
         )
     kernel = choose_kernel_or_xla(
-        "gated_product", lambda each: each.gated_product, backend, x, groups, weights, interpret=interpret
+        "gated_product", lambda each: each.gated_product, backend, x, groups, weights, activation, interpret=interpret
     )
     if kernel is not None:
         return kernel(x, groups, weights, activation, of_tokens, interpret)
     both = grouped_product(x, groups, weights, of_tokens=of_tokens, backend="xla" if backend == "xla" else "auto")
-    gate, up = jnp.split(both, 2, axis=1)
-    return ACTIVATIONS[activation](gate) * up
+    return unit_of(jnp.split(both, unit_rows(activation), axis=1), activation)
 
 
 def joins_shared(experts: UnitWeights, shared: UnitWeights, *, backend: str = "auto") -> bool:
@@ -355,9 +356,9 @@ def products_with_shared(
     Args:
         x: `[T, in]`.
         groups: of E + n experts, of which the last n are the shared ones.
-        experts: `[E, 2 F, in]` and `[E, out, F]`.
-        shared: `[2, n F, in]` and `[out, n F]`: those of n experts as one MLP.
-        activation: one of `ACTIVATIONS`.
+        experts: `[E, U F, in]` and `[E, out, F]`, as for `gated_product`.
+        shared: `[U, n F, in]` and `[out, n F]`: those of n experts as one MLP.
+        activation: one of `UNITS`.
         backend: a backend that has the op, "xla", or "auto": XLA copies all weights (see `joins_shared`).
         interpret: run a Pallas backend in its interpreter, on any platform.
 
@@ -365,16 +366,17 @@ def products_with_shared(
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
     num_experts, out, size = experts.down.shape
+    sides = unit_rows(activation)
     all_units = (groups.num_experts - num_experts) * size
     shapes = [each.shape for each in (x, *experts, *shared)]
     wanted = [
-        (groups.num_tokens, x.shape[-1]), (num_experts, 2 * size, x.shape[-1]), (num_experts, out, size),
-        (2, all_units, x.shape[-1]), (out, all_units),
+        (groups.num_tokens, x.shape[-1]), (num_experts, sides * size, x.shape[-1]), (num_experts, out, size),
+        (sides, all_units, x.shape[-1]), (out, all_units),
     ]  # fmt: skip
-    if shapes != wanted or activation not in ACTIVATIONS:
+    if shapes != wanted or activation not in UNITS:
         raise ValueError(
             f"x, weights of experts and shared ones are {shapes} and the activation {activation!r}; for groups of "
-            f"{groups.num_experts} experts they must be {wanted} and one of {', '.join(ACTIVATIONS)}"
+            f"{groups.num_experts} experts they must be {wanted} and one of {', '.join(UNITS)}"
         )
     kernel = choose_kernel_or_xla(
         "gated_product", lambda each: each.products_with_shared, backend, experts, shared, interpret=interpret

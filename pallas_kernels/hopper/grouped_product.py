@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.experts import Groups, product_dtype, result_dtype, starts_of
+from pallas_kernels.experts import WITHOUT_GATES, Groups, product_dtype, result_dtype, starts_of, unit_of
 from pallas_kernels.hopper.common import COPY_ROWS, WGMMA_ROWS, refuse_device
 from pallas_kernels.hopper.float8_product import of_weights, refuse_weights
 from pallas_kernels.hopper.product_tiles import (
@@ -52,9 +52,9 @@ def refuse_grouped_product(x: jax.Array, groups: Groups, weights: jax.Array) -> 
     return refuse_device() or triton.refuse_grouped_product(x, groups, weights)
 
 
-def refuse_gated_product(x: jax.Array, groups: Groups, weights: jax.Array) -> str | None:
-    """Why this backend can't take x and weights `[E, 2 F, in]`, or None when it can."""
-    return refuse_device() or triton.refuse_gated_product(x, groups, weights)
+def refuse_gated_product(x: jax.Array, groups: Groups, weights: jax.Array, activation: str) -> str | None:
+    """Why this backend can't take x and weights `[E, U F, in]`, or None when it can."""
+    return refuse_device() or triton.refuse_gated_product(x, groups, weights, activation)
 
 
 def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
@@ -67,7 +67,9 @@ def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens:
 def gated_product(
     x: jax.Array, groups: Groups, weights: jax.Array, activation: str, of_tokens: bool, interpret: bool
 ) -> jax.Array:
-    """See `backend.GatedProduct`."""
+    """See `backend.GatedProduct`. Units without gates of many rows are XLA's, which reads and writes them once more."""
+    if activation in WITHOUT_GATES and not _are_few(groups) and _has_tiles(weights, of_tokens):
+        return unit_of([grouped_product(x, groups, weights, of_tokens, interpret)], activation)
     if _are_few(groups) or not _has_tiles(weights, of_tokens):
         return triton.gated_product(x, groups, weights, activation, of_tokens, interpret)
     return _product_of_many(x, groups, weights, activation, of_tokens, interpret)

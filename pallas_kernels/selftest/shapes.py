@@ -41,6 +41,8 @@ class ExpertShape:
     """Whether their groups have zero points."""
     block_outputs: int = 1
     """Outputs that share scales, of weights that are kept in float8."""
+    activation: str = "silu"
+    """Of the units, one of `UNITS`."""
 
     @property
     def may_be_in_float8(self) -> bool:

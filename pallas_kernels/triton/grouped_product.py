@@ -5,9 +5,9 @@ Called through `triton.BACKEND`.
 A program multiplies a tile of rows of one expert with some of its weight rows. Which tiles there are is computed on the
 device, once for all products if `group_by_expert` is a kernel too, and the grid has as many programs as any choice of
 experts may need; those without a tile end at once. A gated product's program takes as many weight rows, half of them
-of the gate and half of what it multiplies, and stores their unit. The weights of shared experts are an array of their
-own; a program reads one of both, in two loops of which one has no steps, since no loop with a condition would be
-pipelined.
+of the gate and half of what it multiplies, and stores their unit; without gates, of what becomes a unit. The weights of
+shared experts are an array of their own; a program reads one of both, in two loops of which one has no steps, since no
+loop with a condition would be pipelined.
 """
 
 import functools
@@ -20,7 +20,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import tuning
-from pallas_kernels.experts import ACTIVATIONS, Groups, UnitWeights, product_dtype, result_dtype, row_tiles
+from pallas_kernels.experts import (
+    Groups,
+    UnitWeights,
+    product_dtype,
+    result_dtype,
+    row_tiles,
+    unit_of,
+    unit_rows,
+)
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.scaled import MOST_NUMBERS
 from pallas_kernels.target import target_device
@@ -40,23 +48,25 @@ def refuse_grouped_product(x: jax.Array, groups: Groups, weights: jax.Array) -> 
     return None
 
 
-def refuse_gated_product(x: jax.Array, groups: Groups, weights: jax.Array) -> str | None:
-    """Why this backend can't take x and weights `[E, 2 F, in]`, or None when it can."""
+def refuse_gated_product(x: jax.Array, groups: Groups, weights: jax.Array, activation: str) -> str | None:
+    """Why this backend can't take x and weights `[E, U F, in]`, or None when it can."""
     if weights.dtype.itemsize == 1:
         return f"the weights are {weights.dtype}, whose results are scaled before a gate; it takes weights as they are"
-    if weights.shape[1] % (2 * MIN_DOT):
-        return f"the weights are {weights.shape}; it takes multiples of {(2 * MIN_DOT, MIN_DOT)}"
+    step = unit_rows(activation) * MIN_DOT
+    if weights.shape[1] % step:
+        return f"the weights are {weights.shape}; it takes multiples of {(step, MIN_DOT)}"
     return refuse_grouped_product(x, groups, weights)
 
 
 def refuse_products_with_shared(experts: UnitWeights, shared: UnitWeights) -> str | None:
-    """Why this backend can't take weights `[E, 2 F, in]` and `[E, out, F]` with `[2, n F, in]` and `[out, n F]`."""
+    """Why this backend can't take weights `[E, U F, in]` and `[E, out, F]` with `[U, n F, in]` and `[out, n F]`."""
     weights = *experts, *shared
     if any(each.dtype.itemsize == 1 for each in weights) or len({each.dtype for each in weights}) > 1:
         return (
             f"the weights are {', '.join(each.dtype.name for each in weights)}; it takes one format of more than a byte"
         )
-    if any(size % MIN_DOT for each in weights for size in each.shape[1:]) or experts.gate_up.shape[1] % (2 * MIN_DOT):
+    side = experts.gate_up.shape[1] // shared.gate_up.shape[0]
+    if any(size % MIN_DOT for each in weights for size in (side, *each.shape[1:])):
         return f"the weights are {experts.gate_up.shape} and {experts.down.shape}; it takes multiples of {MIN_DOT}"
     return None
 
@@ -81,7 +91,7 @@ def products_with_shared(
 ) -> jax.Array:
     """See `backend.ProductsWithShared`."""
     num_shared = groups.num_experts - len(experts.down)
-    gate_up = shared.gate_up.reshape(2, num_shared, -1, x.shape[1])
+    gate_up = shared.gate_up.reshape(unit_rows(activation), num_shared, -1, x.shape[1])
     down = shared.down.reshape(len(shared.down), num_shared, -1)
     hidden = _product(x, groups, experts.gate_up, activation, True, interpret, gate_up)
     return _product(hidden, groups, experts.down, None, False, interpret, down)
@@ -96,11 +106,12 @@ def _product(
     interpret: bool,
     shared: jax.Array | None = None,
 ) -> jax.Array:
-    """Weights of shared experts are `[2, n, F, in]` of a gated product, else `[out, n, in]`."""
+    """Weights of shared experts are `[U, n, F, in]` of a gated product, else `[out, n, in]`."""
     _, num_out, num_in = weights.shape
     num_rows = rows_of_tiles(groups.num_places, groups.num_experts)
-    op, num_sides = ("grouped_product", 1) if activation is None else ("gated_product", 2)
-    blocks = tuning.blocks(op, "triton", tuning.ExpertClass(num_rows, 8 * weights.dtype.itemsize))
+    num_sides = 1 if activation is None else unit_rows(activation)
+    tuned = "grouped_product" if num_sides == 1 else "gated_product"
+    blocks = tuning.blocks(tuned, "triton", tuning.ExpertClass(num_rows, 8 * weights.dtype.itemsize))
     num_columns = _largest_factor(num_out // num_sides, blocks["tile_outputs"] // num_sides)
     depth = _largest_factor(num_in, blocks["tile_bytes"] // product_dtype(x, weights).itemsize)
     tiles = groups.tiles if groups.tiles is not None and groups.tile_rows == num_rows else None
@@ -113,7 +124,7 @@ def _product(
         grid=(len(tiles.experts), num_out // num_sides // num_columns),
         compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=blocks["num_stages"]),
         interpret=interpret,
-        name=op,
+        name="grouped_product" if activation is None else "gated_product",
     )(
         x.astype(product_dtype(x, weights)), groups.tokens, tiles.experts, tiles.begins, tiles.ends, weights,
         *([] if shared is None else [shared]),
@@ -149,7 +160,8 @@ def _kernel(
     row = plgpu.load(tokens_ref.at[place], mask=is_row, other=0) if of_tokens else place
     first_column = pl.program_id(1) * num_columns
     # Of the product, or of the gate and of what it multiplies.
-    first_weights = [first_column] if activation is None else [first_column, num_out // 2 + first_column]
+    num_sides = 1 if activation is None else unit_rows(activation)
+    first_weights = [side * (num_out // num_sides) + first_column for side in range(num_sides)]
     columns = [first + jnp.arange(num_columns, dtype=jnp.int32) for first in first_weights]
 
     def steps_if(is_here: jax.Array) -> jax.Array:
@@ -181,9 +193,8 @@ def _kernel(
         of_sides = [(side, number, columns[0]) for side in range(len(columns))]
         weight_rows = [(columns[0], number)] if activation is None else of_sides
         totals = added(totals, steps_if((number >= 0) & (number < ref.shape[1])), ref, weight_rows)
-    out, *others = totals
+    out = totals[0]
     if activation is not None:
         # Rounded first, as the results of a product would be.
-        gate, up = (side.astype(y_ref.dtype).astype(jnp.float32) for side in (out, *others))
-        out = ACTIVATIONS[activation](gate) * up
+        out = unit_of([side.astype(y_ref.dtype).astype(jnp.float32) for side in totals], activation)
     store_rows(y_ref, (place,), is_row, out, (first_column, num_columns))

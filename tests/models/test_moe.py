@@ -110,7 +110,11 @@ def test_padding_reaches_no_expert_and_changes_no_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    [("deepseek_v3", {}), ("qwen2_moe", {"moe_intermediate_size": 36, "shared_expert_intermediate_size": 72})],
+    [
+        ("deepseek_v3", {}),
+        ("qwen2_moe", {"moe_intermediate_size": 36, "shared_expert_intermediate_size": 72}),
+        ("nemotron_h", {"moe_shared_expert_intermediate_size": 96}),
+    ],
 )
 def test_shared_experts_among_the_others_are_those_of_an_mlp(
     kind: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,8 +123,9 @@ def test_shared_experts_among_the_others_are_those_of_an_mlp(
     arch = ModelArch.from_folder(make_checkpoint(kind, tmp_path, seed=5, **sizes))
     params = load_params(tmp_path, arch, jnp.dtype("float32"), mesh_of())
     graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
-    layer = nnx.merge(graphdef, params).layers[-1].mlp
-    assert isinstance(layer, MoE) and layer.spec.shared_ffn_size % layer.spec.ffn_size == 0
+    mlps = (layer.mlp for layer in nnx.merge(graphdef, params).layers)
+    layer = next(mlp for mlp in mlps if isinstance(mlp, MoE))
+    assert layer.spec.shared_ffn_size % layer.spec.ffn_size == 0
     x, is_token = jax.random.normal(jax.random.key(0), (6, arch.hidden_size)), jnp.arange(6) != 3
     as_mlp: list[jax.Array] = []
     right = np.asarray(layer(x, is_token, as_mlp))
@@ -144,7 +149,9 @@ def test_on_a_gpu_few_rows_take_shared_experts_for_two_more(tmp_path: Path) -> N
         shape = jax.ShapeDtypeStruct((num_rows, arch.hidden_size), jnp.bfloat16)
 
         def layer(params: Any, x: jax.Array) -> Any:
-            return nnx.merge(graphdef, params).layers[-1].mlp(x)
+            mlp = nnx.merge(graphdef, params).layers[-1].mlp
+            assert mlp is not None
+            return mlp(x)
 
         with on_an_h100(), fixed_order() if fixed else nullcontext():
             text = jax.jit(layer).trace(params, shape).lower(lowering_platforms=("cuda",)).as_text()

@@ -25,7 +25,7 @@ from pallas_kernels import (
     grouped_product,
     products_with_shared,
 )
-from pallas_kernels.experts import ACTIVATIONS, row_tiles, starts_of
+from pallas_kernels.experts import ACTIVATIONS, row_tiles, starts_of, unit_rows
 from tests.grids import count, daily
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.test_dispatch import on_an_h100
@@ -202,16 +202,22 @@ def test_a_product_takes_the_tiles_that_the_kernel_made(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "activation"),
-    [("spread", jnp.float32, "silu"), ("nowhere", jnp.float32, "silu"), ("one token", jnp.bfloat16, "gelu_tanh")],
+    [
+        ("spread", jnp.float32, "silu"),
+        ("nowhere", jnp.float32, "silu"),
+        ("one token", jnp.bfloat16, "gelu_tanh"),
+        ("spread", jnp.float32, "relu2"),
+    ],
 )
-def test_a_gated_product_is_the_unit_of_both_halves(name: str, dtype: Any, activation: str) -> None:
+def test_a_gated_product_is_the_unit_of_both_halves_or_of_all(name: str, dtype: Any, activation: str) -> None:
     experts, num_experts = CHOICES[name]
     rng = np.random.default_rng(4)
     x = jnp.asarray(rng.normal(size=(len(experts), 32)), dtype)
-    weights = jnp.asarray(rng.normal(size=(num_experts, 96, 32)), dtype)
+    sides = unit_rows(activation)
+    weights = jnp.asarray(rng.normal(size=(num_experts, 48 * sides, 32)), dtype)
     groups = group_by_expert(jnp.asarray(experts, jnp.int32), num_experts, backend="xla")
-    gate, up = jnp.split(grouped_product(x, groups, weights, of_tokens=True, backend="reference"), 2, axis=1)
-    right = ACTIVATIONS[activation](gate) * up
+    gate, *up = jnp.split(grouped_product(x, groups, weights, of_tokens=True, backend="reference"), sides, axis=1)
+    right = ACTIVATIONS[activation](gate) * up[0] if up else jnp.maximum(gate, 0) ** 2
     for backend in ("triton", "xla"):
         interpret = backend == "triton"
         found = gated_product(x, groups, weights, activation, of_tokens=True, backend=backend, interpret=interpret)
@@ -219,37 +225,45 @@ def test_a_gated_product_is_the_unit_of_both_halves(name: str, dtype: Any, activ
         assert_close(found, right, dtype)
 
 
-def random_units(num_experts: int, num_shared: int, dtype: Any) -> tuple[UnitWeights, UnitWeights]:
+def random_units(num_experts: int, num_shared: int, dtype: Any, sides: int = 2) -> tuple[UnitWeights, UnitWeights]:
     """Of 32 inputs and outputs and 48 hidden units an expert."""
     rng = np.random.default_rng(6)
-    dims = (num_experts, 96, 32), (num_experts, 32, 48), (2, 48 * num_shared, 32), (32, 48 * num_shared)
+    dims = (num_experts, 48 * sides, 32), (num_experts, 32, 48), (sides, 48 * num_shared, 32), (32, 48 * num_shared)
     gate_up, down, *shared = (jnp.asarray(rng.normal(size=size) / 5, dtype) for size in dims)
     return UnitWeights(gate_up, down), UnitWeights(*shared)
 
 
 @pytest.mark.parametrize(
-    ("name", "num_shared", "dtype"),
-    [("spread", 2, jnp.float32), ("one token", 1, jnp.bfloat16), ("nowhere", 3, jnp.float32)],
+    ("name", "num_shared", "dtype", "activation"),
+    [
+        ("spread", 2, jnp.float32, "silu"),
+        ("one token", 1, jnp.bfloat16, "silu"),
+        ("nowhere", 3, jnp.float32, "silu"),
+        ("spread", 2, jnp.float32, "relu2"),
+    ],
 )
-def test_shared_experts_among_others_are_an_mlp_next_to_them(name: str, num_shared: int, dtype: Any) -> None:
+def test_shared_experts_among_others_are_an_mlp_next_to_them(
+    name: str, num_shared: int, dtype: Any, activation: str
+) -> None:
     """Their weights lie in an array of their own, of which each takes its rows and columns; padding takes none."""
     routed, num_experts = CHOICES[name]
     num_tokens = len(routed)
     numbers = np.concatenate([routed, np.tile(num_experts + np.arange(num_shared), (num_tokens, 1))], axis=1)
     is_token = np.arange(num_tokens) % 5 != 1
     groups = group_by_expert(jnp.asarray(numbers, jnp.int32), num_experts + num_shared, jnp.asarray(is_token))
-    units, shared = random_units(num_experts, num_shared, dtype)
+    units, shared = random_units(num_experts, num_shared, dtype, unit_rows(activation))
     x = jnp.asarray(np.random.default_rng(7).normal(size=(num_tokens, 32)), dtype)
-    gate, up = jnp.einsum("td,sfd->stf", x, shared.gate_up, preferred_element_type=jnp.float32).astype(dtype)
-    mlp = jnp.einsum("tf,of->to", jax.nn.silu(gate) * up, shared.down, preferred_element_type=jnp.float32)
+    sides = jnp.einsum("td,sfd->stf", x, shared.gate_up, preferred_element_type=jnp.float32).astype(dtype)
+    hidden = jax.nn.silu(sides[0]) * sides[1] if activation == "silu" else jnp.maximum(sides[0], 0) ** 2
+    mlp = jnp.einsum("tf,of->to", hidden, shared.down, preferred_element_type=jnp.float32)
     alone = group_by_expert(jnp.asarray(routed, jnp.int32), num_experts, jnp.asarray(is_token))
-    gated = gated_product(x, alone, units.gate_up, "silu", of_tokens=True, backend="xla")
+    gated = gated_product(x, alone, units.gate_up, activation, of_tokens=True, backend="xla")
     right = add_choices(
         grouped_product(gated, alone, units.down, backend="xla").astype(jnp.float32), alone, jnp.ones(routed.shape)
     )  # fmt: skip
     right += jnp.where(jnp.asarray(is_token)[:, None], mlp, 0)
     for backend in ("triton", "xla"):
-        y = products_with_shared(x, groups, units, shared, "silu", backend=backend, interpret=backend == "triton")
+        y = products_with_shared(x, groups, units, shared, activation, backend=backend, interpret=backend == "triton")
         assert y.shape == (groups.num_places, 32) and y.dtype == dtype
         assert_close(add_choices(y.astype(jnp.float32), groups, jnp.ones(numbers.shape)), right, dtype)
 

@@ -323,15 +323,36 @@ def test_a_hybrid_in_blocks_of_fp8_keeps_all_but_its_gates_as_published(kind: st
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 
 
-def test_matrices_of_mamba_are_dequantized_and_the_others_kept(tmp_path: Path) -> None:
-    folder = quantize_folder(make_checkpoint("bamba", tmp_path / "plain"), tmp_path / "stored", "fp8 in blocks")
+# With sizes that are whole groups.
+MAMBA_IN: list[tuple[str, str, dict[str, Any]]] = [
+    ("bamba", "fp8 in blocks", {}),
+    ("granite_hybrid", "compressed-tensors int4", {"shared_intermediate_size": 96}),
+    ("nemotron_h", "modelopt fp8", {}),
+    (
+        "nemotron_h_latent",
+        "modelopt nvfp4",
+        {"mamba_head_dim": 16, "moe_latent_size": 80, "moe_shared_expert_intermediate_size": 64},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "sizes"), daily(MAMBA_IN, every=3))
+def test_layers_of_mamba_keep_all_but_their_time_steps_as_published(
+    kind: str, method: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """All but a first layer that is excepted, where blocks have NVIDIA's names."""
+    names = [f"backbone.layers.0.mixer.{each}" for each in ("in_proj", "out_proj") if "nemotron" in kind]
+    plain, stored = make_checkpoint(kind, tmp_path / "plain", **sizes), tmp_path / "stored"
+    folder = quantize_folder(plain, stored, method, exceptions=names, excepted="|".join(map(re.escape, names)))
     arch = as_stored(ModelArch.from_folder(folder), folder)
     assert arch.weight_format is not None
     arch = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=True))
     params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
     kept = {path[2:]: param.get_metadata().get("format") for path, param in nnx.to_flat_state(params)}
-    assert kept["attention", "qkv"] is not None and kept["mlp", "down"] is not None
-    assert kept["mamba", "inputs"] is None and kept["mamba", "output"] is None
+    matrices = [("mamba", "qkvz"), ("mamba", "output"), ("attention", "qkv"), ("attention", "o")]
+    assert all(kept[matrix] is not None for matrix in matrices)
+    assert kept["mamba", "gates"] is None and (("mamba", "inputs") in kept) == bool(names)
+    assert ({"state_inputs", "state_output"} <= arch.layers[0].unquantized) == bool(names)
     logits, expected = plain_logits(arch, params, TOKENS), checkpoint_logits(folder / "meant", TOKENS)
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 

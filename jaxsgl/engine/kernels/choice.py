@@ -128,22 +128,23 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     num_experts, ffn = mixture.num_experts // experts, mixture.num_units // parts
     width = mixture.width(arch.hidden_size)
     num_shared, rest = divmod(mixture.shared_ffn_size, mixture.num_units)
-    is_alike = arch.gated and not mixture.latent_size
-    if rest or num_shared > MOST_SHARED or fmt is not None or arch.by_experts or not is_alike:  # see `MoE`
+    is_refused = rest or fmt is not None or arch.by_experts or mixture.latent_size
+    if is_refused or num_shared > MOST_SHARED:  # see `MoE`
         num_shared = 0
     router = dataclasses.replace(mixture.router, num_shared=num_shared)
 
     def shape(outputs: int, inputs: int, all_inputs: int, *, of_tokens: bool) -> ExpertShape:
         common = num_experts, outputs, inputs, dtype, router, mixture.num_experts, of_tokens
+        plain = ExpertShape(*common, activation=arch.activation)
         if fmt is None or not (packing or is_scaled or fmt.numbers == FLOAT8):
-            return ExpertShape(*common)
+            return plain
         group = group_of_part(fmt.group_of(all_inputs), all_inputs, all_inputs // inputs)
         if is_scaled:
-            return ExpertShape(*common, numbers=fmt.numbers, group=group, has_zeros=fmt.has_zeros)
+            return dataclasses.replace(plain, numbers=fmt.numbers, group=group, has_zeros=fmt.has_zeros)
         if not packing:
-            run = outputs // arch.unit_rows if of_tokens else outputs
-            return ExpertShape(*common, group, block_outputs=fmt.block_outputs(run, reordered=False))
-        return ExpertShape(*common, packing=packing, group=group, has_zeros=fmt.has_zeros)
+            blocks = fmt.block_outputs(outputs // arch.unit_rows if of_tokens else outputs, reordered=False)
+            return dataclasses.replace(plain, float8_group=group, block_outputs=blocks)
+        return dataclasses.replace(plain, packing=packing, group=group, has_zeros=fmt.has_zeros)
 
     return (
         shape(arch.unit_rows * ffn, width, width, of_tokens=True),
@@ -187,7 +188,7 @@ def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
     if latent is None:
         out = n * arch.head_dim
         others = [(out, hidden, "outputs")] if arch.reading_layers else []  # queries without keys
-        if isinstance(net, DeltaNet):  # those of Mamba-2 are never quantized
+        if net is not None:
             values = net.value_heads * net.value_size
             others = [(net.key_heads * net.channels + values, hidden, "outputs"), (hidden, values, "inputs")]
         return [(math.prod(qkv_heads(arch)), hidden, "outputs"), *others, (hidden, out, "inputs")]

@@ -25,7 +25,7 @@ from pallas_kernels.api.experts import (
 )
 from pallas_kernels.api.products import float8_rows
 from pallas_kernels.choice import AUTO, XLA
-from pallas_kernels.experts import GatedUnit, Groups, UnitWeights, sort_by_expert
+from pallas_kernels.experts import GatedUnit, Groups, UnitWeights, sort_by_expert, unit_rows
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.selftest.batches import normal
 from pallas_kernels.selftest.case import TOLERANCE, Case
@@ -107,7 +107,7 @@ def _product(
     def call(x: jax.Array, weights: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
         options: dict[str, Any] = {"of_tokens": expert.of_tokens, "backend": backend, "interpret": interpret}
         if gated:
-            return [_gated_jit(x, groups, weights, "silu", **options | {"backend": _of_others(backend)})]
+            return [_gated_jit(x, groups, weights, expert.activation, **options | {"backend": _of_others(backend)})]
         return [_product_jit(x, groups, weights, **options)]
 
     return Case(
@@ -181,7 +181,7 @@ def _packed(shapes: KernelShapes, expert: ExpertShape) -> Iterator[Case]:
     weights = packed_weights(expert.packing, shape, expert.group, expert.has_zeros)
     bias = normal(keys[2], 1.0, shape=(num_experts, expert.outputs), dtype=jnp.dtype(shapes.dtype))
     units: dict[str, GatedUnit | None] = {"": None}
-    if expert.of_tokens:
+    if expert.of_tokens and unit_rows(expert.activation) == 2:
         units |= {", gated": GatedUnit("silu"), ", gated with biases and limits": GatedUnit(limit=7.0, alpha=1.7)}
     for name, unit in units.items():
 
@@ -202,7 +202,9 @@ def _packed(shapes: KernelShapes, expert: ExpertShape) -> Iterator[Case]:
 
 def _with_shared(shapes: KernelShapes, expert: ExpertShape) -> Case:
     """Both products where each token takes the shared experts, too."""
-    num_experts, num_shared, size = min(expert.num_experts, MOST_EXPERTS), expert.router.num_shared, expert.outputs // 2
+    num_experts, num_shared = min(expert.num_experts, MOST_EXPERTS), expert.router.num_shared
+    sides = unit_rows(expert.activation)
+    size = expert.outputs // sides
     keys = jax.random.split(jax.random.key(12), 6)
     chosen = _chosen(expert, num_experts, keys[0])
     numbers = chosen.experts[chosen.place_of]
@@ -210,15 +212,17 @@ def _with_shared(shapes: KernelShapes, expert: ExpertShape) -> Case:
     numbers = jnp.concatenate([jnp.where(numbers < num_experts, numbers, -1), shared], axis=1)
     groups = sort_by_expert(numbers, num_experts + num_shared, jnp.arange(EXPERT_TOKENS) % 16 != 15)
     dims = (
-        (groups.num_tokens, expert.inputs), (num_experts, 2 * size, expert.inputs), (num_experts, expert.inputs, size),
-        (2, num_shared * size, expert.inputs), (expert.inputs, num_shared * size),
+        (groups.num_tokens, expert.inputs), (num_experts, expert.outputs, expert.inputs),
+        (num_experts, expert.inputs, size), (sides, num_shared * size, expert.inputs),
+        (expert.inputs, num_shared * size),
     )  # fmt: skip
     dtype = jnp.dtype(expert.dtype)
     x, *weights = (normal(key, 1.0, shape=shape, dtype=dtype) for key, shape in zip(keys[1:], dims, strict=True))
 
     def call(x: jax.Array, weights: list[jax.Array], backend: str, interpret: bool) -> list[jax.Array]:
         options: dict[str, Any] = {"backend": _of_others(backend), "interpret": interpret}
-        return [_shared_jit(x, groups, UnitWeights(*weights[:2]), UnitWeights(*weights[2:]), "silu", **options)]
+        units = UnitWeights(*weights[:2]), UnitWeights(*weights[2:])
+        return [_shared_jit(x, groups, *units, expert.activation, **options)]
 
     wide = [each.astype(jnp.float32) for each in weights]
     return Case(
