@@ -187,7 +187,7 @@ def layer_states(
     def state(layer: LayerSpec) -> LayerState:
         if isinstance(layer.mixer, RecurrentNet):
             return recurrent_state(layer.mixer)
-        if layer.keys_from is not None:
+        if layer.mixer is None or layer.keys_from is not None:
             return NOTHING
         heads = layer.heads or arch.kv_heads
         number, width = heads.number, heads.size

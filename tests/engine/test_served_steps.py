@@ -18,7 +18,7 @@ from tests.pallas_kernels.lower_everything import on_a_device
 
 VOCABULARIES = {
     "phi3-mini": 32_064, "qwen3.5-9b": 248_320, "granite-4.0-h-small": 100_352, "deepseek-v2-lite": 102_400,
-    "gpt-oss-20b": 201_088,
+    "gpt-oss-20b": 201_088, "nemotron-3-nano": 131_072,
 }  # fmt: skip
 ON_H200 = "cuda", "NVIDIA H200", 132
 EIGHT: Any = AbstractMesh((1, 8), ("data", "tensor"))  # in the place of a mesh of devices
@@ -69,6 +69,14 @@ def test_a_token_of_a_latent_and_a_row_of_states_have_the_bytes_of_a_hand_count(
     assert facts["state_bytes_moved"] == 24 * facts["layer_state_bytes_moved"]
     assert facts["state_flops"] == 24 * 32 * 6 * 128 * 128
     assert hybrid.layers == Layers(12, 32, recurring=4)
+
+
+def test_all_layers_are_compiled_where_no_groups_recur_and_units_without_gates_have_two_weights(tmp_path: Path) -> None:
+    model = served("nemotron-3-nano", TARGETS["h200"], make_mesh(jax.devices()[:1]), tmp_path)
+    assert model is not None and model.layers == Layers(52, 52, recurring=52)
+    facts = model.facts()
+    assert facts["expert_weights"] == 23 * 128 * 2 * 1856 * 2688
+    assert facts["attending_layers"] == 6
 
 
 @pytest.mark.parametrize(

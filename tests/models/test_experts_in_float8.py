@@ -137,7 +137,9 @@ def launched(arch: ModelArch, kind: str, kernels: KernelChoice = KernelChoice())
     graphdef, params = abstract_model(arch, BFLOAT16)
 
     def layer(params: Any, x: jax.Array) -> Any:
-        return nnx.merge(graphdef, params).layers[0].mlp(x, kernels=kernels)
+        mlp = nnx.merge(graphdef, params).layers[0].mlp
+        assert mlp is not None
+        return mlp(x, kernels=kernels)
 
     x = jax.ShapeDtypeStruct((32, arch.hidden_size), BFLOAT16)
     with on_a_device("cuda", kind, 132):

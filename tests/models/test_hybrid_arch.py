@@ -181,6 +181,9 @@ def test_layers_of_nemotron_are_a_mixer_or_an_mlp_alone(tmp_path: Path) -> None:
     words = ["mamba", "moe", "mamba", "attention", "moe", "mlp"]
     named = {key: value for key, value in NEMOTRON.items() if key != "hybrid_override_pattern"}
     assert read(tmp_path, **named, layers_block_type=words) == arch
+    kept = [(bool(each.by_page), bool(each.by_row)) for each in layer_states(arch, 64, BFLOAT16).layers]
+    nothing, states, pages = (False, False), (False, True), (True, False)
+    assert kept == [states, nothing, states, pages, nothing, nothing]
     latent = read(tmp_path, **NEMOTRON, moe_latent_size=1024).mixture
     assert latent is not None and latent.width(2688) == 1024 and mixture.width(2688) == 2688
 

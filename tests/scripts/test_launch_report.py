@@ -270,6 +270,23 @@ def test_layers_that_recur_in_groups_are_multiplied_as_groups(tmp_path: Path) ->
     assert report["bytes_read"] == 24 * 2 * 64 * 32
 
 
+def test_a_program_of_all_layers_is_counted_as_it_is(tmp_path: Path) -> None:
+    """Also if it attends once, in whatever layer."""
+    text = """HloModule jit_forward
+
+ENTRY %main () -> f32[8] {
+  %w = bf16[64,32]{1,0} parameter(0)
+  %a = f32[8]{0} custom-call(%w), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(forward)/jit(delta_step)/delta_step/pallas_call"}
+  ROOT %b = f32[8]{0} custom-call(%w), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(forward)/jit(attend)/paged_decode_attention/pallas_call"}
+}
+"""
+    report = launch_report(text, tmp_path, (), Layers(3, 3, recurring=3))
+    assert report["layer_kinds"] == {"attention": 1, "states": 1} and report["num_launches"] == 2
+    assert report["bytes_read"] == 2 * 2 * 64 * 32
+
+
 @pytest.mark.parametrize("kernel", ["merge_splits", "merge_latents"])
 def test_a_split_decode_is_attention_and_a_merge(kernel: str) -> None:
     text = "HloModule jit_forward\n\nENTRY %main () -> f32[8] {\n  %w = f32[64]{0} parameter(0)\n" + "".join(

@@ -77,7 +77,9 @@ def launch_report(
     problems = []
     layer: list[Launch] = []
     repeats = 0
-    if layers is not None:
+    if layers is not None and layers.groups == 1:
+        layer = list(every)  # no group recurs, so all layers were compiled
+    elif layers is not None:
         layer, before = last_layers(every, layers.groups)
         repeats = layers.left_out
         if buffers is not None and kernels_of(layer) != kernels_of(before):  # on TPUs they differ by small copies

@@ -100,10 +100,11 @@ class Served:
 
     @property
     def layers(self) -> Layers:
-        """Those that are compiled, and stand for all: where groups differ, three at the beginning that are alike."""
+        """Those that are compiled, and stand for all: where no groups recur, all."""
         of_all, sizes = self.arch.layers, range(1, max(2, len(self.arch.layers) // 3 + 1))
-        exact = (n for n in sizes if of_all[n:-n] == of_all[2 * n :])
-        period = next(exact, 0) or next(n for n in sizes if of_all[:n] == of_all[n : 2 * n] == of_all[2 * n : 3 * n])
+        period = next((n for n in sizes if of_all[n:-n] == of_all[2 * n :]), None)
+        if period is None:
+            return Layers(len(of_all), len(of_all), len(of_all))
         has_own_first = of_all[0] != of_all[period]  # one without experts, before those that recur
         return Layers(COMPILED_LAYERS + has_own_first if period == 1 else 3 * period, len(of_all), period)
 
