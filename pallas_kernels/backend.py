@@ -325,6 +325,16 @@ class DeltaBlocks(Protocol):
         ...
 
 
+class DeltaScan(Protocol):
+    """The delta rule, or that of Mamba-2, for all tokens of each sequence, one after the other, on one backend."""
+
+    def __call__(
+        self, tokens: StateTokens, matrices: jax.Array, inputs: jax.Array, seqs: Sequences, interpret: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What `delta_extend` returns, with the states as `delta.DeltaStates` has them."""
+        ...
+
+
 class DeltaStep(Protocol):
     """`delta_decode` on one backend: from a layer's product to what goes into the next one."""
 
@@ -414,6 +424,8 @@ class Backend:
     """None, both, where XLA gathers states and scatters them."""
     delta_blocks: Kernel[DeltaBlocks] | None = None
     """None where XLA loops over blocks. It takes what `delta_decode` takes."""
+    delta_scan: Kernel[DeltaScan] | None = None
+    """In the place of all three, of decodes and prompts."""
     absorb_and_store: Kernel[AbsorbAndStore] | None = None
     """None where XLA makes queries and entries of latents, and stores."""
     decode_latents: Kernel[DecodeLatents] | None = None

@@ -27,8 +27,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from pallas_kernels.backend import DeltaScan
 from pallas_kernels.delta_tokens import BLOCK, Heads, Sequences, Solved, StateTokens
-from pallas_kernels.dispatch import choose_kernel_or_xla
+from pallas_kernels.dispatch import choose_kernel_or_xla, refusals_of
 from pallas_kernels.target import target_device
 
 _DIRECT = 8  # rows of a part that is inverted row by row
@@ -63,6 +64,12 @@ def delta_decode(
     `backend` has the op, or is "auto" or "xla"; `interpret` runs a Pallas one in its interpreter. Raises `ValueError`
     for one that can't run here.
     """
+    scan = _scan(tokens, states, backend, interpret)
+    if scan is not None:
+        to = jnp.full_like(place, -1) if kept_to is None else kept_to
+        seqs = Sequences(jnp.arange(len(place) + 1), positions, place, place, (to >= 0)[None], to[None])
+        out, *after = scan(tokens, *states, seqs, interpret)
+        return out, DeltaStates(*after)
     kernel = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_step, backend, states.matrices, interpret=interpret
     )
@@ -75,7 +82,7 @@ def delta_decode(
     # All slots are written, so that XLA reads them before: it would copy the kept arrays.
     slots = jnp.where(is_slot, tokens.mixed.astype(jnp.float32)[:, None], states.inputs[place])
     window = _in_order(slots, positions[:, None] + jnp.arange(1 - num_taps, 1))
-    heads = tokens.heads((window * jnp.moveaxis(tokens.taps, -1, 0)).sum(axis=1))
+    heads = tokens.heads(_activated(tokens, (window * jnp.moveaxis(tokens.taps, -1, 0)).sum(axis=1)))
     states = states._replace(inputs=states.inputs.at[place].set(slots, mode="promise_in_bounds"))
     read, states = _decoded(heads, states, place, positions > 0, kept_to, tokens.corrects)
     return tokens.gated(read, heads.v), states
@@ -96,6 +103,20 @@ def _decoded(
     state = state + k * (values * heads.beta[..., None])[..., None, :]
     after = states._replace(matrices=states.matrices.at[place].set(state, mode="promise_in_bounds"))
     return (state * q).sum(axis=-2), after if kept_to is None else _copied(after, place, kept_to)
+
+
+def _scan(tokens: StateTokens, states: DeltaStates, backend: str, interpret: bool) -> DeltaScan | None:
+    """The kernel that goes through all tokens of a step, if the backend, or "auto", has one."""
+    if backend not in ("auto", *refusals_of(lambda each: each.delta_scan, tokens, *states)):
+        return None
+    return choose_kernel_or_xla(
+        "delta_decode", lambda each: each.delta_scan, backend, tokens, *states, interpret=interpret
+    )
+
+
+def _activated(tokens: StateTokens, convolved: jax.Array) -> jax.Array:
+    """What `tokens.heads` takes, of `convolved [T, K, C]`."""
+    return jax.nn.silu(convolved if tokens.bias is None else convolved + tokens.bias)
 
 
 def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates:
@@ -121,12 +142,10 @@ def delta_extend(
     `backend` and `interpret` are those of `delta_decode`. A backend that goes through blocks may round factors of
     products to bfloat16 where that is the tokens' dtype.
     """
-    kernel = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
-    )
-    of_blocks = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_blocks, backend, states.matrices, interpret=interpret
-    )
+    scan = _scan(tokens, states, backend, interpret)
+    if scan is not None:
+        read, *after = scan(tokens, *states, seqs, interpret)
+        return read, DeltaStates(*after)
     num_tokens, offsets = tokens.num_tokens, seqs.query_offsets
     counts = offsets[1:] - offsets[:-1]
     seq_of = jnp.minimum(
@@ -135,12 +154,18 @@ def delta_extend(
     mixed = tokens.mixed.astype(jnp.float32)
     earlier = seqs.starts[:, None] + jnp.arange(1 - tokens.taps.shape[-1], 0)
     before = _in_order(states.inputs[seqs.source], earlier)
-    heads = tokens.heads(_convolved(mixed, tokens.taps, before, seq_of, offsets))
+    heads = tokens.heads(_activated(tokens, _convolved(mixed, tokens.taps, before, seq_of, offsets)))
     inputs = states.inputs
     for at, to in ((counts, seqs.place), *zip(seqs.kept_at, seqs.kept_to, strict=True)):
         last = _in_slots(_last_inputs(mixed, before, offsets, at), seqs.starts + at)
         inputs = inputs.at[to].set(last, mode="promise_in_bounds")
     states = DeltaStates(states.matrices, inputs)
+    kernel = choose_kernel_or_xla(
+        "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
+    )
+    of_blocks = choose_kernel_or_xla(
+        "delta_decode", lambda each: each.delta_blocks, backend, states.matrices, interpret=interpret
+    )
     is_alone = (counts == 1) & ((seqs.source == seqs.place) | (seqs.starts == 0))
     blocks = _Blocks.of(seqs, jnp.where(is_alone, 0, counts), num_tokens)
     padded = Heads(*map(_between_blocks, heads))

@@ -137,10 +137,15 @@ class DeltaTokens(_Tokens):
         """h, r and v."""
         return self.key_size, self.vectors.rates.shape[-1], self.vectors.scales.shape[-1]
 
-    def heads(self, convolved: jax.Array) -> Heads:
-        """What moves states, of `convolved [T, K, C]`: q and k are normalized."""
+    @property
+    def bias(self) -> None:
+        """The convolution has none."""
+        return None
+
+    def heads(self, activated: jax.Array) -> Heads:
+        """What moves states, of what the convolution yields: q and k are normalized."""
         h, group, _ = self.sizes
-        q, k, v = jnp.split(jax.nn.silu(convolved), (h, 2 * h), axis=-1)
+        q, k, v = jnp.split(activated, (h, 2 * h), axis=-1)
         rates = self.vectors.rates[self.vectors.row]
         write, forget = jnp.split(self.fused[..., -2 * group :].astype(jnp.float32), 2, axis=-1)
         log_decay = -jnp.exp(rates[:, 0]) * jax.nn.softplus(forget + rates[:, 1])
@@ -199,10 +204,15 @@ class MambaTokens(_Tokens):
 
     corrects = False
 
-    def heads(self, convolved: jax.Array) -> Heads:
-        """What moves states, of `convolved [T, K, C]`."""
+    @property
+    def bias(self) -> jax.Array:
+        """`[K, C]` of the convolution."""
+        return self.vectors.bias[self.vectors.row]
+
+    def heads(self, activated: jax.Array) -> Heads:
+        """What moves states, of what the convolution yields."""
         vectors, h = self.vectors, self.key_size
-        q, k, v = jnp.split(jax.nn.silu(convolved + vectors.bias[vectors.row]), (h, 2 * h), axis=-1)
+        q, k, v = jnp.split(activated, (h, 2 * h), axis=-1)
         rates = vectors.rates[vectors.row]
         group = rates.shape[-1]
         beta = jax.nn.softplus(self.fused[..., -group:].astype(jnp.float32) + rates[:, 1])

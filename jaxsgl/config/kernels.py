@@ -33,7 +33,7 @@ BACKENDS_OF_NAME = {
     "experts": ("auto", "xla", "native", "triton", "mosaic_gpu", "mosaic_tpu", "reference"),
     "quantized": ("auto", "xla", "triton", "mosaic_tpu", "reference"),
     "float8": ("auto", "xla", "triton", "mosaic_gpu", "reference"),
-    "states": ("auto", "xla", "triton"),
+    "states": ("auto", "xla", "native", "triton"),
 }
 
 

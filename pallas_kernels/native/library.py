@@ -31,6 +31,7 @@ GROUPED_PRODUCT = "jaxsgl_grouped_product"
 INT8_PRODUCT, GROUPED_INT8_PRODUCT = "jaxsgl_int8_product", "jaxsgl_grouped_int8_product"
 GROUPED_PACKED_PRODUCT, GROUPED_KEPT_PRODUCT = "jaxsgl_grouped_packed_product", "jaxsgl_grouped_kept_product"
 ROW_SUMS = "jaxsgl_row_sums"
+MOVE_STATES, CONVOLVE_TOKENS = "jaxsgl_move_states", "jaxsgl_convolve_tokens"
 AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps the kernels from using AMX
 
 _FOLDER = Path(__file__).parent
@@ -52,6 +53,7 @@ class Part(NamedTuple):
 COMMON = Part(("kernels.cc", "rows.cc"), (PAGED_ATTENTION, ROWS_PRODUCT, ROW_SUMS))
 GROUPED = Part(("grouped.cc",), (GROUPED_PRODUCT, GROUPED_KEPT_PRODUCT))
 INTEGERS = Part(("product_int8.cc",), (INT8_PRODUCT, GROUPED_INT8_PRODUCT, GROUPED_PACKED_PRODUCT))
+STATES = Part(("states.cc",), (MOVE_STATES, CONVOLVE_TOKENS))
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ def _kernels(part: Part) -> ctypes.CDLL | str:
         return f"{command} made no library: {reason.strip()[:500]}"
     if part is COMMON and has_pairs() and not library.has_pairs():
         return f"{command} knows no {_BFLOAT16}, which the processor has"
-    if part is not COMMON and refuse_tiles() is None and (reason := tile_refusal(library)):
+    if part not in (COMMON, STATES) and refuse_tiles() is None and (reason := tile_refusal(library)):
         return reason  # each library asks for tiles on its own
     _register(library, part)
     return library

@@ -19,8 +19,10 @@ from tests.engine.conftest import ConfigMaker
 def test_the_flag_knows_the_kernels_operations_and_backends() -> None:
     assert sorted(OP_OF_NAME.values()) == sorted(OPS)
     fields = {"paged_decode_attention": "decode", "paged_extend_attention": "extend", "store_kv": "store"}
+    others = {"delta_decode": "delta_scan"}  # of the same operation
     for name, op in OP_OF_NAME.items():
-        has = {each for each, backend in BACKEND_OF_NAME.items() if getattr(backend, fields.get(op, op)) is not None}
+        kinds = {fields.get(op, op), others.get(op, fields.get(op, op))}
+        has = {each for each, backend in BACKEND_OF_NAME.items() if any(getattr(backend, kind) for kind in kinds)}
         assert set(BACKENDS_OF_NAME[name]) == has | {"auto", "xla"}, name
 
 

@@ -158,9 +158,10 @@ struct Call {
   std::vector<Array> arguments;
   std::vector<Attribute> attributes;
   Array result;
+  std::vector<Array> others = {};  // results besides
 };
 
-// The result's bytes.
+// The results' bytes.
 std::vector<char> Run(Call& call, Pool& pool, bool at_end) {
   std::deque<Guarded> buffers;
   std::deque<XLA_FFI_Buffer> described;
@@ -175,10 +176,12 @@ std::vector<char> Run(Call& call, Pool& pool, bool at_end) {
     arguments.push_back(describe(array, array.bytes.data()));
     buffers.back().MakeReadOnly();
   }
-  void* result = describe(call.result, nullptr);
+  std::vector<void*> results{describe(call.result, nullptr)};
+  const size_t first_result = buffers.size() - 1;
+  for (Array& array : call.others) results.push_back(describe(array, nullptr));
   std::vector<XLA_FFI_ArgType> argument_types(arguments.size(), XLA_FFI_ArgType_BUFFER);
   std::vector<XLA_FFI_AttrType> attribute_types;
-  XLA_FFI_RetType result_type = XLA_FFI_RetType_BUFFER;
+  std::vector<XLA_FFI_RetType> result_types(results.size(), XLA_FFI_RetType_BUFFER);
   std::deque<XLA_FFI_ByteSpan> spans;
   std::deque<XLA_FFI_Scalar> scalars;
   std::vector<XLA_FFI_ByteSpan*> names;
@@ -202,10 +205,10 @@ std::vector<char> Run(Call& call, Pool& pool, bool at_end) {
   frame.ctx = reinterpret_cast<XLA_FFI_ExecutionContext*>(&pool);
   frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
   frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, int64_t(arguments.size()), argument_types.data(), arguments.data()};
-  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, 1, &result_type, &result};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, int64_t(results.size()), result_types.data(), results.data()};
   frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, int64_t(attributes.size()), attribute_types.data(), names.data(),
                  attributes.data()};
-  const Guarded& out = buffers.back();
+  const Guarded& out = buffers[first_result];
   Watched([&] {
     call.handler(&frame);
     if (fault == "write after") out.data()[call.result.bytes.size()] = 0;
@@ -218,7 +221,12 @@ std::vector<char> Run(Call& call, Pool& pool, bool at_end) {
   });
   for (const Guarded& buffer : buffers)
     if (!buffer.IsUntouchedBeside()) Fail("memory beside a buffer was written");
-  return out.content();
+  std::vector<char> contents;
+  for (size_t i = first_result; i < buffers.size(); ++i) {
+    const std::vector<char> content = buffers[i].content();
+    contents.insert(contents.end(), content.begin(), content.end());
+  }
+  return contents;
 }
 
 using Random = std::mt19937;
@@ -394,6 +402,78 @@ Call Attention(Random& random, XLA_FFI_Handler* handler, const char* way) {
   return call;
 }
 
+// What `move_states` and `convolve_tokens` take last: some sequences with tokens and one without, places of their own,
+// states that come from others or are kept besides; and the states, `sizes` numbers each, for a result in their place.
+void AddStates(Random& random, Call& call, const std::vector<int32_t>& counts, std::vector<int64_t> sizes) {
+  const int64_t num_seqs = counts.size(), num_places = 4 * num_seqs;
+  std::vector<int32_t> offsets{0}, starts, source, place, kept_at, kept_to;
+  for (int i = 0; i < num_seqs; ++i) {
+    offsets.push_back(offsets.back() + counts[i]);
+    starts.push_back(OneOf(random, {0, 0, 1, 2, 3, 64}));
+    place.push_back(i);
+    source.push_back(Below(random, 3) ? i : int(num_seqs) + i);
+  }
+  for (int n = 0; n < 2; ++n)
+    for (int i = 0; i < num_seqs; ++i) {
+      kept_at.push_back(Below(random, 2) ? 0 : Below(random, counts[i] + 1));
+      kept_to.push_back(int(num_seqs) * (2 + n) + i);
+    }
+  for (const auto& [dims, numbers] :
+       {std::pair(std::vector<int64_t>{num_seqs + 1}, offsets), std::pair(std::vector<int64_t>{num_seqs}, starts),
+        std::pair(std::vector<int64_t>{num_seqs}, source), std::pair(std::vector<int64_t>{num_seqs}, place),
+        std::pair(std::vector<int64_t>{2, num_seqs}, kept_at), std::pair(std::vector<int64_t>{2, num_seqs}, kept_to)})
+    call.arguments.push_back(MakeArray(XLA_FFI_DataType_S32, dims, numbers));
+  sizes.insert(sizes.begin(), num_places);
+  int64_t total = 1;
+  for (const int64_t size : sizes) total *= size;
+  call.arguments.push_back(MakeArray(XLA_FFI_DataType_F32, sizes, Floats(random, total)));
+  call.others.push_back({XLA_FFI_DataType_F32, sizes, std::vector<char>(4 * total)});
+}
+
+std::vector<int32_t> Counts(Random& random, int64_t* num_tokens) {
+  std::vector<int32_t> counts(1 + Below(random, 4));
+  for (int32_t& count : counts) count = OneOf(random, {1, 1, 2, 5, 40});
+  *num_tokens = Below(random, 4);  // padding
+  for (const int32_t count : counts) *num_tokens += count;
+  counts.push_back(0);
+  return counts;
+}
+
+Call States(Random& random, XLA_FFI_Handler* handler) {
+  const int64_t heads = 1 + Below(random, 2), group = 1 + Below(random, 3), keys = 8 * OneOf(random, {1, 2, 3, 32});
+  const int64_t values = 16 * OneOf(random, {1, 2, 3, 4, 5, 8});
+  int64_t tokens;
+  const std::vector<int32_t> counts = Counts(random, &tokens);
+  const int64_t of_keys = tokens * heads * keys, of_heads = tokens * heads * group;
+  std::vector<float> decay(of_heads);
+  for (float& x : decay) x = float(random() % 1000) / 1000;  // so that states stay finite
+  Call call{handler,
+            {MakeArray(XLA_FFI_DataType_F32, {tokens, heads, keys}, Floats(random, of_keys)),
+             MakeArray(XLA_FFI_DataType_F32, {tokens, heads, keys}, Floats(random, of_keys)),
+             MakeArray(XLA_FFI_DataType_F32, {tokens, heads, group, values}, Floats(random, of_heads * values)),
+             MakeArray(XLA_FFI_DataType_F32, {tokens, heads, group}, decay),
+             MakeArray(XLA_FFI_DataType_F32, {tokens, heads, group}, Floats(random, of_heads))},
+            {{"corrects", XLA_FFI_DataType_PRED, Below(random, 2)}},
+            {XLA_FFI_DataType_F32, {tokens, heads, group, values}, std::vector<char>(4 * of_heads * values)}};
+  AddStates(random, call, counts, {heads, group, keys, values});
+  return call;
+}
+
+Call Convolution(Random& random, XLA_FFI_Handler* handler) {
+  const int64_t heads = 1 + Below(random, 2), channels = 16 * OneOf(random, {1, 2, 3, 17}), taps = 2 + Below(random, 7);
+  const int64_t row = channels + Below(random, 20);
+  int64_t tokens;
+  const std::vector<int32_t> counts = Counts(random, &tokens);
+  Call call{handler,
+            {MakeArray(XLA_FFI_DataType_F32, {tokens, heads, row}, Floats(random, tokens * heads * row)),
+             MakeArray(XLA_FFI_DataType_F32, {taps, heads, channels}, Floats(random, taps * heads * channels)),
+             MakeArray(XLA_FFI_DataType_F32, {heads, channels}, Floats(random, heads * channels))},
+            {},
+            {XLA_FFI_DataType_F32, {tokens, heads, channels}, std::vector<char>(4 * tokens * heads * channels)}};
+  AddStates(random, call, counts, {taps, heads, channels});
+  return call;
+}
+
 XLA_FFI_Handler* Load(void* library, const char* name) {
   void* found = dlsym(library, name);
   if (!found) Fail(dlerror());
@@ -420,7 +500,7 @@ int main(int argc, char** argv) {
     for (int i = 0; i < count; ++i) {
       for (const std::string kernel : {"rows_product", "grouped_kept_product", "paged_attention", "int8_product",
                                        "grouped_packed_product of words", "grouped_packed_product of bytes",
-                                       "grouped_packed_product of int8", "row_sums"}) {
+                                       "grouped_packed_product of int8", "row_sums", "move_states", "convolve_tokens"}) {
         const bool is_packed = kernel.rfind("grouped_packed_product", 0) == 0;
         const bool of_words = kernel.find(" of words") != std::string::npos;
         if (is_packed && !of_words && !multiplies_bytes()) continue;
@@ -430,6 +510,8 @@ int main(int argc, char** argv) {
                     : is_packed ? PackedProduct(random, handler, of_words ? 16 : 8, kernel.find("int8") == std::string::npos ? 4 : 8)
                     : kernel == "grouped_kept_product" ? KeptProduct(random, handler, way)
                     : kernel == "row_sums"      ? RowSums(random, handler)
+                    : kernel == "move_states"   ? States(random, handler)
+                    : kernel == "convolve_tokens" ? Convolution(random, handler)
                                                 : Product(random, handler, way);
         const std::string which = kernel + " of case " + std::to_string(i);
         const std::vector<char> first = Run(call, few, true), second = Run(call, more, false);

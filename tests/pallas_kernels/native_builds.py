@@ -13,10 +13,11 @@ from pallas_kernels.target import processor_flags
 _IMITATED_TILES = Path(__file__).with_name("imitated_tiles.h")
 
 
-PARTS = (library.COMMON, library.GROUPED, library.INTEGERS)
+PARTS = (library.COMMON, library.GROUPED, library.INTEGERS, library.STATES)
 # All kernels in one library.
 WHOLE = library.Part(
-    ("kernels.cc", "product.cc", "product_int8.cc"), tuple(target for part in PARTS for target in part.targets)
+    ("kernels.cc", "product.cc", "product_int8.cc", "states.cc"),
+    tuple(target for part in PARTS for target in part.targets),
 )
 
 
