@@ -41,6 +41,46 @@ def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, head_dim: int, voc
 
 SHAPES = {
     "mid": _qwen3(1024, 8, 16, 3072, head_dim=64, vocab=32_000, tied=True),
+    # Of its size, with states in all layers but a few.
+    "mid-delta": _qwen3(1024, 8, 8, 3072, head_dim=128, vocab=32_000, tied=False)
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_key_value_heads": 2,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    "mid-mamba": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "hidden_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "intermediate_size": 3072,
+        "shared_intermediate_size": 3072,
+        "layer_types": ["attention" if layer == 5 else "mamba" for layer in range(8)],
+        "position_embedding_type": "nope",
+        "mamba_n_heads": 32,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "vocab_size": 32_000,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40_960,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, head_dim=128, vocab=151_936, tied=True),
     "qwen3-8b": _qwen3(4096, 36, 32, 12_288, head_dim=128, vocab=151_936, tied=False),
 }
@@ -368,9 +408,11 @@ def write_head_config(model: str, folder: Path) -> Path:
 def write_checkpoint(shape: str, folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Path:
     """Writes config.json and random weights in one model.safetensors; returns `folder`.
 
-    Needs twice the size of the model in memory.
+    Needs twice the size of the model in memory. Weights of other families than Qwen3 are transformers'.
     """
     config = SHAPES[shape]
+    if config["model_type"] != "qwen3":
+        return _write_by_transformers(shape, folder, dtype, seed)
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, dims in tensor_shapes(config).items():
@@ -381,6 +423,16 @@ def write_checkpoint(shape: str, folder: Path, dtype: str = "bfloat16", seed: in
         tensors[name] = values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     write_config(shape, folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _write_by_transformers(shape: str, folder: Path, dtype: str, seed: int) -> Path:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.from_pretrained(write_config(shape, folder))
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 
