@@ -86,7 +86,13 @@ def pool_arrays(arch: ModelArch, layer: int, modules: frozenset[str], num_column
 def adaptable_modules(arch: ModelArch) -> frozenset[str]:
     """The modules that an adapter of `arch` may change: attention's, and those of dense MLPs."""
     has_dense = any(isinstance(layer.mlp, DenseMlp) for layer in arch.layers)
-    return frozenset(MODULES if has_dense else MODULES[:4])
+    of_mlp = (*_of_units(arch.unit_rows), "down_proj") if has_dense else ()
+    return frozenset((*MODULES[:4], *of_mlp))
+
+
+def _of_units(unit_rows: int) -> Sequence[str]:
+    """The modules of an MLP's first product, which has so many rows of a unit."""
+    return GATE_UP[-unit_rows:]
 
 
 class ActiveAdapters:
@@ -129,11 +135,12 @@ class LayerAdapters:
         return fused + jnp.concatenate(parts, axis=2)
 
     def add_to_gate_up(self, gate_up: jax.Array, x_TD: jax.Array) -> jax.Array:
-        """The products of gate and up `[T, 2, F]` of `x_TD` with what the adapters add."""
+        """The products of gate and up `[T, U, F]` of `x_TD` with what the adapters add."""
         outs = self._of_group("gate_up_a", GATE_UP, x_TD)
         if not outs:
             return gate_up
-        return gate_up + jnp.stack([outs.get(module, jnp.zeros_like(gate_up[:, 0])) for module in GATE_UP], axis=1)
+        none, modules = jnp.zeros_like(gate_up[:, 0]), _of_units(gate_up.shape[1])
+        return gate_up + jnp.stack([outs.get(module, none) for module in modules], axis=1)
 
     def of_output(self, module: str, x: jax.Array) -> jax.Array | None:
         """What the adapters add to the product `[T, D]` of o_proj or down_proj with `x`; None: nothing.

@@ -43,6 +43,7 @@ KINDS: dict[
     "glm": [([*ATTENTION, "gate_up_proj"], {"r": 4})],
     "qwen2_moe": [(ATTENTION, {"r": 4})],
     "olmo2": [(ATTENTION + MLP, {"r": 4})],
+    "arcee": [([*ATTENTION, "up_proj", "down_proj"], {"r": 4})],
 }
 
 
