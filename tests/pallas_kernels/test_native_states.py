@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, Sequences, StateTokens
 from pallas_kernels.native import library
-from tests.pallas_kernels.native_builds import compile_library
 
 pytestmark = pytest.mark.usefixtures("native_runs_here")
 
@@ -23,19 +21,11 @@ PLACES = 8
 TARGETS = ("MOVE_STATES", "CONVOLVE_TOKENS")
 
 
-@pytest.fixture(scope="module")
-def narrow_states() -> str:
-    """What ends XLA's names of the kernels compiled for a processor that has AVX2 only."""
-    path = compile_library("-mno-avx512f", part=library.STATES)
-    library._register(ctypes.CDLL(str(path)), library.STATES, "_narrow")
-    return "_narrow"
-
-
 @pytest.fixture(params=["as here", "narrow"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Compiled for this machine, or for one with AVX2 only."""
     if request.param == "narrow":
-        suffix = request.getfixturevalue("narrow_states")
+        suffix = request.getfixturevalue("narrow_kernels")
         for name in TARGETS:
             monkeypatch.setattr(library, name, getattr(library, name) + suffix)
     return str(request.param)
