@@ -335,6 +335,16 @@ class DeltaScan(Protocol):
         ...
 
 
+class Convolve(Protocol):
+    """A convolution of a few tokens for all tokens of each sequence, on one backend."""
+
+    def __call__(
+        self, mixed: jax.Array, taps: jax.Array, inputs: jax.Array, seqs: Sequences, interpret: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """What `convolution.convolve_extend` returns, of `mixed [T, K, C]` float32."""
+        ...
+
+
 class DeltaStep(Protocol):
     """`delta_decode` on one backend: from a layer's product to what goes into the next one."""
 
@@ -426,6 +436,8 @@ class Backend:
     """None where XLA loops over blocks. It takes what `delta_decode` takes."""
     delta_scan: Kernel[DeltaScan] | None = None
     """In the place of all three, of decodes and prompts."""
+    convolve: Kernel[Convolve] | None = None
+    """None where XLA convolves, for layers that do nothing else."""
     absorb_and_store: Kernel[AbsorbAndStore] | None = None
     """None where XLA makes queries and entries of latents, and stores."""
     decode_latents: Kernel[DecodeLatents] | None = None

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.backend import DeltaScan
+from pallas_kernels.convolution import convolve_decode, convolve_extend, copied
 from pallas_kernels.delta_tokens import BLOCK, Heads, Sequences, Solved, StateTokens
 from pallas_kernels.dispatch import choose_kernel_or_xla, refusals_of
 from pallas_kernels.target import target_device
@@ -40,8 +41,7 @@ class DeltaStates(NamedTuple):
 
     Attributes:
       matrices: `[P, K, r, h, v]` float32, of P places, K key heads and r value heads of each.
-      inputs: `[P, taps, K, C]` float32, what the convolution has read of the last tokens, that at position p in slot
-        p modulo taps: so a token writes one slot, and reads others.
+      inputs: `[P, taps, K, C]` float32, what the convolution has read of the last tokens (`convolution.py`).
     """
 
     matrices: jax.Array
@@ -77,13 +77,9 @@ def delta_decode(
         to = jnp.full_like(place, -1) if kept_to is None else kept_to
         out, *after = kernel(tokens, *states, positions, place, to, interpret)
         return tokens.finished(out), DeltaStates(*after)
-    num_taps = tokens.taps.shape[-1]
-    is_slot = _like_slots(positions[:, None] % num_taps == jnp.arange(num_taps))
-    # All slots are written, so that XLA reads them before: it would copy the kept arrays.
-    slots = jnp.where(is_slot, tokens.mixed.astype(jnp.float32)[:, None], states.inputs[place])
-    window = _in_order(slots, positions[:, None] + jnp.arange(1 - num_taps, 1))
-    heads = tokens.heads(_activated(tokens, (window * jnp.moveaxis(tokens.taps, -1, 0)).sum(axis=1)))
-    states = states._replace(inputs=states.inputs.at[place].set(slots, mode="promise_in_bounds"))
+    convolved, inputs = convolve_decode(tokens.mixed, tokens.taps, states.inputs, positions, place)
+    heads = tokens.heads(_activated(tokens, convolved))
+    states = states._replace(inputs=inputs)
     read, states = _decoded(heads, states, place, positions > 0, kept_to, tokens.corrects)
     return tokens.gated(read, heads.v), states
 
@@ -102,7 +98,7 @@ def _decoded(
     values = heads.v - (state * k).sum(axis=-2) if corrects else heads.v
     state = state + k * (values * heads.beta[..., None])[..., None, :]
     after = states._replace(matrices=states.matrices.at[place].set(state, mode="promise_in_bounds"))
-    return (state * q).sum(axis=-2), after if kept_to is None else _copied(after, place, kept_to)
+    return (state * q).sum(axis=-2), after if kept_to is None else DeltaStates(*copied(after, place, kept_to))
 
 
 def _scan(tokens: StateTokens, states: DeltaStates, backend: str, interpret: bool) -> DeltaScan | None:
@@ -119,21 +115,6 @@ def _activated(tokens: StateTokens, convolved: jax.Array) -> jax.Array:
     return jax.nn.silu(convolved if tokens.bias is None else convolved + tokens.bias)
 
 
-def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates:
-    """The states with those at `place [S]` also at `to [S]`, where that is not -1; costs nothing where none is."""
-    first = jnp.argsort(to < 0, stable=True)  # sequences whose states are copied come first
-
-    def one(i: jax.Array, states: DeltaStates) -> DeltaStates:
-        s = first[i]
-        return DeltaStates(*(
-            jax.lax.dynamic_update_index_in_dim(each, each.at[place[s]].get(mode="promise_in_bounds"), to[s], 0)
-            for each in states
-        ))  # fmt: skip
-
-    copied: DeltaStates = jax.lax.fori_loop(0, (to >= 0).sum(), one, states)
-    return copied
-
-
 def delta_extend(
     tokens: StateTokens, states: DeltaStates, seqs: Sequences, *, backend: str = "auto", interpret: bool = False
 ) -> tuple[jax.Array, DeltaStates]:
@@ -148,17 +129,8 @@ def delta_extend(
         return read, DeltaStates(*after)
     num_tokens, offsets = tokens.num_tokens, seqs.query_offsets
     counts = offsets[1:] - offsets[:-1]
-    seq_of = jnp.minimum(
-        jnp.searchsorted(offsets[1:], jnp.arange(num_tokens), side="right", method="compare_all"), len(counts) - 1
-    )
-    mixed = tokens.mixed.astype(jnp.float32)
-    earlier = seqs.starts[:, None] + jnp.arange(1 - tokens.taps.shape[-1], 0)
-    before = _in_order(states.inputs[seqs.source], earlier)
-    heads = tokens.heads(_activated(tokens, _convolved(mixed, tokens.taps, before, seq_of, offsets)))
-    inputs = states.inputs
-    for at, to in ((counts, seqs.place), *zip(seqs.kept_at, seqs.kept_to, strict=True)):
-        last = _in_slots(_last_inputs(mixed, before, offsets, at), seqs.starts + at)
-        inputs = inputs.at[to].set(last, mode="promise_in_bounds")
+    convolved, inputs = convolve_extend(tokens.mixed, tokens.taps, states.inputs, seqs)
+    heads = tokens.heads(_activated(tokens, convolved))
     states = DeltaStates(states.matrices, inputs)
     kernel = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
@@ -390,53 +362,6 @@ def _inverse(system: jax.Array) -> jax.Array:
 def _dot(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """A product in float32 with all of its bits, whatever the device would rather do."""
     return jnp.einsum(axes, a, b, precision="highest")
-
-
-def _convolved(
-    mixed: jax.Array, taps: jax.Array, before: jax.Array, seq_of: jax.Array, offsets: jax.Array
-) -> jax.Array:
-    """`[T, K, C]` the convolution of `mixed [T, K, C]`, whose sequences go on from `before [S, taps - 1, K, C]`."""
-    num_taps = taps.shape[-1]
-    place = jnp.arange(len(mixed)) - offsets[seq_of]  # in its sequence's chunk
-    out = mixed * taps[..., -1]
-    for back in range(1, num_taps):
-        shifted = jnp.pad(mixed, ((back, 0), (0, 0), (0, 0)))[: len(mixed)]  # there may be fewer tokens than taps
-        early = before[seq_of, jnp.clip(num_taps - 1 - back + place, 0, num_taps - 2)]
-        out = out + jnp.where((place >= back)[:, None, None], shifted, early) * taps[..., -1 - back]
-    return out
-
-
-def _in_order(slots: jax.Array, positions: jax.Array) -> jax.Array:
-    """`[S, n, K, C]` the inputs of the tokens at `positions [S, n]`, of `slots [S, taps, K, C]`; zeros before 0."""
-    return jnp.where(_like_slots(positions >= 0), _picked(slots, positions), 0.0)
-
-
-def _picked(slots: jax.Array, numbers: jax.Array) -> jax.Array:
-    """`[S, n, K, C]` the slots that `numbers [S, n]` modulo taps name, by choices: a gather would be a kernel."""
-    num_taps = slots.shape[1]
-    found = slots[:, :1]
-    for number in range(1, num_taps):
-        found = jnp.where(_like_slots(numbers % num_taps == number), slots[:, number : number + 1], found)
-    return jnp.broadcast_to(found, (*numbers.shape, *slots.shape[2:]))
-
-
-def _like_slots(x: jax.Array) -> jax.Array:
-    return x[..., None, None]
-
-
-def _in_slots(last: jax.Array, ends: jax.Array) -> jax.Array:
-    """The inputs `[S, taps, K, C]` of the last tokens before positions `ends [S]`, oldest first, in their slots."""
-    return _picked(last, jnp.arange(last.shape[1]) - ends[:, None])
-
-
-def _last_inputs(mixed: jax.Array, before: jax.Array, offsets: jax.Array, counts: jax.Array) -> jax.Array:
-    """`[S, taps, K, C]` what the convolution has read of a sequence's last tokens, after `counts [S]` in this step."""
-    early = before.shape[1]
-    place = counts[:, None] - early - 1 + jnp.arange(early + 1)  # [S, taps], below 0 in `before`
-    seqs = jnp.arange(len(counts))[:, None]
-    of_before = before[seqs, jnp.clip(early + place, 0, early - 1)]
-    late = mixed[jnp.clip(offsets[:-1, None] + place, 0, len(mixed) - 1)]
-    return jnp.where((place >= 0)[..., None, None], late, of_before)
 
 
 def _between_blocks(x: jax.Array) -> jax.Array:

@@ -51,6 +51,12 @@ from transformers import (
     GraniteMoeSharedForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -238,6 +244,7 @@ _GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 0.7,
 }
+_CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 _GRANITE_MOE = {**_GRANITE, "intermediate_size": 48, "num_local_experts": 10, "num_experts_per_tok": 3}
 
 # The same, as differences from OF_FAMILIES.
@@ -370,6 +377,35 @@ _FAMILIES: dict[str, Kind] = {
     "bamba": (BambaConfig, BambaForCausalLM, {**_MAMBA, "mlp_bias": True, "attn_layer_indices": [1]}),
     "nemotron_h": (NemotronHConfig, NemotronHForCausalLM, _NEMOTRON_H),
     "nemotron_h_latent": (NemotronHConfig, NemotronHForCausalLM, {**_NEMOTRON_H, "moe_latent_size": 44}),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM, {**_CONV, "intermediate_size": 150, "block_multiple_of": 8}),
+    "lfm2_moe": (
+        Lfm2MoeConfig,
+        Lfm2MoeForCausalLM,
+        {
+            **_CONV,
+            "num_dense_layers": 1,
+            "num_experts": 10,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 1.7,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm3": (
+        Lfm3Config,
+        Lfm3ForCausalLM,
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+            "conv_L_cache": 5,
+            "sliding_window": WINDOW,
+            "attention_bias": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.4},
+            },
+        },
+    ),
     "arcee": (ArceeConfig, ArceeForCausalLM, {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
     "granite": (
         GraniteConfig,
@@ -525,7 +561,10 @@ _FAMILIES: dict[str, Kind] = {
 FAMILY_KINDS = tuple(_FAMILIES)
 DELTA_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, the ones with gated delta-nets
 BLOCK_KINDS = ("nemotron_h", "nemotron_h_latent")  # whose layers are a mixer or an MLP alone
-HYBRID_KINDS = (*DELTA_KINDS, "granite_hybrid", "nemotron_h", "bamba", "nemotron_h_latent")  # all that keep states
+CONV_KINDS = ("lfm2", "lfm2_moe", "lfm3")  # with short convolutions
+HYBRID_KINDS = (  # all that keep states
+    *DELTA_KINDS, "granite_hybrid", "nemotron_h", "bamba", "nemotron_h_latent", *CONV_KINDS
+)  # fmt: skip
 
 
 def make_checkpoint(
@@ -558,7 +597,7 @@ def make_checkpoint(
                 if kind.startswith("olmo") and "embed" in name:
                     parameter.mul_(8)  # else the normalized updates hide which token it is
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
             elif name.endswith("layer_scalar"):
                 buffer.copy_(1 + 0.2 * torch.randn_like(buffer))

@@ -16,6 +16,7 @@ from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
 from pallas_kernels import AttentionOptions, LatentQkv
 from pallas_kernels.delta_tokens import DeltaTokens, MambaTokens, StateTokens
+from pallas_kernels.short_conv import ConvTokens
 
 
 def causal_attend(arch: ModelArch) -> Attend:
@@ -58,12 +59,16 @@ def causal_attention(
     return jnp.einsum("nts,snh->tnh", weights, v)
 
 
-def plain_recur(place: int, tokens: StateTokens) -> jax.Array:
-    """The gated delta rule or that of Mamba-2, token by token, from a state of zeros."""
+def plain_recur(place: int, tokens: StateTokens | ConvTokens) -> jax.Array:
+    """The gated delta rule or that of Mamba-2, token by token, from a state of zeros; or a convolution alone."""
     num_taps, num_tokens = tokens.taps.shape[-1], len(tokens.mixed)
     padded = jnp.pad(tokens.mixed.astype(jnp.float32), ((num_taps - 1, 0), (0, 0), (0, 0)))
     windows = jnp.stack([padded[i : i + num_tokens] for i in range(num_taps)], axis=-1)
     convolved = (windows * tokens.taps).sum(axis=-1)
+    if isinstance(tokens, ConvTokens):
+        assert tokens.product.ndim == 3, "products of tests don't come in parts"
+        gates = jnp.split(tokens.product.astype(jnp.float32), 3, axis=-1)[1]
+        return (gates * convolved).astype(tokens.dtype)[:, :, None]
     others = tokens.fused[..., tokens.mixed.shape[-1] :].astype(jnp.float32)
     if isinstance(tokens, MambaTokens):
         return _plain_mamba(tokens, convolved, others)

@@ -19,9 +19,9 @@ from jaxsgl.errors import ConfigError
 TOOL_CALL_PARSERS = (
     "auto", "none",
     "hermes", "qwen3_coder", "glm45", "llama3", "mistral", "mistral_v11", "kimi_k2", "deepseek_v31", "deepseek_v3",
-    "minimax_m2", "granite", "phi4_mini", "olmo3", "pythonic",
+    "minimax_m2", "granite", "phi4_mini", "olmo3", "lfm2", "pythonic",
     "gemma4", "json", "gpt-oss",
-    "qwen", "qwen25", "smollm3", "qwen3_xml", "glm", "glm47", "llama3_json", "llama4_json", "llama4_pythonic", "lfm2",
+    "qwen", "qwen25", "smollm3", "qwen3_xml", "glm", "glm47", "llama3_json", "llama4_json", "llama4_pythonic",
     "minimax-m2", "deepseek-v3", "deepseekv3", "deepseekv31", "phi4_mini_json", "openai",
 )  # fmt: skip
 REASONING_PARSERS = (

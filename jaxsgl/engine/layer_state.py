@@ -7,9 +7,9 @@
 
 An array by page has a part for each page of the pool, an array by row one for each row of running requests. Attention
 keeps K and V by page, whatever its window, and nothing by row; nothing at all if it reads another layer's. A gated
-delta-net, as a layer of Mamba-2, keeps its state by row and nothing by page. A mixer that keeps something else is a row
-of `layer_states` and, if `KvBuffers` or `StateBuffers` has no field of that name yet, a field there; a latent cache is
-a "k" without a "v". Knows no requests and no programs.
+delta-net, a layer of Mamba-2 or a short convolution keeps its state by row and nothing by page. A mixer that keeps
+something else is a row of `layer_states` and, if `KvBuffers` or `StateBuffers` has no field of that name yet, a field
+there; a latent cache is a "k" without a "v". Knows no requests and no programs.
 """
 
 from __future__ import annotations
@@ -158,17 +158,16 @@ def latent_state(num_copies: int, page_size: int, entry_dim: int, dtype: jnp.dty
 
 
 def recurrent_state(net: RecurrentNet) -> LayerState:
-    """What a net that recurs keeps: a matrix for each value head, and what its convolution read of the last tokens."""
-    matrices = net.key_heads, net.group, net.key_size, net.value_size
-    inputs = net.taps, net.key_heads, net.channels
+    """What a net that recurs keeps: a matrix for each value head, if it has any, and what its convolution read of the
+    last tokens.
+    """
     float32 = jnp.dtype(jnp.float32)
-    return LayerState(
-        (),
-        (
-            StateArray("matrices", matrices, float32, ("key_heads", None, None, None)),
-            StateArray("inputs", inputs, float32, (None, "key_heads", None)),
-        ),
-    )
+    inputs = net.taps, net.key_heads, net.channels
+    kept = [StateArray("inputs", inputs, float32, (None, "key_heads", None))]
+    if net.key_size:
+        matrices = net.key_heads, net.group, net.key_size, net.value_size
+        kept.insert(0, StateArray("matrices", matrices, float32, ("key_heads", None, None, None)))
+    return LayerState((), tuple(kept))
 
 
 def layer_states(

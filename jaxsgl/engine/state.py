@@ -22,6 +22,8 @@ from jaxsgl.engine.layer_state import LayerStates, StateArray
 from jaxsgl.engine.tables import EditTables, neutral_tables
 from jaxsgl.models.tensor_parallel import DATA_AXIS
 from jaxsgl.weights.sharding import by_rank, replicated
+from pallas_kernels.delta import DeltaStates
+from pallas_kernels.short_conv import ConvStates
 
 
 class KvBuffers(NamedTuple):
@@ -47,11 +49,24 @@ class KvBuffers(NamedTuple):
 class StateBuffers(NamedTuple):
     """States: what layers keep by row, `[rows + 1 + snapshots, ...]`: of running requests, the dummy row's, snapshots.
 
-    Written in place. A field holds the arrays of its name, of each layer that has one (`pallas_kernels.delta`).
+    Written in place. A field holds the arrays of its name, of each layer that has one (`pallas_kernels.delta`); short
+    convolutions have no matrices.
     """
 
     matrices: tuple[jax.Array, ...]
     inputs: tuple[jax.Array, ...]
+
+    def by_layer(self) -> list[DeltaStates] | list[ConvStates]:
+        """The states of each layer: all layers of a model that have some are of one kind."""
+        if not self.matrices:
+            return [ConvStates(inputs) for inputs in self.inputs]
+        return [DeltaStates(*arrays) for arrays in zip(*self, strict=True)]
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[DeltaStates | ConvStates]) -> StateBuffers:
+        """The inverse of `by_layer`."""
+        matrices = (layer.matrices for layer in layers if isinstance(layer, DeltaStates))
+        return cls(tuple(matrices), tuple(layer.inputs for layer in layers))
 
 
 class DeviceState(NamedTuple):

@@ -35,8 +35,9 @@ from jaxsgl.models.layers import no_states
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.weights import KvScales
 from pallas_kernels import AttentionOptions, KernelChoice
-from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend
+from pallas_kernels.delta import delta_decode, delta_extend
 from pallas_kernels.delta_tokens import Sequences, StateTokens
+from pallas_kernels.short_conv import ConvTokens, conv_decode, conv_extend
 
 SAMPLING_ROWS = 3 + len(COLUMNS)  # of `pack_sampling`
 
@@ -453,18 +454,21 @@ class Running:
         backend: str,
     ) -> None:
         assert kind != "verify", "a state can't go back to the drafts that stand"
-        self._layers = [DeltaStates(*arrays_of_layer) for arrays_of_layer in zip(*states, strict=True)]
+        self._layers: list[Any] = states.by_layer()
+        self._decode: Any = delta_decode if states.matrices else conv_decode
+        self._extend: Any = delta_extend if states.matrices else conv_extend
         self._arrays, self._kind, self._backend = arrays, kind, backend
         self._kept_to = None
         if kind == "decode" and arrays.snapshot_to is not None:
             is_kept = ends_page(arrays.positions + 1, page_size) & (arrays.snapshot_to != dummy_row)
             self._kept_to = jnp.where(is_kept, arrays.snapshot_to, -1)
 
-    def recur(self, place: int, tokens: StateTokens) -> jax.Array:
+    def recur(self, place: int, tokens: StateTokens | ConvTokens) -> jax.Array:
         """Moves the states of the layer over this step's tokens; `[T, K', r, v]`."""
         a, states = self._arrays, self._layers[place]
+        out: jax.Array
         if self._kind == "decode":
-            out, self._layers[place] = delta_decode(
+            out, self._layers[place] = self._decode(
                 tokens, states, a.positions, a.rows, self._kept_to, backend=self._backend
             )
         else:
@@ -474,9 +478,9 @@ class Running:
             at, to = (none if each is None else each for each in kept)
             source = a.rows if a.state_from is None else a.state_from
             seqs = Sequences(a.query_offsets, starts, source, a.rows, at, to)
-            out, self._layers[place] = delta_extend(tokens, states, seqs, backend=self._backend)
+            out, self._layers[place] = self._extend(tokens, states, seqs, backend=self._backend)
         return out
 
     def buffers(self) -> StateBuffers:
         """The states as the layers left them."""
-        return StateBuffers(*zip(*self._layers, strict=True))
+        return StateBuffers.of_layers(self._layers)

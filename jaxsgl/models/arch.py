@@ -22,7 +22,7 @@ from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import FAMILIES
-from jaxsgl.models.family import Family, NormPlaces, QkNorm
+from jaxsgl.models.family import Family, NormPlaces, OutputGate, QkNorm
 from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
 from jaxsgl.models.layer_spec import WHOLE, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, RecurrentNet, Stage
 from jaxsgl.models.pooling import read_labels, read_pooling
@@ -70,14 +70,13 @@ class ModelArch:
       norms: where a layer has norms.
       norm_offset: added to the scales of all norms when they are loaded. Unless it is 0, they are float32 parameters.
       activation: of the MLPs' gates, or of their units if these have none.
-      gated: a unit is activation(gate) * up; else activation(up), and the first product has no rows of gates.
       embedding_scale: factor on embeddings; None: 1.
       residual_scale: factor on what a block adds to the residual stream; None: 1.
       logits_divisor: what logits are divided by; None: 1.
       attention_scale: factor on q . k before the softmax; None: 1 / sqrt(H).
       attention_cap, logits_cap: soft caps of scores and of logits: x becomes cap * tanh(x / cap).
       sinks: query heads have attention sinks.
-      output_gate: each query head has a gate, whose sigmoid multiplies the head's output.
+      output_gate: what attention's output has gates for, whose sigmoids multiply it; None: it has none.
       kv_cache_dtype: "fp8_e4m3" if the checkpoint was calibrated for a KV cache of it; None: as the weights.
       weight_format: how matrices are quantized; None: not at all.
       stored_format: how the checkpoint has quantized what has no format here: what makes keys and values of a latent,
@@ -124,7 +123,6 @@ class ModelArch:
     norms: NormPlaces = "pre"
     norm_offset: int = 0
     activation: Activation = "silu"
-    gated: bool = True
     embedding_scale: float | None = None
     residual_scale: float | None = None
     logits_divisor: float | None = None
@@ -132,7 +130,7 @@ class ModelArch:
     attention_cap: float | None = None
     logits_cap: float | None = None
     sinks: bool = False
-    output_gate: bool = False
+    output_gate: OutputGate | None = None
     normalizes_values: bool = False
     layer_factors: bool = False
     layer_vocab_size: int = 0
@@ -162,6 +160,11 @@ class ModelArch:
     def ffn_size(self) -> int:
         """F of the dense MLPs; 0 if the model has none."""
         return next((layer.mlp.ffn_size for layer in self.layers if isinstance(layer.mlp, DenseMlp)), 0)
+
+    @property
+    def gated(self) -> bool:
+        """Whether a unit of an MLP is activation(gate) * up; else activation(up), of a product without gates."""
+        return self.activation not in WITHOUT_GATES.values()
 
     @property
     def unit_rows(self) -> int:
@@ -427,7 +430,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         attention_bias=bias(family.qkv_bias, family.qkv_bias_key),
         attention_out_bias=bias(family.attention_out_bias, family.attention_out_bias_key),
         mlp_bias=bias(family.mlp_bias, family.mlp_bias_key),
-        qk_norm=family.qk_norm if family.qk_norm_key is None or config.get(family.qk_norm_key, False) else None,
+        qk_norm=family.qk_norm if _holds(config, family.qk_norm_key) else None,
         rotates_first=family.rotates_first,
         normalizes_values=family.normalizes_values,
         layer_factors=family.layer_factors,
@@ -435,10 +438,9 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         max_context=layers.max_context,
         dtype=_read_dtype(whole, config),
         eos_token_ids=_read_eos(generation, whole, config),
-        norms=family.norms,
+        norms=family.norms if _holds(config, family.norms_key) else "pre",
         norm_offset=family.norm_offset,
         activation=_read_activation(config, family),
-        gated=family.gated,
         embedding_scale=math.sqrt(hidden_size) if family.scales_embedding else factor("embedding_multiplier"),
         attention_scale=_read_attention_scale(config, family, latent),
         residual_scale=factor("residual_multiplier"),
@@ -446,11 +448,16 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         attention_cap=_read_cap(config, family.caps, "attn_logit_softcapping"),
         logits_cap=_read_cap(config, family.caps or family.caps_logits, "final_logit_softcapping"),
         sinks=family.sinks,
-        output_gate=family.output_gate,
+        output_gate=family.output_gate if _holds(config, family.output_gate_key) else None,
         head=head,
         vision=read_vision(whole, hidden_size) if family.vision else None,
         next_layer=layers.next_spec,
     )
+
+
+def _holds(config: ConfigFile, key: str | None) -> bool:
+    """Whether config.json says that something of the family holds, which it does where there is no key for that."""
+    return key is None or bool(config.get(key, False))
 
 
 def _family_of(architecture: str | None) -> tuple[str, Head]:
@@ -465,8 +472,9 @@ def _family_of(architecture: str | None) -> tuple[str, Head]:
 
 def _read_tied(whole: ConfigFile, config: ConfigFile, family: Family) -> bool:
     """Whether the embedding is the output head. Of a larger model the whole file's word counts, as in transformers."""
-    of_section = config.get("tie_word_embeddings", False)
-    return bool(whole.get("tie_word_embeddings", family.ties_whole or of_section))
+    key = next((key for key in family.tied_keys if whole.get(key) is not None), family.tied_keys[-1])
+    of_section = config.get(key, False)
+    return bool(whole.get(key, family.ties_whole or of_section))
 
 
 def _read_activation(config: ConfigFile, family: Family) -> Activation:

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_embedding import EmbeddingGate, LayerEmbeddings
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, Mamba, MoeMlp
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, Mamba, MoeMlp, ShortConv
 from jaxsgl.models.layers import (
     MLP,
     Attend,
@@ -33,7 +33,14 @@ from jaxsgl.models.layers import (
 )
 from jaxsgl.models.lora import ActiveAdapters, LayerAdapters
 from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, dequantized, rounds_rows
-from jaxsgl.models.mixers import GatedDeltaNet, LatentAttention, Mamba2, RecurrentMixer, SharedKeysAttention
+from jaxsgl.models.mixers import (
+    GatedDeltaNet,
+    LatentAttention,
+    Mamba2,
+    RecurrentMixer,
+    SharedKeysAttention,
+    ShortConvolution,
+)
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.quantization import WeightFormat
@@ -75,6 +82,8 @@ class DecoderLayer(nnx.Module):
             self.delta_net = GatedDeltaNet(arch, spec, dtype)
         elif isinstance(spec.mixer, Mamba):
             self.mamba = Mamba2(arch, spec, dtype)
+        elif isinstance(spec.mixer, ShortConv):
+            self.conv = ShortConvolution(arch, spec, dtype)
         elif spec.mixer is not None:
             self.attention = _attention(spec)(arch, spec, dtype)
         format_of = functools.partial(arch.format_of, spec)
@@ -85,7 +94,7 @@ class DecoderLayer(nnx.Module):
     @property
     def mixer(self) -> Attention | LatentAttention | SharedKeysAttention | RecurrentMixer | None:
         """What mixes tokens, if anything does."""
-        for kind in ("delta_net", "mamba", "attention"):
+        for kind in ("delta_net", "mamba", "conv", "attention"):
             if hasattr(self, kind):
                 found: Attention | LatentAttention | SharedKeysAttention | RecurrentMixer = getattr(self, kind)
                 return found

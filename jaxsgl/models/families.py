@@ -45,6 +45,74 @@ _GRANITE_MOE = MoeFamily(
 )
 _GRANITE_MOE_DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 2}
 
+# What LFM2, dense and with experts, has in common.
+_LFM2 = Family(
+    norm_eps_key="norm_eps",
+    qk_norm="head",
+    qkv_bias=False,
+    attention_out_bias=False,
+    cut_ffn=True,
+    recurrence="short-conv",
+    tied_keys=("tie_embedding", "tie_word_embeddings"),
+    defaults={
+        "num_key_value_heads": 8,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 128_000,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    },
+    ignored=frozenset(
+        {
+            "block_dim",
+            "block_mlp_init_scale",
+            "block_norm_eps",
+            "block_out_init_scale",
+            "block_use_swiglu",
+            "block_use_xavier_init",
+            "conv_dim",
+            "conv_dim_out",
+            "conv_use_xavier_init",
+            "num_heads",
+            "use_pos_enc",
+        }
+    ),
+)
+
+_LFM3 = replace(
+    _LFM2,
+    norms="sandwich",
+    norms_key="use_sandwich_norm",
+    qkv_bias=None,
+    attention_out_bias=None,
+    cut_ffn=False,
+    output_gate="head",
+    output_gate_key="use_attention_gate",
+    windows="always",
+    sliding_theta=10_000.0,
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "norm_eps": 1e-5,
+        "conv_L_cache": 7,
+        "sliding_window": 256,
+        "use_sandwich_norm": True,
+        "use_attention_gate": True,
+        "max_position_embeddings": 128_000,
+        "tie_word_embeddings": True,
+        "eos_token_id": 124_900,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 1_000_000.0,
+            },
+        },
+    },
+    ignored=frozenset(),
+)
+
 # What GLM-4's older and newer form have in common.
 _GLM = Family(
     attention_out_bias=False,
@@ -203,7 +271,7 @@ _HYBRID = Family(
     qk_norm="head",
     partial_rope=True,
     recurrence="delta-net",
-    output_gate=True,
+    output_gate="number",
     defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
     # Positions of text are the same on all three axes. Draft heads are left out. Gates and states are always these.
     ignored=frozenset(
@@ -363,6 +431,29 @@ FAMILIES: dict[str, Family] = {
             }
         ),
     ),
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": replace(
+        _LFM2,
+        cut_ffn=False,
+        moe=MoeFamily(
+            ("num_experts",),
+            score="sigmoid",
+            choice_bias=True,
+            choice_bias_key="use_expert_bias",
+            grouped=True,
+            dense_layers="first",
+            first_dense_key="num_dense_layers",
+        ),
+        defaults={
+            **_LFM2.defaults,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_dense_layers": 2,
+            "use_expert_bias": True,
+            "norm_topk_prob": True,
+        },
+    ),
+    "Lfm3ForCausalLM": _LFM3,
     "ArceeForCausalLM": Family(
         mlp_bias=None,
         gated=False,

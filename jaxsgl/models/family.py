@@ -16,6 +16,8 @@ from pallas_kernels.routing import Score
 NormPlaces: TypeAlias = Literal["pre", "post", "sandwich"]
 # Over what queries and keys are normalized before rope: each head, or all heads at once.
 QkNorm: TypeAlias = Literal["head", "all"]
+# What attention's output has gates for: each query head, or each number of one.
+OutputGate: TypeAlias = Literal["head", "number"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class MoeFamily:
       count_keys: names of the number of experts; checkpoints have one of them, or several with the same value.
       ffn_key: the key of an expert's F.
       score, choice_bias, router_bias, expert_bias: see `Router` and `MoeMlp`.
+      choice_bias_key: the key that says whether `choice_bias` holds; None: it does.
       renormalize: whether shares add up to 1; None: as `norm_topk_prob` says.
       grouped: `n_group`, `topk_group` and `routed_scaling_factor` hold.
       shared_key: the key of the number of shared experts; None: there are none, or `shared_ffn_key` says their size.
@@ -39,8 +42,9 @@ class MoeFamily:
         place of MLPs.
       expert_factors: see `MoeMlp`.
       dense_layers: which layers have a plain MLP. "steps": all but every `decoder_sparse_step`th, and
-        `mlp_only_layers`. "first": the first `first_k_dense_replace`. "outside": all but every `moe_layer_interval`th
-        from `moe_layer_start_index` to `moe_layer_end_index`.
+        `mlp_only_layers`. "first": the first ones, as many as `first_dense_key` says. "outside": all but every
+        `moe_layer_interval`th from `moe_layer_start_index` to `moe_layer_end_index`.
+      first_dense_key: the key of the number of such first layers.
     """
 
     count_keys: tuple[str, ...]
@@ -48,6 +52,7 @@ class MoeFamily:
     score: Score = "softmax"
     renormalize: bool | None = None
     choice_bias: bool = False
+    choice_bias_key: str | None = None
     router_bias: bool = False
     expert_bias: bool = False
     grouped: bool = False
@@ -60,6 +65,7 @@ class MoeFamily:
     switch: str | None = None
     expert_factors: bool = False
     dense_layers: Literal["none", "steps", "first", "outside"] = "none"
+    first_dense_key: str = "first_k_dense_replace"
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Family:
 
     Attributes:
       norms: places of the norms.
+      norms_key: the key that says whether `norms` are "sandwich"; else they are "pre". None: they are as told here.
       norm_eps_key: the key of what is added to mean squares.
       norm_offset: added to the norms' scales when they are loaded: 1 where a checkpoint holds w for 1 + w.
       qk_norm: whether and over what every q and k is normalized (RMSNorm).
@@ -83,6 +90,7 @@ class Family:
       multipliers: `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` hold.
       activation_key: the key of the MLP's activation.
       gated: see `ModelArch`.
+      cut_ffn: an MLP's F is two thirds of the number told, if `block_auto_adjust_ff_dim`.
       activations: words for it that mean another one in this family.
       windows: "none": attention is full. "always": `sliding_window` holds. "flag": it holds if `use_sliding_window`,
         without `layer_types` from the layer `max_window_layers` on. "even by flag": likewise, but in layers 0, 2, 4
@@ -103,14 +111,16 @@ class Family:
       own_parts: layers have kv heads, embeddings and MLPs of their own, or others' keys (`own_parts_config`).
       sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
       section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
+      tied_keys: the keys that say whether the embedding is the head, of which the first one holds that is there.
       ties_whole: where the larger model doesn't say whether the head is tied, it is, whatever `section` says.
       moe: of families with mixtures of experts.
       latent: layers attend over a latent, whose sizes config.json has.
-      recurrence: what layers may be in the place of attention, as `layer_types`, `full_attention_interval` or
-        `attn_layer_indices` says; None: none is anything else.
+      recurrence: what layers may be in the place of attention, as `layer_types`, `full_attention_interval`,
+        `attn_layer_indices` or `full_attn_idxs` says; None: none is anything else.
       mamba_keys: what keys of Mamba-2 are called, if not as in Granite 4.0, by their names there.
       blocks: a layer is a mixer or an MLP alone, as `layers_block_type` or `hybrid_override_pattern` says.
-      output_gate: attention's output is multiplied by a sigmoid that comes with the queries.
+      output_gate: see `ModelArch`.
+      output_gate_key: the key that says whether there is one; None: there is.
       next_layers: after the last layer may be some that predict further tokens, as `num_nextn_predict_layers` says.
       vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`).
       defaults: values of keys that config.json may leave out.
@@ -118,6 +128,7 @@ class Family:
     """
 
     norms: NormPlaces = "pre"
+    norms_key: str | None = None
     norm_eps_key: str = "rms_norm_eps"
     norm_offset: int = 0
     qk_norm: QkNorm | None = None
@@ -133,6 +144,7 @@ class Family:
     multipliers: bool = False
     activation_key: str = "hidden_act"
     gated: bool = True
+    cut_ffn: bool = False
     activations: Mapping[str, str] = field(default_factory=dict)
     windows: Literal["none", "always", "flag", "even by flag", "all by flag"] = "none"
     full_every: int | None = None
@@ -148,14 +160,16 @@ class Family:
     layer_factors: bool = False
     own_parts: bool = False
     section: str | None = None
+    tied_keys: tuple[str, ...] = ("tie_word_embeddings",)
     ties_whole: bool = False
     sinks: bool = False
     moe: MoeFamily | None = None
     latent: bool = False
-    recurrence: Literal["delta-net", "mamba"] | None = None
+    recurrence: Literal["delta-net", "mamba", "short-conv"] | None = None
     mamba_keys: Mapping[str, str] = field(default_factory=dict)
     blocks: bool = False
-    output_gate: bool = False
+    output_gate: OutputGate | None = None
+    output_gate_key: str | None = None
     next_layers: bool = False
     vision: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -19,13 +19,12 @@ from jaxsgl.models.recurrent_config import (
     DENSE,
     EXPERTS,
     FULL,
-    OF_MAMBA,
     RECURRENT,
     SLIDING,
     read_blocks,
-    read_delta_net,
-    read_mamba,
+    read_recurrent_net,
     read_recurrent_types,
+    skip_recurrent_net,
 )
 from jaxsgl.models.rope import RopeParams, read_rope
 from pallas_kernels import Router
@@ -67,15 +66,13 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
     max_context = max(config.count("max_position_embeddings"), *stretched, 0)
     window = _read_window(config, family, max_context)
-    mlps = read_mlps(config, family.moe, num_layers) if blocks is None else _read_mlps_of(config, family.moe, blocks)
+    mlps = read_mlps(config, family, num_layers) if blocks is None else _read_mlps_of(config, family.moe, blocks)
     experts = _read_beside(config, family.moe)
     mixers: dict[str, Mixer | None] = {DENSE: None, EXPERTS: None}
     if RECURRENT in types:
-        is_mamba = family.recurrence == "mamba"
-        mixers[RECURRENT] = read_mamba(config, family.mamba_keys) if is_mamba else read_delta_net(config)
-    elif family.recurrence == "mamba":
-        keys = family.mamba_keys.values()
-        config.skip(*(key for key in config.values if key.startswith(OF_MAMBA) or key in keys))
+        mixers[RECURRENT] = read_recurrent_net(config, family)
+    else:
+        skip_recurrent_net(config, family)
     specs = tuple(
         LayerSpec(
             mlp,
@@ -220,17 +217,30 @@ def _read_mlps_of(
     return [made.get(block) for block in blocks]
 
 
-def read_mlps(config: ConfigFile, family: MoeFamily | None, num_layers: int) -> Sequence[DenseMlp | MoeMlp]:
+def read_mlps(config: ConfigFile, family: Family, num_layers: int) -> Sequence[DenseMlp | MoeMlp]:
     """The MLP of each layer. Raises `CheckpointError` for numbers that don't fit each other."""
-    if family is None or family.switch is not None:
-        return [DenseMlp(config.count("intermediate_size"))] * num_layers
-    if family.shared_ffn_key is not None and config.get(family.count_keys[0]) == 0:
-        config.skip(family.ffn_key, family.top_k_key)
-        return [DenseMlp(config.count(family.shared_ffn_key))] * num_layers
-    is_dense = _read_dense_layers(config, family, num_layers)
-    mixture = _read_mixture(config, family)
+    moe = family.moe
+    if moe is None or moe.switch is not None:
+        return [DenseMlp(_read_ffn_size(config, family))] * num_layers
+    if moe.shared_ffn_key is not None and config.get(moe.count_keys[0]) == 0:
+        config.skip(moe.ffn_key, moe.top_k_key)
+        return [DenseMlp(config.count(moe.shared_ffn_key))] * num_layers
+    is_dense = _read_dense_layers(config, moe, num_layers)
+    mixture = _read_mixture(config, moe)
     config.get("intermediate_size")  # without meaning where no layer is dense
-    return [DenseMlp(config.count("intermediate_size")) if dense else mixture for dense in is_dense]
+    return [DenseMlp(_read_ffn_size(config, family)) if dense else mixture for dense in is_dense]
+
+
+def _read_ffn_size(config: ConfigFile, family: Family) -> int:
+    """F of an MLP without experts."""
+    if not family.cut_ffn:
+        return config.count("intermediate_size")
+    config.skip("intermediate_size", "block_multiple_of", "block_ffn_dim_multiplier")
+    told = config.count("block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size")
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return told
+    multiple = config.count("block_multiple_of", 256)
+    return -(-int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * told / 3)) // multiple) * multiple
 
 
 def _read_beside(config: ConfigFile, family: MoeFamily | None) -> MoeMlp | None:
@@ -246,7 +256,7 @@ def _read_dense_layers(config: ConfigFile, family: MoeFamily, num_layers: int) -
         if types is not None:
             config.skip("first_k_dense_replace")  # which published folders keep next to them
             return [each == "dense" for each in _of_each_layer(config, "mlp_layer_types", types, num_layers)]
-        first = config.get("first_k_dense_replace", 0)
+        first = config.get(family.first_dense_key, 0)
         return [layer < first for layer in range(num_layers)]
     if family.dense_layers == "outside":
         first, last = config.get("moe_layer_start_index", 0), config.get("moe_layer_end_index", -1)
@@ -274,7 +284,7 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
         num_groups=config.count("n_group", 1) if by_groups else 1,
         top_groups=config.count("topk_group", 1) if by_groups else 1,
         group_best=1 if by_groups and family.score == "softmax" else 2,
-        choice_bias=family.choice_bias,
+        choice_bias=family.choice_bias and bool(family.choice_bias_key is None or config.get(family.choice_bias_key)),
         bias=family.router_bias,
     )
     group_size = num_experts // router.num_groups

@@ -92,6 +92,11 @@ class RecurrentNet:
         """C, what is convolved for each key head: q, k, and v of its value heads."""
         return 2 * self.key_size + self.group * self.value_size
 
+    @property
+    def rows(self) -> int:
+        """Of each key head, what a layer makes of a token but for `num_gates`: what is convolved, and gates of v."""
+        return self.channels + self.group * self.value_size
+
 
 @dataclass(frozen=True)
 class DeltaNet(RecurrentNet):
@@ -111,6 +116,22 @@ class Mamba(RecurrentNet):
     plural = "layers of Mamba-2"
     shared = "groups"
     num_gates = 1
+
+
+@dataclass(frozen=True)
+class ShortConv(RecurrentNet):
+    """A convolution between two gates (`pallas_kernels/short_conv.py`), in the same words: groups of channels are key
+    heads of one value head, and no matrix is kept, so `key_size` is 0.
+    """
+
+    plural = "short convolutions"
+    shared = "groups of channels"
+    num_gates = 0
+
+    @property
+    def rows(self) -> int:
+        """b, c and x."""
+        return 3 * self.channels
 
 
 Mixer: TypeAlias = Literal["attention"] | Latent | RecurrentNet

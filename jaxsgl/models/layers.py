@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, LayerSpec, Mamba, RecurrentNet
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, LayerSpec, Mamba, RecurrentNet, ShortConv
 from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
 from jaxsgl.models.precision import gated_product, product, product_in_parts, product_of_heads
@@ -30,6 +30,7 @@ from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
 from pallas_kernels.experts import unit_of
 from pallas_kernels.norm import Biased, Update, rms_norm, row_of, scale_of, sum_parts
+from pallas_kernels.short_conv import ConvTokens
 from pallas_kernels.sums import mean_squares
 from pallas_kernels.target import target_device
 
@@ -117,7 +118,7 @@ class Attend(Protocol):
 class Recur(Protocol):
     """Moves the states of this step's sequences over its tokens; the caller of the model provides it, as `Attend`."""
 
-    def __call__(self, place: int, tokens: StateTokens, /) -> jax.Array:
+    def __call__(self, place: int, tokens: StateTokens | ConvTokens, /) -> jax.Array:
         """What each token reads from its sequence's state, normalized and gated: `[T, K', r, v]`.
 
         `place` is that of the layer among those that have states.
@@ -125,7 +126,7 @@ class Recur(Protocol):
         ...
 
 
-def no_states(place: int, tokens: StateTokens, /) -> jax.Array:
+def no_states(place: int, tokens: StateTokens | ConvTokens, /) -> jax.Array:
     """The `Recur` of a caller whose models have no states."""
     raise NotImplementedError("this caller keeps no states")
 
@@ -166,7 +167,7 @@ class LayerVectors(nnx.Module):
         gates = len(arch.attention_layers), arch.num_kv_heads, arch.num_heads // arch.num_kv_heads, arch.head_dim
         self.gate_bias = (
             vector(gates, (None, "kv_heads", None, None), dtype, mean=0.0)
-            if arch.attention_bias and arch.output_gate
+            if arch.attention_bias and arch.output_gate == "number"
             else None
         )
         # Of an MLP and experts next to it: norms of what each makes, and of what router and experts read.
@@ -183,8 +184,10 @@ class LayerVectors(nnx.Module):
             axes = None, "key_heads", *(None,) * (len(shape) - 1)
             return vector((len(arch.recurrent_layers), *shape), axes, float32, mean=0.0) if is_there else None
 
-        has_deltas, has_mamba = isinstance(net, DeltaNet), isinstance(net, Mamba)
-        self.delta_taps, self.mamba_taps = (self._taps(arch, net if has else None) for has in (has_deltas, has_mamba))
+        has_deltas, has_mamba, has_conv = (isinstance(net, kind) for kind in (DeltaNet, Mamba, ShortConv))
+        self.delta_taps, self.mamba_taps, self.conv_taps = (
+            self._taps(arch, net if has else None) for has in (has_deltas, has_mamba, has_conv)
+        )
         k, r, c, v = (0, 0, 0, 0) if net is None else (net.key_heads, net.group, net.channels, net.value_size)
         self.delta_decay = of_heads(has_deltas, k, 2, r)
         self.delta_norm = vector((len(arch.recurrent_layers), v), (None, None), dtype, mean=1.0) if has_deltas else None
@@ -244,7 +247,11 @@ class Attention(Matrices):
         )  # fmt: skip
         axes = ("kv_heads", None, None, None)
         num_kv_heads, num_rows, _ = qkv_heads(arch)
-        self.num_gates = num_rows - 2 if arch.output_gate else 0  # of each kv head, rows after all others
+        # Gates of numbers are rows of each kv head after all others; those of heads a matrix of their own.
+        self.num_gates = num_rows - 2 if arch.output_gate == "number" else 0
+        self.has_head_gates = arch.output_gate == "head"
+        if self.has_head_gates:
+            self.declare("gates", (num_kv_heads, num_rows - 2, d), axes[:-1], dtype, None, fan_in=d)
         fused = num_kv_heads, num_rows + self.num_gates, h, d
         reordered = reorders_heads(arch.ropes, h)
         self.declare("qkv", fused, axes, dtype, arch.format_of(spec, "qkv"), fan_in=d, reordered=reordered)
@@ -255,7 +262,7 @@ class Attention(Matrices):
 
     def reader(self, kernels: KernelChoice) -> Weights | None:
         """The only matrix that multiplies x; None: there are several."""
-        return self.matrix("qkv", kernels)
+        return None if self.has_head_gates else self.matrix("qkv", kernels)
 
     def __call__(
         self,
@@ -294,6 +301,9 @@ class Attention(Matrices):
             gates, gate_bias = qkv.gates.astype(jnp.float32), rows.stack(vectors.gate_bias, place)
             gates = gates if gate_bias is None else gates + row_of(gate_bias, row, gates.dtype)
             out = out * jax.nn.sigmoid(gates).reshape(out.shape).astype(out.dtype)
+        if self.has_head_gates:
+            of_heads = jax.nn.sigmoid(product(x_TD, self.matrix("gates")).astype(jnp.float32)).reshape(len(x_TD), -1, 1)
+            out = (out_TNH * of_heads.astype(out.dtype)).reshape(out.shape)
         added = None if adapters is None else adapters.of_output("o_proj", out)
         return last_product(out, self.matrix("o", kernels), self.o_bias, added)
 

@@ -35,6 +35,7 @@ from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, StateTokens
 from pallas_kernels.norm import Update, rms_norm, scale_of, sum_parts
 from pallas_kernels.qkv import rotate
+from pallas_kernels.short_conv import ConvTokens
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latents, whatever the model's others have
 
@@ -139,9 +140,9 @@ class RecurrentMixer(Matrices):
         self.key_size, self.eps = net.key_size, arch.rms_norm_eps
         d, values = arch.hidden_size, net.value_heads * net.value_size
         # Rows of a key head: q, k, v, z; what each value head has few of.
-        large, small = net.channels + net.group * net.value_size, net.num_gates * net.group
+        large, small = net.rows, net.num_gates * net.group
         fmt = arch.format_of(spec, "state_inputs")
-        parts = {"inputs": (large + small, None)} if fmt is None else {"qkvz": (large, fmt), "gates": (small, None)}
+        parts = {"qkvz": (large, fmt), "gates": (small, None)} if fmt and small else {"inputs": (large + small, fmt)}
         for name, (rows, kept) in parts.items():
             run = math.gcd(net.key_size, net.value_size)
             self.declare(name, (net.key_heads, rows, d), ("key_heads", None, None), dtype, kept, fan_in=d, run=run)
@@ -155,7 +156,7 @@ class RecurrentMixer(Matrices):
 
     def tokens(
         self, fused: jax.Array, vectors: LayerVectors, rows: LayerRows, place: int, dtype: jnp.dtype
-    ) -> StateTokens:
+    ) -> StateTokens | ConvTokens:
         """What moves the states, of the product or parts of it."""
         raise NotImplementedError
 
@@ -224,6 +225,24 @@ class Mamba2(RecurrentMixer):
         assert taps is not None and bias is not None and rates is not None and scales is not None
         of_layer = MambaVectors(taps, bias, rates, scales, rows.row(place), self.eps)
         return MambaTokens(fused, of_layer, self.key_size, dtype)
+
+
+class ShortConvolution(RecurrentMixer):
+    """A convolution over a few tokens between two gates:
+
+        b, c, x = u Wb, u Wc, u Wx
+        out     = (c conv(b x)) Wo                        depthwise and causal
+
+    Source: Liquid AI, LFM2 (arXiv 2511.23404).
+    """
+
+    def tokens(
+        self, fused: jax.Array, vectors: LayerVectors, rows: LayerRows, place: int, dtype: jnp.dtype
+    ) -> ConvTokens:
+        """See `RecurrentMixer`."""
+        taps = rows.stack(vectors.conv_taps, place)
+        assert taps is not None
+        return ConvTokens(fused, taps, rows.row(place), dtype)
 
 
 class SharedKeysAttention(Matrices):

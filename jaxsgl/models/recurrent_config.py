@@ -1,6 +1,6 @@
 """Reads from config.json what layers are that keep states, and layers that are a mixer or an MLP alone.
 
-Owns the words of Qwen3-Next, Granite 4.0, Bamba and Nemotron-H for these. Called by `layer_config`.
+Owns the words of Qwen3-Next, Granite 4.0, Bamba, Nemotron-H and LFM2 for these. Called by `layer_config`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,47 @@ from typing import Any
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.family import Family
-from jaxsgl.models.layer_spec import DeltaNet, Mamba
+from jaxsgl.models.layer_spec import DeltaNet, Mamba, RecurrentNet, ShortConv
 
 # Words of `layer_types`.
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 DENSE, EXPERTS = "mlp", "moe"  # of blocks
-_OTHER_WORDS = {"attention": FULL, "mamba": RECURRENT}  # of published folders
+_OTHER_WORDS = {  # of published folders, by what recurs
+    "delta-net": {"attention": FULL},
+    "mamba": {"attention": FULL, "mamba": RECURRENT},
+    "short-conv": {"attention": FULL, "conv": RECURRENT},
+}
 _LETTERS = {"M": RECURRENT, "*": FULL, "-": DENSE, "E": EXPERTS}  # of `hybrid_override_pattern`
-OF_MAMBA = ("mamba_", "time_step_")  # how keys begin that mean nothing where no layer is of Mamba-2
+# How keys begin that mean nothing where no layer keeps states.
+_OF_NETS = {"mamba": ("mamba_", "time_step_"), "short-conv": ("conv_",)}
 ATTENTION_EVERY = 4  # layers, where config.json doesn't say otherwise
+CHANNELS = 64  # of a short convolution that a device has at least
 
 
-def read_delta_net(config: ConfigFile) -> DeltaNet:
-    """The delta-net of all layers that are one. Raises `CheckpointError` for numbers that don't fit each other."""
+def read_recurrent_net(config: ConfigFile, family: Family) -> RecurrentNet:
+    """That of all layers which keep states. Raises `CheckpointError` for numbers that don't fit, or aren't served."""
+    if family.recurrence == "mamba":
+        return _read_mamba(config, family.mamba_keys)
+    return _read_short_conv(config) if family.recurrence == "short-conv" else _read_delta_net(config)
+
+
+def skip_recurrent_net(config: ConfigFile, family: Family) -> None:
+    """Takes its keys for asked, where no layer keeps states."""
+    starts, names = _OF_NETS.get(str(family.recurrence), ()), family.mamba_keys.values()
+    config.skip(*(key for key in config.values if (starts and key.startswith(starts)) or key in names))
+
+
+def _read_short_conv(config: ConfigFile) -> ShortConv:
+    if config.get("conv_bias", False):
+        raise CheckpointError(f"{config.path}: conv_bias is true, but only false is supported")
+    taps, size = config.count("conv_L_cache", 3), config.count("hidden_size")
+    if taps < 2:
+        raise CheckpointError(f"{config.path}: conv_L_cache is 1, but must be 2 and more")
+    channels = math.gcd(size, CHANNELS)
+    return ShortConv(size // channels, size // channels, 0, channels, taps)
+
+
+def _read_delta_net(config: ConfigFile) -> DeltaNet:
     made = DeltaNet(
         key_heads=config.count("linear_num_key_heads", 16),
         value_heads=config.count("linear_num_value_heads", 32),
@@ -42,11 +70,8 @@ def read_delta_net(config: ConfigFile) -> DeltaNet:
     return made
 
 
-def read_mamba(config: ConfigFile, keys: Mapping[str, str]) -> Mamba:
-    """Mamba-2 of all layers that have it, by `Family.mamba_keys`.
-
-    Raises `CheckpointError` for numbers that don't fit, or aren't served.
-    """
+def _read_mamba(config: ConfigFile, keys: Mapping[str, str]) -> Mamba:
+    """By `Family.mamba_keys`."""
 
     def name(key: str) -> str:
         return keys.get(key, key)
@@ -81,17 +106,27 @@ def read_mamba(config: ConfigFile, keys: Mapping[str, str]) -> Mamba:
 
 
 def read_recurrent_types(config: ConfigFile, family: Family, num_layers: int) -> list[str]:
-    """`FULL` or `RECURRENT` for each layer. Raises `CheckpointError` for other words, and where none is attention."""
+    """`FULL`, `SLIDING` or `RECURRENT` for each layer.
+
+    Raises `CheckpointError` for other words, and where none is attention.
+    """
     every = config.count("full_attention_interval", ATTENTION_EVERY) if family.recurrence == "delta-net" else None
     attending = config.get("attn_layer_indices") or ([] if every is None else range(every - 1, num_layers, every))
+    if family.recurrence == "short-conv":
+        attending = config.get("full_attn_idxs", range(num_layers))
     told: Any = config.get("layer_types") or config.get("layers_block_type")
-    told = told or [FULL if i in attending else RECURRENT for i in range(num_layers)]
-    types = [_OTHER_WORDS.get(str(each), str(each)) for each in told] if isinstance(told, list) else []
-    if len(types) != num_layers or not set(types) <= {FULL, RECURRENT}:
+    if family.windows == "none":
+        told = told or [FULL if i in attending else RECURRENT for i in range(num_layers)]
+    else:  # as LFM3 has them
+        told = told or [FULL if i % 4 == 2 else SLIDING if i and i % 4 == 0 else RECURRENT for i in range(num_layers)]
+    words = _OTHER_WORDS[str(family.recurrence)]
+    types = [words.get(str(each), str(each)) for each in told] if isinstance(told, list) else []
+    known = [FULL, RECURRENT] if family.windows == "none" else [FULL, SLIDING, RECURRENT]
+    if len(types) != num_layers or not set(types) <= set(known):
         raise CheckpointError(
-            f"{config.path}: layer_types is {told}, but must be a list of {num_layers}, each {FULL} or {RECURRENT}"
+            f"{config.path}: layer_types is {told}, but must be a list of {num_layers}, each {' or '.join(known)}"
         )
-    if FULL not in types:
+    if set(types) == {RECURRENT}:
         raise CheckpointError(f"{config.path}: layer_types has no {FULL}, of which one layer must be at least")
     return types
 
@@ -105,7 +140,8 @@ def read_blocks(config: ConfigFile) -> list[str]:
     told: Any = config.get("layers_block_type") or config.get("layer_types") or config.get("hybrid_override_pattern")
     told = told or [RECURRENT, EXPERTS, FULL, DENSE]
     words = [_LETTERS.get(each, each) for each in told] if isinstance(told, str) else told
-    blocks = [_OTHER_WORDS.get(str(each), str(each)) for each in words] if isinstance(words, list) else []
+    others = _OTHER_WORDS["mamba"]
+    blocks = [others.get(str(each), str(each)) for each in words] if isinstance(words, list) else []
     if not blocks or not set(blocks) <= set(_LETTERS.values()):
         raise CheckpointError(
             f"{config.path}: layers_block_type is {told}, but must be a list of {', '.join(_LETTERS.values())}, or "

@@ -62,6 +62,7 @@ SERVED_BY_OTHERS = frozenset(
     {
         "experts",
         "layers with a state-space model (Mamba)",
+        "short convolutions in the place of attention",
         "a vision tower",
         "keys and values that layers share",
         "an embedding for each layer",

@@ -297,7 +297,7 @@ class _Writer:
         several = f"{one} ({literal(form.separator or ', ')} {one}){{0,{more}}}" if more else one
         if form.kind == "json" and form.bare == "{":
             return several if form.separator else one
-        if form.kind in ("python", "invoked") and form.close:
+        if form.kind in ("python", "invoked") and form.separator == "\n":
             return f'"\\n" {several} "\\n"'
         return f'/ ?\\[/ {several} "]"'
 

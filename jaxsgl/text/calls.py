@@ -119,6 +119,9 @@ FORMS: dict[str, CallForm] = {
     "olmo3": CallForm(
         "python", opens=("<function_calls>",), close="</function_calls>", one_by_one=False, separator="\n"
     ),
+    "lfm2": CallForm(
+        "python", opens=("<|tool_call_start|>",), close="<|tool_call_end|>", one_by_one=False, separator=", "
+    ),
     "pythonic": CallForm("python", bare="[", one_by_one=False, separator=", "),
     "gemma4": CallForm("unquoted", opens=("<|tool_call>",), close="<tool_call|>", prefix="call:", quote='<|"|>'),
     "json": CallForm("json", bare="{", one_by_one=False),

@@ -37,7 +37,7 @@ _REASONING_NAMES = {
 _CALL_NAMES = {
     "qwen": "hermes", "qwen25": "hermes", "smollm3": "hermes",
     "qwen3_xml": "qwen3_coder", "glm": "glm45", "glm47": "glm45",
-    "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic", "lfm2": "pythonic",
+    "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic",
     "minimax-m2": "minimax_m2", "deepseek-v3": "deepseek_v3", "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31", "phi4_mini_json": "phi4_mini", "openai": HARMONY,
 }  # fmt: skip
@@ -54,6 +54,7 @@ _CALL_SIGNS = (
     (re.compile(r"<function="), "qwen3_coder"),
     (re.compile(r"<arg_key>"), "glm45"),
     (re.compile(r"<function_calls>"), "olmo3"),
+    (re.compile(r"<\|tool_(?:list|call)_start\|>"), "lfm2"),
     (re.compile(r"<\|/tool_call\|>"), "phi4_mini"),
     (re.compile(r"<\|tool_call\|>"), "granite"),
     (re.compile(r"<\|tool_call>"), "gemma4"),

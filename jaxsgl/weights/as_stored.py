@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import LayerSpec, Mamba, MoeMlp
+from jaxsgl.models.layer_spec import DeltaNet, LayerSpec, Mamba, MoeMlp, RecurrentNet, ShortConv
 from jaxsgl.models.matrix import part_name
 from jaxsgl.weights import stored_matrix
 from jaxsgl.weights.converted import is_converted, params_of
@@ -111,14 +111,16 @@ _PATHS: dict[str, tuple[ParamPath, ...]] = {
 }
 
 
+_PATHS_OF_STATES: dict[type[RecurrentNet], dict[str, tuple[ParamPath, ...]]] = {
+    kind: {"state_inputs": ((net, inputs),), "state_output": ((net, "output"),)}
+    for kind, net, inputs in ((DeltaNet, "delta_net", "qkvz"), (Mamba, "mamba", "qkvz"), (ShortConv, "conv", "inputs"))
+}
+
+
 def _excepting(arch: ModelArch, is_plain: Callable[[ModelArch, Sequence[ParamPath], str], bool]) -> ModelArch:
     def told(model: ModelArch, layer: int, spec: LayerSpec) -> LayerSpec:
         of_experts: ParamPath = ("mlp" if isinstance(spec.mlp, MoeMlp) else "experts", "gate_up")
-        net = "mamba" if isinstance(spec.mixer, Mamba) else "delta_net"
-        of_states: dict[str, tuple[ParamPath, ...]] = {
-            "state_inputs": ((net, "qkvz"),),
-            "state_output": ((net, "output"),),
-        }
+        of_states = _PATHS_OF_STATES[type(spec.mixer)] if isinstance(spec.mixer, RecurrentNet) else {}
         has_shared = isinstance(spec.mlp, MoeMlp) and spec.mlp.shared_ffn_size > 0
         plain = set()
         for matrix in spec.matrices - spec.unquantized - (set() if has_shared else {"shared"}):

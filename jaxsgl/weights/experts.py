@@ -117,6 +117,13 @@ NAMES: dict[str, ExpertNames] = {
         ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeHybridForCausalLM"),
         _GRANITE,
     ),
+    "Lfm2MoeForCausalLM": ExpertNames(
+        block="model.layers.{}.feed_forward.",
+        choice_bias=("expert_bias", ("E",)),
+        gate="experts.{}.w1.weight",
+        up="experts.{}.w3.weight",
+        down="experts.{}.w2.weight",
+    ),
     "NemotronHForCausalLM": ExpertNames(block="model.layers.{}.mixer."),
     "GptOssForCausalLM": ExpertNames(router="router.weight", interleaved=True, transposed=True),
     **dict.fromkeys(

@@ -21,6 +21,7 @@ from jaxsgl.weights.stored_names import stored_name
 _ATTENTION = "model.layers.{}.self_attn."
 _DELTA_NET = "model.layers.{}.linear_attn."
 _MAMBA = "model.layers.{}.mamba."
+_CONV = "model.layers.{}.conv."
 _MLP = "model.layers.{}.mlp."
 _BLOCK = "model.layers.{}.mixer."  # of layers that are one block
 
@@ -271,6 +272,26 @@ _NEMOTRON_H: dict[Path, Recipe] = {
     ("embedding",): Recipe((Source("model.embeddings.weight", ("V", "D")),), pieces.as_is),
     ("final_norm",): Recipe((Source("model.norm_f.weight", ("D",)),), pieces.norm),
 }
+_LFM2: dict[Path, Recipe] = {
+    **_layer_norms(attention_norm="operator_norm", mlp_norm="ffn_norm"),
+    ("attention", "o"): Recipe((Source(_ATTENTION + "out_proj.weight", ("D", "NH")),), pieces.as_is),
+    ("vectors", "q_norm"): Recipe((Source(_ATTENTION + "q_layernorm.weight", ("H",)),), pieces.head_norm),
+    ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "k_layernorm.weight", ("H",)),), pieces.head_norm),
+    ("conv", "inputs"): Recipe((Source(_CONV + "in_proj.weight", ("G3C", "D")),), pieces.conv_inputs),
+    ("conv", "output"): Recipe((Source(_CONV + "out_proj.weight", ("D", "GV")),), pieces.as_is),
+    ("vectors", "conv_taps"): Recipe((Source(_CONV + "conv.weight", ("GC", "1", "GT")),), pieces.conv_taps),
+    ("mlp", "gate_up"): Recipe(
+        tuple(Source(f"model.layers.{{}}.feed_forward.{name}.weight", ("F", "D")) for name in ("w1", "w3")),
+        pieces.stacked,
+    ),
+    ("mlp", "down"): Recipe((Source("model.layers.{}.feed_forward.w2.weight", ("D", "F")),), pieces.as_is),
+    ("final_norm",): Recipe((Source("model.embedding_norm.weight", ("D",)),), pieces.norm),
+}
+_LFM3: dict[Path, Recipe] = {
+    **{path: recipe for path, recipe in _LFM2.items() if path[-1] not in ("o", "q_norm", "k_norm")},
+    **_layer_norms(attention_out_norm="post_operator_norm", mlp_out_norm="post_ffn_norm"),
+    ("attention", "gates"): Recipe((Source(_ATTENTION + "gate_proj.weight", ("N", "D")),), pieces.gates_of_heads),
+}
 _SHARED_MLP = "model.layers.{}.shared_mlp."
 _GRANITE_HYBRID: dict[Path, Recipe] = {
     **_OF_MAMBA,
@@ -300,6 +321,9 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Glm4MoeLiteForCausalLM": _LATENT,
     "BambaForCausalLM": _BAMBA,
     "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": _LFM2,
+    "Lfm3ForCausalLM": _LFM3,
     "NemotronHForCausalLM": _NEMOTRON_H,
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _HYBRID,
@@ -362,7 +386,7 @@ def _layers_of(vectors: str, arch: ModelArch) -> Iterable[int]:
         return arch.attention_layers + arch.reading_layers
     if vectors in ("k_norm", "qkv_bias", "gate_bias"):
         return arch.attention_layers
-    return arch.recurrent_layers if vectors.startswith(("delta_", "mamba_")) else range(arch.num_layers)
+    return arch.recurrent_layers if vectors.startswith(("delta_", "mamba_", "conv_")) else range(arch.num_layers)
 
 
 TOWER_PREFIX = "model.visual."

@@ -168,6 +168,11 @@ def gates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     yield Piece((), of_heads.reshape(arch.num_kv_heads, -1, *of_heads.shape[1:]))
 
 
+def gates_of_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A row for each query head `[N, D]`, to `[K, G, D]`."""
+    yield Piece((), tensors[0].reshape(arch.num_kv_heads, -1, tensors[0].shape[1]))
+
+
 def _recurrent_parts(arch: ModelArch) -> tuple[int, int, int, int]:
     """K' and, of a key head, the rows of q (as many as of k), of v (as many as of z) and its value heads."""
     net = arch.recurrent_net
@@ -261,6 +266,17 @@ def mamba_bias(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
 def mamba_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Scales `[V' v]`, to `[K', r v]`."""
     yield Piece((), tensors[0].reshape(_recurrent_parts(arch)[0], -1))
+
+
+def conv_inputs(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """What makes b, c and x of all channels, one after the other `[3 * K' * C, D]`, to `[K', 3 C, D]`."""
+    groups = _recurrent_parts(arch)[0]
+    yield from _in_rows(each.reshape(groups, -1, each.shape[1]) for each in np.split(tensors[0], 3))
+
+
+def conv_taps(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A depthwise convolution `[K' * C, 1, taps]`, to `[K', C, taps]`."""
+    yield Piece((), tensors[0].reshape(_recurrent_parts(arch)[0], -1, tensors[0].shape[2]))
 
 
 def rows_of_tokens(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:

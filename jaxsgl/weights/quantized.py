@@ -119,7 +119,7 @@ _MATRICES: dict[Path, str] = {
     ("mlp", "shared"): "shared",
     **{
         (net, name): matrix
-        for net in ("delta_net", "mamba")
+        for net in ("delta_net", "mamba", "conv")
         for name, matrix in (("inputs", "state_inputs"), ("qkvz", "state_inputs"), ("output", "state_output"))
     },
     ("embedding_gate", "gate"): "embedding_gate",

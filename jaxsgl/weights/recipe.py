@@ -112,8 +112,8 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, pixels. Those
     with L are of a latent: what queries are made of, C, C + R; of all heads their queries, what makes keys and values,
     and values. Those with G are of what recurs: of all heads q, k and v; taps; value heads, and twice as many; numbers
-    of a value; all values; q, k, v and their gates; all that Mamba-2 makes of its input. Those with P are of embeddings
-    of layers: numbers of one, rows, and numbers of all layers.
+    of a value; all values; three times q, k and v; q, k, v and their gates; all that Mamba-2 makes of its input. Those
+    with P are of embeddings of layers: numbers of one, rows, and numbers of all layers.
 
     `layer` is one whose heads and MLP are meant, where layers differ; None: those of the model.
     """
@@ -131,6 +131,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
             "G2N": 2 * net.value_heads,
             "GH": net.value_size,
             "GV": net.value_heads * net.value_size,
+            "G3C": 3 * net.key_heads * net.channels,
             "GCV": net.key_heads * net.channels + net.value_heads * net.value_size,
             "GI": net.key_heads * net.channels + net.value_heads * (net.value_size + net.num_gates),
         }
@@ -160,7 +161,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         **of_vision,
         **of_latent,
         **of_recurrent_net,
-        "2NH": 2 * arch.num_heads * arch.head_dim if arch.output_gate else 0,
+        "2NH": 2 * arch.num_heads * arch.head_dim if arch.output_gate == "number" else 0,
         "V": arch.vocab_size,
         "D": arch.hidden_size,
         "F": ffn_size,

@@ -1,4 +1,5 @@
-// The states of gated delta-nets and of Mamba-2, moved over the tokens of a step, and the convolution before that.
+// The states of gated delta-nets and of Mamba-2, moved over the tokens of a step, and the convolution before that, which
+// is all of some layers.
 //
 // A state is a matrix [h, v] of each value head, and its columns know nothing of each other. So a thread takes some
 // columns of one head through all tokens of a sequence: they stay in its cache, and what is read of them in registers.
@@ -197,6 +198,7 @@ struct Convolution {
   float* inputs;         // [P, taps, K, C]: of the last tokens, that at position p in slot p modulo taps
   float* out;            // [T, K, C]
   int key_heads, channels, row, num_taps;
+  bool activates;        // silu
 
   float* Slot(int place, int position) const {
     return inputs + (int64_t(place) * num_taps + position % num_taps) * key_heads * channels;
@@ -208,7 +210,7 @@ struct Convolution {
   }
 };
 
-// silu of one token's channels after the convolution.
+// One token's channels after the convolution, or silu of them.
 void Convolve(const Convolution& p, int seq, int token) {
   const Sequences& seqs = p.seqs;
   const int place = token - seqs.offsets[seq], position = seqs.starts[seq] + place;
@@ -223,7 +225,7 @@ void Convolve(const Convolution& p, int seq, int token) {
       Floats sum = Load(p.bias + first + c);
       for (int back = 0; back < num_back; ++back)
         sum = TimesPlus(Load(from[back] + c), Load(p.taps + (p.num_taps - 1 - back) * all + first + c), sum);
-      Store(p.out + token * all + first + c, Activated(Activation::kSilu, sum));
+      Store(p.out + token * all + first + c, p.activates ? Activated(Activation::kSilu, sum) : sum);
     }
   }
 }
@@ -245,7 +247,7 @@ void Keep(const Convolution& p, int seq, int end, int place) {
 ffi::Error ConvolveTokens(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> product, ffi::Buffer<ffi::F32> taps,
                           ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::S32> offsets, ffi::Buffer<ffi::S32> starts,
                           ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> place, ffi::Buffer<ffi::S32> kept_at,
-                          ffi::Buffer<ffi::S32> kept_to, ffi::Buffer<ffi::F32> before,
+                          ffi::Buffer<ffi::S32> kept_to, ffi::Buffer<ffi::F32> before, bool activates,
                           ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> after) {
   const auto sizes = before.dimensions();  // [P, taps, K, C]
   const Sequences seqs = SequencesOf(offsets, starts, source, place, kept_at, kept_to);
@@ -258,7 +260,8 @@ ffi::Error ConvolveTokens(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> product, f
                       int(sizes[2]),
                       int(sizes[3]),
                       int(product.dimensions()[2]),
-                      int(sizes[1])};
+                      int(sizes[1]),
+                      activates};
   if (p.channels % kLanes || p.num_taps > kMostTaps)
     return {ffi::ErrorCode::kInvalidArgument, "convolutions of these sizes are not supported"};
   if (ffi::Error error = seqs.Check(sizes[0]); error.failure()) return error;
@@ -298,6 +301,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(convolve_tokens, jaxsgl::ConvolveTokens,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("activates")
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 

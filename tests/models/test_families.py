@@ -15,7 +15,15 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, RopeParams
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.rope import inverse_frequencies, split_half_order
-from tests.checkpoints import BLOCK_KINDS, CHECKPOINT_KINDS, DELTA_KINDS, FAMILY_KINDS, HYBRID_KINDS, configuration
+from tests.checkpoints import (
+    BLOCK_KINDS,
+    CHECKPOINT_KINDS,
+    CONV_KINDS,
+    DELTA_KINDS,
+    FAMILY_KINDS,
+    HYBRID_KINDS,
+    configuration,
+)
 from tests.models.test_arch import LLAMA, read
 
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -27,7 +35,7 @@ UNTRIED = {
     "glm4_moe": ("rope_parameters",),
     "glm4_moe_lite": ("num_hidden_layers", "qk_rope_head_dim"),
     **dict.fromkeys(
-        ("olmo3", "gemma2", "gemma3", "gpt_oss", "exaone4", "granite_hybrid_dense"), ("num_hidden_layers",)
+        ("olmo3", "gemma2", "gemma3", "gpt_oss", "exaone4", "granite_hybrid_dense", *CONV_KINDS), ("num_hidden_layers",)
     ),
     "granite_hybrid": ("num_hidden_layers", "hidden_size", "mamba_expand", "mamba_n_heads"),
     "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
@@ -98,7 +106,7 @@ def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str,
         "dynamic": {"rope_type": "dynamic", "factor": 2.0, "alpha": 50.0},
     }[scaling]
     for kind in (*CHECKPOINT_KINDS, *FAMILY_KINDS):
-        if kind == "phi3" or kind.startswith("gemma4"):  # which have ropes of other kinds alone
+        if kind in ("phi3", "lfm3") or kind.startswith("gemma4"):  # which have ropes of other kinds alone
             continue
         values = {key: value for key, value in configuration(kind).items() if key != "rope_parameters"}
         values |= {"rope_theta": 3000.0, **({"rope_scaling": dict(told)} if told else {})}
@@ -300,7 +308,7 @@ HUNYUAN_ROPE = {
 
 def test_hybrids_as_they_are_published_are_understood(tmp_path: Path) -> None:
     arch = read(tmp_path, architectures=["Qwen3_5ForCausalLM"], **Q35)
-    assert (arch.recurrent_layers, arch.ropes[0].rotary_dim, arch.output_gate) == ((0, 1, 2), 64, True)
+    assert (arch.recurrent_layers, arch.ropes[0].rotary_dim, arch.output_gate) == ((0, 1, 2), 64, "number")
     whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**LLAMA, **Q35}}
     beside = {"vision_config": {"depth": 2}, "image_token_id": 7, "language_model_only": False}
     assert arch_of(tmp_path, {**whole, **beside}) is not None

@@ -1,4 +1,4 @@
-"""What config.json says of models with gated delta-nets, and what their states take of the memory."""
+"""What config.json says of models with states, and what these take of the memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.start.sizing import choose_states, plan_capacity
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Mamba, MoeMlp
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Mamba, MoeMlp, ShortConv
 from jaxsgl.weights.sharding import model_on_devices
 from tests.checkpoints import make_checkpoint
 from tests.models.test_arch import read
@@ -42,7 +42,7 @@ def test_every_fourth_layer_attends_unless_config_json_says_otherwise(tmp_path: 
     arch = read(tmp_path, **NINE_B)
     assert arch.attention_layers == tuple(range(3, 32, 4)) and len(arch.recurrent_layers) == 24
     assert arch.recurrent_net == DeltaNet(16, 32, 128, 128, 4) and arch.head_dim == 256
-    assert arch.output_gate and arch.norm_offset == 1 and arch.ropes[0].rotary_dim == 64
+    assert arch.output_gate == "number" and arch.norm_offset == 1 and arch.ropes[0].rotary_dim == 64
     assert arch.places[:5] == (0, 1, 2, 0, 3)
     assert read(tmp_path, **NINE_B, full_attention_interval=2).attention_layers == tuple(range(1, 32, 2))
     told = ["full_attention", *["linear_attention"] * 31]
@@ -212,6 +212,85 @@ def test_sizes_of_blocks_that_there_are_none_of_mean_nothing(tmp_path: Path) -> 
 def test_what_no_block_can_be_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=named):
         read(tmp_path, **{**NEMOTRON, **changes})
+
+
+# As Liquid AI publishes LFM2 1.2B, with fewer layers.
+LFM2: dict[str, Any] = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 2048,
+    "block_ff_dim": 12_288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_mlp_init_scale": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-05,
+    "block_out_init_scale": 1.0,
+    "block_use_swiglu": True,
+    "block_use_xavier_init": True,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 2048,
+    "conv_dim_out": 2048,
+    "conv_use_xavier_init": True,
+    "eos_token_id": 7,
+    "full_attn_idxs": [2, 5],
+    "hidden_size": 2048,
+    "max_position_embeddings": 128_000,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_heads": 32,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 8,
+    "rope_theta": 1_000_000.0,
+    "use_pos_enc": True,
+    "vocab_size": 65_536,
+}
+
+
+def test_layers_of_lfm2_convolve_or_attend(tmp_path: Path) -> None:
+    arch = read(tmp_path, **LFM2)
+    assert arch.recurrent_net == ShortConv(32, 32, 0, 64, 3) and arch.recurrent_layers == (0, 1, 3, 4)
+    assert arch.attention_layers == (2, 5) and arch.tie_embeddings and arch.qk_norm == "head"
+    assert {layer.mlp for layer in arch.layers} == {DenseMlp(8192)}, "two thirds of what is told"
+    kept = layer_states(arch, 64, BFLOAT16)
+    assert kept.row_bytes == 4 * 3 * 2048 * 4 and not kept.by_row("matrices"), "a state has no matrix"
+    told = {key: value for key, value in LFM2.items() if key not in ("block_ff_dim", "full_attn_idxs")}
+    told |= {"intermediate_size": 10_752, "layer_types": ["conv", "full_attention"] * 3, "tie_embedding": False}
+    other = read(tmp_path, **told)
+    assert other.recurrent_layers == (0, 2, 4) and not other.tie_embeddings
+    assert other.ffn_size == 7168
+    assert read(tmp_path, **{**told, "block_ffn_dim_multiplier": 1.01}).ffn_size == 7424, "whole multiples of 256"
+    assert read(tmp_path, **{**told, "block_auto_adjust_ff_dim": False}).ffn_size == 10_752
+    assert read(tmp_path, **{**told, "layer_types": ["full_attention"] * 6}).recurrent_net is None
+
+
+def test_layers_of_lfm2_with_experts(tmp_path: Path) -> None:
+    """As LFM2 8B-A1B is published: the first layers have plain MLPs, as wide as told."""
+    told = {key: value for key, value in LFM2.items() if not key.startswith(("block_", "conv_d", "conv_u"))}
+    told |= {"architectures": ["Lfm2MoeForCausalLM"], "layer_types": ["conv", "conv", "full_attention"] * 2}
+    told |= {"intermediate_size": 7168, "moe_intermediate_size": 1792, "num_experts": 32, "num_experts_per_tok": 4}
+    told |= {"num_dense_layers": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True}
+    arch = read(tmp_path, **told)
+    mixture = arch.mixture
+    assert mixture is not None and [layer.mlp for layer in arch.layers] == [DenseMlp(7168)] * 2 + [mixture] * 4
+    router = mixture.router
+    assert (router.top_k, router.score, router.renormalize, router.choice_bias) == (4, "sigmoid", True, True)
+    unbiased = read(tmp_path, **{**told, "use_expert_bias": False}).mixture
+    assert unbiased is not None and not unbiased.router.choice_bias
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["conv"] * 6}, "layer_types has no full_attention"),
+        ({"layer_types": ["mamba"] * 6}, "layer_types is .* each full_attention or linear_attention"),
+        ({"conv_L_cache": 1}, "conv_L_cache is 1"),
+        ({"conv_bias": True}, "conv_bias is true"),
+    ],
+)
+def test_what_no_convolution_can_be_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        read(tmp_path, **{**LFM2, **changes})
 
 
 def test_devices_share_groups_of_mamba(tmp_path: Path) -> None:

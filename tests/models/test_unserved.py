@@ -18,7 +18,7 @@ pytestmark = pytest.mark.device
 MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("MambaForCausalLM", {"state_size": 16}, "no family of its form has layers with a state-space model (Mamba)", None),
     ("FalconH1ForCausalLM", {"mamba_d_ssm": 1536}, "no family of its form has layers with a state-space", None),
-    ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "short convolutions", None),
+    ("Lfm2VlForConditionalGeneration", {"conv_L_cache": 3}, "no family of its form has short", "Lfm2MoeForCausalLM"),
     ("DeepseekV32ForCausalLM", {"index_topk": 2048}, "sparse attention", "DeepseekV3ForCausalLM"),
     ("Llama4ForCausalLM", {"attention_chunk_size": 8192}, "attention in chunks", "LlamaForCausalLM"),
     (

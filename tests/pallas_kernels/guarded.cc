@@ -468,7 +468,7 @@ Call Convolution(Random& random, XLA_FFI_Handler* handler) {
             {MakeArray(XLA_FFI_DataType_F32, {tokens, heads, row}, Floats(random, tokens * heads * row)),
              MakeArray(XLA_FFI_DataType_F32, {taps, heads, channels}, Floats(random, taps * heads * channels)),
              MakeArray(XLA_FFI_DataType_F32, {heads, channels}, Floats(random, heads * channels))},
-            {},
+            {{"activates", XLA_FFI_DataType_PRED, Below(random, 2)}},
             {XLA_FFI_DataType_F32, {tokens, heads, channels}, std::vector<char>(4 * tokens * heads * channels)}};
   AddStates(random, call, counts, {taps, heads, channels});
   return call;

@@ -76,6 +76,7 @@ TEXTS = {
     "phi4_mini": ['<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'],
     "pythonic": ['[weather(city="x", unit="C"), now()]'],
     "olmo3": ['<function_calls>\nweather(city="x", days=2)\nnow()\n</function_calls>'],
+    "lfm2": ['<|tool_call_start|>[weather(city="x", unit="C"), now()]<|tool_call_end|>'],
     "gemma4": [
         '<|tool_call>call:weather{city:<|"|>x\ny<|"|>,days:3,unit:<|"|>C<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>'
     ],
@@ -84,7 +85,7 @@ TEXTS = {
 PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 SPECIAL = (
     "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", *MARKERS,
-    "<|tool_call>", "<tool_call|>", '<|"|>',
+    "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call_start|>", "<|tool_call_end|>",
     *{
         mark: None
         for form in FORMS.values()
@@ -185,7 +186,7 @@ def test_what_no_grammar_can_say_of_arguments_is_left_out_unless_the_tool_is_str
 
 def test_there_is_one_call_if_calls_may_not_be_parallel() -> None:
     of = grammars(True)
-    for name in ("hermes", "mistral", "mistral_v11", "llama3", "pythonic", "olmo3"):
+    for name in ("hermes", "mistral", "mistral_v11", "llama3", "pythonic", "olmo3", "lfm2"):
         assert not of.allows(lark_of(of, name, required=True, max_calls=1), TEXTS[name][-1]), name
 
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in Hugging Face's layout as a GGUF file for llama.cpp: of Qwen3, or of Granite's dense hybrids.
+"""Writes a checkpoint in Hugging Face's layout as a GGUF file for llama.cpp: of Qwen3, LFM2, Granite's dense hybrids.
 
 Needs the `gguf` package.
 """
@@ -6,6 +6,7 @@ Needs the `gguf` package.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from safetensors import safe_open
 
 from bench.peers.contender import CannotRun
 
-ARCHS = {"qwen3": gguf.MODEL_ARCH.QWEN3, "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID}
+ARCHS = {
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+}
 FILE_TYPES = {
     "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
     "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
@@ -25,6 +30,8 @@ FILE_TYPES = {
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
     "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
+
+_OF_STATES = re.compile(r"\.conv\.conv\.|\.ssm_(?!in\.|out\.)")  # what is never quantized of them
 
 
 def write_gguf(model: Path, path: Path, dtype: str) -> None:
@@ -43,8 +50,11 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
     if arch == gguf.MODEL_ARCH.GRANITE_HYBRID:
         _describe_states(writer, config)
     else:
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
+        if arch == gguf.MODEL_ARCH.LFM2:
+            writer.add_shortconv_l_cache(config["conv_L_cache"])
+        else:
+            writer.add_key_length(config["head_dim"])
+            writer.add_value_length(config["head_dim"])
         writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
     writer.add_file_type(file_type)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
@@ -52,7 +62,11 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
         with safe_open(file, framework="numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 for told, values in _as_told(name, tensors.get_tensor(name).astype(np.float32), config):
-                    is_small = values.ndim == 1 or ".ssm_" in told.replace("ssm_in.", "").replace("ssm_out.", "")
+                    is_small = (
+                        values.ndim == 1
+                        or ".conv.conv." in told
+                        or ".ssm_" in told.replace("ssm_in.", "").replace("ssm_out.", "")
+                    )
                     stored = gguf.GGMLQuantizationType.F32 if is_small else kind
                     known = told if told.startswith("blk.") else names.get_name(told, try_suffixes=(".weight",))
                     writer.add_tensor(known, gguf.quants.quantize(values, stored), raw_dtype=stored)
@@ -72,10 +86,10 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config.get("shared_intermediate_size") or config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     num_kv_heads, types = config["num_key_value_heads"], config.get("layer_types") or []
-    has_states = any(each in ("mamba", "linear_attention") for each in types)
+    has_states = any(each in ("conv", "mamba", "linear_attention") for each in types)
     each_layer = [num_kv_heads if each == "attention" or each == "full_attention" else 0 for each in types]
     writer.add_head_count_kv(each_layer if has_states else num_kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
 
 
 def _describe_states(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -104,6 +118,8 @@ def _as_told(name: str, values: np.ndarray, config: dict[str, Any]) -> Iterator[
         yield f"{own}ffn_down.weight", values
     elif config["model_type"] == "granitemoehybrid" and ".post_attention_layernorm" in name:
         yield f"{own}ffn_norm.weight", values
+    elif ".conv.conv." in name:
+        yield name, values[:, 0]
     elif ".mamba." not in name:
         yield name, values
     elif name.endswith("A_log"):
