@@ -244,7 +244,7 @@ _GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 0.7,
 }
-_CONV = {"layer_types": ["conv", "full_attention", "conv"]}
+_CONV = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}
 _GRANITE_MOE = {**_GRANITE, "intermediate_size": 48, "num_local_experts": 10, "num_experts_per_tok": 3}
 
 # The same, as differences from OF_FAMILIES.
@@ -565,6 +565,18 @@ CONV_KINDS = ("lfm2", "lfm2_moe", "lfm3")  # with short convolutions
 HYBRID_KINDS = (  # all that keep states
     *DELTA_KINDS, "granite_hybrid", "nemotron_h", "bamba", "nemotron_h_latent", *CONV_KINDS
 )  # fmt: skip
+
+
+def two_layers(kind: str) -> dict[str, Any]:
+    """What a configuration of `kind` in `HYBRID_KINDS` changes to have a layer that keeps states, and one that attends.
+
+    Of `BLOCK_KINDS` there are experts between them.
+    """
+    if kind in BLOCK_KINDS:
+        return {"layers_block_type": ["linear_attention", "moe", "full_attention"]}
+    recurrent = "conv" if kind in CONV_KINDS else "linear_attention"
+    types = {} if kind == "bamba" else {"layer_types": [recurrent, "full_attention"]}
+    return {"num_hidden_layers": 2, **types}
 
 
 def make_checkpoint(

@@ -76,7 +76,7 @@ def answers(folder: str, tp: int, ranks: int) -> dict[str, Any]:
     found["cached"] = [ends(mailbox)[turn.request_id].cached_tokens for turn in turns]
     states = engine._runner.state.running
     assert states is not None
-    found["shards"] = [list(array.addressable_shards[0].data.shape) for array in (states.matrices[0], states.inputs[0])]
+    found["shards"] = [list(array.addressable_shards[0].data.shape) for kept in states for array in kept[:1]]
     parts = {",".join(map(str, array.addressable_shards[0].data.shape)) for array in jax.tree.leaves(states)}
     is_copy = re.compile(rf"= f32\[(?:{'|'.join(parts)})\]\S* (?:copy|copy-start)\(")
     programs = [engine.compiled[key] for key in engine.compiled.compilations if isinstance(key.shape, Bucket)]

@@ -9,11 +9,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.checkpoints import BLOCK_KINDS, HYBRID_KINDS, make_checkpoint
+from tests.checkpoints import BLOCK_KINDS, HYBRID_KINDS, make_checkpoint, two_layers
 from tests.grids import NIGHTLY
 
 # Unoptimized, since each device's program takes minutes to compile otherwise.
@@ -24,11 +23,10 @@ ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZAT
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", HYBRID_KINDS)
 def test_two_devices_and_two_ranks_give_the_tokens_of_one(kind: str, tmp_path: Path) -> None:
-    layers = ["linear_attention", "full_attention"]
-    sizes: dict[str, Any] = {"num_hidden_layers": len(layers)} | ({"layer_types": layers} if kind != "bamba" else {})
+    sizes = two_layers(kind)
     if kind in BLOCK_KINDS:
-        sizes = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
-    if kind in ("qwen3_5", "bamba"):
+        sizes["layers_block_type"] += ["mlp"]
+    if kind in ("qwen3_5", "bamba", "lfm2", "lfm3"):
         sizes["num_key_value_heads"] = 1  # else ranks of a dense model gain nothing, and are refused
     folder = make_checkpoint(kind, tmp_path, seed=3, **sizes)
     done = subprocess.run(

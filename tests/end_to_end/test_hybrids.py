@@ -19,7 +19,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import ScriptedMailbox
-from tests.checkpoints import BLOCK_KINDS, HYBRID_KINDS, make_checkpoint
+from tests.checkpoints import HYBRID_KINDS, make_checkpoint, two_layers
 from tests.end_to_end.offline import ends, first_logits, new_scheduler, outputs, serve
 from tests.end_to_end.test_families import ATOL, NEW_TOKENS, logits_of, prompts
 from tests.grids import NIGHTLY, daily
@@ -28,13 +28,11 @@ pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 KINDS = daily(HYBRID_KINDS, every=4)
-TWO: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}  # by day
-BLOCKS: dict[str, Any] = {"layers_block_type": ["linear_attention", "moe", "full_attention"]}  # likewise
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    sizes = {} if NIGHTLY else BLOCKS if request.param in BLOCK_KINDS else TWO
+    sizes = {} if NIGHTLY else two_layers(request.param)
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=3, **sizes)
     engine = Engine(
         EngineConfig(

@@ -104,6 +104,7 @@ QUANTIZED: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma3", "compressed-tensors int4 asymmetric", {}),
     ("gemma4_moe", "awq", {}),
     ("minimax_m2", "fp8 in blocks", {"num_local_experts": 8}),
+    ("lfm2_moe", "compressed-tensors int4", {"moe_intermediate_size": 64, "num_experts": 8, "hidden_size": 256}),
 ]
 
 

@@ -357,6 +357,32 @@ def test_layers_of_mamba_keep_all_but_their_time_steps_as_published(
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 
 
+CONVOLUTIONS_IN: list[tuple[str, str, dict[str, Any]]] = [
+    ("lfm2", "fp8 in blocks", {"intermediate_size": 192}),
+    ("lfm3", "compressed-tensors int8", {}),
+    ("lfm2_moe", "compressed-tensors int4", {"moe_intermediate_size": 64, "head_dim": 16, "intermediate_size": 64}),
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "sizes"), daily(CONVOLUTIONS_IN, every=3))
+def test_short_convolutions_keep_their_products_as_published(
+    kind: str, method: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Gates of attention, a row for each head, are dequantized."""
+    plain = make_checkpoint(kind, tmp_path / "plain", **sizes)
+    folder = quantize_folder(plain, tmp_path / "stored", method, also=r"\.w[123]\.weight")
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert arch.weight_format is not None
+    arch = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=True))
+    params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+    kept = {path[2:]: param.get_metadata().get("format") for path, param in nnx.to_flat_state(params)}
+    for matrix in [("conv", "inputs"), ("conv", "output"), ("attention", "qkv"), ("attention", "o"), ("mlp", "down")]:
+        assert kept[matrix] is not None, matrix
+    assert kept.get(("attention", "gates")) is None and (("attention", "gates") in kept) == (kind == "lfm3")
+    logits, expected = plain_logits(arch, params, TOKENS), checkpoint_logits(folder / "meant", TOKENS)
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+
+
 def test_gates_that_are_quantized_in_part_are_dequantized(tmp_path: Path) -> None:
     plain = make_checkpoint("qwen3_5", tmp_path / "plain")
     folder = quantize_folder(plain, tmp_path / "stored", "fp8 in blocks", excepted="in_proj_a")
