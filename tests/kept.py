@@ -1,8 +1,9 @@
 """Keeps compiled programs, and environments of other JAX versions, for the next run of the tests, in `.cache/tests`.
 
 Compiled programs are kept per version of jaxlib and kind of processor. Each process of a run, such as a worker of a
-parallel run, has its own cache folder and exchanges programs with the kept ones between test files: JAX writes its
-cache in place, so another process could read half a program, and a killed server leaves half of one behind.
+parallel run, has its own cache folder for XLA's and exchanges programs with the kept ones between test files: JAX
+writes its cache in place, so another process could read half a program, and a killed server leaves half of one behind.
+All share one folder of native libraries, whose users wait for each other.
 """
 
 from __future__ import annotations
@@ -43,21 +44,22 @@ class Programs:
             # XLA's own caches put the folder's path into the key of every program, and each run has another folder.
             "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
         }
-        for kind in ("xla", "native"):
-            for folder in self._folders(kind):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        native = self._kept / "native"
+        for folder in (self._folder("xla"), self._kept / "xla", native):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder("native").symlink_to(native)
         self._shrink()
         self.exchange()
 
     def exchange(self) -> None:
         """Keeps programs compiled here, and takes those that other processes kept. Files are linked, not copied."""
-        for kind in ("xla", "native"):
-            mine, kept = ({path.name: path for path in folder.iterdir()} for folder in self._folders(kind))
-            for name in mine.keys() - kept.keys():
-                if _is_whole(mine[name]):
-                    _link(mine[name], self._kept / kind / name)
-            for name in kept.keys() - mine.keys():
-                _link(kept[name], self._folder(kind) / name)
+        folders = self._folder("xla"), self._kept / "xla"
+        mine, kept = ({path.name: path for path in folder.iterdir()} for folder in folders)
+        for name in mine.keys() - kept.keys():
+            if _is_whole(mine[name]):
+                _link(mine[name], folders[1] / name)
+        for name in kept.keys() - mine.keys():
+            _link(kept[name], folders[0] / name)
 
     def close(self) -> None:
         """Keeps the programs compiled since the last exchange."""
@@ -66,9 +68,6 @@ class Programs:
 
     def _folder(self, kind: str) -> Path:
         return Path(self._home.name) / "jaxsgl" / kind
-
-    def _folders(self, kind: str) -> tuple[Path, Path]:
-        return self._folder(kind), self._kept / kind
 
     def _shrink(self) -> None:
         """If there is too much, removes the programs unread for longest until half is left."""
@@ -116,8 +115,6 @@ def _processor() -> str:
 
 def _is_whole(path: Path) -> bool:
     """Whether a program was written to its end."""
-    if path.suffix == ".so":  # it was renamed once it was whole
-        return True
     if not path.name.endswith("-cache"):
         return False
     from jax._src.compilation_cache import decompress_executable

@@ -62,7 +62,7 @@ class _Metadata:
             return float(str(np.float32(value)))
         if isinstance(value, list) and value:
             if any(each != value[0] for each in value):
-                raise CheckpointError(f"{self._where}: {self.name}.{key} differs by layer, which is not supported")
+                raise self._differs(key)
             return value[0]
         return value
 
@@ -82,8 +82,22 @@ class _Metadata:
         slides = told if isinstance(told, list) else [(layer + 1) % told != 0 for layer in range(count)]
         return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
 
+    def kv_heads(self) -> list[int]:
+        """Of each layer; 0 of those that don't attend. All others have the same number."""
+        self._asked.add(_KV_HEADS)
+        told, count = self._values.get(_KV_HEADS, self.number(_HEADS)), int(self.number("block_count"))
+        heads = told if isinstance(told, list) else [told] * count
+        if len(set(heads) - {0}) > 1:
+            raise self._differs(_KV_HEADS)
+        if len(heads) != count or not any(heads):
+            raise self.refuse(_KV_HEADS)
+        return heads
+
     def head_dim(self) -> int:
         return int(self.get("attention.key_length", self.number("embedding_length") // self.number(_HEADS)))
+
+    def _differs(self, key: str) -> CheckpointError:
+        return CheckpointError(f"{self._where}: {self.name}.{key} differs by layer, which is not supported")
 
     def refuse(self, key: str) -> CheckpointError:
         """The error of a value that is not supported."""
@@ -101,6 +115,9 @@ class _Metadata:
 
 IN_GROUPS = frozenset({"Q8_0", "Q4_0"})  # formats of 32 whole numbers that share a scale
 _HEADS = "attention.head_count"
+_KV_HEADS = "attention.head_count_kv"
+_NORM_EPS = "attention.layer_norm_rms_epsilon"
+_NEVER_QUANTIZED = ("ffn_gate_inp", "shortconv.conv.")  # with more than one axis: routers and convolutions
 _PATTERN = "attention.sliding_window_pattern"
 # Read elsewhere, or of no effect on what a decoder computes.
 _HARMLESS = frozenset({"vocab_size", "rope.scaling.finetuned", "attention.causal", "tensor_data_layout"})
@@ -158,6 +175,14 @@ def _exaone4(said: _Metadata) -> dict[str, Any]:
     return {"sliding_window": said.get("attention.sliding_window") or None, **said.layer_types()}
 
 
+def _lfm2(said: _Metadata) -> dict[str, Any]:
+    return {
+        "layer_types": ["full_attention" if heads else "conv" for heads in said.kv_heads()],
+        "conv_L_cache": said.number("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
 FAMILIES: dict[str, GgufFamily] = {
     "llama": GgufFamily("LlamaForCausalLM", "MixtralForCausalLM", in_pairs=True, further=_mixtral),
     "qwen2": GgufFamily("Qwen2ForCausalLM", values=_NO_WINDOW),
@@ -199,6 +224,7 @@ FAMILIES: dict[str, GgufFamily] = {
     "smollm3": GgufFamily("SmolLM3ForCausalLM", in_pairs=True, values=_NO_WINDOW),
     "seed_oss": GgufFamily("SeedOssForCausalLM"),
     "exaone4": GgufFamily("Exaone4ForCausalLM", further=_exaone4),
+    "lfm2": GgufFamily("Lfm2ForCausalLM", further=_lfm2),
     "glm4": GgufFamily("Glm4ForCausalLM", rotary_share=True),
 }
 
@@ -208,7 +234,6 @@ _KEYS = {
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
     _HEADS: "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 
 
@@ -246,21 +271,23 @@ def config_of(
         raise said.refuse("attention.value_length")
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{where}: tensor token_embd.weight is missing: is it a part of a model?")
+    architecture = family.of_experts if has_experts and family.of_experts else family.architecture
     config = {
         **{ours: said.number(theirs) for theirs, ours in _KEYS.items()},
         **{ours: said.get(theirs) for theirs, ours in family.keys.items()},
         **family.values,
         **family.further(said),
         **_rope(said, family, head_dim, factors),
-        "architectures": [family.of_experts if has_experts and family.of_experts else family.architecture],
-        "num_key_value_heads": said.get("attention.head_count_kv", said.number(_HEADS)),
+        "architectures": [architecture],
+        models.FAMILIES[architecture].norm_eps_key: said.number(_NORM_EPS),
+        "num_key_value_heads": max(said.kv_heads()),
         "head_dim": head_dim,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": _dtype(tensors["token_embd.weight"].kind),
     }
     said.refuse_unread()
-    return {**config, **_biases(config["architectures"][0], tensors), **_quantization(tensors)}
+    return {**config, **_biases(architecture, tensors), **_quantization(tensors)}
 
 
 def _quantization(tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
@@ -268,7 +295,7 @@ def _quantization(tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     of_layers = (
         (name, tensor) for name, tensor in tensors.items() if name.startswith("blk.") and len(tensor.shape) > 1
     )
-    kinds = {tensor.kind for name, tensor in of_layers if "ffn_gate_inp" not in name}  # those are routers
+    kinds = {tensor.kind for name, tensor in of_layers if not any(each in name for each in _NEVER_QUANTIZED)}
     if len(kinds) == 1 and kinds <= IN_GROUPS:
         return {"quantization_config": {"quant_method": "gguf", "format": kinds.pop()}}
     return {}

@@ -7,7 +7,9 @@ functions.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -16,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -196,17 +199,35 @@ def _compiled(compiler: str, flags: frozenset[str], part: Part, folder: Path | N
         folder = own_folder(cache / "jaxsgl" / "native")
     path = folder / f"kernels-{key}.so"
     if not path.exists():
-        # Several processes may compile at once: each writes a file of its own, renamed once it is whole.
-        handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".unfinished")
-        os.close(handle)
-        try:
-            start_s = time.monotonic()
-            _build(compiler, part, unfinished)
-            logger.debug("%s compiled %s in %.1f s", compiler, ", ".join(part.sources), time.monotonic() - start_s)
-            Path(unfinished).replace(path)
-        finally:
-            Path(unfinished).unlink(missing_ok=True)
+        with _alone(path.with_suffix(".lock")):
+            if not path.exists():  # else another process has compiled it meanwhile
+                _compile(compiler, part, path)
     return path
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Lets one thread of all processes in at a time, where the file system has locks; ending lets the next one in."""
+    with lock.open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _compile(compiler: str, part: Part, path: Path) -> None:
+    """Compile to another file, renamed once it is whole."""
+    handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".unfinished")
+    os.close(handle)
+    try:
+        start_s = time.monotonic()
+        _build(compiler, part, unfinished)
+        logger.debug("%s compiled %s in %.1f s", compiler, ", ".join(part.sources), time.monotonic() - start_s)
+        Path(unfinished).replace(path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
 
 
 def _build(compiler: str, part: Part, output: str) -> None:

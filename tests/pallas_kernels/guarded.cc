@@ -474,25 +474,39 @@ Call Convolution(Random& random, XLA_FFI_Handler* handler) {
   return call;
 }
 
-XLA_FFI_Handler* Load(void* library, const char* name) {
-  void* found = dlsym(library, name);
-  if (!found) Fail(dlerror());
-  return reinterpret_cast<XLA_FFI_Handler*>(found);
+// The libraries whose paths are given, between colons.
+std::vector<void*> Libraries(const std::string& paths) {
+  std::vector<void*> libraries;
+  for (size_t from = 0, to; from <= paths.size(); from = to + 1) {
+    to = std::min(paths.find(':', from), paths.size());
+    libraries.push_back(dlopen(paths.substr(from, to - from).c_str(), RTLD_NOW));
+    if (!libraries.back()) Fail(dlerror());
+  }
+  return libraries;
+}
+
+// The function of that name, of the first library that has one.
+template <typename Function>
+Function Find(const std::vector<void*>& libraries, const char* name) {
+  for (void* library : libraries)
+    if (void* const found = dlsym(library, name)) return reinterpret_cast<Function>(found);
+  return nullptr;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 5) Fail("guarded LIBRARY COUNT SEED WAY [FAULT]");
-  void* library = dlopen(argv[1], RTLD_NOW);
-  if (!library) Fail(dlerror());
+  if (argc < 5) Fail("guarded LIBRARY[:LIBRARY..] COUNT SEED WAY [FAULT]");
+  const std::vector<void*> libraries = Libraries(argv[1]);
   const int count = std::atoi(argv[2]);
   const char* const way = argv[4];
-  imitated_palette = reinterpret_cast<int (*)()>(dlsym(library, "imitated_palette"));
-  leave_tiles = reinterpret_cast<void (*)()>(dlsym(library, "imitated_leave_tiles"));
-  const auto refuse_tiles = reinterpret_cast<const char* (*)()>(dlsym(library, "refuse_tiles"));
-  if (!std::strcmp(way, "tiles") && refuse_tiles()) Fail(refuse_tiles());
-  const auto multiplies_bytes = reinterpret_cast<int (*)()>(dlsym(library, "multiplies_bytes"));
+  imitated_palette = Find<int (*)()>(libraries, "imitated_palette");
+  leave_tiles = Find<void (*)()>(libraries, "imitated_leave_tiles");
+  for (void* library : libraries) {  // each asks for tiles on its own
+    const auto refuse_tiles = Find<const char* (*)()>({library}, "refuse_tiles");
+    if (!std::strcmp(way, "tiles") && refuse_tiles && refuse_tiles()) Fail(refuse_tiles());
+  }
+  const auto multiplies_bytes = Find<int (*)()>(libraries, "multiplies_bytes");
   if (argc > 5) fault = argv[5];
   Random random(std::atoi(argv[3]));
   {
@@ -504,7 +518,8 @@ int main(int argc, char** argv) {
         const bool is_packed = kernel.rfind("grouped_packed_product", 0) == 0;
         const bool of_words = kernel.find(" of words") != std::string::npos;
         if (is_packed && !of_words && !multiplies_bytes()) continue;
-        XLA_FFI_Handler* const handler = Load(library, kernel.substr(0, kernel.find(' ')).c_str());
+        XLA_FFI_Handler* const handler = Find<XLA_FFI_Handler*>(libraries, kernel.substr(0, kernel.find(' ')).c_str());
+        if (!handler) Fail("no library has " + kernel);
         Call call = kernel == "paged_attention" ? Attention(random, handler, way)
                     : kernel == "int8_product"  ? Int8Product(random, handler)
                     : is_packed ? PackedProduct(random, handler, of_words ? 16 : 8, kernel.find("int8") == std::string::npos ? 4 : 8)

@@ -94,12 +94,12 @@ def test_a_library_that_is_half_written_is_never_there_under_its_name(folder: Pa
     assert made.read_text() == "whole\n" and names(folder) == sorted([made.name, "left.unfinished"])
 
 
-def test_several_threads_may_compile_at_once(folder: Path, tmp_path: Path) -> None:
+def test_of_several_that_start_at_once_one_compiles(folder: Path, tmp_path: Path) -> None:
     compiler = write_compiler(tmp_path, 'echo half > "$1"; sleep 0.3; echo whole > "$1"')
     with ThreadPoolExecutor(4) as pool:
         made = set(pool.map(lambda _: library._compiled(compiler, FLAGS, library.COMMON), range(4)))
     (path,) = made
-    assert path.read_text() == "whole\n" and names(folder) == [path.name]
+    assert path.read_text() == "whole\n" and names(folder) == [path.name] and runs(tmp_path) == 1
 
 
 def test_sources_are_compiled_at_the_same_time(folder: Path, tmp_path: Path) -> None:

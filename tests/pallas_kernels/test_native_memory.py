@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ import pytest
 
 from pallas_kernels.native import library
 from tests.grids import NIGHTLY, count
-from tests.pallas_kernels.native_builds import compile_library, imitation
+from tests.pallas_kernels.native_builds import PARTS, compile_library, imitation
 
 pytestmark = pytest.mark.usefixtures("native_runs_here")
 
@@ -50,9 +51,9 @@ def build(folder: Path, *options: str) -> Path:
 
 
 def run(
-    program: Path, kernels: Path, num_cases: int, *, seed: int = 0, way: str = "widened", fault: str = ""
+    program: Path, kernels: Sequence[Path], num_cases: int, *, seed: int = 0, way: str = "widened", fault: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    command = [str(program), str(kernels), str(num_cases), str(seed), way, *([fault] if fault else [])]
+    command = [str(program), ":".join(map(str, kernels)), str(num_cases), str(seed), way, *([fault] if fault else [])]
     # The threads of the driver live to its end, and a fault is to end it as it would end any process.
     options = {"ASAN_OPTIONS": "detect_leaks=0:handle_segv=0"}
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | options, check=False)
@@ -63,7 +64,12 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("guarded"))
 
 
-def check(driver: Path, kernels: Path, build: str, num_cases: int) -> None:
+def libraries(*options: str) -> list[Path]:
+    """The kernels with more `options` for the compiler; without, those that are in use here."""
+    return [compile_library(*options)] if options else [compile_library(part=part) for part in PARTS]
+
+
+def check(driver: Path, kernels: Sequence[Path], build: str, num_cases: int) -> None:
     num_cases //= SLOWER.get(build, 1)
     for way in WAYS[build]:
         if way == "paired" and not library.has_pairs():
@@ -87,18 +93,18 @@ def test_kernels_touch_only_their_buffers_and_leave_the_floating_point_environme
     driver: Path, options: tuple[str, tuple[str, ...]]
 ) -> None:
     name, given = options
-    check(driver, compile_library(*given), name, count(60, 3000))
+    check(driver, libraries(*given), name, count(60, 3000))
 
 
 def test_kernels_with_the_processors_tiles_touch_only_their_buffers(driver: Path) -> None:
     if reason := library.refuse_tiles():
         pytest.skip(reason)
-    done = run(driver, compile_library(), count(60, 3000), way="tiles")
+    done = run(driver, libraries(), count(60, 3000), way="tiles")
     assert done.returncode == 0, f"status {done.returncode}: {done.stderr[-4000:]}"
 
 
 def test_tiles_that_are_left_configured_are_found(driver: Path, imitated_kernels: Path) -> None:
-    done = run(driver, imitated_kernels, 3, way="tiles", fault="tiles")
+    done = run(driver, [imitated_kernels], 3, way="tiles", fault="tiles")
     assert (done.returncode, "left another floating-point environment" in done.stderr) == (1, True), done.stderr
 
 
@@ -115,7 +121,7 @@ def test_tiles_that_are_left_configured_are_found(driver: Path, imitated_kernels
     ],
 )
 def test_a_fault_is_found(driver: Path, fault: str, status: int, words: str) -> None:
-    done = run(driver, compile_library(), 3, fault=fault)
+    done = run(driver, libraries(), 3, fault=fault)
     assert (done.returncode, words in done.stderr) == (status, True), done.stderr
 
 
@@ -124,4 +130,4 @@ def test_a_fault_is_found(driver: Path, fault: str, status: int, words: str) -> 
 def test_sanitizers_find_nothing(tmp_path: Path, options: tuple[str, tuple[str, ...]], sanitizer: str) -> None:
     name, given = options
     sanitized = ("-g", "-fno-omit-frame-pointer", *SANITIZERS[sanitizer])
-    check(build(tmp_path, *sanitized), compile_library(*given, *sanitized), name, count(0, 300))
+    check(build(tmp_path, *sanitized), libraries(*given, *sanitized), name, count(0, 300))

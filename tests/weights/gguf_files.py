@@ -48,6 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {}),
     "exaone4": ("exaone4", {"num_hidden_layers": 4, "layer_types": None}),
     "glm4": ("glm4", {}),
+    "lfm2": ("lfm2", {"head_dim": 16, "block_auto_adjust_ff_dim": False, "intermediate_size": 160}),
 }
 _PERMUTED = ("llama", "granite", "smollm3")
 _OFFSET = ("gemma", "gemma2", "gemma3")
@@ -59,6 +60,8 @@ _KEYS = {
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "conv_L_cache": "shortconv.l_cache",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "num_experts": "expert_count",
     "num_local_experts": "expert_count",
@@ -104,7 +107,7 @@ def write_gguf(
         _add_tokenizer(writer, tokenizer)
     told = gguf.GGMLQuantizationType[kind]
     for name, values in _tensors(config, tensors, arch).items():
-        is_matrix = values.ndim > 1 and "ffn_gate_inp" not in name
+        is_matrix = values.ndim > 1 and not re.search(r"ffn_gate_inp|shortconv\.conv\.", name)
         stored = told if is_matrix else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, quantized(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
@@ -143,7 +146,7 @@ def rounded(folder: Path, kind: str) -> dict[str, np.ndarray]:
     told = gguf.GGMLQuantizationType[kind]
     return {
         name: gguf.quants.dequantize(quantized(values, told), told)
-        if values.ndim > 1 and not name.endswith("gate.weight")  # routers
+        if values.ndim > 1 and not name.endswith(("gate.weight", "conv.conv.weight"))  # routers and convolutions
         else values
         for name, values in load_file(folder / "model.safetensors").items()
     }
@@ -163,6 +166,9 @@ def _described(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], arc
         amplitude = float(np.sqrt(1 + np.log(ratio) / np.log(config["original_max_position_embeddings"])))
         found |= {"rope.scaling.attn_factor": amplitude}
         found |= {"rope.scaling.original_context_length": config["original_max_position_embeddings"]}
+    if arch == "lfm2":
+        kv_heads = config["num_key_value_heads"]
+        found["attention.head_count_kv"] = [0 if each == "conv" else kv_heads for each in config["layer_types"]]
     if config.get("sliding_window") and arch not in ("llama", "smollm3"):
         found["attention.sliding_window"] = config["sliding_window"]
     return found
@@ -184,6 +190,8 @@ def _tensors(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], arch:
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if arch in _OFFSET and name.endswith("norm.weight"):
             values = values + np.float32(1)
+        if name.endswith("conv.conv.weight"):
+            values = values[:, 0]
         if name.endswith("shared_expert_gate.weight"):
             values = values[0]
         made[names.get_name(name, try_suffixes=(".weight", ".bias"))] = values

@@ -110,6 +110,7 @@ def test_the_tokenizer_is_the_files_or_the_one_next_to_it(tmp_path: Path) -> Non
         ("llama_tied", "Q8_0", "int8", {"qkv", "o", "gate_up", "down"}),
         ("llama_tied", "Q4_0", "int4", {"qkv", "o", "gate_up", "down"}),
         ("qwen3_moe", "Q8_0", "int8", {"qkv", "o"}),
+        ("lfm2", "Q8_0", "int8", {"qkv", "o", "inputs", "output", "gate_up", "down"}),
     ],
 )
 def test_matrices_in_groups_stay_so(kind: str, stored: str, numbers: str, kept: set[str], tmp_path: Path) -> None:
