@@ -13,16 +13,22 @@ from transformers import (
     ArceeForCausalLM,
     BambaConfig,
     BambaForCausalLM,
+    CwmConfig,
+    CwmForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Dots1Config,
+    Dots1ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    ExaoneMoeConfig,
+    ExaoneMoeForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -59,8 +65,12 @@ from transformers import (
     Lfm3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MellumConfig,
+    MellumForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -95,6 +105,10 @@ from transformers import (
     SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    SolarOpenConfig,
+    SolarOpenForCausalLM,
+    YoutuConfig,
+    YoutuForCausalLM,
 )
 
 VOCAB_SIZE = 256
@@ -181,7 +195,7 @@ _GEMMA4 = {
     },
 }
 
-_LATENT = {
+_LATENT_SIZES = {
     "head_dim": 6,
     "num_key_value_heads": 8,
     "q_lora_rank": 40,
@@ -189,6 +203,9 @@ _LATENT = {
     "qk_rope_head_dim": 6,
     "qk_nope_head_dim": 14,
     "v_head_dim": 22,
+}
+_LATENT = {
+    **_LATENT_SIZES,
     "n_routed_experts": 12,
     "num_experts_per_tok": 3,
     "n_shared_experts": 4,
@@ -244,6 +261,16 @@ _GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 0.7,
 }
+_SIGMOID_MOE = {
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_ROUTED = {"n_routed_experts": 10, "n_shared_experts": 3}
 _CONV = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}
 _GRANITE_MOE = {**_GRANITE, "intermediate_size": 48, "num_local_experts": 10, "num_experts_per_tok": 3}
 
@@ -404,6 +431,58 @@ _FAMILIES: dict[str, Kind] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
                 "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.4},
             },
+        },
+    ),
+    # Others of these mechanisms.
+    "cwm": (
+        CwmConfig,
+        CwmForCausalLM,
+        {"sliding_window": WINDOW, "layer_types": _MIXED_TYPES, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "ministral": (MinistralConfig, MinistralForCausalLM, {"sliding_window": WINDOW, "layer_types": _MIXED_TYPES}),
+    "youtu": (YoutuConfig, YoutuForCausalLM, _LATENT_SIZES),
+    "mellum": (
+        MellumConfig,
+        MellumForCausalLM,
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED_TYPES,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "num_local_experts": 10,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "dots1": (
+        Dots1Config,
+        Dots1ForCausalLM,
+        {
+            **_SIGMOID_MOE,
+            "n_routed_experts": 10,
+            "n_shared_experts": 3,
+            "sliding_window": WINDOW,
+            "max_window_layers": 2,
+        },
+    ),
+    "solar_open": (
+        SolarOpenConfig,
+        SolarOpenForCausalLM,
+        {**_SIGMOID_MOE, "n_routed_experts": 10, "n_shared_experts": 3},
+    ),
+    "exaone_moe": (
+        ExaoneMoeConfig,
+        ExaoneMoeForCausalLM,
+        {
+            **_SIGMOID_MOE,
+            "num_experts": 10,
+            "num_shared_experts": 3,
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED_TYPES,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     ),
     "arcee": (ArceeConfig, ArceeForCausalLM, {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),

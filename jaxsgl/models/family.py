@@ -94,8 +94,11 @@ class Family:
       activations: words for it that mean another one in this family.
       windows: "none": attention is full. "always": `sliding_window` holds. "flag": it holds if `use_sliding_window`,
         without `layer_types` from the layer `max_window_layers` on. "even by flag": likewise, but in layers 0, 2, 4
-        ... before that one. "all by flag": it holds in all layers if `use_sliding_window`.
+        ... before that one. "all by flag": it holds in all layers if `use_sliding_window`. "late": without
+        `layer_types`, it holds from the layer `max_window_layers` on. "listed": it holds in none but those of
+        `layer_types`.
       full_every: without `layer_types`, every layer of so many has no window; None: the family has another rule.
+      full_first: that is the first of so many; else the last one.
       partial_rope: `partial_rotary_factor` says which part of a head is turned.
       interleaved_rope: a checkpoint turns dimensions 2 i and 2 i + 1 together; else i and i + R / 2 of R turned ones.
       sliding_theta: layers with windows have a rope of their own, and this is its theta, or the theta's key, without
@@ -146,8 +149,9 @@ class Family:
     gated: bool = True
     cut_ffn: bool = False
     activations: Mapping[str, str] = field(default_factory=dict)
-    windows: Literal["none", "always", "flag", "even by flag", "all by flag"] = "none"
+    windows: Literal["none", "always", "flag", "even by flag", "all by flag", "late", "listed"] = "none"
     full_every: int | None = None
+    full_first: bool = False
     partial_rope: bool = False
     interleaved_rope: bool = False
     sliding_theta: str | float | None = None

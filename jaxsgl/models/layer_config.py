@@ -119,13 +119,16 @@ def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> li
         pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", pattern))
     if family.turned_layers == "told":
         slides = [not turned for turned in is_turned]
-    elif family.windows in ("flag", "even by flag"):
+    elif family.windows in ("flag", "even by flag", "late"):
         limit, is_even = config.get("max_window_layers", 28), family.windows == "even by flag"
         slides = [i % 2 == 0 and i < limit if is_even else i >= limit for i in range(num_layers)]
     elif isinstance(pattern, str) and pattern:  # L: local, G: global
         slides = [pattern[i % len(pattern)] == "L" for i in range(num_layers)]
+    elif family.windows == "listed":
+        slides = [False] * num_layers
     else:
-        slides = [not pattern or (i + 1) % pattern != 0 for i in range(num_layers)]
+        place = 0 if family.full_first else -1
+        slides = [not pattern or (i - place) % pattern != 0 for i in range(num_layers)]
     told = config.get("layer_types") or [SLIDING if each else FULL for each in slides]
     for each in _of_each_layer(config, "layer_types", told, num_layers):
         if each not in (FULL, SLIDING):
@@ -145,7 +148,7 @@ def _read_window(config: ConfigFile, family: Family, max_context: int) -> int | 
     """Tokens that a layer with a window attends to; None: all, as where no sequence is longer than the window."""
     if family.windows == "none":
         return None
-    is_on = family.windows == "always" or config.get("use_sliding_window", False)
+    is_on = family.windows in ("always", "late", "listed") or config.get("use_sliding_window", False)
     is_given = config.get("sliding_window") is not None
     if not (is_on and is_given):
         return None

@@ -110,15 +110,8 @@ def read_recurrent_types(config: ConfigFile, family: Family, num_layers: int) ->
 
     Raises `CheckpointError` for other words, and where none is attention.
     """
-    every = config.count("full_attention_interval", ATTENTION_EVERY) if family.recurrence == "delta-net" else None
-    attending = config.get("attn_layer_indices") or ([] if every is None else range(every - 1, num_layers, every))
-    if family.recurrence == "short-conv":
-        attending = config.get("full_attn_idxs", range(num_layers))
-    told: Any = config.get("layer_types") or config.get("layers_block_type")
-    if family.windows == "none":
-        told = told or [FULL if i in attending else RECURRENT for i in range(num_layers)]
-    else:  # as LFM3 has them
-        told = told or [FULL if i % 4 == 2 else SLIDING if i and i % 4 == 0 else RECURRENT for i in range(num_layers)]
+    others = _unless_listed(config, family, num_layers)
+    told: Any = config.get("layer_types") or config.get("layers_block_type") or others
     words = _OTHER_WORDS[str(family.recurrence)]
     types = [words.get(str(each), str(each)) for each in told] if isinstance(told, list) else []
     known = [FULL, RECURRENT] if family.windows == "none" else [FULL, SLIDING, RECURRENT]
@@ -129,6 +122,19 @@ def read_recurrent_types(config: ConfigFile, family: Family, num_layers: int) ->
     if set(types) == {RECURRENT}:
         raise CheckpointError(f"{config.path}: layer_types has no {FULL}, of which one layer must be at least")
     return types
+
+
+def _unless_listed(config: ConfigFile, family: Family, num_layers: int) -> list[str]:
+    """The types where config.json lists none."""
+    if family.windows != "none":  # as LFM3 has them
+        return [FULL if i % 4 == 2 else SLIDING if i and i % 4 == 0 else RECURRENT for i in range(num_layers)]
+    attending = config.get("attn_layer_indices", [])
+    if family.recurrence == "short-conv":
+        attending = config.get("full_attn_idxs", range(num_layers))
+    elif family.recurrence == "delta-net":
+        every = config.count("full_attention_interval", ATTENTION_EVERY)
+        attending = range(every - 1, num_layers, every)
+    return [FULL if i in attending else RECURRENT for i in range(num_layers)]
 
 
 def read_blocks(config: ConfigFile) -> list[str]:

@@ -125,6 +125,7 @@ NAMES: dict[str, ExpertNames] = {
         down="experts.{}.w2.weight",
     ),
     "NemotronHForCausalLM": ExpertNames(block="model.layers.{}.mixer."),
+    "ExaoneMoeForCausalLM": ExpertNames(choice_bias=_MINIMAX_BIAS, in_memory=ExpertNames()),
     "GptOssForCausalLM": ExpertNames(router="router.weight", interleaved=True, transposed=True),
     **dict.fromkeys(
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),

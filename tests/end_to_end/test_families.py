@@ -1,4 +1,4 @@
-"""Every family of `models/families.py` answers as transformers does: ragged prompts at once, in chunks, from the cache.
+"""Every family of `models/families/` answers as transformers does: ragged prompts at once, in chunks, from the cache.
 
 One forward pass of transformers over prompts and answers judges them: an answer is greedy if each of its tokens is the
 most likely one after those before it. The passes hold many prompts, padded on the right, which changes nothing before.
@@ -43,6 +43,7 @@ KINDS = (
     "gpt_oss", "qwen2_moe", "minimax_m2", "exaone4", "ernie4_5_moe", "granite", "hunyuan", "olmoe", "gemma", "seed_oss",
     "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "gemma4", "gemma4_small", "gemma4_moe", "glm",
     "ernie4_5", "granite_moe", "granite_moe_shared", "granite_hybrid_dense", "arcee",
+    "cwm", "ministral", "youtu", "mellum", "dots1", "solar_open", "exaone_moe",
 )  # fmt: skip
 assert {*KINDS, *HYBRID_KINDS} == set(FAMILY_KINDS)  # the latter are in test_hybrids.py
 NEW_TOKENS = 8

@@ -18,7 +18,7 @@ from tests.pallas_kernels.lower_everything import on_a_device
 
 VOCABULARIES = {
     "phi3-mini": 32_064, "qwen3.5-9b": 248_320, "granite-4.0-h-small": 100_352, "deepseek-v2-lite": 102_400,
-    "gpt-oss-20b": 201_088, "nemotron-3-nano": 131_072,
+    "gpt-oss-20b": 201_088, "nemotron-3-nano": 131_072, "lfm2-8b-a1b": 65_536,
 }  # fmt: skip
 ON_H200 = "cuda", "NVIDIA H200", 132
 EIGHT: Any = AbstractMesh((1, 8), ("data", "tensor"))  # in the place of a mesh of devices

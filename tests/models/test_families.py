@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ UNTRIED = {
     **dict.fromkeys(
         ("olmo3", "gemma2", "gemma3", "gpt_oss", "exaone4", "granite_hybrid_dense", *CONV_KINDS), ("num_hidden_layers",)
     ),
+    "cwm": ("num_hidden_layers", "hidden_size", "num_attention_heads"),
+    **dict.fromkeys(("ministral", "mellum", "exaone_moe"), ("num_hidden_layers",)),
     "granite_hybrid": ("num_hidden_layers", "hidden_size", "mamba_expand", "mamba_n_heads"),
     "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
     **dict.fromkeys(BLOCK_KINDS, ("time_step_min",)),
@@ -106,7 +109,9 @@ def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str,
         "dynamic": {"rope_type": "dynamic", "factor": 2.0, "alpha": 50.0},
     }[scaling]
     for kind in (*CHECKPOINT_KINDS, *FAMILY_KINDS):
-        if kind in ("phi3", "lfm3") or kind.startswith("gemma4"):  # which have ropes of other kinds alone
+        if kind in ("phi3", "lfm3", "mellum", "cwm") or kind.startswith(
+            "gemma4"
+        ):  # which have ropes of other kinds alone
             continue
         values = {key: value for key, value in configuration(kind).items() if key != "rope_parameters"}
         values |= {"rope_theta": 3000.0, **({"rope_scaling": dict(told)} if told else {})}
@@ -157,6 +162,19 @@ def test_a_model_of_several_parts_ties_its_head_as_it_does_in_transformers(
         found = arch_of(tmp_path, values)
         expected = AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
         assert found is not None and found.tie_embeddings is expected, (of_text, of_whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"), [("InternLM3ForCausalLM", "internlm3"), ("IQuestCoderForCausalLM", "iquestcoder")]
+)
+def test_a_family_that_is_llama_but_for_its_name_is_llama(name: str, model_type: str, tmp_path: Path) -> None:
+    """transformers has a configuration of each, with defaults of its own, and no other code."""
+    values: dict[str, Any] = {"architectures": [name], "model_type": model_type, "num_hidden_layers": 2}
+    values |= {"vocab_size": 200, "hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 96}
+    values |= {"max_position_embeddings": 512, "attention_bias": True, "mlp_bias": True}
+    whole = {**as_transformers_reads(tmp_path, values), "architectures": ["LlamaForCausalLM"]}
+    found, llama = arch_of(tmp_path, values), arch_of(tmp_path, whole)
+    assert found is not None and llama is not None and replace(found, name=llama.name) == llama
 
 
 def test_a_missing_window_is_the_familys_and_null_is_none(tmp_path: Path) -> None:

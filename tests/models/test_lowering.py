@@ -24,7 +24,7 @@ from jaxsgl.models import Params, abstract_model, resolve_precision
 from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
 from pallas_kernels import KernelChoice
 from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, configuration
-from tests.grids import NIGHTLY
+from tests.grids import NIGHTLY, daily
 from tests.pallas_kernels.lower_everything import CUSTOM_CALLS, TARGETS, on_a_device
 
 KINDS = (*CHECKPOINT_KINDS, *FAMILY_KINDS)
@@ -74,7 +74,7 @@ def check(texts: dict[str, str]) -> None:
         assert any(name in text for name in CUSTOM_CALLS), f"{step}: no kernel is in it"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", daily(KINDS, every=3))
 def test_a_familys_steps_lower_for_gpus_with_kernels_in_them(kind: str, tmp_path: Path) -> None:
     check(steps_of(kind, "cuda", tmp_path))
 

@@ -55,6 +55,7 @@ MODELS = (
     "qwen3.5-9b",
     "granite-4.0-h-small",
     "nemotron-3-nano",
+    "lfm2-8b-a1b",
     "deepseek-v2-lite",
     "gpt-oss-20b",
 )  # of `bench.models`; a model more is a line more

@@ -1,0 +1,16 @@
+"""The model families that are served: what an architecture's name implies, as data.
+
+Owns which family has which differences of `family`, a file for each kind. Never knows tensors' names
+(`weights/names.py`), nor how a difference is computed. Read by `arch`, and for GGUF by `weights/gguf_config.py`.
+docs/models.md says how to add one.
+"""
+
+from __future__ import annotations
+
+from jaxsgl.models.families.dense import DENSE
+from jaxsgl.models.families.latents import LATENTS
+from jaxsgl.models.families.mixtures import MIXTURES
+from jaxsgl.models.families.recurrent import RECURRENT
+from jaxsgl.models.family import Family
+
+FAMILIES: dict[str, Family] = {**DENSE, **MIXTURES, **LATENTS, **RECURRENT}

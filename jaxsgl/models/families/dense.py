@@ -1,0 +1,325 @@
+"""Families whose MLPs are dense, those that see images among them; and Gemma 4, whose experts stand next to MLPs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxsgl.models.family import Family, MoeFamily
+
+_MISTRAL = Family(
+    qkv_bias=False,
+    attention_out_bias=False,
+    windows="always",
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8, "eos_token_id": 2},
+)
+
+# What ERNIE 4.5, dense and with experts, has in common.
+ERNIE = Family(
+    qkv_bias_key="use_bias",
+    attention_out_bias_key="use_bias",
+    mlp_bias=None,
+    mlp_bias_key="use_bias",
+    interleaved_rope=True,
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "rope_theta": 500_000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    },
+)
+
+# What Granite's dense models, its mixtures and its hybrids have in common.
+GRANITE = Family(mlp_bias=None, multipliers=True, defaults={"eos_token_id": 2})
+
+# What GLM-4's older and newer form have in common.
+_GLM = Family(
+    attention_out_bias=False,
+    partial_rope=True,
+    interleaved_rope=True,
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-07,
+        "eos_token_id": [151329, 151336, 151338],
+    },
+)
+
+# Keys of models that see images, beside the object that describes the decoder.
+_BESIDE_TEXT = frozenset({"vision_config", "image_token_index", "image_token_id"})
+
+# What Gemma 2 and 3 have in common.
+_GEMMA = Family(
+    norms="sandwich",
+    norm_offset=1,
+    scales_embedding=True,
+    activation_key="hidden_activation",
+    windows="always",
+    caps=True,
+    ignored=frozenset({"hidden_act", "sliding_window_size"}),
+    defaults={
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "eos_token_id": 1,
+    },
+)
+
+_GEMMA3 = replace(
+    _GEMMA,
+    qk_norm="head",
+    full_every=6,
+    sliding_theta="rope_local_base_freq",
+    defaults={**_GEMMA.defaults, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+)
+
+_GEMMA4 = Family(
+    norms="sandwich",
+    qk_norm="head",
+    qkv_bias=False,
+    attention_out_bias=False,
+    scales_embedding=True,
+    activation_key="hidden_activation",
+    windows="always",
+    full_every=6,
+    sliding_theta=10_000.0,
+    caps_logits=True,
+    attention_scale=1.0,
+    normalizes_values=True,
+    layer_factors=True,
+    own_parts=True,
+    moe=MoeFamily(
+        ("num_experts",), renormalize=True, top_k_key="top_k_experts", switch="enable_moe_block", expert_factors=True
+    ),
+    # Sizes of what is switched off.
+    ignored=frozenset({"num_experts", "top_k_experts", "moe_intermediate_size"}),
+    defaults={
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 512,
+        "vocab_size_per_layer_input": 262_144,
+        "hidden_size_per_layer_input": 256,
+        "eos_token_id": 1,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1_000_000.0,
+            },
+        },
+    },
+)
+
+# What the dense Qwen3-VL and the mixture of experts have in common.
+QWEN3_VL = Family(
+    qk_norm="head",
+    section="text_config",
+    vision=True,
+    defaults={
+        "head_dim": 128,
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 128_000,
+        "eos_token_id": 151_645,
+    },
+    ignored=frozenset({"vision_start_token_id", "vision_end_token_id"}),
+)
+
+DENSE: dict[str, Family] = {
+    "LlamaForCausalLM": Family(mlp_bias=None, defaults={"eos_token_id": 2}),
+    "IQuestCoderForCausalLM": Family(
+        mlp_bias=None,
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "eos_token_id": 2},
+    ),
+    "InternLM3ForCausalLM": Family(
+        mlp_bias=None,
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "eos_token_id": 2},
+    ),
+    "CwmForCausalLM": Family(
+        qkv_bias=False,
+        attention_out_bias=False,
+        windows="always",
+        full_every=4,
+        full_first=True,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 8192,
+            "rope_theta": 1_000_000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 16.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "eos_token_id": [128_001, 128_008, 128_009],
+        },
+    ),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, attention_out_bias=False, windows="flag"),
+    "Qwen3ForCausalLM": Family(qk_norm="head", windows="flag", defaults={"head_dim": 128}),
+    "SeedOssForCausalLM": Family(
+        mlp_bias=None,
+        attention_out_bias_key="attention_out_bias",
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "eos_token_id": 2},
+        ignored=frozenset({"residual_dropout"}),
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qk_norm="head",
+        rotates_first=True,
+        alpha_stretches=True,
+        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 2},
+        ignored=frozenset(
+            {
+                "attention_head_dim",
+                "cla_share_factor",
+                "dense_list",
+                "eod_token_id",
+                "im_end_id",
+                "im_newline_id",
+                "im_start_id",
+                "mask_init_id",
+                "mlp_bias",
+                "norm_type",
+                "org_vocab_size",
+                "pad_id",
+                "pool_type",
+                "sep_token_id",
+                "text_end_id",
+                "text_start_id",
+                "use_qk_norm",
+                "use_rotary_pos_emb",
+            }
+        ),
+    ),
+    "Ernie4_5ForCausalLM": ERNIE,
+    "GraniteForCausalLM": GRANITE,
+    "ArceeForCausalLM": Family(
+        mlp_bias=None,
+        gated=False,
+        defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2", "eos_token_id": 128_001},
+    ),
+    "MistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": _MISTRAL,
+    # Its text only.
+    "Mistral3ForConditionalGeneration": replace(
+        _MISTRAL,
+        section="text_config",
+        ties_whole=True,
+        ignored=_BESIDE_TEXT
+        | {"multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"},
+    ),
+    "Phi3ForCausalLM": Family(
+        qkv_bias=False,
+        attention_out_bias=False,
+        windows="always",
+        partial_rope=True,
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "eos_token_id": 32000},
+        ignored=frozenset({"full_attn_mod", "interpolate_factor"}),
+    ),
+    "Olmo2ForCausalLM": Family(norms="post", qk_norm="all", defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279}),
+    "Olmo3ForCausalLM": Family(
+        norms="post",
+        qk_norm="all",
+        windows="always",
+        full_every=4,
+        sliding_theta=500_000.0,  # whatever `rope_theta` says, as transformers has it
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500_000.0, "eos_token_id": 50279},
+    ),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(_GLM, norms="sandwich"),
+    "SmolLM3ForCausalLM": Family(
+        mlp_bias=None,
+        windows="flag",
+        turned_layers="told",
+        defaults={
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "eos_token_id": 128001,
+        },
+    ),
+    "Exaone4ForCausalLM": Family(
+        norms="post",
+        qk_norm="head",
+        qkv_bias=False,
+        attention_out_bias=False,
+        windows="always",
+        full_every=4,
+        turned_layers="windows",
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
+    ),
+    "GemmaForCausalLM": Family(
+        norm_offset=1,
+        scales_embedding=True,
+        activations={"gelu": "gelu_pytorch_tanh"},  # its first folders say so
+        defaults={
+            "head_dim": 256,
+            "num_key_value_heads": 16,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "eos_token_id": 1,
+        },
+        ignored=frozenset({"hidden_activation"}),
+    ),
+    "Gemma2ForCausalLM": replace(
+        _GEMMA,
+        full_every=2,
+        defaults={**_GEMMA.defaults, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    # Its text only.
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3,
+        section="text_config",
+        ties_whole=True,
+        defaults={
+            **_GEMMA3.defaults,
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131_072,
+        },
+        ignored=_GEMMA3.ignored | _BESIDE_TEXT | {"mm_tokens_per_image", "boi_token_index", "eoi_token_index"},
+    ),
+    "Gemma4ForCausalLM": _GEMMA4,
+    # Its text only.
+    "Gemma4ForConditionalGeneration": replace(
+        _GEMMA4,
+        section="text_config",
+        ties_whole=True,
+        ignored=_GEMMA4.ignored
+        | _BESIDE_TEXT
+        | {
+            "audio_config",
+            "audio_token_id",
+            "boa_token_id",
+            "boi_token_id",
+            "eoa_token_id",
+            "eoa_token_index",
+            "eoi_token_id",
+            "video_token_id",
+            "vision_soft_tokens_per_image",
+        },
+    ),
+    "Qwen3VLForConditionalGeneration": QWEN3_VL,
+}

@@ -1,0 +1,100 @@
+"""Families that attend over a latent, with experts and without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxsgl.models.families.mixtures import DEEPSEEK_MOE
+from jaxsgl.models.family import Family
+
+_DEEPSEEK = Family(
+    qkv_bias=False,
+    attention_out_bias=False,
+    latent=True,
+    interleaved_rope=True,
+    moe=DEEPSEEK_MOE,
+    next_layers=True,
+    defaults={
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+        "eos_token_id": 1,
+    },
+    ignored=frozenset(
+        {
+            "head_dim",
+            "qk_head_dim",
+            "num_mtp_layers",
+            "scoring_func",
+            "aux_loss_alpha",
+            "seq_aux",
+            "ep_size",
+            "num_key_value_heads",
+        }
+    ),
+)
+
+# The same latent with plain MLPs.
+_YOUTU = replace(
+    _DEEPSEEK,
+    moe=None,
+    next_layers=False,
+    defaults={
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "tie_word_embeddings": True,
+        "eos_token_id": 128_001,
+    },
+    ignored=frozenset({"head_dim", "qk_head_dim", "num_key_value_heads", "embedding_initializer_range"}),
+)
+
+LATENTS: dict[str, Family] = {
+    "YoutuForCausalLM": _YOUTU,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "DeepseekV2ForCausalLM": replace(
+        _DEEPSEEK,
+        moe=replace(DEEPSEEK_MOE, score="softmax", choice_bias=False, renormalize=False),
+        defaults={
+            **_DEEPSEEK.defaults,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.0,
+            "n_group": None,
+            "topk_group": None,
+            "topk_method": "greedy",
+            "first_k_dense_replace": 0,
+            "num_nextn_predict_layers": 0,
+            "moe_intermediate_size": 1407,
+            "eos_token_id": 2,
+        },
+        ignored=_DEEPSEEK.ignored | {"norm_topk_prob"},
+    ),
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK,
+        defaults={
+            **_DEEPSEEK.defaults,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "routed_scaling_factor": 1.8,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 4,
+            "num_nextn_predict_layers": 0,
+            "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+}

@@ -1,0 +1,283 @@
+"""Families whose MLPs are mixtures of experts, and whose layers attend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxsgl.models.families.dense import ERNIE, GRANITE, QWEN3_VL
+from jaxsgl.models.family import Family, MoeFamily
+
+GRANITE_MOE = MoeFamily(
+    ("num_local_experts",),
+    ffn_key="intermediate_size",
+    score="softmax_of_chosen",
+    renormalize=False,
+    shared_ffn_key="shared_intermediate_size",
+)
+
+GRANITE_MOE_DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 2}
+
+# What DeepSeek's models with a latent and others of this form have in common.
+DEEPSEEK_MOE = MoeFamily(
+    ("n_routed_experts", "num_local_experts"),
+    score="sigmoid",
+    choice_bias=True,
+    grouped=True,
+    shared_key="n_shared_experts",
+    dense_layers="first",
+)
+
+MIXTURES: dict[str, Family] = {
+    "GraniteMoeForCausalLM": replace(
+        GRANITE, mlp_bias=False, moe=replace(GRANITE_MOE, shared_ffn_key=None), defaults=GRANITE_MOE_DEFAULTS
+    ),
+    "GraniteMoeSharedForCausalLM": replace(
+        GRANITE, mlp_bias=False, moe=GRANITE_MOE, defaults=GRANITE_MOE_DEFAULTS | {"shared_intermediate_size": 0}
+    ),
+    "ExaoneMoeForCausalLM": Family(
+        qk_norm="head",
+        qkv_bias=False,
+        attention_out_bias=False,
+        windows="always",
+        full_every=4,
+        turned_layers="windows",
+        moe=replace(DEEPSEEK_MOE, count_keys=("num_experts", "num_local_experts"), shared_key="num_shared_experts"),
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "moe_intermediate_size": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "eos_token_id": 53,
+        },
+        ignored=frozenset({"num_nextn_predict_layers"}),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias_key="qkv_bias",
+        attention_out_bias=False,
+        windows="even by flag",
+        moe=MoeFamily(
+            ("num_experts", "num_local_experts"),
+            shared_ffn_key="shared_expert_intermediate_size",
+            shared_gate=True,
+            dense_layers="steps",
+        ),
+        defaults={"num_key_value_heads": 16, "num_experts_per_tok": 4, "qkv_bias": True},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm="head",
+        windows="all by flag",
+        moe=MoeFamily(("num_experts", "num_local_experts"), dense_layers="steps"),
+        defaults={"num_key_value_heads": 4, "num_experts_per_tok": 8},
+        ignored=frozenset({"use_qk_norm"}),
+    ),
+    "Qwen3VLMoeForConditionalGeneration": replace(
+        QWEN3_VL,
+        moe=MoeFamily(("num_experts", "num_local_experts"), renormalize=True, dense_layers="steps"),
+        defaults={**QWEN3_VL.defaults, "num_key_value_heads": 16, "num_experts_per_tok": 4},
+        ignored=QWEN3_VL.ignored | {"norm_topk_prob"},
+    ),
+    "OlmoeForCausalLM": Family(
+        qk_norm="all",
+        moe=MoeFamily(("num_experts", "num_local_experts"), ffn_key="intermediate_size"),
+        defaults={"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+    ),
+    "Ernie4_5_MoeForCausalLM": replace(
+        ERNIE,
+        qkv_bias=False,
+        attention_out_bias=False,
+        mlp_bias=False,
+        moe=MoeFamily(
+            ("moe_num_experts", "num_experts", "num_local_experts"),
+            choice_bias=True,
+            renormalize=True,
+            shared_key="moe_num_shared_experts",
+            top_k_key="moe_k",
+            dense_layers="outside",
+        ),
+        defaults={
+            **ERNIE.defaults,
+            "num_key_value_heads": 4,
+            "head_dim": None,
+            "moe_k": 6,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 1536,
+            "moe_layer_start_index": 1,
+        },
+        ignored=frozenset(
+            {
+                "moe_norm_min",
+                "moe_capacity",
+                "moe_gate",
+                "moe_use_aux_free",
+                "num_nextn_predict_layers",
+                "use_rmsnorm",
+            }
+        ),
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        qk_norm="all",
+        qkv_bias=False,
+        attention_out_bias=False,
+        partial_rope=True,
+        moe=MoeFamily(
+            ("num_local_experts", "num_experts"),
+            ffn_key="intermediate_size",
+            score="sigmoid",
+            choice_bias=True,
+            renormalize=True,
+        ),
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 256,
+            "rope_theta": 5_000_000.0,
+            "eos_token_id": 200020,
+        },
+        ignored=frozenset(
+            {
+                "attn_type_list",
+                "layernorm_full_attention_alpha",
+                "layernorm_full_attention_beta",
+                "layernorm_linear_attention_alpha",
+                "layernorm_linear_attention_beta",
+                "layernorm_mlp_alpha",
+                "layernorm_mlp_beta",
+                "mlp_intermediate_size",
+                "mtp_transformer_layers",
+                "num_mtp_modules",
+                "qk_norm_type",
+                "router_jitter_noise",
+                "scoring_func",
+                "shared_moe_mode",
+                "sliding_window",
+                "use_mtp",
+                "use_qk_norm",
+                "use_routing_bias",
+            }
+        ),
+    ),
+    "MixtralForCausalLM": Family(
+        qkv_bias=False,
+        attention_out_bias=False,
+        windows="always",
+        moe=MoeFamily(("num_local_experts", "num_experts"), ffn_key="intermediate_size", renormalize=True),
+        defaults={
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "rope_theta": 1_000_000.0,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 2,
+        },
+        ignored=frozenset({"router_jitter_noise"}),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        qk_norm="head",
+        qk_norm_key="use_qk_norm",
+        attention_out_bias=False,
+        partial_rope=True,
+        moe=MoeFamily(
+            ("n_routed_experts", "num_local_experts"),
+            score="sigmoid",
+            choice_bias=True,
+            grouped=True,
+            shared_key="n_shared_experts",
+            dense_layers="first",
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.5,
+            "num_nextn_predict_layers": 1,
+            "rms_norm_eps": 1e-5,
+        },
+        next_layers=True,
+        ignored=frozenset({"num_mtp_layers"}),
+    ),
+    "SolarOpenForCausalLM": Family(
+        attention_out_bias=False,
+        moe=replace(DEEPSEEK_MOE, dense_layers="none"),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "moe_intermediate_size": 1280,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+        },
+        ignored=frozenset(
+            {"first_k_dense_replace", "partial_rotary_factor", "use_qk_norm", "num_nextn_predict_layers"}
+        ),
+    ),
+    "Dots1ForCausalLM": Family(
+        qk_norm="head",
+        windows="late",
+        moe=DEEPSEEK_MOE,
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62},
+        ignored=frozenset({"moe_layer_freq", "scoring_func", "topk_method", "use_sliding_window", "use_qk_norm"}),
+    ),
+    "MellumForCausalLM": Family(
+        qk_norm="head",
+        windows="listed",
+        sliding_theta=10_000.0,
+        moe=MoeFamily(("num_local_experts", "num_experts"), dense_layers="first"),
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "sliding_window": 1024,
+            "moe_intermediate_size": 896,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+        ignored=frozenset({"num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers"}),
+    ),
+    "GptOssForCausalLM": Family(
+        sinks=True,
+        windows="always",
+        full_every=2,
+        moe=MoeFamily(
+            ("num_local_experts", "num_experts"),
+            ffn_key="intermediate_size",
+            score="softmax_of_chosen",
+            renormalize=False,
+            router_bias=True,
+            expert_bias=True,
+            clamped=True,
+        ),
+        defaults={
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 4,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+            "rms_norm_eps": 1e-5,
+        },
+        ignored=frozenset({"experts_per_token", "initial_context_length"}),
+    ),
+}

@@ -1,0 +1,244 @@
+"""Families with layers that keep states in the place of attention: gated delta-nets, Mamba-2, short convolutions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxsgl.models.families.dense import GRANITE
+from jaxsgl.models.families.mixtures import GRANITE_MOE, GRANITE_MOE_DEFAULTS
+from jaxsgl.models.family import Family, MoeFamily
+
+# What LFM2, dense and with experts, has in common.
+_LFM2 = Family(
+    norm_eps_key="norm_eps",
+    qk_norm="head",
+    qkv_bias=False,
+    attention_out_bias=False,
+    cut_ffn=True,
+    recurrence="short-conv",
+    tied_keys=("tie_embedding", "tie_word_embeddings"),
+    defaults={
+        "num_key_value_heads": 8,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 128_000,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    },
+    ignored=frozenset(
+        {
+            "block_dim",
+            "block_mlp_init_scale",
+            "block_norm_eps",
+            "block_out_init_scale",
+            "block_use_swiglu",
+            "block_use_xavier_init",
+            "conv_dim",
+            "conv_dim_out",
+            "conv_use_xavier_init",
+            "num_heads",
+            "use_pos_enc",
+        }
+    ),
+)
+
+_LFM3 = replace(
+    _LFM2,
+    norms="sandwich",
+    norms_key="use_sandwich_norm",
+    qkv_bias=None,
+    attention_out_bias=None,
+    cut_ffn=False,
+    output_gate="head",
+    output_gate_key="use_attention_gate",
+    windows="always",
+    sliding_theta=10_000.0,
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "norm_eps": 1e-5,
+        "conv_L_cache": 7,
+        "sliding_window": 256,
+        "use_sandwich_norm": True,
+        "use_attention_gate": True,
+        "max_position_embeddings": 128_000,
+        "tie_word_embeddings": True,
+        "eos_token_id": 124_900,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 1_000_000.0,
+            },
+        },
+    },
+    ignored=frozenset(),
+)
+
+# What Qwen3-Next, Qwen3.5 and its mixtures of experts have in common.
+_HYBRID = Family(
+    norm_offset=1,
+    qk_norm="head",
+    partial_rope=True,
+    recurrence="delta-net",
+    output_gate="number",
+    defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
+    # Positions of text are the same on all three axes. Draft heads are left out. Gates and states are always these.
+    ignored=frozenset(
+        {
+            "mrope_section",
+            "mrope_interleaved",
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
+            "attn_output_gate",
+            "output_gate_type",
+            "mamba_ssm_dtype",
+        }
+    ),
+)
+
+_HYBRID_MOE = MoeFamily(
+    ("num_experts", "num_local_experts"),
+    renormalize=True,
+    shared_ffn_key="shared_expert_intermediate_size",
+    shared_gate=True,
+)
+
+_HYBRID_TEXT = frozenset(
+    {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
+)
+
+RECURRENT: dict[str, Family] = {
+    "GraniteMoeHybridForCausalLM": replace(
+        GRANITE,
+        mlp_bias=False,
+        moe=GRANITE_MOE,
+        recurrence="mamba",
+        turned_layers="type",
+        defaults=GRANITE_MOE_DEFAULTS | {"shared_intermediate_size": 1024},
+        ignored=frozenset({"mamba_chunk_size", "init_method", "normalization_function"}),
+    ),
+    "BambaForCausalLM": Family(
+        mlp_bias=None,
+        recurrence="mamba",
+        partial_rope=True,
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "max_position_embeddings": 262_144,
+            "eos_token_id": 2,
+        },
+        ignored=frozenset(
+            {"attn_rotary_emb", "mamba_chunk_size", "num_logits_to_keep", "use_mamba_kernels", "z_loss_coefficient"}
+        ),
+    ),
+    "NemotronHForCausalLM": Family(
+        norm_eps_key="layer_norm_epsilon",
+        qkv_bias=False,
+        attention_out_bias=False,
+        activation_key="mlp_hidden_act",
+        gated=False,
+        turned_layers="none",
+        recurrence="mamba",
+        mamba_keys={
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_proj_bias": "use_bias",
+            "mamba_expand": "",
+        },
+        blocks=True,
+        moe=MoeFamily(
+            ("n_routed_experts", "num_local_experts"),
+            score="sigmoid",
+            choice_bias=True,
+            grouped=True,
+            shared_ffn_key="moe_shared_expert_intermediate_size",
+            latent_key="moe_latent_size",
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "layer_norm_epsilon": 1e-5,
+            "mlp_hidden_act": "relu2",
+            "n_groups": 8,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "moe_shared_expert_intermediate_size": 7688,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "eos_token_id": 2,
+        },
+        # `time_step_min` is for training; transformers alone takes it for a bound on the steps of prompts. Layers that
+        # draft are left out.
+        ignored=frozenset(
+            {
+                "attention_bias",
+                "attention_head_dim",
+                "chunk_size",
+                "expand",
+                "mamba_proj_bias",
+                "mamba_ssm_cache_dtype",
+                "moe_shared_expert_overlap",
+                "mtp_hybrid_override_pattern",
+                "mtp_layers_block_type",
+                "n_shared_experts",
+                "norm_eps",
+                "num_logits_to_keep",
+                "num_nextn_predict_layers",
+                "rescale_prenorm_residual",
+                "time_step_floor",
+                "time_step_max",
+                "time_step_min",
+                "use_mamba_kernels",
+            }
+        ),
+    ),
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": replace(
+        _LFM2,
+        cut_ffn=False,
+        moe=MoeFamily(
+            ("num_experts",),
+            score="sigmoid",
+            choice_bias=True,
+            choice_bias_key="use_expert_bias",
+            grouped=True,
+            dense_layers="first",
+            first_dense_key="num_dense_layers",
+        ),
+        defaults={
+            **_LFM2.defaults,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_dense_layers": 2,
+            "use_expert_bias": True,
+            "norm_topk_prob": True,
+        },
+    ),
+    "Lfm3ForCausalLM": _LFM3,
+    "Qwen3NextForCausalLM": replace(
+        _HYBRID,
+        moe=replace(_HYBRID_MOE, renormalize=None, dense_layers="steps"),
+        defaults={**_HYBRID.defaults, "num_key_value_heads": 2, "num_experts_per_tok": 10, "norm_topk_prob": True},
+    ),
+    "Qwen3_5ForCausalLM": replace(_HYBRID, defaults={**_HYBRID.defaults, "num_key_value_heads": 4}),
+    "Qwen3_5MoeForCausalLM": replace(
+        _HYBRID,
+        moe=_HYBRID_MOE,
+        defaults={**_HYBRID.defaults, "num_key_value_heads": 2, "num_experts_per_tok": 8},
+        ignored=_HYBRID.ignored | {"norm_topk_prob"},
+    ),
+}
+# Their text only.
+RECURRENT |= {
+    name.replace("ForCausalLM", "ForConditionalGeneration"): replace(
+        RECURRENT[name], section="text_config", ignored=RECURRENT[name].ignored | _HYBRID_TEXT
+    )
+    for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+}
