@@ -69,6 +69,8 @@ from transformers import (
     MellumForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     MistralConfig,
@@ -440,6 +442,23 @@ _FAMILIES: dict[str, Kind] = {
         {"sliding_window": WINDOW, "layer_types": _MIXED_TYPES, "rope_parameters": LLAMA3_ROPE},
     ),
     "ministral": (MinistralConfig, MinistralForCausalLM, {"sliding_window": WINDOW, "layer_types": _MIXED_TYPES}),
+    "ministral3": (
+        Ministral3Config,
+        Ministral3ForCausalLM,
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 8.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.7,
+            },
+        },
+    ),
     "youtu": (YoutuConfig, YoutuForCausalLM, _LATENT_SIZES),
     "mellum": (
         MellumConfig,

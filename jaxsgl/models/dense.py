@@ -44,7 +44,7 @@ from jaxsgl.models.mixers import (
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.quantization import WeightFormat
-from jaxsgl.models.rope import RopeParams, rope_tables
+from jaxsgl.models.rope import RopeParams, tables_of
 from jaxsgl.models.tensor_parallel import TokensOfRanks, num_parts, part_index, sum_of_parts
 from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
@@ -156,7 +156,7 @@ class DecoderLayers(Matrices):
         Arguments are those of `Decoder.__call__`; `embeddings [T, L, P]` are those of the layers, if they have some.
         """
         arch, vectors = self.arch, self.vectors
-        tables = {key: rope_tables(positions, *key) for key in self._ropes()}
+        tables = {key: tables_of(positions, *key) for key in self._ropes()}
         rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
         ranks = TokensOfRanks(is_token, mlp_tokens)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.

@@ -104,6 +104,7 @@ class Family:
       sliding_theta: layers with windows have a rope of their own, and this is its theta, or the theta's key, without
         `rope_parameters` by kind of layer; None: one rope for all.
       alpha_stretches: `alpha` of a dynamic rope holds; else it means nothing.
+      grows_queries: `llama_4_scaling_beta` of the rope holds.
       turned_layers: which layers have a rope. "told": as `no_rope_layers` says. "windows": those with windows; all, if
         none has one. "type": all if `position_embedding_type` is "rope", else none. "none": none has.
       caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
@@ -156,6 +157,7 @@ class Family:
     interleaved_rope: bool = False
     sliding_theta: str | float | None = None
     alpha_stretches: bool = False
+    grows_queries: bool = False
     turned_layers: Literal["all", "told", "windows", "type", "none"] = "all"
     caps: bool = False
     caps_logits: bool = False

@@ -176,7 +176,12 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
             )
         sections = _read_sections(section, head_dim) if family.vision else ()
         plain = RopeParams(theta, rotary_dim=rotary_dim, interleaved=is_interleaved, sections=sections)
-        return read_rope(section, plain, original, max_context, alpha_stretches=family.alpha_stretches)
+        if family.grows_queries:
+            section.skip("max_position_embeddings")  # the same as outside of it
+        return read_rope(
+            section, plain, original, max_context,
+            alpha_stretches=family.alpha_stretches, grows_queries=family.grows_queries,
+        )  # fmt: skip
 
     both = config.section("rope_parameters") or config.section("rope_scaling")  # null and {} are the family's default
     if family.sliding_theta is None:

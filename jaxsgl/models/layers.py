@@ -23,7 +23,7 @@ from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
 from jaxsgl.models.precision import gated_product, product, product_in_parts, product_of_heads
 from jaxsgl.models.quantization import WeightFormat
-from jaxsgl.models.rope import reorders_heads
+from jaxsgl.models.rope import RopeTables, reorders_heads
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
@@ -269,7 +269,7 @@ class Attention(Matrices):
         x_TD: Rows,
         vectors: LayerVectors,
         rows: LayerRows,
-        tables: tuple[jax.Array, jax.Array],
+        tables: RopeTables,
         place: int,
         attend: Attend,
         adapters: LayerAdapters | None = None,
@@ -279,13 +279,16 @@ class Attention(Matrices):
 
         `place` is that of the layer in `ModelArch.attention_layers`.
         """
-        cos, sin = tables
+        cos, sin, growth = tables
         bias, q_norm, k_norm = (
             rows.stack(stack, place) for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm)
         )
         q_norm, k_norm = (own_scales(stack, 2 * cos.shape[-1]) for stack in (q_norm, k_norm))
         row = rows.row(place)
         fused = product_of_heads(x_TD, self.matrix("qkv", kernels))
+        if growth is not None:
+            assert bias is None and q_norm is None and not self.num_gates, "queries grow with the product alone"
+            fused = fused * _of_queries(growth, fused.shape[-2]).astype(fused.dtype)
         qkv = FusedQkv(
             fused, cos, sin, bias, q_norm, k_norm, row, self.eps, self.rotates_first, self.normalizes_values,
             self.num_gates, x_TD.dtype,
@@ -306,6 +309,11 @@ class Attention(Matrices):
             out = (out_TNH * of_heads.astype(out.dtype)).reshape(out.shape)
         added = None if adapters is None else adapters.of_output("o_proj", out)
         return last_product(out, self.matrix("o", kernels), self.o_bias, added)
+
+
+def _of_queries(growth: jax.Array, num_rows: int) -> jax.Array:
+    """`[T, 1, num_rows, 1]`, factors on rows of a fused product: `growth [T]` on queries, 1 on its last two."""
+    return jnp.where(jnp.arange(num_rows) < num_rows - 2, growth[:, None], 1.0)[:, None, :, None]
 
 
 def own_scales(stack: jax.Array | None, head_dim: int) -> jax.Array | None:

@@ -29,7 +29,7 @@ from jaxsgl.models.layers import (
 from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Matrices, Rows, Weights
 from jaxsgl.models.precision import flat_product_in_parts, product, product_in_parts, products_side_by_side
-from jaxsgl.models.rope import reorders_heads
+from jaxsgl.models.rope import RopeTables, reorders_heads
 from pallas_kernels import KernelChoice, LatentHeads, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, StateTokens
@@ -93,7 +93,7 @@ class LatentAttention(Matrices):
         x_TD: Rows,
         vectors: LayerVectors,
         rows: LayerRows,
-        tables: tuple[jax.Array, jax.Array],
+        tables: RopeTables,
         place: int,
         attend: Attend,
         adapters: LayerAdapters | None = None,
@@ -117,7 +117,8 @@ class LatentAttention(Matrices):
         kv_b = self.matrix("kv_b")
         assert isinstance(kv_b, jax.Array)
         heads = LatentHeads(kv_b, mixer.unrotated)
-        qkv = LatentQkv(queries, entries, self.kv_a_norm[...], heads, *tables, LATENT_NORM_EPS, x_TD.dtype)
+        turns = tables.cos, tables.sin
+        qkv = LatentQkv(queries, entries, self.kv_a_norm[...], heads, *turns, LATENT_NORM_EPS, x_TD.dtype)
         out = attend(place, qkv, None)
         return last_product(out.reshape(len(x_TD), -1), self.matrix("o", kernels), self.o_bias)
 
@@ -273,7 +274,7 @@ class SharedKeysAttention(Matrices):
         x_TD: Rows,
         vectors: LayerVectors,
         rows: LayerRows,
-        tables: tuple[jax.Array, jax.Array],
+        tables: RopeTables,
         place: int,
         attend: Attend,
         adapters: LayerAdapters | None = None,
@@ -287,5 +288,5 @@ class SharedKeysAttention(Matrices):
         q_norm = own_scales(rows.stack(vectors.q_norm, place), h)
         if q_norm is not None:
             q_TNH = rms_norm(q_TNH, scale_of(q_norm, rows.row(place), q_TNH.dtype), self.eps)
-        out_TNH = attend(self.keys_at, Queries(rotate(q_TNH, *tables), num_kv_heads), None)
+        out_TNH = attend(self.keys_at, Queries(rotate(q_TNH, tables.cos, tables.sin), num_kv_heads), None)
         return last_product(out_TNH.reshape(num_tokens, -1), self.matrix("o", kernels), None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ class RopeParams:
       is_long: longrope: the long factors hold.
       sections: tokens have three positions (time, row, column), and so many pairs turn with each; pairs of the three
         take turns, as far as rows and columns have any. (): tokens have one position.
+      query_growth: queries are multiplied by 1 + query_growth * log(1 + floor(position / original_context)).
     """
 
     theta: float = 10000.0
@@ -68,6 +69,7 @@ class RopeParams:
     long_factors: tuple[float, ...] = ()
     is_long: bool = False
     sections: tuple[int, ...] = ()
+    query_growth: float = 0.0
 
     def for_context(self, context_length: int) -> RopeParams:
         """The rope for sequences of up to `context_length` tokens.
@@ -144,8 +146,30 @@ def axis_of_pairs(rope: RopeParams, head_dim: int) -> npt.NDArray[np.int32]:
     return axes
 
 
+class RopeTables(NamedTuple):
+    """What turns the tokens of a step: once per step, shared by all layers with the same rope.
+
+    Attributes:
+      cos, sin: `[T, 1, H / 2]` float32 of the tokens' angles.
+      growth: `[T]` float32, factors on queries; None: 1.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    growth: jax.Array | None = None
+
+
+def tables_of(positions: jax.Array, rope: RopeParams | None, head_dim: int) -> RopeTables:
+    """The tables of tokens at `positions`, as `rope_tables` takes them."""
+    growth = None
+    if rope is not None and rope.query_growth:
+        times = jnp.floor(positions.astype(jnp.float32) / rope.original_context)
+        growth = 1.0 + rope.query_growth * jnp.log1p(times)
+    return RopeTables(*rope_tables(positions, rope, head_dim), growth)
+
+
 def rope_tables(positions: jax.Array, rope: RopeParams | None, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[T, 1, H / 2]` float32 of the tokens' angles; once per step, shared by all layers.
+    """Cosines and sines `[T, 1, H / 2]` float32 of the tokens' angles.
 
     `positions` are `[T]`, or `[3, T]` for a rope with `sections`; tokens of text have three equal ones, which `[T]`
     stands for. None is no rotation: the tables of angle 0.
@@ -179,7 +203,13 @@ def rope_tables(positions: jax.Array, rope: RopeParams | None, head_dim: int) ->
 
 
 def read_rope(
-    section: ConfigFile, plain: RopeParams, original: int | None, max_context: int, *, alpha_stretches: bool
+    section: ConfigFile,
+    plain: RopeParams,
+    original: int | None,
+    max_context: int,
+    *,
+    alpha_stretches: bool,
+    grows_queries: bool = False,
 ) -> RopeParams:
     """The rope that `section` describes.
 
@@ -189,6 +219,7 @@ def read_rope(
       original: `original_max_position_embeddings` outside of it, which counts first; None: not there.
       max_context: tokens that the stretched model was made for.
       alpha_stretches: whether `alpha` of a dynamic rope means something to the model's code.
+      grows_queries: likewise `llama_4_scaling_beta`.
     """
     old_word = section.get("type")
     word = section.get("rope_type") or old_word or "default"
@@ -197,7 +228,10 @@ def read_rope(
     plain = replace(plain, theta=section.number("rope_theta", plain.theta))
     if not alpha_stretches:
         section.skip("alpha")
-    return _KINDS[word](_Stretch(section, word, original, max_context, alpha_stretches), plain)
+    told = _Stretch(section, word, original, max_context, alpha_stretches)
+    rope: RopeParams = _KINDS[word](told, plain)
+    growth = told.optional("llama_4_scaling_beta") if grows_queries else None
+    return replace(rope, query_growth=growth, original_context=told.original) if growth else rope
 
 
 class _Stretch:

@@ -71,7 +71,6 @@ SERVED_BY_OTHERS = frozenset(
 )
 # The family that comes nearest where the names don't show it, by what a name begins with.
 UNLIKE_IN_NAME: Mapping[str, str] = {
-    "ministral3": "MistralForCausalLM",
     "glmmoe": "Glm4MoeLiteForCausalLM",
     "kimi": "DeepseekV3ForCausalLM",
     "phimoe": "Phi3ForCausalLM",

@@ -216,10 +216,33 @@ DENSE: dict[str, Family] = {
     ),
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": _MISTRAL,
+    "Ministral3ForCausalLM": replace(
+        _MISTRAL,
+        grows_queries=True,
+        defaults={
+            **_MISTRAL.defaults,
+            "sliding_window": None,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262_144,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
     # Its text only.
     "Mistral3ForConditionalGeneration": replace(
         _MISTRAL,
         section="text_config",
+        grows_queries=True,  # of Ministral 3
         ties_whole=True,
         ignored=_BESIDE_TEXT
         | {"multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"},

@@ -7,6 +7,13 @@ from dataclasses import replace
 from jaxsgl.models.families.mixtures import DEEPSEEK_MOE
 from jaxsgl.models.family import Family
 
+_SIZES = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
 _DEEPSEEK = Family(
     qkv_bias=False,
     attention_out_bias=False,
@@ -15,11 +22,7 @@ _DEEPSEEK = Family(
     moe=DEEPSEEK_MOE,
     next_layers=True,
     defaults={
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
+        **_SIZES,
         "n_shared_experts": 1,
         "routed_scaling_factor": 2.5,
         "n_group": 8,
@@ -50,11 +53,7 @@ _YOUTU = replace(
     moe=None,
     next_layers=False,
     defaults={
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
+        **_SIZES,
         "tie_word_embeddings": True,
         "eos_token_id": 128_001,
     },
