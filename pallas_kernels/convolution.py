@@ -7,8 +7,6 @@ modulo taps: so a token writes one slot, and reads others. `delta.py` convolves 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
@@ -16,11 +14,17 @@ from pallas_kernels.delta_tokens import Sequences
 
 
 def convolve_decode(
-    mixed: jax.Array, taps: jax.Array, inputs: jax.Array, positions: jax.Array, place: jax.Array
+    mixed: jax.Array,
+    taps: jax.Array,
+    inputs: jax.Array,
+    positions: jax.Array,
+    place: jax.Array,
+    kept_to: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """One token of each of S sequences, `mixed [S, K, C]` convolved with `taps [K, C, taps]`, and the kept inputs.
 
-    `inputs [P, taps, K, C]` are read and written at `place [S]`; the tokens are at `positions [S]`.
+    `inputs [P, taps, K, C]` are read and written at `place [S]`, and written at `kept_to [S]` besides where that is not
+    -1; the tokens are at `positions [S]`.
     """
     num_taps = taps.shape[-1]
     is_slot = _like_slots(positions[:, None] % num_taps == jnp.arange(num_taps))
@@ -28,7 +32,11 @@ def convolve_decode(
     slots = jnp.where(is_slot, mixed.astype(jnp.float32)[:, None], inputs[place])
     window = _in_order(slots, positions[:, None] + jnp.arange(1 - num_taps, 1))
     convolved = (window * jnp.moveaxis(taps, -1, 0)).sum(axis=1)
-    return convolved, inputs.at[place].set(slots, mode="promise_in_bounds")
+    if kept_to is None:
+        return convolved, inputs.at[place].set(slots, mode="promise_in_bounds")
+    # Without a loop over those that are kept, which the host of a GPU would step.
+    places = jnp.concatenate([place, jnp.where(kept_to < 0, len(inputs), kept_to)])
+    return convolved, inputs.at[places].set(jnp.concatenate([slots, slots]), mode="drop")
 
 
 def convolve_extend(
@@ -46,21 +54,6 @@ def convolve_extend(
         last = _in_slots(_last_inputs(mixed, before, offsets, at), seqs.starts + at)
         inputs = inputs.at[to].set(last, mode="promise_in_bounds")
     return convolved, inputs
-
-
-def copied(kept: Sequence[jax.Array], place: jax.Array, to: jax.Array) -> list[jax.Array]:
-    """Kept arrays with what is at `place [S]` also at `to [S]`, where that is not -1; costs nothing where none is."""
-    first = jnp.argsort(to < 0, stable=True)  # sequences whose states are copied come first
-
-    def one(i: jax.Array, kept: list[jax.Array]) -> list[jax.Array]:
-        s = first[i]
-        return [
-            jax.lax.dynamic_update_index_in_dim(each, each.at[place[s]].get(mode="promise_in_bounds"), to[s], 0)
-            for each in kept
-        ]
-
-    after: list[jax.Array] = jax.lax.fori_loop(0, (to >= 0).sum(), one, list(kept))
-    return after
 
 
 def _convolved(

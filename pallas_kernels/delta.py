@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.backend import DeltaScan
-from pallas_kernels.convolution import convolve_decode, convolve_extend, copied
+from pallas_kernels.convolution import convolve_decode, convolve_extend
 from pallas_kernels.delta_tokens import BLOCK, Heads, Sequences, Solved, StateTokens
 from pallas_kernels.dispatch import choose_kernel_or_xla, refusals_of
 from pallas_kernels.target import target_device
@@ -98,7 +98,7 @@ def _decoded(
     values = heads.v - (state * k).sum(axis=-2) if corrects else heads.v
     state = state + k * (values * heads.beta[..., None])[..., None, :]
     after = states._replace(matrices=states.matrices.at[place].set(state, mode="promise_in_bounds"))
-    return (state * q).sum(axis=-2), after if kept_to is None else DeltaStates(*copied(after, place, kept_to))
+    return (state * q).sum(axis=-2), after if kept_to is None else _copied(after, place, kept_to)
 
 
 def _scan(tokens: StateTokens, states: DeltaStates, backend: str, interpret: bool) -> DeltaScan | None:
@@ -113,6 +113,21 @@ def _scan(tokens: StateTokens, states: DeltaStates, backend: str, interpret: boo
 def _activated(tokens: StateTokens, convolved: jax.Array) -> jax.Array:
     """What `tokens.heads` takes, of `convolved [T, K, C]`."""
     return jax.nn.silu(convolved if tokens.bias is None else convolved + tokens.bias)
+
+
+def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates:
+    """The states with those at `place [S]` also at `to [S]`, where that is not -1; costs nothing where none is."""
+    first = jnp.argsort(to < 0, stable=True)  # sequences whose states are copied come first
+
+    def one(i: jax.Array, states: DeltaStates) -> DeltaStates:
+        s = first[i]
+        return DeltaStates(*(
+            jax.lax.dynamic_update_index_in_dim(each, each.at[place[s]].get(mode="promise_in_bounds"), to[s], 0)
+            for each in states
+        ))  # fmt: skip
+
+    copied: DeltaStates = jax.lax.fori_loop(0, (to >= 0).sum(), one, states)
+    return copied
 
 
 def delta_extend(

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Convolve
-from pallas_kernels.convolution import convolve_decode, convolve_extend, copied
+from pallas_kernels.convolution import convolve_decode, convolve_extend
 from pallas_kernels.delta_tokens import Sequences
 from pallas_kernels.dispatch import choose_kernel_or_xla, refusals_of
 from pallas_kernels.parts import whole
@@ -90,9 +90,8 @@ def conv_decode(
         seqs = Sequences(jnp.arange(len(place) + 1), positions, place, place, (to >= 0)[None], to[None])
         convolved, inputs = kernel(mixed, tokens.taps, states.inputs, seqs, interpret)
         return tokens.gated(convolved), ConvStates(inputs)
-    convolved, inputs = convolve_decode(mixed, tokens.taps, states.inputs, positions, place)
-    after = ConvStates(inputs)
-    return tokens.gated(convolved), after if kept_to is None else ConvStates(*copied(after, place, kept_to))
+    convolved, inputs = convolve_decode(mixed, tokens.taps, states.inputs, positions, place, kept_to)
+    return tokens.gated(convolved), ConvStates(inputs)
 
 
 def conv_extend(

@@ -101,6 +101,13 @@ def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0(ba
     np.testing.assert_array_equal(states.inputs[DUMMY], dummy)
 
 
+def test_a_decode_that_keeps_inputs_has_no_loop() -> None:
+    """The host of a GPU would step it, in each layer."""
+    at = jnp.array([17, 0]), jnp.array([0, 1]), jnp.array([-1, 4])
+    text = decode.lower(tokens_of(drawn(2, 0)), stale(), *at, backend="xla").as_text()
+    assert "scatter" in text and "while" not in text
+
+
 def test_inputs_inside_a_chunk_are_kept_and_gone_on_from(backend: str) -> None:
     sequences = [drawn(40, 3), drawn(8, 4)]
     tokens, seqs, _ = step_of(sequences, [(0, 0, 40), (1, 0, 8)], kept=(16, 4))
