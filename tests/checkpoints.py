@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
     BambaConfig,
@@ -29,6 +31,8 @@ from transformers import (
     Exaone4ForCausalLM,
     ExaoneMoeConfig,
     ExaoneMoeForCausalLM,
+    FlexOlmoConfig,
+    FlexOlmoForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -55,6 +59,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
     Lfm2Config,
@@ -476,6 +482,28 @@ _FAMILIES: dict[str, Kind] = {
             },
         },
     ),
+    "helium": (HeliumConfig, HeliumForCausalLM, {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "flex_olmo": (
+        FlexOlmoConfig,
+        FlexOlmoForCausalLM,
+        {"intermediate_size": 48, "num_experts": 10, "num_experts_per_tok": 3, "attention_bias": True},
+    ),
+    "afmoe": (
+        AfmoeConfig,
+        AfmoeForCausalLM,
+        {
+            "layer_types": _MIXED_TYPES,
+            "sliding_window": WINDOW,
+            "mup_enabled": True,
+            "num_dense_layers": 1,
+            "num_experts": 10,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 3,
+            "moe_intermediate_size": 48,
+            "route_scale": 1.7,
+            "tie_word_embeddings": False,
+        },
+    ),
     "dots1": (
         Dots1Config,
         Dots1ForCausalLM,
@@ -704,7 +732,7 @@ def make_checkpoint(
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.copy_(1.5 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
-                if kind.startswith("olmo") and "embed" in name:
+                if "olmo" in kind and "embed" in name:
                     parameter.mul_(8)  # else the normalized updates hide which token it is
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):

@@ -416,6 +416,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         value = config.number(key, 1.0) if family.multipliers else 1.0
         return None if value == 1.0 else value
 
+    scales_embedding = family.scales_embedding and _holds(config, family.scales_embedding_key)
     return ModelArch(
         name=name,
         vocab_size=config.count("vocab_size"),
@@ -441,7 +442,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         norms=family.norms if _holds(config, family.norms_key) else "pre",
         norm_offset=family.norm_offset,
         activation=_read_activation(config, family),
-        embedding_scale=math.sqrt(hidden_size) if family.scales_embedding else factor("embedding_multiplier"),
+        embedding_scale=math.sqrt(hidden_size) if scales_embedding else factor("embedding_multiplier"),
         attention_scale=_read_attention_scale(config, family, latent),
         residual_scale=factor("residual_multiplier"),
         logits_divisor=factor("logits_scaling"),

@@ -30,7 +30,8 @@ class MoeFamily:
       score, choice_bias, router_bias, expert_bias: see `Router` and `MoeMlp`.
       choice_bias_key: the key that says whether `choice_bias` holds; None: it does.
       renormalize: whether shares add up to 1; None: as `norm_topk_prob` says.
-      grouped: `n_group`, `topk_group` and `routed_scaling_factor` hold.
+      grouped: `n_group`, `topk_group` and `scale_key` hold.
+      scale_key: the key of the factor on all shares.
       shared_key: the key of the number of shared experts; None: there are none, or `shared_ffn_key` says their size.
       shared_ffn_key: the key of F of the shared experts, taken together; all of a layer's MLP where a family that has
         this key has no others.
@@ -56,6 +57,7 @@ class MoeFamily:
     router_bias: bool = False
     expert_bias: bool = False
     grouped: bool = False
+    scale_key: str = "routed_scaling_factor"
     shared_key: str | None = None
     shared_ffn_key: str | None = None
     shared_gate: bool = False
@@ -87,6 +89,7 @@ class Family:
       mlp_bias: whether the MLP has biases; None: as config.json says.
       mlp_bias_key: the key that says it.
       scales_embedding: embeddings are multiplied by the square root of the hidden size.
+      scales_embedding_key: the key that says whether they are; None: they are.
       multipliers: `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` hold.
       activation_key: the key of the MLP's activation.
       gated: see `ModelArch`.
@@ -145,6 +148,7 @@ class Family:
     mlp_bias: bool | None = False
     mlp_bias_key: str = "mlp_bias"
     scales_embedding: bool = False
+    scales_embedding_key: str | None = None
     multipliers: bool = False
     activation_key: str = "hidden_act"
     gated: bool = True

@@ -116,7 +116,8 @@ def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> li
         return [FULL] * num_layers
     pattern = family.full_every
     if pattern is not None:
-        pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", pattern))
+        for key in ("global_attn_every_n_layers", "_sliding_window_pattern", "sliding_window_pattern"):
+            pattern = config.get(key, pattern)
     if family.turned_layers == "told":
         slides = [not turned for turned in is_turned]
     elif family.windows in ("flag", "even by flag", "late"):
@@ -288,7 +289,7 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
         top_k=config.count(family.top_k_key),
         score=family.score,
         renormalize=bool(config.get("norm_topk_prob", False)) if family.renormalize is None else family.renormalize,
-        scale=config.number("routed_scaling_factor", 1.0) if family.grouped else 1.0,
+        scale=config.number(family.scale_key, 1.0) if family.grouped else 1.0,
         num_groups=config.count("n_group", 1) if by_groups else 1,
         top_groups=config.count("topk_group", 1) if by_groups else 1,
         group_best=1 if by_groups and family.score == "softmax" else 2,

@@ -125,6 +125,7 @@ NAMES: dict[str, ExpertNames] = {
         down="experts.{}.w2.weight",
     ),
     "NemotronHForCausalLM": ExpertNames(block="model.layers.{}.mixer."),
+    "AfmoeForCausalLM": ExpertNames(router="router.gate.weight", choice_bias=("expert_bias", ("E",))),
     "ExaoneMoeForCausalLM": ExpertNames(choice_bias=_MINIMAX_BIAS, in_memory=ExpertNames()),
     "GptOssForCausalLM": ExpertNames(router="router.weight", interleaved=True, transposed=True),
     **dict.fromkeys(

@@ -292,6 +292,20 @@ _LFM3: dict[Path, Recipe] = {
     **_layer_norms(attention_out_norm="post_operator_norm", mlp_out_norm="post_ffn_norm"),
     ("attention", "gates"): Recipe((Source(_ATTENTION + "gate_proj.weight", ("N", "D")),), pieces.gates_of_heads),
 }
+_AFMOE: dict[Path, Recipe] = {
+    **_layer_norms(
+        attention_out_norm="post_attention_layernorm", mlp_norm="pre_mlp_layernorm", mlp_out_norm="post_mlp_layernorm"
+    ),
+    ("attention", "qkv"): Recipe(
+        (
+            Source(_ATTENTION + "q_proj.weight", ("NH", "D")),
+            Source(_ATTENTION + "k_proj.weight", ("KH", "D")),
+            Source(_ATTENTION + "v_proj.weight", ("KH", "D")),
+            Source(_ATTENTION + "gate_proj.weight", ("NH", "D")),
+        ),
+        pieces.fuse_heads_and_gates,
+    ),
+}
 _SHARED_MLP = "model.layers.{}.shared_mlp."
 _GRANITE_HYBRID: dict[Path, Recipe] = {
     **_OF_MAMBA,
@@ -309,6 +323,8 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Olmo3ForCausalLM": {**_AFTER, **_NORMS_OF_ALL_HEADS},
     "OlmoeForCausalLM": _NORMS_OF_ALL_HEADS,
     "MiniMaxM2ForCausalLM": _NORMS_OF_ALL_HEADS,
+    "AfmoeForCausalLM": _AFMOE,
+    "FlexOlmoForCausalLM": {**_AFTER, **_NORMS_OF_ALL_HEADS},
     "Exaone4ForCausalLM": _AFTER,
     "HunYuanDenseV1ForCausalLM": _HUNYUAN,
     "GlmForCausalLM": _FUSED_GATE_UP,

@@ -168,6 +168,15 @@ def gates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     yield Piece((), of_heads.reshape(arch.num_kv_heads, -1, *of_heads.shape[1:]))
 
 
+def fuse_heads_and_gates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """`fuse_heads` of q, k and v, with gates `[N * H, D]` of the queries last: to `[K, 2 G + 2, H, D]`."""
+    *heads, of_queries = tensors
+    yield from fuse_heads(arch, tuple(heads))
+    groups = arch.num_heads // arch.num_kv_heads
+    numbers = of_queries.reshape(arch.num_kv_heads, groups, arch.head_dim, -1)
+    yield Piece((slice(None), slice(groups + 2, 2 * groups + 2)), numbers)
+
+
 def gates_of_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """A row for each query head `[N, D]`, to `[K, G, D]`."""
     yield Piece((), tensors[0].reshape(arch.num_kv_heads, -1, tensors[0].shape[1]))

@@ -43,6 +43,7 @@ KINDS = (
     "gpt_oss", "qwen2_moe", "minimax_m2", "exaone4", "ernie4_5_moe", "granite", "hunyuan", "olmoe", "gemma", "seed_oss",
     "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "gemma4", "gemma4_small", "gemma4_moe", "glm",
     "ernie4_5", "granite_moe", "granite_moe_shared", "granite_hybrid_dense", "arcee",
+    "helium", "flex_olmo", "afmoe",
     "cwm", "ministral", "ministral3", "youtu", "mellum", "dots1", "solar_open", "exaone_moe",
 )  # fmt: skip
 assert {*KINDS, *HYBRID_KINDS} == set(FAMILY_KINDS)  # the latter are in test_hybrids.py

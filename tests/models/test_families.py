@@ -39,7 +39,7 @@ UNTRIED = {
         ("olmo3", "gemma2", "gemma3", "gpt_oss", "exaone4", "granite_hybrid_dense", *CONV_KINDS), ("num_hidden_layers",)
     ),
     "cwm": ("num_hidden_layers", "hidden_size", "num_attention_heads"),
-    **dict.fromkeys(("ministral", "mellum", "exaone_moe"), ("num_hidden_layers",)),
+    **dict.fromkeys(("ministral", "mellum", "exaone_moe", "afmoe"), ("num_hidden_layers",)),
     "granite_hybrid": ("num_hidden_layers", "hidden_size", "mamba_expand", "mamba_n_heads"),
     "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
     **dict.fromkeys(BLOCK_KINDS, ("time_step_min",)),

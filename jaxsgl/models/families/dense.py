@@ -266,6 +266,18 @@ DENSE: dict[str, Family] = {
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, norms="sandwich"),
+    "HeliumForCausalLM": Family(
+        attention_out_bias=False,
+        mlp_bias=None,
+        interleaved_rope=True,
+        defaults={
+            "num_key_value_heads": 20,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-8,
+            "rope_theta": 100_000.0,
+            "eos_token_id": 2,
+        },
+    ),
     "SmolLM3ForCausalLM": Family(
         mlp_bias=None,
         windows="flag",
