@@ -79,6 +79,8 @@ from transformers import (
     Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -278,6 +280,17 @@ _SIGMOID_MOE = {
     "n_group": 2,
     "topk_group": 1,
 }
+_GROWING_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.7,
+}
 _ROUTED = {"n_routed_experts": 10, "n_shared_experts": 3}
 _CONV = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}
 _GRANITE_MOE = {**_GRANITE, "intermediate_size": 48, "num_local_experts": 10, "num_experts_per_tok": 3}
@@ -448,21 +461,17 @@ _FAMILIES: dict[str, Kind] = {
         {"sliding_window": WINDOW, "layer_types": _MIXED_TYPES, "rope_parameters": LLAMA3_ROPE},
     ),
     "ministral": (MinistralConfig, MinistralForCausalLM, {"sliding_window": WINDOW, "layer_types": _MIXED_TYPES}),
-    "ministral3": (
-        Ministral3Config,
-        Ministral3ForCausalLM,
+    "ministral3": (Ministral3Config, Ministral3ForCausalLM, {"rope_parameters": {**_GROWING_ROPE}}),
+    "mistral4": (
+        Mistral4Config,
+        Mistral4ForCausalLM,
         {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 5000.0,
-                "factor": 8.0,
-                "original_max_position_embeddings": 16,
-                "beta_fast": 8.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.7,
-            },
+            **_LATENT,
+            "head_dim": 20,  # all of a key, not what turns of it
+            "rope_parameters": {**_GROWING_ROPE},  # transformers adds to it
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.7,
+            "tie_word_embeddings": False,
         },
     ),
     "youtu": (YoutuConfig, YoutuForCausalLM, _LATENT_SIZES),

@@ -21,7 +21,7 @@ from msgspec.structs import replace as replace_struct
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.models.families import FAMILIES
+from jaxsgl.models.families import BY_DECODER, FAMILIES
 from jaxsgl.models.family import Family, NormPlaces, OutputGate, QkNorm
 from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
 from jaxsgl.models.layer_spec import WHOLE, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, RecurrentNet, Stage
@@ -390,6 +390,8 @@ def _what_it_has(folder: Path) -> str:
 def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     told = (whole.get("architectures") or [None])[0]
     name, head = _family_of(told)
+    if name in BY_DECODER:
+        name = BY_DECODER[name].get(_decoder_type(whole), name)
     if name not in FAMILIES:
         raise CheckpointError(f"{whole.path}: {why_unserved(told, whole.values, FAMILIES)}")
     family = FAMILIES[name]
@@ -454,6 +456,12 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         vision=read_vision(whole, hidden_size) if family.vision else None,
         next_layer=layers.next_spec,
     )
+
+
+def _decoder_type(whole: ConfigFile) -> str:
+    """The `model_type` of the decoder in a larger model."""
+    decoder = whole.get("text_config")
+    return str(decoder.get("model_type")) if isinstance(decoder, dict) else ""
 
 
 def _holds(config: ConfigFile, key: str | None) -> bool:

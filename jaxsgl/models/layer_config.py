@@ -63,6 +63,8 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
         check_reach(config)
     rope_of_type = _read_ropes(config, family, heads.size if latent is None else latent.rotated)
     ropes = tuple(dict.fromkeys(rope_of_type.values()))
+    if latent is not None and latent.q_rank is None and any(rope.query_growth for rope in ropes):
+        raise CheckpointError(f"{config.path}: llama_4_scaling_beta needs q_lora_rank, which is null")
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
     max_context = max(config.count("max_position_embeddings"), *stretched, 0)
     window = _read_window(config, family, max_context)
@@ -179,6 +181,8 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
         plain = RopeParams(theta, rotary_dim=rotary_dim, interleaved=is_interleaved, sections=sections)
         if family.grows_queries:
             section.skip("max_position_embeddings")  # the same as outside of it
+        if family.grows_queries and family.latent:
+            section.skip("partial_rotary_factor")  # `qk_rope_head_dim` says what turns
         return read_rope(
             section, plain, original, max_context,
             alpha_stretches=family.alpha_stretches, grows_queries=family.grows_queries,

@@ -112,6 +112,8 @@ class LatentAttention(Matrices):
             low = _plus(sum_parts(first, x_TD)[:, : mixer.q_rank], self.q_a_bias)
             low = rms_norm(low, self.q_a_norm[...], LATENT_NORM_EPS)
             queries, entries = flat_product_in_parts(low, self.matrix("q_b", kernels)), second
+            if tables.growth is not None:
+                queries = queries * tables.growth[:, None].astype(queries.dtype)
         if self.kv_a_bias is not None:
             entries = _plus(sum_parts(second, x_TD)[:, -len(self.kv_a_bias[...]) :], self.kv_a_bias)
         kv_b = self.matrix("kv_b")

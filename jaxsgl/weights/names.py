@@ -335,6 +335,8 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "YoutuForCausalLM": _LATENT,
+    "Mistral4ForCausalLM": _LATENT,
+    "Mistral4ForConditionalGeneration": _LATENT,
     "Glm4MoeLiteForCausalLM": _LATENT,
     "BambaForCausalLM": _BAMBA,
     "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,

@@ -20,7 +20,9 @@ _BESIDE_TOWER = {
     "Qwen3_5ForConditionalGeneration": _QWEN_TOWER,
     "Qwen3_5MoeForConditionalGeneration": _QWEN_TOWER,
     "Gemma3ForConditionalGeneration": _PROJECTED_TOWER,
-    "Mistral3ForConditionalGeneration": _PROJECTED_TOWER,
+    **dict.fromkeys(
+        (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Ministral3", "Mistral4")), _PROJECTED_TOWER
+    ),
     "Gemma4ForConditionalGeneration": tuple(
         f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
     ),

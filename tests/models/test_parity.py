@@ -55,7 +55,13 @@ def test_logits_of_every_family_equal_those_of_transformers(kind: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("gemma3", "Gemma3ForConditionalGeneration"), ("mistral", "Mistral3ForConditionalGeneration")]
+    ("kind", "name"),
+    [
+        ("gemma3", "Gemma3ForConditionalGeneration"),
+        ("mistral", "Mistral3ForConditionalGeneration"),
+        ("ministral3", "Mistral3ForConditionalGeneration"),
+        ("mistral4", "Mistral3ForConditionalGeneration"),
+    ],
 )
 @pytest.mark.parametrize("layout", ["published", "in memory"])
 def test_the_text_of_a_model_that_sees_images_is_its_decoders(

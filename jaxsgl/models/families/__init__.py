@@ -14,3 +14,10 @@ from jaxsgl.models.families.recurrent import RECURRENT
 from jaxsgl.models.family import Family
 
 FAMILIES: dict[str, Family] = {**DENSE, **MIXTURES, **LATENTS, **RECURRENT}
+# Where one architecture has different decoders: the name in `FAMILIES` by the decoder's `model_type`.
+BY_DECODER = {
+    "Mistral3ForConditionalGeneration": {
+        "ministral3": "Ministral3ForConditionalGeneration",
+        "mistral4": "Mistral4ForConditionalGeneration",
+    }
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from jaxsgl.models.family import Family, MoeFamily
 
@@ -49,7 +50,7 @@ _GLM = Family(
 )
 
 # Keys of models that see images, beside the object that describes the decoder.
-_BESIDE_TEXT = frozenset({"vision_config", "image_token_index", "image_token_id"})
+BESIDE_TEXT = frozenset({"vision_config", "image_token_index", "image_token_id"})
 
 # What Gemma 2 and 3 have in common.
 _GEMMA = Family(
@@ -139,6 +140,37 @@ QWEN3_VL = Family(
     ignored=frozenset({"vision_start_token_id", "vision_end_token_id"}),
 )
 
+_MINISTRAL3 = replace(
+    _MISTRAL,
+    grows_queries=True,
+    defaults={
+        **_MISTRAL.defaults,
+        "sliding_window": None,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+)
+
+# Mistral's decoders next to a tower: their text only.
+IN_MISTRAL3: dict[str, Any] = {
+    "section": "text_config",
+    "ties_whole": True,
+    "ignored": BESIDE_TEXT
+    | {"multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"},
+}
+
 DENSE: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=None, defaults={"eos_token_id": 2}),
     "IQuestCoderForCausalLM": Family(
@@ -216,37 +248,10 @@ DENSE: dict[str, Family] = {
     ),
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": _MISTRAL,
-    "Ministral3ForCausalLM": replace(
-        _MISTRAL,
-        grows_queries=True,
-        defaults={
-            **_MISTRAL.defaults,
-            "sliding_window": None,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 262_144,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1_000_000.0,
-                "factor": 16.0,
-                "original_max_position_embeddings": 16_384,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            },
-        },
-    ),
+    "Ministral3ForCausalLM": _MINISTRAL3,
     # Its text only.
-    "Mistral3ForConditionalGeneration": replace(
-        _MISTRAL,
-        section="text_config",
-        grows_queries=True,  # of Ministral 3
-        ties_whole=True,
-        ignored=_BESIDE_TEXT
-        | {"multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"},
-    ),
+    "Mistral3ForConditionalGeneration": replace(_MISTRAL, **IN_MISTRAL3),
+    "Ministral3ForConditionalGeneration": replace(_MINISTRAL3, **IN_MISTRAL3),
     "Phi3ForCausalLM": Family(
         qkv_bias=False,
         attention_out_bias=False,
@@ -334,7 +339,7 @@ DENSE: dict[str, Family] = {
             "num_attention_heads": 8,
             "max_position_embeddings": 131_072,
         },
-        ignored=_GEMMA3.ignored | _BESIDE_TEXT | {"mm_tokens_per_image", "boi_token_index", "eoi_token_index"},
+        ignored=_GEMMA3.ignored | BESIDE_TEXT | {"mm_tokens_per_image", "boi_token_index", "eoi_token_index"},
     ),
     "Gemma4ForCausalLM": _GEMMA4,
     # Its text only.
@@ -343,7 +348,7 @@ DENSE: dict[str, Family] = {
         section="text_config",
         ties_whole=True,
         ignored=_GEMMA4.ignored
-        | _BESIDE_TEXT
+        | BESIDE_TEXT
         | {
             "audio_config",
             "audio_token_id",

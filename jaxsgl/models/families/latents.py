@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from jaxsgl.models.families.dense import IN_MISTRAL3
 from jaxsgl.models.families.mixtures import DEEPSEEK_MOE
 from jaxsgl.models.family import Family
 
@@ -60,7 +61,45 @@ _YOUTU = replace(
     ignored=frozenset({"head_dim", "qk_head_dim", "num_key_value_heads", "embedding_initializer_range"}),
 )
 
+_MISTRAL4 = replace(
+    _DEEPSEEK,
+    grows_queries=True,
+    next_layers=False,
+    moe=replace(DEEPSEEK_MOE, score="softmax", choice_bias=False),
+    defaults={
+        "q_lora_rank": 1024,
+        "kv_lora_rank": 256,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 1_048_576,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": True,
+        "eos_token_id": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    ignored=frozenset({"head_dim", "qk_head_dim", "num_key_value_heads"}),
+)
+
 LATENTS: dict[str, Family] = {
+    "Mistral4ForCausalLM": _MISTRAL4,
+    "Mistral4ForConditionalGeneration": replace(
+        _MISTRAL4, **{**IN_MISTRAL3, "ignored": IN_MISTRAL3["ignored"] | _MISTRAL4.ignored}
+    ),
     "YoutuForCausalLM": _YOUTU,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "DeepseekV2ForCausalLM": replace(
