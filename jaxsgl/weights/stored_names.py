@@ -40,13 +40,19 @@ _HEADS = ("lm_head.", "score.")
 _LISTED = re.compile(r"(\.experts)\.(gate_proj|up_proj|down_proj)\.(\d+)\.")
 _STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)\.(\w+)")
 
+_GATES_IN_MEMORY, _GATES = ".self_attn.g_proj.", ".self_attn.gate_proj."
+
 
 def as_in_recipes(names: Iterable[str]) -> dict[str, str]:
     """The files' names by those that recipes have: decoders saved without a head lack the first part, for which
     Nemotron-H has another word, older folders of decoders with a tower have the parts in another order, ModelOpt lists
-    Qwen3-VL's experts by what they are, and a stack of experts may be called as a module is.
+    Qwen3-VL's experts by what they are, a stack of experts may be called as a module is, and transformers has another
+    word for LFM3's gates in memory.
     """
-    by_names = {_STACKED.sub(_of_stack, _LISTED.sub(r"\1.\3.\2.", name)): name for name in names}
+    by_names = {
+        _STACKED.sub(_of_stack, _LISTED.sub(r"\1.\3.\2.", name)).replace(_GATES_IN_MEMORY, _GATES): name
+        for name in names
+    }
     return {recipes: by_names[name] for recipes, name in _of_decoder(list(by_names)).items()}
 
 

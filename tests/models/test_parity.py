@@ -90,6 +90,16 @@ def test_the_text_of_a_model_that_sees_images_is_its_decoders(
     np.testing.assert_array_equal(checkpoint_logits(tmp_path / "whole", PROMPT[:5]), expected)
 
 
+def test_gates_of_lfm3_go_by_their_name_in_memory_too(tmp_path: Path) -> None:
+    folder = make_checkpoint("lfm3", tmp_path)
+    expected = checkpoint_logits(folder, PROMPT[:5])
+    stored = load_file(folder / "model.safetensors")
+    renamed = {key.replace(".self_attn.gate_proj.", ".self_attn.g_proj."): each for key, each in stored.items()}
+    assert renamed.keys() != stored.keys()
+    save_file(renamed, folder / "model.safetensors")
+    np.testing.assert_array_equal(checkpoint_logits(folder, PROMPT[:5]), expected)
+
+
 def test_the_text_of_a_gemma_4_that_sees_and_hears_is_its_decoders(tmp_path: Path) -> None:
     """Other parts are left out, and so is what would make the keys that layers take from others."""
     folder = make_checkpoint("gemma4_small", tmp_path / "text")
