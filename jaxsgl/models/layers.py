@@ -286,9 +286,6 @@ class Attention(Matrices):
         q_norm, k_norm = (own_scales(stack, 2 * cos.shape[-1]) for stack in (q_norm, k_norm))
         row = rows.row(place)
         fused = product_of_heads(x_TD, self.matrix("qkv", kernels))
-        if growth is not None:
-            assert bias is None and q_norm is None and not self.num_gates, "queries grow with the product alone"
-            fused = fused * _of_queries(growth, fused.shape[-2]).astype(fused.dtype)
         qkv = FusedQkv(
             fused, cos, sin, bias, q_norm, k_norm, row, self.eps, self.rotates_first, self.normalizes_values,
             self.num_gates, x_TD.dtype,
@@ -296,6 +293,10 @@ class Attention(Matrices):
         if adapters is not None:
             assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
             qkv = qkv.with_heads(adapters.add_to_qkv(qkv.whole, x_TD))
+        if growth is not None:
+            assert bias is None and q_norm is None and not self.num_gates, "queries grow with the product alone"
+            factors = _of_queries(growth, qkv.product.shape[-2])
+            qkv = replace(qkv, product=qkv.product * factors.astype(qkv.product.dtype))
         if q_norm is not None and q_norm.ndim > 2:
             qkv = _normalize_all_heads(qkv)
         out_TNH = attend(place, qkv, None if self.sinks is None else self.sinks[...])

@@ -49,7 +49,7 @@ _WORDS = {
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TENSOR = re.compile(  # those of a decoder that was adapted without its head begin with layers
     r"(?:base_model\.model\.)?(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers\.(\d+)\."
-    r"(?:self_attn|mlp)\.(\w+)\.lora_(A|B)\.weight"
+    r"(?:self_attn\.(?!gate_proj)|mlp\.)(\w+)\.lora_(A|B)\.weight"  # attention's gates are no MLP's
 )
 _FUSED = {"qkv_proj": QKV, "gate_up_proj": ("gate_proj", "up_proj")}  # of Phi and GLM
 

@@ -44,6 +44,7 @@ KINDS: dict[
     "qwen2_moe": [(ATTENTION, {"r": 4})],
     "olmo2": [(ATTENTION + MLP, {"r": 4})],
     "arcee": [([*ATTENTION, "up_proj", "down_proj"], {"r": 4})],
+    "ministral3": [(ATTENTION, {"r": 4})],
 }
 
 
@@ -133,6 +134,21 @@ def test_what_is_no_adapter_of_the_model_says_what_it_is(tmp_path: Path) -> None
         save_file(pair, tmp_path / "adapter_model.safetensors")
         with pytest.raises(CheckpointError, match=f"{words}.*: it was trained for 'some/other-model', which it needs"):
             AdapterFolder(tmp_path, arch)
+
+
+def test_gates_of_attention_are_not_taken_for_those_of_an_mlp_of_the_same_size(tmp_path: Path) -> None:
+    arch = ModelArch.from_folder(make_checkpoint("afmoe", tmp_path / "model", intermediate_size=8 * 20))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+
+    def adapt(block: str) -> AdapterFolder:
+        name = f"base_model.model.model.layers.0.{block}.gate_proj.lora_{{}}.weight"
+        pair = {name.format("A"): np.zeros((4, 128), np.float32), name.format("B"): np.zeros((8 * 20, 4), np.float32)}
+        save_file(pair, tmp_path / "adapter_model.safetensors")
+        return AdapterFolder(tmp_path, arch)
+
+    assert adapt("mlp").rank == 4
+    with pytest.raises(CheckpointError, match=r"self_attn.gate_proj.lora_A.weight belongs to no layer of Afmoe"):
+        adapt("self_attn")
 
 
 def test_models_with_a_latent_take_no_adapters(tmp_path: Path) -> None:
