@@ -164,6 +164,12 @@ def test_a_model_of_several_parts_ties_its_head_as_it_does_in_transformers(
         assert found is not None and found.tie_embeddings is expected, (of_text, of_whole)
 
 
+def test_queries_that_grow_need_a_product_of_their_own_where_there_is_a_latent(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**configuration("mistral4"), "q_lora_rank": None}))
+    with pytest.raises(CheckpointError, match="llama_4_scaling_beta needs q_lora_rank, which is null"):
+        ModelArch.from_folder(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "model_type"), [("InternLM3ForCausalLM", "internlm3"), ("IQuestCoderForCausalLM", "iquestcoder")]
 )
