@@ -1,4 +1,4 @@
-"""Tiny random Qwen3-VL checkpoints, requests with random images, and what transformers says of them."""
+"""Tiny checkpoints of models that see images, requests with random images, and what transformers says of them."""
 
 from __future__ import annotations
 
@@ -47,6 +47,34 @@ TEXT: dict[str, Any] = {
     },
 }
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
+STATES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 2, 1],
+        "mrope_interleaved": True,
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 18,
+    "linear_conv_kernel_dim": 3,
+}
+# Configuration, model, and what differs from `TEXT`.
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration, {}),
+    "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration, MOE),
+    "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration, STATES),
+    "qwen3_5_moe": (
+        transformers.Qwen3_5MoeConfig,
+        transformers.Qwen3_5MoeForConditionalGeneration,
+        {**STATES, **MOE, "shared_expert_intermediate_size": 36},
+    ),
+}
+WITH_STATES = ("qwen3_5", "qwen3_5_moe")
 IDS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -55,20 +83,19 @@ IDS = {
 }
 
 
-def make_model(folder: Path, *, moe: bool = False, seed: int = 0, **text_changes: Any) -> Any:
-    """Saves a random model into `folder`; returns it. It never answers with a placeholder.
+def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_changes: Any) -> Any:
+    """Saves a random model of one of `KINDS` into `folder`; returns it. It never answers with a placeholder.
 
-    `text_changes` are values of the decoder's configuration that differ from `TEXT` and `MOE`.
+    `text_changes` are values of the decoder's configuration that differ from those of its kind.
     """
     transformers.logging.disable_progress_bar()
-    config_class: Any = transformers.Qwen3VLMoeConfig if moe else transformers.Qwen3VLConfig
-    model_class: Any = (
-        transformers.Qwen3VLMoeForConditionalGeneration if moe else transformers.Qwen3VLForConditionalGeneration
-    )
-    text = {**TEXT, **(MOE if moe else {}), **text_changes}
+    config_class, model_class, of_kind = KINDS[kind]
+    text = {**TEXT, **of_kind, **text_changes}
+    no_taps = {"deepstack_visual_indexes"} if kind in WITH_STATES else set()
+    vision = {key: value for key, value in VISION.items() if key not in no_taps}
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = model_class(config_class(text_config=text, vision_config=VISION, **IDS)).eval().float()
+    model = model_class(config_class(text_config=text, vision_config=vision, **IDS)).eval().float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.1))

@@ -453,7 +453,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         sinks=family.sinks,
         output_gate=family.output_gate if _holds(config, family.output_gate_key) else None,
         head=head,
-        vision=read_vision(whole, hidden_size) if family.vision else None,
+        vision=None if family.vision is None else read_vision(whole, family.vision, hidden_size),
         next_layer=layers.next_spec,
     )
 

@@ -71,6 +71,21 @@ class MoeFamily:
 
 
 @dataclass(frozen=True)
+class VisionFamily:
+    """What the name of an architecture implies of its vision tower, where config.json leaves keys out.
+
+    Attributes:
+      image_token_id, video_token_id, deepstack_layers: see `VisionArch`.
+      sections: see `RopeParams`.
+    """
+
+    image_token_id: int
+    video_token_id: int
+    deepstack_layers: tuple[int, ...]
+    sections: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
 class Family:
     """What the name of an architecture implies.
 
@@ -129,7 +144,8 @@ class Family:
       output_gate: see `ModelArch`.
       output_gate_key: the key that says whether there is one; None: there is.
       next_layers: after the last layer may be some that predict further tokens, as `num_nextn_predict_layers` says.
-      vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`).
+      vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`); None: it
+        doesn't, or the tower is left out.
       defaults: values of keys that config.json may leave out.
       ignored: keys that the family's reference code ignores, too.
     """
@@ -181,6 +197,6 @@ class Family:
     output_gate: OutputGate | None = None
     output_gate_key: str | None = None
     next_layers: bool = False
-    vision: bool = False
+    vision: VisionFamily | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()

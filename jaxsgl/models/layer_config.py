@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.models.family import Family, MoeFamily
+from jaxsgl.models.family import Family, MoeFamily, VisionFamily
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, KvHeads, Latent, LayerSpec, Mixer, MoeMlp
 from jaxsgl.models.own_parts_config import check_own_ropes, check_reach, read_own_types, with_own_parts
 from jaxsgl.models.recurrent_config import (
@@ -177,7 +177,7 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
                 f"{config.path}: partial_rotary_factor is {own_share}, which turns {rotary_dim} of the {head_dim} "
                 "numbers of a head, but they turn in pairs: give a factor that turns an even number"
             )
-        sections = _read_sections(section, head_dim) if family.vision else ()
+        sections = () if family.vision is None else _read_sections(section, family.vision, rotary_dim or head_dim)
         plain = RopeParams(theta, rotary_dim=rotary_dim, interleaved=is_interleaved, sections=sections)
         if family.grows_queries:
             section.skip("max_position_embeddings")  # the same as outside of it
@@ -200,15 +200,15 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
     return {FULL: rope(both, theta), SLIDING: rope(None, sliding_theta)}
 
 
-def _read_sections(rope: ConfigFile, head_dim: int) -> tuple[int, ...]:
-    """Pairs of dimensions that turn with time, row and column, which take turns."""
-    sections = rope.get("mrope_section", [24, 20, 20])
+def _read_sections(rope: ConfigFile, family: VisionFamily, num_turned: int) -> tuple[int, ...]:
+    """Pairs of dimensions that turn with time, row and column, which take turns, of so many dimensions that turn."""
+    sections = rope.get("mrope_section", list(family.sections))
     if not rope.get("mrope_interleaved", True):
         raise CheckpointError(f"{rope.path}: mrope_interleaved is false, but only true is supported")
     fits = isinstance(sections, list) and len(sections) == 3 and all(type(each) is int for each in sections)
-    if not fits or min(sections) < 0 or sum(sections) != head_dim // 2:
+    if not fits or min(sections) < 0 or sum(sections) != num_turned // 2:
         raise CheckpointError(
-            f"{rope.path}: mrope_section is {sections}, but must be three numbers of pairs, {head_dim // 2} together"
+            f"{rope.path}: mrope_section is {sections}, but must be three numbers of pairs, {num_turned // 2} together"
         )
     return tuple(sections)
 

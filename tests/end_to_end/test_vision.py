@@ -27,7 +27,7 @@ from jaxsgl.testing.engine import ScriptedMailbox
 from tests.end_to_end import vision_mesh
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.grids import NIGHTLY, daily
-from tests.vision_models import image, is_greedy, logits_of, make_model, request
+from tests.vision_models import WITH_STATES, image, is_greedy, logits_of, make_model, request
 
 pytestmark = pytest.mark.device
 ATOL = 2e-3
@@ -49,11 +49,15 @@ def engine_of(folder: Path, page_size: int, **flags: Any) -> Engine:
     return Engine(replace(config, **flags), progress=False)
 
 
-@pytest.fixture(scope="module", params=daily([(False, 1), (True, 16), (True, 1), (False, 16)], every=4), ids=str)
+@pytest.fixture(
+    scope="module",
+    params=daily([("qwen3_vl", 1), ("qwen3_vl_moe", 16), ("qwen3_vl_moe", 1), ("qwen3_vl", 16)], every=4),
+    ids=str,
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any]]:
-    moe, page_size = request.param
+    kind, page_size = request.param
     folder = tmp_path_factory.mktemp("model")
-    model = make_model(folder, moe=moe)
+    model = make_model(folder, kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizing, "SLICED_PATCHES", 256)
         engine = engine_of(folder, page_size, scheduling=SchedulingConfig(max_itl_ms=1000.0))
@@ -197,7 +201,7 @@ def run(engine: Engine, scheduler: Any, requests: list[Request]) -> Any:
 
 def test_other_weights_of_the_tower_encode_an_image_again(served: tuple[Engine, Any], tmp_path: Path) -> None:
     engine, model = served
-    other = make_model(tmp_path, moe=engine.arch.mixture is not None, seed=1)
+    other = make_model(tmp_path, "qwen3_vl" if engine.arch.mixture is None else "qwen3_vl_moe", seed=1)
     asked = request("a", [(1, 4, 6), (1, 8, 4)], 31)
     scheduler = new_scheduler(engine, radix=True)
     before = engine.recompiles
@@ -252,14 +256,18 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="an engine for each; by day test_scenario.py has one on two devices")
-@pytest.mark.parametrize(("moe", "tp", "shares"), [(False, 2, True), (True, 4, True), (True, 2, False)])
+@pytest.mark.parametrize(
+    ("kind", "tp", "shares"),
+    [("qwen3_vl", 2, True), ("qwen3_vl_moe", 4, True), ("qwen3_vl_moe", 2, False), ("qwen3_5", 2, True)],
+)
 def test_devices_that_share_the_model_and_its_images_give_greedy_tokens(
-    moe: bool, tp: int, shares: bool, tmp_path: Path
+    kind: str, tp: int, shares: bool, tmp_path: Path
 ) -> None:
-    model = make_model(tmp_path, moe=moe)
+    model = make_model(tmp_path, kind)
+    page_size = 64 if kind in WITH_STATES else 4
     done = subprocess.run(
         [sys.executable, "-m", "tests.end_to_end.vision_mesh"],
-        input=json.dumps({"folder": str(tmp_path), "tp": tp, "shares": shares}),
+        input=json.dumps({"folder": str(tmp_path), "tp": tp, "shares": shares, "page_size": page_size}),
         capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """Serves requests with images on several virtual devices, in a process of its own; `test_vision.py` starts it.
 
-Standard input holds `{"folder": ..., "tp": ..., "shares": ...}`; prints the answers and the counted recompiles as JSON.
+Standard input holds `{"folder": ..., "tp": ..., "shares": ..., "page_size": ...}`; prints the answers and the counted
+recompiles as JSON.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def main() -> None:
     config = EngineConfig(
         model=str(Path(case["folder"])),
         tp=case["tp"],
-        page_size=4,
-        max_total_tokens=600,
+        page_size=case["page_size"],
+        max_total_tokens=640,
         context_length=128,
         max_running_requests=4,
         chunked_prefill_size=32,

@@ -157,6 +157,8 @@ def test_a_model_of_several_parts_ties_its_head_as_it_does_in_transformers(
     """A word for the whole counts; without one its default, whatever is said of the text."""
     for of_text, of_whole in ((False, None), (True, True), (True, False), (False, True)):
         text = {**configuration(kind), "tie_word_embeddings": of_text}
+        if name.startswith("Qwen"):
+            text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [1, 1, 1]}
         values: dict[str, Any] = {"architectures": [name], "model_type": model_type, "text_config": text}
         values |= {} if of_whole is None else {"tie_word_embeddings": of_whole}
         found = arch_of(tmp_path, values)
@@ -334,8 +336,11 @@ def test_hybrids_as_they_are_published_are_understood(tmp_path: Path) -> None:
     arch = read(tmp_path, architectures=["Qwen3_5ForCausalLM"], **Q35)
     assert (arch.recurrent_layers, arch.ropes[0].rotary_dim, arch.output_gate) == ((0, 1, 2), 64, "number")
     whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**LLAMA, **Q35}}
-    beside = {"vision_config": {"depth": 2}, "image_token_id": 7, "language_model_only": False}
-    assert arch_of(tmp_path, {**whole, **beside}) is not None
+    tower = {"depth": 2, "deepstack_visual_indexes": [], "out_hidden_size": LLAMA["hidden_size"]}
+    beside = {"vision_config": tower, "image_token_id": 7, "language_model_only": False}
+    seeing = arch_of(tmp_path, {**whole, **beside})
+    assert seeing is not None and seeing.vision is not None
+    assert (seeing.vision.image_token_id, seeing.vision.video_token_id) == (7, 248_057)
 
 
 def test_qwen3_coder_as_it_is_published_is_understood(tmp_path: Path) -> None:

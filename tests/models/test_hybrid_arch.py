@@ -11,16 +11,19 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.start.sizing import choose_states, plan_capacity
+from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Mamba, MoeMlp, ShortConv
+from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import model_on_devices
 from tests.checkpoints import make_checkpoint
 from tests.models.test_arch import read
-from tests.plain_model import checkpoint_logits
+from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 
 BFLOAT16 = jnp.dtype("bfloat16")
 GIB = 2**30
@@ -339,19 +342,26 @@ def test_states_take_memory_before_pages_and_rows_give_way(tmp_path: Path) -> No
 
 
 def test_the_text_of_a_model_that_sees_images_is_its_decoders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The tower and draft heads are left out, and the keys of the decoder stand in an object of their own."""
+    """Without the tower, which may be missing then, and draft heads; its keys stand in an object of their own."""
     folder = make_checkpoint("qwen3_5_moe", tmp_path / "text")
     config = json.loads((folder / "config.json").read_text())
-    name = "Qwen3_5MoeForConditionalGeneration"
-    whole = {"architectures": [name], "text_config": config, "vision_config": {"depth": 2}, "image_token_id": 10}
+    name, hidden = "Qwen3_5MoeForConditionalGeneration", config["hidden_size"]
+    rope = config["rope_parameters"] | {"mrope_section": [1, 1, 1]}
+    whole = {"architectures": [name], "text_config": config | {"rope_parameters": rope}, "image_token_id": 10}
+    whole["vision_config"] = {"depth": 2, "out_hidden_size": hidden}
     found = load_file(folder / "model.safetensors")
     tensors = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in found.items()}
     tensors |= {key: found["model.norm.weight"].clone() for key in ("mtp.norm.weight", "model.visual.norm.weight")}
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
     save_file(tensors, tmp_path / "whole" / "model.safetensors")
-    assert ModelArch.from_folder(tmp_path / "whole").vision is None
-    prompt = list(range(3, 12))
+    seeing = ModelArch.from_folder(tmp_path / "whole")
+    assert seeing.vision is not None and seeing.vision.deepstack_layers == () and seeing.vision.row_len == hidden
+    language = EngineConfig(model=str(tmp_path / "whole"), vision=VisionConfig(language_only=True))
+    arch = read_arch(language, tmp_path / "whole")
+    assert arch.vision is None
     with caplog.at_level("INFO"):
-        assert (checkpoint_logits(tmp_path / "whole", prompt) == checkpoint_logits(folder, prompt)).all()
-    assert caplog.text.count("1 tensors of a draft head (mtp.*) are left unread") == 1  # the other one has none
+        params = load_params(tmp_path / "whole", arch, jnp.dtype("float32"), mesh_of())
+    prompt = list(range(3, 12))
+    assert (plain_logits(arch, params, prompt) == checkpoint_logits(folder, prompt)).all()
+    assert caplog.text.count("1 tensors of a draft head (mtp.*) are left unread") == 1

@@ -33,9 +33,9 @@ GRIDS: list[Grid] = [(1, 4, 6), (1, 2, 2), (1, 4, 30), (1, 10, 8)]
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
-@pytest.mark.parametrize("moe", [False, True])
-def test_packed_images_have_the_rows_of_transformers_tower(moe: bool, tmp_path: Path) -> None:
-    model = make_model(tmp_path, moe=moe)
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path, kind)
     arch = ModelArch.from_folder(tmp_path)
     assert arch.vision is not None and arch.has_axes
     params = load_params(tmp_path, arch, FLOAT32, mesh_of())
@@ -46,7 +46,8 @@ def test_packed_images_have_the_rows_of_transformers_tower(moe: bool, tmp_path: 
     pixels = torch.tensor(np.concatenate([patches_of(item) for item in items]).astype(np.float32) / 255 * 2 - 1)
     with torch.no_grad():
         exact = model.model.visual(pixels, torch.tensor(GRIDS))
-    rows = np.concatenate([exact.pooler_output.numpy(), *(each.numpy() for each in exact.deepstack_features)], axis=-1)
+    taps = exact.deepstack_features if arch.vision.deepstack_layers else ()
+    rows = np.concatenate([exact.pooler_output.numpy(), *(each.numpy() for each in taps)], axis=-1)
 
     @jax.jit
     def tower(params: Params, patches: Patches) -> jax.Array:
@@ -96,15 +97,15 @@ def test_layouts_of_thin_and_least_images() -> None:
     assert taps[first][weights[first].argmax()] == 0 and taps[last][weights[last].argmax()] == 48 * 48 - 1
 
 
-@pytest.mark.parametrize("is_video", [False, True])
-def test_positions_of_tokens_are_those_of_transformers(is_video: bool, tmp_path: Path) -> None:
-    model = make_model(tmp_path)
+@pytest.mark.parametrize(("kind", "is_video"), [("qwen3_vl", False), ("qwen3_vl", True), ("qwen3_5", True)])
+def test_positions_of_tokens_are_those_of_transformers(kind: str, is_video: bool, tmp_path: Path) -> None:
+    model = make_model(tmp_path, kind)
     asked = request("a", GRIDS[:1] * 3 if is_video else GRIDS, 5, is_video=is_video)
     ids = torch.tensor([asked.prompt_ids])
     grids = torch.tensor([(3, *GRIDS[0][1:])] if is_video else GRIDS)
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
-    kind = "video_grid_thw" if is_video else "image_grid_thw"
-    exact, delta = model.model.get_rope_index(ids, types, **{kind: grids})
+    name = "video_grid_thw" if is_video else "image_grid_thw"
+    exact, delta = model.model.get_rope_index(ids, types, **{name: grids})
     positions, ours = token_positions(len(asked.prompt_ids), asked.media)
     assert positions.tolist() == exact[:, 0].tolist()
     assert ours == int(delta)

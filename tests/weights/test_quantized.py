@@ -554,7 +554,7 @@ def list_experts(folder: Path, name_of: str) -> None:
 @pytest.mark.parametrize("name_of", ["{kind}_proj.{expert}", "{expert}.{kind}_proj"])
 def test_experts_are_served_as_modelopt_lists_them(name_of: str, tmp_path: Path) -> None:
     """Those of Qwen3-VL by kind, then by number."""
-    make_model(tmp_path / "plain", moe=True, moe_intermediate_size=48)
+    make_model(tmp_path / "plain", "qwen3_vl_moe", moe_intermediate_size=48)
     whole = checkpoint_logits(tmp_path / "plain", TOKENS)
     list_experts(tmp_path / "plain", name_of)
     np.testing.assert_array_equal(checkpoint_logits(tmp_path / "plain", TOKENS), whole)

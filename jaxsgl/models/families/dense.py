@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxsgl.models.family import Family, MoeFamily
+from jaxsgl.models.family import Family, MoeFamily, VisionFamily
 
 _MISTRAL = Family(
     qkv_bias=False,
@@ -130,7 +130,7 @@ _GEMMA4 = Family(
 QWEN3_VL = Family(
     qk_norm="head",
     section="text_config",
-    vision=True,
+    vision=VisionFamily(151_655, 151_656, deepstack_layers=(8, 16, 24), sections=(24, 20, 20)),
     defaults={
         "head_dim": 128,
         "rope_theta": 500_000.0,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jaxsgl.models.families.dense import GRANITE
 from jaxsgl.models.families.mixtures import GRANITE_MOE, GRANITE_MOE_DEFAULTS
-from jaxsgl.models.family import Family, MoeFamily
+from jaxsgl.models.family import Family, MoeFamily, VisionFamily
 
 # What LFM2, dense and with experts, has in common.
 _LFM2 = Family(
@@ -105,9 +105,7 @@ _HYBRID_MOE = MoeFamily(
     shared_gate=True,
 )
 
-_HYBRID_TEXT = frozenset(
-    {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
-)
+_HYBRID_VISION = VisionFamily(248_056, 248_057, deepstack_layers=(), sections=(11, 11, 10))
 
 RECURRENT: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": replace(
@@ -235,10 +233,13 @@ RECURRENT: dict[str, Family] = {
         ignored=_HYBRID.ignored | {"norm_topk_prob"},
     ),
 }
-# Their text only.
+# The same with a tower.
 RECURRENT |= {
     name.replace("ForCausalLM", "ForConditionalGeneration"): replace(
-        RECURRENT[name], section="text_config", ignored=RECURRENT[name].ignored | _HYBRID_TEXT
+        RECURRENT[name],
+        section="text_config",
+        vision=_HYBRID_VISION,
+        ignored=RECURRENT[name].ignored | {"vision_start_token_id", "vision_end_token_id"},
     )
     for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
+from jaxsgl.models.family import VisionFamily
 from jaxsgl.requests.media import CHANNELS
 
 ROPE_THETA = 10000.0
@@ -19,7 +20,7 @@ ROPE_THETA = 10000.0
 
 @dataclass(frozen=True)
 class VisionArch:
-    """The shape of a Qwen3-VL tower.
+    """The shape of a tower of Qwen3-VL or Qwen3.5.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
@@ -75,11 +76,14 @@ class VisionArch:
         return self.out_size * (1 + len(self.deepstack_layers))
 
 
-def read_vision(whole: ConfigFile, hidden_size: int) -> VisionArch:
-    """The tower that goes with a decoder of `hidden_size`. Raises `CheckpointError` for what isn't supported."""
+def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int) -> VisionArch | None:
+    """The tower that goes with a decoder of `hidden_size`; None: config.json describes none, as of text alone.
+
+    Raises `CheckpointError` for what isn't supported.
+    """
     config = whole.section("vision_config")
     if config is None:
-        raise CheckpointError(f"{whole.path}: a model that sees images needs an object vision_config")
+        return None
     activation = config.get("hidden_act", "gelu_pytorch_tanh")
     if activation != "gelu_pytorch_tanh":
         raise CheckpointError(f"{config.path}: vision_config.hidden_act is {activation}, but must be gelu_pytorch_tanh")
@@ -91,7 +95,7 @@ def read_vision(whole: ConfigFile, hidden_size: int) -> VisionArch:
     if side * side != positions:
         raise CheckpointError(f"{config.path}: vision_config.num_position_embeddings is {positions}, not a square")
     depth = config.count("depth", 27)
-    deepstack = tuple(config.get("deepstack_visual_indexes", [8, 16, 24]))
+    deepstack = tuple(config.get("deepstack_visual_indexes", family.deepstack_layers))
     if list(deepstack) != sorted(set(deepstack)) or not all(type(i) is int and 0 <= i < depth for i in deepstack):
         raise CheckpointError(
             f"{config.path}: vision_config.deepstack_visual_indexes is {list(deepstack)}, but must be ascending "
@@ -109,8 +113,8 @@ def read_vision(whole: ConfigFile, hidden_size: int) -> VisionArch:
         merge_size=config.count("spatial_merge_size", 2),
         table_side=side,
         deepstack_layers=deepstack,
-        image_token_id=whole.count("image_token_id", 151655),
-        video_token_id=whole.count("video_token_id", 151656),
+        image_token_id=whole.count("image_token_id", family.image_token_id),
+        video_token_id=whole.count("video_token_id", family.video_token_id),
         rope_theta=ROPE_THETA if rope is None else rope.number("rope_theta", ROPE_THETA),
     )
     _check(arch, config, hidden_size)
