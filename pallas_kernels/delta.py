@@ -131,17 +131,27 @@ def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates
 
 
 def delta_extend(
-    tokens: StateTokens, states: DeltaStates, seqs: Sequences, *, backend: str = "auto", interpret: bool = False
+    tokens: StateTokens,
+    states: DeltaStates,
+    seqs: Sequences,
+    *,
+    moves: bool = True,
+    backend: str = "auto",
+    interpret: bool = False,
 ) -> tuple[jax.Array, DeltaStates]:
     """What each token reads from its sequence's state, `[T, K, r, v]` (any for padding), and the states.
 
-    `backend` and `interpret` are those of `delta_decode`. A backend that goes through blocks may round factors of
-    products to bfloat16 where that is the tokens' dtype.
+    Unless it `moves` them, the states stay as they are. `backend` and `interpret` are those of `delta_decode`. A
+    backend that goes through blocks may round factors of products to bfloat16 where that is the tokens' dtype.
     """
     scan = _scan(tokens, states, backend, interpret)
     if scan is not None:
-        read, *after = scan(tokens, *states, seqs, interpret)
+        read, *after = scan(tokens, *states, seqs if moves else seqs.nowhere(), interpret)
         return read, DeltaStates(*after)
+    if not moves:
+        copies = DeltaStates(*(each.at[seqs.source].get(mode="promise_in_bounds") for each in states))
+        read, _ = delta_extend(tokens, copies, seqs.apart(), backend=backend, interpret=interpret)
+        return read, states
     num_tokens, offsets = tokens.num_tokens, seqs.query_offsets
     counts = offsets[1:] - offsets[:-1]
     convolved, inputs = convolve_extend(tokens.mixed, tokens.taps, states.inputs, seqs)

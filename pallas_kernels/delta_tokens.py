@@ -4,9 +4,9 @@ of Mamba-2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ class Sequences(NamedTuple):
       query_offsets: `[S + 1]` sequence s owns tokens query_offsets[s] .. query_offsets[s + 1] - 1.
       starts: position of its first token in this step.
       source: place of the state before that token; not read if the position is 0.
-      place: where the state goes after its tokens.
+      place: where the state goes after its tokens; -1: nowhere, which kernels take that go through all tokens.
       kept_at: `[N, S]` after how many of its tokens the state is kept besides, 0 for not at all; where that lies in the
         middle of a block, the block must be the sequence's last one in this step.
       kept_to: `[N, S]` the places for that; any to which nothing is written elsewhere, if it isn't kept.
@@ -39,6 +39,15 @@ class Sequences(NamedTuple):
     place: jax.Array
     kept_at: jax.Array
     kept_to: jax.Array
+
+    def apart(self) -> Sequences:
+        """The sequences where state s is that of sequence s, and none is kept on the way."""
+        places = jnp.arange(len(self.place), dtype=jnp.int32)
+        return self._replace(source=places, place=places, kept_at=self.kept_at[:0], kept_to=self.kept_to[:0])
+
+    def nowhere(self) -> Sequences:
+        """The sequences where no state goes anywhere."""
+        return self._replace(place=jnp.full_like(self.place, -1), kept_at=self.kept_at[:0], kept_to=self.kept_to[:0])
 
 
 class Heads(NamedTuple):
@@ -103,6 +112,10 @@ class _Tokens:
     def fused(self) -> jax.Array:
         """The product as a whole, `[T, K, ...]`."""
         return whole(self.product, 3, self.dtype)
+
+    def in_one_part(self) -> Self:
+        """The tokens with their product as a whole."""
+        return replace(self, product=self.fused)
 
     @property
     def mixed(self) -> jax.Array:

@@ -11,7 +11,7 @@ Source: Liquid AI, LFM2 (arXiv 2511.23404).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -63,6 +63,10 @@ class ConvTokens:
         b, _, x = self._sides()
         return b * x
 
+    def in_one_part(self) -> ConvTokens:
+        """The tokens with their product as a whole."""
+        return replace(self, product=whole(self.product, 3, self.dtype))
+
     def gated(self, convolved: jax.Array) -> jax.Array:
         """What tokens yield of `convolved [T, K, C]`, `[T, K, 1, C]` in the dtype of the product."""
         _, c, _ = self._sides()
@@ -95,15 +99,23 @@ def conv_decode(
 
 
 def conv_extend(
-    tokens: ConvTokens, states: ConvStates, seqs: Sequences, *, backend: str = "auto", interpret: bool = False
+    tokens: ConvTokens,
+    states: ConvStates,
+    seqs: Sequences,
+    *,
+    moves: bool = True,
+    backend: str = "auto",
+    interpret: bool = False,
 ) -> tuple[jax.Array, ConvStates]:
     """What each token yields, `[T, K, 1, C]` (any for padding), and what is kept, as `delta_extend`."""
     mixed = tokens.mixed
     kernel = _kernel(mixed, states, backend, interpret)
-    if kernel is None:
-        convolved, inputs = convolve_extend(mixed, tokens.taps, states.inputs, seqs)
-    else:
+    if kernel is not None:
+        seqs = seqs if moves else seqs.nowhere()
         convolved, inputs = kernel(mixed, tokens.taps, states.inputs, seqs, interpret)
+    else:
+        convolved, inputs = convolve_extend(mixed, tokens.taps, states.inputs, seqs)
+        inputs = inputs if moves else states.inputs
     return tokens.gated(convolved), ConvStates(inputs)
 
 

@@ -136,13 +136,16 @@ class Engine:
 
         abstract = abstract_params(params)
         images = None if self.arch.vision is None else (self.arch.vision.row_len, activations)
+        net, product = self.arch.recurrent_net, None
+        if net is not None:
+            product = jax.ShapeDtypeStruct((net.key_heads, net.rows + net.gate_rows), activations)
 
         def spec_of(capacity: Capacity) -> ProgramSpec:
             state = abstract_state(states, capacity, mesh, images)
             pool = None if self.adapters is None else self.adapters.abstract
             masks = config.grammar_backend != "none"
             return ProgramSpec(
-                graphdef, abstract, state, kernels, mesh, kv_scales, pool, capacity.tower, masks, drafting
+                graphdef, abstract, state, kernels, mesh, kv_scales, pool, capacity.tower, masks, drafting, product
             )
 
         memory = least_free_memory(own_devices, config.mem_fraction_static, jax_share)

@@ -24,20 +24,17 @@ from flax import nnx
 from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
 from jaxsgl.batch.outputs import NO_OUTPUTS, StepOutputs
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
-from jaxsgl.cache.pages import ends_page
 from jaxsgl.engine.attending import Pages
 from jaxsgl.engine.drafting.draft import NO_DRAFTING, Drafting, Ends, Seen, own_layers, with_own_layers
+from jaxsgl.engine.running import Running, Unsettled
 from jaxsgl.engine.sampling import outputs, sampler, vocabulary
-from jaxsgl.engine.state import DeviceState, StateBuffers
+from jaxsgl.engine.state import DeviceState
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs, scored_ids
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
 from jaxsgl.models.layers import no_states
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.weights import KvScales
 from pallas_kernels import AttentionOptions, KernelChoice
-from pallas_kernels.delta import delta_decode, delta_extend
-from pallas_kernels.delta_tokens import Sequences, StateTokens
-from pallas_kernels.short_conv import ConvTokens, conv_decode, conv_extend
 
 SAMPLING_ROWS = 3 + len(COLUMNS)  # of `pack_sampling`
 
@@ -51,12 +48,14 @@ class Stepped(NamedTuple):
       tokens: `[C]` int32, the most likely ones; 0 if the model doesn't generate. C is `Bucket.num_choices`.
       logits: `[C, V]` float32, with V = 0 if it doesn't.
       outputs: those of its bucket that the forward program makes.
+      unsettled: of a step that verifies drafts, if layers keep states; else None.
     """
 
     state: DeviceState
     tokens: jax.Array
     logits: jax.Array
     outputs: StepOutputs[jax.Array]
+    unsettled: Unsettled | None = None
 
 
 class Forwarded(NamedTuple):
@@ -68,6 +67,7 @@ class Forwarded(NamedTuple):
       sampling: `[SAMPLING_ROWS, C]` int32, what a sampling program needs of the inputs; see `pack_sampling`.
       runs: what the program that accepts drafts needs of them, see `pack_runs`; None: there are none.
       ends: what the draft program needs of the sequences; None: no program drafts.
+      unsettled: what the program that moves states needs of the tokens; None: it has moved them.
     """
 
     state: DeviceState
@@ -77,6 +77,7 @@ class Forwarded(NamedTuple):
     outputs: StepOutputs[jax.Array]
     runs: jax.Array | None = None
     ends: Ends | None = None
+    unsettled: Unsettled | None = None
 
 
 class Decoded(NamedTuple):
@@ -179,8 +180,9 @@ def make_step(
         seen = Seen(model, ids, hidden, streams, arrays, kind, table_SP, kernels)
         kv = with_own_layers(kv, drafting.read(draft_params, seen, own_layers(kv, drafting)))
         kept = None if running is None else running.buffers()
+        unsettled = None if running is None else running.unsettled()
         state = DeviceState(kv, table, last_tokens, state.edit_tables, state.images, kept)
-        return Stepped(state, tokens, logits, found)
+        return Stepped(state, tokens, logits, found, unsettled)
 
     return step
 
@@ -291,7 +293,8 @@ def _verified(out: Stepped, arrays: StepArrays[jax.Array]) -> Forwarded:
     dummy_rows = jnp.full_like(arrays.positions, len(last_tokens) - 1)
     of_choices = replace(arrays, lengths=arrays.positions + 1, sample_rows=dummy_rows)
     sampling = pack_sampling(of_choices, out.tokens)
-    return Forwarded(out.state._replace(last_tokens=last_tokens), tokens, out.logits, sampling, out.outputs, runs)
+    state = out.state._replace(last_tokens=last_tokens)
+    return Forwarded(state, tokens, out.logits, sampling, out.outputs, runs, unsettled=out.unsettled)
 
 
 def make_decode_steps(
@@ -439,48 +442,3 @@ def _image_tokens(state: DeviceState, arrays: StepArrays[jax.Array], arch: Model
 def _last_of_each(hidden: jax.Array, query_offsets: jax.Array) -> jax.Array:
     """Hidden states `[S, D]` of each sequence's last token; of any token for padding sequences."""
     return hidden[jnp.maximum(query_offsets[1:] - 1, 0)]
-
-
-class Running:
-    """The states of running requests during one trace: each layer that has some replaces its arrays."""
-
-    def __init__(
-        self,
-        states: StateBuffers,
-        arrays: StepArrays[jax.Array],
-        kind: StepKind,
-        page_size: int,
-        dummy_row: int,
-        backend: str,
-    ) -> None:
-        assert kind != "verify", "a state can't go back to the drafts that stand"
-        self._layers: list[Any] = states.by_layer()
-        self._decode: Any = delta_decode if states.matrices else conv_decode
-        self._extend: Any = delta_extend if states.matrices else conv_extend
-        self._arrays, self._kind, self._backend = arrays, kind, backend
-        self._kept_to = None
-        if kind == "decode" and arrays.snapshot_to is not None:
-            is_kept = ends_page(arrays.positions + 1, page_size) & (arrays.snapshot_to != dummy_row)
-            self._kept_to = jnp.where(is_kept, arrays.snapshot_to, -1)
-
-    def recur(self, place: int, tokens: StateTokens | ConvTokens) -> jax.Array:
-        """Moves the states of the layer over this step's tokens; `[T, K', r, v]`."""
-        a, states = self._arrays, self._layers[place]
-        out: jax.Array
-        if self._kind == "decode":
-            out, self._layers[place] = self._decode(
-                tokens, states, a.positions, a.rows, self._kept_to, backend=self._backend
-            )
-        else:
-            starts = a.lengths - (a.query_offsets[1:] - a.query_offsets[:-1])
-            kept: list[jax.Array | None] = [a.snapshot_at, a.snapshot_to]
-            none = jnp.zeros((0, len(a.rows)), jnp.int32)
-            at, to = (none if each is None else each for each in kept)
-            source = a.rows if a.state_from is None else a.state_from
-            seqs = Sequences(a.query_offsets, starts, source, a.rows, at, to)
-            out, self._layers[place] = self._extend(tokens, states, seqs, backend=self._backend)
-        return out
-
-    def buffers(self) -> StateBuffers:
-        """The states as the layers left them."""
-        return StateBuffers.of_layers(self._layers)

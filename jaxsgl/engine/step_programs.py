@@ -1,6 +1,6 @@
 """The programs of steps and of the vision tower: which a bucket runs, their arguments' shapes, and what a step takes.
 
-    forward -> [masks] -> sampled, filtered or featured -> [scores before masks] -> [accepted] -> [draft]
+    forward -> [masks] -> sampled, filtered or featured -> [scores before masks] -> [accepted] -> [settled] -> [draft]
                                                                                       a step of a bucket, in order
     encode, or begin .. layer .. tap .. end                                           a call of the vision tower
     set_row, set_pages                                                                what the host writes between steps
@@ -18,10 +18,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, packed_len
+from jaxsgl.batch.inputs import MAX_SNAPSHOTS, TABLE_CHANGES, Bucket, packed_len
 from jaxsgl.batch.outputs import of_forward
 from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, TowerCapacity
 from jaxsgl.batch.sampling import EDITS_LEN
@@ -36,6 +36,7 @@ from jaxsgl.engine.encoding import (
     make_part,
 )
 from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet, StageBytes
+from jaxsgl.engine.running import SETTLE_DONATES, SettleProgram, Unsettled
 from jaxsgl.engine.sampling.masking import MASKED_DONATES, copy_step, masked_step, score_step
 from jaxsgl.engine.sampling.sampler import ACCEPTED_DONATES, RUN_ROWS, accept
 from jaxsgl.engine.state import DeviceState
@@ -59,10 +60,11 @@ from jaxsgl.engine.step import (
 from jaxsgl.engine.tables import set_pages, set_row
 from jaxsgl.errors import JaxsglError
 from jaxsgl.models import Decoder, Params
-from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
+from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS, mesh_axes
 from jaxsgl.weights import KvScales
 from jaxsgl.weights.sharding import by_rank, logits_sharding, replicated
 from pallas_kernels import KernelChoice
+from pallas_kernels.delta_tokens import Sequences
 
 SET_ROW, SET_PAGES = ProgramKey("set_row"), ProgramKey("set_pages")
 
@@ -82,6 +84,7 @@ class ProgramSpec:
       tower: what the vision tower encodes, if there is one.
       masks: whether steps may be held to grammars.
       drafting: what drafts after steps.
+      state_product: `[K', ...]` what layers with states make of a token, on all devices; None: no layer has any.
     """
 
     graphdef: nnx.GraphDef[Decoder]
@@ -94,6 +97,7 @@ class ProgramSpec:
     tower: TowerCapacity | None = None
     masks: bool = False
     drafting: Drafting = NO_DRAFTING
+    state_product: jax.ShapeDtypeStruct | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -119,6 +123,8 @@ class ProgramSpec:
             programs.append(self.sampling(bucket.sampling, bucket.num_choices))
         if after[1:]:
             programs.append(self.accepting(bucket.num_choices))
+        if self.settles(bucket):
+            programs.append(self.settling(bucket))
         if self.drafting.num_drafts:
             programs.append(self.draft(bucket))
         return programs
@@ -142,7 +148,8 @@ class ProgramSpec:
             logits: Any = logits_sharding(self.mesh)
             found, runs = of_forward(bucket, everywhere), everywhere if bucket.kind == "verify" else None
             ends = everywhere if self.drafting.num_drafts else None
-            shardings = Forwarded(state_shardings, everywhere, logits, sampling, found, runs, ends)
+            unsettled: Any = Unsettled(cast(Any, self._product_sharding), everywhere) if self.settles(bucket) else None
+            shardings = Forwarded(state_shardings, everywhere, logits, sampling, found, runs, ends, unsettled)
         draft_leaves = jax.tree.leaves(self.drafting.params)
         of_adapters: Any = pool if bucket.adapter_columns else ()
         arguments = leaves, self.state, self._int32_of_ranks(packed_len(bucket)), of_adapters, draft_leaves
@@ -153,6 +160,30 @@ class ProgramSpec:
         arguments = self._int32(num_tokens), self._int32(RUN_ROWS, num_tokens), self.state.last_tokens
         everywhere = replicated(self.mesh)
         return Program(_accepted(num_tokens), accept, arguments, everywhere, ACCEPTED_DONATES, self.mesh)
+
+    def settles(self, bucket: Bucket) -> bool:
+        """Whether a program moves states after a step of `bucket`, once it is known which tokens stand."""
+        return bucket.kind == "verify" and self.state_product is not None
+
+    def settling(self, bucket: Bucket) -> Program:
+        """The program that moves states over the tokens of a step of `bucket` that stand."""
+        leaves, treedef = jax.tree.flatten(self.params)
+        product, running = self.state_product, self.state.running
+        assert product is not None and running is not None
+        one: Any = jax.ShapeDtypeStruct(
+            (bucket.num_tokens, *product.shape), product.dtype, sharding=self._product_sharding
+        )
+        rows: Any = self._int32(bucket.num_seqs)
+        kept: Any = self._int32(MAX_SNAPSHOTS if bucket.snapshots else 0, bucket.num_seqs)
+        seqs = Sequences(cast(Any, self._int32(bucket.num_seqs + 1)), rows, rows, rows, kept, kept)
+        arguments = leaves, running, Unsettled((one,) * len(running.inputs), seqs), self._int32(bucket.num_choices)
+        shardings = jax.tree.map(lambda array: array.sharding, running)
+        program = SettleProgram(self.graphdef, treedef, self.kernels.delta_decode)
+        return Program(settle_key(bucket), program, arguments, shardings, SETTLE_DONATES, self.mesh)
+
+    @property
+    def _product_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(None, mesh_axes("key_heads", self.mesh)))
 
     def draft(self, bucket: Bucket) -> Program:
         """The program that drafts after a step of `bucket`."""
@@ -296,6 +327,11 @@ def draft_key(bucket: Bucket) -> ProgramKey:
     return ProgramKey("draft after verify" if bucket.kind == "verify" else "draft", bucket.num_choices)
 
 
+def settle_key(bucket: Bucket) -> ProgramKey:
+    """The program that moves states after steps of `bucket`; the sequences of a verify step follow from its tokens."""
+    return ProgramKey("settled", bucket.num_choices)
+
+
 def _accepted(num_tokens: int) -> ProgramKey:
     return ProgramKey("accepted", num_tokens)
 
@@ -351,7 +387,8 @@ def step_bytes(programs: ProgramSet, spec: ProgramSpec, buckets: Iterable[Bucket
 
     def stages(bucket: Bucket) -> list[StageBytes]:
         of_draft = [programs.bytes_of(draft_key(bucket))] if spec.drafting.num_drafts else []
-        return [*of_choice(bucket), *of_draft]
+        of_states = [programs.bytes_of(settle_key(bucket))] if spec.settles(bucket) else []
+        return [*of_choice(bucket), *of_states, *of_draft]
 
     def of_choice(bucket: Bucket) -> list[StageBytes]:
         forward, *after = (programs.bytes_of(key) for key in keys_of(bucket))
@@ -406,6 +443,10 @@ class StepPrograms:
                 f"no program was compiled for bucket [{bucket}]; the {len(self._of_bucket)} buckets of warm-up are "
                 "the only shapes that may run"
             ) from None
+
+    def settle(self, bucket: Bucket) -> jax.stages.Compiled:
+        """The program that moves states after a step of `bucket`."""
+        return self._programs[settle_key(bucket)]
 
     def draft(self, bucket: Bucket) -> jax.stages.Compiled:
         """The program that drafts after a step of `bucket`."""

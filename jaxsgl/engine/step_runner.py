@@ -1,6 +1,6 @@
 """`StepRunner`: launches the programs of a step, in order, on the state that stays on the devices between them.
 
-    [tower] -> [page table] -> forward -> [masks] -> choice -> [accepted] -> [drafts]
+    [tower] -> [page table] -> forward -> [masks] -> choice -> [accepted] -> [settled] -> [drafts]
 
 Owns the `DeviceState` of one mesh: `engine` has one runner, with pipeline stages the last stage has it. Knows which
 programs a step runs and no requests; `step_programs` makes them. One thread at a time calls it.
@@ -82,8 +82,15 @@ class StepRunner:
     def _completed(
         self, programs: Sequence[jax.stages.Compiled], forwarded: Forwarded, inputs: StepInputs, chosen: Chosen
     ) -> Chosen:
-        """`chosen`, of which `programs` keep what stands, with drafts after it if the step asks for them."""
+        """`chosen`, of which `programs` keep what stands, with drafts after it if the step asks for them.
+
+        States move over what stands.
+        """
         chosen = self._accepted(programs, forwarded, chosen)
+        if forwarded.unsettled is not None:
+            settle = self._programs.settle(inputs.bucket)
+            running = settle(self._params, self.state.running, forwarded.unsettled, chosen.tokens)
+            self.state = self.state._replace(running=running)
         if not inputs.drafts:
             return chosen
         state = self.state

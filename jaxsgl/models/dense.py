@@ -8,7 +8,7 @@ lies between them in `activations`; RMSNorm statistics, rope and logits are floa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -49,7 +49,9 @@ from jaxsgl.models.tensor_parallel import TokensOfRanks, num_parts, part_index, 
 from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
 from pallas_kernels.choice import AUTO_CHOICE
+from pallas_kernels.delta_tokens import StateTokens
 from pallas_kernels.norm import Update, rms_norm, row_of, scale_of, sum_parts
+from pallas_kernels.short_conv import ConvTokens
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
 
@@ -203,6 +205,18 @@ class DecoderLayers(Matrices):
         _note(streams, arch.num_layers, x_TD)
         assert isinstance(read_TD, jax.Array), "heads read rows as they are"
         return read_TD
+
+    def state_tokens(self, products: Sequence[jax.Array], positions: jax.Array) -> list[StateTokens | ConvTokens]:
+        """What moves the states of each layer that has some, of what these made of tokens, `[T, K', ...]` each.
+
+        `positions` are any of the step's.
+        """
+        rows = LayerRows(self.arch.num_layers, positions, self.activations)
+        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentMixer)]
+        return [
+            mixer.tokens(product, self.vectors, rows, place, self.activations)
+            for place, (mixer, product) in enumerate(zip(mixers, products, strict=True))
+        ]
 
     def _mlp(
         self,

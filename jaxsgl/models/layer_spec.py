@@ -97,6 +97,11 @@ class RecurrentNet:
         """Of each key head, what a layer makes of a token but for `num_gates`: what is convolved, and gates of v."""
         return self.channels + self.group * self.value_size
 
+    @property
+    def gate_rows(self) -> int:
+        """Of each key head, the rest of what a layer makes of a token."""
+        return self.num_gates * self.group
+
 
 @dataclass(frozen=True)
 class DeltaNet(RecurrentNet):

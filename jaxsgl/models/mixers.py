@@ -143,7 +143,7 @@ class RecurrentMixer(Matrices):
         self.key_size, self.eps = net.key_size, arch.rms_norm_eps
         d, values = arch.hidden_size, net.value_heads * net.value_size
         # Rows of a key head: q, k, v, z; what each value head has few of.
-        large, small = net.rows, net.num_gates * net.group
+        large, small = net.rows, net.gate_rows
         fmt = arch.format_of(spec, "state_inputs")
         parts = {"qkvz": (large, fmt), "gates": (small, None)} if fmt and small else {"inputs": (large + small, fmt)}
         for name, (rows, kept) in parts.items():

@@ -480,7 +480,10 @@ class Applier:
         start, stop = req.kv_len, req.kv_len + 1 + len(drafts)
         self._cache.grow(req.lease, stop)
         ids = np.array([req.output_ids[-1], *drafts], dtype=np.int32)
-        return Work(req.lease.row, ids, start, True, rope_positions=req.rope_positions(start, stop))
+        work = Work(req.lease.row, ids, start, True, rope_positions=req.rope_positions(start, stop))
+        for resource in self._resources:
+            work = resource.placed_decode(work, req)
+        return work
 
     def _undo_decodes(self, decodes: Sequence[Part]) -> None:
         """Moves lengths back after a step that is not launched; pages that its tokens took stay with their requests."""

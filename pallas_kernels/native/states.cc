@@ -25,6 +25,7 @@ constexpr int kMaxKeySize = 256;             // as states.py lets through
 constexpr int kMost = kLanes == 16 ? 4 : 2;  // registers of columns: twice as many add up, and others hold what is written
 
 constexpr int kMostTaps = 8;                 // likewise
+constexpr int kNowhere = -1;                 // in the place of a place: what is kept of the sequence stays as it is
 constexpr int kTokens = 4;                   // that a thread convolves at a time
 
 // Whose tokens these are, and where what is kept of them lies, of `num_places` places.
@@ -32,7 +33,7 @@ struct Sequences {
   const int32_t* offsets;  // [S + 1]: the tokens of sequence s are offsets[s] .. offsets[s + 1] - 1
   const int32_t* starts;   // [S] the position of the first one; at 0 there is nothing before it
   const int32_t* source;   // [S]
-  const int32_t* place;    // [S]
+  const int32_t* place;    // [S], or kNowhere
   const int32_t* kept_at;  // [N, S] after how many tokens a state is kept besides; 0: not at all
   const int32_t* kept_to;  // [N, S]
   int count, num_kept;
@@ -45,7 +46,7 @@ struct Sequences {
     int wrong = 0;
     for (int s = 0; s < count; ++s) {
       if (starts[s] > 0 && is_wrong(source[s])) wrong = source[s];
-      if (is_wrong(place[s])) wrong = place[s];
+      if (place[s] != kNowhere && is_wrong(place[s])) wrong = place[s];
       for (int i = s; i < num_kept * count; i += count)
         if (kept_at[i] > 0 && is_wrong(kept_to[i])) wrong = kept_to[i];
     }
@@ -126,14 +127,16 @@ void MoveColumns(const Problem& p, int seq, int head, int column) {
   const Sequences& seqs = p.seqs;
   const int first = seqs.offsets[seq], count = seqs.offsets[seq + 1] - first, key_head = head / p.group;
   const int key_heads = p.num_heads / p.group;
-  const Columns home{p.State(seqs.place[seq], head) + column, p.value_size};
+  const Columns between{scratch->numbers, V * kLanes};
+  const int place = seqs.place[seq];
+  const Columns last = place == kNowhere ? between : Columns{p.State(place, head) + column, p.value_size};
   Columns from{p.State(seqs.source[seq], head) + column, p.value_size};
   for (int t = 0; t < count; ++t) {
     const int64_t token = first + t;
     const float* const q = p.q + (token * key_heads + key_head) * p.key_size;
     const float* const k = p.k + (token * key_heads + key_head) * p.key_size;
     const int64_t of_head = token * p.num_heads + head, at = of_head * p.value_size + column;
-    const Columns to = t + 1 == count ? home : Columns{scratch->numbers, V * kLanes};
+    const Columns to = t + 1 == count ? last : between;
     const auto move = t > 0 || seqs.starts[seq] > 0 ? Move<corrects, V, true> : Move<corrects, V, false>;
     move(p.key_size, q, k, p.v + at, p.decay[of_head], p.beta[of_head], from, to, p.out + at);
     for (int n = seq; n < seqs.num_kept * seqs.count; n += seqs.count) {
@@ -280,7 +283,7 @@ ffi::Error ConvolveTokens(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> product, f
     const int count = seqs.offsets[seq + 1] - seqs.offsets[seq];
     for (int n = seq; n < seqs.num_kept * seqs.count; n += seqs.count)
       if (seqs.kept_at[n] > 0) Keep(p, seq, seqs.kept_at[n], seqs.kept_to[n]);
-    if (count > 0) Keep(p, seq, count, seqs.place[seq]);
+    if (count > 0 && seqs.place[seq] != kNowhere) Keep(p, seq, count, seqs.place[seq]);
   });
   return ffi::Error::Success();
 }

@@ -33,7 +33,7 @@ NUM_TOKENS, NUM_SEQS = 320, 6  # of a padded step
 ATOL = 2e-5
 A_MODEL = KernelShapes(2, 2, 16, 16, 32, "float32", "float32", "float32")
 
-extend = jax.jit(delta_extend, static_argnames=("backend",))
+extend = jax.jit(delta_extend, static_argnames=("backend", "moves"))
 decode = jax.jit(delta_decode, static_argnames=("backend",))
 _recur = jax.jit(functools.partial(plain_recur, 0))
 
@@ -210,6 +210,21 @@ def test_states_inside_a_chunk_are_kept_and_gone_on_from_like_those_at_its_end(b
         for found, right in zip(after, states, strict=True):
             np.testing.assert_array_equal(found[0], right[0])
             np.testing.assert_array_equal(found[place], right[place])
+
+
+@RULES
+def test_states_that_are_only_read_stay_as_they_are(corrects: bool, backend: str) -> None:
+    """Of runs across the ends of blocks, a token alone, and one that begins."""
+    seqs = [drawn(2 * BLOCK, seed, corrects) for seed in range(3)]
+    tokens, of_step, _ = step_of(seqs, [(0, 0, BLOCK - 3), (1, 0, 40)])
+    _, states = extend(tokens, stale(), of_step, backend=backend)
+    chunks = [(0, BLOCK - 3, 8), (1, 40, 1), (2, 0, 5)]
+    tokens, of_step, offsets = step_of(seqs, chunks, kept=[(3, 4), (0, DUMMY)])
+    out, after = extend(tokens, states, of_step, backend=backend, moves=False)
+    for (s, start, count), at in zip(chunks, offsets, strict=True):
+        np.testing.assert_allclose(out[at : at + count], recur(seqs[s])[start : start + count], atol=ATOL)
+    for found, before in zip(after, states, strict=True):
+        np.testing.assert_array_equal(found, before)
 
 
 @RULES

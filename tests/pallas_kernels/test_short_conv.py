@@ -17,7 +17,7 @@ GROUPS, CHANNELS, TAPS = 2, 16, 3
 PLACES, DUMMY, NUM_TOKENS, NUM_SEQS = 6, 5, 64, 4
 ALL_TAPS = jnp.asarray(np.random.default_rng(99).standard_normal((2, GROUPS, CHANNELS, TAPS)), jnp.float32)
 
-extend = jax.jit(conv_extend, static_argnames=("backend",))
+extend = jax.jit(conv_extend, static_argnames=("backend", "moves"))
 decode = jax.jit(conv_decode, static_argnames=("backend",))
 
 
@@ -117,6 +117,18 @@ def test_inputs_inside_a_chunk_are_kept_and_gone_on_from(backend: str) -> None:
     np.testing.assert_array_equal(out[:24], at_once[16:40])
     np.testing.assert_array_equal(after.inputs[0], states.inputs[0])
     np.testing.assert_array_equal(after.inputs[4], states.inputs[4])
+
+
+def test_inputs_that_are_only_read_stay_as_they_are(backend: str) -> None:
+    sequences = [drawn(20, 0), drawn(20, 1)]
+    tokens, seqs, _ = step_of(sequences, [(0, 0, 9)])
+    _, states = extend(tokens, stale(), seqs, backend=backend)
+    tokens, seqs, offsets = step_of(sequences, [(0, 9, 6), (1, 0, 4)], kept=(3, 4))
+    out, after = extend(tokens, states, seqs, backend=backend, moves=False)
+    for sequence, start, at, count in zip(sequences, (9, 0), offsets, (6, 4), strict=True):
+        right = whole(sequence)[start : start + count]
+        np.testing.assert_allclose(out[at : at + count], right, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(after.inputs, states.inputs)
 
 
 @pytest.mark.parametrize(

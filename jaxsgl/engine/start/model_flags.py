@@ -1,9 +1,8 @@
 """Which flags don't go with which models, once config.json is read. Called by `opening`.
 
-Models whose layers keep states instead of keys and values (`models/mixers.py`): a state holds all tokens before it,
-so it can't go back, and it isn't in pages. Models whose layers differ in what a page holds of them, or lack
-projections. Models that data-parallel attention gains nothing for, or that see images, which are not divided among
-ranks yet. What flags say of each other `EngineConfig` checks.
+Models whose layers keep states instead of keys and values (`models/mixers.py`), which are not in pages. Models whose
+layers differ in what a page holds of them, or lack projections. Models that data-parallel attention gains nothing for,
+or that see images, which are not divided among ranks yet. What flags say of each other `EngineConfig` checks.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ def _check_states(config: EngineConfig, arch: ModelArch) -> None:
     if arch.recurrent_net is None:
         return
     refused = (
-        (config.speculation.is_on, "--speculative-algorithm", "a state can't go back to the drafts that stand"),
         (config.host_kv.is_on, "--host-kv-gib or --enable-hierarchical-cache", "host memory holds pages, not states"),
         (config.disaggregation.is_on, "--disaggregation-mode", "pages travel between servers, not states"),
         (config.lora.is_on, "--lora-paths or --enable-lora", "adapters of its layers are not served"),

@@ -134,7 +134,7 @@ class Resource:
         """The step isn't launched for whose chunks `placed` was called: takes back what it has taken for them."""
 
     def placed_decode(self, work: Work, req: Req) -> Work:
-        """`work` likewise, by which `req` decodes in a step that extends prompts of others."""
+        """`work` likewise, by which `req` decodes in a step that extends prompts of others, or verifies its drafts."""
         return work
 
     def decoding(self, decodes: Sequence[Part]) -> None:

@@ -78,12 +78,16 @@ class States(Resource):
             self.borders[req.lease.row] = self._dummy if place is None else place
 
     def placed_decode(self, work: Work, req: Req) -> Work:
-        """Likewise for a request that decodes in a step that extends prompts."""
-        place = self._border(req, 1)
-        return work if place is None else replace(work, snapshots=((1, place),))
+        """Likewise for a request that decodes in a step that extends prompts, or verifies its drafts."""
+        count = len(work.token_ids)
+        place, end = self._border(req, count), self._cache.page_floor(work.start + count)
+        return work if place is None else replace(work, snapshots=((end - work.start, place),))
 
     def _border(self, req: Req, count: int) -> int | None:
-        """A place for the state at the end of the last page that the next `count` tokens fill; None for none."""
+        """A place for the state at the end of the last page that the next `count` tokens fill; None for none.
+
+        Drafts that don't stand may leave it without a state: it is taken for the same tokens again, or for none.
+        """
         assert req.lease is not None
         end = self._cache.page_floor(req.kv_len + count)
         fills_page = end > req.kv_len and not req.lease.is_retired
