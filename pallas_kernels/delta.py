@@ -20,7 +20,7 @@ Sources: Yang et al., arXiv 2412.06464 (the chunked form); Dao and Gu, arXiv 240
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -148,22 +148,26 @@ def delta_extend(
     if scan is not None:
         read, *after = scan(tokens, *states, seqs if moves else seqs.nowhere(), interpret)
         return read, DeltaStates(*after)
-    if not moves:
-        copies = DeltaStates(*(each.at[seqs.source].get(mode="promise_in_bounds") for each in states))
-        read, _ = delta_extend(tokens, copies, seqs.apart(), backend=backend, interpret=interpret)
-        return read, states
-    num_tokens, offsets = tokens.num_tokens, seqs.query_offsets
-    counts = offsets[1:] - offsets[:-1]
-    convolved, inputs = convolve_extend(tokens.mixed, tokens.taps, states.inputs, seqs)
-    heads = tokens.heads(_activated(tokens, convolved))
-    states = DeltaStates(states.matrices, inputs)
     kernel = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
     )
     of_blocks = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_blocks, backend, states.matrices, interpret=interpret
     )
-    is_alone = (counts == 1) & ((seqs.source == seqs.place) | (seqs.starts == 0))
+    if not moves and of_blocks is None:
+        # No sooner than the product: else all layers' copies are made at once, and are in memory together.
+        source, product = jax.lax.optimization_barrier((seqs.source, tokens.product))
+        copies = DeltaStates(*(each.at[source].get(mode="promise_in_bounds") for each in states))
+        tokens = replace(tokens, product=product)
+        read, _ = delta_extend(tokens, copies, seqs.apart(), backend=backend, interpret=interpret)
+        return read, states
+    num_tokens, offsets = tokens.num_tokens, seqs.query_offsets
+    counts = offsets[1:] - offsets[:-1]
+    convolved, inputs = convolve_extend(tokens.mixed, tokens.taps, states.inputs, seqs)
+    heads = tokens.heads(_activated(tokens, convolved))
+    states = DeltaStates(states.matrices, inputs if moves else states.inputs)
+    seqs = seqs if moves else seqs.nowhere()
+    is_alone = (counts == 1) & ((seqs.source == seqs.place) | (seqs.starts == 0)) & moves
     blocks = _Blocks.of(seqs, jnp.where(is_alone, 0, counts), num_tokens)
     padded = Heads(*map(_between_blocks, heads))
     out = jnp.zeros((num_tokens + 2 * BLOCK, *heads.v.shape[1:]), jnp.float32)
@@ -187,7 +191,8 @@ def delta_extend(
         states, out = jax.lax.fori_loop(0, count, lambda _, carry: decode(*carry), (states, out))
         matrices, out = _looped(padded, states.matrices, out, seqs, blocks, tokens.corrects)
     else:
-        states, out = decode(states, out)
+        if moves:
+            states, out = decode(states, out)
         factors = jnp.bfloat16 if tokens.dtype == jnp.bfloat16 else jnp.float32
         solved = _solved(padded, blocks, factors) if tokens.corrects else None
         rounded = padded._replace(**{name: getattr(padded, name).astype(factors) for name in ("q", "k", "v")})

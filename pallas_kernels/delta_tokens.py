@@ -43,11 +43,11 @@ class Sequences(NamedTuple):
     def apart(self) -> Sequences:
         """The sequences where state s is that of sequence s, and none is kept on the way."""
         places = jnp.arange(len(self.place), dtype=jnp.int32)
-        return self._replace(source=places, place=places, kept_at=self.kept_at[:0], kept_to=self.kept_to[:0])
+        return self._replace(source=places, place=places, kept_at=jnp.zeros_like(self.kept_at))
 
     def nowhere(self) -> Sequences:
         """The sequences where no state goes anywhere."""
-        return self._replace(place=jnp.full_like(self.place, -1), kept_at=self.kept_at[:0], kept_to=self.kept_to[:0])
+        return self._replace(place=jnp.full_like(self.place, -1), kept_at=jnp.zeros_like(self.kept_at))
 
 
 class Heads(NamedTuple):

@@ -32,6 +32,7 @@ from jaxsgl.engine.launcher import DeviceHandle, LaunchedHandle, Launcher
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
+from jaxsgl.engine.running import product_of_token
 from jaxsgl.engine.start import token_check
 from jaxsgl.engine.start.dry_run import run_all, run_masks, run_tower, step_failure
 from jaxsgl.engine.start.joining import same_programs
@@ -136,9 +137,7 @@ class Engine:
 
         abstract = abstract_params(params)
         images = None if self.arch.vision is None else (self.arch.vision.row_len, activations)
-        net, product = self.arch.recurrent_net, None
-        if net is not None:
-            product = jax.ShapeDtypeStruct((net.key_heads, net.rows + net.gate_rows), activations)
+        product = product_of_token(self.arch, activations)
 
         def spec_of(capacity: Capacity) -> ProgramSpec:
             state = abstract_state(states, capacity, mesh, images)

@@ -21,7 +21,7 @@ from jaxsgl.batch.inputs import StepArrays, StepKind
 from jaxsgl.cache.pages import ends_page
 from jaxsgl.engine.sampling.sampler import NOT_KEPT
 from jaxsgl.engine.state import StateBuffers
-from jaxsgl.models import Decoder
+from jaxsgl.models import Decoder, ModelArch
 from pallas_kernels.delta import delta_decode, delta_extend
 from pallas_kernels.delta_tokens import Sequences, StateTokens
 from pallas_kernels.short_conv import ConvTokens, conv_decode, conv_extend
@@ -139,6 +139,12 @@ def _settled(
         _, after = extend(of_layer, before, standing, backend=backend)
         moved.append(after)
     return StateBuffers.of_layers(moved)
+
+
+def product_of_token(arch: ModelArch, activations: jnp.dtype) -> jax.ShapeDtypeStruct | None:
+    """`[K', ...]` what a layer with states makes of a token, on all devices; None: no layer has any."""
+    net = arch.recurrent_net
+    return None if net is None else jax.ShapeDtypeStruct((net.key_heads, net.rows + net.gate_rows), activations)
 
 
 def _operations(states: StateBuffers) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
+from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages.orders import ToEngine
 from jaxsgl.requests.request import Request, SamplingParams
@@ -24,6 +25,7 @@ from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.ranks import RankedScheduler
 from jaxsgl.testing.engine import ScriptedMailbox
 from tests.end_to_end.offline import ends, new_scheduler, outputs
+from tests.scheduler.drafters import knowing
 
 CHUNK = 96  # longer than a page, so that chunks end within pages, too
 LENGTHS = (1, 63, 64, 65, 97, 130, 200)
@@ -36,7 +38,7 @@ def main() -> None:
 
 
 def answers(folder: str, tp: int, ranks: int) -> dict[str, Any]:
-    """Tokens of prompts in chunks, without and with retraction, and of four turns with a shared beginning.
+    """Tokens of prompts in chunks, without and with retraction and drafts, and of four turns with a shared beginning.
 
     In ranks the prompts are shared out, and the turns are all the last one's.
     """
@@ -54,6 +56,7 @@ def answers(folder: str, tp: int, ranks: int) -> dict[str, Any]:
             decode_buckets=(8,),
             extend_buckets=(CHUNK,),
             decode_steps=1,
+            speculation=SpeculationConfig("NGRAM", 3) if ranks == 1 else SpeculationConfig(),
             grammar_backend="none",
             compilation_cache_dir="",
         ),
@@ -67,6 +70,13 @@ def answers(folder: str, tp: int, ranks: int) -> dict[str, Any]:
         "tokens": outputs(served(engine, ranks, [requests]), requests),
         "retracted": outputs(served(engine, ranks, [requests], retract_every=3), requests),
     }
+    found["drafted"] = found["tokens"]
+    if ranks == 1:
+        known = {request.request_id: tokens for request, tokens in zip(requests, found["tokens"], strict=True)}
+        drafter_of = knowing(lambda request: known[request.request_id], "half", vocab)
+        mailbox = served(engine, ranks, [requests], drafter_of=drafter_of)
+        found["drafted"] = outputs(mailbox, requests)
+        assert mailbox.loads[-1].speculation.accepted_tokens > 5
     shared = rng.integers(3, vocab, 2 * page + 5).tolist()
     last = ranks - 1 if ranks > 1 else None
     turns = [Request(f"turn {i}", [*shared, *rng.integers(3, vocab, 70).tolist()], greedy, rank=last) for i in range(4)]
@@ -79,19 +89,18 @@ def answers(folder: str, tp: int, ranks: int) -> dict[str, Any]:
     found["shards"] = [list(array.addressable_shards[0].data.shape) for kept in states for array in kept[:1]]
     parts = {",".join(map(str, array.addressable_shards[0].data.shape)) for array in jax.tree.leaves(states)}
     is_copy = re.compile(rf"= f32\[(?:{'|'.join(parts)})\]\S* (?:copy|copy-start)\(")
-    programs = [engine.compiled[key] for key in engine.compiled.compilations if isinstance(key.shape, Bucket)]
+    keys = [key for key in engine.compiled.compilations if isinstance(key.shape, Bucket) or key.kind == "settled"]
+    programs = [engine.compiled[key] for key in keys]
     found["copies"] = sum(len(is_copy.findall(program.as_text() or "")) for program in programs)
     found["recompiles"] = engine.recompiles
     engine.close()
     return found
 
 
-def served(
-    engine: Engine, ranks: int, script: Sequence[Sequence[ToEngine]], retract_every: int | None = None
-) -> ScriptedMailbox:
-    """Serves `script` to the end, by a scheduler for each rank."""
+def served(engine: Engine, ranks: int, script: Sequence[Sequence[ToEngine]], **changes: Any) -> ScriptedMailbox:
+    """Serves `script` to the end, by a scheduler for each rank with these `changes`."""
     config = SchedulingConfig(enable_mixed_chunk=ranks > 1)
-    each = [new_scheduler(engine, True, config=config, retract_every=retract_every) for _ in range(ranks)]
+    each = [new_scheduler(engine, True, config=config, **changes) for _ in range(ranks)]
     scheduler = RankedScheduler(each) if ranks > 1 else each[0]
     mailbox = ScriptedMailbox(script)
     run_loop(scheduler, engine, mailbox, depth=1)

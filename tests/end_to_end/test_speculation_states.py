@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.requests.request import Request, SamplingParams
@@ -17,7 +19,7 @@ from jaxsgl.scheduler.speculation.drafter import drafts_nothing
 from jaxsgl.scheduler.speculation.speculation import Speculating
 from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.testing.grammars import compile_fake
-from tests.checkpoints import CONV_KINDS, HYBRID_KINDS, make_checkpoint, two_layers
+from tests.checkpoints import HYBRID_KINDS, make_checkpoint, two_layers
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.end_to_end.test_speculation import FLAGS, requests
 from tests.grids import NIGHTLY
@@ -25,12 +27,13 @@ from tests.scheduler.drafters import knowing
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
 PAGE = 64
-KINDS = HYBRID_KINDS if NIGHTLY else ("qwen3_5", CONV_KINDS[0])  # with matrices, and without
+KINDS = HYBRID_KINDS if NIGHTLY else ("qwen3_5", "lfm2")  # with matrices, and without
+WHOLE = ("qwen3_5", "lfm2") if NIGHTLY else ()  # with all of their layers
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    sizes = {} if NIGHTLY else two_layers(request.param)
+    sizes = {} if request.param in WHOLE else two_layers(request.param)
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=3, **sizes)
     pages = {"page_size": PAGE, "context_length": 4 * PAGE, "max_total_tokens": 40 * PAGE}
     engine = Engine(EngineConfig(model=str(folder), **{**FLAGS, **pages}), progress=False)
@@ -88,3 +91,19 @@ def test_the_next_turn_begins_at_a_state_that_a_run_of_drafts_has_kept(engine: E
     run_loop(scheduler, engine, mailbox, depth=1)
     assert {ends(mailbox)[request.request_id].cached_tokens for request in second} == {PAGE}
     assert outputs(mailbox, second) == outputs(serve(engine, [second], radix=False), second)
+
+
+def test_no_program_copies_the_states(engine: Engine) -> None:
+    """A step that verifies leaves them as they are; then they are written in place."""
+    running = engine._runner.state.running
+    assert running is not None
+    dims = {",".join(map(str, array.shape)) for array in (*running.matrices, *running.inputs)}
+    is_copy = re.compile(rf"= f32\[(?:{'|'.join(dims)})\]\S* (?:copy|copy-start)\(")
+    seen = set()
+    for key in engine.compiled.compilations:
+        if key.kind == "settled" or (isinstance(key.shape, Bucket) and key.shape.kind == "verify"):
+            text = engine.compiled[key].as_text()
+            assert text is not None and any(f"f32[{each}]" in text for each in dims)
+            assert not is_copy.search(text), f"{key} copies all states"
+            seen.add(key.kind)
+    assert seen >= {"forward", "settled"}

@@ -107,14 +107,18 @@ def _extended_states(
 def _states_of_chunks(
     tokens: StateTokens, states: DeltaStates, where: tuple[jax.Array, ...], backend: str, interpret: bool
 ) -> list[jax.Array]:
-    """Prompts of several blocks: one that begins inside a block at another's state, and one that begins."""
+    """Prompts of several blocks: one that begins inside a block at another's state, and one that begins.
+
+    Once with states that only are read, as in steps that verify drafts, and once with those that they move.
+    """
     offsets = jnp.cumsum(jnp.array((0, *CHUNKS)))
     places = jnp.arange(1, len(CHUNKS) + 1)
     at, to = jnp.array([CHUNKS_KEPT]), len(CHUNKS) + 1 + places
     seqs = Sequences(offsets, jnp.array(CHUNKS_START), jnp.array(CHUNKS_SOURCE), places, at, to[None])
+    read, before = _delta_extend_jit(tokens, states, seqs, moves=False, backend=backend, interpret=interpret)
     out, after = _delta_extend_jit(tokens, states, seqs, backend=backend, interpret=interpret)
-    return [each.reshape(len(each), -1) for each in (out, *after)]
+    return [each.reshape(len(each), -1) for each in (read, *before, out, *after)]
 
 
 _delta_jit = jax.jit(delta_decode, static_argnames=("backend", "interpret"))
-_delta_extend_jit = jax.jit(delta_extend, static_argnames=("backend", "interpret"))
+_delta_extend_jit = jax.jit(delta_extend, static_argnames=("moves", "backend", "interpret"))

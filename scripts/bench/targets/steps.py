@@ -31,6 +31,7 @@ from jaxsgl.engine.adapters import abstract_pool
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.programs import Program as EngineProgram
 from jaxsgl.engine.programs import ProgramKey
+from jaxsgl.engine.running import product_of_token
 from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.start.sizing import choose_states, plan_capacity
 from jaxsgl.engine.state import abstract_state
@@ -249,7 +250,8 @@ def with_few_layers(model: Served, backend: str) -> ProgramSpec:
     images = None if arch.vision is None else (arch.vision.row_len, model.dtype)
     state = abstract_state(states, model.capacity, model.mesh, images)
     kernels = KernelChoice.of_attention(backend)
-    return ProgramSpec(graphdef, leaves, state, kernels, model.mesh, tower=model.capacity.tower)
+    product = product_of_token(arch, model.dtype)
+    return ProgramSpec(graphdef, leaves, state, kernels, model.mesh, tower=model.capacity.tower, state_product=product)
 
 
 def as_step(program: Program, model: Served, spec: ProgramSpec, bucket: Bucket, backend: str) -> Program:
@@ -295,8 +297,7 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
             program = as_step(program, model, spec, key.shape, backend)
         yield program
     yield from _mask_programs(spec, model, pages, facts)
-    if not model.states.row_bytes:  # else nothing speculates
-        yield from _verify_programs(spec, model, backend, pages, facts)
+    yield from _verify_programs(spec, model, backend, pages, facts)
     if model.name == MODELS[0]:
         pool = abstract_pool(arch, adaptable_modules(arch), ADAPTER_COLUMNS, model.dtype, mesh)
         bucket = dataclasses.replace(model.bucket("decode", DECODE_ROWS[-1], "greedy"), adapter_columns=ADAPTER_COLUMNS)
@@ -322,9 +323,11 @@ def _verify_programs(
         name = program_name(model, forward.key, backend)
         num_arrays = len(jax.tree.leaves(spec.state.kv))
         yield Program(name, backend, forward.trace, pages, num_arrays, on_matrix_units=False, facts=facts)
-    accepting = spec.accepting(VERIFY_TOKENS)
-    name = program_name(model, accepting.key, "any")
-    yield Program(name, "any", accepting.trace, pages, num_donated=0, on_matrix_units=False, facts=facts)
+    verify = model.buckets.verify(VERIFY_TOKENS)
+    after = [spec.accepting(VERIFY_TOKENS), *([spec.settling(verify)] if spec.settles(verify) else [])]
+    for each in after:
+        name = program_name(model, each.key, "any")
+        yield Program(name, "any", each.trace, pages, num_donated=0, on_matrix_units=False, facts=facts)
 
 
 def _of_decoder(params: Params) -> Params:
@@ -412,4 +415,5 @@ def program_name(model: Served, key: ProgramKey, backend: str) -> str:
     if isinstance(key.shape, EncodeBucket):
         return f"{model.name} {key.kind} {key.shape.num_patches}"
     shared = "" if model.mesh.size == 1 else f" tp{model.mesh.size}"
-    return f"{key.kind} {key.shape} of {model.arch.vocab_size}{shared}"
+    of = model.name if key.kind == "settled" else str(model.arch.vocab_size)
+    return f"{key.kind} {key.shape} of {of}{shared}"
