@@ -222,6 +222,11 @@ class ModelArch:
         """The kv heads that layers have, each once, in the order of the layers."""
         return tuple(dict.fromkeys(layer.heads or self.kv_heads for layer in self.layers))
 
+    @property
+    def draft_head(self) -> bool:
+        """Whether the files call `next_layer` a draft head, `mtp`."""
+        return self.next_layer is not None and FAMILIES[self.name].draft_head
+
     def with_heads(self, heads: KvHeads | None) -> ModelArch:
         """The model as if all layers had these kv heads; None: those that layers have by default."""
         if heads is None:
@@ -281,7 +286,7 @@ class ModelArch:
         """The shape of the checkpoint's `next_layer`, as a model of that layer alone (`models/heads.py`), or None."""
         if self.next_layer is None:
             return None
-        stage = Stage(self.num_layers, is_next=True)
+        stage = Stage(self.num_layers, is_next=True, is_draft_head=self.draft_head)
         return replace(self, layers=(self.next_layer,), stage=stage, next_layer=None)
 
     @property
@@ -532,7 +537,7 @@ def _read_quantization(
     expert_format = None
     for each in quantized:
         if arch.mixture is None or not has_quantized_experts(each[1]):
-            return kv_cache, expert_format, read_quantized(*each, _all_layers(arch))
+            return kv_cache, expert_format, read_quantized(*each, _all_layers(arch), draft_head=arch.draft_head)
         expert_format = EXPERTS_IN_MXFP4
     return kv_cache, expert_format, None
 

@@ -143,7 +143,9 @@ class Family:
       blocks: a layer is a mixer or an MLP alone, as `layers_block_type` or `hybrid_override_pattern` says.
       output_gate: see `ModelArch`.
       output_gate_key: the key that says whether there is one; None: there is.
-      next_layers: after the last layer may be some that predict further tokens, as `num_nextn_predict_layers` says.
+      next_layers_key: the key of the number of layers after the last one that predict further tokens; None: there are
+        none, or they are left out.
+      draft_head: the first of these is called `mtp`, not as a layer (`weights/stored_names.py`).
       vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`); None: it
         doesn't, or the tower is left out.
       defaults: values of keys that config.json may leave out.
@@ -196,7 +198,8 @@ class Family:
     blocks: bool = False
     output_gate: OutputGate | None = None
     output_gate_key: str | None = None
-    next_layers: bool = False
+    next_layers_key: str | None = None
+    draft_head: bool = False
     vision: VisionFamily | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()

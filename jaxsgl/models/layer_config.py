@@ -13,7 +13,7 @@ from typing import Any
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.family import Family, MoeFamily, VisionFamily
-from jaxsgl.models.layer_spec import Clamp, DenseMlp, KvHeads, Latent, LayerSpec, Mixer, MoeMlp
+from jaxsgl.models.layer_spec import Clamp, DenseMlp, KvHeads, Latent, LayerSpec, Mixer, MoeMlp, RecurrentNet
 from jaxsgl.models.own_parts_config import check_own_ropes, check_reach, read_own_types, with_own_parts
 from jaxsgl.models.recurrent_config import (
     DENSE,
@@ -91,11 +91,16 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
 
 
 def _read_next(config: ConfigFile, family: Family, specs: tuple[LayerSpec, ...]) -> LayerSpec | None:
-    """The first of the layers after the last one; it mixes experts, as transformers' and SGLang's code has it."""
-    if not (family.next_layers and config.get("num_nextn_predict_layers", 0)):
+    """The first of the layers after the last one: it attends, and mixes experts if others do, as SGLang's code has it.
+
+    One with an embedding of its own is left out.
+    """
+    if family.next_layers_key is None or not config.get(family.next_layers_key, 0):
         return None
-    assert family.moe is not None, "such families mix experts"
-    return replace(specs[-1], mlp=_read_mixture(config, family.moe))
+    if family.draft_head and config.get("mtp_use_dedicated_embeddings", False):
+        return None
+    spec = next(spec for spec in reversed(specs) if not isinstance(spec.mixer, RecurrentNet))
+    return spec if family.moe is None else replace(spec, mlp=_read_mixture(config, family.moe))
 
 
 def _read_turned(config: ConfigFile, family: Family, num_layers: int) -> list[bool]:

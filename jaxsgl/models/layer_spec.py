@@ -20,11 +20,13 @@ class Stage:
     Attributes:
       layers_before, layers_after: on other stages.
       is_next: whether it is the checkpoint's layer after all of the model's, which predicts one token more.
+      is_draft_head: whether files call that layer a draft head, `mtp`.
     """
 
     layers_before: int = 0
     layers_after: int = 0
     is_next: bool = False
+    is_draft_head: bool = False
 
     @property
     def is_first(self) -> bool:

@@ -90,6 +90,7 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 # How names of the decoder's modules begin, in the different kinds of folders.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "backbone.")
+NEXT_MODULE = "mtp.layers.0"  # of a draft head, which is no part of the decoder
 
 
 @dataclass(frozen=True)
@@ -109,15 +110,30 @@ class Quantized:
     head: WeightFormat | None = None
 
 
-def read_quantized(path: Path, config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> Quantized:
-    """What `quantization_config` of the file `path` says of `layers`.
+def _whole_names(module: str) -> list[str]:
+    """What the module of this name within the decoder, or of `NEXT_MODULE`, is called in the different kinds."""
+    return [module] if module.startswith(NEXT_MODULE) else [prefix + module for prefix in _PREFIXES]
+
+
+def _layer_names(num_layers: int, draft_head: bool) -> list[str]:
+    names = [f"layers.{layer}" for layer in range(num_layers)]
+    return [*names[:-1], NEXT_MODULE] if draft_head else names
+
+
+def read_quantized(
+    path: Path, config: Mapping[str, Any], layers: Sequence[LayerSpec], *, draft_head: bool = False
+) -> Quantized:
+    """What `quantization_config` of the file `path` says of `layers`, of which the last may be a `draft_head`.
 
     Of several formats one is kept, and what has another one is dequantized as it is loaded.
 
     Raises `CheckpointError` for a format that is not supported, by its name, and as `read_unquantized`.
     """
     groups = _groups(path, config)
-    excepted = read_unquantized(path, config, layers)
+    excepted, names = (
+        read_unquantized(path, config, layers, draft_head=draft_head),
+        _layer_names(len(layers), draft_head),
+    )
     if groups is None:
         return Quantized(read_format(path, config), tuple(excepted), ((),) * len(layers))
     formats = [
@@ -126,7 +142,7 @@ def read_quantized(path: Path, config: Mapping[str, Any], layers: Sequence[Layer
             for name in sorted(spec.matrices - left)
             if (fmt := _format_of(path, groups, layer, name)) is not None
         }
-        for layer, (spec, left) in enumerate(zip(layers, excepted, strict=True))
+        for layer, spec, left in zip(names, layers, excepted, strict=True)
     ]
     kept = _most_useful(formats)
     if kept is None:
@@ -154,8 +170,8 @@ def _most_useful(formats: Sequence[Mapping[str, WeightFormat]]) -> WeightFormat 
     return max(counts, key=lambda fmt: counts[fmt], default=None)
 
 
-def _format_of(path: Path, groups: Sequence[_Group], layer: int, matrix: str) -> WeightFormat | None:
-    """The format of the first of `groups` that a layer's matrix is of; None: of none, or not quantized.
+def _format_of(path: Path, groups: Sequence[_Group], layer: str, matrix: str) -> WeightFormat | None:
+    """The format of the first of `groups` that the matrix of a named layer is of; None: of none, or not quantized.
 
     Of a matrix that files may have in several spellings, the one counts that an earlier group names.
 
@@ -163,9 +179,9 @@ def _format_of(path: Path, groups: Sequence[_Group], layer: int, matrix: str) ->
     """
     first = len(groups)
     for spelling in _MODULES[matrix]:
-        modules = [f"layers.{layer}.{module}" for module in spelling]
+        modules = [f"{layer}.{module}" for module in spelling]
         places = [
-            next((i for i, group in enumerate(groups) if any(group.has(prefix + each) for prefix in _PREFIXES)), None)
+            next((i for i, group in enumerate(groups) if any(map(group.has, _whole_names(each)))), None)
             for each in modules
         ]
         formats = [None if place is None else groups[place].fmt for place in places]
@@ -312,7 +328,9 @@ def read_format(path: Path, config: Mapping[str, Any], within: str = "") -> Weig
     return readers[method](reader)
 
 
-def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> list[frozenset[str]]:
+def read_unquantized(
+    path: Path, config: Mapping[str, Any], layers: Sequence[LayerSpec], *, draft_head: bool = False
+) -> list[frozenset[str]]:
     """The matrices of each layer that `quantization_config` excepts, by their names in `LayerSpec.matrices`.
 
     An exception is a part of a module's name, cut at its dots ("mlp.gate", "model.layers.3", "visual"), a whole name
@@ -330,24 +348,24 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
     targets = _targets(path, config)
 
     def is_excepted(module: str) -> bool:
-        names = [prefix + module for prefix in _PREFIXES]
+        names = _whole_names(module)
         return any(part in f".{name}." for part in parts for name in names) or any(
             expression.match(name) for expression in expressions for name in names
         )
 
     def is_no_target(module: str) -> bool:
-        return not any(target.match(prefix + module) for target in targets or () for prefix in _PREFIXES)
+        return not any(target.match(name) for target in targets or () for name in _whole_names(module))
 
-    def is_whole(layer: int, modules: tuple[str, ...], is_left: Callable[[str], bool]) -> bool:
-        excepted = [is_left(f"layers.{layer}.{module}") for module in modules]
+    def is_whole(layer: str, modules: tuple[str, ...], is_left: Callable[[str], bool]) -> bool:
+        excepted = [is_left(f"{layer}.{module}") for module in modules]
         if any(excepted) and not all(excepted):
             raise CheckpointError(
-                f"{path}: quantization_config leaves {modules[excepted.index(True)]} of layer {layer} unquantized and "
+                f"{path}: quantization_config leaves {modules[excepted.index(True)]} of {layer} unquantized and "
                 f"{modules[excepted.index(False)]} not, but they are multiplied at once: except both or none"
             )
         return all(excepted)
 
-    def is_kept(layer: int, spellings: tuple[tuple[str, ...], ...]) -> bool:
+    def is_kept(layer: str, spellings: tuple[tuple[str, ...], ...]) -> bool:
         if targets is not None and all(is_whole(layer, each, is_no_target) for each in spellings):
             return True
         return any(is_whole(layer, each, is_excepted) for each in spellings)
@@ -355,7 +373,8 @@ def read_unquantized(path: Path, config: Mapping[str, Any], layers: Sequence[Lay
     if not told and targets is None:
         return [frozenset()] * len(layers)
     return [
-        frozenset(name for name in spec.matrices if is_kept(layer, _MODULES[name])) for layer, spec in enumerate(layers)
+        frozenset(name for name in spec.matrices if is_kept(layer, _MODULES[name]))
+        for layer, spec in zip(_layer_names(len(layers), draft_head), layers, strict=True)
     ]
 
 

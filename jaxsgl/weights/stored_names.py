@@ -36,7 +36,16 @@ _OF_OWN_MODEL = {
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
 
+# Of a draft head: what recipes have within the layer after the last one, and the files' names.
+_DRAFT_HEAD = {
+    "enorm.": "mtp.pre_fc_norm_embedding.",
+    "hnorm.": "mtp.pre_fc_norm_hidden.",
+    "eh_proj.": "mtp.fc.",
+    "shared_head.norm.": "mtp.norm.",
+}
+
 _HEADS = ("lm_head.", "score.")
+_OF_LAYER = re.compile(r"model\.layers\.\d+\.")
 _LISTED = re.compile(r"(\.experts)\.(gate_proj|up_proj|down_proj)\.(\d+)\.")
 _STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)\.(\w+)")
 
@@ -77,6 +86,10 @@ def _of_decoder(stored: list[str]) -> dict[str, str]:
 
 def stored_name(name: str, arch: ModelArch) -> str:
     """What recipes call a tensor of the decoder, which is `name` where the model is nothing but a decoder."""
+    if arch.stage.is_draft_head and (of_next := _OF_LAYER.match(name)):
+        part = name[of_next.end() :]
+        start = next((each for each in _DRAFT_HEAD if part.startswith(each)), "")
+        return _DRAFT_HEAD.get(start, "mtp.layers.0.") + part.removeprefix(start)
     is_within = arch.name in _BESIDE_TOWER and name.startswith("model.")
     return _WITHIN + name.removeprefix("model.") if is_within else name
 

@@ -170,9 +170,10 @@ class TensorFiles:
         """Raises `CheckpointError` for tensors that nothing was made of, except harmless ones; logs draft heads."""
         unread = sorted(name for name in self._unread if not is_harmless(name, arch))
         if num_drafting := sum(name.startswith(DRAFT_HEAD) for name in self._unread):
+            use = "--speculative-algorithm NEXTN drafts with it" if arch.draft_head else f"{arch.name} drafts with none"
             logger.info(
-                "%s: %d tensors of a draft head (%s*) are left unread: %s drafts with none",
-                self.folder, num_drafting, DRAFT_HEAD, arch.name,
+                "%s: %d tensors of a draft head (%s*) are no part of the model: %s",
+                self.folder, num_drafting, DRAFT_HEAD, use,
             )  # fmt: skip
         if unread:
             more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ import pytest
 
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
@@ -19,14 +22,16 @@ from jaxsgl.scheduler.speculation.drafter import drafts_nothing
 from jaxsgl.scheduler.speculation.speculation import Speculating
 from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.testing.grammars import compile_fake
-from tests.checkpoints import HYBRID_KINDS, make_checkpoint, two_layers
+from tests.checkpoints import DELTA_KINDS, HYBRID_KINDS, make_checkpoint, two_layers
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.end_to_end.test_speculation import FLAGS, requests
-from tests.grids import NIGHTLY
-from tests.scheduler.drafters import knowing
+from tests.engine.next_layers import PlainNextLayer, write_draft_head
+from tests.grids import NIGHTLY, daily
+from tests.scheduler.drafters import Asking, knowing
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
 PAGE = 64
+PAGES: dict[str, Any] = {"page_size": PAGE, "context_length": 4 * PAGE, "max_total_tokens": 40 * PAGE}
 KINDS = HYBRID_KINDS if NIGHTLY else ("qwen3_5", "lfm2")  # with matrices, and without
 WHOLE = ("qwen3_5", "lfm2") if NIGHTLY else ()  # with all of their layers
 
@@ -35,8 +40,7 @@ WHOLE = ("qwen3_5", "lfm2") if NIGHTLY else ()  # with all of their layers
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     sizes = {} if request.param in WHOLE else two_layers(request.param)
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=3, **sizes)
-    pages = {"page_size": PAGE, "context_length": 4 * PAGE, "max_total_tokens": 40 * PAGE}
-    engine = Engine(EngineConfig(model=str(folder), **{**FLAGS, **pages}), progress=False)
+    engine = Engine(EngineConfig(model=str(folder), **{**FLAGS, **PAGES}), progress=False)
     yield engine
     assert engine.recompiles == 0
     engine.close()
@@ -91,6 +95,49 @@ def test_the_next_turn_begins_at_a_state_that_a_run_of_drafts_has_kept(engine: E
     run_loop(scheduler, engine, mailbox, depth=1)
     assert {ends(mailbox)[request.request_id].cached_tokens for request in second} == {PAGE}
     assert outputs(mailbox, second) == outputs(serve(engine, [second], radix=False), second)
+
+
+class Judge(Asking):
+    """Checks that what the device drafts is what the draft head drafts after its request's whole text at once."""
+
+    def __init__(self, head: PlainNextLayer) -> None:
+        super().__init__()
+        self.head, self.judged = head, 0
+
+    def propose(self, most: int) -> tuple[int, ...]:
+        drafts = super().propose(most)
+        if drafts:
+            self.judged += 1
+            assert list(drafts) == self.head.drafts(self.known, 3)[:most]
+        return drafts
+
+
+def _judge_of(judges: dict[str, Judge], request: Request) -> Judge:
+    return judges[request.request_id]
+
+
+@pytest.mark.parametrize("kind", daily(DELTA_KINDS, every=3))
+def test_a_draft_head_drafts_what_it_does_after_the_whole_text(kind: str, tmp_path: Path) -> None:
+    """In chunks, after cached prefixes and retraction; answers are those without drafts."""
+    with_experts: Any = {"mlp_only_layers": []} if kind == "qwen3_next" else {}  # as the draft head is
+    head = write_draft_head(kind, tmp_path, **with_experts)
+    flags = {**FLAGS, **PAGES, "speculation": SpeculationConfig("NEXTN", 3), "grammar_backend": "none"}
+    engine = Engine(EngineConfig(model=str(head.folder), **flags), progress=False)
+    rng = np.random.default_rng(7)
+    shared = rng.integers(3, engine.capacity.vocab_size, PAGE + 3).tolist()
+    prompts = [[*shared, *rng.integers(3, engine.capacity.vocab_size, 9).tolist()] for _ in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    asked = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    plain = outputs(serve(engine, [asked], drafter_of=drafts_nothing), asked)
+    script = [each for one in asked for each in ([one], *[[]] * 12)]
+    for retract_every in (None, 4):
+        judges = {one.request_id: Judge(head) for one in asked}
+        found = serve(engine, script, retract_every=retract_every, drafter_of=partial(_judge_of, judges))
+        assert outputs(found, asked) == plain
+        assert [ends(found)[one.request_id].cached_tokens for one in asked][2:] == [PAGE, PAGE]
+        assert min(judge.judged for judge in judges.values()) > 3
+    assert engine.recompiles == 0
+    engine.close()
 
 
 def test_no_program_copies_the_states(engine: Engine) -> None:

@@ -10,33 +10,55 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import load_reference, make_checkpoint
+from tests.checkpoints import load_reference, make_checkpoint, two_layers
 
 NUM_LAYERS = 2
+# What a checkpoint of a draft head calls the tensors around its layer.
+DRAFT_HEAD = {
+    "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "eh_proj.weight": "mtp.fc.weight",
+    "shared_head.norm.weight": "mtp.norm.weight",
+}
+
+
+def write_draft_head(kind: str, folder: Path, **changes: Any) -> PlainNextLayer:
+    """Writes a checkpoint of `kind` whose draft head is the last layer of another one, which attends."""
+    model = make_checkpoint(kind, folder / "model", seed=3, **two_layers(kind), **changes)
+    other = make_checkpoint(kind, folder / "other", seed=4, **two_layers(kind), **changes)
+    tensors, own = _with_own_tensors(model, other, mean=0.0)
+    tensors |= {DRAFT_HEAD.get(name, f"mtp.layers.0.{name}"): value for name, value in own.items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    return PlainNextLayer(model, other, {name: value + (value.ndim == 1) for name, value in own.items()})
 
 
 def write_next_layer(kind: str, folder: Path, **changes: Any) -> PlainNextLayer:
     """Writes a checkpoint of `kind` whose next layer is that of another one with another seed."""
     model = make_checkpoint(kind, folder / "model", seed=3, num_hidden_layers=NUM_LAYERS, **changes)
     other = make_checkpoint(kind, folder / "other", seed=4, num_hidden_layers=NUM_LAYERS, **changes)
-    tensors, others = (load_file(each / "model.safetensors") for each in (model, other))
-    size = len(others["model.norm.weight"])
-    generator = torch.Generator().manual_seed(5)
-    own = {
-        "enorm.weight": 1 + 0.2 * torch.randn(size, generator=generator),
-        "hnorm.weight": 1 + 0.2 * torch.randn(size, generator=generator),
-        "eh_proj.weight": torch.randn(size, 2 * size, generator=generator) / size**0.5,
-        "shared_head.norm.weight": others["model.norm.weight"].clone(),
-        "shared_head.head.weight": torch.zeros(1),  # of the model's; not read here
-        "embed_tokens.weight": torch.zeros(1),
-    }
-    last = f"model.layers.{NUM_LAYERS - 1}."
-    own |= {name.removeprefix(last): value.clone() for name, value in others.items() if name.startswith(last)}
+    tensors, own = _with_own_tensors(model, other, mean=1.0)
+    own |= {"shared_head.head.weight": torch.zeros(1), "embed_tokens.weight": torch.zeros(1)}  # not read here
     tensors |= {f"model.layers.{NUM_LAYERS}.{name}": value for name, value in own.items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     return PlainNextLayer(model, other, own)
+
+
+def _with_own_tensors(model: Path, other: Path, mean: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The model's tensors, and those of a next layer, by their names within it; norms are about `mean`."""
+    tensors, others = (load_file(each / "model.safetensors") for each in (model, other))
+    size = len(others["model.norm.weight"])
+    generator = torch.Generator().manual_seed(5)
+    own = {
+        "enorm.weight": mean + 0.2 * torch.randn(size, generator=generator),
+        "hnorm.weight": mean + 0.2 * torch.randn(size, generator=generator),
+        "eh_proj.weight": torch.randn(size, 2 * size, generator=generator) / size**0.5,
+        "shared_head.norm.weight": others["model.norm.weight"].clone(),
+    }
+    last = f"model.layers.{NUM_LAYERS - 1}."
+    own |= {name.removeprefix(last): value.clone() for name, value in others.items() if name.startswith(last)}
+    return tensors, own
 
 
 class PlainNextLayer:
@@ -55,6 +77,8 @@ class PlainNextLayer:
         self._layer = load_reference(other).model
         self._layer.layers = self._layer.layers[-1:]
         self._layer.config.num_hidden_layers = 1
+        if getattr(self._layer.config, "layer_types", None):
+            self._layer.config.layer_types = self._layer.config.layer_types[-1:]
         self._eps = self._model.config.rms_norm_eps
         self._known: dict[tuple[int, ...], list[int]] = {}
 

@@ -106,7 +106,8 @@ def test_matrices_that_are_not_quantized_need_no_exception(form: str, tmp_path: 
     for path in (("layers", 0, "delta_net", "inputs"), ("layers", 3, "attention", "qkv")):
         np.testing.assert_array_equal(found[path], expected[path], err_msg=str(path))
     save_converted(folder, tmp_path / "again", load_params(folder, arch, jnp.dtype("float32"), mesh_of()))
-    assert as_stored(ModelArch.from_folder(tmp_path / "again"), tmp_path / "again") == arch
+    again = as_stored(ModelArch.from_folder(tmp_path / "again"), tmp_path / "again")
+    assert replace(again, next_layer=None) == replace(arch, next_layer=None)  # which converted folders lack
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors int4", "compressed-tensors int8"])

@@ -157,13 +157,13 @@ def test_exceptions_of_hybrids_name_what_is_multiplied_at_once() -> None:
     assert excepted("re:.*linear_attn\\.in_proj_.*") == [frozenset({"state_inputs"}), NOTHING]
     assert excepted("model.layers.0.linear_attn.in_proj_qkvz") == [frozenset({"state_inputs"}), NOTHING]
     assert excepted("linear_attn.out_proj", "self_attn") == [frozenset({"state_output"}), frozenset({"qkv", "o"})]
-    with pytest.raises(CheckpointError, match=r"leaves linear_attn.in_proj_z of layer 0 unquantized"):
+    with pytest.raises(CheckpointError, match=r"leaves linear_attn.in_proj_z of layers.0 unquantized"):
         excepted("linear_attn.in_proj_z")
 
 
 def test_an_exception_for_a_part_of_what_is_multiplied_at_once_is_refused() -> None:
     config = {**COMPRESSED, "ignore": ["model.layers.0.mlp.up_proj"]}
-    with pytest.raises(CheckpointError, match=r"leaves mlp.up_proj of layer 0 unquantized and mlp.gate_proj not"):
+    with pytest.raises(CheckpointError, match=r"leaves mlp.up_proj of layers.0 unquantized and mlp.gate_proj not"):
         read_unquantized(PATH, config, LAYERS)
 
 

@@ -17,7 +17,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.drafting.draft import NO_DRAFTING, Drafting, scratch_pages
 from jaxsgl.engine.drafting.draft_model import ModelDrafting, check_draft_model
 from jaxsgl.engine.drafting.heads import HeadDrafting, check_head, check_pages
-from jaxsgl.engine.layer_state import LayerStates, layer_states
+from jaxsgl.engine.layer_state import LayerState, LayerStates, layer_states
 from jaxsgl.engine.start.sizing import choose_context_length, kept_heads
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.engine.weight_store import arch_of_folder, read_params
@@ -93,7 +93,7 @@ def with_head(
         taps=arch.taps,
         num_drafts=num_drafts,
         options=(arch.layer.attention_options(0),),
-        like=states.layers[0],
+        like=_attending(states),
         state_size=arch.layer.hidden_size,
     )
 
@@ -124,9 +124,14 @@ def with_next_layer(
         params=params,
         num_drafts=num_drafts,
         options=(arch.attention_options(0),),
-        like=states.layers[0],
+        like=_attending(states),
         state_size=arch.hidden_size,
     )
+
+
+def _attending(states: LayerStates) -> LayerState:
+    """What the first layer keeps that attends; all that do keep the same."""
+    return next(layer for layer in states.layers if layer.by_page)
 
 
 def _load_model(target: _Target) -> Drafting:

@@ -21,7 +21,7 @@ _DEEPSEEK = Family(
     latent=True,
     interleaved_rope=True,
     moe=DEEPSEEK_MOE,
-    next_layers=True,
+    next_layers_key="num_nextn_predict_layers",
     defaults={
         **_SIZES,
         "n_shared_experts": 1,
@@ -52,7 +52,7 @@ _DEEPSEEK = Family(
 _YOUTU = replace(
     _DEEPSEEK,
     moe=None,
-    next_layers=False,
+    next_layers_key=None,
     defaults={
         **_SIZES,
         "tie_word_embeddings": True,
@@ -64,7 +64,7 @@ _YOUTU = replace(
 _MISTRAL4 = replace(
     _DEEPSEEK,
     grows_queries=True,
-    next_layers=False,
+    next_layers_key=None,
     moe=replace(DEEPSEEK_MOE, score="softmax", choice_bias=False),
     defaults={
         "q_lora_rank": 1024,

@@ -251,7 +251,7 @@ MIXTURES: dict[str, Family] = {
             "num_nextn_predict_layers": 1,
             "rms_norm_eps": 1e-5,
         },
-        next_layers=True,
+        next_layers_key="num_nextn_predict_layers",
         ignored=frozenset({"num_mtp_layers"}),
     ),
     "SolarOpenForCausalLM": Family(

@@ -83,14 +83,14 @@ _HYBRID = Family(
     partial_rope=True,
     recurrence="delta-net",
     output_gate="number",
-    defaults={"head_dim": 256, "partial_rotary_factor": 0.25},
-    # Positions of text are the same on all three axes. Draft heads are left out. Gates and states are always these.
+    next_layers_key="mtp_num_hidden_layers",
+    draft_head=True,
+    defaults={"head_dim": 256, "partial_rotary_factor": 0.25, "mtp_num_hidden_layers": 1},
+    # Positions of text are the same on all three axes. Gates and states are always these.
     ignored=frozenset(
         {
             "mrope_section",
             "mrope_interleaved",
-            "mtp_num_hidden_layers",
-            "mtp_use_dedicated_embeddings",
             "attn_output_gate",
             "output_gate_type",
             "mamba_ssm_dtype",
