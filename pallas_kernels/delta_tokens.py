@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.parts import whole
+from pallas_kernels.sums import mean_squares
 
 L2_EPS = 1e-6  # added to the sum of a head's squares, in q and k of the delta rule
 
@@ -158,16 +159,14 @@ class DeltaTokens(_Tokens):
     def heads(self, activated: jax.Array) -> Heads:
         """What moves states, of what the convolution yields: q and k are normalized."""
         h, group, _ = self.sizes
-        q, k, v = jnp.split(activated, (h, 2 * h), axis=-1)
+        heads, v = jnp.split(activated, (2 * h,), axis=-1)
         rates = self.vectors.rates[self.vectors.row]
         write, forget = jnp.split(self.fused[..., -2 * group :].astype(jnp.float32), 2, axis=-1)
         log_decay = -jnp.exp(rates[:, 0]) * jax.nn.softplus(forget + rates[:, 1])
-
-        def normalized(heads: jax.Array) -> jax.Array:
-            return heads * jax.lax.rsqrt((heads * heads).sum(axis=-1, keepdims=True) + L2_EPS)
-
+        heads = heads.reshape(*v.shape[:2], 2, h)
+        heads = heads * jax.lax.rsqrt(mean_squares(heads) * h + L2_EPS)
         v = v.reshape(*v.shape[:2], group, -1)
-        return Heads(normalized(q) * h**-0.5, normalized(k), v, log_decay, jax.nn.sigmoid(write))
+        return Heads(heads[:, :, 0] * h**-0.5, heads[:, :, 1], v, log_decay, jax.nn.sigmoid(write))
 
     def gated(self, read: jax.Array, values: jax.Array) -> jax.Array:
         """What `read [T, K, r, v]` float32 gives, normalized and gated, in the dtype of the product."""

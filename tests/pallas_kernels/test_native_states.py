@@ -86,6 +86,24 @@ def test_prompts_and_decodes_are_those_of_xla(sizes: tuple[str, int, int, int, i
     assert_equal(jax.jit(functools.partial(delta_decode, backend="native"))(few, states, *at), right, 3)
 
 
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_a_run_of_tokens_has_the_bits_of_its_tokens_one_by_one(kind: str, way: str) -> None:
+    """So drafts change no answer: they are verified as a run, whatever is next to it."""
+    tokens, states = layer(kind, 9, 2, 2, 128, 128, 4)
+    rows = jnp.array([1, 2, 2, 2])
+    seqs = Sequences(jnp.array([0, 6, 9, 9, 9]), jnp.array([40, 7, 0, 0]), rows, rows, *jnp.zeros((2, 1, 4), int))
+    run = jax.jit(delta_extend, static_argnames=("moves", "backend"))
+    read, _ = run(tokens, states, seqs, moves=False, backend="native")
+    moved, after = run(tokens, states, seqs, backend="native")
+    decode = jax.jit(functools.partial(delta_decode, backend="native"))
+    for i in range(6):
+        one = replace(tokens, product=tokens.product[i : i + 1])
+        out, states = decode(one, states, jnp.array([40 + i]), jnp.array([1]))
+        np.testing.assert_array_equal(out[0], read[i])
+        np.testing.assert_array_equal(out[0], moved[i])
+    np.testing.assert_array_equal(states.matrices[1], after.matrices[1])
+
+
 def test_what_stood_at_the_place_of_a_new_sequence_is_not_read(way: str) -> None:
     tokens, states = layer("mamba", 2, 1, 2, 8, 16, 4)
     spoilt = DeltaStates(*(jnp.full_like(each, jnp.nan) for each in states))
