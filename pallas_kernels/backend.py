@@ -335,6 +335,19 @@ class DeltaScan(Protocol):
         ...
 
 
+class DeltaRun(Protocol):
+    """Runs of a few tokens of each sequence, from a layer's product to what goes into the next one, on one backend."""
+
+    def __call__(
+        self, tokens: StateTokens, matrices: jax.Array, inputs: jax.Array, seqs: Sequences, interpret: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """`[T, K, r, v]` of what is read, gated, as `DeltaStep` returns it, and the states of matrices.
+
+        The product is in one part. A state whose place is -1 goes nowhere; inputs are only read.
+        """
+        ...
+
+
 class Convolve(Protocol):
     """A convolution of a few tokens for all tokens of each sequence, on one backend."""
 
@@ -434,6 +447,8 @@ class Backend:
     """None, both, where XLA gathers states and scatters them."""
     delta_blocks: Kernel[DeltaBlocks] | None = None
     """None where XLA loops over blocks. It takes what `delta_decode` takes."""
+    delta_run: Kernel[DeltaRun] | None = None
+    """None where runs are blocks. It takes what `delta_decode` takes."""
     delta_scan: Kernel[DeltaScan] | None = None
     """In the place of all three, of decodes and prompts."""
     convolve: Kernel[Convolve] | None = None

@@ -49,11 +49,23 @@ def convolve_extend(
         jnp.searchsorted(offsets[1:], jnp.arange(len(mixed)), side="right", method="compare_all"), len(counts) - 1
     )
     before = _in_order(inputs[seqs.source], seqs.starts[:, None] + jnp.arange(1 - taps.shape[-1], 0))
-    convolved = _convolved(mixed, taps, before, seq_of, offsets)
+    return _convolved(mixed, taps, before, seq_of, offsets), _kept(mixed, before, inputs, seqs)
+
+
+def kept_inputs(mixed: jax.Array, inputs: jax.Array, seqs: Sequences) -> jax.Array:
+    """What `convolve_extend` keeps, of tokens that something else convolves."""
+    before = _in_order(inputs[seqs.source], seqs.starts[:, None] + jnp.arange(1 - inputs.shape[1], 0))
+    return _kept(mixed.astype(jnp.float32), before, inputs, seqs)
+
+
+def _kept(mixed: jax.Array, before: jax.Array, inputs: jax.Array, seqs: Sequences) -> jax.Array:
+    """The kept inputs after tokens `mixed [T, K, C]`, whose sequences go on from `before [S, taps - 1, K, C]`."""
+    offsets = seqs.query_offsets
+    counts = offsets[1:] - offsets[:-1]
     for at, to in ((counts, seqs.place), *zip(seqs.kept_at, seqs.kept_to, strict=True)):
         last = _in_slots(_last_inputs(mixed, before, offsets, at), seqs.starts + at)
         inputs = inputs.at[to].set(last, mode="promise_in_bounds")
-    return convolved, inputs
+    return inputs
 
 
 def _convolved(

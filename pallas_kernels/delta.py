@@ -12,7 +12,9 @@ lie at absolute positions, multiples of 64, and are computed one after the other
 depend neither on chunks nor on what else is in a step. Sequences of one token in such a step, as those that decode in
 mixed steps, take no block: all of them are decoded at once.
 
-Both read and write places of the kept arrays in place, if the program owns these. A sequence that begins at position 0
+`delta_run` takes runs of a few tokens, and may leave the states as they are: drafts are verified so.
+
+All read and write places of the kept arrays in place, if the program owns these. A sequence that begins at position 0
 begins with a state of zeros, whatever its place holds.
 
 Sources: Yang et al., arXiv 2412.06464 (the chunked form); Dao and Gu, arXiv 2405.21060 (Mamba-2).
@@ -28,7 +30,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.backend import DeltaScan
-from pallas_kernels.convolution import convolve_decode, convolve_extend
+from pallas_kernels.convolution import convolve_decode, convolve_extend, kept_inputs
 from pallas_kernels.delta_tokens import BLOCK, Heads, Sequences, Solved, StateTokens
 from pallas_kernels.dispatch import choose_kernel_or_xla, refusals_of
 from pallas_kernels.target import target_device
@@ -135,18 +137,17 @@ def delta_extend(
     states: DeltaStates,
     seqs: Sequences,
     *,
-    moves: bool = True,
     backend: str = "auto",
     interpret: bool = False,
 ) -> tuple[jax.Array, DeltaStates]:
     """What each token reads from its sequence's state, `[T, K, r, v]` (any for padding), and the states.
 
-    Unless it `moves` them, the states stay as they are. `backend` and `interpret` are those of `delta_decode`. A
-    backend that goes through blocks may round factors of products to bfloat16 where that is the tokens' dtype.
+    `backend` and `interpret` are those of `delta_decode`. A backend that goes through blocks may round factors of
+    products to bfloat16 where that is the tokens' dtype.
     """
     scan = _scan(tokens, states, backend, interpret)
     if scan is not None:
-        read, *after = scan(tokens, *states, seqs if moves else seqs.nowhere(), interpret)
+        read, *after = scan(tokens, *states, seqs, interpret)
         return read, DeltaStates(*after)
     kernel = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
@@ -154,20 +155,12 @@ def delta_extend(
     of_blocks = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_blocks, backend, states.matrices, interpret=interpret
     )
-    if not moves and of_blocks is None:
-        # No sooner than the product: else all layers' copies are made at once, and are in memory together.
-        source, product = jax.lax.optimization_barrier((seqs.source, tokens.product))
-        copies = DeltaStates(*(each.at[source].get(mode="promise_in_bounds") for each in states))
-        tokens = replace(tokens, product=product)
-        read, _ = delta_extend(tokens, copies, seqs.apart(), backend=backend, interpret=interpret)
-        return read, states
     num_tokens, offsets = tokens.num_tokens, seqs.query_offsets
     counts = offsets[1:] - offsets[:-1]
     convolved, inputs = convolve_extend(tokens.mixed, tokens.taps, states.inputs, seqs)
     heads = tokens.heads(_activated(tokens, convolved))
-    states = DeltaStates(states.matrices, inputs if moves else states.inputs)
-    seqs = seqs if moves else seqs.nowhere()
-    is_alone = (counts == 1) & ((seqs.source == seqs.place) | (seqs.starts == 0)) & moves
+    states = DeltaStates(states.matrices, inputs)
+    is_alone = (counts == 1) & ((seqs.source == seqs.place) | (seqs.starts == 0))
     blocks = _Blocks.of(seqs, jnp.where(is_alone, 0, counts), num_tokens)
     padded = Heads(*map(_between_blocks, heads))
     out = jnp.zeros((num_tokens + 2 * BLOCK, *heads.v.shape[1:]), jnp.float32)
@@ -191,13 +184,47 @@ def delta_extend(
         states, out = jax.lax.fori_loop(0, count, lambda _, carry: decode(*carry), (states, out))
         matrices, out = _looped(padded, states.matrices, out, seqs, blocks, tokens.corrects)
     else:
-        if moves:
-            states, out = decode(states, out)
+        states, out = decode(states, out)
         factors = jnp.bfloat16 if tokens.dtype == jnp.bfloat16 else jnp.float32
         solved = _solved(padded, blocks, factors) if tokens.corrects else None
         rounded = padded._replace(**{name: getattr(padded, name).astype(factors) for name in ("q", "k", "v")})
         out, matrices = of_blocks(rounded, solved, states.matrices, out, seqs, blocks.counts, interpret)
     return tokens.gated(out[BLOCK:-BLOCK], heads.v), states._replace(matrices=matrices)
+
+
+def delta_run(
+    tokens: StateTokens,
+    states: DeltaStates,
+    seqs: Sequences,
+    *,
+    moves: bool = True,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, DeltaStates]:
+    """`delta_extend` of sequences that have few tokens each; the states stay as they are unless it `moves` them.
+
+    A backend goes from token to token, where blocks of 64 would be of padding, most of them.
+    """
+    seqs_of_kernel = seqs if moves else seqs.nowhere()
+    scan = _scan(tokens, states, backend, interpret)
+    if scan is not None:
+        read, *after = scan(tokens, *states, seqs_of_kernel, interpret)
+        return read, DeltaStates(*after)
+    kernel = choose_kernel_or_xla(
+        "delta_decode", lambda each: each.delta_run, backend, states.matrices, interpret=interpret
+    )
+    if kernel is not None:
+        read, matrices = kernel(tokens, *states, seqs_of_kernel, interpret)
+        inputs = kept_inputs(tokens.mixed, states.inputs, seqs) if moves else states.inputs
+        return tokens.finished(read), DeltaStates(matrices, inputs)
+    if moves:
+        return delta_extend(tokens, states, seqs, backend=backend, interpret=interpret)
+    # No sooner than the product: else all layers' copies are made at once, and are in memory together.
+    source, product = jax.lax.optimization_barrier((seqs.source, tokens.product))
+    copies = DeltaStates(*(each.at[source].get(mode="promise_in_bounds") for each in states))
+    tokens = replace(tokens, product=product)
+    read, _ = delta_extend(tokens, copies, seqs.apart(), backend=backend, interpret=interpret)
+    return read, states
 
 
 def _looped(

@@ -28,7 +28,7 @@ class Sequences(NamedTuple):
       query_offsets: `[S + 1]` sequence s owns tokens query_offsets[s] .. query_offsets[s + 1] - 1.
       starts: position of its first token in this step.
       source: place of the state before that token; not read if the position is 0.
-      place: where the state goes after its tokens; -1: nowhere, which kernels take that go through all tokens.
+      place: where the state goes after its tokens; -1: nowhere, which kernels take that go from token to token.
       kept_at: `[N, S]` after how many of its tokens the state is kept besides, 0 for not at all; where that lies in the
         middle of a block, the block must be the sequence's last one in this step.
       kept_to: `[N, S]` the places for that; any to which nothing is written elsewhere, if it isn't kept.

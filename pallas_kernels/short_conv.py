@@ -99,6 +99,13 @@ def conv_decode(
 
 
 def conv_extend(
+    tokens: ConvTokens, states: ConvStates, seqs: Sequences, *, backend: str = "auto", interpret: bool = False
+) -> tuple[jax.Array, ConvStates]:
+    """What each token yields, `[T, K, 1, C]` (any for padding), and what is kept, as `delta_extend`."""
+    return conv_run(tokens, states, seqs, backend=backend, interpret=interpret)
+
+
+def conv_run(
     tokens: ConvTokens,
     states: ConvStates,
     seqs: Sequences,
@@ -107,7 +114,7 @@ def conv_extend(
     backend: str = "auto",
     interpret: bool = False,
 ) -> tuple[jax.Array, ConvStates]:
-    """What each token yields, `[T, K, 1, C]` (any for padding), and what is kept, as `delta_extend`."""
+    """The same; what is kept stays as it is unless it `moves`, as `delta_run`."""
     mixed = tokens.mixed
     kernel = _kernel(mixed, states, backend, interpret)
     if kernel is not None:

@@ -22,9 +22,9 @@ from jaxsgl.cache.pages import ends_page
 from jaxsgl.engine.sampling.sampler import NOT_KEPT
 from jaxsgl.engine.state import StateBuffers
 from jaxsgl.models import Decoder, ModelArch
-from pallas_kernels.delta import delta_decode, delta_extend
+from pallas_kernels.delta import delta_decode, delta_extend, delta_run
 from pallas_kernels.delta_tokens import Sequences, StateTokens
-from pallas_kernels.short_conv import ConvTokens, conv_decode, conv_extend
+from pallas_kernels.short_conv import ConvTokens, conv_decode, conv_extend, conv_run
 
 SETTLE_DONATES = (1,)  # states
 
@@ -57,7 +57,7 @@ class Running:
         backend: str,
     ) -> None:
         self._layers: list[Any] = states.by_layer()
-        self._decode, self._extend = _operations(states)
+        self._decode, self._extend, self._run = _operations(states)
         self._arrays, self._kind, self._backend = arrays, kind, backend
         self._products: list[jax.Array] = []
         self._kept_to = None
@@ -73,12 +73,12 @@ class Running:
             out, self._layers[place] = self._decode(
                 tokens, states, a.positions, a.rows, self._kept_to, backend=self._backend
             )
-            return out
-        moves = self._kind != "verify"
-        if not moves:
+        elif self._kind == "verify":
             tokens = tokens.in_one_part()
             self._products.append(tokens.product)
-        out, self._layers[place] = self._extend(tokens, states, self._seqs(), moves=moves, backend=self._backend)
+            out, self._layers[place] = self._run(tokens, states, self._seqs(), moves=False, backend=self._backend)
+        else:
+            out, self._layers[place] = self._extend(tokens, states, self._seqs(), backend=self._backend)
         return out
 
     def buffers(self) -> StateBuffers:
@@ -132,11 +132,11 @@ def _settled(
     place = jnp.clip(seqs.query_offsets[seq] + number - offsets[seq], 0, len(tokens) - 1)
     kept_at = jnp.where(seqs.kept_at <= counts, seqs.kept_at, 0)
     standing = seqs._replace(query_offsets=offsets, kept_at=kept_at)
-    _, extend = _operations(states)
+    *_, run = _operations(states)
     moved = []
     own = model.state_tokens([product[place] for product in products], seqs.starts)
     for of_layer, before in zip(own, states.by_layer(), strict=True):
-        _, after = extend(of_layer, before, standing, backend=backend)
+        _, after = run(of_layer, before, standing, backend=backend)
         moved.append(after)
     return StateBuffers.of_layers(moved)
 
@@ -147,6 +147,6 @@ def product_of_token(arch: ModelArch, activations: jnp.dtype) -> jax.ShapeDtypeS
     return None if net is None else jax.ShapeDtypeStruct((net.key_heads, net.rows + net.gate_rows), activations)
 
 
-def _operations(states: StateBuffers) -> tuple[Any, Any]:
-    """What moves the states of such layers over one token of each sequence, and over several."""
-    return (delta_decode, delta_extend) if states.matrices else (conv_decode, conv_extend)
+def _operations(states: StateBuffers) -> tuple[Any, Any, Any]:
+    """What moves the states of such layers over one token of each sequence, over chunks, and over a few tokens."""
+    return (delta_decode, delta_extend, delta_run) if states.matrices else (conv_decode, conv_extend, conv_run)

@@ -40,6 +40,7 @@ BACKEND = Backend(
     delta_decode=Kernel(imported("triton.delta_decode", "delta_decode"), _REFUSE_STATES),
     delta_blocks=Kernel(imported("triton.delta_blocks", "delta_blocks"), _REFUSE_STATES),
     delta_step=Kernel(imported("triton.delta_decode", "delta_step"), _REFUSE_STATES),
+    delta_run=Kernel(imported("triton.delta_run", "delta_run"), _REFUSE_STATES),
     absorb_and_store=_kernel("absorb_and_store", "absorb_and_store", "refuse_absorb_and_store"),
     decode_latents=_kernel("decode", "decode_latents", "refuse_decode_latents"),
     platform="gpu",

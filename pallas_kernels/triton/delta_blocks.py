@@ -139,5 +139,4 @@ def _kernel(
 
     num_blocks = jnp.where(count > 0, lax.div(in_first + count + (BLOCK - 1), jnp.int32(BLOCK)), 0)
     state = lax.fori_loop(jnp.int32(0), num_blocks, one, state)
-    place = seqs.place[seq]
-    store(place, state, (count > 0) & (place >= 0))
+    store(seqs.place[seq], state, count > 0)

@@ -10,7 +10,7 @@ is the rule alone, for sequences of one token in a step that extends others.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.delta_tokens import L2_EPS, DeltaTokens, StateTokens
+from pallas_kernels.delta_tokens import StateTokens
 from pallas_kernels.parts import total
+from pallas_kernels.triton.delta_common import Head, Small, ids_of, normalized, num_warps_for, small_of, store, vector
 from pallas_kernels.triton.tiles import index_of, load_rows, store_rows
-
-_NUMBERS_OF_WARP = 1024  # of a state: 32 in each thread, 16 warps for one of 128 x 128
 
 
 def refuse_delta_decode(matrices: jax.Array) -> str | None:
@@ -43,28 +42,14 @@ def delta_step(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `backend.DeltaStep`."""
-    vectors = tokens.vectors
-    if isinstance(tokens, DeltaTokens):
-        small = _Small(vectors.taps, None, vectors.rates, tokens.vectors.scales)
-    else:
-        small = _Small(vectors.taps, tokens.vectors.bias, vectors.rates, None)
-    rest = index_of(vectors.row), positions, place, kept_to, inputs, matrices
-    return _step(tokens.product, small, *rest, tokens.dtype, vectors.eps, interpret)
-
-
-class _Small(NamedTuple):
-    """The small parameters of a layer, or refs to them; a delta-net has no bias, and Mamba-2 no scales."""
-
-    taps: Any
-    bias: Any
-    rates: Any
-    scales: Any
+    rest = index_of(tokens.vectors.row), positions, place, kept_to, inputs, matrices
+    return _step(tokens.product, small_of(tokens), *rest, tokens.dtype, tokens.vectors.eps, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "eps", "interpret"))
 def _step(
     product: jax.Array,
-    small: _Small,
+    small: Small,
     layer: jax.Array,
     positions: jax.Array,
     place: jax.Array,
@@ -88,7 +73,7 @@ def _step(
         ),
         grid=(num_seqs, key_heads * group),
         input_output_aliases={8: 1, 9: 2},
-        compiler_params=plgpu.CompilerParams(num_warps=_num_warps(matrices)),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps_for(matrices)),
         interpret=interpret,
         name="delta_step",
     )(product, small, layer, positions, place, kept_to, inputs, matrices)
@@ -97,7 +82,7 @@ def _step(
 
 def _step_kernel(
     product_ref: Any,
-    small: _Small,
+    small: Small,
     layer_ref: Any,
     position_ref: Any,
     place_ref: Any,
@@ -113,7 +98,7 @@ def _step_kernel(
 ) -> None:
     _, _, group, key_size, value_size = states.shape
     corrects = small.scales is not None
-    seq, key_head, of_group = _ids(group)
+    seq, key_head, of_group = ids_of(group)
     layer, position = layer_ref[0], position_ref[seq]
     place, kept_to = place_ref[seq], kept_to_ref[seq]
     moves = _State(states, states_out, (place, key_head, of_group), kept_to, corrects)
@@ -121,10 +106,10 @@ def _step_kernel(
     def fused(column: jax.Array) -> jax.Array:
         """The token's numbers at columns of the product, a vector or one, in float32."""
         if len(product_ref.shape) == 3:
-            return _vector(product_ref, (seq, key_head), column).astype(jnp.float32)
+            return vector(product_ref, (seq, key_head), column).astype(jnp.float32)
         num_parts = product_ref.shape[0]
         if column.ndim > 0:
-            whole = total((_vector(product_ref, (part, seq, key_head), column) for part in range(num_parts)), dtype)
+            whole = total((vector(product_ref, (part, seq, key_head), column) for part in range(num_parts)), dtype)
         else:  # one after the other, the parts of single numbers would have `ptxas` spill next to a state
             part = jnp.arange(pl.next_power_of_2(num_parts), dtype=jnp.int32)
             where = jnp.broadcast_arrays(jnp.minimum(part, num_parts - 1), seq, key_head, column)
@@ -132,6 +117,8 @@ def _step_kernel(
             whole = jnp.sum(numbers, axis=0).astype(dtype)
         return whole.astype(jnp.float32)
 
+    head = Head(fused, product_ref.shape[-1], small, layer, key_head, of_group, group)
+    decay, beta = head.decay_and_beta()
     state = moves.load(position > 0)
 
     def convolved(first: int | jax.Array, width: int, is_mine: jax.Array) -> jax.Array:
@@ -145,46 +132,23 @@ def _step_kernel(
         own = fused(channel)
         out = own * tap(0) if small.bias is None else own * tap(0) + plgpu.load(small.bias.at[(*at, channel)])
         slot = lax.rem(position, jnp.int32(num_taps))
-        _store(inputs_out, (place, slot, key_head), channel, own, is_mine)
+        store(inputs_out, (place, slot, key_head), channel, own, is_mine)
         is_kept = (kept_to >= 0) & is_mine
-        _store(inputs_out, (jnp.maximum(kept_to, 0), slot, key_head), channel, own, is_kept)
+        store(inputs_out, (jnp.maximum(kept_to, 0), slot, key_head), channel, own, is_kept)
         for back in range(1, num_taps):
             slot = lax.rem(position + num_taps - back, jnp.int32(num_taps))
-            before = _vector(inputs, (place, slot, key_head), channel)
-            _store(inputs_out, (jnp.maximum(kept_to, 0), slot, key_head), channel, before, is_kept)
+            before = vector(inputs, (place, slot, key_head), channel)
+            store(inputs_out, (jnp.maximum(kept_to, 0), slot, key_head), channel, before, is_kept)
             out += jnp.where(position >= back, before, 0) * tap(back)
         return out / (1 + jnp.exp(-out))
 
     q, k = (convolved(first, key_size, of_group == 0) for first in (0, key_size))
     v = convolved(2 * key_size + of_group * value_size, value_size, of_group >= 0)
-    num_fused = product_ref.shape[-1]
-    num_gates = 2 if corrects else 1
-    *write, forget = (fused(num_fused - part * group + of_group) for part in range(num_gates, 0, -1))
-    log_rate, bias, *skip = (small.rates[layer, key_head, row, of_group] for row in range(small.rates.shape[2]))
-    time = _softplus(forget + bias)
     if corrects:
-        q, k = _normalized(q) * key_size**-0.5, _normalized(k)
-        beta = 1 / (1 + jnp.exp(-write[0]))
-    else:
-        beta = time
-    read = moves.moved(state, q, k, v, jnp.exp(-jnp.exp(log_rate) * time), beta)
-
+        q, k = normalized(q) * key_size**-0.5, normalized(k)
+    read = moves.moved(state, q, k, v, decay, beta)
     column = jnp.arange(value_size, dtype=jnp.int32)
-    gate = fused(num_fused - group * (value_size + num_gates) + of_group * value_size + column)
-    if corrects:
-        scale = _vector(small.scales, (layer,), column).astype(jnp.float32)
-        read = read * lax.rsqrt(jnp.sum(read * read) / value_size + eps) * scale
-    else:
-        read = read + skip[0] * v
-    _store(out_ref, (seq, key_head, of_group), column, (read * gate / (1 + jnp.exp(-gate))).astype(out_ref.dtype))
-
-
-def _normalized(head: jax.Array) -> jax.Array:
-    return head * lax.rsqrt(jnp.sum(head * head) + L2_EPS)
-
-
-def _softplus(x: jax.Array) -> jax.Array:
-    return jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+    store(out_ref, (seq, key_head, of_group), column, head.gated(read, v, eps).astype(out_ref.dtype))
 
 
 @functools.partial(jax.jit, static_argnames=("corrects", "interpret"))
@@ -208,7 +172,7 @@ def delta_decode(
         out_shape=(jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(matrices.shape, matrices.dtype)),
         grid=(num_seqs, key_heads * group),
         input_output_aliases={8: 1},
-        compiler_params=plgpu.CompilerParams(num_warps=_num_warps(matrices)),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps_for(matrices)),
         interpret=interpret,
         name="delta_decode",
     )(q, k, v, decay, beta, place, has_state.astype(jnp.int32), kept_to, matrices)
@@ -231,14 +195,14 @@ def _decode_kernel(
     corrects: bool,
 ) -> None:
     _, _, group, key_size, value_size = states.shape
-    seq, key_head, of_group = _ids(group)
+    seq, key_head, of_group = ids_of(group)
     mine = seq, key_head, of_group
     row, column = (jnp.arange(size, dtype=jnp.int32) for size in (key_size, value_size))
     moves = _State(states, states_out, (place_ref[seq], key_head, of_group), kept_to_ref[seq], corrects)
     state = moves.load(has_state_ref[seq] != 0)
-    q, k = (_vector(ref, (seq, key_head), row) for ref in (q_ref, k_ref))
-    read = moves.moved(state, q, k, _vector(v_ref, mine, column), decay_ref[mine], beta_ref[mine])
-    _store(out_ref, mine, column, read)
+    q, k = (vector(ref, (seq, key_head), row) for ref in (q_ref, k_ref))
+    read = moves.moved(state, q, k, vector(v_ref, mine, column), decay_ref[mine], beta_ref[mine])
+    store(out_ref, mine, column, read)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,33 +244,3 @@ class _State:
         is_kept = jnp.broadcast_to(self.kept_to >= 0, rows.shape)
         store_rows(self.states_out, (jnp.maximum(self.kept_to, 0), *head, rows), is_kept, state)
         return jnp.sum(state * q[:, None], axis=0)
-
-
-def _ids(group: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sequence, key head and number in the group of a program's value head."""
-    head = pl.program_id(1)
-    return pl.program_id(0), lax.div(head, jnp.int32(group)), lax.rem(head, jnp.int32(group))
-
-
-def _num_warps(matrices: jax.Array) -> int:
-    return min(max(matrices.shape[-2] * matrices.shape[-1] // _NUMBERS_OF_WARP, 1), 16)
-
-
-def _vector(ref: Any, index: tuple[Any, ...], column: jax.Array, is_there: jax.Array | None = None) -> jax.Array:
-    """The numbers of the last axis at `column`; zeros unless `is_there`."""
-    where = ref.at[_along(index, column)]
-    if is_there is None:
-        return plgpu.load(where)
-    return plgpu.load(where, mask=jnp.broadcast_to(is_there, column.shape), other=0)
-
-
-def _store(
-    ref: Any, index: tuple[Any, ...], column: jax.Array, numbers: jax.Array, is_due: jax.Array | None = None
-) -> None:
-    """Writes the last axis at `column`, if that is due."""
-    mask = None if is_due is None else jnp.broadcast_to(is_due, column.shape)
-    plgpu.store(ref.at[_along(index, column)], numbers, mask=mask)
-
-
-def _along(index: tuple[Any, ...], column: jax.Array) -> tuple[jax.Array, ...]:
-    return (*(jnp.broadcast_to(jnp.int32(each), column.shape) for each in index), column)

@@ -42,7 +42,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=3, **sizes)
     engine = Engine(EngineConfig(model=str(folder), **{**FLAGS, **PAGES}), progress=False)
     yield engine
-    assert engine.recompiles == 0
     engine.close()
 
 
@@ -70,6 +69,7 @@ def test_answers_are_those_without_drafts(engine: Engine) -> None:
         found = serve(engine, [asked], drafter_of=drafter_of, **of_tests, **more)
         assert outputs(found, asked) == expected, kind
         assert found.loads[-1].speculation.runs > 50
+    assert engine.recompiles == 0
 
 
 @pytest.mark.parametrize("kind", ["half", "right"])
@@ -95,6 +95,23 @@ def test_the_next_turn_begins_at_a_state_that_a_run_of_drafts_has_kept(engine: E
     run_loop(scheduler, engine, mailbox, depth=1)
     assert {ends(mailbox)[request.request_id].cached_tokens for request in second} == {PAGE}
     assert outputs(mailbox, second) == outputs(serve(engine, [second], radix=False), second)
+    assert engine.recompiles == 0
+
+
+def test_no_program_copies_the_states(engine: Engine) -> None:
+    """A step that verifies leaves them as they are; then they are written in place."""
+    running = engine._runner.state.running
+    assert running is not None
+    dims = {",".join(map(str, array.shape)) for array in (*running.matrices, *running.inputs)}
+    is_copy = re.compile(rf"= f32\[(?:{'|'.join(dims)})\]\S* (?:copy|copy-start)\(")
+    seen = set()
+    for key in engine.compiled.compilations:
+        if key.kind == "settled" or (isinstance(key.shape, Bucket) and key.shape.kind == "verify"):
+            text = engine.compiled[key].as_text()
+            assert text is not None and any(f"f32[{each}]" in text for each in dims)
+            assert not is_copy.search(text), f"{key} copies all states"
+            seen.add(key.kind)
+    assert seen >= {"forward", "settled"}
 
 
 class Judge(Asking):
@@ -138,19 +155,3 @@ def test_a_draft_head_drafts_what_it_does_after_the_whole_text(kind: str, tmp_pa
         assert min(judge.judged for judge in judges.values()) > 3
     assert engine.recompiles == 0
     engine.close()
-
-
-def test_no_program_copies_the_states(engine: Engine) -> None:
-    """A step that verifies leaves them as they are; then they are written in place."""
-    running = engine._runner.state.running
-    assert running is not None
-    dims = {",".join(map(str, array.shape)) for array in (*running.matrices, *running.inputs)}
-    is_copy = re.compile(rf"= f32\[(?:{'|'.join(dims)})\]\S* (?:copy|copy-start)\(")
-    seen = set()
-    for key in engine.compiled.compilations:
-        if key.kind == "settled" or (isinstance(key.shape, Bucket) and key.shape.kind == "verify"):
-            text = engine.compiled[key].as_text()
-            assert text is not None and any(f"f32[{each}]" in text for each in dims)
-            assert not is_copy.search(text), f"{key} copies all states"
-            seen.add(key.kind)
-    assert seen >= {"forward", "settled"}

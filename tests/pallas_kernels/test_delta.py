@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend
+from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend, delta_run
 from pallas_kernels.delta_tokens import (
     BLOCK,
     DeltaTokens,
@@ -33,7 +33,8 @@ NUM_TOKENS, NUM_SEQS = 320, 6  # of a padded step
 ATOL = 2e-5
 A_MODEL = KernelShapes(2, 2, 16, 16, 32, "float32", "float32", "float32")
 
-extend = jax.jit(delta_extend, static_argnames=("backend", "moves"))
+extend = jax.jit(delta_extend, static_argnames=("backend",))
+run = jax.jit(delta_run, static_argnames=("backend", "moves"))
 decode = jax.jit(delta_decode, static_argnames=("backend",))
 _recur = jax.jit(functools.partial(plain_recur, 0))
 
@@ -220,11 +221,14 @@ def test_states_that_are_only_read_stay_as_they_are(corrects: bool, backend: str
     _, states = extend(tokens, stale(), of_step, backend=backend)
     chunks = [(0, BLOCK - 3, 8), (1, 40, 1), (2, 0, 5)]
     tokens, of_step, offsets = step_of(seqs, chunks, kept=[(3, 4), (0, DUMMY)])
-    out, after = extend(tokens, states, of_step, backend=backend, moves=False)
+    out, after = run(tokens, states, of_step, backend=backend, moves=False)
     for (s, start, count), at in zip(chunks, offsets, strict=True):
         np.testing.assert_allclose(out[at : at + count], recur(seqs[s])[start : start + count], atol=ATOL)
     for found, before in zip(after, states, strict=True):
         np.testing.assert_array_equal(found, before)
+    moved, after = run(tokens, states, of_step, backend=backend)
+    np.testing.assert_array_equal(moved, extend(tokens, states, of_step, backend=backend)[0])
+    assert not np.array_equal(after.matrices[0], states.matrices[0])
 
 
 @RULES

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend
+from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend, delta_run
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, Sequences, StateTokens
 from pallas_kernels.native import library
 
@@ -92,7 +92,7 @@ def test_a_run_of_tokens_has_the_bits_of_its_tokens_one_by_one(kind: str, way: s
     tokens, states = layer(kind, 9, 2, 2, 128, 128, 4)
     rows = jnp.array([1, 2, 2, 2])
     seqs = Sequences(jnp.array([0, 6, 9, 9, 9]), jnp.array([40, 7, 0, 0]), rows, rows, *jnp.zeros((2, 1, 4), int))
-    run = jax.jit(delta_extend, static_argnames=("moves", "backend"))
+    run = jax.jit(delta_run, static_argnames=("moves", "backend"))
     read, _ = run(tokens, states, seqs, moves=False, backend="native")
     moved, after = run(tokens, states, seqs, backend="native")
     decode = jax.jit(functools.partial(delta_decode, backend="native"))

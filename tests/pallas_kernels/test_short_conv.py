@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels.delta_tokens import Sequences
-from pallas_kernels.short_conv import ConvStates, ConvTokens, conv_decode, conv_extend
+from pallas_kernels.short_conv import ConvStates, ConvTokens, conv_decode, conv_extend, conv_run
 from tests.plain_model import plain_recur
 
 GROUPS, CHANNELS, TAPS = 2, 16, 3
 PLACES, DUMMY, NUM_TOKENS, NUM_SEQS = 6, 5, 64, 4
 ALL_TAPS = jnp.asarray(np.random.default_rng(99).standard_normal((2, GROUPS, CHANNELS, TAPS)), jnp.float32)
 
-extend = jax.jit(conv_extend, static_argnames=("backend", "moves"))
+extend = jax.jit(conv_extend, static_argnames=("backend",))
+run = jax.jit(conv_run, static_argnames=("backend", "moves"))
 decode = jax.jit(conv_decode, static_argnames=("backend",))
 
 
@@ -124,7 +125,7 @@ def test_inputs_that_are_only_read_stay_as_they_are(backend: str) -> None:
     tokens, seqs, _ = step_of(sequences, [(0, 0, 9)])
     _, states = extend(tokens, stale(), seqs, backend=backend)
     tokens, seqs, offsets = step_of(sequences, [(0, 9, 6), (1, 0, 4)], kept=(3, 4))
-    out, after = extend(tokens, states, seqs, backend=backend, moves=False)
+    out, after = run(tokens, states, seqs, backend=backend, moves=False)
     for sequence, start, at, count in zip(sequences, (9, 0), offsets, (6, 4), strict=True):
         right = whole(sequence)[start : start + count]
         np.testing.assert_allclose(out[at : at + count], right, rtol=1e-5, atol=1e-5)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choice import XLA
-from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend
+from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend, delta_run
 from pallas_kernels.delta_tokens import (
     DeltaTokens,
     DeltaVectors,
@@ -29,6 +29,7 @@ from pallas_kernels.selftest.shapes import KernelShapes, StateShape
 
 CHUNKS = (130, 1, 69)  # tokens of sequences that are extended
 CHUNKS_START, CHUNKS_SOURCE, CHUNKS_KEPT = (30, 7, 0), (4, 2, 3), (34, 0, 69)  # positions, places, kept after so many
+RUNS, RUNS_START, RUNS_KEPT = (5, 1, 3), (61, 2, 0), (3, 0, 3)  # likewise of runs of drafts
 STATE_POSITIONS, STATES_KEPT = (0, 7, 130, 1, 0), (-1, 8, -1, 7, 9)  # of rows that decode, and where they go besides
 
 
@@ -61,6 +62,7 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
             (", of parts", _decoded_states, in_parts),
             (", next to chunks", _extended_states, tokens),
             (", chunks", _states_of_chunks, chunks),
+            (", runs", _states_of_runs, _tokens(keys, shape, sum(RUNS), dtype)),
         ):
             yield Case(
                 name + which,
@@ -107,18 +109,28 @@ def _extended_states(
 def _states_of_chunks(
     tokens: StateTokens, states: DeltaStates, where: tuple[jax.Array, ...], backend: str, interpret: bool
 ) -> list[jax.Array]:
-    """Prompts of several blocks: one that begins inside a block at another's state, and one that begins.
-
-    Once with states that only are read, as in steps that verify drafts, and once with those that they move.
-    """
+    """Prompts of several blocks: one that begins inside a block at another's state, and one that begins."""
     offsets = jnp.cumsum(jnp.array((0, *CHUNKS)))
     places = jnp.arange(1, len(CHUNKS) + 1)
     at, to = jnp.array([CHUNKS_KEPT]), len(CHUNKS) + 1 + places
     seqs = Sequences(offsets, jnp.array(CHUNKS_START), jnp.array(CHUNKS_SOURCE), places, at, to[None])
-    read, before = _delta_extend_jit(tokens, states, seqs, moves=False, backend=backend, interpret=interpret)
     out, after = _delta_extend_jit(tokens, states, seqs, backend=backend, interpret=interpret)
+    return [each.reshape(len(each), -1) for each in (out, *after)]
+
+
+def _states_of_runs(
+    tokens: StateTokens, states: DeltaStates, where: tuple[jax.Array, ...], backend: str, interpret: bool
+) -> list[jax.Array]:
+    """Drafts: once verified, with states that stay as they are, and once moved over, with one that is kept between."""
+    offsets = jnp.cumsum(jnp.array((0, *RUNS)))
+    places = jnp.arange(1, len(RUNS) + 1)
+    at, to = jnp.array([RUNS_KEPT]), (len(RUNS) + 1 + places)[None]
+    seqs = Sequences(offsets, jnp.array(RUNS_START), places, places, at, to)
+    read, before = _delta_run_jit(tokens, states, seqs, moves=False, backend=backend, interpret=interpret)
+    out, after = _delta_run_jit(tokens, states, seqs, backend=backend, interpret=interpret)
     return [each.reshape(len(each), -1) for each in (read, *before, out, *after)]
 
 
 _delta_jit = jax.jit(delta_decode, static_argnames=("backend", "interpret"))
-_delta_extend_jit = jax.jit(delta_extend, static_argnames=("moves", "backend", "interpret"))
+_delta_extend_jit = jax.jit(delta_extend, static_argnames=("backend", "interpret"))
+_delta_run_jit = jax.jit(delta_run, static_argnames=("moves", "backend", "interpret"))
