@@ -161,6 +161,18 @@ def test_exceptions_of_hybrids_name_what_is_multiplied_at_once() -> None:
         excepted("linear_attn.in_proj_z")
 
 
+def test_exceptions_of_a_draft_head_have_names_of_its_own() -> None:
+    layers = LayerSpec(DenseMlp(8), mixer=DeltaNet(2, 4, 8, 8, 4)), LayerSpec(DenseMlp(8))
+
+    def excepted(*told: str) -> list[frozenset[str]]:
+        config = {**FORMATS["fp8 in blocks"][0], "modules_to_not_convert": told}
+        return read_unquantized(PATH, config, layers, draft_head=True)
+
+    assert excepted("mtp.fc", "model.layers.1.mlp") == [NOTHING] * 2
+    assert excepted("mtp.layers.0.self_attn") == [NOTHING, frozenset({"qkv", "o"})]
+    assert excepted("re:^mtp.*") == excepted("mtp") == [NOTHING, frozenset({"qkv", "o", "gate_up", "down"})]
+
+
 def test_an_exception_for_a_part_of_what_is_multiplied_at_once_is_refused() -> None:
     config = {**COMPRESSED, "ignore": ["model.layers.0.mlp.up_proj"]}
     with pytest.raises(CheckpointError, match=r"leaves mlp.up_proj of layers.0 unquantized and mlp.gate_proj not"):
