@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_embedding import EmbeddingGate, LayerEmbeddings
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, Mamba, MoeMlp, ShortConv
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, Mamba, MoeMlp, RecurrentNet, ShortConv
 from jaxsgl.models.layers import (
     MLP,
     Attend,
@@ -80,14 +80,9 @@ class DecoderLayer(nnx.Module):
     """The matrices of one layer."""
 
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
-        if isinstance(spec.mixer, DeltaNet):
-            self.delta_net = GatedDeltaNet(arch, spec, dtype)
-        elif isinstance(spec.mixer, Mamba):
-            self.mamba = Mamba2(arch, spec, dtype)
-        elif isinstance(spec.mixer, ShortConv):
-            self.conv = ShortConvolution(arch, spec, dtype)
-        elif spec.mixer is not None:
-            self.attention = _attention(spec)(arch, spec, dtype)
+        self._mixer = spec.mixer.module if isinstance(spec.mixer, RecurrentNet) else "attention"
+        if spec.mixer is not None:
+            setattr(self, self._mixer, _mixer_of(spec)(arch, spec, dtype))
         format_of = functools.partial(arch.format_of, spec)
         self.mlp = _mlp(arch, spec.mlp, dtype, format_of)
         self.experts = None if spec.experts is None else MoE(arch, spec.experts, dtype, format_of("experts"), None)
@@ -96,11 +91,9 @@ class DecoderLayer(nnx.Module):
     @property
     def mixer(self) -> Attention | LatentAttention | SharedKeysAttention | RecurrentMixer | None:
         """What mixes tokens, if anything does."""
-        for kind in ("delta_net", "mamba", "conv", "attention"):
-            if hasattr(self, kind):
-                found: Attention | LatentAttention | SharedKeysAttention | RecurrentMixer = getattr(self, kind)
-                return found
-        return None
+        found: Attention | LatentAttention | SharedKeysAttention | RecurrentMixer | None
+        found = getattr(self, self._mixer, None)
+        return found
 
     def reader(self, kernels: KernelChoice) -> Weights | None:
         """The only matrix that multiplies what the layer reads; None: there are several."""
@@ -121,7 +114,16 @@ def _mlp(
     return MoE(arch, spec, dtype, format_of("experts"), format_of("shared"))
 
 
-def _attention(spec: LayerSpec) -> type[Attention | LatentAttention | SharedKeysAttention]:
+_RECURRENT: dict[type[RecurrentNet], type[RecurrentMixer]] = {
+    DeltaNet: GatedDeltaNet,
+    Mamba: Mamba2,
+    ShortConv: ShortConvolution,
+}
+
+
+def _mixer_of(spec: LayerSpec) -> type[Attention | LatentAttention | SharedKeysAttention | RecurrentMixer]:
+    if isinstance(spec.mixer, RecurrentNet):
+        return _RECURRENT[type(spec.mixer)]
     if isinstance(spec.mixer, Latent):
         return LatentAttention
     return Attention if spec.keys_from is None else SharedKeysAttention

@@ -81,6 +81,7 @@ class RecurrentNet:
     taps: int
 
     plural: ClassVar[str]  # what such layers are called
+    module: ClassVar[str]  # what its parameters are called within a layer
     shared: ClassVar[str]  # what devices have whole ones of
     num_gates: ClassVar[int]  # numbers of each value head and token besides
 
@@ -110,6 +111,7 @@ class DeltaNet(RecurrentNet):
     """A gated delta-net (`models/mixers.py`)."""
 
     plural = "gated delta-nets"
+    module = "delta_net"
     shared = "key heads"
     num_gates = 2  # a and b
 
@@ -121,6 +123,7 @@ class Mamba(RecurrentNet):
     """
 
     plural = "layers of Mamba-2"
+    module = "mamba"
     shared = "groups"
     num_gates = 1
 
@@ -132,6 +135,7 @@ class ShortConv(RecurrentNet):
     """
 
     plural = "short convolutions"
+    module = "conv"
     shared = "groups of channels"
     num_gates = 0
 
@@ -140,6 +144,8 @@ class ShortConv(RecurrentNet):
         """b, c and x."""
         return 3 * self.channels
 
+
+RECURRENT_NETS: tuple[type[RecurrentNet], ...] = (DeltaNet, Mamba, ShortConv)
 
 Mixer: TypeAlias = Literal["attention"] | Latent | RecurrentNet
 

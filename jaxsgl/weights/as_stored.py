@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import DeltaNet, LayerSpec, Mamba, MoeMlp, RecurrentNet, ShortConv
+from jaxsgl.models.layer_spec import RECURRENT_NETS, LayerSpec, MoeMlp, RecurrentNet
 from jaxsgl.models.matrix import part_name
 from jaxsgl.weights import stored_matrix
 from jaxsgl.weights.converted import is_converted, params_of
@@ -112,8 +112,11 @@ _PATHS: dict[str, tuple[ParamPath, ...]] = {
 
 
 _PATHS_OF_STATES: dict[type[RecurrentNet], dict[str, tuple[ParamPath, ...]]] = {
-    kind: {"state_inputs": ((net, inputs),), "state_output": ((net, "output"),)}
-    for kind, net, inputs in ((DeltaNet, "delta_net", "qkvz"), (Mamba, "mamba", "qkvz"), (ShortConv, "conv", "inputs"))
+    kind: {
+        "state_inputs": ((kind.module, "qkvz" if kind.num_gates else "inputs"),),
+        "state_output": ((kind.module, "output"),),
+    }
+    for kind in RECURRENT_NETS
 }
 
 

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
+from jaxsgl.models.layer_spec import RECURRENT_NETS
 from jaxsgl.models.matrix import part_name
 from jaxsgl.models.quantization import FLOAT8, WeightFormat
 from jaxsgl.weights import names
@@ -119,7 +120,7 @@ _MATRICES: dict[Path, str] = {
     ("mlp", "shared"): "shared",
     **{
         (net, name): matrix
-        for net in ("delta_net", "mamba", "conv")
+        for net in (kind.module for kind in RECURRENT_NETS)
         for name, matrix in (("inputs", "state_inputs"), ("qkvz", "state_inputs"), ("output", "state_output"))
     },
     ("embedding_gate", "gate"): "embedding_gate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import pytest
 
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
-from jaxsgl.config.features import DisaggregationConfig, HostKvConfig, LoraConfig, SpeculationConfig
+from jaxsgl.config.features import DisaggregationConfig, HostKvConfig, LoraConfig
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.programs import ProgramKey
 from jaxsgl.errors import ConfigError
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
@@ -103,24 +104,25 @@ def test_a_prefix_that_ends_at_a_state_yields_the_tokens_of_the_whole_prompt(eng
 
 def test_no_program_copies_the_states(engine: Engine) -> None:
     """They are written in place, whether one token, several steps or chunks move them."""
+    keys = [key for key in engine.compiled.compilations if isinstance(key.shape, Bucket)]
+    seen = {(key.shape.kind, key.shape.num_steps) for key in keys if isinstance(key.shape, Bucket)}
+    assert seen >= {("decode", 1), ("decode", 4), ("extend", 1)} and not copying_states(engine, keys)
+
+
+def copying_states(engine: Engine, keys: Iterable[ProgramKey]) -> list[ProgramKey]:
+    """Those of the programs, all of which take states, that copy all of them."""
     running = engine._runner.state.running
     assert running is not None
     dims = {",".join(map(str, array.shape)) for array in (*running.matrices, *running.inputs)}
     is_copy = re.compile(rf"= f32\[(?:{'|'.join(dims)})\]\S* (?:copy|copy-start)\(")
-    seen = set()
-    for key in engine.compiled.compilations:
-        if isinstance(key.shape, Bucket):
-            text = engine.compiled[key].as_text()
-            assert text is not None and any(f"f32[{each}]" in text for each in dims)
-            assert not is_copy.search(text), f"{key.shape} copies all states"
-            seen.add((key.shape.kind, key.shape.num_steps))
-    assert seen >= {("decode", 1), ("decode", 4), ("extend", 1)}
+    texts = {key: engine.compiled[key].as_text() or "" for key in keys}
+    assert all(f"f32[{each}]" in text for text in texts.values() for each in dims), "a program takes no states"
+    return [key for key, text in texts.items() if is_copy.search(text)]
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ({"speculation": SpeculationConfig(speculative_algorithm="NGRAM")}, "--speculative-algorithm"),
         ({"host_kv": HostKvConfig(host_kv_gib=1.0)}, "--host-kv-gib"),
         ({"disaggregation": DisaggregationConfig(disaggregation_mode="prefill")}, "--disaggregation-mode"),
         ({"lora": LoraConfig(enable_lora=True)}, "--enable-lora"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -24,10 +23,11 @@ from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.testing.grammars import compile_fake
 from tests.checkpoints import DELTA_KINDS, HYBRID_KINDS, make_checkpoint, two_layers
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
+from tests.end_to_end.test_hybrids import copying_states
 from tests.end_to_end.test_speculation import FLAGS, requests
-from tests.engine.next_layers import PlainNextLayer, write_draft_head
+from tests.engine.next_layers import write_draft_head
 from tests.grids import NIGHTLY, daily
-from tests.scheduler.drafters import Asking, knowing
+from tests.scheduler.drafters import Judge, knowing
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
 PAGE = 64
@@ -100,33 +100,12 @@ def test_the_next_turn_begins_at_a_state_that_a_run_of_drafts_has_kept(engine: E
 
 def test_no_program_copies_the_states(engine: Engine) -> None:
     """A step that verifies leaves them as they are; then they are written in place."""
-    running = engine._runner.state.running
-    assert running is not None
-    dims = {",".join(map(str, array.shape)) for array in (*running.matrices, *running.inputs)}
-    is_copy = re.compile(rf"= f32\[(?:{'|'.join(dims)})\]\S* (?:copy|copy-start)\(")
-    seen = set()
-    for key in engine.compiled.compilations:
-        if key.kind == "settled" or (isinstance(key.shape, Bucket) and key.shape.kind == "verify"):
-            text = engine.compiled[key].as_text()
-            assert text is not None and any(f"f32[{each}]" in text for each in dims)
-            assert not is_copy.search(text), f"{key} copies all states"
-            seen.add(key.kind)
-    assert seen >= {"forward", "settled"}
-
-
-class Judge(Asking):
-    """Checks that what the device drafts is what the draft head drafts after its request's whole text at once."""
-
-    def __init__(self, head: PlainNextLayer) -> None:
-        super().__init__()
-        self.head, self.judged = head, 0
-
-    def propose(self, most: int) -> tuple[int, ...]:
-        drafts = super().propose(most)
-        if drafts:
-            self.judged += 1
-            assert list(drafts) == self.head.drafts(self.known, 3)[:most]
-        return drafts
+    keys = [
+        key
+        for key in engine.compiled.compilations
+        if key.kind == "settled" or (isinstance(key.shape, Bucket) and key.shape.kind == "verify")
+    ]
+    assert {key.kind for key in keys} == {"forward", "settled"} and not copying_states(engine, keys)
 
 
 def _judge_of(judges: dict[str, Judge], request: Request) -> Judge:
@@ -148,7 +127,7 @@ def test_a_draft_head_drafts_what_it_does_after_the_whole_text(kind: str, tmp_pa
     plain = outputs(serve(engine, [asked], drafter_of=drafts_nothing), asked)
     script = [each for one in asked for each in ([one], *[[]] * 12)]
     for retract_every in (None, 4):
-        judges = {one.request_id: Judge(head) for one in asked}
+        judges = {one.request_id: Judge(partial(head.drafts, count=3)) for one in asked}
         found = serve(engine, script, retract_every=retract_every, drafter_of=partial(_judge_of, judges))
         assert outputs(found, asked) == plain
         assert [ends(found)[one.request_id].cached_tokens for one in asked][2:] == [PAGE, PAGE]

@@ -42,7 +42,7 @@ from tests.engine.eagle_heads import PlainHead, random_head, write_specforge, wr
 from tests.engine.next_layers import PlainNextLayer, write_next_layer
 from tests.grids import NIGHTLY
 from tests.plain_model import causal_attend
-from tests.scheduler.drafters import Asking
+from tests.scheduler.drafters import Judge
 from tests.scheduler.memory_wire import Network
 from tests.scheduler.sides import PREFILL, Worker, at, run
 
@@ -173,21 +173,6 @@ def test_a_head_that_reads_a_token_too_early_drafts_otherwise(driver: HeadDriver
     assert drafts == [driver.expected(ids)] != [driver.head.shifted().drafts(ids, NUM_DRAFTS)]
 
 
-class Judge(Asking):
-    """Checks that what the device drafts is what the head drafts after its request's whole text at once."""
-
-    def __init__(self, driver: HeadDriver) -> None:
-        super().__init__()
-        self.driver, self.judged = driver, 0
-
-    def propose(self, most: int) -> tuple[int, ...]:
-        drafts = super().propose(most)
-        if drafts:
-            self.judged += 1
-            assert list(drafts) == self.driver.expected(self.known)[:most]
-        return drafts
-
-
 @pytest.mark.parametrize("retract_every", [None, 4])
 def test_drafts_are_those_of_the_text_after_cached_prefixes_and_retraction(
     driver: HeadDriver, retract_every: int | None
@@ -196,7 +181,7 @@ def test_drafts_are_those_of_the_text_after_cached_prefixes_and_retraction(
     prompts = [PROMPTS[3], [*PROMPTS[3][:13], 40, 41], [*PROMPTS[3], 50], PROMPTS[2]]
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     asked = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
-    judges = [Judge(driver) for _ in asked]
+    judges = [Judge(driver.expected) for _ in asked]
     script: list[list[Request]] = [asked[:1], *[[]] * 15, asked[1:]]
     found = serve(
         driver.engine, script, retract_every=retract_every, drafter_of=lambda asked: judges[int(asked.request_id)]
@@ -211,7 +196,7 @@ def test_drafts_are_those_of_the_text_after_a_load_from_host_memory(driver: Head
     judges: dict[str, Judge] = {}
     speculation = scheduler.ranks[0].state.speculation
     assert isinstance(speculation, Speculating)
-    speculation._drafter_of = lambda request: judges.setdefault(request.request_id, Judge(driver))
+    speculation._drafter_of = lambda request: judges.setdefault(request.request_id, Judge(driver.expected))
     speculation._costs = StepCosts()  # any number of drafts pays, however busy the machine is
     chats = [[3 + (7 * i + 11 * n) % 90 for i in range(37)] for n in range(8)]  # more than the pool holds
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -233,7 +218,7 @@ def test_drafts_are_those_of_the_text_after_another_server_computed_the_prompt(d
         Worker(network, address, engine.capacity, engine=engine, overlap=False, drafter_of=drafter_of)
         for address, engine, drafter_of in (
             (PREFILL, engines[0], drafts_nothing),
-            (None, engines[1], lambda request: judges.setdefault(request.request_id, Judge(driver))),
+            (None, engines[1], lambda request: judges.setdefault(request.request_id, Judge(driver.expected))),
         )
     )
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

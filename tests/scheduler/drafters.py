@@ -99,6 +99,21 @@ class Asking(Drafter):
         return self.drafts.tokens(most)
 
 
+class Judge(Asking):
+    """Checks that what the device drafts is what its weights draft after the request's whole text at once."""
+
+    def __init__(self, expected: Callable[[list[int]], list[int]]) -> None:
+        super().__init__()
+        self._expected, self.judged = expected, 0
+
+    def propose(self, most: int) -> tuple[int, ...]:
+        drafts = super().propose(most)
+        if drafts:
+            self.judged += 1
+            assert list(drafts) == self._expected(self.known)[:most]
+        return drafts
+
+
 def knowing(truth: Truth, kind: str, vocab_size: int) -> DrafterOf:
     """Drafters of a `kind` for requests that yield what `truth` says."""
     return lambda request: Knowing(request.prompt_ids, truth(request), kind, vocab_size)

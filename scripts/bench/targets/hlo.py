@@ -31,7 +31,7 @@ OUTPUTS_OF_WORDS = 16  # `pallas_kernels.fragments.OUTPUTS`, which needs JAX
 KERNELS = {
     "attention": r"\bpaged_\w*attention/",
     "merge": r"\bmerge_(splits|latents)/",
-    "states": r"\bdelta_(step|decode)/",
+    "states": r"\bdelta_(step|decode|run)/",
     "experts": r"\b(grouped|gated|grouped_scaled)_product\b",
     "float8 experts": r"\bgrouped_float8_product\b",
     "packed experts": r"\b(grouped|gated)_packed_product\b",

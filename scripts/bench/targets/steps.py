@@ -317,18 +317,21 @@ def _verify_programs(
     spec: ProgramSpec, model: Served, backend: str, pages: Any, facts: dict[str, int]
 ) -> Iterator[Program]:
     """Yields what verifies drafts: a middling step of each model, and of the first one the smallest as well."""
+    states = tuple({array.shape for array in jax.tree.leaves(spec.state.running)})
     most = min(VERIFY_TOKENS, model.buckets.verify_sizes[-1])  # where few states fit, few sequences run
     sizes = {most, model.buckets.verify_sizes[0]} if model.name == MODELS[0] else {most}
     for size in sorted(sizes):
         forward = spec.forward(model.buckets.verify(size))
         name = program_name(model, forward.key, backend)
         num_arrays = len(jax.tree.leaves(spec.state.kv))
-        yield Program(name, backend, forward.trace, pages, num_arrays, on_matrix_units=False, facts=facts)
+        program = Program(name, backend, forward.trace, pages, num_arrays, on_matrix_units=False, facts=facts)
+        yield dataclasses.replace(program, states=states)
     verify = model.buckets.verify(most)
     after = [spec.accepting(most), *([spec.settling(verify)] if spec.settles(verify) else [])]
     for each in after:
         name = program_name(model, each.key, "any")
-        yield Program(name, "any", each.trace, pages, num_donated=0, on_matrix_units=False, facts=facts)
+        program = Program(name, "any", each.trace, pages, num_donated=0, on_matrix_units=False, facts=facts)
+        yield dataclasses.replace(program, states=states if each.key.kind == "settled" else ())
 
 
 def _of_decoder(params: Params) -> Params:
