@@ -165,18 +165,25 @@ class FakeStates:
         self._page_size, self._dummy_row = capacity.page_size, capacity.num_rows
         self._hashes = [-1] * (capacity.num_rows + 1 + (capacity.num_snapshots or 0))
 
-    def extend(self, arrays: StepArrays[npt.NDArray[Any]], s: int, ids: IntArray) -> int:
-        """Moves the state of sequence s over the tokens `ids`, and keeps it where the step says; the state after."""
+    def extend(
+        self, arrays: StepArrays[npt.NDArray[Any]], s: int, ids: IntArray, num_standing: int | None = None
+    ) -> int:
+        """Moves the state of sequence s over the tokens `ids`, and keeps it where the step says; the state after.
+
+        Of drafts it moves over the first ones that stand.
+        """
         assert arrays.state_from is not None and arrays.snapshot_at is not None and arrays.snapshot_to is not None
         row, start = int(arrays.rows[s]), int(arrays.lengths[s]) - len(ids)
         assert row != self._dummy_row
         before = self._hashes[arrays.state_from[s]] if start else 0
+        moved = ids if num_standing is None else ids[:num_standing]
         for at, to in zip(arrays.snapshot_at[:, s].tolist(), arrays.snapshot_to[:, s].tolist(), strict=True):
             assert (at > 0) == (to > self._dummy_row)
             if at:
                 assert at <= len(ids) and ends_page(start + at, self._page_size), "a state within a page is kept"
-                self._hashes[to] = zlib.crc32(ids[:at].tobytes(), before)
-        self._hashes[row] = zlib.crc32(ids.tobytes(), before)
+            if 0 < at <= len(moved):
+                self._hashes[to] = zlib.crc32(moved[:at].tobytes(), before)
+        self._hashes[row] = zlib.crc32(moved.tobytes(), before)
         return self._hashes[row]
 
     def decode(self, arrays: StepArrays[npt.NDArray[Any]], s: int, position: int, token_id: int) -> int:

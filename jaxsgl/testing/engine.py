@@ -290,7 +290,7 @@ class FakeEngine:
         ids = self._images.embedded(ids, inputs, self._weights)
         self._pool.store(arrays.slots, ids, arrays.positions, self.adapters.weights(self._weights, arrays))
         stored = [self._rebuilt(inputs, arrays, s) for s in range(inputs.num_seqs)]
-        if self._states is not None:
+        if self._states is not None and inputs.bucket.kind != "verify":
             self._check_states(self._states, inputs, ids, stored)
         sequences = [np.ascontiguousarray(of_seq[:, 0]) for of_seq in stored]
         chosen_after = _places(stored, arrays.query_offsets) if inputs.bucket.kind == "verify" else stored
@@ -306,7 +306,10 @@ class FakeEngine:
         chosen = tokens[: inputs.num_choices]
         outputs = outputs_of(FakeStep(self._capacity, inputs, arrays, sequences, chosen, self._edits[rows][:, SCORED]))
         if inputs.bucket.kind == "verify":
-            return self._kept(inputs, ids, chosen), outputs
+            kept = self._kept(inputs, ids, chosen)
+            if self._states is not None:
+                self._settle(self._states, inputs, ids, stored, kept)
+            return kept, outputs
         self._last_tokens[arrays.sample_rows] = tokens
         return chosen, outputs
 
@@ -380,6 +383,18 @@ class FakeEngine:
             else:
                 state = states.extend(arrays, s, np.ascontiguousarray(ids[first:end], np.int32))
             assert state == state_of(of_seq), f"sequence {s} of {inputs.bucket} has the state of other tokens"
+
+    def _settle(
+        self, states: FakeStates, inputs: StepInputs, ids: IntArray, stored: Sequence[IntArray], kept: IntArray
+    ) -> None:
+        """Moves the states over the tokens of a verify step that stand, as many as `kept` are chosen after."""
+        arrays = inputs.arrays
+        for s, of_seq in enumerate(stored):
+            first, end = arrays.query_offsets[s : s + 2].tolist()
+            num_standing = int((kept[first:end] >= 0).sum())
+            state = states.extend(arrays, s, np.ascontiguousarray(ids[first:end], np.int32), num_standing)
+            left = len(of_seq) - (end - first) + num_standing
+            assert state == state_of(of_seq[:left]), f"sequence {s} of {inputs.bucket} has the state of other tokens"
 
     def _banned(self, row: int, position: int) -> list[int]:
         """Tokens that may not stand at `position`."""

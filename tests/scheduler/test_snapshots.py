@@ -15,19 +15,35 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.snapshots import SnapshotCache, Snapshots
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.speculation.drafter import drafts_nothing
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox, generate
 from tests.checked import CheckedScheduler
+from tests.scheduler.drafters import knowing
 
 PAGE, VOCAB = 4, 50
 SYSTEM = [3 + i % 40 for i in range(22)]  # a shared beginning: 5 pages and 2 tokens
 
 
+def answer_of(request: Request) -> list[int]:
+    assert request.sampling.max_tokens is not None
+    return generate(request.prompt_ids, request.sampling.max_tokens, frozenset(), VOCAB)
+
+
 class Server:
     """Serves requests one after the other."""
 
-    def __init__(self, num_snapshots: int = 12, num_pages: int = 100, chunk: int = 16, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        num_snapshots: int = 12,
+        num_pages: int = 100,
+        chunk: int = 16,
+        overlap: bool = True,
+        drafts: str | None = None,
+    ) -> None:
         capacity = Capacity(PAGE, num_pages, 4, 80, chunk, VOCAB, num_snapshots=num_snapshots)
-        self.scheduler = CheckedScheduler(capacity, BucketSet.derive(capacity), ())
+        buckets = BucketSet.derive(capacity, max_drafts=0 if drafts is None else PAGE - 1)
+        drafter_of = drafts_nothing if drafts is None else knowing(answer_of, drafts, VOCAB)
+        self.scheduler = CheckedScheduler(capacity, buckets, (), drafter_of=drafter_of)
         self.engine, self.overlap = FakeEngine(capacity), overlap
         self.count = 0
 
@@ -83,6 +99,27 @@ def test_each_turn_of_a_chat_begins_where_the_answer_before_it_ended(overlap: bo
         last = stored - stored % PAGE
         history += [*answer, 5 + turn, 6]
     assert last > 50
+
+
+@pytest.mark.parametrize("kind", ["right", "half", "wrong"])
+def test_turns_begin_where_they_do_without_drafts_whichever_of_them_stand(kind: str) -> None:
+    """Runs reach the end of a page with any of their drafts, and answers end anywhere."""
+    runs = 0
+    for max_tokens in range(3, 10):
+        server = Server(drafts=kind)
+        assert turns_of(server, max_tokens) == turns_of(Server(), max_tokens)
+        runs += server.scheduler.load(0).speculation.runs
+    assert runs > 20
+
+
+def turns_of(server: Server, max_tokens: int) -> list[int]:
+    """The cached tokens of each turn of a chat."""
+    history, found = list(SYSTEM), []
+    for turn in range(4):
+        ((answer, cached),) = server.ask(history, max_tokens=max_tokens)
+        found.append(cached)
+        history += [*answer, 5 + turn, 6]
+    return found
 
 
 def test_samples_of_one_prompt_compute_it_once() -> None:

@@ -147,7 +147,7 @@ class ServingMachine(RuleBasedStateMachine):
             host, max_drafts, snapshots, decode_steps = None, 0, None, 1
             config = replace(config, max_itl_ms=None)
         if snapshots is not None:  # what doesn't go with states
-            host, max_drafts = None, 0
+            host, decode_steps = None, decode_steps if not max_drafts else 1
         if by_priority and config.schedule_policy in PRIORITY_POLICIES:
             config = replace(
                 config, enable_priority_scheduling=True, priority_scheduling_preemption_threshold=spare_pages

@@ -74,22 +74,22 @@ class States(Resource):
         """Finds places for the states of those that fill a page."""
         for req, count in decodes:
             assert req.lease is not None
-            place = self._border(req, count)
+            place = self._border(req, self._cache.page_floor(req.kv_len + count))
             self.borders[req.lease.row] = self._dummy if place is None else place
 
     def placed_decode(self, work: Work, req: Req) -> Work:
-        """Likewise for a request that decodes in a step that extends prompts, or verifies its drafts."""
-        count = len(work.token_ids)
-        place, end = self._border(req, count), self._cache.page_floor(work.start + count)
+        """Likewise for a request that decodes in a step that extends prompts, or verifies its drafts.
+
+        Of drafts that don't stand the end of the page has no state, and the next step to reach it takes its place
+        again. No step passes it without: it is the first one that the tokens may fill.
+        """
+        end = self._cache.page_floor(work.start) + self._cache.tokens_of(1)
+        place = self._border(req, end) if end <= work.start + len(work.token_ids) else None
         return work if place is None else replace(work, snapshots=((end - work.start, place),))
 
-    def _border(self, req: Req, count: int) -> int | None:
-        """A place for the state at the end of the last page that the next `count` tokens fill; None for none.
-
-        Drafts that don't stand may leave it without a state: it is taken for the same tokens again, or for none.
-        """
+    def _border(self, req: Req, end: int) -> int | None:
+        """A place for the state at `end`, that of a page, if the request has fewer tokens by now; None for none."""
         assert req.lease is not None
-        end = self._cache.page_floor(req.kv_len + count)
         fills_page = end > req.kv_len and not req.lease.is_retired
         place = self._snapshots.border(req.lease, end) if fills_page else None
         self.epoch = self._snapshots.num_dropped
