@@ -133,12 +133,7 @@ def _copied(states: DeltaStates, place: jax.Array, to: jax.Array) -> DeltaStates
 
 
 def delta_extend(
-    tokens: StateTokens,
-    states: DeltaStates,
-    seqs: Sequences,
-    *,
-    backend: str = "auto",
-    interpret: bool = False,
+    tokens: StateTokens, states: DeltaStates, seqs: Sequences, *, backend: str = "auto", interpret: bool = False
 ) -> tuple[jax.Array, DeltaStates]:
     """What each token reads from its sequence's state, `[T, K, r, v]` (any for padding), and the states.
 
