@@ -108,6 +108,10 @@ WRONG = {
     "the one before ends at 8": [item(2), item(2)],
     "but may have 3": [item(0, (1, 2, 2)), item(1, (1, 2, 2)), item(2, (1, 2, 2)), item(3, (1, 2, 2))],
     "have 112 patches, but may have 96": [item(0, (1, 8, 8)), item(16, (1, 8, 6))],
+    "goes on with a video at token 2, 1 later, but must follow": [replace(item(), later=1)],
+    "but must follow the one before, which ends at 8": [item(2), replace(item(10), later=1)],
+    "8, -1 later": [item(2), replace(item(8), later=-1)],
+    "8, 16777217 later": [item(2), replace(item(8), later=(1 << 24) + 1)],
     "a digest of 3 bytes": [replace(item(), digest=b"abc")],
 }
 

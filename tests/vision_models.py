@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import transformers
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from jaxsgl.requests.media import Grid, MediaItem, digest_of, patches_of
 from jaxsgl.requests.request import Request, SamplingParams
@@ -63,8 +65,14 @@ STATES: dict[str, Any] = {
     "linear_value_head_dim": 18,
     "linear_conv_kernel_dim": 3,
 }
+# Of models whose pairs of the three positions stand in order.
+IN_ORDER: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+}
 # Configuration, model, and what differs from `TEXT`.
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, IN_ORDER),
+    "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration, IN_ORDER),
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration, {}),
     "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration, MOE),
     "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration, STATES),
@@ -75,6 +83,20 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 WITH_STATES = ("qwen3_5", "qwen3_5_moe")
+# Towers that differ from `VISION`.
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "depth": 4, "embed_dim": 24, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4,
+    },
+    "qwen2_5_vl": {
+        "depth": 4, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+        "window_size": 16, "fullatt_block_indexes": [1, 3], "tokens_per_second": 3,
+    },
+    **{kind: {key: VISION[key] for key in VISION if key != "deepstack_visual_indexes"} for kind in WITH_STATES},
+}  # fmt: skip
+SECONDS = 0.25  # between temporal patches of videos
+# Positions between them, of models whose videos are one run.
+APART = {"qwen2_vl": 1.0, "qwen2_5_vl": 3 * SECONDS}
 IDS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -91,8 +113,7 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     transformers.logging.disable_progress_bar()
     config_class, model_class, of_kind = KINDS[kind]
     text = {**TEXT, **of_kind, **text_changes}
-    no_taps = {"deepstack_visual_indexes"} if kind in WITH_STATES else set()
-    vision = {key: value for key, value in VISION.items() if key not in no_taps}
+    vision = TOWERS.get(kind, VISION)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model = model_class(config_class(text_config=text, vision_config=vision, **IDS)).eval().float()
@@ -120,13 +141,25 @@ def request(
     *,
     max_tokens: int = 8,
     is_video: bool = False,
+    apart: float | None = None,
     text_seed: int | None = None,
     **params: Any,
 ) -> Request:
-    """Text with images of `grids` between it. The same `seed` gives the same images, `text_seed` the same text."""
+    """Text with images of `grids` between it. The same `seed` gives the same images, `text_seed` the same text.
+
+    `apart`: they are one run of a video's frames, whose times are so many positions apart.
+    """
     rng = np.random.default_rng(seed if text_seed is None else text_seed)
     ids: list[int] = rng.integers(5, 240, 4).tolist()
-    items = []
+    items: list[MediaItem] = []
+    if apart is not None:
+        ids.append(START)
+        for i, grid in enumerate(grids):
+            item = image(len(ids), grid, 100 * seed + i)
+            items.append(msgspec.structs.replace(item, later=int(i * apart) if i else None))
+            ids += [VIDEO] * item.length
+        ids.append(END)
+        grids = ()
     for i, grid in enumerate(grids):
         items.append(image(len(ids) + 1, grid, 100 * seed + i))
         ids += [START, *[VIDEO if is_video else IMAGE] * items[-1].length, END]
@@ -135,18 +168,29 @@ def request(
     return Request(request_id, ids, sampling, media=tuple(items))
 
 
+def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
+    """The patches of images one after the other, `[P, C]`, as `model` takes them."""
+    pixels = np.concatenate([patches_of(item) for item in media]).astype(np.float32) / 255
+    is_older = model.config.model_type.startswith("qwen2")
+    told = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_older else ([0.5] * 3, [0.5] * 3)
+    mean, std = (np.array(each, np.float32) for each in told)
+    by_channel = pixels.reshape(len(pixels), 3, -1)
+    return torch.tensor(((by_channel - mean[:, None]) / std[:, None]).reshape(pixels.shape))
+
+
 def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.ndarray:
     """transformers' logits `[n, V]` of the prompt and the answer."""
     ids = torch.tensor([[*request.prompt_ids, *answer]])
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     media: dict[str, Any] = {}
     if request.media:
-        pixels = torch.tensor(np.concatenate([patches_of(item) for item in request.media]).astype(np.float32) / 255)
-        pixels = (pixels - 0.5) / 0.5
+        pixels = normalized(model, request.media)
         grids = [item.grid for item in request.media]
         if VIDEO in request.prompt_ids:
             frames = (len(grids), *grids[0][1:])
             media = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([frames])}
+            if model.config.model_type == "qwen2_5_vl":
+                media["second_per_grid_ts"] = torch.tensor([SECONDS])
         else:
             media = {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
     model.model.rope_deltas = None

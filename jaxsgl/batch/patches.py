@@ -20,7 +20,7 @@ from jaxsgl.cache.pages import IntArray
 from jaxsgl.requests.media import Grid, MediaItem, patches_of
 
 NUM_TAPS = 4
-PLACES = 2 + 2 * NUM_TAPS + 1  # columns of `Layout.columns`
+PLACES = 2 + 2 * NUM_TAPS + 2  # columns of `EncodeInputs.columns`
 MIN_CALL_PATCHES = 256  # of the smallest call of the tower
 KEPT_GRIDS = 256  # layouts of grids that are remembered
 PAD_SEGMENT = -1
@@ -32,15 +32,19 @@ class TowerShape:
 
     Attributes:
       merge_size: patches along the sides of the square that becomes one token.
-      table_side: learned positions along the sides of an image.
+      table_side: learned positions along the sides of an image; 0: there are none.
       patch_len: C, numbers of a patch.
       num_layers: layers of the tower.
+      window: tokens along the sides of a window; 0: the tower has none.
+      num_taps: layers whose outputs become embeddings, too.
     """
 
     merge_size: int
     table_side: int
     patch_len: int
     num_layers: int = 1
+    window: int = 0
+    num_taps: int = 0
 
     def tokens_of(self, num_patches: int) -> int:
         """The tokens that so many patches become."""
@@ -107,7 +111,7 @@ class EncodeInputs:
       bucket: which compiled program runs it.
       pixels: `[bins, P, C]` uint8.
       columns: `[bins, P, PLACES]` int32: row and column of each patch, 4 learned positions around it, the bits of
-        their float32 weights, and which image it is of.
+        their float32 weights, which window of all it is of, and which image.
       rows: `[bins, P / 4]` int32, where each token goes in the pool of embeddings; padding goes behind its end.
       num_images, num_patches: real ones.
     """
@@ -156,22 +160,58 @@ class EncodePart:
         return -(-self.bucket.num_patches * (self.stop - self.first) // self.num_layers)
 
 
+class Layout(NamedTuple):
+    """How one image is packed; read-only.
+
+    Attributes:
+      order: `[tokens]` which of the image's tokens the tower takes first, and so on: those of a window follow each
+        other.
+      columns: `[h * w, PLACES - 1]` all columns but the last of its patches, in that order; windows count from 0.
+      num_windows: of the image.
+    """
+
+    order: IntArray
+    columns: IntArray
+    num_windows: int
+
+
 @lru_cache(maxsize=KEPT_GRIDS)
-def layout_of(grid: Grid, shape: TowerShape) -> IntArray:
-    """`[t * h * w, PLACES - 1]` of one image: all columns but the last, patches in the order of merges."""
-    t, h, w = grid
-    merge, side = shape.merge_size, shape.table_side
-    row, column = np.meshgrid(np.arange(h), np.arange(w), indexing="ij")
+def layout_of(grid: Grid, shape: TowerShape) -> Layout:
+    """How an image of this grid is packed."""
+    _, h, w = grid
+    merge = shape.merge_size
+    in_rows, in_columns = np.indices((h // merge, w // merge)).reshape(2, -1)
+    window = shape.window or max(grid)  # without windows the image is one
+    across = -(-(w // merge) // window)
+    windows = in_rows // window * across + in_columns // window
+    order = np.argsort(windows, kind="stable").astype(np.int32)
+    row, column = (
+        (merge * of_square[order, None, None] + within).reshape(-1)
+        for of_square, within in zip((in_rows, in_columns), np.indices((merge, merge)), strict=True)
+    )
+    columns = np.concatenate(
+        [
+            np.stack([row, column], axis=1),
+            _taps(row, column, grid, shape.table_side),
+            np.repeat(windows[order], merge**2)[:, None],
+        ],
+        axis=1,
+    ).astype(np.int32)
+    for array in (order, columns):
+        array.flags.writeable = False
+    return Layout(order, columns, int(windows[-1]) + 1)
 
-    def in_order(of_patches: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        squares = of_patches.reshape(h // merge, merge, w // merge, merge)
-        return squares.transpose(0, 2, 1, 3).reshape(-1)
 
-    row, column = in_order(row), in_order(column)
-    # In float32, as the reference does: the corners of the image are those of the table.
+def _taps(row: npt.NDArray[np.intp], column: npt.NDArray[np.intp], grid: Grid, side: int) -> IntArray:
+    """`[n, 2 * NUM_TAPS]`: learned positions around each patch, and the bits of their weights; zeros without any.
+
+    In float32, as the reference does: the corners of the image are those of the table.
+    """
+    if side == 0:
+        return np.zeros((len(row), 2 * NUM_TAPS), np.int32)
     y, x = (
         at.astype(np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
-        for at, count in ((row, h), (column, w))
+        for at, count in zip((row, column), grid[1:], strict=True)
     )
     y0, x0 = np.floor(y).astype(np.int32), np.floor(x).astype(np.int32)
     y1, x1 = np.minimum(y0 + 1, side - 1), np.minimum(x0 + 1, side - 1)
@@ -179,12 +219,7 @@ def layout_of(grid: Grid, shape: TowerShape) -> IntArray:
     one = np.float32(1)
     taps = np.stack([y0 * side + x0, y0 * side + x1, y1 * side + x0, y1 * side + x1], axis=1)
     weights = np.stack([(one - fy) * (one - fx), (one - fy) * fx, fy * (one - fx), fy * fx], axis=1)
-    of_frame = np.concatenate(
-        [np.stack([row, column], axis=1), taps, weights.astype(np.float32).view(np.int32)], axis=1
-    ).astype(np.int32)
-    layout = np.tile(of_frame, (t, 1))
-    layout.flags.writeable = False
-    return layout
+    return np.concatenate([taps, weights.astype(np.float32).view(np.int32)], axis=1)
 
 
 def pack(
@@ -200,18 +235,20 @@ def pack(
     size, shape = bucket.num_patches, capacity.shape
     pixels = np.zeros((bucket.num_bins, size, shape.patch_len), np.uint8)
     columns = np.zeros((bucket.num_bins, size, PLACES), np.int32)
-    columns[:, :, -1] = PAD_SEGMENT
+    columns[:, :, -2:] = PAD_SEGMENT
     rows = np.full((bucket.num_bins, shape.tokens_of(size)), capacity.num_rows + 1, np.int32)
     num_patches = 0
     for b, images in enumerate(bins):
-        first = 0
+        first = first_window = 0
         for segment, (item, of_tokens) in enumerate(images):
-            stop = first + item.num_patches
-            pixels[b, first:stop] = patches_of(item)
-            columns[b, first:stop, :-1] = layout_of(item.grid, shape)
+            stop, layout = first + item.num_patches, layout_of(item.grid, shape)
+            squares = patches_of(item).reshape(len(layout.order), -1, shape.patch_len)
+            pixels[b, first:stop] = squares[layout.order].reshape(-1, shape.patch_len)
+            columns[b, first:stop, :-1] = layout.columns
+            columns[b, first:stop, -2] += first_window
             columns[b, first:stop, -1] = segment
-            rows[b, shape.tokens_of(first) : shape.tokens_of(stop)] = of_tokens
-            first = stop
+            rows[b, shape.tokens_of(first) : shape.tokens_of(stop)] = of_tokens[layout.order]
+            first, first_window = stop, first_window + layout.num_windows
         num_patches += first
     for array in (pixels, columns, rows):
         array.flags.writeable = False
@@ -227,19 +264,23 @@ def token_positions(num_tokens: int, media: Sequence[MediaItem]) -> tuple[IntArr
     """The positions `[3, n]` (time, row, column) of a prompt's tokens, and what is added to the index of later ones.
 
     Text counts on by one in all three. An image's tokens share their time, count rows and columns from where the image
-    begins, and what follows goes on behind the larger side.
+    begins, and what follows goes on behind the larger side. The patches of a video that goes on have rows and columns
+    of its first one, and what follows goes on behind the largest position. That is Qwen2-VL's own rule (arXiv
+    2409.12191); transformers 5 leaves the times out of it.
     """
     positions = np.empty((3, num_tokens), np.int32)
-    index = position = 0
+    index = position = begin = 0
     for item in media:
         positions[:, index : item.offset] = np.arange(index, item.offset) + (position - index)
         position += item.offset - index
+        begin = position if item.later is None else begin
+        time = begin + (item.later or 0)
         merge_size = math.isqrt(item.num_patches // item.length)
         height, width = item.grid[1] // merge_size, item.grid[2] // merge_size
         at = np.arange(item.length)
-        positions[0, item.offset : item.stop] = position
-        positions[1, item.offset : item.stop] = position + at // width
-        positions[2, item.offset : item.stop] = position + at % width
-        position, index = position + max(height, width), item.stop
+        positions[0, item.offset : item.stop] = time
+        positions[1, item.offset : item.stop] = begin + at // width
+        positions[2, item.offset : item.stop] = begin + at % width
+        position, index = max(position, begin + max(height, width), time + 1), item.stop
     positions[:, index:] = np.arange(index, num_tokens) + (position - index)
     return positions, position - index

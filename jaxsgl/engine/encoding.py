@@ -24,7 +24,7 @@ from jaxsgl.batch.patches import NUM_TAPS, PLACES, EncodeBucket, EncodeInputs, E
 from jaxsgl.models import Decoder
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS, all_parts
 from jaxsgl.models.vision.arch import VisionArch
-from jaxsgl.models.vision.tower import Patches, Tower, rope_tables
+from jaxsgl.models.vision.tower import Patches, Tower, surroundings
 
 Encode: TypeAlias = Callable[[list[jax.Array], jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 ENCODE_DONATES = (1,)  # images
@@ -58,6 +58,7 @@ def patches_of_call(pixels: jax.Array, columns: jax.Array) -> Patches:
         columns[:, 2:taps],
         jax.lax.bitcast_convert_type(columns[:, taps:weights], jnp.float32),
         columns[:, weights],
+        columns[:, weights + 1],
     )
 
 
@@ -73,7 +74,7 @@ def call_shapes(bucket: EncodeBucket, capacity: TowerCapacity, mesh: Mesh) -> tu
     )
 
 
-PART_KINDS = ("encode begin", "encode layer", "encode tap", "encode end")
+BEGIN, LAYER, TAP, END = PART_KINDS = ("encode begin", "encode layer", "encode tap", "encode end")
 PART_DONATES = {"encode begin": (), "encode layer": (1,), "encode tap": (1,), "encode end": (1,)}
 
 
@@ -110,9 +111,9 @@ def make_part(kind: str, graphdef: nnx.GraphDef[Decoder], treedef: Any) -> Progr
         return Between(tower_of(params).embed(patches_of_call(pixels[0], columns[0])), columns)
 
     def layer(params: list[jax.Array], between: Between, number: jax.Array) -> Between:
-        tower, columns = tower_of(params), between.columns[0]
-        cos, sin = rope_tables(columns[:, :2], tower.arch)
-        return between._replace(hidden=tower.layer(number, between.hidden, cos, sin, columns[:, -1]))
+        tower, hidden = tower_of(params), between.hidden
+        around = surroundings(patches_of_call(hidden, between.columns[0]), tower.arch)
+        return between._replace(hidden=tower.layer(number, hidden, around))
 
     def tap(
         params: list[jax.Array], images: jax.Array, hidden: jax.Array, rows: jax.Array, number: jax.Array
@@ -150,17 +151,17 @@ class TowerParts:
     def run(self, params: list[jax.Array], images: jax.Array, part: EncodePart) -> jax.Array:
         """Launches the part; returns the pool of embeddings. The first part forgets what was between others."""
         call = part.call
-        begin, layer, tap, end = (self._program(kind, call) for kind in PART_KINDS)
         if part.first == 0:
-            self._between = begin(params, call.pixels, call.columns)
+            self._between = self._program(BEGIN, call)(params, call.pixels, call.columns)
+        layer = self._program(LAYER, call)
         for number in range(part.first, part.stop):
             assert self._between is not None, "a part comes before the first one"
             self._between = layer(params, self._between, np.int32(number))
             if number in self._taps:
                 index = np.int32(self._taps.index(number))
-                images = tap(params, images, self._between.hidden, call.rows, index)
+                images = self._program(TAP, call)(params, images, self._between.hidden, call.rows, index)
         if part.is_last:
             assert self._between is not None
-            images = end(params, images, self._between.hidden, call.rows)
+            images = self._program(END, call)(params, images, self._between.hidden, call.rows)
             self._between = None
         return images

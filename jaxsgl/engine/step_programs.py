@@ -27,9 +27,11 @@ from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, TowerCapacity
 from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine.drafting.draft import DRAFT_DONATES, NO_DRAFTING, Drafting, DraftProgram, Ends, own_layers
 from jaxsgl.engine.encoding import (
+    BEGIN,
     ENCODE_DONATES,
     PART_DONATES,
     PART_KINDS,
+    TAP,
     Between,
     call_shapes,
     make_encode,
@@ -247,11 +249,11 @@ class ProgramSpec:
         return Program(key, program, arguments, replicated(self.mesh), ENCODE_DONATES, self.mesh)
 
     def encode_parts(self, bucket: EncodeBucket) -> list[Program]:
-        """The programs that run the vision tower on `bucket` in parts, those of `PART_KINDS`."""
+        """The programs that run the vision tower on `bucket` in parts: `PART_KINDS`, but for taps that it lacks."""
         assert self.tower is not None and self.state.images is not None
         leaves, treedef = jax.tree.flatten(self.params)
         pixels, columns, rows = call_shapes(bucket, self.tower, self.mesh)
-        begin = make_part(PART_KINDS[0], self.graphdef, treedef)
+        begin = make_part(BEGIN, self.graphdef, treedef)
         hidden = jax.eval_shape(begin, leaves, pixels, columns).hidden
         between: Any = Between(cast(Any, self._placed(hidden.shape, hidden.dtype)), cast(Any, columns))
         number, images, everywhere = self._int32(), self.state.images, cast(Any, replicated(self.mesh))
@@ -271,6 +273,7 @@ class ProgramSpec:
                 self.mesh,
             )
             for kind in PART_KINDS
+            if kind != TAP or self.tower.shape.num_taps
         ]
 
     def host_writes(self) -> list[Program]:
@@ -371,7 +374,7 @@ def mask_sizes(buckets: BucketSet) -> list[int]:
 
 
 def all_keys(buckets: BucketSet) -> list[ProgramKey]:
-    """The programs that warm-up compiles for any flags: all but those for masks."""
+    """The programs that warm-up compiles for any flags: all but those for masks. Not each tower has taps."""
     of_tower = [ProgramKey("encode", bucket) for bucket in reversed(buckets.encode)]
     of_tower += [ProgramKey(kind, bucket) for bucket in buckets.encode_in_parts for kind in PART_KINDS]
     of_steps = (key for bucket in buckets.all() for key in keys_of(bucket))
@@ -398,10 +401,10 @@ def step_bytes(programs: ProgramSet, spec: ProgramSpec, buckets: Iterable[Bucket
         words = StageBytes(4 * spec.mask_words * bucket.num_choices, 0)
         return [forward, words, copied, masked, *after, scored]
 
-    kinds = {kind: [key for key in programs.compilations if key.kind == kind] for kind in ("encode", PART_KINDS[0])}
+    kinds = {kind: [key for key in programs.compilations if key.kind == kind] for kind in ("encode", BEGIN)}
     of_steps = (_most_bytes(stages(bucket)) for bucket in buckets)
     of_tower = (_most_bytes([programs.bytes_of(key)]) for key in kinds["encode"])
-    between = max((programs.bytes_of(key).kept for key in kinds[PART_KINDS[0]]), default=0)
+    between = max((programs.bytes_of(key).kept for key in kinds[BEGIN]), default=0)
     return max((*of_steps, *of_tower)) + between
 
 

@@ -400,9 +400,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     if name not in FAMILIES:
         raise CheckpointError(f"{whole.path}: {why_unserved(told, whole.values, FAMILIES)}")
     family = FAMILIES[name]
-    config = whole if family.section is None else whole.section(family.section)
-    if config is None:
-        raise CheckpointError(f"{whole.path}: {name} needs an object {family.section}")
+    config = _decoder_of(whole, name, family)
     config.defaults = family.defaults
     hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
     latent = read_latent(config) if family.latent else None
@@ -461,6 +459,18 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         vision=None if family.vision is None else read_vision(whole, family.vision, hidden_size),
         next_layer=layers.next_spec,
     )
+
+
+def _decoder_of(whole: ConfigFile, name: str, family: Family) -> ConfigFile:
+    """What describes the decoder: the file, or an object in it."""
+    if family.section is None:
+        return whole
+    config = whole.section(family.section)
+    if config is None and not family.may_be_flat:
+        raise CheckpointError(f"{whole.path}: {name} needs an object {family.section}")
+    if config is not None and family.may_be_flat:
+        whole.skip(*config.values)
+    return config or whole
 
 
 def _decoder_type(whole: ConfigFile) -> str:

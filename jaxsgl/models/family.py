@@ -72,17 +72,42 @@ class MoeFamily:
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """What the name of an architecture implies of its vision tower, where config.json leaves keys out.
+    """What the name of an architecture implies of its vision tower.
 
     Attributes:
-      image_token_id, video_token_id, deepstack_layers: see `VisionArch`.
+      image_token_id, video_token_id: see `VisionArch`, where config.json leaves them out; as the next two.
+      deepstack_layers: see `VisionArch`; None: there is no deepstack, nor a key for it.
       sections: see `RopeParams`.
+      takes_turns: pairs of the three positions take turns; else they stand in order.
+      activation: of the tower's MLPs.
+      gated, root_norms, patch_bias: see `VisionArch`.
+      has_positions: patches have learned positions.
+      windows: all layers but those of `fullatt_block_indexes` have windows of `window_size` pixels.
+      mean, std: see `VisionArch`.
+      width_key, out_key: the keys of M and D.
+      ffn_key: the key of F; None: it is `mlp_ratio` times M.
+      defaults: values of keys that `vision_config` may leave out.
     """
 
     image_token_id: int
     video_token_id: int
-    deepstack_layers: tuple[int, ...]
+    deepstack_layers: tuple[int, ...] | None
     sections: tuple[int, int, int]
+    takes_turns: bool = True
+    activation: str = "gelu_pytorch_tanh"
+    gated: bool = False
+    root_norms: bool = False
+    patch_bias: bool = True
+    has_positions: bool = True
+    windows: bool = False
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    width_key: str = "hidden_size"
+    out_key: str = "out_hidden_size"
+    ffn_key: str | None = "intermediate_size"
+    defaults: Mapping[str, Any] = field(
+        default_factory=lambda: {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
+    )
 
 
 @dataclass(frozen=True)
@@ -133,6 +158,7 @@ class Family:
       own_parts: layers have kv heads, embeddings and MLPs of their own, or others' keys (`own_parts_config`).
       sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
       section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
+      may_be_flat: the file itself may describe the decoder instead, or repeat what the object says.
       tied_keys: the keys that say whether the embedding is the head, of which the first one holds that is there.
       ties_whole: where the larger model doesn't say whether the head is tied, it is, whatever `section` says.
       moe: of families with mixtures of experts.
@@ -188,6 +214,7 @@ class Family:
     layer_factors: bool = False
     own_parts: bool = False
     section: str | None = None
+    may_be_flat: bool = False
     tied_keys: tuple[str, ...] = ("tie_word_embeddings",)
     ties_whole: bool = False
     sinks: bool = False

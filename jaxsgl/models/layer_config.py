@@ -183,7 +183,10 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
                 "numbers of a head, but they turn in pairs: give a factor that turns an even number"
             )
         sections = () if family.vision is None else _read_sections(section, family.vision, rotary_dim or head_dim)
-        plain = RopeParams(theta, rotary_dim=rotary_dim, interleaved=is_interleaved, sections=sections)
+        plain = RopeParams(
+            theta, rotary_dim=rotary_dim, interleaved=is_interleaved, sections=sections,
+            takes_turns=family.vision is None or family.vision.takes_turns,
+        )  # fmt: skip
         if family.grows_queries:
             section.skip("max_position_embeddings")  # the same as outside of it
         if family.grows_queries and family.latent:
@@ -206,10 +209,13 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
 
 
 def _read_sections(rope: ConfigFile, family: VisionFamily, num_turned: int) -> tuple[int, ...]:
-    """Pairs of dimensions that turn with time, row and column, which take turns, of so many dimensions that turn."""
+    """Pairs of dimensions that turn with time, row and column, of so many dimensions that turn."""
     sections = rope.get("mrope_section", list(family.sections))
-    if not rope.get("mrope_interleaved", True):
-        raise CheckpointError(f"{rope.path}: mrope_interleaved is false, but only true is supported")
+    takes_turns = bool(rope.get("mrope_interleaved", family.takes_turns))
+    if takes_turns != family.takes_turns:
+        raise CheckpointError(
+            f"{rope.path}: mrope_interleaved is {takes_turns}, but only {family.takes_turns} is supported"
+        )
     fits = isinstance(sections, list) and len(sections) == 3 and all(type(each) is int for each in sections)
     if not fits or min(sections) < 0 or sum(sections) != num_turned // 2:
         raise CheckpointError(

@@ -4,9 +4,10 @@ Checkpoints that turn a part of a head, or neighbouring dimensions together, com
 `split_half_order` says how a head's dimensions are reordered, and what doesn't turn has angle 0.
 
 Source: RoFormer (arXiv 2104.09864); the llama3 scaling is the one published with Llama 3.1; YaRN (arXiv 2309.00071);
-LongRoPE (arXiv 2402.13753); "proportional" is Gemma 4's; three positions whose pairs take turns (Qwen3-VL, arXiv
-2511.21631). `read_rope` reads the parameters from an object of config.json such as `rope_parameters`, in transformers'
-words; `dense` computes the tables once per step, `pallas_kernels.rotate_and_store` applies them in every layer.
+LongRoPE (arXiv 2402.13753); "proportional" is Gemma 4's; three positions are Qwen2-VL's (arXiv 2409.12191), whose pairs
+take turns in Qwen3-VL (arXiv 2511.21631). `read_rope` reads the parameters from an object of config.json such as
+`rope_parameters`, in transformers' words; `dense` computes the tables once per step,
+`pallas_kernels.rotate_and_store` applies them in every layer.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class RopeParams:
         aren't stretched, those that turn less than `beta_slow` times fully; whether these limits are whole pairs.
       short_factors, long_factors: longrope: stretching of each pair, for contexts up to the original one and beyond.
       is_long: longrope: the long factors hold.
-      sections: tokens have three positions (time, row, column), and so many pairs turn with each; pairs of the three
-        take turns, as far as rows and columns have any. (): tokens have one position.
+      sections: tokens have three positions (time, row, column), and so many pairs turn with each. (): tokens have one
+        position.
+      takes_turns: pairs of the three take turns, as far as rows and columns have any; else they stand in order.
       query_growth: queries are multiplied by 1 + query_growth * log(1 + floor(position / original_context)).
     """
 
@@ -69,6 +71,7 @@ class RopeParams:
     long_factors: tuple[float, ...] = ()
     is_long: bool = False
     sections: tuple[int, ...] = ()
+    takes_turns: bool = True
     query_growth: float = 0.0
 
     def for_context(self, context_length: int) -> RopeParams:
@@ -141,6 +144,10 @@ def reorders_heads(ropes: Sequence[RopeParams], head_dim: int) -> bool:
 def axis_of_pairs(rope: RopeParams, head_dim: int) -> npt.NDArray[np.int32]:
     """Which of three positions each pair of dimensions turns with, `[H / 2]`: 0 time, 1 row, 2 column."""
     axes = np.zeros(head_dim // 2, np.int32)
+    if not rope.takes_turns:
+        in_order = np.repeat(np.arange(len(rope.sections)), rope.sections)
+        axes[: len(in_order)] = in_order
+        return axes
     for axis, count in enumerate(rope.sections[1:], 1):
         axes[axis : 3 * count : 3] = axis
     return axes
@@ -347,5 +354,5 @@ def _proportional(told: _Stretch, plain: RopeParams) -> RopeParams:
 
 _KINDS: dict[str, Callable[[_Stretch, RopeParams], Any]] = {
     "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "su": _longrope,
-    "dynamic": _dynamic, "proportional": _proportional,
+    "dynamic": _dynamic, "proportional": _proportional, "mrope": _default,
 }  # fmt: skip

@@ -21,7 +21,7 @@ from jaxsgl.preprocess.patches import Pixels, frame_size, image_size, patches_of
 from jaxsgl.preprocess.placeholders import Part, Visual
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
-from jaxsgl.requests.media import digest_of
+from jaxsgl.requests.media import MAX_LATER, digest_of
 
 MAX_PIXELS = 1 << 25  # of a picture: 8K
 MAX_REQUEST_PIXELS = 1 << 29  # that are decoded for a request: some seconds
@@ -120,19 +120,43 @@ def _parts(clip: Clip, settings: ProcessorSettings, bounds: Bounds, left: Left) 
     firsts = range(0, len(clip.times_s), depth)
     left.take_patches(len(firsts) * (height // settings.patch_size) * (width // settings.patch_size))
     parts: list[Part] = []
-    for first in firsts:
+    for number, first in enumerate(firsts):
         stamps = clip.times_s[first : first + depth]
         frames = [clip.pixels_of(first + i, (height, width)) for i in range(len(stamps))]
         stamps += stamps[-1:] * (depth - len(stamps))
-        parts.append(_part(frames, settings, settings.video, (stamps[0] + stamps[-1]) / 2))
+        if settings.by_frame:
+            parts.append(_part(frames, settings, settings.video, later=_later(number, clip.fps, settings)))
+        else:
+            parts.append(_part(frames, settings, settings.video, (stamps[0] + stamps[-1]) / 2))
     return tuple(parts)
+
+
+def _later(number: int, fps: float, settings: ProcessorSettings) -> int | None:
+    """Positions of time between a video's beginning and its temporal patch of that number; None of the first.
+
+    `fps`: frames that are taken, a second. In float32, as the reference computes it.
+    """
+    if number == 0:
+        return None
+    per_s = settings.positions_per_s
+    apart = 1.0 if per_s is None else per_s * settings.temporal_patch_size / fps
+    if number * apart > MAX_LATER:
+        raise InvalidRequest(
+            f"a video with {fps:g} frames a second takes {number * apart:g} positions of time, but may take "
+            f"{MAX_LATER}: send more frames of each second, or fewer in all"
+        )
+    return int(np.float32(number) * np.float32(apart))
 
 
 @dataclass(frozen=True)
 class Clip:
-    """The frames of a video that the model sees: their times, the first one's size, and each scaled, asked in order."""
+    """The frames of a video that the model sees: their times, the first one's size, and each scaled, asked in order.
+
+    `fps`: so many of them are of one second.
+    """
 
     times_s: list[float]
+    fps: float
     height: int
     width: int
     pixels_of: Callable[[int, tuple[int, int]], Pixels]
@@ -157,7 +181,7 @@ def _frames(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: 
             return _scaled(content, bounds, lambda height, width: size, of_frame)
 
     width, height = sizes[0]
-    return Clip([number / fps for number in range(len(contents))], height, width, pixels_of)
+    return Clip([number / fps for number in range(len(contents))], fps, height, width, pixels_of)
 
 
 def _animation(animation: Image.Image, settings: ProcessorSettings, left: Left, name: str) -> Clip:
@@ -173,7 +197,8 @@ def _animation(animation: Image.Image, settings: ProcessorSettings, left: Left, 
         height, width = size
         return np.asarray(pictures.scaled(animation, None, width, height))
 
-    return Clip([number / fps for number in taken], animation.height, animation.width, pixels_of)
+    times_s = [number / fps for number in taken]
+    return Clip(times_s, len(taken) / num_frames * fps, animation.height, animation.width, pixels_of)
 
 
 def _movie(movie: Movie, settings: ProcessorSettings) -> Clip:
@@ -185,13 +210,16 @@ def _movie(movie: Movie, settings: ProcessorSettings) -> Clip:
         height, width = size
         return np.asarray(pictures.scaled(next(frames), None, width, height))
 
-    return Clip([number / movie.fps for number in taken], movie.height, movie.width, pixels_of)
+    times_s = [number / movie.fps for number in taken]
+    return Clip(times_s, len(taken) / movie.num_frames * movie.fps, movie.height, movie.width, pixels_of)
 
 
 def sampled_frames(num_frames: int, fps: float, settings: ProcessorSettings) -> list[int]:
     """Returns which of a video's frames the model sees: `settings.video_fps` a second, spread evenly."""
     wanted = int(num_frames / fps * settings.video_fps)
     count = min(max(wanted, settings.min_frames), settings.max_frames, num_frames)
+    if settings.by_frame:
+        count = max(count - count % settings.temporal_patch_size, 1)
     return [int(number) for number in np.linspace(0, num_frames - 1, count).round()]
 
 
@@ -216,11 +244,16 @@ def _scaled(content: Content, bounds: Bounds, size_of: Callable[[int, int], tupl
 
 
 def _part(
-    frames: list[Pixels], settings: ProcessorSettings, of_kind: PixelSettings, time_s: float | None = None
+    frames: list[Pixels],
+    settings: ProcessorSettings,
+    of_kind: PixelSettings,
+    time_s: float | None = None,
+    later: int | None = None,
 ) -> Part:
     """A still picture stands for all frames of its temporal patch."""
     frames = frames + frames[-1:] * (settings.temporal_patch_size - len(frames))
     height, width, _ = frames[0].shape
     grid = (1, height // settings.patch_size, width // settings.patch_size)
     pixels = patches_of_frames(frames, settings.patch_size, settings.merge_size)
-    return Part(digest_of(pixels, grid, settings.name_of(of_kind)), grid, pixels, time_s)
+    name = settings.name_of(of_kind) + ("" if later is None else f" {later} later")  # its tokens' keys differ, too
+    return Part(digest_of(pixels, grid, name), grid, pixels, time_s, later)

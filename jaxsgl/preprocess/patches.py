@@ -25,15 +25,8 @@ def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels:
     The sides keep their ratio, as far as that goes; the area stays within the processor's limits and `max_pixels`.
     Raises `InvalidRequest` for a picture that is far longer than wide.
     """
-    unit, limits = settings.unit, settings.image
-    _check_ratio(height, width)
-    h, w = _nearest(height, unit), _nearest(width, unit)
-    most = min(limits.max_pixels, max_pixels)
-    if h * w > most:
-        return _shrunk(height, width, unit, math.sqrt(height * width / most))
-    if h * w < limits.min_pixels:
-        return _grown(height, width, unit, math.sqrt(limits.min_pixels / (height * width)))
-    return h, w
+    limits = settings.image
+    return _size(height, width, settings.unit, limits.min_pixels, min(limits.max_pixels, max_pixels))
 
 
 def frame_size(
@@ -41,10 +34,16 @@ def frame_size(
 ) -> tuple[int, int]:
     """Returns the height and width to which the frames of a video are scaled.
 
-    The processor's limits are those of all frames together; `max_pixels` is that of a frame. Raises `InvalidRequest`.
+    The processor's limits are those of all frames together, unless its settings are by frame; `max_pixels` is that of a
+    frame. Raises `InvalidRequest`.
     """
     unit, limits, depth = settings.unit, settings.video, settings.temporal_patch_size
     most = limits.max_pixels
+    if settings.by_frame:
+        if settings.caps_frames:
+            share = int(settings.max_video_tokens * unit**2 * 0.9) * depth // num_frames
+            most = max(min(most, share), int(limits.min_pixels * 1.05))
+        return _size(height, width, unit, limits.min_pixels, min(most, max_pixels))
     if settings.caps_frames:
         cap = settings.max_frame_tokens * unit**2
         most = max(min(cap, most // num_frames), int(limits.min_pixels * 1.05)) * num_frames
@@ -74,6 +73,17 @@ def patches_of_frames(frames: Sequence[Pixels], patch_size: int, merge_size: int
     rows, columns = h // patch_size // merge_size, w // patch_size // merge_size
     x = x.reshape(t, rows, merge_size, patch_size, columns, merge_size, patch_size, channels)
     return x.transpose(1, 4, 2, 5, 7, 0, 3, 6).tobytes()
+
+
+def _size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+    """Height and width nearest to what is given, in multiples of `unit`, with `least` to `most` pixels."""
+    _check_ratio(height, width)
+    h, w = _nearest(height, unit), _nearest(width, unit)
+    if h * w > most:
+        return _shrunk(height, width, unit, math.sqrt(height * width / most))
+    if h * w < least:
+        return _grown(height, width, unit, math.sqrt(least / (height * width)))
+    return h, w
 
 
 def _check_ratio(height: int, width: int) -> None:

@@ -2,7 +2,8 @@
 
 A chat template, or a client, writes a placeholder for a picture and one for a whole video. A video's becomes, for each
 temporal patch, its time in words and a placeholder in the model's frame of vision tokens: in the text before it is
-tokenized (`write_videos`), or among ids (`expand`). Knows no pixels.
+tokenized (`write_videos`), or among ids (`expand_videos`). Of models that read a video's times from positions it stays
+one. Knows no pixels.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from jaxsgl.requests.media import Grid, MediaItem, sglang_pad_id
 
 @dataclass(frozen=True)
 class Part:
-    """What one run of placeholder tokens stands for: a picture, or a temporal patch of a video.
+    """A picture, or a temporal patch of a video.
 
     Attributes:
-      digest, grid, pixels: as in `MediaItem`.
-      time_s: of a temporal patch, the mean of its first and last frame's; None: a picture.
+      digest, grid, pixels, later: as in `MediaItem`.
+      time_s: of a temporal patch, the mean of its first and last frame's; None: no words tell its time.
     """
 
     digest: bytes
     grid: Grid
     pixels: bytes
     time_s: float | None = None
+    later: int | None = None
 
     @property
     def num_patches(self) -> int:
@@ -42,6 +44,16 @@ class Visual:
 
     parts: tuple[Part, ...]
     is_video: bool
+
+    @property
+    def has_words(self) -> bool:
+        """Whether each part has a placeholder of its own, behind its time in words; else there is one for all."""
+        return self.parts[0].time_s is not None
+
+    @property
+    def runs(self) -> tuple[tuple[Part, ...], ...]:
+        """The parts by placeholders."""
+        return tuple((part,) for part in self.parts) if self.has_words else (self.parts,)
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ def time_in_words(part: Part) -> str:
 
 
 def write_videos(text: str, visuals: Sequence[Visual], tokens: Tokens) -> str:
-    """Returns `text` with a placeholder for each temporal patch of each video, behind its time.
+    """Returns `text` with a placeholder for each temporal patch of each video, behind its time, if it has words for it.
 
     The vision tokens around a video's placeholder go, since each temporal patch has its own. Raises `InvalidRequest`
     unless there is a placeholder for each video.
@@ -82,6 +94,9 @@ def write_videos(text: str, visuals: Sequence[Visual], tokens: Tokens) -> str:
         raise _mismatch(len(pieces) - 1, tokens.video, len(videos), "videos")
     written = pieces[0]
     for video, behind in zip(videos, pieces[1:], strict=True):
+        if not video.has_words:
+            written += tokens.video + behind
+            continue
         if written.endswith(tokens.start) and behind.startswith(tokens.end):
             written, behind = written.removesuffix(tokens.start), behind.removeprefix(tokens.end)
         frames = (f"{time_in_words(part)}{tokens.start}{tokens.video}{tokens.end}" for part in video.parts)
@@ -103,13 +118,14 @@ def expand_videos(
     while place < len(rest):
         token_id = rest[place]
         place += 1
-        if token_id != settings.video_token_id:
+        video = next(of_video) if token_id == settings.video_token_id else None
+        if video is None or not video.has_words:
             expanded.append(token_id)
             continue
         if expanded and expanded[-1] == start and place < len(rest) and rest[place] == end:
             expanded.pop()
             place += 1
-        for part in next(of_video).parts:
+        for part in video.parts:
             expanded += [*encode(time_in_words(part)), start, token_id, end]
     return expanded
 
@@ -119,29 +135,29 @@ def expand(
 ) -> tuple[list[int], tuple[MediaItem, ...]]:
     """Returns the prompt in which each placeholder is repeated for each of its tokens, and what stands there.
 
-    `ids` have one placeholder for each part of `visuals`, in their order among pictures and among videos.
+    `ids` have one placeholder for each run of `visuals`, in their order among pictures and among videos.
     `sglang_ids`: their `hash_ids` follow SGLang's formula. Raises `InvalidRequest`.
     """
-    parts = {
-        settings.image_token_id: [part for visual in visuals if not visual.is_video for part in visual.parts],
-        settings.video_token_id: [part for visual in visuals if visual.is_video for part in visual.parts],
+    runs = {
+        settings.image_token_id: [run for visual in visuals if not visual.is_video for run in visual.runs],
+        settings.video_token_id: [run for visual in visuals if visual.is_video for run in visual.runs],
     }
-    for (token_id, of_kind), what in zip(parts.items(), ("images", "frames of videos"), strict=True):
+    for (token_id, of_kind), what in zip(runs.items(), ("images", "frames of videos"), strict=True):
         count = sum(known == token_id for known in ids)
         if count != len(of_kind):
             raise _mismatch(count, f"id {token_id}", len(of_kind), what)
-    iterators: dict[int, Iterator[Part]] = {token_id: iter(of_kind) for token_id, of_kind in parts.items()}
+    iterators: dict[int, Iterator[tuple[Part, ...]]] = {token_id: iter(of_kind) for token_id, of_kind in runs.items()}
     expanded: list[int] = []
     items: list[MediaItem] = []
     for token_id in ids:
         if token_id not in iterators:
             expanded.append(token_id)
             continue
-        part = next(iterators[token_id])
-        num_tokens = part.num_patches // settings.merge_size**2
-        pad_id = sglang_pad_id(part.digest) if sglang_ids else None
-        items.append(MediaItem(part.digest, len(expanded), num_tokens, part.grid, part.pixels, pad_id))
-        expanded += [token_id] * num_tokens
+        for part in next(iterators[token_id]):
+            num_tokens = part.num_patches // settings.merge_size**2
+            pad_id = sglang_pad_id(part.digest) if sglang_ids else None
+            items.append(MediaItem(part.digest, len(expanded), num_tokens, part.grid, part.pixels, pad_id, part.later))
+            expanded += [token_id] * num_tokens
     return expanded, tuple(items)
 
 

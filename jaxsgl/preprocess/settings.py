@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
@@ -24,7 +24,8 @@ class PixelSettings:
     """What is done to one picture, or to the frames of a video.
 
     Attributes:
-      min_pixels, max_pixels: a picture is scaled until it has so many; of a video, all frames together.
+      min_pixels, max_pixels: a picture is scaled until it has so many; of a video, all frames together, or each
+        (`ProcessorSettings.by_frame`).
       mean, std: of the normalization, by channel, for values of 0 to 1.
     """
 
@@ -42,7 +43,11 @@ class ProcessorSettings:
       patch_size, temporal_patch_size, merge_size: see `MediaLimits`.
       image, video: what is done to pixels.
       video_fps: frames a second that are taken of a video, `min_frames` to `max_frames` in all.
-      caps_frames: whether a frame has at most `max_frame_tokens` tokens, as in Qwen's own tools.
+      by_frame: videos are as Qwen2-VL takes them. Limits of pixels are those of a frame; frames are taken in whole
+        temporal patches, which follow each other without words between them: their times are positions of tokens.
+      positions_per_s: by_frame: positions of time in a second; None: temporal patches are one position apart.
+      caps_frames: whether a frame has at most `max_frame_tokens` tokens or, by frame, its share of `max_video_tokens`,
+        as in Qwen's own tools.
       image_token_id, video_token_id: placeholders.
       vision_start_token_id, vision_end_token_id: what stands around them.
     """
@@ -61,6 +66,9 @@ class ProcessorSettings:
     max_frames: int = 768
     caps_frames: bool = False
     max_frame_tokens: int = 768
+    by_frame: bool = False
+    positions_per_s: float | None = None
+    max_video_tokens: int = 128_000
 
     @property
     def unit(self) -> int:
@@ -70,6 +78,36 @@ class ProcessorSettings:
     def name_of(self, pixels: PixelSettings) -> str:
         """What a picture's digest must depend on besides its pixels."""
         return f"{self.patch_size} {self.temporal_patch_size} {self.merge_size} {pixels.mean} {pixels.std}"
+
+
+class _OfModel(NamedTuple):
+    """What holds where a model's folder says nothing.
+
+    Attributes:
+      patch_size: pixels along the sides of a patch.
+      image, video: limits of pixels.
+      mean, std: of the normalization.
+      by_frame: see `ProcessorSettings`.
+      positions_per_s: of the key `tokens_per_second`; None: the model has no such key.
+    """
+
+    patch_size: int
+    image: tuple[int, int]
+    video: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    by_frame: bool = False
+    positions_per_s: float | None = None
+
+
+_HALF = (0.5, 0.5, 0.5)
+_QWEN3_VL = _OfModel(16, (65536, 16777216), (4096, 25165824), _HALF, _HALF)
+_QWEN2_VL = _OfModel(
+    14, (3136, 1003520), (100352, 602112),
+    (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), by_frame=True,
+)  # fmt: skip
+# By `model_type` of config.json; others are as Qwen3-VL.
+_MODELS = {"qwen2_vl": _QWEN2_VL, "qwen2_5_vl": _QWEN2_VL._replace(positions_per_s=4.0)}
 
 
 def load_settings(folder: str | Path) -> ProcessorSettings | None:
@@ -82,11 +120,12 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     vision = config.get("vision_config")
     if not isinstance(vision, dict):
         return None
+    of_model = _MODELS.get(str(config.get("model_type")), _QWEN3_VL)
     both = _read(folder / _BOTH_FILE)
     image = _read(folder / _IMAGE_FILE) or both.get("image_processor") or {}
     video = _read(folder / _VIDEO_FILE) or both.get("video_processor") or {}
     sizes = {
-        "patch_size": vision.get("patch_size", 16),
+        "patch_size": vision.get("patch_size", of_model.patch_size),
         "temporal_patch_size": vision.get("temporal_patch_size", 2),
         "merge_size": vision.get("spatial_merge_size", 2),
     }
@@ -95,8 +134,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     try:
         settings = ProcessorSettings(
             **sizes,
-            image=_pixels(image, 65536, 16777216),
-            video=_pixels(video, 4096, 25165824),
+            image=_pixels(image, of_model.image, of_model),
+            video=_pixels(video or _normalization(image), of_model.video, of_model),
             image_token_id=config["image_token_id"],
             video_token_id=config["video_token_id"],
             vision_start_token_id=config["vision_start_token_id"],
@@ -104,8 +143,11 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
             video_fps=float(video.get("fps") or 2),
             min_frames=video.get("min_frames") or 4,
             max_frames=video.get("max_frames") or 768,
-            caps_frames=bool(video.get("cap_pixels_per_frame")),
+            caps_frames=bool(video.get("cap_pixels_per_frame", of_model.by_frame)),
             max_frame_tokens=video.get("max_video_tokens") or 768,
+            by_frame=of_model.by_frame,
+            positions_per_s=of_model.positions_per_s and vision.get("tokens_per_second", of_model.positions_per_s),
+            max_video_tokens=video.get("max_video_tokens") or 128_000,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
@@ -113,13 +155,18 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     return settings
 
 
-def _pixels(values: dict[str, Any], min_pixels: int, max_pixels: int) -> PixelSettings:
+def _pixels(values: dict[str, Any], limits: tuple[int, int], of_model: _OfModel) -> PixelSettings:
     """Older files have min_pixels and max_pixels in place of `size`."""
     size = values.get("size") or {}
-    low = values.get("min_pixels") or size.get("shortest_edge") or min_pixels
-    high = values.get("max_pixels") or size.get("longest_edge") or max_pixels
-    mean, std = values.get("image_mean") or [0.5] * 3, values.get("image_std") or [0.5] * 3
+    low = values.get("min_pixels") or size.get("shortest_edge") or limits[0]
+    high = values.get("max_pixels") or size.get("longest_edge") or limits[1]
+    mean, std = values.get("image_mean") or of_model.mean, values.get("image_std") or of_model.std
     return PixelSettings(int(low), int(high), tuple(map(float, mean)), tuple(map(float, std)))
+
+
+def _normalization(image: dict[str, Any]) -> dict[str, Any]:
+    """What a folder that says nothing of videos says of them, as Qwen2-VL's: their limits are then the model's."""
+    return {key: image[key] for key in ("image_mean", "image_std") if key in image}
 
 
 def _check_normalization(folder: Path, settings: ProcessorSettings) -> None:

@@ -24,6 +24,7 @@ from jaxsgl.errors import InvalidRequest
 DIGEST_BYTES = 32
 CHANNELS = 3
 FIRST_HASH_ID = 1 << 20  # above all token ids, so that no text looks like an image
+MAX_LATER = 1 << 24  # positions of time that a video takes; of a day they are 1 << 18
 _NUM_HASH_IDS = (1 << 31) - FIRST_HASH_ID
 _SGLANG_FIRST_PAD_ID = 1_000_000
 _SGLANG_PAD_IDS = 1 << 30
@@ -36,8 +37,8 @@ Grid: TypeAlias = tuple[int, int, int]
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     """A still image, or one temporal patch of a video (its frames by twos, as the model takes them).
 
-    A video of n temporal patches is n items, since the tower looks at each of them alone and each has placeholder
-    tokens of its own, behind its timestamp.
+    A video of n temporal patches is n items, since the tower looks at each of them alone. Each has placeholder tokens
+    of its own, behind its timestamp or, in older models, right behind those of the one before.
 
     Attributes:
       digest: SHA-256 of the pixels, the grid and the processor's settings; see `digest_of`.
@@ -46,6 +47,8 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
       pixels: uint8 `[t * h * w, channels * temporal * patch * patch]`, the patches in the order of the model's merges;
         see `patches_of`. They are RGB, resized, and not normalized yet.
       pad_id: stands for each of its tokens among the `hash_ids`; None: numbers that are drawn from `digest`.
+      later: it goes on with the video of the item before, right behind which it stands, by so many positions of time
+        after the video's beginning; None: it begins something.
     """
 
     digest: bytes
@@ -54,6 +57,7 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     grid: Grid
     pixels: bytes
     pad_id: int | None = None
+    later: int | None = None
 
     @property
     def num_patches(self) -> int:
@@ -187,6 +191,11 @@ def check_media(media: Sequence[MediaItem], prompt_ids: Sequence[int], limits: M
         _check_item(f"image {number}", item, prompt_ids, limits)
         if item.offset < end:
             raise InvalidRequest(f"image {number} begins at token {item.offset}, but the one before ends at {end}")
+        if item.later is not None and not (number and item.offset == end and 0 <= item.later <= MAX_LATER):
+            raise InvalidRequest(
+                f"image {number} goes on with a video at token {item.offset}, {item.later} later, but must follow the "
+                f"one before, which ends at {end}, by 0 to {MAX_LATER}"
+            )
         end = item.stop
         num_patches += item.num_patches
     if num_patches > limits.max_request_patches:

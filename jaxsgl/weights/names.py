@@ -423,6 +423,22 @@ _TOWER: dict[str, tuple[str, tuple[str, ...]]] = {
     "positions": ("pos_embed", ("VG", "VM")),
 }
 _TOWER_MERGER = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
+_QWEN2_MERGER = {"norm": "ln_q", "fc1": "mlp.0", "fc2": "mlp.2"}
+# What older towers call their tensors, by architecture: those of blocks, and of the merger.
+_OLDER_TOWERS: dict[str, tuple[dict[str, tuple[str, tuple[str, ...]]], dict[str, str]]] = {
+    "Qwen2VLForConditionalGeneration": (
+        {"fc1": (_TOWER_BLOCK + "mlp.fc1", ("VF", "VM")), "fc2": (_TOWER_BLOCK + "mlp.fc2", ("VM", "VF"))},
+        _QWEN2_MERGER,
+    ),
+    "Qwen2_5_VLForConditionalGeneration": (
+        {
+            "gate": (_TOWER_BLOCK + "mlp.gate_proj", ("VF", "VM")),
+            "fc1": (_TOWER_BLOCK + "mlp.up_proj", ("VF", "VM")),
+            "fc2": (_TOWER_BLOCK + "mlp.down_proj", ("VM", "VF")),
+        },
+        _QWEN2_MERGER,
+    ),
+}
 _TOWER_MERGER_AXES = {"fc1": ("VW", "VW"), "fc2": ("D", "VW")}
 
 
@@ -434,15 +450,16 @@ def recipe_of_tower(path: Path, arch: ModelArch) -> Recipe | None:
     names = [str(part) for part in path[1:]]
     is_bias = names[-1].endswith("_bias")
     own = names[-1].removesuffix("_bias")
+    of_tower, of_merger = _OLDER_TOWERS.get(arch.name, ({}, _TOWER_MERGER))
     count = 1
     axes: tuple[str, ...]
     if names[0] == "merger":
-        tensor, axes = f"merger.{_TOWER_MERGER[own]}", _TOWER_MERGER_AXES.get(own, ("VM",))
+        tensor, axes = f"merger.{of_merger[own]}", _TOWER_MERGER_AXES.get(own, ("VM",))
     elif names[0] == "deepstack":
         tensor, axes = f"deepstack_merger_list.{{}}.{_TOWER_MERGER[own]}", _TOWER_MERGER_AXES.get(own, ("VW",))
         count = len(arch.vision.deepstack_layers)
     else:
-        tensor, axes = _TOWER[own]
+        tensor, axes = of_tower.get(own) or _TOWER[own]
         count = arch.vision.num_layers if tensor.startswith(_TOWER_BLOCK) else 1
     ending, axes = (".bias", axes[:1]) if is_bias else (".weight", axes)
     sources = tuple(Source(TOWER_PREFIX + tensor.format(index) + ending, axes) for index in range(count))

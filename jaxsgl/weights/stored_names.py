@@ -15,6 +15,8 @@ from jaxsgl.models import ModelArch
 _QWEN_TOWER = ("model.visual.",)
 _PROJECTED_TOWER = ("model.vision_tower.", "model.multi_modal_projector.")
 _BESIDE_TOWER = {
+    "Qwen2VLForConditionalGeneration": _QWEN_TOWER,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN_TOWER,
     "Qwen3VLForConditionalGeneration": _QWEN_TOWER,
     "Qwen3VLMoeForConditionalGeneration": _QWEN_TOWER,
     "Qwen3_5ForConditionalGeneration": _QWEN_TOWER,
@@ -74,6 +76,9 @@ def _of_decoder(stored: list[str]) -> dict[str, str]:
         return {name if name.startswith(_HEADS) else f"model.{name}": name for name in stored}
     if "backbone.embeddings.weight" in stored:
         return {re.sub(r"^backbone\.", "model.", name): name for name in stored}
+    if any(name.startswith("visual.") for name in stored):
+        within = {"visual.": "model.visual.", "model.": _WITHIN}
+        return {re.sub(r"^(visual|model)\.", lambda start: within[start[0]], name): name for name in stored}
     if "language_model.model.embed_tokens.weight" not in stored:
         return dict(zip(stored, stored, strict=True))
 

@@ -27,7 +27,7 @@ from jaxsgl.testing.engine import ScriptedMailbox
 from tests.end_to_end import vision_mesh
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.grids import NIGHTLY, daily
-from tests.vision_models import WITH_STATES, image, is_greedy, logits_of, make_model, request
+from tests.vision_models import APART, WITH_STATES, image, is_greedy, logits_of, make_model, request
 
 pytestmark = pytest.mark.device
 ATOL = 2e-3
@@ -51,7 +51,9 @@ def engine_of(folder: Path, page_size: int, **flags: Any) -> Engine:
 
 @pytest.fixture(
     scope="module",
-    params=daily([("qwen3_vl", 1), ("qwen3_vl_moe", 16), ("qwen3_vl_moe", 1), ("qwen3_vl", 16)], every=4),
+    params=daily(
+        [("qwen3_vl", 1), ("qwen3_vl_moe", 16), ("qwen2_vl", 1), ("qwen2_5_vl", 16), ("qwen3_vl_moe", 1)], every=3
+    ),
     ids=str,
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any]]:
@@ -65,20 +67,21 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     engine.close()
 
 
-def mixture() -> list[Request]:
+def mixture(kind: str) -> list[Request]:
     """24 requests with 0 to 4 images of odd sizes, and a video."""
     rng = np.random.default_rng(7)
     requests = []
     for number in range(23):
         grids = [(1, 2 * int(rng.integers(1, 8)), 2 * int(rng.integers(1, 6))) for _ in range(number % 5)]
         requests.append(request(str(number), grids, number))
-    return [*requests, request("video", [(1, 6, 4)] * 4, 99, is_video=True)]
+    frames = [(1, 6, 4)] * (3 if kind in APART else 4)
+    return [*requests, request("video", frames, 99, is_video=True, apart=APART.get(kind))]
 
 
 def test_many_requests_at_once_get_greedy_tokens(served: tuple[Engine, Any]) -> None:
     engine, model = served
     before = engine.recompiles
-    requests = mixture()
+    requests = mixture(model.config.model_type)
     scheduling = SchedulingConfig(enable_mixed_chunk=True)
     answers = outputs(serve(engine, [requests[:8], [], requests[8:]], config=scheduling), requests)
     for asked, answer in zip(requests, answers, strict=True):
@@ -201,7 +204,7 @@ def run(engine: Engine, scheduler: Any, requests: list[Request]) -> Any:
 
 def test_other_weights_of_the_tower_encode_an_image_again(served: tuple[Engine, Any], tmp_path: Path) -> None:
     engine, model = served
-    other = make_model(tmp_path, "qwen3_vl" if engine.arch.mixture is None else "qwen3_vl_moe", seed=1)
+    other = make_model(tmp_path, model.config.model_type, seed=1)
     asked = request("a", [(1, 4, 6), (1, 8, 4)], 31)
     scheduler = new_scheduler(engine, radix=True)
     before = engine.recompiles
@@ -258,7 +261,13 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
 @pytest.mark.skipif(not NIGHTLY, reason="an engine for each; by day test_scenario.py has one on two devices")
 @pytest.mark.parametrize(
     ("kind", "tp", "shares"),
-    [("qwen3_vl", 2, True), ("qwen3_vl_moe", 4, True), ("qwen3_vl_moe", 2, False), ("qwen3_5", 2, True)],
+    [
+        ("qwen3_vl", 2, True),
+        ("qwen3_vl_moe", 4, True),
+        ("qwen3_vl_moe", 2, False),
+        ("qwen3_5", 2, True),
+        ("qwen2_5_vl", 2, True),
+    ],
 )
 def test_devices_that_share_the_model_and_its_images_give_greedy_tokens(
     kind: str, tp: int, shares: bool, tmp_path: Path

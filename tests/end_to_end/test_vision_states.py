@@ -34,7 +34,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_many_requests_at_once_get_greedy_tokens(served: tuple[Engine, Any]) -> None:
     engine, model = served
-    requests = mixture()
+    requests = mixture(model.config.model_type)
     mixed: dict[str, Any] = {"config": SchedulingConfig(enable_mixed_chunk=True)}
     answers = outputs(serve(engine, [requests[:8], [], requests[8:]], **mixed), requests)
     for asked, answer in zip(requests, answers, strict=True):

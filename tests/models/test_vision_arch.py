@@ -11,6 +11,7 @@ import pytest
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
+from jaxsgl.models.rope import axis_of_pairs
 from tests.vision_models import IDS, TEXT, VISION
 
 # As on the hub, where transformers 4 wrote it.
@@ -67,3 +68,131 @@ def test_a_hub_config_gives_tower_and_rope(tmp_path: Path) -> None:
 def test_what_is_not_supported_is_refused_by_name(change: tuple[str, str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
         read(tmp_path, change)
+
+
+# As published: the decoder's keys stand beside the tower's object.
+QWEN2_5_VL: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_token_id": 151654,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 70,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 151936,
+}
+QWEN2_VL: dict[str, Any] = {
+    **QWEN2_5_VL,
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "model_type": "qwen2_vl",
+    "hidden_size": 1536,
+    "num_attention_heads": 12,
+    "vision_config": {
+        "depth": 32,
+        "embed_dim": 1280,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "in_chans": 3,
+        "hidden_size": 1536,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+def read_values(folder: Path, values: dict[str, Any]) -> ModelArch:
+    (folder / "config.json").write_text(json.dumps(values))
+    return ModelArch.from_folder(folder)
+
+
+def test_a_published_config_of_qwen2_5_vl_gives_windows_and_pairs_in_order(tmp_path: Path) -> None:
+    arch = read_values(tmp_path, QWEN2_5_VL)
+    tower, rope = arch.vision, arch.ropes[0]
+    assert tower is not None
+    assert (tower.hidden_size, tower.ffn_size, tower.out_size, tower.row_len) == (1280, 3420, 2048, 2048)
+    assert (tower.window, tower.full_layers, tower.table_side) == (4, (7, 15, 23, 31), 0)
+    assert tower.gated and tower.root_norms and not tower.patch_bias and tower.activation == "silu"
+    assert tower.mean[0] == 0.48145466 and tower.std[2] == 0.27577711
+    assert (rope.sections, rope.takes_turns, rope.theta) == ((16, 24, 24), False, 1e6)
+    assert axis_of_pairs(rope, 128).tolist() == [0] * 16 + [1] * 24 + [2] * 24
+    assert arch.attention_bias and not arch.attention_out_bias and arch.tie_embeddings
+    assert all(spec.window is None for spec in arch.layers)
+
+
+def test_a_published_config_of_qwen2_vl_gives_a_tower_without_windows(tmp_path: Path) -> None:
+    tower = read_values(tmp_path, QWEN2_VL).vision
+    assert tower is not None
+    assert (tower.hidden_size, tower.ffn_size, tower.out_size, tower.window) == (1280, 5120, 1536, 0)
+    assert not tower.gated and not tower.root_norms and tower.activation == "quick_gelu"
+
+
+@pytest.mark.parametrize("published", [QWEN2_VL, QWEN2_5_VL], ids=["qwen2_vl", "qwen2_5_vl"])
+def test_a_decoder_is_described_beside_the_tower_or_in_an_object_or_in_both(
+    published: dict[str, Any], tmp_path: Path
+) -> None:
+    """Tools of some months wrote it twice."""
+    flat = read_values(tmp_path, published)
+    outside = {"architectures", "model_type", "vision_config", *(key for key in published if key.endswith("token_id"))}
+    text = {key: value for key, value in published.items() if key not in outside}
+    beside = {key: published[key] for key in outside} | {"tie_word_embeddings": True}
+    assert read_values(tmp_path, {**beside, "text_config": text}) == flat
+    assert read_values(tmp_path, {**published, "text_config": text}) == flat
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("vision_config", "window_size", 27, "window_size is 27, but a token has sides of 28 pixels"),
+        ("vision_config", "fullatt_block_indexes", [7, 32], r"fullatt_block_indexes is \[7, 32\], but must be"),
+        ("vision_config", "hidden_act", "gelu", "hidden_act is gelu, but must be silu"),
+        ("vision_config", "num_position_embeddings", 2304, "num_position_embeddings"),
+        ("vision_config", "in_chans", 1, "images have 3"),
+        ("rope_scaling", "mrope_interleaved", True, "mrope_interleaved is True"),
+        ("rope_scaling", "mrope_section", [16, 24, 23], "mrope_section is"),
+    ],
+)
+def test_what_an_older_tower_may_not_have_is_refused_by_name(
+    section: str, key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    values = copy.deepcopy(QWEN2_5_VL)
+    values[section][key] = value
+    with pytest.raises(CheckpointError, match=words):
+        read_values(tmp_path, values)

@@ -22,30 +22,29 @@ from jaxsgl.engine.start.sizing import plan_capacity
 from jaxsgl.engine.step_programs import all_keys
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.models import ModelArch, Params, abstract_model
-from jaxsgl.models.vision.tower import Patches
-from jaxsgl.requests.media import Grid, patches_of
+from jaxsgl.models.vision.tower import Patches, segment_attention
+from jaxsgl.requests.media import Grid
 from jaxsgl.weights import load_params
 from jaxsgl.wiring import norms_digest
 from tests.plain_model import mesh_of
-from tests.vision_models import IMAGE, VIDEO, image, make_model, request
+from tests.vision_models import APART, IMAGE, SECONDS, VIDEO, image, make_model, normalized, request
 
 GRIDS: list[Grid] = [(1, 4, 6), (1, 2, 2), (1, 4, 30), (1, 10, 8)]
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, kind)
     arch = ModelArch.from_folder(tmp_path)
     assert arch.vision is not None and arch.has_axes
     params = load_params(tmp_path, arch, FLOAT32, mesh_of())
     graphdef, _ = abstract_model(arch, FLOAT32, FLOAT32)
-    shape = TowerShape(2, arch.vision.table_side, arch.vision.patch_len)
+    shape = TowerShape(2, arch.vision.table_side, arch.vision.patch_len, window=arch.vision.window)
     items = [image(0, grid, seed) for seed, grid in enumerate(GRIDS)]
     count = sum(item.num_patches for item in items)
-    pixels = torch.tensor(np.concatenate([patches_of(item) for item in items]).astype(np.float32) / 255 * 2 - 1)
     with torch.no_grad():
-        exact = model.model.visual(pixels, torch.tensor(GRIDS))
+        exact = model.model.visual(normalized(model, items), torch.tensor(GRIDS))
     taps = exact.deepstack_features if arch.vision.deepstack_layers else ()
     rows = np.concatenate([exact.pooler_output.numpy(), *(each.numpy() for each in taps)], axis=-1)
 
@@ -57,9 +56,12 @@ def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: 
 
     for size in (count, 512):  # alone, and with padding, in blocks
         capacity = TowerCapacity(shape, 100, size)
-        call = pack([[(item, np.zeros(item.length, np.int32)) for item in items]], EncodeBucket(size), capacity)
+        stops = np.cumsum([item.length for item in items])
+        places = [np.arange(stop - item.length, stop, dtype=np.int32) for item, stop in zip(items, stops, strict=True)]
+        call = pack([list(zip(items, places, strict=True))], EncodeBucket(size), capacity)
         found = tower(params, patches_of_call(jnp.asarray(call.pixels[0]), jnp.asarray(call.columns[0])))
-        np.testing.assert_allclose(np.asarray(found)[: count // 4], rows, atol=5e-5)
+        in_order = np.argsort(call.rows[0][: count // 4])
+        np.testing.assert_allclose(np.asarray(found)[in_order], rows, atol=5e-5)
 
 
 def test_a_decode_server_has_no_weights_of_the_tower_and_no_program_for_it(tmp_path: Path) -> None:
@@ -88,24 +90,69 @@ def parts_of(folder: Path, mode: str) -> tuple[set[str], set[str], int]:
 
 def test_layouts_of_thin_and_least_images() -> None:
     shape = TowerShape(2, 48, 1536)
-    places = layout_of((1, 2, 2), shape)[:, :2]
+    places = layout_of((1, 2, 2), shape).columns[:, :2]
     assert places.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    corners = layout_of((1, 4, 30), shape)
+    corners = layout_of((1, 4, 30), shape).columns
     taps, weights = corners[:, 2:6], corners[:, 6:10].copy().view(np.float32)
     np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-6)
     first, last = 0, len(corners) - 1
     assert taps[first][weights[first].argmax()] == 0 and taps[last][weights[last].argmax()] == 48 * 48 - 1
 
 
-@pytest.mark.parametrize(("kind", "is_video"), [("qwen3_vl", False), ("qwen3_vl", True), ("qwen3_5", True)])
+@pytest.mark.parametrize(
+    ("kind", "is_video"),
+    [(kind, is_video) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") for is_video in (False, True)]
+    + [("qwen3_5", True)],
+)
 def test_positions_of_tokens_are_those_of_transformers(kind: str, is_video: bool, tmp_path: Path) -> None:
     model = make_model(tmp_path, kind)
-    asked = request("a", GRIDS[:1] * 3 if is_video else GRIDS, 5, is_video=is_video)
+    apart = APART.get(kind) if is_video else None
+    asked = request("a", GRIDS[:1] * 3 if is_video else GRIDS, 5, is_video=is_video, apart=apart)
     ids = torch.tensor([asked.prompt_ids])
     grids = torch.tensor([(3, *GRIDS[0][1:])] if is_video else GRIDS)
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     name = "video_grid_thw" if is_video else "image_grid_thw"
-    exact, delta = model.model.get_rope_index(ids, types, **{name: grids})
+    times = {"second_per_grid_ts": [SECONDS]} if kind == "qwen2_5_vl" else {}
+    exact, delta = model.model.get_rope_index(ids, types, **{name: grids}, **times)
     positions, ours = token_positions(len(asked.prompt_ids), asked.media)
     assert positions.tolist() == exact[:, 0].tolist()
     assert ours == int(delta)
+
+
+def test_patches_of_a_window_follow_each_other() -> None:
+    """A window has 2 x 2 tokens of 2 x 2 patches, and less at the right and lower edges."""
+    layout = layout_of((1, 6, 10), TowerShape(2, 0, 96, window=2))
+    assert layout.order.tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10, 11, 12, 13, 14]
+    windows = layout.columns[:, -1]
+    assert windows.tolist() == np.repeat(np.arange(6), np.multiply(4, (4, 4, 2, 2, 2, 1))).tolist()
+    assert layout.num_windows == 6
+    assert layout.columns[:8, :2].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
+    assert layout.columns[8:10, :2].tolist() == [[2, 0], [2, 1]]
+
+
+@pytest.mark.parametrize("most", [None, 7, 64, 600])
+def test_attention_near_a_block_of_queries_is_attention_among_all(most: int | None) -> None:
+    rng = np.random.default_rng(0)
+    lengths: list[int] = []
+    while sum(lengths) < 1024:
+        lengths.append(int(rng.integers(1, (most or 64) + 1)))
+    segments = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths)[:1024].astype(np.int32))
+    q, k, v = (jnp.asarray(rng.standard_normal((1024, 2, 4)).astype(np.float32)) for _ in range(3))
+    scores = jnp.where(segments[:, None] == segments, jnp.einsum("qnh,knh->nqk", q, k) / 2, -jnp.inf)
+    exact = jnp.einsum("nqk,knh->qnh", jax.nn.softmax(scores, axis=-1), v)
+    np.testing.assert_allclose(segment_attention(q, k, v, segments, most), exact, atol=1e-5)
+
+
+def test_text_goes_on_behind_the_largest_position_of_a_video() -> None:
+    """Which is a time, if frames are far apart; a picture that follows begins there."""
+    asked = request("a", [(1, 2, 4)] * 3, 5, apart=2.5)
+    end, first = len(asked.prompt_ids), asked.media[0].offset
+    items = (*asked.media, image(end, (1, 4, 4), 1))
+    positions, delta = token_positions(end + 6, items)
+    assert positions[0, first : first + 6].tolist() == [first + later for later in (0, 0, 2, 2, 5, 5)]
+    assert positions[1, first : first + 6].tolist() == [first] * 6
+    assert positions[2, first : first + 6].tolist() == [first, first + 1] * 3
+    begin = first + 6 + (end - asked.media[-1].stop)  # 5 + 1 positions, and the text in between
+    assert positions[:, end].tolist() == [begin] * 3
+    assert positions[:, -2:].tolist() == [[begin + 2, begin + 3]] * 3
+    assert delta == begin + 4 - (end + 6)

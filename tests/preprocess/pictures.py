@@ -14,6 +14,12 @@ from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 
 PIXELS = PixelSettings(65536, 16777216, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 SETTINGS = ProcessorSettings(16, 2, 2, PIXELS, PixelSettings(4096, 25165824, PIXELS.mean, PIXELS.std), 7, 8, 5, 6)
+CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# Of Qwen2.5-VL, as published.
+OLDER = ProcessorSettings(
+    14, 2, 2, PixelSettings(3136, 12845056, *CLIP), PixelSettings(100352, 602112, *CLIP), 7, 8, 5, 6,
+    caps_frames=True, by_frame=True, positions_per_s=2.0,
+)  # fmt: skip
 SMALL = ProcessorSettings(
     4, 2, 2, PixelSettings(256, 4096, PIXELS.mean, PIXELS.std), PixelSettings(256, 65536, PIXELS.mean, PIXELS.std),
     7, 8, 5, 6,

@@ -17,7 +17,7 @@ from jaxsgl.preprocess.placeholders import Part
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageFile
 from tests.grids import daily
-from tests.preprocess.pictures import SETTINGS, SMALL, file_of, picture
+from tests.preprocess.pictures import OLDER, SETTINGS, SMALL, file_of, picture
 
 pytestmark = pytest.mark.device  # imports torch, by transformers
 
@@ -74,6 +74,12 @@ def test_every_mode_gives_the_processors_patches(mode: str) -> None:
 def test_every_size_gives_the_processors_patches(width: int, height: int) -> None:
     given = picture(width, height)
     check(part_of(given, SMALL), given, SMALL)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (417, 300), (2000, 10), (640, 480)])
+def test_patches_of_qwen2_vl_are_its_processors(width: int, height: int) -> None:
+    given = picture(width, height)
+    check(part_of(given, OLDER), given, OLDER)
 
 
 def test_pictures_larger_than_the_limit_are_scaled_down() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,18 @@ def test_ids_of_a_video_are_those_of_its_text() -> None:
     frames = [*first, START, VIDEO, END, *second, START, VIDEO, END]
     assert expand_videos([1, START, VIDEO, END, 2], [CLIP], SMALL, encode) == [1, *frames, 2]
     assert expand_videos([VIDEO], [CLIP], SMALL, encode) == frames
+
+
+def test_a_video_whose_times_are_positions_keeps_one_placeholder() -> None:
+    first, second = part(2, 4), replace(part(2, 4), later=3)
+    clip, words = Visual((first, second), True), "a:<start><video><end>b"
+    assert write_videos(words, [PICTURE, clip], TOKENS) == words
+    ids = expand_videos([1, START, VIDEO, END, IMAGE], [clip, PICTURE], SMALL, lambda text: [])
+    assert ids == [1, START, VIDEO, END, IMAGE]
+    ids, items = expand(ids, [clip, PICTURE], SMALL)
+    assert ids == [1, START, *[VIDEO] * 4, END, IMAGE, IMAGE]
+    assert [(item.offset, item.length, item.later) for item in items] == [(2, 2, None), (4, 2, 3), (7, 2, None)]
+    check_media(items, ids, MediaLimits(IMAGE, VIDEO, patch_size=4))
 
 
 def test_sglangs_formula_gives_a_picture_one_number() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.preprocess.settings import load_settings
-from tests.preprocess.pictures import SETTINGS
+from tests.preprocess.pictures import OLDER, SETTINGS
 
 CONFIG = {
     "vision_config": {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2},
@@ -67,3 +68,41 @@ def test_videos_with_another_normalization_than_images_are_refused(tmp_path: Pat
     video = {**VIDEO, "image_mean": [0.4, 0.5, 0.5]}
     with pytest.raises(CheckpointError, match="must agree"):
         load_settings(write(tmp_path, preprocessor_config=IMAGE, video_preprocessor_config=video))
+
+
+# As published with Qwen2.5-VL, and with Qwen2-VL.
+OLDER_IMAGE = {
+    "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor",
+}  # fmt: skip
+
+
+def older(model_type: str) -> dict[str, Any]:
+    tower = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    tower |= {"tokens_per_second": 2} if model_type == "qwen2_5_vl" else {}
+    return {**CONFIG, "model_type": model_type, "vision_config": tower}
+
+
+def test_the_one_file_of_qwen2_5_vl_is_of_images_and_normalizes_videos_too(tmp_path: Path) -> None:
+    write(tmp_path, config=older("qwen2_5_vl"), preprocessor_config=OLDER_IMAGE)
+    assert load_settings(tmp_path) == OLDER
+
+
+def test_times_of_qwen2_vl_count_temporal_patches(tmp_path: Path) -> None:
+    write(tmp_path, config=older("qwen2_vl"), preprocessor_config=OLDER_IMAGE)
+    assert load_settings(tmp_path) == replace(OLDER, positions_per_s=None)
+
+
+def test_a_folder_of_qwen2_vl_without_a_processor_has_transformers_settings(tmp_path: Path) -> None:
+    settings = load_settings(write(tmp_path, config=older("qwen2_vl")))
+    assert settings is not None
+    assert settings.image == replace(OLDER.image, max_pixels=1003520) and settings.video == OLDER.video
+
+
+def test_a_file_for_videos_counts_for_qwen2_5_vl(tmp_path: Path) -> None:
+    video = {**OLDER_IMAGE, "min_pixels": 4000, "cap_pixels_per_frame": False, "max_frames": 6}
+    write(tmp_path, config=older("qwen2_5_vl"), preprocessor_config=OLDER_IMAGE, video_preprocessor_config=video)
+    settings = load_settings(tmp_path)
+    assert settings is not None
+    assert (settings.video.min_pixels, settings.caps_frames, settings.max_frames) == (4000, False, 6)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as older_resize
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
@@ -16,7 +17,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.loading import Bounds, load, sampled_frames
 from jaxsgl.preprocess.patches import frame_size
 from jaxsgl.preprocess.sources import VideoFile
-from tests.preprocess.pictures import SETTINGS, SMALL, animation, file_of, picture
+from tests.preprocess.pictures import OLDER, SETTINGS, SMALL, animation, file_of, picture
 
 pytestmark = pytest.mark.device  # imports torch
 
@@ -39,6 +40,63 @@ def test_frames_are_sampled_as_the_video_processor_does(total: int, fps: float) 
     processor = Qwen3VLVideoProcessor.__new__(Qwen3VLVideoProcessor)
     processor.min_frames, processor.max_frames, processor.fps = 4, 768, 2
     assert sampled_frames(total, fps, SETTINGS) == processor.sample_frames(metadata).tolist()
+
+
+def test_frames_of_qwen2_vl_have_the_sizes_of_its_video_processor() -> None:
+    """Limits are those of a frame, and of its share of all tokens."""
+    for frames, height, width in [(2, 240, 320), (4, 7, 90), (9, 100, 31), (64, 1080, 1920), (768, 1080, 1920)]:
+        limits, cap = OLDER.video, int(128_000 * 28 * 28 * 0.9) * 2 // frames
+        most = max(min(limits.max_pixels, cap), int(limits.min_pixels * 1.05))
+        expected = older_resize(height, width, 28, limits.min_pixels, most)
+        assert frame_size(frames, height, width, OLDER, 1 << 24) == expected
+        expected = older_resize(height, width, 28, limits.min_pixels, limits.max_pixels)
+        assert frame_size(frames, height, width, replace(OLDER, caps_frames=False), 1 << 24) == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "fps", "count"), [(100, 25.0, 8), (3, 1.0, 2), (5000, 30.0, 332), (7, 60.0, 4), (1, 1.0, 1)]
+)
+def test_frames_of_qwen2_vl_are_taken_in_whole_temporal_patches(total: int, fps: float, count: int) -> None:
+    """As Qwen's own tools take them: an even number, spread evenly."""
+    taken = sampled_frames(total, fps, OLDER)
+    assert len(taken) == count and taken[0] == 0 and (taken[-1] == total - 1 or count == 1)
+
+
+@pytest.mark.parametrize("kind", ["frames", "animation"])
+def test_temporal_patches_of_qwen2_5_vl_stand_at_positions_of_their_times(kind: str) -> None:
+    settings = replace(SMALL, by_frame=True, positions_per_s=3.0, max_frames=8)
+    frames = [picture(40, 24, seed=i) for i in range(24)]
+    if kind == "frames":
+        (video,) = load([VideoFile(tuple(map(file_of, frames[:7])), fps=4.0)], settings, BOUNDS)
+        apart = 3.0 * 2 / 4.0
+    else:  # 24 frames of 1/5 s, of which 8 are taken
+        (video,) = load([VideoFile(animation(frames, 200))], settings, BOUNDS)
+        apart = 3.0 * 2 / (8 / 4.8)
+    later = [int(np.float32(i) * np.float32(apart)) for i in range(4)]
+    assert [part.later for part in video.parts] == [None, *later[1:]]
+    assert not video.has_words and len({later[1], later[2] - later[1], later[3] - later[2]}) == 2
+
+
+def test_temporal_patches_of_qwen2_vl_are_one_position_apart() -> None:
+    frames = tuple(file_of(picture(40, 24, seed=i)) for i in range(6))
+    (video,) = load([VideoFile(frames, fps=4.0)], replace(SMALL, by_frame=True), BOUNDS)
+    assert [part.later for part in video.parts] == [None, 1, 2]
+
+
+def test_the_same_frames_at_other_times_have_other_digests() -> None:
+    """Their tokens' keys are others, and prefixes are found by digests."""
+    frames = tuple(file_of(picture(40, 24, seed=i)) for i in range(4))
+    settings = replace(SMALL, by_frame=True, positions_per_s=4.0)
+    fast, slow = load([VideoFile(frames, fps=4.0), VideoFile(frames, fps=1.0)], settings, BOUNDS)
+    assert fast.parts[0].digest == slow.parts[0].digest and fast.parts[1].digest != slow.parts[1].digest
+
+
+def test_frames_that_are_too_far_apart_are_refused() -> None:
+    frame = file_of(picture(40, 24))
+    settings = replace(SMALL, by_frame=True, positions_per_s=4.0)
+    for fps in (1e-9, 1e-300):
+        with pytest.raises(InvalidRequest, match=r"positions of time, but may take 16777216"):
+            load([VideoFile((frame,) * 3, fps=fps)], settings, BOUNDS)
 
 
 def times_of(indices: list[int], fps: float) -> list[float]:

@@ -214,7 +214,10 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
     if arch.vision is None:
         return None
     flags, vision = config.vision, arch.vision
-    shape = TowerShape(vision.merge_size, vision.table_side, vision.patch_len, vision.num_layers)
+    shape = TowerShape(
+        vision.merge_size, vision.table_side, vision.patch_len, vision.num_layers, vision.window,
+        len(vision.deepstack_layers),
+    )  # fmt: skip
     max_patches = flags.mm_max_patches or MAX_PATCHES.get(platform, OTHER_MAX_PATCHES)
     max_patches -= max_patches % vision.merge_size**2
     num_rows = flags.mm_pool_tokens or POOL_TOKENS.get(platform, OTHER_POOL_TOKENS)

@@ -126,6 +126,58 @@ _GEMMA4 = Family(
     },
 )
 
+# What the towers of Qwen2-VL and Qwen2.5-VL have in common.
+_QWEN2_TOWER = VisionFamily(
+    151_655,
+    151_656,
+    deepstack_layers=None,
+    sections=(16, 24, 24),
+    takes_turns=False,
+    patch_bias=False,
+    has_positions=False,
+    mean=(0.48145466, 0.4578275, 0.40821073),
+    std=(0.26862954, 0.26130258, 0.27577711),
+)
+
+_QWEN2_VL = Family(
+    qkv_bias=True,
+    attention_out_bias=False,
+    windows="flag",
+    section="text_config",
+    may_be_flat=True,
+    vision=replace(
+        _QWEN2_TOWER,
+        activation="quick_gelu",
+        width_key="embed_dim",
+        out_key="hidden_size",
+        ffn_key=None,
+        defaults={"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "patch_size": 14},
+    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+        "max_window_layers": 80,
+        "eos_token_id": 151_645,
+    },
+    ignored=frozenset({"vision_start_token_id", "vision_end_token_id", "vision_token_id", "spatial_patch_size"}),
+)
+
+_QWEN2_5_VL = replace(
+    _QWEN2_VL,
+    vision=replace(
+        _QWEN2_TOWER,
+        activation="silu",
+        gated=True,
+        root_norms=True,
+        windows=True,
+        defaults={"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14},
+    ),
+    ignored=_QWEN2_VL.ignored | {"tokens_per_second"},
+)
+
 # What the dense Qwen3-VL and the mixture of experts have in common.
 QWEN3_VL = Family(
     qk_norm="head",
@@ -361,5 +413,7 @@ DENSE: dict[str, Family] = {
             "vision_soft_tokens_per_image",
         },
     ),
+    "Qwen2VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
 }

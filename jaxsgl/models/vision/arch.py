@@ -16,11 +16,12 @@ from jaxsgl.models.family import VisionFamily
 from jaxsgl.requests.media import CHANNELS
 
 ROPE_THETA = 10000.0
+FULL_LAYERS = (7, 15, 23, 31)  # of a tower with windows, where config.json lists none
 
 
 @dataclass(frozen=True)
 class VisionArch:
-    """The shape of a tower of Qwen3-VL or Qwen3.5.
+    """The shape of a tower of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
@@ -29,8 +30,15 @@ class VisionArch:
       temporal_patch_size: frames in a patch.
       channels: of a pixel.
       merge_size: patches along the sides of the square that becomes one token.
-      table_side: learned positions along the sides of an image.
+      table_side: learned positions along the sides of an image; 0: patches have none.
       deepstack_layers: layers whose outputs become embeddings, too; the j-th is added behind the decoder's layer j.
+      activation: of the MLPs.
+      gated: MLPs have a gate next to what they go through.
+      root_norms: norms divide by the root of the mean square, and have no biases; else by the deviation, and have them.
+      patch_bias: the product with pixels has a bias.
+      window: tokens along the sides of a window; layers but those of `full_layers` attend within windows. 0: all attend
+        over a whole image.
+      full_layers: see `window`.
       rope_theta: base of the wavelengths.
       mean, std: of the channels' values from 0 to 1, by which pixels are normalized.
       image_token_id, video_token_id: the placeholder tokens of images, and of video frames.
@@ -50,6 +58,12 @@ class VisionArch:
     deepstack_layers: tuple[int, ...]
     image_token_id: int
     video_token_id: int
+    activation: str = "gelu_pytorch_tanh"
+    gated: bool = False
+    root_norms: bool = False
+    patch_bias: bool = True
+    window: int = 0
+    full_layers: tuple[int, ...] = ()
     rope_theta: float = ROPE_THETA
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -84,41 +98,79 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int) -> Vi
     config = whole.section("vision_config")
     if config is None:
         return None
-    activation = config.get("hidden_act", "gelu_pytorch_tanh")
-    if activation != "gelu_pytorch_tanh":
-        raise CheckpointError(f"{config.path}: vision_config.hidden_act is {activation}, but must be gelu_pytorch_tanh")
+    config.defaults = family.defaults
     rope = config.section("rope_parameters")
     rope_type = "axial" if rope is None else rope.get("rope_type", "axial")
     if rope_type not in ("axial", "default"):
         raise CheckpointError(f"{config.path}: vision_config.rope_parameters.rope_type is {rope_type}, not axial")
+    depth, width = config.count("depth"), config.count(family.width_key)
+    patch_size, merge_size = config.count("patch_size"), config.count("spatial_merge_size", 2)
+    window = _read_window(config, patch_size * merge_size) if family.windows else 0
+    arch = VisionArch(
+        num_layers=depth,
+        hidden_size=width,
+        num_heads=config.count("num_heads", 16),
+        ffn_size=config.count(family.ffn_key) if family.ffn_key else int(width * config.number("mlp_ratio", 4)),
+        out_size=config.count(family.out_key, 3584),
+        patch_size=patch_size,
+        temporal_patch_size=config.count("temporal_patch_size", 2),
+        channels=config.count("in_channels", config.count("in_chans", CHANNELS)),
+        merge_size=merge_size,
+        table_side=_read_table_side(config) if family.has_positions else 0,
+        deepstack_layers=_read_layers(config, "deepstack_visual_indexes", family.deepstack_layers, depth),
+        image_token_id=whole.count("image_token_id", family.image_token_id),
+        video_token_id=whole.count("video_token_id", family.video_token_id),
+        activation=_read_activation(config, family),
+        gated=family.gated,
+        root_norms=family.root_norms,
+        patch_bias=family.patch_bias,
+        window=window,
+        full_layers=_read_layers(config, "fullatt_block_indexes", FULL_LAYERS, depth) if window else (),
+        rope_theta=ROPE_THETA if rope is None else rope.number("rope_theta", ROPE_THETA),
+        mean=family.mean,
+        std=family.std,
+    )
+    _check(arch, config, hidden_size, family)
+    return _normalized(arch, whole.path.parent)
+
+
+def _read_activation(config: ConfigFile, family: VisionFamily) -> str:
+    activation = config.get("hidden_act", family.activation)
+    if activation != family.activation:
+        raise CheckpointError(
+            f"{config.path}: vision_config.hidden_act is {activation}, but must be {family.activation}"
+        )
+    return family.activation
+
+
+def _read_table_side(config: ConfigFile) -> int:
     side = math.isqrt(positions := config.count("num_position_embeddings", 2304))
     if side * side != positions:
         raise CheckpointError(f"{config.path}: vision_config.num_position_embeddings is {positions}, not a square")
-    depth = config.count("depth", 27)
-    deepstack = tuple(config.get("deepstack_visual_indexes", family.deepstack_layers))
-    if list(deepstack) != sorted(set(deepstack)) or not all(type(i) is int and 0 <= i < depth for i in deepstack):
+    return side
+
+
+def _read_window(config: ConfigFile, unit: int) -> int:
+    """Tokens along the sides of a window, each of `unit` pixels."""
+    window = config.count("window_size", 112)
+    if window < unit:
         raise CheckpointError(
-            f"{config.path}: vision_config.deepstack_visual_indexes is {list(deepstack)}, but must be ascending "
-            f"numbers of layers below {depth}"
+            f"{config.path}: vision_config.window_size is {window}, but a token has sides of {unit} pixels"
         )
-    arch = VisionArch(
-        num_layers=depth,
-        hidden_size=config.count("hidden_size", 1152),
-        num_heads=config.count("num_heads", 16),
-        ffn_size=config.count("intermediate_size", 4304),
-        out_size=config.count("out_hidden_size", 3584),
-        patch_size=config.count("patch_size", 16),
-        temporal_patch_size=config.count("temporal_patch_size", 2),
-        channels=config.count("in_channels", 3),
-        merge_size=config.count("spatial_merge_size", 2),
-        table_side=side,
-        deepstack_layers=deepstack,
-        image_token_id=whole.count("image_token_id", family.image_token_id),
-        video_token_id=whole.count("video_token_id", family.video_token_id),
-        rope_theta=ROPE_THETA if rope is None else rope.number("rope_theta", ROPE_THETA),
-    )
-    _check(arch, config, hidden_size)
-    return _normalized(arch, whole.path.parent)
+    return window // unit
+
+
+def _read_layers(config: ConfigFile, key: str, of_family: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    """The numbers of layers that `key` lists; none, if the family has no such key."""
+    if of_family is None:
+        return ()
+    layers = tuple(config.get(key, of_family))
+    if list(layers) != sorted(set(layers)) or not all(type(i) is int and 0 <= i < num_layers for i in layers):
+        raise CheckpointError(
+            f"{config.path}: vision_config.{key} is {list(layers)}, but must be ascending numbers of layers below "
+            f"{num_layers}"
+        )
+    return layers
 
 
 def _normalized(arch: VisionArch, folder: Path) -> VisionArch:
@@ -131,23 +183,23 @@ def _normalized(arch: VisionArch, folder: Path) -> VisionArch:
         values = processor if section is None else processor.section(section)
         if values is None:
             continue
-        mean, std = (_per_channel(values, key, arch.channels) for key in ("image_mean", "image_std"))
-        return replace(arch, mean=mean, std=std)
+        mean = _per_channel(values, "image_mean", arch.mean)
+        return replace(arch, mean=mean, std=_per_channel(values, "image_std", arch.std))
     return arch
 
 
-def _per_channel(values: ConfigFile, key: str, channels: int) -> tuple[float, ...]:
-    told = values.get(key, [0.5] * channels)
+def _per_channel(values: ConfigFile, key: str, of_family: tuple[float, ...]) -> tuple[float, ...]:
+    told, channels = values.get(key, list(of_family)), len(of_family)
     if not isinstance(told, list) or len(told) != channels or not all(isinstance(each, int | float) for each in told):
         raise CheckpointError(f"{values.path}: {key} is {told}, but must be {channels} numbers, one for each channel")
     return tuple(map(float, told))
 
 
-def _check(arch: VisionArch, config: ConfigFile, hidden_size: int) -> None:
+def _check(arch: VisionArch, config: ConfigFile, hidden_size: int, family: VisionFamily) -> None:
     if arch.out_size != hidden_size:
         raise CheckpointError(
-            f"{config.path}: vision_config.out_hidden_size is {arch.out_size}, but the decoder's hidden size is "
-            f"{hidden_size}"
+            f"{config.path}: vision_config.{family.out_key} is {arch.out_size}, but the decoder's hidden size "
+            f"is {hidden_size}"
         )
     if arch.channels != CHANNELS:
         raise CheckpointError(

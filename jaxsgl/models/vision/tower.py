@@ -1,16 +1,20 @@
-"""The vision tower of Qwen3-VL: patches of several images in, one row for each of the decoder's tokens out.
+"""The vision towers of Qwen's models: patches of several images in, one row for each of the decoder's tokens out.
 
 Images are packed one behind the other on one axis P, and segment ids tell them apart: attention is full within an
-image, and takes queries in blocks, so that scores of all pairs never stand in memory at once. The host says where each
-patch lies (`batch/vision.py`). The parameters of all layers are stacked, so that a program has one body for them. Knows
-no requests and no pool of embeddings; `engine/encoding.py` runs it.
+image, or within a window of it, and takes queries in blocks, so that scores of all pairs never stand in memory at once.
+The patches of a window follow each other, so that a block of queries looks at few keys around it. The host says where
+each patch lies (`batch/patches.py`). The parameters of all layers are stacked, so that a program has one body for them.
+Knows no requests and no pool of embeddings; `engine/encoding.py` runs it.
 
-Source: Qwen3-VL technical report (arXiv 2511.21631); deepstack is arXiv 2406.04334.
+Source: Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (windows, arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631) technical
+reports; deepstack is arXiv 2406.04334.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +36,29 @@ class Patches(NamedTuple):
       places: `[P, 2]` int32, row and column in the image.
       taps: `[P, 4]` int32, learned positions around the patch.
       weights: `[P, 4]` float32, of the taps.
-      segments: `[P]` int32, which image; -1 for padding.
+      windows: `[P]` int32, which window of all images; of towers without windows it means nothing.
+      segments: `[P]` int32, which image; -1 for padding, here and above.
     """
 
     pixels: jax.Array
     places: jax.Array
     taps: jax.Array
     weights: jax.Array
+    windows: jax.Array
+    segments: jax.Array
+
+
+class Surroundings(NamedTuple):
+    """What attention must know of the patches: the same in all layers.
+
+    Attributes:
+      cos, sin: `[P, 1, H / 2]` float32 of their angles.
+      windows, segments: see `Patches`.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    windows: jax.Array
     segments: jax.Array
 
 
@@ -57,21 +77,20 @@ class Merger(Matrices):
         self._normalized = wide if normalizes_squares else arch.hidden_size
         self._wide = wide
         stack = () if count is None else (count,)
-        self.norm, self.norm_bias = _norm((*stack, self._normalized), dtype)
+        _norm(self, "norm", (*stack, self._normalized), dtype, arch.root_norms)
         _linear(self, "fc1", (*stack, wide, wide), dtype)
         _linear(self, "fc2", (*stack, out, wide), dtype)
 
     def __call__(self, x_PM: jax.Array, index: int | jax.Array | None = None) -> jax.Array:
         """`[P, M]` to `[P / 4, D]`, by the merger `index` of the stack."""
 
-        def of(array: jax.Array) -> jax.Array:
+        def of(name: str) -> jax.Array:
+            array = _array(self, name)
             return array if index is None else array[index]
 
-        x = x_PM.reshape(-1, self._normalized)
-        x = layer_norm(x, of(self.norm[...]), of(self.norm_bias[...])).reshape(-1, self._wide)
-        x = product(x, of(_array(self, "fc1"))) + of(_array(self, "fc1_bias"))
-        x = jax.nn.gelu(x, approximate=False)
-        return product(x, of(_array(self, "fc2"))) + of(_array(self, "fc2_bias"))
+        x = _normalized(self, "norm", x_PM.reshape(-1, self._normalized), of).reshape(-1, self._wide)
+        x = jax.nn.gelu(_through(self, "fc1", x, of), approximate=False)
+        return _through(self, "fc2", x, of)
 
 
 class Tower(Matrices):
@@ -80,12 +99,15 @@ class Tower(Matrices):
     def __init__(self, arch: VisionArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:
         self.arch, self.activations = arch, activations
         layers, m, f = arch.num_layers, arch.hidden_size, arch.ffn_size
-        _linear(self, "patches", (m, arch.patch_len), dtype)
-        self.declare("positions", (arch.table_side**2, m), (None, None), dtype, None, fan_in=m)
-        self.norm1, self.norm1_bias = _norm((layers, m), dtype)
+        _linear(self, "patches", (m, arch.patch_len), dtype, has_bias=arch.patch_bias)
+        if arch.table_side:
+            self.declare("positions", (arch.table_side**2, m), (None, None), dtype, None, fan_in=m)
+        _norm(self, "norm1", (layers, m), dtype, arch.root_norms)
         _linear(self, "qkv", (layers, 3 * m, m), dtype)
         _linear(self, "o", (layers, m, m), dtype)
-        self.norm2, self.norm2_bias = _norm((layers, m), dtype)
+        _norm(self, "norm2", (layers, m), dtype, arch.root_norms)
+        if arch.gated:
+            _linear(self, "gate", (layers, f, m), dtype)
         _linear(self, "fc1", (layers, f, m), dtype)
         _linear(self, "fc2", (layers, m, f), dtype)
         self.merger = Merger(arch, dtype, None, normalizes_squares=False)
@@ -96,11 +118,11 @@ class Tower(Matrices):
         """Rows `[P / 4, (1 + J) D]`: each token's embedding, then what deepstack adds behind the first J layers."""
         arch = self.arch
         x_PM = self.embed(patches)
-        cos, sin = rope_tables(patches.places, arch)
+        around = surroundings(patches, arch)
         rows: list[jax.Array] = []
         first = 0
         for index, tapped in enumerate((*arch.deepstack_layers, arch.num_layers - 1)):
-            x_PM = self._layers(x_PM, first, tapped + 1, cos, sin, patches.segments)
+            x_PM = self._layers(x_PM, first, tapped + 1, around)
             first = tapped + 1
             if index < len(arch.deepstack_layers):
                 assert self.deepstack is not None
@@ -113,40 +135,58 @@ class Tower(Matrices):
         std = np.asarray(arch.std, np.float64)
         scale = np.repeat(1 / (255 * std), per_channel).astype(np.float32)
         shift = np.repeat(np.asarray(arch.mean, np.float64) / std, per_channel).astype(np.float32)
-        pixels = patches.pixels.astype(jnp.float32) * scale - shift
-        x_PM = product(pixels.astype(self.activations), _array(self, "patches")) + _array(self, "patches_bias")
+        pixels = (patches.pixels.astype(jnp.float32) * scale - shift).astype(self.activations)
+        x_PM = _through(self, "patches", pixels, lambda name: _array(self, name))
+        if not arch.table_side:
+            return x_PM
         table = _array(self, "positions").at[patches.taps].get(mode="promise_in_bounds").astype(jnp.float32)
         return x_PM + jnp.sum(table * patches.weights[:, :, None], axis=1).astype(x_PM.dtype)
 
-    def _layers(
-        self, x_PM: jax.Array, first: int, stop: int, cos: jax.Array, sin: jax.Array, segments: jax.Array
-    ) -> jax.Array:
+    def _layers(self, x_PM: jax.Array, first: int, stop: int, around: Surroundings) -> jax.Array:
         """`x` behind the layers first .. stop - 1."""
-
-        def one(layer: jax.Array, x_PM: jax.Array) -> jax.Array:
-            return self.layer(layer, x_PM, cos, sin, segments)
-
-        x_PM = jax.lax.fori_loop(first, stop, one, x_PM)
+        x_PM = jax.lax.fori_loop(first, stop, lambda layer, x_PM: self.layer(layer, x_PM, around), x_PM)
         return x_PM
 
-    def layer(
-        self, layer: jax.Array, x_PM: jax.Array, cos: jax.Array, sin: jax.Array, segments: jax.Array
-    ) -> jax.Array:
+    def layer(self, layer: jax.Array, x_PM: jax.Array, around: Surroundings) -> jax.Array:
         """`x` behind the layer of that number."""
         arch = self.arch
 
         def of(name: str) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(_array(self, name), layer, keepdims=False)
 
-        def linear(x: jax.Array, name: str) -> jax.Array:
-            return product(x, of(name)) + of(f"{name}_bias")
+        read = _normalized(self, "norm1", x_PM, of)
+        qkv = _through(self, "qkv", read, of).reshape(len(x_PM), 3, arch.num_heads, arch.head_dim)
+        q, k, v = jnp.moveaxis(qkv, 1, 0)
+        q, k = (rotate(each, around.cos, around.sin) for each in (q, k))
+        out = self._attention(layer, q, k, v, around)
+        x_PM = x_PM + _through(self, "o", out.reshape(len(x_PM), -1), of)
+        read = _normalized(self, "norm2", x_PM, of)
+        wide = _through(self, "fc1", read, of)
+        activated = _ACTIVATIONS[arch.activation]
+        wide = activated(_through(self, "gate", read, of)) * wide if arch.gated else activated(wide)
+        return x_PM + _through(self, "fc2", wide, of)
 
-        read = layer_norm(x_PM, of("norm1"), of("norm1_bias"))
-        q, k, v = jnp.moveaxis(linear(read, "qkv").reshape(len(x_PM), 3, arch.num_heads, arch.head_dim), 1, 0)
-        out = segment_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, segments)
-        x_PM = x_PM + linear(out.reshape(len(x_PM), -1), "o")
-        read = layer_norm(x_PM, of("norm2"), of("norm2_bias"))
-        return x_PM + linear(jax.nn.gelu(linear(read, "fc1"), approximate=True), "fc2")
+    def _attention(self, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, around: Surroundings) -> jax.Array:
+        """`[P, N, H]`, over whole images or, in most layers of a tower with windows, within these."""
+        arch = self.arch
+
+        def within_images() -> jax.Array:
+            return segment_attention(q, k, v, around.segments)
+
+        def within_windows() -> jax.Array:
+            most = (arch.window * arch.merge_size) ** 2
+            return segment_attention(q, k, v, around.windows, most)
+
+        if not arch.window:
+            return within_images()
+        is_full = np.isin(np.arange(arch.num_layers), arch.full_layers)
+        out: jax.Array = jax.lax.cond(jnp.asarray(is_full)[layer], within_images, within_windows)
+        return out
+
+
+def surroundings(patches: Patches, arch: VisionArch) -> Surroundings:
+    """What attention must know of the patches, whose pixels don't count here."""
+    return Surroundings(*rope_tables(patches.places, arch), patches.windows, patches.segments)
 
 
 def rope_tables(places: jax.Array, arch: VisionArch) -> tuple[jax.Array, jax.Array]:
@@ -171,18 +211,54 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return (centred * inverse * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def _norm(shape: tuple[int, ...], dtype: jnp.dtype) -> tuple[nnx.Param[jax.Array], nnx.Param[jax.Array]]:
-    """Declares a norm's scales and biases."""
+def root_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """RMSNorm (arXiv 1910.07467) of the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + NORM_EPS)
+    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """x * sigmoid(1.702 x), an approximation of GELU (arXiv 1606.08415)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": quick_gelu,
+    "silu": jax.nn.silu,
+}
+
+OfName: TypeAlias = Callable[[str], jax.Array]  # the numbers of a parameter, by its name in the module
+
+
+def _normalized(module: Matrices, name: str, x: jax.Array, of: OfName) -> jax.Array:
+    """`x` behind a norm of the module: with a bias, it is a LayerNorm."""
+    bias = f"{name}_bias"
+    return layer_norm(x, of(name), of(bias)) if hasattr(module, bias) else root_norm(x, of(name))
+
+
+def _through(module: Matrices, name: str, x: jax.Array, of: OfName) -> jax.Array:
+    """`x` behind a matrix of the module and its bias, if it has one."""
+    bias = f"{name}_bias"
+    out = product(x, of(name))
+    return out + of(bias) if hasattr(module, bias) else out
+
+
+def _norm(module: Matrices, name: str, shape: tuple[int, ...], dtype: jnp.dtype, is_root: bool) -> None:
+    """Declares a norm's scales, and its biases unless it is one of mean squares."""
     axes = (None,) * len(shape)
-    scale = nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=1.0, std=0.0)
-    return scale, nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=0.0, std=0.0)
+    setattr(module, name, nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=1.0, std=0.0))
+    if not is_root:
+        setattr(module, f"{name}_bias", nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=0.0, std=0.0))
 
 
-def _linear(module: Matrices, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> None:
+def _linear(module: Matrices, name: str, shape: tuple[int, ...], dtype: jnp.dtype, has_bias: bool = True) -> None:
     """Declares a matrix `[..., out, in]`, on every device as it is, and its bias `[..., out]`."""
     module.declare(name, shape, (None,) * len(shape), dtype, None, fan_in=shape[-1])
-    bias = nnx.Param(jnp.zeros(shape[:-1], dtype), axes=(None,) * (len(shape) - 1), mean=0.0, std=0.0)
-    setattr(module, f"{name}_bias", bias)
+    if has_bias:
+        bias = nnx.Param(jnp.zeros(shape[:-1], dtype), axes=(None,) * (len(shape) - 1), mean=0.0, std=0.0)
+        setattr(module, f"{name}_bias", bias)
 
 
 def _array(module: Matrices, name: str) -> jax.Array:
@@ -191,21 +267,32 @@ def _array(module: Matrices, name: str) -> jax.Array:
 
 
 BLOCK = 256  # queries whose scores stand in memory at once
-FAR = -1e30  # in the place of scores between images: no minus infinity, so that padding yields no NaN
+FAR = -1e30  # in the place of scores between segments: no minus infinity, so that padding yields no NaN
 
 
-def segment_attention(q_PNH: jax.Array, k_PNH: jax.Array, v_PNH: jax.Array, segments: jax.Array) -> jax.Array:
-    """`[P, N, H]`: softmax of q . k / sqrt(H) over keys of the same segment `[P]`, in float32, times v."""
+def segment_attention(
+    q_PNH: jax.Array, k_PNH: jax.Array, v_PNH: jax.Array, segments: jax.Array, most: int | None = None
+) -> jax.Array:
+    """`[P, N, H]`: softmax of q . k / sqrt(H) over keys of the same segment `[P]`, in float32, times v.
+
+    `most`: patches of a segment, which follow each other; None: a segment may have all.
+    """
     count, num_heads, head_dim = q_PNH.shape
     scale = head_dim**-0.5
     block = BLOCK if count % BLOCK == 0 else count
+    span = count if most is None else min(block + 2 * (most - 1), count)
 
-    def of_block(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        queries, of_queries = part
-        scores = jnp.einsum("qnh,knh->nqk", queries, k_PNH, preferred_element_type=jnp.float32) * scale
-        shares = jax.nn.softmax(jnp.where(of_queries[:, None] == segments, scores, FAR), axis=-1)
-        return jnp.einsum("nqk,knh->qnh", shares.astype(v_PNH.dtype), v_PNH)
+    def of_block(number: jax.Array) -> jax.Array:
+        start = number * block
+        queries = jax.lax.dynamic_slice_in_dim(q_PNH, start, block)
+        of_queries = jax.lax.dynamic_slice_in_dim(segments, start, block)
+        first = jnp.clip(start - (span - block) // 2, 0, count - span)
+        keys, values, of_keys = (jax.lax.dynamic_slice_in_dim(each, first, span) for each in (k_PNH, v_PNH, segments))
+        scores = jnp.einsum("qnh,knh->nqk", queries, keys, preferred_element_type=jnp.float32) * scale
+        shares = jax.nn.softmax(jnp.where(of_queries[:, None] == of_keys, scores, FAR), axis=-1)
+        return jnp.einsum("nqk,knh->qnh", shares.astype(values.dtype), values)
 
-    blocks = q_PNH.reshape(-1, block, num_heads, head_dim), segments.reshape(-1, block)
-    out: jax.Array = jax.lax.map(of_block, blocks) if count > block else of_block((q_PNH, segments))[None]
+    if count == block:
+        return of_block(jnp.int32(0))
+    out: jax.Array = jax.lax.map(of_block, jnp.arange(count // block))
     return out.reshape(count, num_heads, head_dim)
