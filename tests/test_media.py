@@ -116,6 +116,24 @@ WRONG = {
 }
 
 
+LINED = MediaLimits(IMAGE, -1, patch_size=4, has_lines=True)
+LINES = replace(item(), length=8, line_len=4)  # 2 lines of 3 and their ends
+OF_LINES = [IMAGE, IMAGE, IMAGE, 93, IMAGE, IMAGE, IMAGE, 92]
+
+
+def test_an_image_in_lines_is_taken_by_models_that_tell_lines_alone() -> None:
+    image = replace(LINES, grid=(1, 4, 6), pixels=LINES.pixels[: 24 * LINED.patch_bytes])
+    check_media([image], [1, 2, *OF_LINES, 3], LINED)
+    with pytest.raises(InvalidRequest, match=r"has 8 placeholder tokens in lines of 4, but its grid .* needs 6$"):
+        check_media([image], [1, 2, *OF_LINES, 3], LIMITS)
+    with pytest.raises(InvalidRequest, match=r"has 6 placeholder tokens, but its grid .* needs 8 in lines of 4"):
+        check_media([replace(image, length=6, line_len=0)], [1, 2, *[IMAGE] * 6], LINED)
+    with pytest.raises(InvalidRequest, match="not all of these are placeholders"):
+        check_media([image], [1, 2, *OF_LINES[:2], 5, *OF_LINES[3:], 3], LINED)
+    with pytest.raises(InvalidRequest, match="the prompt has 7 placeholder tokens, but its images have 6"):
+        check_media([image], [1, 2, *OF_LINES[:3], IMAGE, *OF_LINES[4:], 3], LINED)
+
+
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_media_is_refused_with_the_limit(message: str) -> None:
     media = WRONG[message]

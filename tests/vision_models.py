@@ -18,6 +18,7 @@ from jaxsgl.requests.request import Request, SamplingParams
 VOCAB = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253
 FIRST_SPECIAL = 250
+BREAK, LAST = 248, 249  # what ends the lines of an image, and its last one
 PATCH_LEN = 3 * 2 * 4 * 4
 
 # All sizes differ, and no two axes of a tensor can be mistaken for each other.
@@ -69,10 +70,20 @@ STATES: dict[str, Any] = {
 IN_ORDER: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
 }
+# Of decoders whose images are told by lines.
+IN_LINES: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_window": None}
+GROWING: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+        "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+    },
+}  # fmt: skip
 # Configuration, model, and what differs from `TEXT`.
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, IN_ORDER),
     "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration, IN_ORDER),
+    "mistral": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, IN_LINES),
+    "ministral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, GROWING),
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration, {}),
     "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration, MOE),
     "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration, STATES),
@@ -83,6 +94,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 WITH_STATES = ("qwen3_5", "qwen3_5_moe")
+WITH_LINES = ("mistral", "ministral3")
 # Towers that differ from `VISION`.
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
@@ -91,6 +103,13 @@ TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "depth": 4, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
         "window_size": 16, "fullatt_block_indexes": [1, 3], "tokens_per_second": 3,
+    },
+    **{
+        kind: {
+            "model_type": "pixtral", "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40,
+            "num_attention_heads": 2, "patch_size": 4, "image_size": 64, "hidden_act": "silu",
+        }
+        for kind in WITH_LINES
     },
     **{kind: {key: VISION[key] for key in VISION if key != "deepstack_visual_indexes"} for kind in WITH_STATES},
 }  # fmt: skip
@@ -114,9 +133,12 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     config_class, model_class, of_kind = KINDS[kind]
     text = {**TEXT, **of_kind, **text_changes}
     vision = TOWERS.get(kind, VISION)
+    ids = {"image_token_index": IMAGE} if kind in WITH_LINES else IDS
+    if kind in WITH_LINES:
+        text["model_type"] = kind
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = model_class(config_class(text_config=text, vision_config=vision, **IDS)).eval().float()
+    model = model_class(config_class(text_config=text, vision_config=vision, **ids)).eval().float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.1))
@@ -128,10 +150,25 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     return model
 
 
-def image(offset: int, grid: Grid, seed: int) -> MediaItem:
-    """A random image that stands at `offset`."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (grid[1] * grid[2], PATCH_LEN), dtype=np.uint8).tobytes()
-    return MediaItem(digest_of(pixels, grid, "test"), offset, grid[1] * grid[2] // 4, grid, pixels)
+def image(offset: int, grid: Grid, seed: int, in_lines: bool = False) -> MediaItem:
+    """A random image that stands at `offset`; `in_lines`: of a model that tells its lines."""
+    patch_len, line_len = (PATCH_LEN // 2, grid[2] // 2 + 1) if in_lines else (PATCH_LEN, 0)
+    pixels = np.random.default_rng(seed).integers(0, 256, (grid[1] * grid[2], patch_len), dtype=np.uint8).tobytes()
+    length = grid[1] // 2 * line_len if in_lines else grid[1] * grid[2] // 4
+    return MediaItem(digest_of(pixels, grid, "test"), offset, length, grid, pixels, line_len=line_len)
+
+
+def request_in_lines(request_id: str, grids: Sequence[Grid], seed: int, **params: Any) -> Request:
+    """Text with images of `grids` between it, whose lines end."""
+    rng = np.random.default_rng(seed)
+    ids: list[int] = rng.integers(5, 240, 4).tolist()
+    items = []
+    for i, grid in enumerate(grids):
+        items.append(image(len(ids), grid, 100 * seed + i, in_lines=True))
+        lines = [*[IMAGE] * (grid[2] // 2), BREAK] * (grid[1] // 2)
+        ids += [*lines[:-1], LAST, *rng.integers(5, 240, rng.integers(1, 5)).tolist()]
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
+    return Request(request_id, ids, sampling, media=tuple(items))
 
 
 def request(
@@ -171,11 +208,22 @@ def request(
 def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
     """The patches of images one after the other, `[P, C]`, as `model` takes them."""
     pixels = np.concatenate([patches_of(item) for item in media]).astype(np.float32) / 255
-    is_older = model.config.model_type.startswith("qwen2")
+    is_older = model.config.model_type.startswith(("qwen2", "mistral3"))
     told = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_older else ([0.5] * 3, [0.5] * 3)
     mean, std = (np.array(each, np.float32) for each in told)
     by_channel = pixels.reshape(len(pixels), 3, -1)
     return torch.tensor(((by_channel - mean[:, None]) / std[:, None]).reshape(pixels.shape))
+
+
+def pictures(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
+    """What transformers' Mistral 3 takes of images: their pixels, padded, and their sizes."""
+    patches = torch.split(normalized(model, media), [item.num_patches for item in media])
+    sizes = [(4 * item.grid[1], 4 * item.grid[2]) for item in media]
+    pixels = torch.zeros(len(media), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
+    for image, (h, w), of_image in zip(pixels, sizes, patches, strict=True):
+        squares = of_image.reshape(h // 8, w // 8, 2, 2, 3, 4, 4)  # lines, columns, 2 x 2 patches, channels, pixels
+        image[:, :h, :w] = squares.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, h, w)
+    return {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
 
 
 def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.ndarray:
@@ -183,6 +231,11 @@ def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.nd
     ids = torch.tensor([[*request.prompt_ids, *answer]])
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     media: dict[str, Any] = {}
+    if model.config.model_type == "mistral3":
+        media = pictures(model, request.media) if request.media else {}
+        with torch.no_grad():
+            in_lines: np.ndarray = model(input_ids=ids, use_cache=False, **media).logits[0].numpy()
+        return in_lines
     if request.media:
         pixels = normalized(model, request.media)
         grids = [item.grid for item in request.media]

@@ -263,14 +263,16 @@ def empty_call(bucket: EncodeBucket, capacity: TowerCapacity) -> EncodeInputs:
 def token_positions(num_tokens: int, media: Sequence[MediaItem]) -> tuple[IntArray, int]:
     """The positions `[3, n]` (time, row, column) of a prompt's tokens, and what is added to the index of later ones.
 
-    Text counts on by one in all three. An image's tokens share their time, count rows and columns from where the image
-    begins, and what follows goes on behind the larger side. The patches of a video that goes on have rows and columns
-    of its first one, and what follows goes on behind the largest position. That is Qwen2-VL's own rule (arXiv
-    2409.12191); transformers 5 leaves the times out of it.
+    Text counts on by one in all three, as do images in lines. Another image's tokens share their time, count rows and
+    columns from where the image begins, and what follows goes on behind the larger side. The patches of a video that
+    goes on have rows and columns of its first one, and what follows goes on behind the largest position. That is
+    Qwen2-VL's own rule (arXiv 2409.12191); transformers 5 leaves the times out of it.
     """
     positions = np.empty((3, num_tokens), np.int32)
     index = position = begin = 0
     for item in media:
+        if item.line_len:
+            continue
         positions[:, index : item.offset] = np.arange(index, item.offset) + (position - index)
         position += item.offset - index
         begin = position if item.later is None else begin

@@ -412,6 +412,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{config.path}: {num_heads} heads can't share {num_kv_heads} kv heads evenly")
     layers = read_layers(config, family, KvHeads(num_kv_heads, head_dim), latent)
+    rms_norm_eps = config.number(family.norm_eps_key, 1e-6)
 
     def bias(of_family: bool | None, key: str) -> bool:
         return bool(config.get(key, False)) if of_family is None else of_family
@@ -431,7 +432,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         head_dim=head_dim,
         layers=layers.specs,
         ropes=layers.ropes,
-        rms_norm_eps=config.number(family.norm_eps_key, 1e-6),
+        rms_norm_eps=rms_norm_eps,
         tie_embeddings=_read_tied(whole, config, family),
         attention_bias=bias(family.qkv_bias, family.qkv_bias_key),
         attention_out_bias=bias(family.attention_out_bias, family.attention_out_bias_key),
@@ -456,7 +457,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         sinks=family.sinks,
         output_gate=family.output_gate if _holds(config, family.output_gate_key) else None,
         head=head,
-        vision=None if family.vision is None else read_vision(whole, family.vision, hidden_size),
+        vision=None if family.vision is None else read_vision(whole, family.vision, hidden_size, rms_norm_eps),
         next_layer=layers.next_spec,
     )
 

@@ -75,35 +75,42 @@ class VisionFamily:
     """What the name of an architecture implies of its vision tower.
 
     Attributes:
-      image_token_id, video_token_id: see `VisionArch`, where config.json leaves them out; as the next two.
+      image_token_id, video_token_id: see `VisionArch`, where config.json leaves them out; as the next one.
       deepstack_layers: see `VisionArch`; None: there is no deepstack, nor a key for it.
-      sections: see `RopeParams`.
+      sections: see `RopeParams`; None: tokens of images have positions as text.
       takes_turns: pairs of the three positions take turns; else they stand in order.
-      activation: of the tower's MLPs.
-      gated, root_norms, patch_bias: see `VisionArch`.
+      activations: that the tower's MLPs may have; the first one is that of config.json without the key.
+      gated, root_norms, patch_bias, layer_bias, first_norm, norm_eps, rope_alternates: see `VisionArch`.
       has_positions: patches have learned positions.
       windows: all layers but those of `fullatt_block_indexes` have windows of `window_size` pixels.
+      projects: see `VisionArch`; keys of the projector, and of the squares that it merges, stand beside the tower's.
+      frames: in a patch, where config.json doesn't say it.
       mean, std: see `VisionArch`.
-      width_key, out_key: the keys of M and D.
+      keys: what keys of the tower are called, if not as in Qwen3-VL, by their names there.
       ffn_key: the key of F; None: it is `mlp_ratio` times M.
       defaults: values of keys that `vision_config` may leave out.
     """
 
     image_token_id: int
-    video_token_id: int
+    video_token_id: int | None
     deepstack_layers: tuple[int, ...] | None
-    sections: tuple[int, int, int]
+    sections: tuple[int, int, int] | None
     takes_turns: bool = True
-    activation: str = "gelu_pytorch_tanh"
+    activations: tuple[str, ...] = ("gelu_pytorch_tanh",)
     gated: bool = False
     root_norms: bool = False
     patch_bias: bool = True
+    layer_bias: bool = True
+    first_norm: bool = False
+    norm_eps: float = 1e-6
+    rope_alternates: bool = False
     has_positions: bool = True
     windows: bool = False
+    projects: bool = False
+    frames: int = 2
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    width_key: str = "hidden_size"
-    out_key: str = "out_hidden_size"
+    keys: Mapping[str, str] = field(default_factory=dict)
     ffn_key: str | None = "intermediate_size"
     defaults: Mapping[str, Any] = field(
         default_factory=lambda: {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}

@@ -182,7 +182,7 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
                 f"{config.path}: partial_rotary_factor is {own_share}, which turns {rotary_dim} of the {head_dim} "
                 "numbers of a head, but they turn in pairs: give a factor that turns an even number"
             )
-        sections = () if family.vision is None else _read_sections(section, family.vision, rotary_dim or head_dim)
+        sections = _read_sections(section, family.vision, rotary_dim or head_dim)
         plain = RopeParams(
             theta, rotary_dim=rotary_dim, interleaved=is_interleaved, sections=sections,
             takes_turns=family.vision is None or family.vision.takes_turns,
@@ -208,8 +208,10 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
     return {FULL: rope(both, theta), SLIDING: rope(None, sliding_theta)}
 
 
-def _read_sections(rope: ConfigFile, family: VisionFamily, num_turned: int) -> tuple[int, ...]:
-    """Pairs of dimensions that turn with time, row and column, of so many dimensions that turn."""
+def _read_sections(rope: ConfigFile, family: VisionFamily | None, num_turned: int) -> tuple[int, ...]:
+    """Pairs of dimensions that turn with time, row and column, of so many dimensions that turn; (): all with one."""
+    if family is None or family.sections is None:
+        return ()
     sections = rope.get("mrope_section", list(family.sections))
     takes_turns = bool(rope.get("mrope_interleaved", family.takes_turns))
     if takes_turns != family.takes_turns:

@@ -167,8 +167,10 @@ class RopeTables(NamedTuple):
 
 
 def tables_of(positions: jax.Array, rope: RopeParams | None, head_dim: int) -> RopeTables:
-    """The tables of tokens at `positions`, as `rope_tables` takes them."""
+    """The tables of tokens at `positions`, as `rope_tables` takes them; without `sections` the three are equal."""
     growth = None
+    if positions.ndim > 1 and not (rope is not None and rope.sections):
+        positions = positions[0]
     if rope is not None and rope.query_growth:
         times = jnp.floor(positions.astype(jnp.float32) / rope.original_context)
         growth = 1.0 + rope.query_growth * jnp.log1p(times)

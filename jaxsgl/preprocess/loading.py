@@ -100,6 +100,8 @@ def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: L
 
 
 def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> tuple[Part, ...]:
+    if settings.video_token_id < 0:
+        raise InvalidRequest(f"the request has {name}, but the model takes pictures alone: send some of its frames")
     if isinstance(file.content, tuple):
         return _parts(_frames(file, settings, bounds, left, name), settings, bounds, left)
     if is_movie(file.content):

@@ -26,6 +26,8 @@ def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels:
     Raises `InvalidRequest` for a picture that is far longer than wide.
     """
     limits = settings.image
+    if settings.longest_side is not None:
+        return _within(height, width, settings.unit, settings.longest_side, max_pixels)
     return _size(height, width, settings.unit, limits.min_pixels, min(limits.max_pixels, max_pixels))
 
 
@@ -84,6 +86,16 @@ def _size(height: int, width: int, unit: int, least: int, most: int) -> tuple[in
     if h * w < least:
         return _grown(height, width, unit, math.sqrt(least / (height * width)))
     return h, w
+
+
+def _within(height: int, width: int, unit: int, longest: int, most: int) -> tuple[int, int]:
+    """Height and width with no side above `longest`, rounded up to multiples of `unit`; at most `most` pixels."""
+    _check_ratio(height, width)
+    ratio = max(height, width) / longest
+    if ratio > 1:
+        height, width = max(math.floor(height / ratio), 1), max(math.floor(width / ratio), 1)
+    h, w = (math.ceil(side / unit) * unit for side in (height, width))
+    return _shrunk(height, width, unit, math.sqrt(height * width / most)) if h * w > most else (h, w)
 
 
 def _check_ratio(height: int, width: int) -> None:

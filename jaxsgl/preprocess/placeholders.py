@@ -67,14 +67,14 @@ class Tokens:
 
 
 def tokens_of(settings: ProcessorSettings, name_of: Callable[[int], bytes]) -> Tokens:
-    """Returns them, as `name_of` tells the text of a token."""
+    """Returns them, as `name_of` tells the text of a token; "" for those that the model lacks."""
     ids = (
         settings.image_token_id,
         settings.video_token_id,
         settings.vision_start_token_id,
         settings.vision_end_token_id,
     )
-    return Tokens(*(name_of(token_id).decode("utf-8", "replace") for token_id in ids))
+    return Tokens(*("" if token_id < 0 else name_of(token_id).decode("utf-8", "replace") for token_id in ids))
 
 
 def time_in_words(part: Part) -> str:
@@ -89,6 +89,8 @@ def write_videos(text: str, visuals: Sequence[Visual], tokens: Tokens) -> str:
     unless there is a placeholder for each video.
     """
     videos = [visual for visual in visuals if visual.is_video]
+    if not (videos or tokens.video):
+        return text
     pieces = text.split(tokens.video)
     if len(pieces) - 1 != len(videos):
         raise _mismatch(len(pieces) - 1, tokens.video, len(videos), "videos")
@@ -154,11 +156,21 @@ def expand(
             expanded.append(token_id)
             continue
         for part in next(iterators[token_id]):
-            num_tokens = part.num_patches // settings.merge_size**2
+            tokens, line_len = _tokens_of(part, token_id, settings)
             pad_id = sglang_pad_id(part.digest) if sglang_ids else None
-            items.append(MediaItem(part.digest, len(expanded), num_tokens, part.grid, part.pixels, pad_id, part.later))
-            expanded += [token_id] * num_tokens
+            place = len(expanded), len(tokens)
+            items.append(MediaItem(part.digest, *place, part.grid, part.pixels, pad_id, part.later, line_len))
+            expanded += tokens
     return expanded, tuple(items)
+
+
+def _tokens_of(part: Part, token_id: int, settings: ProcessorSettings) -> tuple[list[int], int]:
+    """The tokens of a part, placeholders and ends of lines, and how many a line has; 0 if nothing ends lines."""
+    if settings.line_ends is None:
+        return [token_id] * (part.num_patches // settings.merge_size**2), 0
+    lines, width = (side // settings.merge_size for side in part.grid[1:])
+    end, last = settings.line_ends
+    return [*([*[token_id] * width, end] * lines)[:-1], last], width + 1
 
 
 def _mismatch(count: int, placeholder: str, expected: int, what: str) -> InvalidRequest:

@@ -46,10 +46,13 @@ class ProcessorSettings:
       by_frame: videos are as Qwen2-VL takes them. Limits of pixels are those of a frame; frames are taken in whole
         temporal patches, which follow each other without words between them: their times are positions of tokens.
       positions_per_s: by_frame: positions of time in a second; None: temporal patches are one position apart.
+      longest_side: pixels of a picture's longer side at most, which is the only limit; sides are rounded up. None: the
+        limits are those of `image`.
+      line_ends: what ends the lines of a picture, and its last one; None: nothing does.
       caps_frames: whether a frame has at most `max_frame_tokens` tokens or, by frame, its share of `max_video_tokens`,
         as in Qwen's own tools.
       image_token_id, video_token_id: placeholders.
-      vision_start_token_id, vision_end_token_id: what stands around them.
+      vision_start_token_id, vision_end_token_id: what stands around them. Of videos and of these -1: there are none.
     """
 
     patch_size: int
@@ -69,6 +72,8 @@ class ProcessorSettings:
     by_frame: bool = False
     positions_per_s: float | None = None
     max_video_tokens: int = 128_000
+    longest_side: int | None = None
+    line_ends: tuple[int, int] | None = None
 
     @property
     def unit(self) -> int:
@@ -101,11 +106,9 @@ class _OfModel(NamedTuple):
 
 
 _HALF = (0.5, 0.5, 0.5)
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _QWEN3_VL = _OfModel(16, (65536, 16777216), (4096, 25165824), _HALF, _HALF)
-_QWEN2_VL = _OfModel(
-    14, (3136, 1003520), (100352, 602112),
-    (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), by_frame=True,
-)  # fmt: skip
+_QWEN2_VL = _OfModel(14, (3136, 1003520), (100352, 602112), *_CLIP, by_frame=True)
 # By `model_type` of config.json; others are as Qwen3-VL.
 _MODELS = {"qwen2_vl": _QWEN2_VL, "qwen2_5_vl": _QWEN2_VL._replace(positions_per_s=4.0)}
 
@@ -123,6 +126,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     of_model = _MODELS.get(str(config.get("model_type")), _QWEN3_VL)
     both = _read(folder / _BOTH_FILE)
     image = _read(folder / _IMAGE_FILE) or both.get("image_processor") or {}
+    if config.get("model_type") == "mistral3":
+        return _of_mistral3(folder, config, vision, image, both)
     video = _read(folder / _VIDEO_FILE) or both.get("video_processor") or {}
     sizes = {
         "patch_size": vision.get("patch_size", of_model.patch_size),
@@ -153,6 +158,48 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
         raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
     _check_normalization(folder, settings)
     return settings
+
+
+def _of_mistral3(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any], both: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures alone, whose lines are told by tokens."""
+    sizes = {"patch_size": vision.get("patch_size", 14), "spatial_merge_size": config.get("spatial_merge_size", 2)}
+    patch_size, size = image.get("patch_size"), image.get("size") or {}
+    if isinstance(patch_size, dict):
+        same = patch_size.get("height") == patch_size.get("width")
+        image = {**image, "patch_size": patch_size["height"] if same else patch_size}
+    _check_processor(folder / _IMAGE_FILE, image, {"patch_size": sizes["patch_size"]})
+    _check_processor(folder / _BOTH_FILE, both, sizes)
+    ids = _added_tokens(folder)
+    try:
+        longest = int(size.get("longest_edge") or vision.get("image_size") or 1540)
+        mean, std = (image.get(f"image_{of}") or clip for of, clip in zip(("mean", "std"), _CLIP, strict=True))
+        pixels = PixelSettings(1, longest**2, tuple(map(float, mean)), tuple(map(float, std)))
+        line_end, last = (both.get(f"image_{of}_token", f"[IMG_{of.upper()}]") for of in ("break", "end"))
+        return ProcessorSettings(
+            patch_size=sizes["patch_size"],
+            temporal_patch_size=1,
+            merge_size=sizes["spatial_merge_size"],
+            image=pixels,
+            video=pixels,
+            image_token_id=config.get("image_token_id") or config.get("image_token_index", 10),
+            video_token_id=-1,
+            vision_start_token_id=-1,
+            vision_end_token_id=-1,
+            longest_side=longest,
+            line_ends=(ids[line_end], ids[last]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """The ids of tokens that the tokenizer's files list one by one."""
+    listed = _read(folder / "tokenizer.json").get("added_tokens") or []
+    by_id = _read(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    found = {token["content"]: int(number) for number, token in by_id.items()}
+    return found | {token["content"]: int(token["id"]) for token in listed}
 
 
 def _pixels(values: dict[str, Any], limits: tuple[int, int], of_model: _OfModel) -> PixelSettings:

@@ -42,13 +42,15 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
       digest: SHA-256 of the pixels, the grid and the processor's settings; see `digest_of`.
-      offset, length: of its placeholder tokens in the prompt.
+      offset, length: of its tokens in the prompt: placeholders, and those that end its lines.
       grid: (t, h, w) in patches. t is 1.
       pixels: uint8 `[t * h * w, channels * temporal * patch * patch]`, the patches in the order of the model's merges;
         see `patches_of`. They are RGB, resized, and not normalized yet.
       pad_id: stands for each of its tokens among the `hash_ids`; None: numbers that are drawn from `digest`.
       later: it goes on with the video of the item before, right behind which it stands, by so many positions of time
         after the video's beginning; None: it begins something.
+      line_len: tokens of a line, of which the last one ends it and stands for no part of the image. Its tokens have the
+        positions of text then. 0: nothing tells lines.
     """
 
     digest: bytes
@@ -58,6 +60,7 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     pixels: bytes
     pad_id: int | None = None
     later: int | None = None
+    line_len: int = 0
 
     @property
     def num_patches(self) -> int:
@@ -67,20 +70,32 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def stop(self) -> int:
-        """The position behind its last placeholder token."""
+        """The position behind its last token."""
         return self.offset + self.length
+
+    @property
+    def num_rows(self) -> int:
+        """Embeddings that the tower makes of it: one for each placeholder."""
+        return self.length - self.length // self.line_len if self.line_len else self.length
+
+    def by_token(self, rows: IntArray) -> IntArray:
+        """`[length]` which of its `rows [num_rows]` each of its tokens has; 0: none, since it ends a line."""
+        if not self.line_len:
+            return rows
+        return np.pad(rows.reshape(-1, self.line_len - 1), ((0, 0), (0, 1))).reshape(-1)
 
 
 class MediaLimits(msgspec.Struct, frozen=True):
     """What a model with a vision tower takes, and how much of it in one request.
 
     Attributes:
-      image_token_id, video_token_id: the placeholder tokens of images, and of video frames.
+      image_token_id, video_token_id: the placeholder tokens of images, and of video frames; -1: there are no videos.
       patch_size, temporal_patch_size: pixels along the sides of a patch, and frames in it.
       merge_size: patches along the sides of the square that becomes one token.
       max_items: images and temporal patches of videos of a request.
       max_patches: of one item.
       max_request_patches: of all items of a request.
+      has_lines: tokens end the lines of images, see `MediaItem.line_len`.
       may_come_later: requests of two legs may lack them, or their pixels, here: the prefill server encodes them.
     """
 
@@ -92,6 +107,7 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_items: int = 256
     max_patches: int = 16384
     max_request_patches: int = 65536
+    has_lines: bool = False
     may_come_later: bool = False
 
     @property
@@ -204,7 +220,7 @@ def check_media(media: Sequence[MediaItem], prompt_ids: Sequence[int], limits: M
             "or smaller ones"
         )
     placeholders = num_placeholders(prompt_ids, limits)
-    expected = sum(item.length for item in media)
+    expected = sum(item.num_rows for item in media)
     if placeholders != expected:
         raise InvalidRequest(
             f"the prompt has {placeholders} placeholder tokens, but its images have {expected}: write no placeholders "
@@ -229,16 +245,21 @@ def _check_item(name: str, item: MediaItem, prompt_ids: Sequence[int], limits: M
         )
     if len(item.digest) != DIGEST_BYTES:
         raise InvalidRequest(f"{name} has a digest of {len(item.digest)} bytes, but SHA-256 has {DIGEST_BYTES}")
-    num_tokens = item.num_patches // merge**2
-    if item.length != num_tokens:
+    line_len = w // merge + 1 if limits.has_lines else 0
+    num_tokens = h // merge * line_len if line_len else item.num_patches // merge**2
+    if (item.length, item.line_len) != (num_tokens, line_len):
+        of_lines = f" in lines of {item.line_len}" if item.line_len else ""
         raise InvalidRequest(
-            f"{name} has {item.length} placeholder tokens, but its grid {item.grid} needs {num_tokens}"
+            f"{name} has {item.length} placeholder tokens{of_lines}, but its grid {item.grid} needs {num_tokens}"
+            + (f" in lines of {line_len}" if line_len else "")
         )
     if item.offset < 0 or item.stop > len(prompt_ids):
         raise InvalidRequest(
             f"{name} stands at tokens {item.offset} to {item.stop - 1}, but the prompt has {len(prompt_ids)}"
         )
-    kinds = set(prompt_ids[item.offset : item.stop])
+    is_row = item.by_token(np.ones(item.num_rows, np.int32)).tolist()
+    tokens = zip(prompt_ids[item.offset : item.stop], is_row, strict=True)
+    kinds = {token_id for token_id, of_image in tokens if of_image}
     if len(kinds) != 1 or not kinds <= {limits.image_token_id, limits.video_token_id}:
         raise InvalidRequest(
             f"{name} stands at tokens {item.offset} to {item.stop - 1}, but not all of these are placeholders"

@@ -1,9 +1,8 @@
 """Maps Hugging Face tensor names to our parameters, as data: the recipe of each parameter, by architecture.
 
 Owns these tables. Knows no files, whose names for the same tensors are in `stored_names.py`, and not how tensors fill a
-parameter (`pieces.py`). Experts are in `experts.py`, tensors that make no parameter in `tensor_files.py`. Recipes of a
-vision tower, whose layers are stacked, come last: `quantized.py`, through which the loader reads the tables, asks for
-them first.
+parameter (`pieces.py`). Experts are in `experts.py`, a vision tower in `tower_names.py`, tensors that make no parameter
+in `tensor_files.py`. The loader reads the tables through `quantized.py`.
 """
 
 from __future__ import annotations
@@ -406,63 +405,3 @@ def _layers_of(vectors: str, arch: ModelArch) -> Iterable[int]:
     if vectors in ("k_norm", "qkv_bias", "gate_bias"):
         return arch.attention_layers
     return arch.recurrent_layers if vectors.startswith(("delta_", "mamba_", "conv_")) else range(arch.num_layers)
-
-
-TOWER_PREFIX = "model.visual."
-
-_TOWER_BLOCK = "blocks.{}."
-# Our name -> the tensor's name without ".weight" and ".bias", and the axes of the weights; `{}` stands for the index.
-_TOWER: dict[str, tuple[str, tuple[str, ...]]] = {
-    "patches": ("patch_embed.proj", ("VM", "VI", "VT", "VP", "VP")),
-    "qkv": (_TOWER_BLOCK + "attn.qkv", ("V3M", "VM")),
-    "o": (_TOWER_BLOCK + "attn.proj", ("VM", "VM")),
-    "fc1": (_TOWER_BLOCK + "mlp.linear_fc1", ("VF", "VM")),
-    "fc2": (_TOWER_BLOCK + "mlp.linear_fc2", ("VM", "VF")),
-    "norm1": (_TOWER_BLOCK + "norm1", ("VM",)),
-    "norm2": (_TOWER_BLOCK + "norm2", ("VM",)),
-    "positions": ("pos_embed", ("VG", "VM")),
-}
-_TOWER_MERGER = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
-_QWEN2_MERGER = {"norm": "ln_q", "fc1": "mlp.0", "fc2": "mlp.2"}
-# What older towers call their tensors, by architecture: those of blocks, and of the merger.
-_OLDER_TOWERS: dict[str, tuple[dict[str, tuple[str, tuple[str, ...]]], dict[str, str]]] = {
-    "Qwen2VLForConditionalGeneration": (
-        {"fc1": (_TOWER_BLOCK + "mlp.fc1", ("VF", "VM")), "fc2": (_TOWER_BLOCK + "mlp.fc2", ("VM", "VF"))},
-        _QWEN2_MERGER,
-    ),
-    "Qwen2_5_VLForConditionalGeneration": (
-        {
-            "gate": (_TOWER_BLOCK + "mlp.gate_proj", ("VF", "VM")),
-            "fc1": (_TOWER_BLOCK + "mlp.up_proj", ("VF", "VM")),
-            "fc2": (_TOWER_BLOCK + "mlp.down_proj", ("VM", "VF")),
-        },
-        _QWEN2_MERGER,
-    ),
-}
-_TOWER_MERGER_AXES = {"fc1": ("VW", "VW"), "fc2": ("D", "VW")}
-
-
-def recipe_of_tower(path: Path, arch: ModelArch) -> Recipe | None:
-    """The recipe of the parameter at `path`; None unless it belongs to a vision tower."""
-    if path[0] != "visual":
-        return None
-    assert arch.vision is not None
-    names = [str(part) for part in path[1:]]
-    is_bias = names[-1].endswith("_bias")
-    own = names[-1].removesuffix("_bias")
-    of_tower, of_merger = _OLDER_TOWERS.get(arch.name, ({}, _TOWER_MERGER))
-    count = 1
-    axes: tuple[str, ...]
-    if names[0] == "merger":
-        tensor, axes = f"merger.{of_merger[own]}", _TOWER_MERGER_AXES.get(own, ("VM",))
-    elif names[0] == "deepstack":
-        tensor, axes = f"deepstack_merger_list.{{}}.{_TOWER_MERGER[own]}", _TOWER_MERGER_AXES.get(own, ("VW",))
-        count = len(arch.vision.deepstack_layers)
-    else:
-        tensor, axes = of_tower.get(own) or _TOWER[own]
-        count = arch.vision.num_layers if tensor.startswith(_TOWER_BLOCK) else 1
-    ending, axes = (".bias", axes[:1]) if is_bias else (".weight", axes)
-    sources = tuple(Source(TOWER_PREFIX + tensor.format(index) + ending, axes) for index in range(count))
-    if "{}" in tensor:
-        return Recipe(sources, pieces.stacked)
-    return Recipe(sources, pieces.flat_patches if own == "patches" and not is_bias else pieces.as_is)

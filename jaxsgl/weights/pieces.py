@@ -303,6 +303,29 @@ def flat_patches(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece
     yield Piece((), tensors[0].reshape(len(tensors[0]), -1))
 
 
+def squares_by_patch(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Weights `[out, M * 4]` of squares of patches, whose numbers lie by channel, to those of patches one by one."""
+    assert arch.vision is not None
+    by_channel = tensors[0].reshape(len(tensors[0]), arch.vision.hidden_size, -1)
+    yield Piece((), by_channel.transpose(0, 2, 1).reshape(tensors[0].shape))
+
+
+def in_rows(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Tensors one after the other on their first axis."""
+    first = 0
+    for tensor in tensors:
+        yield Piece((slice(first, first + len(tensor)),), tensor)
+        first += len(tensor)
+
+
+def stacked_rows(of_row: Pieces, count: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Row r of `count` is what `of_row` makes of the r-th part of the tensors; all have equally many."""
+    per_row = len(tensors) // count
+    for row in range(count):
+        for place, numbers in of_row(arch, tensors[row * per_row : (row + 1) * per_row]):
+            yield Piece((row, *place), numbers)
+
+
 def stack_layers(
     of_layer: Pieces, layers: tuple[int, ...], arch: ModelArch, tensors: tuple[Tensor, ...]
 ) -> Iterator[Piece]:

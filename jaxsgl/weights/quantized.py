@@ -26,7 +26,7 @@ from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import RECURRENT_NETS
 from jaxsgl.models.matrix import part_name
 from jaxsgl.models.quantization import FLOAT8, WeightFormat
-from jaxsgl.weights import names
+from jaxsgl.weights import names, tower_names
 from jaxsgl.weights.experts import ShapeOf, recipe_of_experts, recipe_of_mxfp4
 from jaxsgl.weights.recipe import Path, Piece, Place, Recipe, Source, Tensor, axes_lengths
 from jaxsgl.weights.stored_matrix import (
@@ -50,7 +50,7 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
         of_experts = recipe_of_experts(path, arch, shape_of)
         if of_experts is not None and path[3:] in (("gate_up",), ("down",)):
             return _dequantized(path, of_experts, "experts", arch, shape_of)
-        recipe = names.recipe_of_tower(path, arch) or of_experts or names.recipe_of(path, arch)
+        recipe = tower_names.recipe_of_tower(path, arch) or of_experts or names.recipe_of(path, arch)
         if path[2:] == ("attention", "kv_b"):
             return _dequantized(path, recipe, "kv_b", arch, shape_of)
         return _dequantized_if_stored_so(recipe, _formats_at(path, arch), shape_of)

@@ -1,6 +1,6 @@
-"""Files of pictures and frames of videos in a prompt of Qwen2.5-VL, all the way to the tokens of transformers.
+"""Files of pictures and frames of videos in prompts, all the way to the tokens of transformers.
 
-Its processor's part is transformers' own, as far as it needs no torchvision: what cuts pictures, and what cuts frames.
+The processors' part is transformers' own, as far as it needs no torchvision: what cuts pictures, and what cuts frames.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 import jaxsgl
 from jaxsgl.config.features import VisionConfig
 from tests.preprocess.pictures import file_of, picture
-from tests.vision_models import END, IMAGE, START, VIDEO, make_model
+from tests.vision_models import BREAK, END, IMAGE, LAST, START, VIDEO, make_model
 
 pytestmark = pytest.mark.device
 FPS = 2.0  # of the frames, as nothing else is said: a temporal patch is 3 positions later than the one before
@@ -32,17 +36,29 @@ LIMITS: dict[str, Any] = {
 PIXELS = {"min_pixels": 64, "max_pixels": 2048}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("model")
-    model = make_model(folder, "qwen2_5_vl")
-    (folder / "preprocessor_config.json").write_text(json.dumps(LIMITS | PIXELS))
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(LIMITS | PIXELS))
-    return folder, model
+SIZES: dict[str, Any] = {
+    "page_size": 4, "max_total_tokens": 512, "context_length": 256, "max_running_requests": 1, "decode_buckets": (1,),
+    "extend_buckets": (64,), "chunked_prefill_size": 64, "dtype": "float32",
+    "vision": VisionConfig(mm_pool_tokens=256, mm_max_patches=256),
+}  # fmt: skip
+GREEDY = jaxsgl.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
-def expected(model: Any, ids: list[int], image: Any, frames: list[Any], num_tokens: int) -> list[int]:
-    """transformers' greedy answer."""
+def greedy(model: Any, prompt: list[int], media: dict[str, Any], has_types: bool) -> list[int]:
+    """transformers' answer of 6 tokens."""
+    answer: list[int] = []
+    for _ in range(6):
+        tokens = torch.tensor([[*prompt, *answer]])
+        types = {"mm_token_type_ids": (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()} if has_types else {}
+        model.model.rope_deltas = None
+        with torch.no_grad():
+            logits = model(input_ids=tokens, use_cache=False, **types, **media).logits
+        answer.append(int(logits[0, -1].argmax()))
+    return answer
+
+
+def expected(model: Any, ids: list[int], image: Any, frames: list[Any]) -> list[int]:
+    """The answer of Qwen2.5-VL."""
     size = {"shortest_edge": PIXELS["min_pixels"], "longest_edge": PIXELS["max_pixels"]}
     of_image = Qwen2VLImageProcessorPil(size=size, temporal_patch_size=2, **LIMITS)(images=[image], return_tensors="pt")
     stacked = torch.tensor(np.stack([np.asarray(frame).transpose(2, 0, 1) for frame in frames]))[None].float()
@@ -55,28 +71,49 @@ def expected(model: Any, ids: list[int], image: Any, frames: list[Any], num_toke
     }  # fmt: skip
     counts = {IMAGE: int(of_image["image_grid_thw"].prod()) // 4, VIDEO: int(np.prod(grid)) // 4}
     prompt = [token for token in ids for _ in range(counts.get(token, 1))]
-    answer: list[int] = []
-    for _ in range(num_tokens):
-        tokens = torch.tensor([[*prompt, *answer]])
-        types = (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
-        model.model.rope_deltas = None
-        with torch.no_grad():
-            logits = model(input_ids=tokens, mm_token_type_ids=types, use_cache=False, **media).logits
-        answer.append(int(logits[0, -1].argmax()))
-    return answer
+    return greedy(model, prompt, media, has_types=True)
 
 
-def test_a_picture_and_a_video_give_transformers_tokens(made: tuple[Path, Any]) -> None:
-    folder, model = made
+def test_a_picture_and_a_video_give_transformers_tokens(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "qwen2_5_vl")
+    for name in ("preprocessor_config", "video_preprocessor_config"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(LIMITS | PIXELS))
     image, frames = picture(61, 42), [picture(48, 24, seed=i) for i in range(4)]
     ids = [11, START, IMAGE, END, 23, 35, START, VIDEO, END, 47, 59]
-    llm = jaxsgl.LLM(
-        str(folder), page_size=4, max_total_tokens=512, context_length=256, max_running_requests=1, decode_buckets=(1,),
-        extend_buckets=(64,), chunked_prefill_size=64, dtype="float32",
-        vision=VisionConfig(mm_pool_tokens=256, mm_max_patches=256),
-    )  # fmt: skip
+    llm = jaxsgl.LLM(str(tmp_path), **SIZES)
     data = {"image": file_of(image), "video": [[file_of(frame) for frame in frames]]}
-    params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    (answer,) = llm.generate({"prompt_token_ids": ids, "multi_modal_data": data}, params, use_tqdm=False)
+    (answer,) = llm.generate({"prompt_token_ids": ids, "multi_modal_data": data}, GREEDY, use_tqdm=False)
     llm.close()
-    assert list(answer.token_ids) == expected(model, ids, image, frames, 6)
+    assert list(answer.token_ids) == expected(model, ids, image, frames)
+
+
+def write_words(folder: Path) -> None:
+    """A tokenizer of words "0" to "255", of which three are Mistral's tokens of images."""
+    names = {IMAGE: "[IMG]", BREAK: "[IMG_BREAK]", LAST: "[IMG_END]"}
+    words = Tokenizer(WordLevel({names.get(i, str(i)): i for i in range(256)}, unk_token="0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.add_special_tokens([*names.values()])
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def test_pictures_of_mistral_3_give_transformers_tokens(tmp_path: Path) -> None:
+    """Words around a picture's lines are those of its folder; `image_size` is all that it says of pictures."""
+    model = make_model(tmp_path, "mistral")
+    write_words(tmp_path)
+    given = [picture(100, 42), picture(17, 24, seed=1)]
+    size = {"longest_edge": 64}
+    processor = PixtralImageProcessorPil(size=size, patch_size=8)
+    cut = processor(images=given, return_tensors="pt")
+    prompt = [11]
+    for height, width in cut["image_sizes"].tolist():
+        lines = [*[IMAGE] * (width // 8), BREAK] * (height // 8)
+        prompt += [*lines[:-1], LAST, 23]
+    llm = jaxsgl.LLM(str(tmp_path), **SIZES)
+    asked = {"prompt": "11 [IMG] 23 [IMG] 23", "multi_modal_data": {"image": [file_of(each) for each in given]}}
+    (answer,) = llm.generate(asked, GREEDY, use_tqdm=False)
+    with pytest.raises(jaxsgl.errors.InvalidRequest, match="pictures alone"):
+        llm.generate({"prompt": "11", "multi_modal_data": {"video": [[given[0]]]}}, GREEDY, use_tqdm=False)
+    llm.close()
+    assert answer.prompt_tokens == len(prompt)
+    assert list(answer.token_ids) == greedy(model, prompt, dict(cut), has_types=False)

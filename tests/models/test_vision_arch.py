@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,77 @@ def test_what_an_older_tower_may_not_have_is_refused_by_name(
     values[section][key] = value
     with pytest.raises(CheckpointError, match=words):
         read_values(tmp_path, values)
+
+
+# Mistral Small 3.2, as published.
+MISTRAL3: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "use_cache": True,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "image_size": 1540,
+        "initializer_range": 0.02,
+        "intermediate_size": 4096,
+        "model_type": "pixtral",
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "rope_theta": 10000.0,
+    },
+    "vision_feature_layer": -1,
+}
+
+
+def test_a_published_config_of_mistral_3_gives_a_tower_and_lines(tmp_path: Path) -> None:
+    arch = read_values(tmp_path, MISTRAL3)
+    tower = arch.vision
+    assert tower is not None and tower.has_lines and not arch.has_axes
+    assert (tower.num_layers, tower.hidden_size, tower.num_heads, tower.out_size) == (24, 1024, 16, 5120)
+    assert (tower.patch_len, tower.image_token_id, tower.video_token_id) == (3 * 14 * 14, 10, -1)
+    assert tower.projects and not (tower.merger_bias or tower.layer_bias or tower.patch_bias)
+    assert (tower.norm_eps, tower.merger_eps, tower.activation) == (1e-5, 1e-5, "silu")
+    assert read_values(tmp_path, {**MISTRAL3, "multimodal_projector_bias": True}).vision == replace(
+        tower, merger_bias=True
+    )
+    assert read_values(tmp_path, {**MISTRAL3, "vision_config": None}).vision is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("projector_hidden_act", "silu", "projector_hidden_act is silu, but must be gelu"),
+        ("vision_feature_layer", -2, "vision_feature_layer is -2, but must be -1"),
+        ("vision_feature_layer", [-1, -2], "vision_feature_layer is"),
+    ],
+)
+def test_another_projector_is_refused_by_name(key: str, value: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read_values(tmp_path, {**MISTRAL3, key: value})

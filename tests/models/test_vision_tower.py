@@ -27,24 +27,39 @@ from jaxsgl.requests.media import Grid
 from jaxsgl.weights import load_params
 from jaxsgl.wiring import norms_digest
 from tests.plain_model import mesh_of
-from tests.vision_models import APART, IMAGE, SECONDS, VIDEO, image, make_model, normalized, request
+from tests.vision_models import (
+    APART,
+    IMAGE,
+    SECONDS,
+    VIDEO,
+    WITH_LINES,
+    image,
+    make_model,
+    normalized,
+    pictures,
+    request,
+)
 
 GRIDS: list[Grid] = [(1, 4, 6), (1, 2, 2), (1, 4, 30), (1, 10, 8)]
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, kind)
     arch = ModelArch.from_folder(tmp_path)
-    assert arch.vision is not None and arch.has_axes
+    assert arch.vision is not None and arch.has_axes == (kind not in WITH_LINES)
     params = load_params(tmp_path, arch, FLOAT32, mesh_of())
     graphdef, _ = abstract_model(arch, FLOAT32, FLOAT32)
     shape = TowerShape(2, arch.vision.table_side, arch.vision.patch_len, window=arch.vision.window)
-    items = [image(0, grid, seed) for seed, grid in enumerate(GRIDS)]
+    items = [image(0, grid, seed, kind in WITH_LINES) for seed, grid in enumerate(GRIDS)]
     count = sum(item.num_patches for item in items)
     with torch.no_grad():
-        exact = model.model.visual(normalized(model, items), torch.tensor(GRIDS))
+        if kind in WITH_LINES:
+            exact = model.model.get_image_features(**pictures(model, items))
+            exact.pooler_output = torch.cat(exact.pooler_output)
+        else:
+            exact = model.model.visual(normalized(model, items), torch.tensor(GRIDS))
     taps = exact.deepstack_features if arch.vision.deepstack_layers else ()
     rows = np.concatenate([exact.pooler_output.numpy(), *(each.numpy() for each in taps)], axis=-1)
 
@@ -56,8 +71,10 @@ def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: 
 
     for size in (count, 512):  # alone, and with padding, in blocks
         capacity = TowerCapacity(shape, 100, size)
-        stops = np.cumsum([item.length for item in items])
-        places = [np.arange(stop - item.length, stop, dtype=np.int32) for item, stop in zip(items, stops, strict=True)]
+        stops = np.cumsum([item.num_rows for item in items])
+        places = [
+            np.arange(stop - item.num_rows, stop, dtype=np.int32) for item, stop in zip(items, stops, strict=True)
+        ]
         call = pack([list(zip(items, places, strict=True))], EncodeBucket(size), capacity)
         found = tower(params, patches_of_call(jnp.asarray(call.pixels[0]), jnp.asarray(call.columns[0])))
         in_order = np.argsort(call.rows[0][: count // 4])

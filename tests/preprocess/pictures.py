@@ -20,6 +20,11 @@ OLDER = ProcessorSettings(
     14, 2, 2, PixelSettings(3136, 12845056, *CLIP), PixelSettings(100352, 602112, *CLIP), 7, 8, 5, 6,
     caps_frames=True, by_frame=True, positions_per_s=2.0,
 )  # fmt: skip
+# Of Mistral Small 3.1 and 3.2, as published.
+IN_LINES = ProcessorSettings(
+    14, 1, 2, PixelSettings(1, 1540**2, *CLIP), PixelSettings(1, 1540**2, *CLIP), 10, -1, -1, -1,
+    longest_side=1540, line_ends=(12, 13),
+)  # fmt: skip
 SMALL = ProcessorSettings(
     4, 2, 2, PixelSettings(256, 4096, PIXELS.mean, PIXELS.std), PixelSettings(256, 65536, PIXELS.mean, PIXELS.std),
     7, 8, 5, 6,

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image, ImageOps
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from jaxsgl.errors import InvalidRequest
@@ -17,7 +18,7 @@ from jaxsgl.preprocess.placeholders import Part
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageFile
 from tests.grids import daily
-from tests.preprocess.pictures import OLDER, SETTINGS, SMALL, file_of, picture
+from tests.preprocess.pictures import IN_LINES, OLDER, SETTINGS, SMALL, file_of, picture
 
 pytestmark = pytest.mark.device  # imports torch, by transformers
 
@@ -80,6 +81,28 @@ def test_every_size_gives_the_processors_patches(width: int, height: int) -> Non
 def test_patches_of_qwen2_vl_are_its_processors(width: int, height: int) -> None:
     given = picture(width, height)
     check(part_of(given, OLDER), given, OLDER)
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(1, 1), (28, 29), (417, 300), (2000, 10), (1540, 1541), (3000, 2000), (1541, 1539)]
+)
+def test_patches_of_mistral_3_are_its_processors(width: int, height: int) -> None:
+    given = picture(width, height)
+    pixels = IN_LINES.image
+    processor = PixtralImageProcessorPil(
+        size={"longest_edge": 1540}, patch_size=28, image_mean=pixels.mean, image_std=pixels.std
+    )
+    expected = processor(images=[given], return_tensors="np")
+    part = part_of(given, IN_LINES)
+    assert [14 * side for side in part.grid[1:]] == expected["image_sizes"][0].tolist()
+    h, w = (side // 2 for side in part.grid[1:])
+    squares = expected["pixel_values"][0].reshape(3, h, 2, 14, w, 2, 14).transpose(1, 4, 2, 5, 0, 3, 6)
+    np.testing.assert_array_equal(normalized(part, IN_LINES), squares.reshape(part.num_patches, -1))
+
+
+def test_a_picture_of_mistral_3_that_is_too_large_for_the_tower_is_scaled_down() -> None:
+    part = part_of(picture(640, 480), IN_LINES, Bounds(64, 1 << 20))
+    assert part.grid == (1, 6, 8)
 
 
 def test_pictures_larger_than_the_limit_are_scaled_down() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.preprocess.placeholders import Part, Tokens, Visual, expand, expand_videos, write_videos
+from jaxsgl.preprocess.placeholders import Part, Tokens, Visual, expand, expand_videos, tokens_of, write_videos
 from jaxsgl.requests.media import FIRST_HASH_ID, MediaLimits, check_media, hash_ids, sglang_pad_id
 from tests.preprocess.pictures import SMALL
 
@@ -65,6 +66,19 @@ def test_a_video_whose_times_are_positions_keeps_one_placeholder() -> None:
     assert ids == [1, START, *[VIDEO] * 4, END, IMAGE, IMAGE]
     assert [(item.offset, item.length, item.later) for item in items] == [(2, 2, None), (4, 2, 3), (7, 2, None)]
     check_media(items, ids, MediaLimits(IMAGE, VIDEO, patch_size=4))
+
+
+def test_lines_of_a_picture_end_with_tokens_of_their_own() -> None:
+    settings = replace(SMALL, video_token_id=-1, line_ends=(21, 22))
+    ids, items = expand([1, IMAGE, 2, IMAGE], [WIDE, PICTURE], settings)
+    assert ids == [1, *[IMAGE] * 3, 21, *[IMAGE] * 3, 22, 2, IMAGE, IMAGE, 22]
+    assert [(item.offset, item.length, item.line_len, item.num_rows) for item in items] == [(1, 8, 4, 6), (10, 3, 3, 2)]
+    assert items[0].by_token(np.arange(5, 11, dtype=np.int32)).tolist() == [5, 6, 7, 0, 8, 9, 10, 0]
+    check_media(items, ids, MediaLimits(IMAGE, -1, patch_size=4, has_lines=True))
+    tokens = tokens_of(
+        replace(settings, vision_start_token_id=-1, vision_end_token_id=-1), lambda number: b"[%d]" % number
+    )
+    assert tokens == Tokens("[7]", "", "", "") and write_videos("a[7]", [PICTURE], tokens) == "a[7]"
 
 
 def test_sglangs_formula_gives_a_picture_one_number() -> None:

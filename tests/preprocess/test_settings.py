@@ -11,7 +11,7 @@ import pytest
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.preprocess.settings import load_settings
-from tests.preprocess.pictures import OLDER, SETTINGS
+from tests.preprocess.pictures import CLIP, IN_LINES, OLDER, SETTINGS
 
 CONFIG = {
     "vision_config": {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2},
@@ -106,3 +106,52 @@ def test_a_file_for_videos_counts_for_qwen2_5_vl(tmp_path: Path) -> None:
     settings = load_settings(tmp_path)
     assert settings is not None
     assert (settings.video.min_pixels, settings.caps_frames, settings.max_frames) == (4000, False, 6)
+
+
+MISTRAL3 = {
+    "model_type": "mistral3", "image_token_index": 10, "spatial_merge_size": 2,
+    "vision_config": {"model_type": "pixtral", "patch_size": 14, "image_size": 1540},
+}  # fmt: skip
+PIXTRAL_IMAGE = {
+    "do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "resample": 3,
+    "image_mean": list(CLIP[0]), "image_std": list(CLIP[1]), "image_processor_type": "PixtralImageProcessor",
+    "patch_size": {"height": 14, "width": 14}, "rescale_factor": 1 / 255, "size": {"longest_edge": 1540},
+}  # fmt: skip
+PIXTRAL = {
+    "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]", "image_token": "[IMG]", "patch_size": 14,
+    "processor_class": "PixtralProcessor", "spatial_merge_size": 2,
+}  # fmt: skip
+NAMES = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+LISTED = {"added_tokens": [{"id": 10 + 2 * (i > 0) + (i > 1), "content": name} for i, name in enumerate(NAMES)]}
+BY_ID = {"added_tokens_decoder": {str(each["id"]): {"content": each["content"]} for each in LISTED["added_tokens"]}}
+
+
+@pytest.mark.parametrize("tokens", [{"tokenizer": LISTED}, {"tokenizer_config": BY_ID}], ids=["listed", "by id"])
+@pytest.mark.parametrize(
+    "processor",
+    [
+        {"preprocessor_config": PIXTRAL_IMAGE, "processor_config": PIXTRAL},
+        {"processor_config": {**PIXTRAL, "image_processor": {**PIXTRAL_IMAGE, "patch_size": 14}}},
+        {},
+    ],
+    ids=["two files", "one file", "none"],
+)
+def test_the_files_of_mistral_3_are_understood(
+    processor: dict[str, Any], tokens: dict[str, Any], tmp_path: Path
+) -> None:
+    write(tmp_path, config=MISTRAL3, **processor, **tokens)
+    assert load_settings(tmp_path) == IN_LINES
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"processor_config": {**PIXTRAL, "spatial_merge_size": 1}}, "spatial_merge_size is 1, but only 2"),
+        ({"preprocessor_config": {**PIXTRAL_IMAGE, "patch_size": {"height": 14, "width": 16}}}, "patch_size is"),
+        ({"preprocessor_config": {**PIXTRAL_IMAGE, "do_resize": False}}, "do_resize is False"),
+        ({"processor_config": {**PIXTRAL, "image_end_token": "[LAST]"}}, "can't be understood.*LAST"),
+    ],
+)
+def test_another_processor_of_mistral_3_is_refused(files: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_settings(write(tmp_path, config=MISTRAL3, tokenizer=LISTED, **files))

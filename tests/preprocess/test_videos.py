@@ -17,7 +17,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.loading import Bounds, load, sampled_frames
 from jaxsgl.preprocess.patches import frame_size
 from jaxsgl.preprocess.sources import VideoFile
-from tests.preprocess.pictures import OLDER, SETTINGS, SMALL, animation, file_of, picture
+from tests.preprocess.pictures import IN_LINES, OLDER, SETTINGS, SMALL, animation, file_of, picture
 
 pytestmark = pytest.mark.device  # imports torch
 
@@ -97,6 +97,11 @@ def test_frames_that_are_too_far_apart_are_refused() -> None:
     for fps in (1e-9, 1e-300):
         with pytest.raises(InvalidRequest, match=r"positions of time, but may take 16777216"):
             load([VideoFile((frame,) * 3, fps=fps)], settings, BOUNDS)
+
+
+def test_a_model_of_pictures_alone_refuses_videos() -> None:
+    with pytest.raises(InvalidRequest, match="the request has video 0, but the model takes pictures alone"):
+        load([VideoFile((file_of(picture(40, 24)),))], IN_LINES, BOUNDS)
 
 
 def times_of(indices: list[int], fps: float) -> list[float]:

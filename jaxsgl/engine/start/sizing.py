@@ -254,6 +254,7 @@ def _media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | 
         patch_size=arch.vision.patch_size,
         temporal_patch_size=arch.vision.temporal_patch_size,
         merge_size=arch.vision.merge_size,
+        has_lines=arch.vision.has_lines,
         max_patches=tower.max_patches,
         may_come_later=config.disaggregation.disaggregation_mode == "decode",
     )

@@ -7,6 +7,9 @@ from typing import Any
 
 from jaxsgl.models.family import Family, MoeFamily, VisionFamily
 
+# By which the processors of several families normalize, CLIP's (arXiv 2103.00020).
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
 _MISTRAL = Family(
     qkv_bias=False,
     attention_out_bias=False,
@@ -135,8 +138,8 @@ _QWEN2_TOWER = VisionFamily(
     takes_turns=False,
     patch_bias=False,
     has_positions=False,
-    mean=(0.48145466, 0.4578275, 0.40821073),
-    std=(0.26862954, 0.26130258, 0.27577711),
+    mean=_CLIP_MEAN,
+    std=_CLIP_STD,
 )
 
 _QWEN2_VL = Family(
@@ -147,9 +150,8 @@ _QWEN2_VL = Family(
     may_be_flat=True,
     vision=replace(
         _QWEN2_TOWER,
-        activation="quick_gelu",
-        width_key="embed_dim",
-        out_key="hidden_size",
+        activations=("quick_gelu",),
+        keys={"hidden_size": "embed_dim", "out_hidden_size": "hidden_size"},
         ffn_key=None,
         defaults={"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "patch_size": 14},
     ),
@@ -169,7 +171,7 @@ _QWEN2_5_VL = replace(
     _QWEN2_VL,
     vision=replace(
         _QWEN2_TOWER,
-        activation="silu",
+        activations=("silu",),
         gated=True,
         root_norms=True,
         windows=True,
@@ -215,12 +217,45 @@ _MINISTRAL3 = replace(
     },
 )
 
-# Mistral's decoders next to a tower: their text only.
+# Mistral's decoders next to a tower, Pixtral's (arXiv 2410.07073).
 IN_MISTRAL3: dict[str, Any] = {
     "section": "text_config",
     "ties_whole": True,
-    "ignored": BESIDE_TEXT
-    | {"multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"},
+    "vision": VisionFamily(
+        10,
+        None,
+        deepstack_layers=None,
+        sections=None,
+        activations=("gelu", "silu"),
+        gated=True,
+        root_norms=True,
+        patch_bias=False,
+        layer_bias=False,
+        first_norm=True,
+        norm_eps=1e-5,
+        rope_alternates=True,
+        has_positions=False,
+        projects=True,
+        frames=1,
+        mean=_CLIP_MEAN,
+        std=_CLIP_STD,
+        keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+        defaults={"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14},
+    ),
+    # What a folder that describes no tower may have; and sizes of the tower that follow from others.
+    "ignored": frozenset(
+        {
+            "head_dim",
+            "image_size",
+            "image_token_id",
+            "image_token_index",
+            "multimodal_projector_bias",
+            "projector_hidden_act",
+            "spatial_merge_size",
+            "vision_feature_layer",
+            "vocab_size",
+        }
+    ),
 }
 
 DENSE: dict[str, Family] = {
@@ -301,7 +336,6 @@ DENSE: dict[str, Family] = {
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": _MISTRAL,
     "Ministral3ForCausalLM": _MINISTRAL3,
-    # Its text only.
     "Mistral3ForConditionalGeneration": replace(_MISTRAL, **IN_MISTRAL3),
     "Ministral3ForConditionalGeneration": replace(_MINISTRAL3, **IN_MISTRAL3),
     "Phi3ForCausalLM": Family(

@@ -21,7 +21,7 @@ FULL_LAYERS = (7, 15, 23, 31)  # of a tower with windows, where config.json list
 
 @dataclass(frozen=True)
 class VisionArch:
-    """The shape of a tower of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5.
+    """The shape of a tower of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, or of Mistral 3 (Pixtral's).
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
@@ -35,13 +35,19 @@ class VisionArch:
       activation: of the MLPs.
       gated: MLPs have a gate next to what they go through.
       root_norms: norms divide by the root of the mean square, and have no biases; else by the deviation, and have them.
-      patch_bias: the product with pixels has a bias.
+      patch_bias, layer_bias, merger_bias: the product with pixels has a bias; those of layers; those of the merger.
+      first_norm: pixels pass a norm before the first layer.
+      norm_eps, merger_eps: epsilons of the layers' norms, and of the merger's.
+      rope_alternates: rows turn with the even ones of all frequencies, columns with the odd ones; else both with the
+        even ones.
+      projects: squares of patches become vectors of M first, which two more matrices bring to D.
+      has_lines: a token ends each line of an image, and another one the last line; positions are as of text.
       window: tokens along the sides of a window; layers but those of `full_layers` attend within windows. 0: all attend
         over a whole image.
       full_layers: see `window`.
       rope_theta: base of the wavelengths.
       mean, std: of the channels' values from 0 to 1, by which pixels are normalized.
-      image_token_id, video_token_id: the placeholder tokens of images, and of video frames.
+      image_token_id, video_token_id: the placeholder tokens of images, and of video frames; -1: it takes no videos.
       has_tower: whether it is loaded; what it makes comes from another server otherwise.
     """
 
@@ -62,6 +68,14 @@ class VisionArch:
     gated: bool = False
     root_norms: bool = False
     patch_bias: bool = True
+    layer_bias: bool = True
+    merger_bias: bool = True
+    first_norm: bool = False
+    norm_eps: float = 1e-6
+    merger_eps: float = 1e-6
+    rope_alternates: bool = False
+    projects: bool = False
+    has_lines: bool = False
     window: int = 0
     full_layers: tuple[int, ...] = ()
     rope_theta: float = ROPE_THETA
@@ -90,57 +104,84 @@ class VisionArch:
         return self.out_size * (1 + len(self.deepstack_layers))
 
 
-def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int) -> VisionArch | None:
+def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_norm_eps: float) -> VisionArch | None:
     """The tower that goes with a decoder of `hidden_size`; None: config.json describes none, as of text alone.
 
-    Raises `CheckpointError` for what isn't supported.
+    `rms_norm_eps` is the decoder's. Raises `CheckpointError` for what isn't supported.
     """
     config = whole.section("vision_config")
     if config is None:
         return None
     config.defaults = family.defaults
-    rope = config.section("rope_parameters")
-    rope_type = "axial" if rope is None else rope.get("rope_type", "axial")
-    if rope_type not in ("axial", "default"):
-        raise CheckpointError(f"{config.path}: vision_config.rope_parameters.rope_type is {rope_type}, not axial")
-    depth, width = config.count("depth"), config.count(family.width_key)
-    patch_size, merge_size = config.count("patch_size"), config.count("spatial_merge_size", 2)
+
+    def count(key: str, default: int | None = None) -> int:
+        return config.count(family.keys.get(key, key), default)
+
+    depth, width = count("depth"), count("hidden_size")
+    patch_size = count("patch_size")
+    merge_size = (whole if family.projects else config).count("spatial_merge_size", 2)
     window = _read_window(config, patch_size * merge_size) if family.windows else 0
     arch = VisionArch(
         num_layers=depth,
         hidden_size=width,
-        num_heads=config.count("num_heads", 16),
+        num_heads=count("num_heads", 16),
         ffn_size=config.count(family.ffn_key) if family.ffn_key else int(width * config.number("mlp_ratio", 4)),
-        out_size=config.count(family.out_key, 3584),
+        out_size=hidden_size if family.projects else count("out_hidden_size", 3584),
         patch_size=patch_size,
-        temporal_patch_size=config.count("temporal_patch_size", 2),
-        channels=config.count("in_channels", config.count("in_chans", CHANNELS)),
+        temporal_patch_size=config.count("temporal_patch_size", family.frames),
+        channels=count("in_channels", config.count("in_chans", CHANNELS)),
         merge_size=merge_size,
         table_side=_read_table_side(config) if family.has_positions else 0,
         deepstack_layers=_read_layers(config, "deepstack_visual_indexes", family.deepstack_layers, depth),
-        image_token_id=whole.count("image_token_id", family.image_token_id),
-        video_token_id=whole.count("video_token_id", family.video_token_id),
+        image_token_id=whole.count("image_token_id", whole.count("image_token_index", family.image_token_id)),
+        video_token_id=-1 if family.video_token_id is None else whole.count("video_token_id", family.video_token_id),
         activation=_read_activation(config, family),
         gated=family.gated,
         root_norms=family.root_norms,
         patch_bias=family.patch_bias,
+        layer_bias=family.layer_bias,
+        merger_bias=_read_projector(whole) if family.projects else True,
+        first_norm=family.first_norm,
+        norm_eps=family.norm_eps,
+        merger_eps=rms_norm_eps if family.projects else family.norm_eps,
+        rope_alternates=family.rope_alternates,
+        projects=family.projects,
+        has_lines=family.sections is None,
         window=window,
         full_layers=_read_layers(config, "fullatt_block_indexes", FULL_LAYERS, depth) if window else (),
-        rope_theta=ROPE_THETA if rope is None else rope.number("rope_theta", ROPE_THETA),
+        rope_theta=_read_theta(config),
         mean=family.mean,
         std=family.std,
     )
-    _check(arch, config, hidden_size, family)
+    _check(arch, config, family.keys.get("out_hidden_size", "out_hidden_size"), hidden_size)
     return _normalized(arch, whole.path.parent)
 
 
+def _read_theta(config: ConfigFile) -> float:
+    rope = config.section("rope_parameters")
+    theta = config.number("rope_theta", ROPE_THETA)
+    if rope is None:
+        return theta
+    rope_type = rope.get("rope_type", "axial")
+    if rope_type not in ("axial", "default"):
+        raise CheckpointError(f"{config.path}: vision_config.rope_parameters.rope_type is {rope_type}, not axial")
+    return rope.number("rope_theta", theta)
+
+
+def _read_projector(whole: ConfigFile) -> bool:
+    """Whether what brings the tower's output to the decoder's size has biases."""
+    for key, needed in (("projector_hidden_act", "gelu"), ("vision_feature_layer", -1)):
+        if whole.get(key, needed) not in (needed, [needed]):
+            raise CheckpointError(f"{whole.path}: {key} is {whole.get(key)}, but must be {needed}")
+    return bool(whole.get("multimodal_projector_bias", False))
+
+
 def _read_activation(config: ConfigFile, family: VisionFamily) -> str:
-    activation = config.get("hidden_act", family.activation)
-    if activation != family.activation:
-        raise CheckpointError(
-            f"{config.path}: vision_config.hidden_act is {activation}, but must be {family.activation}"
-        )
-    return family.activation
+    activation = str(config.get("hidden_act", family.activations[0]))
+    if activation not in family.activations:
+        allowed = " or ".join(family.activations)
+        raise CheckpointError(f"{config.path}: vision_config.hidden_act is {activation}, but must be {allowed}")
+    return activation
 
 
 def _read_table_side(config: ConfigFile) -> int:
@@ -195,11 +236,10 @@ def _per_channel(values: ConfigFile, key: str, of_family: tuple[float, ...]) -> 
     return tuple(map(float, told))
 
 
-def _check(arch: VisionArch, config: ConfigFile, hidden_size: int, family: VisionFamily) -> None:
+def _check(arch: VisionArch, config: ConfigFile, out_key: str, hidden_size: int) -> None:
     if arch.out_size != hidden_size:
         raise CheckpointError(
-            f"{config.path}: vision_config.{family.out_key} is {arch.out_size}, but the decoder's hidden size "
-            f"is {hidden_size}"
+            f"{config.path}: vision_config.{out_key} is {arch.out_size}, but the decoder's hidden size is {hidden_size}"
         )
     if arch.channels != CHANNELS:
         raise CheckpointError(

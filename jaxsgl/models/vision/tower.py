@@ -1,4 +1,4 @@
-"""The vision towers of Qwen's models: patches of several images in, one row for each of the decoder's tokens out.
+"""The vision towers of Qwen's and Mistral's models: patches of several images in, a row for each token of them out.
 
 Images are packed one behind the other on one axis P, and segment ids tell them apart: attention is full within an
 image, or within a window of it, and takes queries in blocks, so that scores of all pairs never stand in memory at once.
@@ -7,7 +7,7 @@ each patch lies (`batch/patches.py`). The parameters of all layers are stacked, 
 Knows no requests and no pool of embeddings; `engine/encoding.py` runs it.
 
 Source: Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (windows, arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631) technical
-reports; deepstack is arXiv 2406.04334.
+reports; deepstack is arXiv 2406.04334. Pixtral 12B (arXiv 2410.07073).
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from flax import nnx
 from jaxsgl.models.matrix import Matrices
 from jaxsgl.models.precision import product
 from jaxsgl.models.vision.arch import VisionArch
-
-NORM_EPS = 1e-6
 
 
 class Patches(NamedTuple):
@@ -75,11 +73,14 @@ class Merger(Matrices):
     def __init__(self, arch: VisionArch, dtype: jnp.dtype, count: int | None, normalizes_squares: bool) -> None:
         wide, out = arch.merged_size, arch.out_size
         self._normalized = wide if normalizes_squares else arch.hidden_size
-        self._wide = wide
+        self._wide, self._projects, self._eps = wide, arch.projects, arch.merger_eps
         stack = () if count is None else (count,)
         _norm(self, "norm", (*stack, self._normalized), dtype, arch.root_norms)
-        _linear(self, "fc1", (*stack, wide, wide), dtype)
-        _linear(self, "fc2", (*stack, out, wide), dtype)
+        if arch.projects:
+            _linear(self, "merge", (*stack, arch.hidden_size, wide), dtype, has_bias=False)
+        read, units = (arch.hidden_size, out) if arch.projects else (wide, wide)
+        _linear(self, "fc1", (*stack, units, read), dtype, arch.merger_bias)
+        _linear(self, "fc2", (*stack, out, units), dtype, arch.merger_bias)
 
     def __call__(self, x_PM: jax.Array, index: int | jax.Array | None = None) -> jax.Array:
         """`[P, M]` to `[P / 4, D]`, by the merger `index` of the stack."""
@@ -88,7 +89,8 @@ class Merger(Matrices):
             array = _array(self, name)
             return array if index is None else array[index]
 
-        x = _normalized(self, "norm", x_PM.reshape(-1, self._normalized), of).reshape(-1, self._wide)
+        x = _normalized(self, "norm", x_PM.reshape(-1, self._normalized), of, self._eps).reshape(-1, self._wide)
+        x = _through(self, "merge", x, of) if self._projects else x
         x = jax.nn.gelu(_through(self, "fc1", x, of), approximate=False)
         return _through(self, "fc2", x, of)
 
@@ -102,14 +104,14 @@ class Tower(Matrices):
         _linear(self, "patches", (m, arch.patch_len), dtype, has_bias=arch.patch_bias)
         if arch.table_side:
             self.declare("positions", (arch.table_side**2, m), (None, None), dtype, None, fan_in=m)
+        if arch.first_norm:
+            _norm(self, "norm0", (m,), dtype, arch.root_norms)
         _norm(self, "norm1", (layers, m), dtype, arch.root_norms)
-        _linear(self, "qkv", (layers, 3 * m, m), dtype)
-        _linear(self, "o", (layers, m, m), dtype)
         _norm(self, "norm2", (layers, m), dtype, arch.root_norms)
-        if arch.gated:
-            _linear(self, "gate", (layers, f, m), dtype)
-        _linear(self, "fc1", (layers, f, m), dtype)
-        _linear(self, "fc2", (layers, m, f), dtype)
+        shapes = {"qkv": (3 * m, m), "o": (m, m), "gate": (f, m), "fc1": (f, m), "fc2": (m, f)}
+        for name, shape in shapes.items():
+            if arch.gated or name != "gate":
+                _linear(self, name, (layers, *shape), dtype, arch.layer_bias)
         self.merger = Merger(arch, dtype, None, normalizes_squares=False)
         taps = len(arch.deepstack_layers)
         self.deepstack = Merger(arch, dtype, taps, normalizes_squares=True) if taps else None
@@ -136,11 +138,16 @@ class Tower(Matrices):
         scale = np.repeat(1 / (255 * std), per_channel).astype(np.float32)
         shift = np.repeat(np.asarray(arch.mean, np.float64) / std, per_channel).astype(np.float32)
         pixels = (patches.pixels.astype(jnp.float32) * scale - shift).astype(self.activations)
-        x_PM = _through(self, "patches", pixels, lambda name: _array(self, name))
+        x_PM = _through(self, "patches", pixels, self._of)
+        if arch.first_norm:
+            x_PM = _normalized(self, "norm0", x_PM, self._of, arch.norm_eps)
         if not arch.table_side:
             return x_PM
         table = _array(self, "positions").at[patches.taps].get(mode="promise_in_bounds").astype(jnp.float32)
         return x_PM + jnp.sum(table * patches.weights[:, :, None], axis=1).astype(x_PM.dtype)
+
+    def _of(self, name: str) -> jax.Array:
+        return _array(self, name)
 
     def _layers(self, x_PM: jax.Array, first: int, stop: int, around: Surroundings) -> jax.Array:
         """`x` behind the layers first .. stop - 1."""
@@ -154,13 +161,13 @@ class Tower(Matrices):
         def of(name: str) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(_array(self, name), layer, keepdims=False)
 
-        read = _normalized(self, "norm1", x_PM, of)
+        read = _normalized(self, "norm1", x_PM, of, arch.norm_eps)
         qkv = _through(self, "qkv", read, of).reshape(len(x_PM), 3, arch.num_heads, arch.head_dim)
         q, k, v = jnp.moveaxis(qkv, 1, 0)
         q, k = (rotate(each, around.cos, around.sin) for each in (q, k))
         out = self._attention(layer, q, k, v, around)
         x_PM = x_PM + _through(self, "o", out.reshape(len(x_PM), -1), of)
-        read = _normalized(self, "norm2", x_PM, of)
+        read = _normalized(self, "norm2", x_PM, of, arch.norm_eps)
         wide = _through(self, "fc1", read, of)
         activated = _ACTIVATIONS[arch.activation]
         wide = activated(_through(self, "gate", read, of)) * wide if arch.gated else activated(wide)
@@ -191,9 +198,10 @@ def surroundings(patches: Patches, arch: VisionArch) -> Surroundings:
 
 def rope_tables(places: jax.Array, arch: VisionArch) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[P, 1, H / 2]` float32: half of the pairs turns with rows, half with columns."""
-    turned = arch.head_dim // 2
-    inverse = (arch.rope_theta ** -(np.arange(0, turned, 2, dtype=np.float64) / turned)).astype(np.float32)
-    angles = (places[:, :, None].astype(jnp.float32) * inverse).reshape(len(places), 1, -1)
+    size = arch.head_dim
+    frequencies = (arch.rope_theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)).astype(np.float32)
+    by_axis = np.stack([frequencies[::2], frequencies[1::2] if arch.rope_alternates else frequencies[::2]])
+    angles = (places[:, :, None].astype(jnp.float32) * by_axis).reshape(len(places), 1, -1)
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -203,18 +211,18 @@ def rotate(x_PNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_PNH.dtype)
 
 
-def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
     """LayerNorm (arXiv 1607.06450) of the last axis, in float32."""
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + NORM_EPS)
+    inverse = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
     return (centred * inverse * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def root_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def root_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """RMSNorm (arXiv 1910.07467) of the last axis, in float32."""
     wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + NORM_EPS)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -224,6 +232,7 @@ def quick_gelu(x: jax.Array) -> jax.Array:
 
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
     "quick_gelu": quick_gelu,
     "silu": jax.nn.silu,
@@ -232,10 +241,10 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 OfName: TypeAlias = Callable[[str], jax.Array]  # the numbers of a parameter, by its name in the module
 
 
-def _normalized(module: Matrices, name: str, x: jax.Array, of: OfName) -> jax.Array:
+def _normalized(module: Matrices, name: str, x: jax.Array, of: OfName, eps: float) -> jax.Array:
     """`x` behind a norm of the module: with a bias, it is a LayerNorm."""
     bias = f"{name}_bias"
-    return layer_norm(x, of(name), of(bias)) if hasattr(module, bias) else root_norm(x, of(name))
+    return layer_norm(x, of(name), of(bias), eps) if hasattr(module, bias) else root_norm(x, of(name), eps)
 
 
 def _through(module: Matrices, name: str, x: jax.Array, of: OfName) -> jax.Array:

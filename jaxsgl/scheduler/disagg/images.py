@@ -147,7 +147,7 @@ class LackingRows:
 
     def bytes_to_come(self, room: Room) -> int:
         """Bytes of rows that a room lacks."""
-        return sum(item.length for item in self._lacking.get(room, {}).values()) * self._row_bytes
+        return sum(item.num_rows for item in self._lacking.get(room, {}).values()) * self._row_bytes
 
     def came(self, room: Room, place: int, part: Bytes) -> bool:
         """Takes bytes of an image; False if they are not those of one that is lacking."""
@@ -156,15 +156,15 @@ class LackingRows:
             return False
         parts = self._parts[room].setdefault(place, [])
         parts.append(part)
-        return sum(part.nbytes for part in parts) <= item.length * self._row_bytes
+        return sum(part.nbytes for part in parts) <= item.num_rows * self._row_bytes
 
     def ended(self, room: Room, usable: bool) -> None:
         """Nothing more comes for `room`; what has come is kept if its weights are those of now, and so `usable`."""
         lacking, parts = self._lacking.pop(room, {}), self._parts.pop(room, {})
         for place, item in lacking.items() if usable else ():
             rows = np.concatenate(parts[place]) if place in parts else np.empty(0, np.uint8)
-            if rows.nbytes == item.length * self._row_bytes:
-                self.host.put(item.digest, rows.reshape(item.length, self._row_bytes))
+            if rows.nbytes == item.num_rows * self._row_bytes:
+                self.host.put(item.digest, rows.reshape(item.num_rows, self._row_bytes))
 
     def _bytes_of(self, request: Request) -> dict[bytes, int]:
-        return {item.digest: item.length * self._row_bytes for item in request.media}
+        return {item.digest: item.num_rows * self._row_bytes for item in request.media}

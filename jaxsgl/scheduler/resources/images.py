@@ -96,7 +96,7 @@ class ImageDraft(ResourceDraft):
         if sliced is not None and self._time.is_bounded:
             self._ahead, self.seconds = ((sliced.req, sliced.index),), self._time.for_encoding_s
         elif sliced is not None:
-            self._left += sliced.item.length
+            self._left += sliced.item.num_rows
 
     def longest(self, req: Req, start: int, count: int) -> Extent:
         """Tokens from `start` on whose images find rows, besides those that are taken.
@@ -114,7 +114,7 @@ class ImageDraft(ResourceDraft):
         self.seconds += sum(look.coming.values())
         for index in look.ahead:
             item = req.media[index]
-            self._left -= 0 if self._has_rows(item) else item.length
+            self._left -= 0 if self._has_rows(item) else item.num_rows
             self._taken.add(item.digest)
             self._ahead = ((req, index),)
             self.seconds += self._time.for_encoding_s
@@ -122,7 +122,7 @@ class ImageDraft(ResourceDraft):
             if self._images.holds_retired(req, index):
                 continue  # no other request finds these rows
             if not self._has_rows(item):
-                self._left -= item.length
+                self._left -= item.num_rows
             self._taken.add(item.digest)
 
     def actions(self, decodes: bool) -> tuple[Action, ...]:
@@ -141,7 +141,7 @@ class ImageDraft(ResourceDraft):
             seconds = self._seconds_of(item, look)
             if seconds is None:
                 look.num_tokens = max(item.offset - start, 0)
-                fits = has_rows or item.length <= left
+                fits = has_rows or item.num_rows <= left
                 if not self.is_working and not place and fits and self._is_slow(item):
                     look.ahead = (index,)
                 return look
@@ -149,7 +149,7 @@ class ImageDraft(ResourceDraft):
                 look.coming[item.digest] = seconds
             if not has_rows and item.digest not in seen:
                 seen.add(item.digest)
-                left -= item.length
+                left -= item.num_rows
                 if left < 0:
                     look.num_tokens = max(item.offset - start, 0)
                     return look
@@ -166,7 +166,7 @@ class ImageDraft(ResourceDraft):
         if not self._time.is_bounded or self._is_there(item, look):
             return 0.0
         if self._images.is_kept(item):
-            seconds = self._time.restore_s(item.length)
+            seconds = self._time.restore_s(item.num_rows)
         elif self._is_slow(item):
             return None
         else:
@@ -261,7 +261,8 @@ class Images(Resource):
             if rows is None:
                 rows = np.zeros(stop - start, np.int32)
             first, end = max(item.offset, start), min(item.stop, stop)
-            rows[first - start : end - start] = image.rows[first - item.offset : end - item.offset]
+            of_tokens = item.by_token(image.rows)
+            rows[first - start : end - start] = of_tokens[first - item.offset : end - item.offset]
         return replace(work, pool_rows=rows) if req.media else work
 
     def not_launched(self) -> None:
@@ -359,8 +360,8 @@ class Images(Resource):
         image = locks.get(index)
         if image is None:
             if self.sliced is not None and self.pool.find(item.digest) is None:
-                self._make_room(item.length)
-            image = locks[index] = self.pool.lock(item.digest, item.length)
+                self._make_room(item.num_rows)
+            image = locks[index] = self.pool.lock(item.digest, item.num_rows)
             self._locked.append((req, index))
         if not image.encoded:
             self._to_encode[item.digest] = (item, image)
@@ -384,7 +385,7 @@ class Images(Resource):
         """The next layers of the image, whose rows are locked until the last one."""
         item = ahead.req.media[ahead.place]
         if self.sliced is None:
-            rows = self.pool.lock(item.digest, item.length)
+            rows = self.pool.lock(item.digest, item.num_rows)
             call = pack([[(item, rows.rows)]], self._buckets.encode_of(item.num_patches), self._capacity)
             self.sliced = SlicedImage(ahead.req, ahead.place, item, rows, call, self._num_layers)
         assert self.sliced.item.digest == item.digest, "two images are encoded in parts"

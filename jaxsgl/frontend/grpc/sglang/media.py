@@ -39,6 +39,8 @@ def media_of(
     """Returns the pictures in `inputs.pixel_values`. Raises `InvalidRequest` for what doesn't fit together."""
     if not inputs.HasField("pixel_values"):
         return ()
+    if limits.has_lines:
+        raise InvalidRequest("mm_inputs.pixel_values is not supported for this model: send image_data or image_urls")
     grids = _grids(inputs, limits)
     rows_of = [h * w for _, h, w in grids]
     if sum(rows_of) > limits.max_request_patches:

@@ -1,0 +1,100 @@
+"""What checkpoints call the tensors of vision towers, and how these fill the parameters of `models/vision/tower.py`.
+
+Owns these tables, one for each form of tower, by the names that recipes have (`stored_names.py`). Never knows files.
+`quantized.py`, through which the loader reads all tables, asks here for a parameter's recipe.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from jaxsgl.models import ModelArch
+from jaxsgl.weights import pieces
+from jaxsgl.weights.recipe import Path, Pieces, Recipe, Source
+
+
+class _Of(NamedTuple):
+    """What makes a parameter, or each row of one that is stacked.
+
+    Attributes:
+      names: of tensors, without ".weight" and ".bias"; `{}` stands for a layer's number, or a deepstack merger's.
+      axes: of each one's weights, as names of `sizes`; of a bias the first.
+      pieces: how the weights fill the row.
+    """
+
+    names: tuple[str, ...]
+    axes: tuple[str, ...]
+    pieces: Pieces = pieces.as_is
+
+
+_VISUAL, _BLOCK, _TAP = "model.visual.", "model.visual.blocks.{}.", "model.visual.deepstack_merger_list.{}."
+_QWEN3_VL: dict[str, _Of] = {
+    "patches": _Of((_VISUAL + "patch_embed.proj",), ("VM", "VI", "VT", "VP", "VP"), pieces.flat_patches),
+    "positions": _Of((_VISUAL + "pos_embed",), ("VG", "VM")),
+    "qkv": _Of((_BLOCK + "attn.qkv",), ("V3M", "VM")),
+    "o": _Of((_BLOCK + "attn.proj",), ("VM", "VM")),
+    "fc1": _Of((_BLOCK + "mlp.linear_fc1",), ("VF", "VM")),
+    "fc2": _Of((_BLOCK + "mlp.linear_fc2",), ("VM", "VF")),
+    "norm1": _Of((_BLOCK + "norm1",), ("VM",)),
+    "norm2": _Of((_BLOCK + "norm2",), ("VM",)),
+    "merger.norm": _Of((_VISUAL + "merger.norm",), ("VM",)),
+    "merger.fc1": _Of((_VISUAL + "merger.linear_fc1",), ("VW", "VW")),
+    "merger.fc2": _Of((_VISUAL + "merger.linear_fc2",), ("D", "VW")),
+    "deepstack.norm": _Of((_TAP + "norm",), ("VW",)),
+    "deepstack.fc1": _Of((_TAP + "linear_fc1",), ("VW", "VW")),
+    "deepstack.fc2": _Of((_TAP + "linear_fc2",), ("D", "VW")),
+}
+_QWEN2_VL = _QWEN3_VL | {
+    "fc1": _Of((_BLOCK + "mlp.fc1",), ("VF", "VM")),
+    "fc2": _Of((_BLOCK + "mlp.fc2",), ("VM", "VF")),
+    "merger.norm": _Of((_VISUAL + "merger.ln_q",), ("VM",)),
+    "merger.fc1": _Of((_VISUAL + "merger.mlp.0",), ("VW", "VW")),
+    "merger.fc2": _Of((_VISUAL + "merger.mlp.2",), ("D", "VW")),
+}
+_QWEN2_5_VL = _QWEN2_VL | {
+    "gate": _Of((_BLOCK + "mlp.gate_proj",), ("VF", "VM")),
+    "fc1": _Of((_BLOCK + "mlp.up_proj",), ("VF", "VM")),
+    "fc2": _Of((_BLOCK + "mlp.down_proj",), ("VM", "VF")),
+}
+
+_TOWER, _LAYER = "model.vision_tower.", "model.vision_tower.transformer.layers.{}."
+_PROJECTOR = "model.multi_modal_projector."
+_MISTRAL3: dict[str, _Of] = {
+    "patches": _Of((_TOWER + "patch_conv",), ("VM", "VI", "VP", "VP"), pieces.flat_patches),
+    "norm0": _Of((_TOWER + "ln_pre",), ("VM",)),
+    "qkv": _Of(tuple(f"{_LAYER}attention.{part}_proj" for part in "qkv"), ("VM", "VM"), pieces.in_rows),
+    "o": _Of((_LAYER + "attention.o_proj",), ("VM", "VM")),
+    "gate": _Of((_LAYER + "feed_forward.gate_proj",), ("VF", "VM")),
+    "fc1": _Of((_LAYER + "feed_forward.up_proj",), ("VF", "VM")),
+    "fc2": _Of((_LAYER + "feed_forward.down_proj",), ("VM", "VF")),
+    "norm1": _Of((_LAYER + "attention_norm",), ("VM",)),
+    "norm2": _Of((_LAYER + "ffn_norm",), ("VM",)),
+    "merger.norm": _Of((_PROJECTOR + "norm",), ("VM",)),
+    "merger.merge": _Of((_PROJECTOR + "patch_merger.merging_layer",), ("VM", "VW"), pieces.squares_by_patch),
+    "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("D", "VM")),
+    "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "D")),
+}
+
+# By architecture; others are as Qwen3-VL.
+_TOWERS = {
+    "Qwen2VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
+    **{f"{name}ForConditionalGeneration": _MISTRAL3 for name in ("Mistral3", "Ministral3", "Mistral4")},
+}
+
+
+def recipe_of_tower(path: Path, arch: ModelArch) -> Recipe | None:
+    """The recipe of the parameter at `path`; None unless it belongs to a vision tower."""
+    if path[0] != "visual":
+        return None
+    assert arch.vision is not None
+    own = ".".join(map(str, path[1:]))
+    is_bias = own.endswith("_bias")
+    of = _TOWERS.get(arch.name, _QWEN3_VL)[own.removesuffix("_bias")]
+    ending, axes, of_row = (".bias", of.axes[:1], pieces.as_is) if is_bias else (".weight", of.axes, of.pieces)
+    if "{}" not in of.names[0]:
+        return Recipe(tuple(Source(name + ending, axes) for name in of.names), of_row)
+    count = len(arch.vision.deepstack_layers) if own.startswith("deepstack.") else arch.vision.num_layers
+    sources = tuple(Source(name.format(index) + ending, axes) for index in range(count) for name in of.names)
+    return Recipe(sources, partial(pieces.stacked_rows, of_row, count))
