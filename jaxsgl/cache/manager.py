@@ -103,6 +103,7 @@ class CacheManager:
       tier: pages in host memory; None if there is no such tier.
       snapshots: the books of states that are kept with prefixes.
       num_evicted: pages that were evicted so far.
+      num_retired: how often weights were exchanged so far.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class CacheManager:
         self.tier = tier
         self.snapshots = snapshots
         self.num_evicted = 0
-        self._num_retired = 0
+        self.num_retired = 0
         self._num_changes = 0  # of what is cached, besides those that steps make
         self._allocator = PageAllocator(num_pages)
         self._observer: CacheObserver | None = None
@@ -309,9 +310,9 @@ class CacheManager:
         self._allocator.free(self.prefixes.flush())
         if self.tier is not None:
             self.tier.clear()
-        self._num_retired += 1
+        self.num_retired += 1
         self._num_changes += 1
-        self.prefixes.rename(retired(self._num_retired))
+        self.prefixes.rename(retired(self.num_retired))
         for lease in leases:
             lease.is_retired = True
         if self._observer is not None:
@@ -320,7 +321,7 @@ class CacheManager:
     @property
     def is_original(self) -> bool:
         """Whether all that is cached was computed by the weights of the start."""
-        return not self._num_retired
+        return not self.num_retired
 
     def page_states(self, leases: Iterable[Lease]) -> npt.NDArray[np.uint8]:
         """`[num_pages - 1]` where each page but the dummy page is, a `PageState`; `leases` are all there are."""

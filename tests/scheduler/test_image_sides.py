@@ -21,10 +21,11 @@ from tests.scheduler.memory_wire import Network
 from tests.scheduler.sides import PREFILL, Worker, at, run, without_tower
 
 
-def pair_of(network: Network, host_rows: int = 60, **options: Any) -> tuple[Worker, Worker]:
+def pair_of(network: Network, host_rows: int = 60, has_lines: bool = False, **options: Any) -> tuple[Worker, Worker]:
     """A prefill worker, and a decode worker that has no tower and holds so many rows in host memory."""
-    prefill = Worker(network, PREFILL, capacity(page_size=16, host_rows=12), radix_cache=True)
-    decode_sizes = without_tower(capacity(page_size=16, host_rows=host_rows))
+    sizes = capacity(page_size=16, host_rows=12, has_lines=has_lines)
+    prefill = Worker(network, PREFILL, sizes, radix_cache=True)
+    decode_sizes = without_tower(capacity(page_size=16, host_rows=host_rows, has_lines=has_lines))
     return prefill, Worker(network, None, decode_sizes, radix_cache=True, **options)
 
 
@@ -37,16 +38,29 @@ def send(network: Network, prefill: Worker, decode: Worker, request: Request, nu
     run(network, prefill, decode)
 
 
-@pytest.mark.parametrize(("comes_later", "first"), [(False, "prefill"), (True, "prefill"), (True, "decode")])
-def test_prefill_and_decode_in_different_workers_yield_the_same_tokens(comes_later: bool, first: str) -> None:
+@pytest.mark.parametrize(
+    ("comes_later", "first", "width"),
+    [
+        (False, "prefill", None),
+        (True, "prefill", None),
+        (True, "decode", None),
+        (False, "prefill", 3),
+        (True, "decode", 3),
+    ],
+)
+def test_prefill_and_decode_in_different_workers_yield_the_same_tokens(
+    comes_later: bool, first: str, width: int | None
+) -> None:
     """Decode computes less than a page of the prompt, which may be an image's, and again what is retracted.
 
     It has no tower: embeddings come from prefill, whose host memory holds those of one image, and requests wait for
     room to hold theirs. If the gateway gives it no images, it gets them from prefill.
     """
     network = Network()
-    prefill, decode = pair_of(network, retract_also=RetractEvery(7))
-    requests = [asked(str(i), [3, (i % 3, 9), i + 1, (5 + i, 11), 2 + i % 4], max_tokens=9) for i in range(8)]
+    prefill, decode = pair_of(network, has_lines=width is not None, retract_also=RetractEvery(7))
+    requests = [
+        asked(str(i), [3, (i % 3, 9), i + 1, (5 + i, 12), 2 + i % 4], max_tokens=9, width=width) for i in range(8)
+    ]
     for number, request in enumerate(requests):
         leg = msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1))
         bare = msgspec.structs.replace(request, media=()) if comes_later else request
@@ -258,6 +272,33 @@ def test_embeddings_of_weights_that_were_exchanged_on_the_way_are_not_used() -> 
     assert decode.ended["a", 0] is RefusalKind.PEER and not decode.outputs.get(("a", 0))
     host = decode.scheduler.kept_images
     assert host is not None and host.host.num_bytes == 0
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_embeddings_that_other_weights_made_in_between_are_not_kept() -> None:
+    """The old weights come back, under their old name, before the request ends."""
+    network = Network()
+    prefill, decode = pair_of(network)
+    request, again = (asked(name, [3, (1, 12), 40, (2, 12), 2], 9) for name in ("a", "b"))
+    for worker in (prefill, decode):
+        worker.engine.weight_version = "0"
+    prefill.receive(at(msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1)), 1))
+    decode.receive(at(request, 1))
+    for weights in (1, 0):
+        network.deliver_all()
+        for worker in (prefill, decode):
+            worker.turn()
+            worker.scheduler.pause()
+            while worker.in_flight:
+                worker.turn()
+            worker.engine.swap_weights(weights, str(weights))
+            worker.scheduler.retire_cache()
+            worker.settle()
+            worker.scheduler.resume()
+    run(network, prefill, decode)
+    send(network, prefill, decode, again, 2)
+    assert decode.outputs["b", 0] == expected(again)
     prefill.check_empty()
     decode.check_empty()
 

@@ -49,10 +49,11 @@ def test_requests_with_one_image_have_it_encoded_once() -> None:
     assert scheduler.state.totals.encoded_patches == 36
 
 
-def test_images_beyond_the_pool_take_turns() -> None:
-    """Each has most of the pool; chunks end inside of them, and requests wait for rows."""
-    requests = [asked(str(i), [2, (10 + i, 12), 1, (20 + i, 15), 2]) for i in range(5)]
-    mailbox, scheduler = serve(capacity(rows=16, chunk=16), [list(requests)])
+@pytest.mark.parametrize("width", [None, 3, 1])
+def test_images_beyond_the_pool_take_turns(width: int | None) -> None:
+    """Each has most of the pool; chunks end inside of them, and requests wait for rows. What ends lines takes none."""
+    requests = [asked(str(i), [2, (10 + i, 12), 1, (20 + i, 15), 2], width=width) for i in range(5)]
+    mailbox, scheduler = serve(capacity(rows=16, chunk=16, has_lines=width is not None), [list(requests)])
     assert [mailbox.output_ids(one.request_id) for one in requests] == [expected(one) for one in requests]
     assert scheduler.state.totals.encoded_images == 10
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.disagg.decode import DecodeRooms
 from jaxsgl.scheduler.disagg.prefill import PrefillRooms
-from jaxsgl.scheduler.disagg.rooms import Action, Refuse, RoomLimits, Send
+from jaxsgl.scheduler.disagg.rooms import Action, Refuse, RoomLimits, Send, Version
 from jaxsgl.transfer.frames import Fail, Room
 
 LIMITS = RoomLimits(page_bytes=16, staging_bytes=1600, max_rooms=10, partner_s=30.0)
@@ -22,7 +22,7 @@ def failed(actions: list[Action]) -> list[int]:
 
 
 def test_forged_rooms_take_no_room_from_requests_nor_from_a_real_peer() -> None:
-    rooms = PrefillRooms(LIMITS, lambda _: "v", lambda: 0.0)
+    rooms = PrefillRooms(LIMITS, lambda _: Version("v"), lambda: 0.0)
     told = [failed(rooms.opened(FORGER, Room(number, 0), 0)) for number in range(9000)]
     assert told[:10] == [[]] * 10 and all(each == [FORGER] for each in told[10:])
     for number in range(5):  # half of the places are its share
@@ -33,7 +33,7 @@ def test_forged_rooms_take_no_room_from_requests_nor_from_a_real_peer() -> None:
 
 
 def test_clients_get_one_text_for_all_reasons_of_a_lost_connection() -> None:
-    rooms = DecodeRooms(LIMITS, lambda _: 0, lambda _: "v")
+    rooms = DecodeRooms(LIMITS, lambda _: 0, lambda _: Version("v"))
     texts = set()
     for number in range(2):
         rooms.arrived(request(number), Room(number, 0), peer=number, num_pages=1)

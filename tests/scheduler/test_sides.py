@@ -316,6 +316,20 @@ def test_pages_of_other_weights_are_not_used() -> None:
     pair.check_empty()
 
 
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_pages_are_not_used_if_weights_were_exchanged_on_the_way_under_their_old_name(who: str) -> None:
+    """The first chunk is computed and on its way by then."""
+    pair = Pair(chunk=16)
+    pair.send(request("a", range(30), 4))
+    pair.network.deliver_all()
+    pair.prefill.turn()
+    pair.network.deliver_all()
+    getattr(pair, who).scheduler.retire_cache()
+    pair.run()
+    assert pair.computed_by_decode == 30
+    pair.check_empty()
+
+
 def test_grammars_hold_from_the_first_token_and_are_compiled_while_prefill_computes() -> None:
     asked = [*some_requests(7, 12), asking("twice", range(30), fake(1, 12), n=2)]
     grammars = GrammarQueue(lambda grammar: compile_fake(grammar, VOCAB), 30.0)

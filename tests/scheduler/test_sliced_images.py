@@ -26,7 +26,7 @@ LAYERS = 6
 BOUND = SchedulingConfig(max_itl_ms=1000.0)
 
 
-def sliced(**options: int) -> Capacity:
+def sliced(**options: Any) -> Capacity:
     sizes = capacity(**options)
     assert sizes.tower is not None
     shape = replace(sizes.tower.shape, num_layers=LAYERS)

@@ -21,11 +21,13 @@ from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.disagg.images import Lacking, LackingRows, hash_for_prefill, of_source
 from jaxsgl.scheduler.disagg.rooms import (
+    NO_VERSION,
     Action,
     Drop,
     Refuse,
     RoomLimits,
     Send,
+    Version,
     lost,
     refusal_of,
     taken,
@@ -57,7 +59,7 @@ class _Leg:
     end: int = 0
     parts: dict[int, Bytes] = field(default_factory=dict)  # by their first page
     num_received: int = 0
-    weight_version: str = ""
+    version: Version = NO_VERSION  # when it was granted
     row_bytes: int = 0  # of images' embeddings that are on their way
     done: Done | None = None
 
@@ -90,7 +92,7 @@ class DecodeRooms:
         self,
         limits: RoomLimits,
         num_cached: Callable[[Request], int],
-        version_of: Callable[[Request], str],
+        version_of: Callable[[Request], Version],
         media_limits: MediaLimits | None = None,
         rows: LackingRows | None = None,
     ) -> None:
@@ -237,12 +239,15 @@ class DecodeRooms:
         if not self._ready:
             return None
         leg = self._legs[next(iter(self._ready))]
-        version = leg.weight_version
-        assert leg.done is not None
-        if {leg.done.weight_version, self._version_of(leg.request)} != {version}:
-            return Received(leg.request, leg.first, 0, (), version)
+        if not self._is_of_now(leg):
+            return Received(leg.request, leg.first, 0, (), leg.version.name)
         parts = tuple(leg.parts[first] for first in sorted(leg.parts))
-        return Received(leg.request, leg.first, leg.num_received, parts, version)
+        return Received(leg.request, leg.first, leg.num_received, parts, leg.version.name)
+
+    def _is_of_now(self, leg: _Leg) -> bool:
+        """Whether what has come of a leg was all computed by the weights of now: none were exchanged meanwhile."""
+        is_same = leg.version == self._version_of(leg.request)
+        return is_same and leg.done is not None and leg.done.weight_version == leg.version.name
 
     def taken(self, request_id: str) -> list[Action]:
         """The scheduler has the request now, and its pages are copied."""
@@ -312,9 +317,9 @@ class DecodeRooms:
                 self._staged_rows += leg.row_bytes
             self._queue.popleft()
             self._staged += num_pages
-            leg.first, leg.end, leg.weight_version = first, first + num_pages, self._version_of(leg.request)
+            leg.first, leg.end, leg.version = first, first + num_pages, self._version_of(leg.request)
             leg.state = DecodeState.RECEIVING
-            actions.append(Send(leg.peer, Grant(leg.room, first, num_pages, leg.weight_version, images)))
+            actions.append(Send(leg.peer, Grant(leg.room, first, num_pages, leg.version.name, images)))
         return actions
 
     def _completed(self, leg: _Leg) -> list[Action]:
@@ -335,8 +340,7 @@ class DecodeRooms:
         """Keeps the embeddings that have come, if weights have not been exchanged since they were asked for."""
         if self._rows is None:
             return
-        versions = {leg.weight_version, self._version_of(leg.request)}
-        self._rows.ended(leg.room, leg.done is not None and versions == {leg.done.weight_version})
+        self._rows.ended(leg.room, self._is_of_now(leg))
         self._staged_rows -= leg.row_bytes
         leg.row_bytes = 0
 

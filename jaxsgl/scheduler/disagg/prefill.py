@@ -20,6 +20,7 @@ from jaxsgl.requests.media import images_hash
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.disagg.images import send_images
 from jaxsgl.scheduler.disagg.rooms import (
+    NO_VERSION,
     Action,
     Answer,
     Drop,
@@ -28,6 +29,7 @@ from jaxsgl.scheduler.disagg.rooms import (
     RoomLimits,
     Send,
     Start,
+    Version,
     lost,
     refusal_of,
     taken,
@@ -58,7 +60,7 @@ class Leg:
     since_s: float
     state: PrefillState = PrefillState.BOOTSTRAPPING
     peer: Peer | None = None
-    version: str = ""  # of weights and adapter, when it was started
+    version: Version = NO_VERSION  # when it was started
     next: int = 0
     end: int = 0
     num_gathering: int = 0
@@ -89,7 +91,9 @@ class PrefillRooms:
       hidden_bytes: of pages that left before their prompt was computed.
     """
 
-    def __init__(self, limits: RoomLimits, version_of: Callable[[Request], str], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, limits: RoomLimits, version_of: Callable[[Request], Version], clock: Callable[[], float]
+    ) -> None:
         self._limits = limits
         self._version_of = version_of
         self._clock = clock
@@ -236,7 +240,7 @@ class PrefillRooms:
             if rows is not None:
                 leg.wanted.discard(digest)
                 actions += self._send_rows(leg, digest, rows)
-            elif leg.version != self._version_of(leg.request):
+            elif leg.version.name != self._version_of(leg.request).name:
                 leg.wanted.discard(digest)  # decode is told so
             actions += self._done(leg)
         return actions
@@ -365,7 +369,7 @@ class PrefillRooms:
     def _grant(self, leg: Leg, grant: Grant) -> list[Action]:
         if leg.state is not PrefillState.BOOTSTRAPPING:
             return []  # said twice
-        version = self._version_of(leg.request)
+        version = self._version_of(leg.request).name
         if grant.weight_version != version:
             text = f"the weights are {version} at prefill, but {grant.weight_version} at decode: update both"
             refusal = lost(text)
@@ -399,7 +403,7 @@ class PrefillRooms:
         if leg.state is not PrefillState.SENDING or leg.num_gathering or leg.wanted:
             return []
         assert leg.peer is not None
-        version = leg.version if leg.version == self._version_of(leg.request) else CHANGED
+        version = leg.version.name if leg.version == self._version_of(leg.request) else CHANGED
         return [Send(leg.peer, Done(leg.room, leg.end, version))]
 
     def _send_rows(self, leg: Leg, digest: bytes, rows: HostRows) -> list[Action]:

@@ -29,6 +29,21 @@ from jaxsgl.transfer.frames import Message, Room
 from jaxsgl.transfer.wire import Bytes, Peer
 
 
+class Version(NamedTuple):
+    """What computes a request's KV at this moment.
+
+    Attributes:
+      name: of weights and adapter, equal on servers that compute the same.
+      exchange: how often weights were exchanged here before. A name may come back, with what others computed between.
+    """
+
+    name: str
+    exchange: int = 0
+
+
+NO_VERSION = Version("")  # of a leg that has not begun
+
+
 class Start(NamedTuple):
     """Give `request` to the scheduler, as if it had just arrived."""
 

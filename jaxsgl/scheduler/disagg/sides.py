@@ -11,8 +11,8 @@ operations. A request without a room is served whole. A server without --disaggr
 
 `KvNames`: what the KV of a request's prompt is called, among servers and within this one.
 
-    version             of weights and adapter: what computes the KV; equal on servers that compute the same, however
-                        often and under which names they have loaded an adapter
+    version             of weights and adapter: what computes the KV; its name is equal on servers that compute the
+                        same, however often and under which names they have loaded an adapter
     ids and namespace   what the prefix cache of this server finds it by; that of an adapter is of one loading here
 
 So KV of one adapter never comes to be used with another one: prefill and decode compare versions, and decode files what
@@ -27,14 +27,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxsgl.batch.engine_api import PageLayout
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.cache.manager import namespace_of
+from jaxsgl.cache.manager import CacheManager, namespace_of
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Load, Refusal, Reply
 from jaxsgl.requests.media import hash_ids
 from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.scheduler.disagg.rooms import Action, Answer, Drop, Gather, Refuse, RoomLimits, Rooms, Send, Start
+from jaxsgl.scheduler.disagg.rooms import Action, Answer, Drop, Gather, Refuse, RoomLimits, Rooms, Send, Start, Version
 from jaxsgl.scheduler.req import Adapter
 from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.scheduler import Scheduler
@@ -47,20 +47,22 @@ class KvNames:
 
     Args:
       adapters: that are loaded.
-      weight_version: gives the version of the weights.
+      cache: knows how often weights were exchanged.
+      weight_version: gives the name of the weights.
     """
 
-    def __init__(self, adapters: AdapterTable, weight_version: Callable[[], str]) -> None:
+    def __init__(self, adapters: AdapterTable, cache: CacheManager, weight_version: Callable[[], str]) -> None:
         self._adapters = adapters
+        self._cache = cache
         self._weight_version = weight_version
 
-    def version(self, request: Request) -> str:
+    def version(self, request: Request) -> Version:
         """What would compute the prompt now. Under an adapter that is not loaded, the version of no KV."""
-        weights = self._weight_version()
-        if not request.adapter:
-            return weights
-        adapter = self._adapter_of(request)
-        return f"{weights} with {'no adapter of that name' if adapter is None else f'adapter {adapter.digest}'}"
+        name = self._weight_version()
+        if request.adapter:
+            adapter = self._adapter_of(request)
+            name += f" with {'no adapter of that name' if adapter is None else f'adapter {adapter.digest}'}"
+        return Version(name, self._cache.num_retired)
 
     def ids_and_namespace(self, request: Request) -> tuple[IntArray, bytes]:
         """What the prefix cache finds the prompt by; of an adapter that is not loaded, it finds nothing."""
@@ -106,7 +108,7 @@ class Side(ABC):
         self.wire = wire
         self._layout = layout
         self._limits = limits
-        self._kv_names = KvNames(scheduler.state.adapters, weight_version)
+        self._kv_names = KvNames(scheduler.state.adapters, scheduler.cache, weight_version)
         self._clock = clock
         self._replies: list[Reply] = []  # that are not the scheduler's
         self._num_bytes = 0  # of pages moved so far
