@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
@@ -24,6 +25,7 @@ from uvicorn.server import ServerState
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.http import acceptor, errors
+from jaxsgl.frontend.http.app import HttpServer
 from jaxsgl.frontend.http.connection import MAX_PIPELINED, Connection
 from jaxsgl.frontend.http.middleware import ApiKey, BodyLimit
 from tests.grids import daily
@@ -284,3 +286,14 @@ def test_a_lost_connection_is_not_left_to_the_garbage_collector() -> None:
         asyncio.run(scenario())
     finally:
         gc.enable()
+
+
+def test_a_connection_between_requests_outlasts_what_clients_keep() -> None:
+    """Else a request may meet the moment in which the server closes it, and is lost."""
+
+    async def kept_s() -> float:
+        server = HttpServer(FastAPI(), ServerConfig(port=0), None)
+        return server._server.config.timeout_keep_alive
+
+    of_clients = [httpx.Limits().keepalive_expiry, openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry, 60.0]  # AWS
+    assert asyncio.run(kept_s()) > max(filter(None, of_clients))

@@ -23,7 +23,7 @@ from jaxsgl.frontend.http import errors, health
 from jaxsgl.frontend.http.acceptor import Acceptor
 from jaxsgl.frontend.http.anthropic import messages as anthropic
 from jaxsgl.frontend.http.compressed import Gunzip
-from jaxsgl.frontend.http.connection import Connection
+from jaxsgl.frontend.http.connection import KEEP_ALIVE_S, Connection
 from jaxsgl.frontend.http.middleware import (
     OPEN_PATHS,
     REQUEST_ID_HEADER,
@@ -128,6 +128,7 @@ class HttpServer:
             ssl_certfile=None if certificate is None else certificate.certfile,
             ssl_keyfile=None if certificate is None else certificate.keyfile,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=round(SHUTDOWN_GRACE_S),
         )
         if certificate is not None:

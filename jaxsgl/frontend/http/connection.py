@@ -20,6 +20,9 @@ from jaxsgl.frontend.http.middleware import OPEN_PATHS
 MAX_HEAD_BYTES = 64 << 10
 MAX_PIPELINED = 64  # requests that arrived before the answers to those ahead of them
 MIN_BYTES_PER_S = 1024  # a client that takes less of an answer that waits for it counts as not reading
+# Longer than clients and load balancers keep a connection that is idle (httpx and so OpenAI's library 5 s, AWS 60 s):
+# the side that ends it must be the one that sends requests, or one that is on its way is lost.
+KEEP_ALIVE_S = 75
 PROBE_S = 5.0  # for each wait on a connection past the cap
 
 logger = logging.getLogger(__name__)
@@ -34,7 +37,7 @@ class Connection(HttpToolsProtocol):
     | the body is incomplete | `BodyLimit`, which reads it |
     | the answer was sent before the body had come | `linger_s`, then the connection ends |
     | the answer waits for the client to read | `stall_s` without progress |
-    | between requests | uvicorn's `timeout_keep_alive` |
+    | between requests | `KEEP_ALIVE_S` |
 
     While a request is being answered its client may be silent: generation.py bounds that time.
 
