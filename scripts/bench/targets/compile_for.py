@@ -131,8 +131,8 @@ def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict
     problems = _cache_problems(program, memory, text)
     if program.argument_bytes is not None:
         problems += _part_problems(memory.argument_size_in_bytes, program.argument_bytes)
-    if target.platform == "cuda" and program.backend not in ("auto", "any"):
-        problems += _code_problems(program, kernels)
+    if target.platform == "cuda" and program.backend != "auto":
+        problems += _spills(kernels) if program.backend == "any" else _code_problems(program, kernels)
     if program.is_step:
         result |= {"steps": program.steps, "facts": program.facts}
         result["launches"] = report = _launches(program, text, mine)
@@ -184,8 +184,12 @@ def _part_problems(held: int, part: int) -> list[str]:
     return [f"a device holds {held} bytes of arguments; its part of parameters and state is {part}"]
 
 
+def _spills(kernels: list[KernelCode]) -> list[str]:
+    return [f"{k.name} spills {k.spill_bytes} bytes" for k in kernels if k.spill_bytes]
+
+
 def _code_problems(program: Program, kernels: list[KernelCode]) -> list[str]:
-    problems = [f"{k.name} spills {k.spill_bytes} bytes" for k in kernels if k.spill_bytes]
+    problems = _spills(kernels)
     problems += [f"{k.name}: ptxas: {advisory}" for k in kernels for advisory in k.advisories]
     problems += [
         f"{k.name} doesn't multiply float8"
