@@ -38,7 +38,7 @@ from pallas_kernels.api.products import (
 )
 from pallas_kernels.api.stores import absorb_and_store, rotate_and_store, store_entries, store_kv
 from pallas_kernels.choice import KernelChoice
-from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
+from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS, sees_ahead
 from pallas_kernels.experts import Choices, GatedUnit, Groups, UnitWeights, add_choices
 from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.options import AttentionOptions
@@ -88,6 +88,7 @@ __all__ = [
     "products_with_shared",
     "quantized_product",
     "rotate_and_store",
+    "sees_ahead",
     "store_and_decode",
     "store_entries",
     "store_kv",

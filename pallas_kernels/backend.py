@@ -86,6 +86,23 @@ class Extend(Protocol):
         ...
 
 
+class ExtendAhead(Protocol):
+    """`paged_extend_attention` with `seen` on one backend."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        query_offsets: jax.Array,
+        kv: PagedKv,
+        sinks: jax.Array | None,
+        options: AttentionOptions,
+        interpret: bool,
+        seen: jax.Array,
+    ) -> jax.Array:
+        """The same; `seen [T]`: of how many of its sequence's tokens, from the first, each query sees none after."""
+        ...
+
+
 class StoreAndDecode(Protocol):
     """`store_and_decode` on one backend."""
 
@@ -410,6 +427,8 @@ class Backend:
     """The name that `backend=` and the tuning tables use."""
     decode: Kernel[Decode]
     extend: Kernel[Extend]
+    extend_ahead: Kernel[ExtendAhead] | None = None
+    """None where no query sees what comes after it."""
     store: Kernel[Store] | None = None
     """None where the backend has attention only."""
     rotate_and_store: Kernel[RotateAndStore] | None = None

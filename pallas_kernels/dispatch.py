@@ -70,6 +70,11 @@ def choose_kernel_or_xla(
     return None if chosen is None else chosen.run
 
 
+def sees_ahead(backend: str) -> bool:
+    """Whether `paged_extend_attention` by that name, or "auto", takes `seen`."""
+    return backend == "auto" or BACKEND_OF_NAME[backend].extend_ahead is not None
+
+
 def choose_backend(op: str, backend: str, refusals: Mapping[str, Refusal], *, interpret: bool = False) -> Backend:
     """The backend that `op` should run on.
 

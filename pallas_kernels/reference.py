@@ -103,6 +103,7 @@ def extend_attention(
     sinks: jax.Array | None,
     options: AttentionOptions,
     interpret: bool,
+    seen: jax.Array | None = None,
 ) -> jax.Array:
     """Each token attends to what it sees of its own sequence, in float32."""
     num_tokens, num_heads, head_dim = q.shape
@@ -116,22 +117,23 @@ def extend_attention(
     k = _gather(kv.k, kv.page_table[owner])  # [T, K, L, H]
     v = _gather(kv.v, kv.page_table[owner])
     kv_position = jnp.arange(k.shape[2])
-    seen = is_real[:, None] & (kv_position <= position[:, None])
+    stop = position + 1 if seen is None else seen
+    is_seen = is_real[:, None] & (kv_position < stop[:, None])
     if options.sliding_window is not None:
-        seen &= kv_position > position[:, None] - options.sliding_window
-    seen = seen[:, None, None, :]  # [T, 1, 1, L]
+        is_seen &= kv_position > position[:, None] - options.sliding_window
+    is_seen = is_seen[:, None, None, :]  # [T, 1, 1, L]
 
     # Unused places may hold NaN, and 0 * NaN is NaN: they are cleared, not only weighted by zero.
-    v = jnp.where(seen.squeeze(2)[..., None], v, 0)
+    v = jnp.where(is_seen.squeeze(2)[..., None], v, 0)
     grouped = q.astype(jnp.float32).reshape(num_tokens, kv.num_kv_heads, -1, head_dim)
     scores = jnp.einsum("tkgh,tklh->tkgl", grouped, k, precision="highest") * options.scale(head_dim)
     if options.logit_soft_cap is not None:
         scores = options.logit_soft_cap * jnp.tanh(scores / options.logit_soft_cap)
-    scores = jnp.where(seen, scores, -jnp.inf)
+    scores = jnp.where(is_seen, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
         top = jnp.maximum(top, sinks.reshape(kv.num_kv_heads, -1, 1))
-    weights = jnp.where(seen, jnp.exp(scores - top), 0)
+    weights = jnp.where(is_seen, jnp.exp(scores - top), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks is not None:
         total += jnp.exp(sinks.reshape(kv.num_kv_heads, -1, 1) - top)
@@ -207,6 +209,7 @@ def ordered_product(x: jax.Array, weights: jax.Array, dtype: DTypeLike, in_parts
 BACKEND = Backend(
     "reference",
     Kernel(decode_attention),
+    Kernel(extend_attention),
     Kernel(extend_attention),
     Kernel(store_kv),
     Kernel(rotate_and_store, lambda qkv, kv: refuse_conversion(kv)),

@@ -121,6 +121,14 @@ LINES = replace(item(), length=8, line_len=4)  # 2 lines of 3 and their ends
 OF_LINES = [IMAGE, IMAGE, IMAGE, 93, IMAGE, IMAGE, IMAGE, 92]
 
 
+def test_all_images_of_a_model_may_have_to_be_squares_of_one_size() -> None:
+    limits = msgspec.structs.replace(LIMITS, image_side=4)
+    square = item(grid=(1, 4, 4))
+    check_media([square], prompt_with([square]), limits)
+    with pytest.raises(InvalidRequest, match=r"but all images of the model have \(1, 4, 4\)"):
+        check_media([item()], prompt_with([item()]), limits)
+
+
 def test_an_image_in_lines_is_taken_by_models_that_tell_lines_alone() -> None:
     image = replace(LINES, grid=(1, 4, 6), pixels=LINES.pixels[: 24 * LINED.patch_bytes])
     check_media([image], [1, 2, *OF_LINES, 3], LINED)

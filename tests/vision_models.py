@@ -20,6 +20,7 @@ IMAGE, VIDEO, START, END = 250, 251, 252, 253
 FIRST_SPECIAL = 250
 BREAK, LAST = 248, 249  # what ends the lines of an image, and its last one
 PATCH_LEN = 3 * 2 * 4 * 4
+SQUARE: Grid = (1, 8, 8)  # the one grid of images that are seen whole
 
 # All sizes differ, and no two axes of a tensor can be mistaken for each other.
 VISION: dict[str, Any] = {
@@ -78,10 +79,20 @@ GROWING: dict[str, Any] = {
         "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
     },
 }  # fmt: skip
+# Of decoders whose tokens see whole images; windows are shorter than some texts, and longer than an image.
+WHOLE: dict[str, Any] = {
+    "num_hidden_layers": 4, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "query_pre_attn_scalar": 16,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 100000.0},
+    },
+}  # fmt: skip
 # Configuration, model, and what differs from `TEXT`.
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, IN_ORDER),
     "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration, IN_ORDER),
+    "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration, WHOLE),
     "mistral": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, IN_LINES),
     "ministral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, GROWING),
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration, {}),
@@ -111,6 +122,10 @@ TOWERS: dict[str, dict[str, Any]] = {
         }
         for kind in WITH_LINES
     },
+    "gemma3": {
+        "model_type": "siglip_vision_model", "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40,
+        "num_attention_heads": 2, "patch_size": 4, "image_size": 32, "vision_use_head": False,
+    },
     **{kind: {key: VISION[key] for key in VISION if key != "deepstack_visual_indexes"} for kind in WITH_STATES},
 }  # fmt: skip
 SECONDS = 0.25  # between temporal patches of videos
@@ -133,7 +148,9 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     config_class, model_class, of_kind = KINDS[kind]
     text = {**TEXT, **of_kind, **text_changes}
     vision = TOWERS.get(kind, VISION)
-    ids = {"image_token_index": IMAGE} if kind in WITH_LINES else IDS
+    ids: dict[str, Any] = {"image_token_index": IMAGE} if kind in WITH_LINES else IDS
+    if kind == "gemma3":
+        ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 16}
     if kind in WITH_LINES:
         text["model_type"] = kind
     state = torch.random.get_rng_state()
@@ -150,9 +167,9 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     return model
 
 
-def image(offset: int, grid: Grid, seed: int, in_lines: bool = False) -> MediaItem:
+def image(offset: int, grid: Grid, seed: int, in_lines: bool = False, frames: int = 2) -> MediaItem:
     """A random image that stands at `offset`; `in_lines`: of a model that tells its lines."""
-    patch_len, line_len = (PATCH_LEN // 2, grid[2] // 2 + 1) if in_lines else (PATCH_LEN, 0)
+    patch_len, line_len = (PATCH_LEN // 2, grid[2] // 2 + 1) if in_lines else (PATCH_LEN * frames // 2, 0)
     pixels = np.random.default_rng(seed).integers(0, 256, (grid[1] * grid[2], patch_len), dtype=np.uint8).tobytes()
     length = grid[1] // 2 * line_len if in_lines else grid[1] * grid[2] // 4
     return MediaItem(digest_of(pixels, grid, "test"), offset, length, grid, pixels, line_len=line_len)
@@ -167,6 +184,18 @@ def request_in_lines(request_id: str, grids: Sequence[Grid], seed: int, **params
         items.append(image(len(ids), grid, 100 * seed + i, in_lines=True))
         lines = [*[IMAGE] * (grid[2] // 2), BREAK] * (grid[1] // 2)
         ids += [*lines[:-1], LAST, *rng.integers(5, 240, rng.integers(1, 5)).tolist()]
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
+    return Request(request_id, ids, sampling, media=tuple(items))
+
+
+def request_of_whole_images(request_id: str, num_images: int, seed: int, **params: Any) -> Request:
+    """Text with images of 8 x 8 patches between it, which are 16 tokens."""
+    rng = np.random.default_rng(seed)
+    ids: list[int] = rng.integers(5, 240, rng.integers(1, 9)).tolist()
+    items = []
+    for i in range(num_images):
+        items.append(image(len(ids) + 1, SQUARE, 100 * seed + i, frames=1))
+        ids += [START, *[IMAGE] * 16, END, *rng.integers(5, 240, rng.integers(1, 9)).tolist()]
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
     return Request(request_id, ids, sampling, media=tuple(items))
 
@@ -216,14 +245,15 @@ def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
 
 
 def pictures(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
-    """What transformers' Mistral 3 takes of images: their pixels, padded, and their sizes."""
+    """What transformers' Mistral 3 and Gemma 3 take of images: padded pixels, and the first one also sizes."""
     patches = torch.split(normalized(model, media), [item.num_patches for item in media])
     sizes = [(4 * item.grid[1], 4 * item.grid[2]) for item in media]
     pixels = torch.zeros(len(media), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
     for image, (h, w), of_image in zip(pixels, sizes, patches, strict=True):
         squares = of_image.reshape(h // 8, w // 8, 2, 2, 3, 4, 4)  # lines, columns, 2 x 2 patches, channels, pixels
         image[:, :h, :w] = squares.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, h, w)
-    return {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
+    of_size = {"image_sizes": torch.tensor(sizes)} if model.config.model_type == "mistral3" else {}
+    return {"pixel_values": pixels, **of_size}
 
 
 def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.ndarray:
@@ -231,8 +261,10 @@ def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.nd
     ids = torch.tensor([[*request.prompt_ids, *answer]])
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     media: dict[str, Any] = {}
-    if model.config.model_type == "mistral3":
+    if model.config.model_type in ("mistral3", "gemma3"):
         media = pictures(model, request.media) if request.media else {}
+        if model.config.model_type == "gemma3":
+            media["token_type_ids"] = types
         with torch.no_grad():
             in_lines: np.ndarray = model(input_ids=ids, use_cache=False, **media).logits[0].numpy()
         return in_lines

@@ -55,6 +55,7 @@ class Capacity:
       adapter_columns: columns of the pool for them, enough for `max_adapters` of the highest rank.
       tower: what the tower encodes and the pool of embeddings holds; None: the model has no vision tower.
       has_axes: tokens have positions other than their indices.
+      sees_ahead: tokens of an image see up to its end, so that it is extended whole.
       states: what is returned of single tokens; None: nothing.
       num_snapshots: states of sequences that are kept as prefixes; None: layers keep no states by row.
     """
@@ -73,6 +74,7 @@ class Capacity:
     adapter_columns: int = 0
     tower: TowerCapacity | None = None
     has_axes: bool = False
+    sees_ahead: bool = False
     states: StatesSpec | None = None
     num_snapshots: int | None = None
 
@@ -126,6 +128,7 @@ class BucketSet:
       states: whether there are programs that return what is computed for single tokens.
       rope_axes: of steps without images; see `Bucket`.
       images: whether steps may have images.
+      sees_ahead: see `Capacity`.
       encode: shapes of calls of the vision tower, ascending; (): there is none.
       encode_in_parts: those that may be run in parts, too.
       verify_sizes: T of the programs that verify drafts, ascending; (): nothing speculates.
@@ -146,6 +149,7 @@ class BucketSet:
     states: bool = False
     rope_axes: int = 0
     images: bool = False
+    sees_ahead: bool = False
     encode: tuple[EncodeBucket, ...] = ()
     encode_in_parts: tuple[EncodeBucket, ...] = ()
     verify_sizes: tuple[int, ...] = ()
@@ -203,6 +207,7 @@ class BucketSet:
             states=capacity.states is not None,
             rope_axes=int(capacity.has_axes),
             images=capacity.tower is not None,
+            sees_ahead=capacity.sees_ahead,
             encode=() if capacity.tower is None else capacity.tower.buckets,
             encode_in_parts=() if capacity.tower is None else capacity.tower.buckets_in_parts,
             verify_sizes=_verify_sizes(decode_sizes, rows, max_drafts) if capacity.generates else (),
@@ -290,6 +295,12 @@ class BucketSet:
             return bucket
         return _turned(bucket, self.rope_axes, self.snapshots)
 
+    def with_images(self, bucket: Bucket) -> Bucket:
+        """The bucket for the same batch if it has images, which batches that only decode have not."""
+        if bucket.kind in ("decode", "verify"):
+            return bucket
+        return replace(bucket, rope_axes=3, sees_ahead=self.sees_ahead)
+
     def encode_of(self, num_patches: int) -> EncodeBucket:
         """The smallest call of the tower that holds `num_patches` on each device that encodes other images."""
         return next(bucket for bucket in self.encode if bucket.num_patches >= num_patches)
@@ -299,7 +310,7 @@ class BucketSet:
 
     def largest(self) -> list[Bucket]:
         """Of each kind of step the buckets that take most memory; with images, if there may be any."""
-        largest = [with_images(bucket) if self.images else bucket for bucket in self._largest_without_images()]
+        largest = [self.with_images(bucket) if self.images else bucket for bucket in self._largest_without_images()]
         if self.joint_extend:
             most = self.joint_extend[-1][0]
             largest = list(dict.fromkeys(self.joint(bucket, most) for bucket in largest))
@@ -328,7 +339,7 @@ class BucketSet:
         if self.joint_extend:
             buckets = {form for bucket in buckets for form in self._shared_forms(bucket)}
         if self.images:
-            buckets |= {with_images(bucket) for bucket in buckets}
+            buckets |= {self.with_images(bucket) for bucket in buckets}
         if self.states:
             buckets |= {replace(bucket, states=True) for bucket in buckets if bucket.num_steps == 1}
         return sorted(buckets, key=lambda bucket: (-bucket.num_tokens, bucket))
@@ -364,11 +375,6 @@ class BucketSet:
             for seqs in self.extend_seqs
             if seqs == few or shared is None or smaller < shared
         ]
-
-
-def with_images(bucket: Bucket) -> Bucket:
-    """The bucket for the same batch if it has images, which batches that only decode have not."""
-    return bucket if bucket.kind in ("decode", "verify") else replace(bucket, rope_axes=3)
 
 
 def _forms(variant: Variant, num_steps: int = 1) -> tuple[bool, bool, int, bool]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsgl.batch.buckets import BucketSet, with_images
+from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import (
     TABLE_CHANGES,
     Bucket,
@@ -43,6 +43,7 @@ class Work:
       pooling: what the request asks for, if hidden states of these tokens are to be pooled.
       rope_positions: `[3, n]` of the tokens, where they differ from their indices.
       pool_rows: `[n]` where the embeddings of images' tokens are, 0 for text; None: there are no images.
+      seen: `[n]` of how many tokens, from the sequence's first, each sees none after; None: of those up to itself.
       states: whether what is computed for these tokens is wanted.
       state_from: the place of the snapshot at which they begin; None: the row itself.
       snapshots: (tokens, place) of each state to keep: after how many tokens of the chunk, and where.
@@ -57,6 +58,7 @@ class Work:
     pooling: Pooling | None = None
     rope_positions: IntArray | None = None
     pool_rows: IntArray | None = None
+    seen: IntArray | None = None
     states: bool = False
     state_from: int | None = None
     snapshots: tuple[tuple[int, int], ...] = ()
@@ -214,7 +216,7 @@ class BatchBuilder:
         else:
             bucket = self.buckets.extend(num_tokens, len(works), variant, columns=columns)
         if any(work.pool_rows is not None for work in works):
-            bucket = with_images(bucket)
+            bucket = self.buckets.with_images(bucket)
         if self.buckets.states and (any(work.states for work in works) or self.sampling.any_states(sampling_rows)):
             bucket = replace(bucket, states=True)
         return self._filled(bucket, works, rows, counts, rows)
@@ -239,6 +241,8 @@ class BatchBuilder:
             arrays.sample_rows[s] = work.row if work.sample else self._dummy_row
             if arrays.rope_positions is not None:
                 _fill_rope(arrays, slice(offset, end), work)
+            if arrays.seen is not None:
+                arrays.seen[offset:end] = np.arange(work.start + 1, stop + 1) if work.seen is None else work.seen
             if arrays.state_from is not None:
                 _fill_states(arrays, s, work)
             if work.targets is not None:

@@ -48,6 +48,7 @@ class Bucket:
         extend images, which take their embeddings from the pool.
       states: whether it also yields what was computed for each of its tokens; never of several steps.
       snapshots: whether it may begin at a snapshot and keep some, in models whose layers keep states by row.
+      sees_ahead: whether its tokens of images see up to the end of theirs, in models whose images are extended whole.
       mlp_tokens: M, of a step that ranks share: places for the tokens of all ranks in MLPs and experts, which take
         those that are no padding; 0: they take all T of each rank.
     """
@@ -64,6 +65,7 @@ class Bucket:
     rope_axes: int = 0
     states: bool = False
     snapshots: bool = False
+    sees_ahead: bool = False
     mlp_tokens: int = 0
 
     @property
@@ -123,6 +125,7 @@ class StepArrays(Generic[ArrayT]):
       column_owners: `[R]` the number of the adapter that has each column, 0 for none.
       rope_positions: `[T]`, or `[3, T]` (time, row, column), as `Bucket.rope_axes` says; 0 for padding.
       pool_rows: `[T]` in steps that extend images: where in the pool of embeddings each token's is; 0: it is text.
+      seen: `[T]` if it sees ahead: of how many tokens, from the sequence's first, each token sees none after.
       state_from: `[S]` if there are snapshots, not in decode buckets: the place of the state before a sequence's first
         token of this step, its row or a snapshot; it is not read at position 0. The dummy row for padding.
       snapshot_at: `[MAX_SNAPSHOTS, S]` with it: after how many of its tokens a sequence's state is kept; 0: not at all.
@@ -146,6 +149,7 @@ class StepArrays(Generic[ArrayT]):
     column_owners: ArrayT | None = None
     rope_positions: ArrayT | None = None
     pool_rows: ArrayT | None = None
+    seen: ArrayT | None = None
     state_from: ArrayT | None = None
     snapshot_at: ArrayT | None = None
     snapshot_to: ArrayT | None = None
@@ -179,6 +183,8 @@ def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
         shapes["rope_positions"] = (t,) if bucket.rope_axes == 1 else (bucket.rope_axes, t)
     if bucket.rope_axes == 3:
         shapes["pool_rows"] = (t,)
+    if bucket.sees_ahead:
+        shapes["seen"] = (t,)
     if bucket.snapshots and bucket.kind == "decode":
         shapes["snapshot_to"] = (s,)
     elif bucket.snapshots:

@@ -63,6 +63,7 @@ class TowerCapacity:
       host_bytes: of embeddings that are kept in host memory; 0: none are.
       row_bytes: of a token's embedding.
       sliced_from: an image alone in a call of this size or more may be encoded in parts; None: no image is.
+      image_patches: of each image, if all have as many; 0: they differ.
       encodes: whether there is a tower; else embeddings come from the server of a request's other leg.
     """
 
@@ -73,6 +74,7 @@ class TowerCapacity:
     host_bytes: int = 0
     row_bytes: int = 4
     encodes: bool = True
+    image_patches: int = 0
     sliced_from: int | None = None
 
     def is_sliced(self, bucket: EncodeBucket) -> bool:
@@ -89,7 +91,7 @@ class TowerCapacity:
         """Shapes of calls, ascending: sizes double. None without a tower."""
         if not self.encodes:
             return ()
-        size, buckets = min(MIN_CALL_PATCHES, self.max_patches), []
+        size, buckets = min(max(MIN_CALL_PATCHES, self.image_patches), self.max_patches), []
         while size < self.max_patches:
             buckets.append(EncodeBucket(size, self.num_bins))
             size *= 2
@@ -263,7 +265,7 @@ def empty_call(bucket: EncodeBucket, capacity: TowerCapacity) -> EncodeInputs:
 def token_positions(num_tokens: int, media: Sequence[MediaItem]) -> tuple[IntArray, int]:
     """The positions `[3, n]` (time, row, column) of a prompt's tokens, and what is added to the index of later ones.
 
-    Text counts on by one in all three, as do images in lines. Another image's tokens share their time, count rows and
+    Text counts on by one in all three. An image's tokens share their time, count rows and
     columns from where the image begins, and what follows goes on behind the larger side. The patches of a video that
     goes on have rows and columns of its first one, and what follows goes on behind the largest position. That is
     Qwen2-VL's own rule (arXiv 2409.12191); transformers 5 leaves the times out of it.
@@ -271,8 +273,6 @@ def token_positions(num_tokens: int, media: Sequence[MediaItem]) -> tuple[IntArr
     positions = np.empty((3, num_tokens), np.int32)
     index = position = begin = 0
     for item in media:
-        if item.line_len:
-            continue
         positions[:, index : item.offset] = np.arange(index, item.offset) + (position - index)
         position += item.offset - index
         begin = position if item.later is None else begin

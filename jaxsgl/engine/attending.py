@@ -27,9 +27,11 @@ from pallas_kernels import (
     paged_decode_attention,
     paged_extend_attention,
     rotate_and_store,
+    sees_ahead,
     store_and_decode,
     store_entries,
 )
+from pallas_kernels.choice import AUTO
 from pallas_kernels.paged_kv import Scale
 
 
@@ -49,6 +51,11 @@ class Places(Protocol):
     @property
     def query_offsets(self) -> jax.Array:
         """`[S + 1]` which tokens are whose."""
+        ...
+
+    @property
+    def seen(self) -> jax.Array | None:
+        """`[T]` of how many tokens each sees none after; None: of those up to itself."""
         ...
 
 
@@ -77,10 +84,9 @@ class Pages:
 
     def attend(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
-        if isinstance(qkv, LatentQkv):
-            return self._attend_latent(place, qkv)
-        if isinstance(qkv, Queries):
-            return self._attend_to_stored(place, qkv)
+        if isinstance(qkv, LatentQkv | Queries):
+            assert self._places.seen is None, "these see no token after themselves"
+            return self._attend_latent(place, qkv) if isinstance(qkv, LatentQkv) else self._attend_to_stored(place, qkv)
         a, kernels, head_dim = self._places, self._kernels, qkv.head_dim
         options = self._options[place].for_heads(head_dim)
         paged = self._paged(place)
@@ -93,7 +99,9 @@ class Pages:
                 qkv, paged, a.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv
             )
             backend = kernels.paged_extend_attention
-            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
+            if a.seen is not None and not sees_ahead(backend):
+                backend = AUTO
+            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, a.seen, backend=backend)
         self._k[place], self._v[place] = kv.k, kv.v
         return kv.kept(qkv.num_kv_heads).own_numbers(out_TNH, head_dim)
 

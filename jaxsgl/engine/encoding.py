@@ -124,7 +124,7 @@ def make_part(kind: str, graphdef: nnx.GraphDef[Decoder], treedef: Any) -> Progr
 
     def end(params: list[jax.Array], images: jax.Array, hidden: jax.Array, rows: jax.Array) -> jax.Array:
         tower = tower_of(params)
-        return _written(images, tower.merger(hidden), rows, jnp.int32(0), tower.arch)
+        return _written(images, tower.tokens(hidden), rows, jnp.int32(0), tower.arch)
 
     programs: dict[str, Program] = dict(zip(PART_KINDS, (begin, layer, tap, end), strict=True))
     return programs[kind]

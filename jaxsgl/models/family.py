@@ -16,6 +16,9 @@ from pallas_kernels.routing import Score
 NormPlaces: TypeAlias = Literal["pre", "post", "sandwich"]
 # Over what queries and keys are normalized before rope: each head, or all heads at once.
 QkNorm: TypeAlias = Literal["head", "all"]
+# What makes a token of a square of patches: an MLP; a matrix, and two that bring it to the decoder's size; or their
+# mean, normalized, and a matrix.
+Merging: TypeAlias = Literal["mlp", "projected", "pooled"]
 # What attention's output has gates for: each query head, or each number of one.
 OutputGate: TypeAlias = Literal["head", "number"]
 
@@ -80,10 +83,12 @@ class VisionFamily:
       sections: see `RopeParams`; None: tokens of images have positions as text.
       takes_turns: pairs of the three positions take turns; else they stand in order.
       activations: that the tower's MLPs may have; the first one is that of config.json without the key.
-      gated, root_norms, patch_bias, layer_bias, first_norm, norm_eps, rope_alternates: see `VisionArch`.
+      gated, root_norms, patch_bias, layer_bias, first_norm, last_norm, norm_eps, rope_alternates: see `VisionArch`.
       has_positions: patches have learned positions.
       windows: all layers but those of `fullatt_block_indexes` have windows of `window_size` pixels.
-      projects: see `VisionArch`; keys of the projector, and of the squares that it merges, stand beside the tower's.
+      merger: see `VisionArch`. Of "projected" and "pooled" keys stand beside the tower's object.
+      turns: see `VisionArch`.
+      has_lines, sees_ahead: see `VisionArch`.
       frames: in a patch, where config.json doesn't say it.
       mean, std: see `VisionArch`.
       keys: what keys of the tower are called, if not as in Qwen3-VL, by their names there.
@@ -102,11 +107,15 @@ class VisionFamily:
     patch_bias: bool = True
     layer_bias: bool = True
     first_norm: bool = False
+    last_norm: bool = False
     norm_eps: float = 1e-6
     rope_alternates: bool = False
     has_positions: bool = True
     windows: bool = False
-    projects: bool = False
+    merger: Merging = "mlp"
+    turns: bool = True
+    has_lines: bool = False
+    sees_ahead: bool = False
     frames: int = 2
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)

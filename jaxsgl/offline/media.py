@@ -70,15 +70,15 @@ class OfflineMedia:
                 "a vision tower"
             )
         from jaxsgl.preprocess.loading import Bounds, load  # imports Pillow, which text needs not
-        from jaxsgl.preprocess.placeholders import expand, expand_videos, tokens_of, write_videos
+        from jaxsgl.preprocess.placeholders import expand, expand_placeholders, tokens_of, write_placeholders
 
         bounds = Bounds(self._limits.max_patches, self._limits.max_request_patches, max_pixels=1 << 28)
         visuals = load(given.files, settings, bounds)
         if isinstance(given.prompt, str):
-            text = write_videos(given.prompt, visuals, tokens_of(settings, self._tokenizer.token_bytes))
+            text = write_placeholders(given.prompt, visuals, tokens_of(settings, self._tokenizer.token_bytes))
             ids = self._tokenizer.encode(text, add_special_tokens)
         else:
-            ids = expand_videos(given.prompt, visuals, settings, lambda text: self._tokenizer.encode(text, False))
+            ids = expand_placeholders(given.prompt, visuals, settings, lambda text: self._tokenizer.encode(text, False))
         return expand(ids, visuals, settings)
 
 

@@ -19,7 +19,7 @@ from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.movies import Movie, is_movie
 from jaxsgl.preprocess.patches import Pixels, frame_size, image_size, patches_of_frames
 from jaxsgl.preprocess.placeholders import Part, Visual
-from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
+from jaxsgl.preprocess.settings import BICUBIC, PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
 from jaxsgl.requests.media import MAX_LATER, digest_of
 
@@ -96,7 +96,8 @@ def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: L
     num_bytes = _still_bytes(picture, file.content, size)
     del picture
     with bounds.room.taken(num_bytes, name):
-        return _part([_scaled(file.content, bounds, size_of, name)], settings, settings.image)
+        pixels = _scaled(file.content, bounds, size_of, name, settings.resample)
+        return _part([pixels], settings, settings.image)
 
 
 def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> tuple[Part, ...]:
@@ -234,13 +235,19 @@ def _still_bytes(picture: Image.Image, content: Content, size: tuple[int, int]) 
     return pictures.still_bytes(picture, content, size) if isinstance(content, bytes) else 0
 
 
-def _scaled(content: Content, bounds: Bounds, size_of: Callable[[int, int], tuple[int, int]], name: str) -> Pixels:
+def _scaled(
+    content: Content,
+    bounds: Bounds,
+    size_of: Callable[[int, int], tuple[int, int]],
+    name: str,
+    resample: int = BICUBIC,
+) -> Pixels:
     """Decodes and scales; `size_of` tells height and width to scale to from those of the upright picture."""
     picture = _opened(content, bounds.max_pixels, name)
     turn = pictures.decode(picture, name)
     width, height = pictures.upright_size(picture, turn)
     height, width = size_of(height, width)
-    made = pictures.scaled(picture, turn, width, height)
+    made = pictures.scaled(picture, turn, width, height, resample)
     del picture  # its memory
     return np.asarray(made)
 

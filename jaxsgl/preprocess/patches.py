@@ -26,6 +26,9 @@ def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels:
     Raises `InvalidRequest` for a picture that is far longer than wide.
     """
     limits = settings.image
+    if settings.fixed_side is not None:
+        _check_ratio(height, width)
+        return settings.fixed_side, settings.fixed_side
     if settings.longest_side is not None:
         return _within(height, width, settings.unit, settings.longest_side, max_pixels)
     return _size(height, width, settings.unit, limits.min_pixels, min(limits.max_pixels, max_pixels))

@@ -144,16 +144,23 @@ def upright_size(picture: Image.Image, turn: Image.Transpose | None) -> tuple[in
     return (height, width) if turn in _ON_ITS_SIDE else (width, height)
 
 
-def scaled(picture: Image.Image, turn: Image.Transpose | None, width: int, height: int) -> Image.Image:
+def scaled(
+    picture: Image.Image,
+    turn: Image.Transpose | None,
+    width: int,
+    height: int,
+    resample: int = Image.Resampling.BICUBIC,
+) -> Image.Image:
     """Returns the picture as RGB, upright, with what is transparent on white, scaled to `width` and `height`."""
+    way = Image.Resampling(resample)
     if _is_scaled_as_it_is(picture, turn):
-        return picture.resize((width, height), Image.Resampling.BICUBIC)
+        return picture.resize((width, height), way)
     size = upright_size(picture, turn)
     lines = max(1, STRIP_PIXELS // size[0])
     if lines >= size[1]:
-        return to_rgb(_upright_strip(picture, turn, 0, size[1])).resize((width, height), Image.Resampling.BICUBIC)
+        return to_rgb(_upright_strip(picture, turn, 0, size[1])).resize((width, height), way)
     # No name keeps a band while the next one is made.
-    bands = [_band(picture, turn, band, lines).resize((width, height), Image.Resampling.BICUBIC) for band in range(3)]
+    bands = [_band(picture, turn, band, lines).resize((width, height), way) for band in range(3)]
     return Image.merge("RGB", bands)
 
 

@@ -2,8 +2,9 @@
 
 A chat template, or a client, writes a placeholder for a picture and one for a whole video. A video's becomes, for each
 temporal patch, its time in words and a placeholder in the model's frame of vision tokens: in the text before it is
-tokenized (`write_videos`), or among ids (`expand_videos`). Of models that read a video's times from positions it stays
-one. Knows no pixels.
+tokenized (`write_placeholders`), or among ids (`expand_placeholders`). Of models that read a video's times from
+positions it stays one. Where clients write the beginning of a frame alone, a picture's is completed likewise. Knows no
+pixels.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.requests.media import Grid, MediaItem, sglang_pad_id
+
+EMPTY_LINE = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,13 @@ class Visual:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The text of the tokens around pictures."""
+    """The text of the tokens around pictures, and `ProcessorSettings.frames_pictures`."""
 
     image: str
     video: str
     start: str
     end: str
+    frames_pictures: bool = False
 
 
 def tokens_of(settings: ProcessorSettings, name_of: Callable[[int], bytes]) -> Tokens:
@@ -74,7 +78,10 @@ def tokens_of(settings: ProcessorSettings, name_of: Callable[[int], bytes]) -> T
         settings.vision_start_token_id,
         settings.vision_end_token_id,
     )
-    return Tokens(*("" if token_id < 0 else name_of(token_id).decode("utf-8", "replace") for token_id in ids))
+    image, video, start, end = (
+        "" if token_id < 0 else name_of(token_id).decode("utf-8", "replace") for token_id in ids
+    )
+    return Tokens(image, video, start, end, settings.frames_pictures)
 
 
 def time_in_words(part: Part) -> str:
@@ -82,13 +89,17 @@ def time_in_words(part: Part) -> str:
     return f"<{part.time_s:.1f} seconds>"
 
 
-def write_videos(text: str, visuals: Sequence[Visual], tokens: Tokens) -> str:
+def write_placeholders(text: str, visuals: Sequence[Visual], tokens: Tokens) -> str:
     """Returns `text` with a placeholder for each temporal patch of each video, behind its time, if it has words for it.
+
+    And with one for each picture, where clients write another token.
 
     The vision tokens around a video's placeholder go, since each temporal patch has its own. Raises `InvalidRequest`
     unless there is a placeholder for each video.
     """
     videos = [visual for visual in visuals if visual.is_video]
+    if tokens.frames_pictures:
+        text = text.replace(tokens.start, f"{EMPTY_LINE}{tokens.start}{tokens.image}{tokens.end}{EMPTY_LINE}")
     if not (videos or tokens.video):
         return text
     pieces = text.split(tokens.video)
@@ -106,11 +117,15 @@ def write_videos(text: str, visuals: Sequence[Visual], tokens: Tokens) -> str:
     return written
 
 
-def expand_videos(
+def expand_placeholders(
     ids: Sequence[int], visuals: Sequence[Visual], settings: ProcessorSettings, encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """Does to ids what `write_videos` does to text; `encode` gives the ids of a time in words."""
+    """Does to ids what `write_placeholders` does to text; `encode` gives the ids of a time in words."""
     videos = [visual for visual in visuals if visual.is_video]
+    if settings.frames_pictures:
+        line, start, end = encode(EMPTY_LINE), settings.vision_start_token_id, settings.vision_end_token_id
+        framed = [*line, start, settings.image_token_id, end, *line]
+        ids = [each for token_id in ids for each in (framed if token_id == start else [token_id])]
     count = sum(token_id == settings.video_token_id for token_id in ids)
     if count != len(videos):
         raise _mismatch(count, f"id {settings.video_token_id}", len(videos), "videos")

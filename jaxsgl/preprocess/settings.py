@@ -6,6 +6,7 @@ end (and `LLM`) preprocesses by it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
 
-BICUBIC = 3  # in Pillow
+BILINEAR, BICUBIC = 2, 3  # in Pillow
 _RESCALE = 1 / 255
 _IMAGE_FILE, _VIDEO_FILE = "preprocessor_config.json", "video_preprocessor_config.json"
 _BOTH_FILE = "processor_config.json"
@@ -48,6 +49,10 @@ class ProcessorSettings:
       positions_per_s: by_frame: positions of time in a second; None: temporal patches are one position apart.
       longest_side: pixels of a picture's longer side at most, which is the only limit; sides are rounded up. None: the
         limits are those of `image`.
+      fixed_side: pixels of both sides of a picture, whatever its own are; None: they follow from its own.
+      resample: how pictures are scaled, by Pillow's number.
+      frames_pictures: clients write `vision_start_token_id` for a picture, which becomes that, a placeholder and
+        `vision_end_token_id` between empty lines.
       line_ends: what ends the lines of a picture, and its last one; None: nothing does.
       caps_frames: whether a frame has at most `max_frame_tokens` tokens or, by frame, its share of `max_video_tokens`,
         as in Qwen's own tools.
@@ -73,6 +78,9 @@ class ProcessorSettings:
     positions_per_s: float | None = None
     max_video_tokens: int = 128_000
     longest_side: int | None = None
+    fixed_side: int | None = None
+    resample: int = BICUBIC
+    frames_pictures: bool = False
     line_ends: tuple[int, int] | None = None
 
     @property
@@ -128,6 +136,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     image = _read(folder / _IMAGE_FILE) or both.get("image_processor") or {}
     if config.get("model_type") == "mistral3":
         return _of_mistral3(folder, config, vision, image, both)
+    if config.get("model_type") == "gemma3":
+        return _of_gemma3(folder, config, vision, image)
     video = _read(folder / _VIDEO_FILE) or both.get("video_processor") or {}
     sizes = {
         "patch_size": vision.get("patch_size", of_model.patch_size),
@@ -194,6 +204,35 @@ def _of_mistral3(
         raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
+def _of_gemma3(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures alone, all of one size."""
+    side, patch_size = vision.get("image_size", 224), vision.get("patch_size", 16)
+    size = {"height": side, "width": side}
+    expected = {"size": size, "do_pan_and_scan": False, "resample": BILINEAR}
+    _check_processor(folder / _IMAGE_FILE, image, expected)
+    try:
+        mean, std = (image.get(f"image_{of}") or _HALF for of in ("mean", "std"))
+        pixels = PixelSettings(1, side**2, tuple(map(float, mean)), tuple(map(float, std)))
+        return ProcessorSettings(
+            patch_size=patch_size,
+            temporal_patch_size=1,
+            merge_size=side // patch_size // math.isqrt(config.get("mm_tokens_per_image") or 256),
+            image=pixels,
+            video=pixels,
+            image_token_id=config.get("image_token_id") or config.get("image_token_index", 262_144),
+            video_token_id=-1,
+            vision_start_token_id=config.get("boi_token_index", 255_999),
+            vision_end_token_id=config.get("eoi_token_index", 256_000),
+            fixed_side=side,
+            resample=BILINEAR,
+            frames_pictures=True,
+        )
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
+
+
 def _added_tokens(folder: Path) -> dict[str, int]:
     """The ids of tokens that the tokenizer's files list one by one."""
     listed = _read(folder / "tokenizer.json").get("added_tokens") or []
@@ -223,7 +262,7 @@ def _check_normalization(folder: Path, settings: ProcessorSettings) -> None:
         raise CheckpointError(f"{folder}: mean and deviation are {image} of images, {video} of videos, but must agree")
 
 
-def _check_processor(path: Path, values: dict[str, Any], sizes: dict[str, int]) -> None:
+def _check_processor(path: Path, values: dict[str, Any], sizes: dict[str, Any]) -> None:
     """Raises `CheckpointError` for steps that are not built."""
     expected = {
         **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True),

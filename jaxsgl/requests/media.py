@@ -49,8 +49,8 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
       pad_id: stands for each of its tokens among the `hash_ids`; None: numbers that are drawn from `digest`.
       later: it goes on with the video of the item before, right behind which it stands, by so many positions of time
         after the video's beginning; None: it begins something.
-      line_len: tokens of a line, of which the last one ends it and stands for no part of the image. Its tokens have the
-        positions of text then. 0: nothing tells lines.
+      line_len: tokens of a line, of which the last one ends it and stands for no part of the image; 0: nothing tells
+        lines.
     """
 
     digest: bytes
@@ -96,6 +96,7 @@ class MediaLimits(msgspec.Struct, frozen=True):
       max_patches: of one item.
       max_request_patches: of all items of a request.
       has_lines: tokens end the lines of images, see `MediaItem.line_len`.
+      image_side: patches along the sides of any image; 0: they differ.
       may_come_later: requests of two legs may lack them, or their pixels, here: the prefill server encodes them.
     """
 
@@ -108,6 +109,7 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_patches: int = 16384
     max_request_patches: int = 65536
     has_lines: bool = False
+    image_side: int = 0
     may_come_later: bool = False
 
     @property
@@ -233,6 +235,9 @@ def _check_item(name: str, item: MediaItem, prompt_ids: Sequence[int], limits: M
     merge = limits.merge_size
     if t != 1 or h < merge or w < merge or h % merge or w % merge:
         raise InvalidRequest(f"{name} has the grid {item.grid}, but must have (1, h, w) in multiples of {merge}")
+    side = limits.image_side
+    if side and (h, w) != (side, side):
+        raise InvalidRequest(f"{name} has the grid {item.grid}, but all images of the model have (1, {side}, {side})")
     if item.num_patches > limits.max_patches:
         raise InvalidRequest(
             f"{name} has {item.num_patches} patches of {limits.patch_size} x {limits.patch_size} pixels, but may have "

@@ -147,14 +147,12 @@ class Arrivals:
         adapter = self._state.adapters.named(request.adapter) if request.adapter else None
         outputs = [collectors_of(request, index, capacity.pooling) for index in range(sampling.n)]
         drafters = [self._state.speculation.drafter_of(request) for _ in range(sampling.n)]
-        leader = Req(
-            request, max_new, self._eos_token_ids, seed, outputs=outputs[0], adapter=adapter, drafter=drafters[0]
-        )
-        others = [
-            Req(request, max_new, self._eos_token_ids, seed, index, leader, outputs[index], adapter, drafters[index])
-            for index in range(1, sampling.n)
-        ]
-        return [leader, *others]
+        samples: list[Req] = []
+        for index in range(sampling.n):
+            leader = samples[0] if samples else None
+            of_sample = index, leader, outputs[index], adapter, drafters[index], capacity.has_axes
+            samples.append(Req(request, max_new, self._eos_token_ids, seed, *of_sample))
+        return samples
 
     def _refuse_adapter(self, name: str) -> Refusal | None:
         """Refuses a request for an adapter that isn't loaded."""

@@ -317,7 +317,10 @@ class ExtendBuilder:
     def _in_time(self, claim: Claim, before: int, besides_s: float = 0.0) -> int:
         """Tokens that the chunk may have so that the step ends in time; a page if it is the step's first chunk."""
         longest = self._budget.longest_chunk(claim.kv_len, before, besides_s)
-        return longest if self._chunks else max(longest, self._cache.page_size)
+        if self._chunks:
+            return longest
+        together = max([draft.least(claim.req, claim.kv_len) for draft in self._drafts], default=1)
+        return max(longest, self._cache.page_size, together)
 
     def _chunk_len(self, claim: Claim, count: int, pages_before: int) -> int:
         """At most `count`: what pages can be allocated for, and unless it is the rest, up to a page border."""
@@ -327,7 +330,10 @@ class ExtendBuilder:
         if count >= claim.extend_left:
             return claim.extend_left
         whole = max(cache.page_floor(claim.kv_len + count) - claim.kv_len, 0)
-        return whole if whole or self._chunks else max(count, 0)
+        chosen = whole if whole or self._chunks else max(count, 0)
+        for draft in self._drafts:
+            chosen = draft.ends(claim.req, claim.kv_len, count, chosen)
+        return chosen
 
     def _shed_padding(self) -> None:
         """Leaves the tail of the last chunk to the next step where that costs less than the padding."""
@@ -336,6 +342,8 @@ class ExtendBuilder:
         few_sizes = any(claim.req.in_few_sizes for claim in self._chunks)
         better = without_much_padding(total, self._score_sizes if few_sizes else self._sizes, count - 1)
         kept = self._cache.page_floor(claim.kv_len + count - (total - better)) - claim.kv_len
+        for draft in self._drafts:
+            kept = draft.ends(claim.req, claim.kv_len, kept, kept)
         if better < total and kept > 0:
             self._chunks[claim] = kept
 

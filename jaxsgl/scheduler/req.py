@@ -148,6 +148,7 @@ class Req:
         outputs: tuple[OutputCollector, ...] = (),
         adapter: Adapter | None = None,
         drafter: Drafter = NO_DRAFTS,
+        has_axes: bool = False,
     ) -> None:
         self.request_id = request.request_id
         self.index = index
@@ -162,8 +163,9 @@ class Req:
         self._prompt_hash_ids: IntArray = self.prompt_ids
         self._prompt_positions: IntArray | None = None
         self.rope_delta = 0
-        if request.media:
+        if request.media and has_axes:
             self._prompt_positions, self.rope_delta = token_positions(len(self.prompt_ids), request.media)
+        if request.media:
             self._prompt_hash_ids = leader._prompt_hash_ids if leader else hash_ids(self.prompt_ids, request.media)
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(request.sampling.stop_token_ids)

@@ -190,7 +190,7 @@ class Scheduler:
             resources.append(HostCopies(cache, tier, loads, requests, ops, totals, clock))
         if capacity.tower is not None:
             pool = EmbeddingRows(capacity.tower.num_rows)
-            self.state.images = Images(pool, capacity.tower, buckets, totals, ops, timing)
+            self.state.images = Images(pool, capacity.tower, buckets, totals, ops, timing, capacity.sees_ahead)
             resources.append(self.state.images)
             self.kept_images = self.state.images.kept if capacity.tower.host_bytes else None
         if capacity.max_adapters:

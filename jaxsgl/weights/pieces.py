@@ -310,6 +310,11 @@ def squares_by_patch(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[P
     yield Piece((), by_channel.transpose(0, 2, 1).reshape(tensors[0].shape))
 
 
+def transposed(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A matrix `[in, out]`."""
+    yield Piece((), tensors[0].T)
+
+
 def in_rows(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Tensors one after the other on their first axis."""
     first = 0

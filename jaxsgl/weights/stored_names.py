@@ -51,6 +51,8 @@ _OF_LAYER = re.compile(r"model\.layers\.\d+\.")
 _LISTED = re.compile(r"(\.experts)\.(gate_proj|up_proj|down_proj)\.(\d+)\.")
 _STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)\.(\w+)")
 
+# A part of a vision tower that is a model of its own in older folders.
+_MODEL_IN_TOWER, _IN_TOWER = "vision_tower.vision_model.", "vision_tower."
 _GATES_IN_MEMORY, _GATES = ".self_attn.g_proj.", ".self_attn.gate_proj."
 
 
@@ -61,7 +63,9 @@ def as_in_recipes(names: Iterable[str]) -> dict[str, str]:
     word for LFM3's gates in memory.
     """
     by_names = {
-        _STACKED.sub(_of_stack, _LISTED.sub(r"\1.\3.\2.", name)).replace(_GATES_IN_MEMORY, _GATES): name
+        _STACKED.sub(_of_stack, _LISTED.sub(r"\1.\3.\2.", name))
+        .replace(_GATES_IN_MEMORY, _GATES)
+        .replace(_MODEL_IN_TOWER, _IN_TOWER): name
         for name in names
     }
     return {recipes: by_names[name] for recipes, name in _of_decoder(list(by_names)).items()}

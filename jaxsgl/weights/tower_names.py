@@ -21,11 +21,13 @@ class _Of(NamedTuple):
       names: of tensors, without ".weight" and ".bias"; `{}` stands for a layer's number, or a deepstack merger's.
       axes: of each one's weights, as names of `sizes`; of a bias the first.
       pieces: how the weights fill the row.
+      ending: of the names of weights.
     """
 
     names: tuple[str, ...]
     axes: tuple[str, ...]
     pieces: Pieces = pieces.as_is
+    ending: str = ".weight"
 
 
 _VISUAL, _BLOCK, _TAP = "model.visual.", "model.visual.blocks.{}.", "model.visual.deepstack_merger_list.{}."
@@ -75,9 +77,24 @@ _MISTRAL3: dict[str, _Of] = {
     "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("D", "VM")),
     "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "D")),
 }
+_SIGLIP, _SIGLIP_LAYER = _TOWER, _TOWER + "encoder.layers.{}."
+_GEMMA3: dict[str, _Of] = {
+    "patches": _Of((_SIGLIP + "embeddings.patch_embedding",), ("VM", "VI", "VP", "VP"), pieces.flat_patches),
+    "positions": _Of((_SIGLIP + "embeddings.position_embedding",), ("VG", "VM")),
+    "qkv": _Of(tuple(f"{_SIGLIP_LAYER}self_attn.{part}_proj" for part in "qkv"), ("VM", "VM"), pieces.in_rows),
+    "o": _Of((_SIGLIP_LAYER + "self_attn.out_proj",), ("VM", "VM")),
+    "fc1": _Of((_SIGLIP_LAYER + "mlp.fc1",), ("VF", "VM")),
+    "fc2": _Of((_SIGLIP_LAYER + "mlp.fc2",), ("VM", "VF")),
+    "norm1": _Of((_SIGLIP_LAYER + "layer_norm1",), ("VM",)),
+    "norm2": _Of((_SIGLIP_LAYER + "layer_norm2",), ("VM",)),
+    "norm3": _Of((_SIGLIP + "post_layernorm",), ("VM",)),
+    "merger.norm": _Of((_PROJECTOR + "mm_soft_emb_norm",), ("VM",), pieces.norm),
+    "merger.fc1": _Of((_PROJECTOR + "mm_input_projection_weight",), ("VM", "D"), pieces.transposed, ending=""),
+}
 
 # By architecture; others are as Qwen3-VL.
 _TOWERS = {
+    "Gemma3ForConditionalGeneration": _GEMMA3,
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
     **{f"{name}ForConditionalGeneration": _MISTRAL3 for name in ("Mistral3", "Ministral3", "Mistral4")},
@@ -92,7 +109,9 @@ def recipe_of_tower(path: Path, arch: ModelArch) -> Recipe | None:
     own = ".".join(map(str, path[1:]))
     is_bias = own.endswith("_bias")
     of = _TOWERS.get(arch.name, _QWEN3_VL)[own.removesuffix("_bias")]
-    ending, axes, of_row = (".bias", of.axes[:1], pieces.as_is) if is_bias else (".weight", of.axes, of.pieces)
+    ending, axes, of_row = of.ending, of.axes, of.pieces
+    if is_bias:
+        ending, axes, of_row = ".bias", of.axes[:1], pieces.as_is if len(of.names) == 1 else pieces.in_rows
     if "{}" not in of.names[0]:
         return Recipe(tuple(Source(name + ending, axes) for name in of.names), of_row)
     count = len(arch.vision.deepstack_layers) if own.startswith("deepstack.") else arch.vision.num_layers

@@ -138,11 +138,14 @@ def paged_extend_attention(
     kv: PagedKv,
     options: AttentionOptions = _DEFAULTS,
     sinks: jax.Array | None = None,
+    seen: jax.Array | None = None,
     *,
     backend: str = "auto",
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention of each sequence's last tokens over its cached and new KV; `[T, N, H]` in q's dtype.
+    """Attention of each sequence's last tokens over its cached and new KV; `[T, N, H]` in q's dtype.
+
+    It is causal, unless `seen` says how far each token sees.
 
     Args:
         q: `[T, N, H]`; sequence s owns q[query_offsets[s]:query_offsets[s + 1]], its last tokens, so that its i-th
@@ -150,7 +153,10 @@ def paged_extend_attention(
         query_offsets: `[S + 1]` int32, ascending from 0. Padding sequences own no query and have length 0; tokens from
             query_offsets[S] on are padding, and their output is zeros.
         kv: the cache, the new tokens already stored.
-        options, sinks, backend, interpret: as in `paged_decode_attention`.
+        options, sinks, backend, interpret: as in `paged_decode_attention`. A window reaches back from a token's own
+            position.
+        seen: `[T]` int32, the tokens of its sequence, from the first, after which each token sees none; at least those
+            up to itself, at most `lengths`, and never less than the token before it. None: those up to itself.
 
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
@@ -161,8 +167,17 @@ def paged_extend_attention(
             f"query_offsets is {query_offsets.shape} {query_offsets.dtype}; it must be [S + 1] int32, "
             f"and lengths has S = {kv.num_seqs}"
         )
-    extend = choose_kernel("paged_extend_attention", lambda each: each.extend, backend, q, kv, interpret=interpret)
-    out = extend(_scale_queries(q, kv), query_offsets, kv.unscaled(), sinks, options, interpret)
+    scaled, call = _scale_queries(q, kv), (query_offsets, kv.unscaled(), sinks, options, interpret)
+    if seen is None:
+        extend = choose_kernel("paged_extend_attention", lambda each: each.extend, backend, q, kv, interpret=interpret)
+        out = extend(scaled, *call)
+    else:
+        if seen.shape != q.shape[:1] or seen.dtype != jnp.int32:
+            raise ValueError(f"seen is {seen.shape} {seen.dtype}; it must be [T] int32, and q has T = {q.shape[0]}")
+        ahead = choose_kernel(
+            "paged_extend_attention", lambda each: each.extend_ahead, backend, q, kv, interpret=interpret
+        )
+        out = ahead(scaled, *call, seen)
     return _scale_output(out, kv)[..., : options.value_dim]
 
 

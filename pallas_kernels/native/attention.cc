@@ -42,6 +42,7 @@ struct Problem {
   const int32_t* lengths;  // [S]
   const int32_t* offsets;  // [S + 1]: the queries of sequence s are offsets[s] .. offsets[s + 1] - 1
   const float* sinks;      // [N], or null
+  const int32_t* seen;     // [T] of how many tokens a query sees none after, or null: of those up to itself
   float* out;              // [T, N, H]
   int num_seqs, table_width, num_kv_heads, group, head_dim, page_size;
   float sm_scale, soft_cap;  // soft_cap 0: none
@@ -84,6 +85,7 @@ struct Scratch {
   alignas(64) Left weights[kMaxRows * kTile];
   float top[kMaxRows], total[kMaxRows];
   int position[kMaxRows];
+  int seen[kMaxRows];  // tokens from the sequence's first, of which a row sees none after
 };
 
 template <typename Left>
@@ -195,11 +197,11 @@ class Worker {
       tiles_.push_back({unit.spans[0].seq, 0, rows, begin, begin + kTile});
     int row = 0;
     for (const Span& span : unit.spans) {
-      const int end = span.position + span.count, end_row = row + span.count * p_.group;
+      const int end_row = row + span.count * p_.group, end = s_->seen[end_row - 1];  // it grows from row to row
       int begin = unit.shared;
       if (p_.window > 0) begin = int(std::max<int64_t>(begin, (span.position - p_.window + 1) / kTile * kTile));
       for (; begin < end; begin += kTile) {
-        while (s_->position[row] < begin) ++row;  // queries before the tile
+        while (s_->seen[row] <= begin) ++row;  // queries that see nothing of the tile
         tiles_.push_back({span.seq, row, end_row, begin, std::min(begin + kTile, end)});
       }
       row = end_row;
@@ -217,6 +219,7 @@ class Worker {
       s_->top[row] = kUnseen;
       s_->total[row] = 0;
       s_->position[row] = span.position + i / p_.group;
+      s_->seen[row] = p_.seen ? p_.seen[span.token + i / p_.group] : s_->position[row] + 1;
     }
     return span.count * p_.group;
   }
@@ -257,7 +260,7 @@ class Worker {
     if (p_.soft_cap > 0) SoftCap(s_->scores, rows * kTile, p_.soft_cap);
     for (int r = 0; r < rows; ++r) {
       const int row = first_row + r, position = s_->position[row];
-      const int end = std::min(position - tile.begin + 1, kTile);
+      const int end = std::min(s_->seen[row] - tile.begin, kTile);
       const int first = p_.window > 0 ? int(std::clamp<int64_t>(position - p_.window + 1 - tile.begin, 0, kTile)) : 0;
       if (first < end) {
         Softmax(s_->scores + r * kTile, first, end, s_->weights + r * kTile, s_->top + row, s_->total + row,
@@ -358,12 +361,18 @@ ffi::Error RunInWay(std::string_view way, ffi::ThreadPool pool, const Problem& p
 
 ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                           ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> offsets,
-                          ffi::RemainingArgs sinks, float sm_scale, float soft_cap, std::string_view way,
+                          ffi::RemainingArgs optional, float sm_scale, float soft_cap, std::string_view way,
                           int64_t window, ffi::ResultBuffer<ffi::F32> out) {
   const auto pages = k.dimensions();
-  const float* const of_heads = sinks.size() > 0 ? sinks.get<ffi::Buffer<ffi::F32>>(0)->typed_data() : nullptr;
+  const float* sinks = nullptr;
+  const int32_t* seen = nullptr;
+  for (size_t i = 0; i < optional.size(); ++i) {
+    const ffi::AnyBuffer each = *optional.get<ffi::AnyBuffer>(i);
+    if (each.element_type() == ffi::F32) sinks = each.typed_data<float>();
+    if (each.element_type() == ffi::S32) seen = each.typed_data<int32_t>();
+  }
   const Problem p{q.typed_data(), k.untyped_data(), v.untyped_data(), table.typed_data(), lengths.typed_data(),
-                  offsets.typed_data(), of_heads, out->typed_data(), int(lengths.element_count()), int(table.dimensions()[1]),
+                  offsets.typed_data(), sinks, seen, out->typed_data(), int(lengths.element_count()), int(table.dimensions()[1]),
                   int(pages[1]), int(q.dimensions()[1] / pages[1]), int(pages[3]), int(pages[2]),
                   sm_scale, soft_cap, window};
   const int64_t row = q.dimensions()[1] * q.dimensions()[2], num_tokens = q.dimensions()[0];
@@ -386,7 +395,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, jaxsgl::PagedAttention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                  .RemainingArgs()  // sinks, if there are any
+                                  .RemainingArgs()  // sinks and what is seen, if there are any
                                   .Attr<float>("sm_scale")
                                   .Attr<float>("soft_cap")
                                   .Attr<std::string_view>("way")

@@ -51,8 +51,9 @@ def extend_attention(
     sinks: jax.Array | None,
     options: AttentionOptions,
     interpret: bool,
+    seen: jax.Array | None = None,
 ) -> jax.Array:
-    """See `backend.Extend`. Pages that sequences share from their start are read once."""
+    """See `backend.Extend` and `ExtendAhead`. Pages that sequences share from their start are read once."""
     call = jax.ffi.ffi_call(library.PAGED_ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
     out: jax.Array = call(
         q,
@@ -61,7 +62,7 @@ def extend_attention(
         kv.page_table,
         kv.lengths,
         query_offsets,
-        *([] if sinks is None else [sinks]),
+        *(each for each in (sinks, seen) if each is not None),
         sm_scale=np.float32(options.scale(q.shape[2])),
         soft_cap=np.float32(options.logit_soft_cap or 0),
         way=library.product_way(),

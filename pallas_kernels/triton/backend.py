@@ -19,6 +19,7 @@ BACKEND = Backend(
     "triton",
     Kernel(imported("triton.decode", "decode_attention"), _REFUSE_ATTENTION),
     Kernel(imported("triton.extend", "extend_attention"), _REFUSE_ATTENTION),
+    Kernel(imported("triton.extend", "extend_attention"), _REFUSE_ATTENTION),
     _kernel("store", "store_kv", "refuse_store"),
     _kernel("rotate_and_store", "rotate_and_store", "refuse_rotate_and_store"),
     _kernel("add_and_norm", "add_and_norm", "refuse_add_and_norm"),

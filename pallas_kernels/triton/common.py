@@ -81,6 +81,8 @@ class Rows:
     """`[R]`."""
     sinks: jax.Array | None = None
     """`[R]`, those of the rows' heads, where they count; None where something else adds them to the softmax."""
+    seen: jax.Array | None = None
+    """`[R]`, of how many tokens, from the sequence's first, a row sees none after; None: of those up to itself."""
 
     @property
     def head_dim(self) -> int:
@@ -170,7 +172,8 @@ def _add_tile(
     products = functools.reduce(jnp.add, map(_dot_transposed, rows.q, k))
     scores, scale = _scaled(products, rows.scale, options.scale(rows.head_dim), options.logit_soft_cap)
     if is_masked:
-        seen = kv_position[None, :] <= rows.position[:, None]
+        stop = rows.position + 1 if rows.seen is None else rows.seen
+        seen = kv_position[None, :] < stop[:, None]
         if options.sliding_window is not None:
             seen &= kv_position[None, :] > rows.position[:, None] - options.sliding_window
         scores = jnp.where(seen, scores, -jnp.inf)

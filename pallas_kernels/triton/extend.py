@@ -6,6 +6,7 @@ each tile and where it starts. The query heads that share a kv head are packed i
 K and V are loaded once for all of them; many of them are several blocks. Called through `triton.BACKEND`.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -32,8 +33,9 @@ def extend_attention(
     sinks: jax.Array | None,
     options: AttentionOptions,
     interpret: bool,
+    seen: jax.Array | None = None,
 ) -> jax.Array:
-    """See `backend.Extend`."""
+    """See `backend.Extend` and `ExtendAhead`."""
     num_kv_heads, k_pages, v_pages = kv.num_kv_heads, kv.k, kv.v
     blocks = tuning.blocks("paged_extend_attention", "triton", tuning.shape_class(q, kv))
     num_groups, tile_rows = q.shape[1] // num_kv_heads, tile_rows_for(blocks["tile_rows"])
@@ -64,15 +66,15 @@ def extend_attention(
         compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=blocks["num_stages"]),
         interpret=interpret,
         name="paged_extend_attention",
-    )(q, k_pages, v_pages, kv.page_table, tiles, *([] if sinks is None else [sinks]))
+    )(q, k_pages, v_pages, kv.page_table, tiles, sinks, seen)
     return float8.planes_last(out) if is_float8 else out
 
 
 def _extend_kernel(
-    q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, tiles_ref: Any, *sinks_and_out_ref: Any,
-    tile_queries: int, tile_heads: int, head_blocks: int, tile_tokens: int, one_loop: bool, options: AttentionOptions
+    q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, tiles_ref: Any, sinks_ref: Any, seen_ref: Any,
+    out_ref: Any, tile_queries: int, tile_heads: int, head_blocks: int, tile_tokens: int, one_loop: bool,
+    options: AttentionOptions,
 ) -> None:  # fmt: skip
-    *sinks_ref, out_ref = sinks_and_out_ref
     kv_head, block = head_block(head_blocks)
     # Begins with the last tile: later tiles of a sequence see more KV, and long tiles should not begin last.
     tile = tiles_ref.shape[0] - 1 - pl.program_id(1)
@@ -91,11 +93,13 @@ def _extend_kernel(
         seq,
         kv_head,
         options.first_visible(first),
-        first + end - begin - 1,
+        first + end - begin - 1 if seen_ref is None else seen_ref[end - 1] - 1,
         tile_tokens,
         options.value_dim,
     )
-    rows = load_queries(q_ref, (token, head), is_real, first + query, kv, *sinks_ref)
+    rows = load_queries(q_ref, (token, head), is_real, first + query, kv, sinks_ref)
+    if seen_ref is not None:
+        rows = dataclasses.replace(rows, seen=plgpu.load(seen_ref.at[token], mask=is_real, other=0))
     # Without a window, all rows see what lies before the first query: most tiles of a long prompt.
     has_plain_tiles = options.sliding_window is None and not one_loop
     all_seen_until = (first + 1) // tile_tokens if has_plain_tiles else None

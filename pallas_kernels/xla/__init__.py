@@ -17,6 +17,7 @@ BACKEND = Backend(
     "xla",
     Kernel(decode_attention),
     Kernel(extend_attention),
+    Kernel(extend_attention),
     Kernel(store_kv),
     grouped_product=Kernel(grouped_product),
     grouped_packed_product=Kernel(packed_product),

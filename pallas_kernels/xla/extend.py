@@ -30,8 +30,9 @@ def extend_attention(
     sinks: jax.Array | None,
     options: AttentionOptions,
     interpret: bool,
+    seen: jax.Array | None = None,
 ) -> jax.Array:
-    """See `backend.Extend`. Tiles that length, causality or window exclude are not read."""
+    """See `backend.Extend` and `ExtendAhead`. Tiles that length, causality or window exclude are not read."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_seqs, lengths = kv.num_kv_heads, kv.num_seqs, kv.lengths
     blocks = tuning.blocks("paged_extend_attention", "xla", tuning.shape_class(q, kv))
@@ -64,12 +65,17 @@ def extend_attention(
         token = slice_begin + jnp.arange(tile_queries)
         is_mine = (token >= begin) & (token < end)
         position = jnp.where(is_mine, token + to_position, -1)
+        until = position
+        if seen is not None:
+            stops = lax.dynamic_slice_in_dim(seen, slice_begin, tile_queries, allow_negative_indices=False)
+            until = jnp.where(is_mine, stops - 1, -1)
         rows = lax.dynamic_slice_in_dim(q, slice_begin, tile_queries, allow_negative_indices=False)
         rows = rows.reshape(tile_queries, num_kv_heads, -1, head_dim).swapaxes(0, 1)
         result = _attend_rows(
             rows.reshape(num_kv_heads, tile_rows, head_dim).astype(jnp.float32) * options.scale(head_dim),
             jnp.repeat(position, tile_rows // tile_queries),
-            (options.first_visible(begin + to_position), end - 1 + to_position),
+            jnp.repeat(until, tile_rows // tile_queries),
+            (options.first_visible(begin + to_position), end - 1 + to_position if seen is None else jnp.max(until)),
             take(kv.page_table, seq),
             kv,
             sink_of_row,
@@ -100,6 +106,7 @@ def _tile_queries(num_tokens: int, num_seqs: int, blocks: Mapping[str, int]) -> 
 def _attend_rows(
     q: jax.Array,
     position: jax.Array,
+    until: jax.Array,
     kv_range: tuple[jax.Array, jax.Array],
     page_ids: jax.Array,
     kv: PagedKv,
@@ -110,8 +117,9 @@ def _attend_rows(
 ) -> jax.Array:
     """Scaled float32 rows q `[K, R, H]` at `position [R]` over the pages `page_ids [P]` of one sequence.
 
-    `kv_range` is the first and the last KV position that any row sees; only tiles that touch it are read, `tile_pages`
-    pages each. `sinks` is `[K, R]`. A row at position -1 sees nothing and yields zeros. Returns float32 `[K, R, H]`.
+    They see up to `until [R]`, their position or after it. `kv_range` is the first and the last KV position that a row
+    sees; only tiles that touch it are read, `tile_pages` pages each. `sinks` is `[K, R]`. A row at position -1 sees
+    nothing and yields zeros. Returns float32 `[K, R, H]`.
     """
     page_size = kv.page_size
     first, last = kv_range
@@ -131,7 +139,7 @@ def _attend_rows(
         k, v = (from_bits(tile, kv.dtype).astype(dtype) for tile in (k, v))
         scores = jnp.einsum("krh,kth->krt", rows, k, precision=precision, preferred_element_type=jnp.float32)
         scores = soft_cap(scores, options)
-        seen = kv_position <= position[:, None]
+        seen = kv_position <= until[:, None]
         if options.sliding_window is not None:
             seen &= kv_position > position[:, None] - options.sliding_window
         scores = jnp.where(seen, scores, UNSEEN)

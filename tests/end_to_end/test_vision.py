@@ -267,6 +267,8 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
         ("qwen3_vl_moe", 2, False),
         ("qwen3_5", 2, True),
         ("qwen2_5_vl", 2, True),
+        ("ministral3", 2, True),
+        ("gemma3", 2, True),
     ],
 )
 def test_devices_that_share_the_model_and_its_images_give_greedy_tokens(
@@ -276,14 +278,14 @@ def test_devices_that_share_the_model_and_its_images_give_greedy_tokens(
     page_size = 64 if kind in WITH_STATES else 4
     done = subprocess.run(
         [sys.executable, "-m", "tests.end_to_end.vision_mesh"],
-        input=json.dumps({"folder": str(tmp_path), "tp": tp, "shares": shares, "page_size": page_size}),
+        input=json.dumps({"folder": str(tmp_path), "kind": kind, "tp": tp, "shares": shares, "page_size": page_size}),
         capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["recompiles"] == 0
-    assert found["restored"] == 1 and found["turns"][0] == found["turns"][2] != found["turns"][1]
-    for asked, answer in zip(vision_mesh.requests(), found["answers"], strict=True):
+    assert found["restored"] >= 1 and found["turns"][0] == found["turns"][2] != found["turns"][1]
+    for asked, answer in zip(vision_mesh.requests(kind), found["answers"], strict=True):
         assert len(answer) == 8 and is_greedy(model, asked, answer)
 
 

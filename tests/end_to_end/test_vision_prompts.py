@@ -14,8 +14,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -33,6 +34,7 @@ LIMITS: dict[str, Any] = {
     "image_mean": OPENAI_CLIP_MEAN,
     "image_std": OPENAI_CLIP_STD,
 }
+EMPTY = 247  # an empty line
 PIXELS = {"min_pixels": 64, "max_pixels": 2048}
 
 
@@ -49,7 +51,9 @@ def greedy(model: Any, prompt: list[int], media: dict[str, Any], has_types: bool
     answer: list[int] = []
     for _ in range(6):
         tokens = torch.tensor([[*prompt, *answer]])
-        types = {"mm_token_type_ids": (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()} if has_types else {}
+        of_tokens = (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
+        name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
+        types = {name: of_tokens} if has_types else {}
         model.model.rope_deltas = None
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False, **types, **media).logits
@@ -87,11 +91,10 @@ def test_a_picture_and_a_video_give_transformers_tokens(tmp_path: Path) -> None:
     assert list(answer.token_ids) == expected(model, ids, image, frames)
 
 
-def write_words(folder: Path) -> None:
-    """A tokenizer of words "0" to "255", of which three are Mistral's tokens of images."""
-    names = {IMAGE: "[IMG]", BREAK: "[IMG_BREAK]", LAST: "[IMG_END]"}
+def write_words(folder: Path, names: dict[int, str]) -> None:
+    """A tokenizer of words "0" to "255", of which some are the tokens `names`."""
     words = Tokenizer(WordLevel({names.get(i, str(i)): i for i in range(256)}, unk_token="0"))
-    words.pre_tokenizer = WhitespaceSplit()
+    words.pre_tokenizer = Split("\n\n", "isolated") if EMPTY in names else WhitespaceSplit()
     words.add_special_tokens([*names.values()])
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -100,7 +103,7 @@ def write_words(folder: Path) -> None:
 def test_pictures_of_mistral_3_give_transformers_tokens(tmp_path: Path) -> None:
     """Words around a picture's lines are those of its folder; `image_size` is all that it says of pictures."""
     model = make_model(tmp_path, "mistral")
-    write_words(tmp_path)
+    write_words(tmp_path, {IMAGE: "[IMG]", BREAK: "[IMG_BREAK]", LAST: "[IMG_END]"})
     given = [picture(100, 42), picture(17, 24, seed=1)]
     size = {"longest_edge": 64}
     processor = PixtralImageProcessorPil(size=size, patch_size=8)
@@ -117,3 +120,30 @@ def test_pictures_of_mistral_3_give_transformers_tokens(tmp_path: Path) -> None:
     llm.close()
     assert answer.prompt_tokens == len(prompt)
     assert list(answer.token_ids) == greedy(model, prompt, dict(cut), has_types=False)
+
+
+def test_pictures_of_gemma_3_give_transformers_tokens(tmp_path: Path) -> None:
+    """What stands for a picture becomes its frame between empty lines, in a text and among ids."""
+    model = make_model(tmp_path, "gemma3")
+    write_words(
+        tmp_path, {IMAGE: "<image_soft_token>", START: "<start_of_image>", END: "<end_of_image>", EMPTY: "\n\n"}
+    )
+    given = [picture(100, 42), picture(17, 24, seed=1)]
+    processor = Gemma3ImageProcessorPil(
+        size={"height": 32, "width": 32}, resample=2, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    cut = processor(images=given, return_tensors="pt")
+    frame = [EMPTY, START, *[IMAGE] * 16, END, EMPTY]
+    prompt = [11, *frame, 23, *frame, 35]
+    media = {"pixel_values": torch.stack([*cut["pixel_values"]])}
+    llm = jaxsgl.LLM(str(tmp_path), **SIZES)
+    data = {"image": [file_of(each) for each in given]}
+    for form in (
+        {"prompt": "11<start_of_image>23<start_of_image>35"},
+        {"prompt_token_ids": [11, START, 23, START, 35]},
+    ):
+        (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+        assert answer.prompt_tokens == len(prompt)
+        answers = list(answer.token_ids)
+        assert answers == greedy(model, prompt, media, has_types=True)
+    llm.close()

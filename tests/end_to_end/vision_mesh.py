@@ -1,7 +1,7 @@
 """Serves requests with images on several virtual devices, in a process of its own; `test_vision.py` starts it.
 
-Standard input holds `{"folder": ..., "tp": ..., "shares": ..., "page_size": ...}`; prints the answers and the counted
-recompiles as JSON.
+Standard input holds `{"folder": ..., "kind": ..., "tp": ..., "shares": ..., "page_size": ...}`; prints the answers and
+the counted recompiles as JSON.
 """
 
 from __future__ import annotations
@@ -13,16 +13,26 @@ from pathlib import Path
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.engine import Engine
+from jaxsgl.requests.media import Grid
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import ScriptedMailbox
 from tests.end_to_end.offline import new_scheduler, outputs, serve
-from tests.vision_models import request
+from tests.vision_models import WITH_LINES, request, request_in_lines, request_of_whole_images
 
 
-def requests() -> list[Request]:
-    grids = [[(1, 4, 6), (1, 8, 4)], [(1, 12, 10)], [], [(1, 2, 2), (1, 2, 14), (1, 6, 6), (1, 4, 4)]]
-    return [request(str(number), each, number) for number, each in enumerate(grids)]
+def asked(kind: str, request_id: str, grids: list[Grid], seed: int) -> Request:
+    """A request with images of `grids`, or with as many of the one size that the model takes."""
+    if kind == "gemma3":
+        return request_of_whole_images(request_id, len(grids), seed)
+    return request_in_lines(request_id, grids, seed) if kind in WITH_LINES else request(request_id, grids, seed)
+
+
+def requests(kind: str) -> list[Request]:
+    grids: list[list[Grid]] = [
+        [(1, 4, 6), (1, 8, 4)], [(1, 12, 10)], [], [(1, 2, 2), (1, 2, 14), (1, 6, 6), (1, 4, 4)],
+    ]  # fmt: skip
+    return [asked(kind, str(number), each, number) for number, each in enumerate(grids)]
 
 
 def main() -> None:
@@ -40,12 +50,14 @@ def main() -> None:
         vision=VisionConfig(mm_max_patches=256, mm_pool_tokens=80, mm_enable_dp_encoder=case["shares"]),
     )
     engine = Engine(config, progress=False)
-    asked = requests()
-    answers = outputs(serve(engine, [asked]), asked)
+    kind = case["kind"]
+    given = requests(kind)
+    answers = outputs(serve(engine, [given]), given)
     scheduler = new_scheduler(engine, radix=False)
     turns = []
-    for number, seed in enumerate((41, 42, 41)):  # the pool holds one of the two images
-        mailbox = ScriptedMailbox([[request(str(number), [(1, 14, 16)], seed)]])
+    large: list[Grid] = [(1, 8, 8)] * 4 if kind == "gemma3" else [(1, 14, 16)]
+    for number, seed in enumerate((41, 42, 41)):  # the pool holds the images of one of two requests
+        mailbox = ScriptedMailbox([[asked(kind, str(number), large, seed)]])
         run_loop(scheduler, engine, mailbox, 1)
         turns.append(mailbox.output_ids(str(number)))
     restored = scheduler.state.totals.restored_images

@@ -252,7 +252,7 @@ def test_a_published_config_of_mistral_3_gives_a_tower_and_lines(tmp_path: Path)
     assert tower is not None and tower.has_lines and not arch.has_axes
     assert (tower.num_layers, tower.hidden_size, tower.num_heads, tower.out_size) == (24, 1024, 16, 5120)
     assert (tower.patch_len, tower.image_token_id, tower.video_token_id) == (3 * 14 * 14, 10, -1)
-    assert tower.projects and not (tower.merger_bias or tower.layer_bias or tower.patch_bias)
+    assert tower.merger == "projected" and not (tower.merger_bias or tower.layer_bias or tower.patch_bias)
     assert (tower.norm_eps, tower.merger_eps, tower.activation) == (1e-5, 1e-5, "silu")
     assert read_values(tmp_path, {**MISTRAL3, "multimodal_projector_bias": True}).vision == replace(
         tower, merger_bias=True

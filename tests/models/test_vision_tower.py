@@ -31,6 +31,7 @@ from tests.vision_models import (
     APART,
     IMAGE,
     SECONDS,
+    SQUARE,
     VIDEO,
     WITH_LINES,
     image,
@@ -44,20 +45,22 @@ GRIDS: list[Grid] = [(1, 4, 6), (1, 2, 2), (1, 4, 30), (1, 10, 8)]
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, kind)
     arch = ModelArch.from_folder(tmp_path)
-    assert arch.vision is not None and arch.has_axes == (kind not in WITH_LINES)
+    assert arch.vision is not None and arch.has_axes == kind.startswith("qwen")
     params = load_params(tmp_path, arch, FLOAT32, mesh_of())
     graphdef, _ = abstract_model(arch, FLOAT32, FLOAT32)
     shape = TowerShape(2, arch.vision.table_side, arch.vision.patch_len, window=arch.vision.window)
-    items = [image(0, grid, seed, kind in WITH_LINES) for seed, grid in enumerate(GRIDS)]
+    grids = [SQUARE] * 3 if kind == "gemma3" else GRIDS
+    frames = arch.vision.temporal_patch_size
+    items = [image(0, grid, seed, kind in WITH_LINES, frames) for seed, grid in enumerate(grids)]
     count = sum(item.num_patches for item in items)
     with torch.no_grad():
-        if kind in WITH_LINES:
+        if not kind.startswith("qwen"):
             exact = model.model.get_image_features(**pictures(model, items))
-            exact.pooler_output = torch.cat(exact.pooler_output)
+            exact.pooler_output = torch.cat([*exact.pooler_output])
         else:
             exact = model.model.visual(normalized(model, items), torch.tensor(GRIDS))
     taps = exact.deepstack_features if arch.vision.deepstack_layers else ()

@@ -108,8 +108,9 @@ def attend(case: Case, is_decode: bool = False, **options: Any) -> np.ndarray:
     k, v = (to_bits(jnp.asarray(pages), case.bits) for pages in (case.k_pages, case.v_pages))
     kv = PagedKv(k, v, table, lengths, options.pop("k_scale", None), options.pop("v_scale", None))
     queries: Any = (case.q,) if is_decode else (case.q, offsets)
-    sinks = sinks_of(case, options.pop("has_sinks", False))
-    return np.asarray(compiled(is_decode, AttentionOptions(**options))(*queries, kv, sinks=sinks))
+    sinks, seen = sinks_of(case, options.pop("has_sinks", False)), options.pop("seen", None)
+    ahead = {} if seen is None else {"seen": seen}
+    return np.asarray(compiled(is_decode, AttentionOptions(**options))(*queries, kv, sinks=sinks, **ahead))
 
 
 def sinks_of(case: Case, has_sinks: bool) -> np.ndarray | None:

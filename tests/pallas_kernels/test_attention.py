@@ -56,6 +56,44 @@ def test_extend_equals_the_reference(name: str, backend: str, num_examples: int)
     run_examples(lambda case: check(paged_extend_attention, case, backend), cases(BY_NAME[name]), num_examples)
 
 
+def seen_of(case: Case) -> np.ndarray:
+    """Runs of tokens that see up to the end of theirs, as images', between tokens that see up to themselves."""
+    seen = np.zeros(case.spec.num_tokens, np.int32)
+    rng = np.random.default_rng(len(case.lengths) + int(case.lengths.sum()))
+    for s, length in enumerate(case.lengths):
+        begin, end = case.query_offsets[s : s + 2]
+        while begin < end:
+            run = min(int(rng.integers(1, 9)), end - begin)
+            stop = length - (end - begin) + run
+            seen[begin : begin + run] = stop if rng.random() < 0.7 else np.arange(stop - run, stop) + 1
+            begin += run
+    return seen
+
+
+@pytest.mark.parametrize("name", daily([name for name in BY_NAME if "latent" not in name][::-1], every=3))
+@each_backend
+def test_queries_that_see_ahead_equal_the_reference(name: str, backend: str, num_examples: int) -> None:
+    def check_ahead(case: Case) -> None:
+        args, seen = case.extend_args(), seen_of(case)
+        expected, actual = (
+            compiled(paged_extend_attention, case.spec, each)(*args, seen=seen) for each in ("reference", backend)
+        )
+        assert_close(actual, expected, case.spec.dtype)
+
+    run_examples(check_ahead, cases(BY_NAME[name]), num_examples)
+
+
+def test_queries_that_see_up_to_themselves_give_causal_attention() -> None:
+    case = build_case(BY_NAME["plain"], [20, 9, 0, 1], [13, 2, 0, 1], 0, seed=3)
+    attend, args = compiled(paged_extend_attention, case.spec, "reference"), case.extend_args()
+    own = np.zeros(case.spec.num_tokens, np.int32)
+    own[:13], own[13:16] = np.arange(7, 20) + 1, [8, 9, 1]
+    causal = attend(*args)
+    np.testing.assert_array_equal(causal, attend(*args, seen=own))
+    ahead = attend(*args, seen=np.where(np.arange(len(own)) < 13, np.minimum(own + 3, 20), own))
+    assert np.abs(np.asarray(ahead - causal)[:10]).max() > 1e-3
+
+
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 @pytest.mark.parametrize("name", daily(["heads_of_80", "heads_of_96"], every=2))
 def test_heads_in_a_wider_cache_attend_as_in_one_of_their_own_size(name: str, backend: str) -> None:

@@ -13,9 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import AttentionOptions, PagedKv, paged_extend_attention
 from pallas_kernels.paged_kv import BITS, FLOAT8_BITS, to_numbers
 from tests.grids import count, covering, pairwise
-from tests.pallas_kernels.native_cases import MANY, RAGGED, WAYS, Case, attend, build, check, long_prompt
+from tests.pallas_kernels.native_cases import (
+    MANY,
+    RAGGED,
+    TOLERANCE,
+    WAYS,
+    Case,
+    attend,
+    build,
+    check,
+    long_prompt,
+    sinks_of,
+)
 from tests.pallas_kernels.texts import TEXTS, own
 
 pytestmark = pytest.mark.usefixtures("each_way")
@@ -51,6 +63,45 @@ def test_a_large_score_far_from_the_others_takes_all_the_weight() -> None:
         check(case, is_decode=True)
         expected = case.v_pages[page, :, offset]
         np.testing.assert_allclose(attend(case.decode(), is_decode=True)[row, ::2], expected, atol=1e-5)
+
+
+def in_runs(case: Case, most: int) -> np.ndarray:
+    """Of how many tokens each query sees none after: images of up to `most` tokens, and text between them."""
+    rng, seen = np.random.default_rng(most), np.zeros(len(case.q), np.int32)
+    for (begin, end), length in zip(np.stack([case.offsets[:-1], case.offsets[1:]], axis=1), case.lengths, strict=True):
+        while begin < end:
+            run = min(int(rng.integers(1, most + 1)), end - begin)
+            stop = length - (end - begin) + run
+            seen[begin : begin + run] = stop if rng.random() < 0.7 else np.arange(stop - run, stop) + 1
+            begin += run
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("each_way", "group", "page_size", "options"),
+    covering(WAYS, [2, 8, 48], [16, 7, 128], [{}, {"sliding_window": 40}, {"has_sinks": True}]),
+    indirect=["each_way"],
+    ids=str,
+)
+def test_queries_see_ahead_to_the_end_of_their_image(group: int, page_size: int, options: dict[str, Any]) -> None:
+    """Units of 128 rows end within images, and tiles of 64 tokens too."""
+    case = build(RAGGED, page_size, group=group, seed=5, most_new=150)
+    scale = case.q.shape[2] ** 0.5
+    rounded = jnp.asarray(case.q / np.float32(scale), jnp.bfloat16).astype(jnp.float32) * np.float32(scale)
+    table, lengths, offsets = (jnp.asarray(each, jnp.int32) for each in (case.table, case.lengths, case.offsets))
+    kv = PagedKv(jnp.asarray(case.k_pages), jnp.asarray(case.v_pages), table, lengths)
+    given = sinks_of(case, options.get("has_sinks", False))
+    sinks = None if given is None else jnp.asarray(given)
+    window = AttentionOptions(sliding_window=options.get("sliding_window"))
+    for most in (1, 90):
+        seen = in_runs(case, most)
+        expected = paged_extend_attention(rounded, offsets, kv, window, sinks, jnp.asarray(seen), backend="reference")
+        found = attend(case, seen=seen, **options)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * max(1.0, np.abs(found).max()))
+        if most == 1:
+            np.testing.assert_array_equal(found, attend(case, **options))
+        else:
+            assert np.abs(found - attend(case, **options)).max() > 0.1
 
 
 @pytest.mark.parametrize(("page_size", "group"), [(16, 1), (128, 2), (1, 8)])

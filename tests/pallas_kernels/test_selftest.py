@@ -295,3 +295,21 @@ def test_kernels_around_a_latents_attention_pass_and_wrong_ones_fail(
     monkeypatch.setitem(BACKEND_OF_NAME, BACKEND, dataclasses.replace(BACKEND_OF_NAME[BACKEND], **changes))
     jax.clear_caches()
     assert not case.error(BACKEND, interpret=True) <= case.tolerance
+
+
+def test_queries_that_see_ahead_are_tested_where_a_model_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that ignores what is seen is found."""
+    plain, ahead = CASES_OF["paged_extend_attention"](dataclasses.replace(SHAPES, sees_ahead=True))
+    assert len(list(CASES_OF["paged_extend_attention"](SHAPES))) == 1
+    assert plain.name != ahead.name and ahead.error("xla") <= ahead.tolerance
+    backend = BACKEND_OF_NAME["xla"]
+
+    def causal(*arguments: Any, seen: Any = None, **named: Any) -> Any:
+        return backend.extend.run(*arguments[:6], **named)
+
+    right = ahead.right()
+    ignores: Any = Kernel(causal)
+    monkeypatch.setitem(BACKEND_OF_NAME, "xla", dataclasses.replace(backend, extend_ahead=ignores))
+    jax.clear_caches()
+    spoiled = dataclasses.replace(ahead, right=lambda: right)
+    assert spoiled.error("xla") > 10 * spoiled.tolerance

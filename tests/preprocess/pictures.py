@@ -25,6 +25,11 @@ IN_LINES = ProcessorSettings(
     14, 1, 2, PixelSettings(1, 1540**2, *CLIP), PixelSettings(1, 1540**2, *CLIP), 10, -1, -1, -1,
     longest_side=1540, line_ends=(12, 13),
 )  # fmt: skip
+# Of Gemma 3, as published.
+SQUARE = ProcessorSettings(
+    14, 1, 4, PixelSettings(1, 896**2, PIXELS.mean, PIXELS.std), PixelSettings(1, 896**2, PIXELS.mean, PIXELS.std),
+    262_144, -1, 255_999, 256_000, fixed_side=896, resample=2, frames_pictures=True,
+)  # fmt: skip
 SMALL = ProcessorSettings(
     4, 2, 2, PixelSettings(256, 4096, PIXELS.mean, PIXELS.std), PixelSettings(256, 65536, PIXELS.mean, PIXELS.std),
     7, 8, 5, 6,

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image, ImageOps
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -18,7 +19,7 @@ from jaxsgl.preprocess.placeholders import Part
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageFile
 from tests.grids import daily
-from tests.preprocess.pictures import IN_LINES, OLDER, SETTINGS, SMALL, file_of, picture
+from tests.preprocess.pictures import IN_LINES, OLDER, SETTINGS, SMALL, SQUARE, file_of, picture
 
 pytestmark = pytest.mark.device  # imports torch, by transformers
 
@@ -98,6 +99,18 @@ def test_patches_of_mistral_3_are_its_processors(width: int, height: int) -> Non
     h, w = (side // 2 for side in part.grid[1:])
     squares = expected["pixel_values"][0].reshape(3, h, 2, 14, w, 2, 14).transpose(1, 4, 2, 5, 0, 3, 6)
     np.testing.assert_array_equal(normalized(part, IN_LINES), squares.reshape(part.num_patches, -1))
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (896, 896), (417, 300), (200, 2000), (1921, 1079)])
+def test_patches_of_gemma_3_are_its_processors(width: int, height: int) -> None:
+    given = picture(width, height)
+    pixels, side = SQUARE.image, {"height": 896, "width": 896}
+    processor = Gemma3ImageProcessorPil(size=side, resample=2, image_mean=pixels.mean, image_std=pixels.std)
+    (expected,) = processor(images=[given], return_tensors="np")["pixel_values"]
+    part = part_of(given, SQUARE)
+    assert part.grid == (1, 64, 64)
+    squares = expected.reshape(3, 16, 4, 14, 16, 4, 14).transpose(1, 4, 2, 5, 0, 3, 6)
+    np.testing.assert_array_equal(normalized(part, SQUARE), squares.reshape(part.num_patches, -1))
 
 
 def test_a_picture_of_mistral_3_that_is_too_large_for_the_tower_is_scaled_down() -> None:

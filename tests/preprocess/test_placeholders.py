@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.preprocess.placeholders import Part, Tokens, Visual, expand, expand_videos, tokens_of, write_videos
+from jaxsgl.preprocess.placeholders import (
+    Part,
+    Tokens,
+    Visual,
+    expand,
+    expand_placeholders,
+    tokens_of,
+    write_placeholders,
+)
 from jaxsgl.requests.media import FIRST_HASH_ID, MediaLimits, check_media, hash_ids, sglang_pad_id
 from tests.preprocess.pictures import SMALL
 
@@ -41,9 +49,9 @@ def test_pictures_and_videos_are_told_apart_by_their_placeholders() -> None:
 
 def test_the_text_of_a_video_names_the_time_of_each_of_its_temporal_patches() -> None:
     frames = "<0.2 seconds><start><video><end><1.0 seconds><start><video><end>"
-    assert write_videos("a:<start><video><end>b", [PICTURE, CLIP], TOKENS) == f"a:{frames}b"
-    assert write_videos("a:<video>b<start><video><end>", [CLIP, CLIP], TOKENS) == f"a:{frames}b{frames}"
-    assert write_videos("no video", [], TOKENS) == "no video"
+    assert write_placeholders("a:<start><video><end>b", [PICTURE, CLIP], TOKENS) == f"a:{frames}b"
+    assert write_placeholders("a:<video>b<start><video><end>", [CLIP, CLIP], TOKENS) == f"a:{frames}b{frames}"
+    assert write_placeholders("no video", [], TOKENS) == "no video"
 
 
 def test_ids_of_a_video_are_those_of_its_text() -> None:
@@ -52,15 +60,15 @@ def test_ids_of_a_video_are_those_of_its_text() -> None:
 
     first, second = encode("<0.2 seconds>"), encode("<1.0 seconds>")
     frames = [*first, START, VIDEO, END, *second, START, VIDEO, END]
-    assert expand_videos([1, START, VIDEO, END, 2], [CLIP], SMALL, encode) == [1, *frames, 2]
-    assert expand_videos([VIDEO], [CLIP], SMALL, encode) == frames
+    assert expand_placeholders([1, START, VIDEO, END, 2], [CLIP], SMALL, encode) == [1, *frames, 2]
+    assert expand_placeholders([VIDEO], [CLIP], SMALL, encode) == frames
 
 
 def test_a_video_whose_times_are_positions_keeps_one_placeholder() -> None:
     first, second = part(2, 4), replace(part(2, 4), later=3)
     clip, words = Visual((first, second), True), "a:<start><video><end>b"
-    assert write_videos(words, [PICTURE, clip], TOKENS) == words
-    ids = expand_videos([1, START, VIDEO, END, IMAGE], [clip, PICTURE], SMALL, lambda text: [])
+    assert write_placeholders(words, [PICTURE, clip], TOKENS) == words
+    ids = expand_placeholders([1, START, VIDEO, END, IMAGE], [clip, PICTURE], SMALL, lambda text: [])
     assert ids == [1, START, VIDEO, END, IMAGE]
     ids, items = expand(ids, [clip, PICTURE], SMALL)
     assert ids == [1, START, *[VIDEO] * 4, END, IMAGE, IMAGE]
@@ -78,7 +86,19 @@ def test_lines_of_a_picture_end_with_tokens_of_their_own() -> None:
     tokens = tokens_of(
         replace(settings, vision_start_token_id=-1, vision_end_token_id=-1), lambda number: b"[%d]" % number
     )
-    assert tokens == Tokens("[7]", "", "", "") and write_videos("a[7]", [PICTURE], tokens) == "a[7]"
+    assert tokens == Tokens("[7]", "", "", "") and write_placeholders("a[7]", [PICTURE], tokens) == "a[7]"
+
+
+def test_what_stands_for_a_picture_of_gemma_3_becomes_its_frame() -> None:
+    settings = replace(SMALL, video_token_id=-1, frames_pictures=True)
+    names = {IMAGE: "<image>", START: "<start>", END: "<end>"}
+    tokens = tokens_of(settings, lambda number: names[number].encode())
+    frame = "\n\n<start><image><end>\n\n"
+    assert write_placeholders("a<start>b<start>", [PICTURE, WIDE], tokens) == f"a{frame}b{frame}"
+    ids = expand_placeholders([1, START, 2], [PICTURE], settings, lambda text: [ord(letter) for letter in text])
+    assert ids == [1, 10, 10, START, IMAGE, END, 10, 10, 2]
+    with pytest.raises(InvalidRequest, match="0 placeholders"):
+        expand([1, 2], [PICTURE], settings)
 
 
 def test_sglangs_formula_gives_a_picture_one_number() -> None:
@@ -104,6 +124,6 @@ def test_a_placeholder_too_many_or_too_few_is_refused(ids: list[int], visuals: l
 
 def test_a_video_without_a_placeholder_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"0 placeholders .<video>., but 1 videos"):
-        write_videos("no video", [CLIP], TOKENS)
+        write_placeholders("no video", [CLIP], TOKENS)
     with pytest.raises(InvalidRequest, match=r"1 placeholders .id 8., but 0 videos"):
-        expand_videos([VIDEO], [], SMALL, lambda text: [])
+        expand_placeholders([VIDEO], [], SMALL, lambda text: [])

@@ -11,7 +11,7 @@ import pytest
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.preprocess.settings import load_settings
-from tests.preprocess.pictures import CLIP, IN_LINES, OLDER, SETTINGS
+from tests.preprocess.pictures import CLIP, IN_LINES, OLDER, SETTINGS, SQUARE
 
 CONFIG = {
     "vision_config": {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2},
@@ -155,3 +155,32 @@ def test_the_files_of_mistral_3_are_understood(
 def test_another_processor_of_mistral_3_is_refused(files: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_settings(write(tmp_path, config=MISTRAL3, tokenizer=LISTED, **files))
+
+
+GEMMA3 = {
+    "model_type": "gemma3", "image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000,
+    "mm_tokens_per_image": 256, "vision_config": {"image_size": 896, "patch_size": 14},
+}  # fmt: skip
+GEMMA3_IMAGE = {
+    "do_convert_rgb": None, "do_normalize": True, "do_pan_and_scan": None, "do_rescale": True, "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "image_seq_length": 256, "resample": 2,
+    "image_processor_type": "Gemma3ImageProcessor", "rescale_factor": 1 / 255, "size": {"height": 896, "width": 896},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("files", [{"preprocessor_config": GEMMA3_IMAGE}, {}], ids=["published", "none"])
+def test_the_files_of_gemma_3_are_understood(files: dict[str, Any], tmp_path: Path) -> None:
+    assert load_settings(write(tmp_path, config=GEMMA3, **files)) == SQUARE
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"do_pan_and_scan": True}, "do_pan_and_scan is True"),
+        ({"resample": 3}, "resample is 3, but only 2"),
+        ({"size": {"height": 448, "width": 896}}, "size is"),
+    ],
+)
+def test_another_processor_of_gemma_3_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_settings(write(tmp_path, config=GEMMA3, preprocessor_config={**GEMMA3_IMAGE, **changed}))

@@ -18,11 +18,12 @@ PATCH_LEN = 6
 
 def capacity(
     rows: int = 16, page_size: int = 4, num_pages: int = 100, chunk: int = 24, num_bins: int = 1, host_rows: int = 0,
-    has_lines: bool = False,
+    has_lines: bool = False, sees_ahead: bool = False,
 ) -> Capacity:  # fmt: skip
     tower = TowerCapacity(TowerShape(2, 4, PATCH_LEN), rows, 64, num_bins, host_bytes=4 * host_rows)
     limits = MediaLimits(PLACEHOLDER, PLACEHOLDER - 1, patch_size=1, has_lines=has_lines)
-    return Capacity(page_size, num_pages, 6, 160, chunk, VOCAB, media=limits, tower=tower, has_axes=not has_lines)
+    return Capacity(page_size, num_pages, 6, 160, chunk, VOCAB, media=limits, tower=tower,
+                    has_axes=not (has_lines or sees_ahead), sees_ahead=sees_ahead)  # fmt: skip
 
 
 def asked(

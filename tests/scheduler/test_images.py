@@ -272,3 +272,41 @@ def test_a_bound_on_latency_bounds_the_images_copied_back_before_a_step(embeddin
     assert scheduler.state.totals.restored_images == 6
     first = next(count for count in engine.num_restored if count)
     assert (first if embedding_s is None else max(engine.num_restored)) == most
+
+
+class SeeingEngine(FakeEngine):
+    """Notes of each step with images how many tokens see ahead, none farther than its sequence's last one."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        super().__init__(capacity)
+        self.num_ahead = 0
+
+    def submit(self, inputs: StepInputs) -> FakeHandle:
+        if inputs.bucket.sees_ahead:
+            arrays, count = inputs.arrays, inputs.num_tokens
+            assert arrays.seen is not None
+            ahead = arrays.seen[:count] - arrays.positions[:count] - 1
+            ends = np.repeat(arrays.lengths, np.diff(arrays.query_offsets))
+            assert (ahead >= 0).all() and (arrays.seen[:count] <= ends[:count]).all()
+            self.num_ahead += int((ahead > 0).sum())
+        return super().submit(inputs)
+
+
+@pytest.mark.parametrize(("chunk", "page_size", "config"), [
+    (24, 4, SchedulingConfig()),
+    (16, 16, SchedulingConfig(enable_mixed_chunk=True)),
+    (22, 3, SchedulingConfig(enable_mixed_chunk=True, max_itl_ms=1e-3)),
+])  # fmt: skip
+def test_images_that_are_seen_whole_are_never_parted(chunk: int, page_size: int, config: SchedulingConfig) -> None:
+    """Images of up to 15 tokens in chunks of little more, shared by six requests that come and go."""
+    sizes = capacity(rows=40, page_size=page_size, chunk=chunk, sees_ahead=True)
+    requests = [
+        asked(f"{i}", [1 + i % 7, (i % 5, 8 + i % 5), 1 + i % 4, (9 + i % 3, 15 - i % 3), 1 + i % 6], 6)
+        for i in range(24)
+    ]
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config, retract_also=RetractEvery(11))
+    engine = SeeingEngine(sizes)
+    mailbox = ScriptedMailbox([requests[:9], [], [], requests[9:]])
+    run_loop(scheduler, engine, mailbox, 1)
+    assert [mailbox.output_ids(one.request_id) for one in requests] == [expected(one) for one in requests]
+    assert engine.num_ahead > 24 * 10 and scheduler.state.totals.retractions > 0

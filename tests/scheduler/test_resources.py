@@ -128,7 +128,8 @@ class History:
             shape = TowerShape(2, 4, PATCH_LEN, num_layers=3)
             host_bytes = 4 * one_of((20, 0))
             tower = TowerCapacity(shape, one_of((12, 18)), 64, 1, host_bytes=host_bytes, sliced_from=sliced_from)
-            sizes = replace(sizes, media=limits, tower=tower, has_axes=True)
+            sees_ahead = sizes.max_extend_tokens >= 24 and one_of((False, True))  # room for an image and all rows
+            sizes = replace(sizes, media=limits, tower=tower, has_axes=True, sees_ahead=sees_ahead)
         if self.has_adapters:
             sizes = replace(sizes, max_adapters=2, adapter_columns=8)
         if "states" in kind:

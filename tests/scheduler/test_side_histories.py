@@ -11,6 +11,7 @@ a room, staging memory, or a page that is not cached. Every worker accounts for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -302,8 +303,9 @@ class ImageHistory(TieredHistory):
         one_of = self.choices.one_of
         page_size, chunk = one_of((4, 3, 16)), one_of((16, 40, 5))
         num_pages, host_rows = one_of((160, 100)) // page_size + 2, one_of((17, 200, 1))
-        prefill = capacity(one_of((16, 20, 60)), page_size, num_pages, chunk, host_rows=host_rows)
-        decode = capacity(one_of((16, 20)), page_size, num_pages, chunk, host_rows=one_of((36, 200)))
+        sees: dict[str, Any] = {"sees_ahead": chunk >= 16 and one_of((False, True))}  # images have up to 13 tokens
+        prefill = capacity(one_of((16, 20, 60)), page_size, num_pages, chunk, host_rows=host_rows, **sees)
+        decode = capacity(one_of((16, 20)), page_size, num_pages, chunk, host_rows=one_of((36, 200)), **sees)
         return prefill, without_tower(decode)
 
     def tier(self, sizes: Capacity) -> HostTier | None:

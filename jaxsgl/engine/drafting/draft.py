@@ -253,6 +253,7 @@ class _ChainPlaces(NamedTuple):
     slots: jax.Array
     lengths: jax.Array
     query_offsets: jax.Array
+    seen: None = None
 
 
 def _places(

@@ -23,6 +23,7 @@ from jaxsgl.engine.tables import edit_table_bytes, page_table_bytes
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import KvHeads
+from jaxsgl.models.vision.arch import VisionArch
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.outputs import StatesSpec
 from pallas_kernels.kept_heads import KeptHeads
@@ -150,6 +151,9 @@ def plan_capacity(
     num_rows = _num_rows(config, states, memory)
     num_snapshots = _num_snapshots(config, states, memory, num_rows) if states.row_bytes else None
     tower = tower_capacity(config, arch, memory.platform)
+    max_extend_tokens = _max_extend_tokens(config, memory.platform, num_rows, context_length)
+    if arch.vision is not None and arch.vision.sees_ahead:
+        _check_whole_images(config, arch.vision, max_extend_tokens, num_rows)
     num_pages = choose_num_pages(
         states,
         memory,
@@ -167,7 +171,7 @@ def plan_capacity(
         num_pages=num_pages,
         num_rows=num_rows,
         context_length=context_length,
-        max_extend_tokens=_max_extend_tokens(config, memory.platform, num_rows, context_length),
+        max_extend_tokens=max_extend_tokens,
         vocab_size=arch.vocab_size,
         whole_prompts=config.chunked_prefill_size == UNLIMITED,
         pooling=arch.pooling,
@@ -178,6 +182,7 @@ def plan_capacity(
         media=_media_limits(config, arch, tower),
         tower=tower,
         has_axes=arch.has_axes and tower is not None,
+        sees_ahead=arch.vision is not None and arch.vision.sees_ahead,
         num_snapshots=num_snapshots,
     )
 
@@ -220,6 +225,8 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
     )  # fmt: skip
     max_patches = flags.mm_max_patches or MAX_PATCHES.get(platform, OTHER_MAX_PATCHES)
     max_patches -= max_patches % vision.merge_size**2
+    if max_patches < (needed := vision.image_side**2):
+        raise ConfigError(f"--mm-max-patches is {max_patches}, but each image has {needed}: raise it to that")
     num_rows = flags.mm_pool_tokens or POOL_TOKENS.get(platform, OTHER_POOL_TOKENS)
     if num_rows < shape.tokens_of(max_patches):
         raise ConfigError(
@@ -241,6 +248,7 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
         host_bytes=host_mib << 20,
         row_bytes=_row_bytes(config, arch, platform),
         encodes=vision.has_tower,
+        image_patches=vision.image_side**2,
         sliced_from=SLICED_PATCHES if vision.has_tower and config.scheduling.max_itl_ms is not None else None,
     )
 
@@ -255,6 +263,7 @@ def _media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | 
         temporal_patch_size=arch.vision.temporal_patch_size,
         merge_size=arch.vision.merge_size,
         has_lines=arch.vision.has_lines,
+        image_side=arch.vision.image_side,
         max_patches=tower.max_patches,
         may_come_later=config.disaggregation.disaggregation_mode == "decode",
     )
@@ -284,6 +293,19 @@ def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, conte
         return max(context_length, min(scheduling.max_prefill_tokens, num_rows * context_length)) + decodes
     least = 2 * num_rows if config.num_ranks > 1 else 1  # all rows of a rank may decode while it or another extends
     return max(min(chunk // config.num_ranks, context_length, scheduling.max_prefill_tokens + decodes), least)
+
+
+def _check_whole_images(config: EngineConfig, vision: VisionArch, max_extend_tokens: int, num_rows: int) -> None:
+    """Raises `ConfigError` unless an image fits into a step, next to all rows that may decode in it."""
+    decodes = num_rows - 1 if config.mixes_steps else 0
+    needed = decodes + (vision.image_side // vision.merge_size) ** 2
+    if max_extend_tokens < needed:
+        besides = f", next to {decodes} that decode" if decodes else ""
+        raise ConfigError(
+            f"a step extends {max_extend_tokens} tokens, but all {needed - decodes} of an image are extended together"
+            f"{besides}: raise --chunked-prefill-size and --context-length to {needed} at least, or serve text alone "
+            "with --language-only"
+        )
 
 
 def choose_context_length(config: EngineConfig, arch: ModelArch) -> int:

@@ -18,7 +18,7 @@ from jaxsgl.config.features import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.media.fetch import Fetcher
 from jaxsgl.preprocess.decoding import MAX_DECODING, Decoder
-from jaxsgl.preprocess.placeholders import Visual, expand, expand_videos, tokens_of, write_videos
+from jaxsgl.preprocess.placeholders import Visual, expand, expand_placeholders, tokens_of, write_placeholders
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import IMAGE_KINDS, VIDEO_KINDS, Budget, Source, VideoSource, files_of, is_remote
 from jaxsgl.requests.media import MediaItem, MediaLimits
@@ -94,7 +94,7 @@ class MediaLoader:
         is_ids = isinstance(prompt, IdsPrompt)
         if not isinstance(prompt, IdsPrompt):
             tokens = tokens_of(self.settings, self._tokenizer.token_bytes)
-            prompt = replace(prompt, rewrite=partial(write_videos, visuals=visuals, tokens=tokens))
+            prompt = replace(prompt, rewrite=partial(write_placeholders, visuals=visuals, tokens=tokens))
         (ids,) = await tokenize([prompt])
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._expand, ids, visuals, is_ids)
 
@@ -103,7 +103,7 @@ class MediaLoader:
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
         """Milliseconds for long prompts. `is_ids`: the prompt came as ids, whose videos are still to be written out."""
         if is_ids:
-            ids = expand_videos(ids, visuals, self.settings, self._encode)
+            ids = expand_placeholders(ids, visuals, self.settings, self._encode)
         return expand(ids, visuals, self.settings, sglang_ids=self._config.mm_hash_ids == "sglang")
 
     def _encode(self, text: str) -> list[int]:

@@ -235,7 +235,8 @@ IN_MISTRAL3: dict[str, Any] = {
         norm_eps=1e-5,
         rope_alternates=True,
         has_positions=False,
-        projects=True,
+        merger="projected",
+        has_lines=True,
         frames=1,
         mean=_CLIP_MEAN,
         std=_CLIP_STD,
@@ -414,18 +415,46 @@ DENSE: dict[str, Family] = {
         defaults={**_GEMMA.defaults, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "Gemma3ForCausalLM": _GEMMA3,
-    # Its text only.
     "Gemma3ForConditionalGeneration": replace(
         _GEMMA3,
         section="text_config",
         ties_whole=True,
+        # SigLIP's (arXiv 2303.15343).
+        vision=VisionFamily(
+            262_144,
+            None,
+            deepstack_layers=None,
+            sections=None,
+            last_norm=True,
+            merger="pooled",
+            turns=False,
+            sees_ahead=True,
+            frames=1,
+            keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+            defaults={
+                "num_hidden_layers": 12,
+                "num_attention_heads": 12,
+                "hidden_size": 768,
+                "intermediate_size": 3072,
+                "patch_size": 16,
+                "image_size": 224,
+            },
+        ),
         defaults={
             **_GEMMA3.defaults,
             "vocab_size": 262_208,
             "num_attention_heads": 8,
             "max_position_embeddings": 131_072,
         },
-        ignored=_GEMMA3.ignored | BESIDE_TEXT | {"mm_tokens_per_image", "boi_token_index", "eoi_token_index"},
+        ignored=_GEMMA3.ignored
+        | {
+            "boi_token_index",
+            "eoi_token_index",
+            "image_token_id",
+            "image_token_index",
+            "mm_tokens_per_image",
+            "vision_use_head",
+        },
     ),
     "Gemma4ForCausalLM": _GEMMA4,
     # Its text only.

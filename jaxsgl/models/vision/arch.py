@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.models.family import VisionFamily
+from jaxsgl.models.family import Merging, VisionFamily
 from jaxsgl.requests.media import CHANNELS
 
 ROPE_THETA = 10000.0
@@ -36,12 +36,15 @@ class VisionArch:
       gated: MLPs have a gate next to what they go through.
       root_norms: norms divide by the root of the mean square, and have no biases; else by the deviation, and have them.
       patch_bias, layer_bias, merger_bias: the product with pixels has a bias; those of layers; those of the merger.
-      first_norm: pixels pass a norm before the first layer.
+      first_norm, last_norm: patches pass a norm before the first layer, or after the last one.
       norm_eps, merger_eps: epsilons of the layers' norms, and of the merger's.
       rope_alternates: rows turn with the even ones of all frequencies, columns with the odd ones; else both with the
         even ones.
-      projects: squares of patches become vectors of M first, which two more matrices bring to D.
+      turns: patches have places, which turn queries and keys; else they have learned positions alone.
+      merger: what makes tokens of squares of patches.
+      image_side: patches along the sides of an image, which has just so many; 0: images have any size.
       has_lines: a token ends each line of an image, and another one the last line; positions are as of text.
+      sees_ahead: the decoder's tokens of an image see up to its end.
       window: tokens along the sides of a window; layers but those of `full_layers` attend within windows. 0: all attend
         over a whole image.
       full_layers: see `window`.
@@ -71,11 +74,15 @@ class VisionArch:
     layer_bias: bool = True
     merger_bias: bool = True
     first_norm: bool = False
+    last_norm: bool = False
     norm_eps: float = 1e-6
     merger_eps: float = 1e-6
     rope_alternates: bool = False
-    projects: bool = False
+    turns: bool = True
+    merger: Merging = "mlp"
+    image_side: int = 0
     has_lines: bool = False
+    sees_ahead: bool = False
     window: int = 0
     full_layers: tuple[int, ...] = ()
     rope_theta: float = ROPE_THETA
@@ -119,19 +126,23 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
 
     depth, width = count("depth"), count("hidden_size")
     patch_size = count("patch_size")
-    merge_size = (whole if family.projects else config).count("spatial_merge_size", 2)
+    image_side = count("image_size") // patch_size if family.merger == "pooled" else 0
+    if family.merger == "pooled":
+        merge_size = _read_pooled(whole, image_side)
+    else:
+        merge_size = (config if family.merger == "mlp" else whole).count("spatial_merge_size", 2)
     window = _read_window(config, patch_size * merge_size) if family.windows else 0
     arch = VisionArch(
         num_layers=depth,
         hidden_size=width,
         num_heads=count("num_heads", 16),
         ffn_size=config.count(family.ffn_key) if family.ffn_key else int(width * config.number("mlp_ratio", 4)),
-        out_size=hidden_size if family.projects else count("out_hidden_size", 3584),
+        out_size=count("out_hidden_size", 3584) if family.merger == "mlp" else hidden_size,
         patch_size=patch_size,
         temporal_patch_size=config.count("temporal_patch_size", family.frames),
         channels=count("in_channels", config.count("in_chans", CHANNELS)),
         merge_size=merge_size,
-        table_side=_read_table_side(config) if family.has_positions else 0,
+        table_side=image_side or (_read_table_side(config) if family.has_positions else 0),
         deepstack_layers=_read_layers(config, "deepstack_visual_indexes", family.deepstack_layers, depth),
         image_token_id=whole.count("image_token_id", whole.count("image_token_index", family.image_token_id)),
         video_token_id=-1 if family.video_token_id is None else whole.count("video_token_id", family.video_token_id),
@@ -140,16 +151,20 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         root_norms=family.root_norms,
         patch_bias=family.patch_bias,
         layer_bias=family.layer_bias,
-        merger_bias=_read_projector(whole) if family.projects else True,
+        merger_bias=_read_projector(whole) if family.merger == "projected" else family.merger == "mlp",
         first_norm=family.first_norm,
-        norm_eps=family.norm_eps,
-        merger_eps=rms_norm_eps if family.projects else family.norm_eps,
+        last_norm=family.last_norm,
+        norm_eps=(norm_eps := config.number("layer_norm_eps", family.norm_eps)),
+        merger_eps=rms_norm_eps if family.merger == "projected" else norm_eps,
         rope_alternates=family.rope_alternates,
-        projects=family.projects,
-        has_lines=family.sections is None,
+        turns=family.turns,
+        merger=family.merger,
+        image_side=image_side,
+        has_lines=family.has_lines,
+        sees_ahead=family.sees_ahead,
         window=window,
         full_layers=_read_layers(config, "fullatt_block_indexes", FULL_LAYERS, depth) if window else (),
-        rope_theta=_read_theta(config),
+        rope_theta=_read_theta(config) if family.turns else ROPE_THETA,
         mean=family.mean,
         std=family.std,
     )
@@ -166,6 +181,17 @@ def _read_theta(config: ConfigFile) -> float:
     if rope_type not in ("axial", "default"):
         raise CheckpointError(f"{config.path}: vision_config.rope_parameters.rope_type is {rope_type}, not axial")
     return rope.number("rope_theta", theta)
+
+
+def _read_pooled(whole: ConfigFile, image_side: int) -> int:
+    """Patches along the sides of a square whose mean is a token."""
+    side = math.isqrt(tokens := whole.count("mm_tokens_per_image", 256))
+    if side * side != tokens or image_side % side:
+        raise CheckpointError(
+            f"{whole.path}: mm_tokens_per_image is {tokens}, which can't be squares of {image_side} x {image_side} "
+            "patches"
+        )
+    return image_side // side
 
 
 def _read_projector(whole: ConfigFile) -> bool:

@@ -73,14 +73,15 @@ class Merger(Matrices):
     def __init__(self, arch: VisionArch, dtype: jnp.dtype, count: int | None, normalizes_squares: bool) -> None:
         wide, out = arch.merged_size, arch.out_size
         self._normalized = wide if normalizes_squares else arch.hidden_size
-        self._wide, self._projects, self._eps = wide, arch.projects, arch.merger_eps
+        self._wide, self._how, self._eps = wide, arch.merger, arch.merger_eps
         stack = () if count is None else (count,)
-        _norm(self, "norm", (*stack, self._normalized), dtype, arch.root_norms)
-        if arch.projects:
+        _norm(self, "norm", (*stack, self._normalized), dtype, arch.root_norms or arch.merger == "pooled")
+        if arch.merger == "projected":
             _linear(self, "merge", (*stack, arch.hidden_size, wide), dtype, has_bias=False)
-        read, units = (arch.hidden_size, out) if arch.projects else (wide, wide)
+        read, units = (wide, wide) if arch.merger == "mlp" else (arch.hidden_size, out)
         _linear(self, "fc1", (*stack, units, read), dtype, arch.merger_bias)
-        _linear(self, "fc2", (*stack, out, units), dtype, arch.merger_bias)
+        if arch.merger != "pooled":
+            _linear(self, "fc2", (*stack, out, units), dtype, arch.merger_bias)
 
     def __call__(self, x_PM: jax.Array, index: int | jax.Array | None = None) -> jax.Array:
         """`[P, M]` to `[P / 4, D]`, by the merger `index` of the stack."""
@@ -89,8 +90,12 @@ class Merger(Matrices):
             array = _array(self, name)
             return array if index is None else array[index]
 
+        if self._how == "pooled":
+            squares = x_PM.reshape(-1, self._wide // x_PM.shape[1], x_PM.shape[1]).astype(jnp.float32)
+            mean = jnp.mean(squares, axis=1).astype(x_PM.dtype)
+            return _through(self, "fc1", _normalized(self, "norm", mean, of, self._eps), of)
         x = _normalized(self, "norm", x_PM.reshape(-1, self._normalized), of, self._eps).reshape(-1, self._wide)
-        x = _through(self, "merge", x, of) if self._projects else x
+        x = _through(self, "merge", x, of) if self._how == "projected" else x
         x = jax.nn.gelu(_through(self, "fc1", x, of), approximate=False)
         return _through(self, "fc2", x, of)
 
@@ -104,8 +109,9 @@ class Tower(Matrices):
         _linear(self, "patches", (m, arch.patch_len), dtype, has_bias=arch.patch_bias)
         if arch.table_side:
             self.declare("positions", (arch.table_side**2, m), (None, None), dtype, None, fan_in=m)
-        if arch.first_norm:
-            _norm(self, "norm0", (m,), dtype, arch.root_norms)
+        for name, is_there in (("norm0", arch.first_norm), ("norm3", arch.last_norm)):
+            if is_there:
+                _norm(self, name, (m,), dtype, arch.root_norms)
         _norm(self, "norm1", (layers, m), dtype, arch.root_norms)
         _norm(self, "norm2", (layers, m), dtype, arch.root_norms)
         shapes = {"qkv": (3 * m, m), "o": (m, m), "gate": (f, m), "fc1": (f, m), "fc2": (m, f)}
@@ -129,7 +135,13 @@ class Tower(Matrices):
             if index < len(arch.deepstack_layers):
                 assert self.deepstack is not None
                 rows.append(self.deepstack(x_PM, index))
-        return jnp.concatenate([self.merger(x_PM), *rows], axis=-1)
+        return jnp.concatenate([self.tokens(x_PM), *rows], axis=-1)
+
+    def tokens(self, x_PM: jax.Array) -> jax.Array:
+        """The embeddings `[P / 4, D]` that the last layer's output makes."""
+        if self.arch.last_norm:
+            x_PM = _normalized(self, "norm3", x_PM, self._of, self.arch.norm_eps)
+        return self.merger(x_PM)
 
     def embed(self, patches: Patches) -> jax.Array:
         """`[P, M]` of pixels and learned positions."""
@@ -164,7 +176,7 @@ class Tower(Matrices):
         read = _normalized(self, "norm1", x_PM, of, arch.norm_eps)
         qkv = _through(self, "qkv", read, of).reshape(len(x_PM), 3, arch.num_heads, arch.head_dim)
         q, k, v = jnp.moveaxis(qkv, 1, 0)
-        q, k = (rotate(each, around.cos, around.sin) for each in (q, k))
+        q, k = (rotate(each, around.cos, around.sin) if arch.turns else each for each in (q, k))
         out = self._attention(layer, q, k, v, around)
         x_PM = x_PM + _through(self, "o", out.reshape(len(x_PM), -1), of)
         read = _normalized(self, "norm2", x_PM, of, arch.norm_eps)

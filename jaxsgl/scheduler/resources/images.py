@@ -107,6 +107,21 @@ class ImageDraft(ResourceDraft):
         seconds = [*look.coming.values(), *(self._time.for_encoding_s for _ in look.ahead)]
         return Extent(look.num_tokens, sum(seconds))
 
+    def ends(self, req: Req, start: int, count: int, preferred: int) -> int:
+        """Not within an image, if its tokens see up to its end: after it, if the chunk may be as long, or before it."""
+        if not self._images.sees_ahead:
+            return preferred
+        for _, item in items_of(req, start + preferred, start + preferred + 1):
+            if item.offset < start + preferred:
+                return item.stop - start if item.stop <= start + count else max(item.offset - start, 0)
+        return preferred
+
+    def least(self, req: Req, start: int) -> int:
+        """An image, or its rest."""
+        if not self._images.sees_ahead:
+            return 1
+        return max((item.stop - start for _, item in items_of(req, start, start + 1)), default=1)
+
     def take(self, req: Req, start: int, count: int, wanted: int) -> None:
         """Takes rows for the images of the chunk, and the time of those that it reaches or must wait for."""
         look = self._look(req, start, wanted)
@@ -204,6 +219,7 @@ class Images(Resource):
 
     Attributes:
       kept: rows in host memory.
+      sees_ahead: see `Capacity`.
       sliced: an image of which some layers are computed; None: there is none.
     """
 
@@ -215,8 +231,9 @@ class Images(Resource):
         totals: Totals,
         ops: EngineOps,
         time: Timing,
+        sees_ahead: bool = False,
     ) -> None:
-        self.pool, self.time = pool, time
+        self.pool, self.time, self.sees_ahead = pool, time, sees_ahead
         self._capacity, self._buckets, self._totals = capacity, buckets, totals
         self._num_layers = capacity.shape.num_layers
         self._locks: dict[Req, dict[int, HeldImage]] = {}  # by the image's place among the request's
@@ -255,6 +272,7 @@ class Images(Resource):
         """`work` with the rows of its images, which are locked for `req`; those that are not encoded will be."""
         start, stop = work.start, work.start + len(work.token_ids)
         rows: IntArray | None = None
+        seen = np.arange(start + 1, stop + 1, dtype=np.int32) if self.sees_ahead else None
         for index, item in items_of(req, start, stop):
             self._use(item)
             image = self._lock(req, index, item)
@@ -263,7 +281,10 @@ class Images(Resource):
             first, end = max(item.offset, start), min(item.stop, stop)
             of_tokens = item.by_token(image.rows)
             rows[first - start : end - start] = of_tokens[first - item.offset : end - item.offset]
-        return replace(work, pool_rows=rows) if req.media else work
+            if seen is not None:
+                assert item.stop <= stop, "a chunk ends within an image that its tokens see"
+                seen[first - start : end - start] = item.stop
+        return replace(work, pool_rows=rows, seen=seen) if req.media else work
 
     def not_launched(self) -> None:
         """Unlocks what the step's chunks have locked, so that what a request holds is always encoded."""

@@ -85,6 +85,14 @@ class ResourceDraft:
         """How many of the `count` tokens from `start` on may be extended now."""
         return Extent(count)
 
+    def ends(self, req: Req, start: int, count: int, preferred: int) -> int:
+        """After how many tokens from `start` on a chunk may end: `preferred`, or another number up to `count`."""
+        return preferred
+
+    def least(self, req: Req, start: int) -> int:
+        """Tokens from `start` on that can only be extended together."""
+        return 1
+
     def take(self, req: Req, start: int, count: int, wanted: int) -> None:
         """Notes that `count` tokens from `start` on are extended, of `wanted` that were asked for."""
 

@@ -19,7 +19,8 @@ from pallas_kernels.api.attention import (
     paged_extend_attention,
     store_and_decode,
 )
-from pallas_kernels.choice import XLA, KernelChoice
+from pallas_kernels.choice import AUTO, XLA, KernelChoice
+from pallas_kernels.dispatch import sees_ahead
 from pallas_kernels.latent import LatentHeads
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
@@ -95,24 +96,31 @@ def extend_cases(shapes: KernelShapes) -> Iterator[Case]:
     for options in shapes.attention:
         last = (0, 0) if options.sliding_window is None else (_past(options), 19)
         yield _extend(shapes, [*pairs, last], options)
+        if shapes.sees_ahead:
+            yield _extend(shapes, [*pairs, last], options, run=23)
 
 
-def _extend(shapes: KernelShapes, pairs: list[tuple[int, int]], options: AttentionOptions) -> Case:
+def _extend(shapes: KernelShapes, pairs: list[tuple[int, int]], options: AttentionOptions, run: int = 0) -> Case:
+    """`run`: so many new tokens of a sequence after the other see up to the last of them; 0: each up to itself."""
     cached, new = np.array(pairs).T
     kv, exact = full_caches(shapes, cached + new)
     offsets = jnp.asarray(np.cumsum([0, *new]), jnp.int32)
     q = _queries(shapes, _padded(int(new.sum())))
-    sinks = _sinks(shapes)
+    sinks, seen = _sinks(shapes), None
+    if run:
+        runs = [begin + np.minimum(np.arange(count) // run * run + run, count) for begin, count in pairs]
+        seen = jnp.asarray(np.pad(np.concatenate(runs), (0, len(q) - int(new.sum()))), jnp.int32)
 
     def attend(q: jax.Array, kv: PagedKv, backend: str, interpret: bool) -> list[jax.Array]:
-        return [_extend_jit(q, offsets, kv, options, sinks, backend=backend, interpret=interpret)]
+        chosen = backend if seen is None or sees_ahead(backend) else AUTO  # as in the engine
+        return [_extend_jit(q, offsets, kv, options, sinks, seen, backend=chosen, interpret=interpret)]
 
     return Case(
-        _named("ragged", options),
+        _named(f"ragged, {run} together" if run else "ragged", options),
         attention_tolerance(shapes),
         functools.partial(attend, q, kv),
         functools.partial(attend, q.astype(jnp.float32), exact, "xla", False),
-        second_opinion(q, offsets, kv, options, sinks),
+        None if run else second_opinion(q, offsets, kv, options, sinks),
     )
 
 

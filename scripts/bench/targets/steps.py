@@ -22,7 +22,7 @@ from bench.targets.collectives import Wanted
 from bench.targets.launch_report import Layers
 from bench.targets.programs import Program, bytes_on_one_device, on_one_device, placed, weights_on_one_device
 from bench.targets.targets import Target
-from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of, with_images
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
@@ -134,7 +134,7 @@ class Served:
             for sampling in SAMPLINGS:
                 yield f"{kind} {size} {sampling}", self.bucket(kind, size, sampling)
         if self.buckets.encode:
-            yield f"images {EXTEND_TOKENS}", with_images(self.bucket("extend", EXTEND_TOKENS, "greedy"))
+            yield f"images {EXTEND_TOKENS}", self.buckets.with_images(self.bucket("extend", EXTEND_TOKENS, "greedy"))
             for bucket in self.buckets.encode[:: len(self.buckets.encode) - 1]:
                 yield f"encode {bucket.num_patches}", bucket
 

@@ -1,0 +1,161 @@
+"""Models whose tokens of an image see up to its end give transformers' answers: an image is extended in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.config.features import VisionConfig
+from jaxsgl.engine.engine import Engine
+from jaxsgl.errors import ConfigError
+from jaxsgl.messages.orders import Abort
+from jaxsgl.requests.request import Request
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.testing.engine import ScriptedMailbox
+from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
+from tests.end_to_end.test_vision import engine_of, run
+from tests.grids import daily
+from tests.vision_models import is_greedy, logits_of, make_model, pictures, request_of_whole_images
+
+pytestmark = pytest.mark.device
+
+
+@pytest.fixture(scope="module", params=daily([16, 4, 64], every=3))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any]]:
+    folder = tmp_path_factory.mktemp("gemma3")
+    model = make_model(folder, "gemma3")
+    engine = engine_of(folder, request.param, max_total_tokens=4000)
+    yield engine, model
+    engine.close()
+
+
+def test_many_requests_at_once_get_greedy_tokens(served: tuple[Engine, Any]) -> None:
+    """Chunks of 48 tokens, shared by up to 8 requests: an image of 16 finds room in few of them."""
+    engine, model = served
+    before, requests = engine.recompiles, [request_of_whole_images(str(i), i % 5, i) for i in range(24)]
+    scheduling = SchedulingConfig(enable_mixed_chunk=True)
+    answers = outputs(serve(engine, [requests[:8], [], requests[8:]], config=scheduling), requests)
+    for asked, answer in zip(requests, answers, strict=True):
+        assert is_greedy(model, asked, answer), asked.request_id
+    assert len(set(map(tuple, answers))) > 20  # else any model would agree
+    assert outputs(serve(engine, [requests], retract_every=5), requests) == answers
+    assert engine.recompiles == before
+
+
+def test_what_comes_later_in_an_image_counts(served: tuple[Engine, Any]) -> None:
+    """Else causal attention would pass, too."""
+    _, model = served
+    asked = request_of_whole_images("a", 1, 3)
+    exact, media = logits_of(model, asked), pictures(model, asked.media)
+    with torch.no_grad():
+        causal = model(input_ids=torch.tensor([asked.prompt_ids]), use_cache=False, **media).logits[0].numpy()
+    assert np.abs(exact - causal)[asked.media[0].offset :].max() > 0.1
+
+
+def test_chunks_and_prefixes_never_part_an_image(served: tuple[Engine, Any]) -> None:
+    """A first request is given up after its first chunk, whose budget ends at each place within two images."""
+    engine, model = served
+    asked, before = request_of_whole_images("a", 2, 3), engine.recompiles
+    (expected,) = outputs(serve(engine, [[asked]], radix=False), [asked])
+    assert is_greedy(model, asked, expected)
+    first, second = asked.media
+    for cut in range(max(first.offset - 1, 1), second.stop + 2):
+        scheduler = new_scheduler(engine, radix=True)
+        whole = scheduler.state.config
+        scheduler.state.config = replace(whole, max_prefill_tokens=cut)
+        begun = msgspec.structs.replace(asked, request_id="begun")
+        run_loop(scheduler, engine, ScriptedMailbox([[begun], [Abort("begun")]]), 0)
+        scheduler.state.config = whole
+        mailbox = run(engine, scheduler, [asked])
+        computed = next((item.offset for item in asked.media if item.offset < cut < item.stop), cut)
+        page_size = engine.capacity.page_size
+        assert ends(mailbox)["a"].cached_tokens <= computed - computed % page_size
+        assert mailbox.output_ids("a") == expected, cut
+    assert engine.recompiles == before
+
+
+def test_a_prefix_may_end_within_an_image(served: tuple[Engine, Any]) -> None:
+    """The cached part of the image was computed with all of it in view; the rest sees all of it, too."""
+    engine, model = served
+    page_size = engine.capacity.page_size
+    for seed in range(4):
+        asked = request_of_whole_images("a", 3, seed)
+        other = msgspec.structs.replace(asked, request_id="b")
+        scheduler = new_scheduler(engine, radix=True)
+        run(engine, scheduler, [asked])
+        mailbox = run(engine, scheduler, [other])
+        cached = ends(mailbox)["b"].cached_tokens
+        assert cached == (len(asked.prompt_ids) - 1) // page_size * page_size
+        assert is_greedy(model, other, mailbox.output_ids("b"))
+
+
+def test_names_of_tensors_in_older_folders_are_understood(tmp_path: Path) -> None:
+    """As Gemma 3 was published: the tower is a model of its own within its part."""
+    model = make_model(tmp_path, "gemma3")
+    stored = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in stored.items()}
+    assert renamed.keys() != stored.keys()
+    save_file(renamed, tmp_path / "model.safetensors")
+    engine, asked = engine_of(tmp_path, 16), request_of_whole_images("a", 2, 5)
+    (answer,) = outputs(serve(engine, [[asked]]), [asked])
+    assert is_greedy(model, asked, answer)
+    engine.close()
+
+
+def requests_of_one_image(count: int) -> list[Request]:
+    """Short ones, so that several images are wanted in each step."""
+    return [request_of_whole_images(str(i), 1, 70 + i, max_tokens=20) for i in range(count)]
+
+
+def test_time_limits_and_full_steps_let_images_pass(served: tuple[Engine, Any]) -> None:
+    """Steps of a millisecond at most: the first chunk of a step takes a whole image all the same."""
+    engine, model = served
+    requests = requests_of_one_image(12)
+    scheduling = SchedulingConfig(enable_mixed_chunk=True, max_itl_ms=1.0)
+    answers = outputs(serve(engine, [requests[:6], [], [], requests[6:]], config=scheduling), requests)
+    for asked, answer in zip(requests, answers, strict=True):
+        assert is_greedy(model, asked, answer), asked.request_id
+
+
+def test_the_native_kernel_sees_ahead_as_xla_does(tmp_path: Path) -> None:
+    """Over a cache of bfloat16, as CPUs have it by default; heads of 32, which it takes."""
+    model = make_model(tmp_path, "gemma3", head_dim=32)
+    asked = [request_of_whole_images(str(i), 1 + i % 3, 40 + i, prompt_logprobs=0, max_tokens=1) for i in range(6)]
+    found: dict[str, list[float]] = {}
+    for backend in ("native", "xla"):
+        engine = engine_of(tmp_path, 16, dtype="bfloat16", kernels=(f"extend={backend}",))
+        mailbox = serve(engine, [asked])
+        scores = [reply.prompt_logprobs for reply in mailbox.replies if reply.prompt_logprobs]
+        found[backend] = [score.logprob for each in scores for score in each]
+        engine.close()
+    exact = []
+    for each in asked:
+        logits = logits_of(model, each).astype(np.float64)
+        logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        exact += [logprobs[i, token] for i, token in enumerate(each.prompt_ids[1:])]
+    errors = {name: np.abs(np.sort(each) - np.sort(exact)).max() for name, each in found.items()}
+    assert len(exact) == len(found["native"]) and errors["native"] < max(1.5 * errors["xla"], 0.05), errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"chunked_prefill_size": 15, "extend_buckets": (15,)}, "a step extends 15 tokens, but all 16 of an image"),
+        ({"vision": VisionConfig(mm_max_patches=60)}, "--mm-max-patches is 60, but each image has 64: raise it"),
+    ],
+)
+def test_a_server_that_can_never_extend_an_image_does_not_start(
+    flags: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path, "gemma3")
+    with pytest.raises(ConfigError, match=words):
+        engine_of(tmp_path, 16, **flags)
