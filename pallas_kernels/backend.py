@@ -427,8 +427,6 @@ class Backend:
     """The name that `backend=` and the tuning tables use."""
     decode: Kernel[Decode]
     extend: Kernel[Extend]
-    extend_ahead: Kernel[ExtendAhead] | None = None
-    """None where no query sees what comes after it."""
     store: Kernel[Store] | None = None
     """None where the backend has attention only."""
     rotate_and_store: Kernel[RotateAndStore] | None = None
@@ -476,6 +474,8 @@ class Backend:
     """None where XLA makes queries and entries of latents, and stores."""
     decode_latents: Kernel[DecodeLatents] | None = None
     """None where XLA multiplies what a `decode` over latents returns."""
+    extend_ahead: Kernel[ExtendAhead] | None = None
+    """None where no query sees what comes after it."""
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False
