@@ -359,6 +359,10 @@ GRID_SPECS = (
     _serving_spec(256, 7, 1, "f16", "cap"),
     _serving_spec(256, 8, 64, "f32", "window cap"),
     _serving_spec(256, 16, 128, "f16", "window"),
+    # Gemma 3's layers, with a window and without, and those of Qwen 3.5 with attention.
+    _serving_spec(256, 2, 64, "bf16", "window rows"),
+    _serving_spec(256, 2, 16, "bf16"),
+    _serving_spec(256, 8, 64, "bf16"),
     _serving_spec(80, 1, 64, "bf16", kept_head_dim=128),
     _serving_spec(80, 4, 64, "bf16", "float8", kept_head_dim=128),
     _serving_spec(96, 1, 64, "bf16", kept_head_dim=128),

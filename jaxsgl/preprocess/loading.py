@@ -153,9 +153,8 @@ def _later(number: int, fps: float, settings: ProcessorSettings) -> int | None:
 
 @dataclass(frozen=True)
 class Clip:
-    """The frames of a video that the model sees: their times, the first one's size, and each scaled, asked in order.
-
-    `fps`: so many of them are of one second.
+    """The frames of a video that the model sees: their times, `fps` of them a second, the first one's size [pixels],
+    and each scaled, asked in order.
     """
 
     times_s: list[float]

@@ -55,15 +55,15 @@ def decode_attention(
     blocks = tuning.blocks("paged_decode_attention", "mosaic_gpu", tuning.shape_class(q, kv))
     plan = plan_splits(kv, options, blocks)
     splits = split_sequences(plan, kv.lengths, options)
-    # A float8 cache with heads of 256 leaves no registers for running ahead: 80 to 316 bytes would be spilled.
-    is_chained = plan.is_chained and not (kv.dtype == FLOAT8 and head_dim == 256)
+    # Sinks join where splits are merged; without splits, a merge of one.
+    is_merged = plan.max_splits > 1 or sinks is not None
+    # Splits, or a float8 cache, leave no registers for running ahead with heads of 256: 72 to 448 bytes were spilled.
+    is_chained = plan.is_chained and not (head_dim == 256 and (is_merged or kv.dtype == FLOAT8))
     chains = [chain_items(plan, splits)] if is_chained else []
     grouped = q.reshape(num_seqs, num_kv_heads, num_groups, head_dim)
     if num_groups % COPY_ROWS and (interpret or num_groups > COPY_ROWS):  # else see _whole_tiles
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, -num_groups % COPY_ROWS), (0, 0)))
     out_type: Any = jax.ShapeDtypeStruct(grouped.shape, q.dtype)
-    # Sinks join where splits are merged; without splits, a merge of one.
-    is_merged = plan.max_splits > 1 or sinks is not None
     if is_merged:
         out_type = (
             jax.ShapeDtypeStruct((2, plan.max_splits, *grouped.shape), q.dtype),

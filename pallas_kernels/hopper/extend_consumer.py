@@ -195,6 +195,8 @@ def _write_group(
     end = lax.min(item.begin + item.num_queries - token_of_row_0, begin_row + WGMMA_ROWS)
     count = lax.max(end - first, 0)
     head = item.kv_head * plan.num_groups + group
+    # Opaque, so that the compiler makes nothing of them before the loop over KV tiles: with heads of 256 it spilled.
+    token_of_row_0, first, count, head = lax.optimization_barrier((token_of_row_0, first, count, head))
     size = 1 << (min(plan.tile_queries, WGMMA_ROWS).bit_length() - 1)
     while size:
 

@@ -21,7 +21,7 @@ FULL_LAYERS = (7, 15, 23, 31)  # of a tower with windows, where config.json list
 
 @dataclass(frozen=True)
 class VisionArch:
-    """The shape of a tower of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, or of Mistral 3 (Pixtral's).
+    """The shape of a tower of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, Mistral 3 (Pixtral's) or Gemma 3 (SigLIP).
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
