@@ -146,11 +146,7 @@ def test_prefixes_that_end_within_an_image_or_right_after_it_change_no_token(ser
     page_size = engine.capacity.page_size
     for cut in range(asked.media[0].offset, asked.media[1].stop + 2):
         scheduler = new_scheduler(engine, radix=True)
-        whole = scheduler.state.config
-        scheduler.state.config = replace(whole, max_prefill_tokens=cut)
-        begun = msgspec.structs.replace(asked, request_id="begun")
-        run_loop(scheduler, engine, ScriptedMailbox([[begun], [Abort("begun")]]), 0)
-        scheduler.state.config = whole
+        give_up_after(cut, asked, engine, scheduler)
         mailbox = run(engine, scheduler, [asked])
         assert ends(mailbox)["a"].cached_tokens == cut - cut % page_size
         assert mailbox.output_ids("a") == expected, cut
@@ -200,6 +196,15 @@ def run(engine: Engine, scheduler: Any, requests: list[Request]) -> Any:
     mailbox = ScriptedMailbox([requests])
     run_loop(scheduler, engine, mailbox, 1)
     return mailbox
+
+
+def give_up_after(num_tokens: int, asked: Request, engine: Engine, scheduler: Any) -> None:
+    """Begins a request with `asked`'s prompt and aborts it after a first chunk of at most so many tokens."""
+    whole = scheduler.state.config
+    scheduler.state.config = replace(whole, max_prefill_tokens=num_tokens)
+    begun = msgspec.structs.replace(asked, request_id="begun")
+    run_loop(scheduler, engine, ScriptedMailbox([[begun], [Abort("begun")]]), 0)
+    scheduler.state.config = whole
 
 
 def test_other_weights_of_the_tower_encode_an_image_again(served: tuple[Engine, Any], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.messages.orders import Abort
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing.engine import ScriptedMailbox
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
-from tests.end_to_end.test_vision import engine_of, run
+from tests.end_to_end.test_vision import engine_of, give_up_after, run
 from tests.grids import daily
 from tests.vision_models import BREAK, LAST, WITH_LINES, is_greedy, make_model, request_in_lines
 
@@ -66,11 +62,7 @@ def test_prefixes_that_end_within_a_line_or_at_its_end_change_no_token(served: t
     assert is_greedy(model, asked, expected)
     for cut in range(asked.media[0].offset, asked.media[1].stop + 2):
         scheduler = new_scheduler(engine, radix=True)
-        whole = scheduler.state.config
-        scheduler.state.config = replace(whole, max_prefill_tokens=cut)
-        begun = msgspec.structs.replace(asked, request_id="begun")
-        run_loop(scheduler, engine, ScriptedMailbox([[begun], [Abort("begun")]]), 0)
-        scheduler.state.config = whole
+        give_up_after(cut, asked, engine, scheduler)
         mailbox = run(engine, scheduler, [asked])
         assert ends(mailbox)["a"].cached_tokens == cut - cut % engine.capacity.page_size
         assert mailbox.output_ids("a") == expected, cut

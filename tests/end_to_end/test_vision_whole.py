@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,9 @@ from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
-from jaxsgl.messages.orders import Abort
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing.engine import ScriptedMailbox
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
-from tests.end_to_end.test_vision import engine_of, run
+from tests.end_to_end.test_vision import engine_of, give_up_after, run
 from tests.grids import daily
 from tests.vision_models import is_greedy, logits_of, make_model, pictures, request_of_whole_images
 
@@ -70,11 +66,7 @@ def test_chunks_and_prefixes_never_part_an_image(served: tuple[Engine, Any]) -> 
     first, second = asked.media
     for cut in range(max(first.offset - 1, 1), second.stop + 2):
         scheduler = new_scheduler(engine, radix=True)
-        whole = scheduler.state.config
-        scheduler.state.config = replace(whole, max_prefill_tokens=cut)
-        begun = msgspec.structs.replace(asked, request_id="begun")
-        run_loop(scheduler, engine, ScriptedMailbox([[begun], [Abort("begun")]]), 0)
-        scheduler.state.config = whole
+        give_up_after(cut, asked, engine, scheduler)
         mailbox = run(engine, scheduler, [asked])
         computed = next((item.offset for item in asked.media if item.offset < cut < item.stop), cut)
         page_size = engine.capacity.page_size
