@@ -27,6 +27,8 @@ class AttentionOptions:
     value_dim: int | None = None
     """How many of the first numbers of a key are its value, where the cache's v is its k; the output has as many. None:
     values are v's, of H numbers."""
+    sees_ahead: bool = False
+    """Whether queries of an extend may see positions after their own, up to where `seen` says."""
     in_fixed_order: bool = False
     """Whether a decode's sums have an order that depends on the sequence alone; set by `api` in programs that ask."""
 

@@ -20,7 +20,9 @@ IMAGE, VIDEO, START, END = 250, 251, 252, 253
 FIRST_SPECIAL = 250
 BREAK, LAST = 248, 249  # what ends the lines of an image, and its last one
 PATCH_LEN = 3 * 2 * 4 * 4
-SQUARE: Grid = (1, 8, 8)  # the one grid of images that are seen whole
+SQUARE: Grid = (1, 8, 8)  # the one grid of Gemma 3's images
+# Grids of images that are seen whole, 4 to 16 tokens.
+WHOLE_GRIDS: dict[str, list[Grid]] = {"gemma3": [SQUARE], "gemma4": [(1, 12, 12), (1, 6, 9), (1, 3, 12)]}
 
 # All sizes differ, and no two axes of a tensor can be mistaken for each other.
 VISION: dict[str, Any] = {
@@ -88,11 +90,26 @@ WHOLE: dict[str, Any] = {
         "full_attention": {"rope_type": "default", "rope_theta": 100000.0},
     },
 }  # fmt: skip
+# Of Gemma 4: layers with windows see whole images, if the model says so, and full ones never do.
+AHEAD_IN_WINDOWS: dict[str, Any] = {
+    "num_hidden_layers": 4, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 32, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision",
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 100000.0},
+    },
+}  # fmt: skip
+OF_LAYERS: dict[str, Any] = {
+    **AHEAD_IN_WINDOWS, "use_bidirectional_attention": None, "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2, "pad_token_id": 3,
+}  # fmt: skip
 # Configuration, model, and what differs from `TEXT`.
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, IN_ORDER),
     "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration, IN_ORDER),
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration, WHOLE),
+    "gemma4": (transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration, AHEAD_IN_WINDOWS),
+    "gemma4_small": (transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration, OF_LAYERS),
     "mistral": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, IN_LINES),
     "ministral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, GROWING),
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration, {}),
@@ -106,6 +123,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 WITH_STATES = ("qwen3_5", "qwen3_5_moe")
 WITH_LINES = ("mistral", "ministral3")
+OF_GEMMA4 = ("gemma4", "gemma4_small")
 # Towers that differ from `VISION`.
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
@@ -126,8 +144,18 @@ TOWERS: dict[str, dict[str, Any]] = {
         "model_type": "siglip_vision_model", "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40,
         "num_attention_heads": 2, "patch_size": 4, "image_size": 32, "vision_use_head": False,
     },
+    **{
+        kind: {
+            "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 12, "patch_size": 4, "pooling_kernel_size": 3,
+            "position_embedding_size": 64, "use_clipped_linears": kind == "gemma4_small",
+            "standardize": kind == "gemma4",
+        }
+        for kind in OF_GEMMA4
+    },
     **{kind: {key: VISION[key] for key in VISION if key != "deepstack_visual_indexes"} for kind in WITH_STATES},
 }  # fmt: skip
+MERGES = dict.fromkeys(OF_GEMMA4, 3)  # patches along the sides of a token, unless two
 SECONDS = 0.25  # between temporal patches of videos
 # Positions between them, of models whose videos are one run.
 APART = {"qwen2_vl": 1.0, "qwen2_5_vl": 3 * SECONDS}
@@ -151,6 +179,8 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     ids: dict[str, Any] = {"image_token_index": IMAGE} if kind in WITH_LINES else IDS
     if kind == "gemma3":
         ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 16}
+    if kind in OF_GEMMA4:
+        ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "boi_token_id": START, "eoi_token_id": END}
     if kind in WITH_LINES:
         text["model_type"] = kind
     state = torch.random.get_rng_state()
@@ -161,17 +191,22 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
             parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.1))
             if "norm" in name and name.endswith("weight"):
                 parameter.add_(1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("_min", "_max")):  # clips a part of all numbers
+                buffer.fill_((-1 if name.endswith("_min") else 1) * (0.2 + 0.6 * torch.rand(())))
+            elif "std_" in name:
+                buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
         model.lm_head.weight[FIRST_SPECIAL:] = 0
     torch.random.set_rng_state(state)
     model.save_pretrained(folder)
     return model
 
 
-def image(offset: int, grid: Grid, seed: int, in_lines: bool = False, frames: int = 2) -> MediaItem:
+def image(offset: int, grid: Grid, seed: int, in_lines: bool = False, frames: int = 2, merge: int = 2) -> MediaItem:
     """A random image that stands at `offset`; `in_lines`: of a model that tells its lines."""
     patch_len, line_len = (PATCH_LEN // 2, grid[2] // 2 + 1) if in_lines else (PATCH_LEN * frames // 2, 0)
     pixels = np.random.default_rng(seed).integers(0, 256, (grid[1] * grid[2], patch_len), dtype=np.uint8).tobytes()
-    length = grid[1] // 2 * line_len if in_lines else grid[1] * grid[2] // 4
+    length = grid[1] // 2 * line_len if in_lines else grid[1] * grid[2] // merge**2
     return MediaItem(digest_of(pixels, grid, "test"), offset, length, grid, pixels, line_len=line_len)
 
 
@@ -188,14 +223,18 @@ def request_in_lines(request_id: str, grids: Sequence[Grid], seed: int, **params
     return Request(request_id, ids, sampling, media=tuple(items))
 
 
-def request_of_whole_images(request_id: str, num_images: int, seed: int, **params: Any) -> Request:
-    """Text with images of 8 x 8 patches between it, which are 16 tokens."""
+def request_of_whole_images(
+    request_id: str, num_images: int, seed: int, kind: str = "gemma3", token: int = IMAGE, **params: Any
+) -> Request:
+    """Text with images of `WHOLE_GRIDS` between it, or frames of a video, which have another `token`."""
     rng = np.random.default_rng(seed)
     ids: list[int] = rng.integers(5, 240, rng.integers(1, 9)).tolist()
     items = []
-    for i in range(num_images):
-        items.append(image(len(ids) + 1, SQUARE, 100 * seed + i, frames=1))
-        ids += [START, *[IMAGE] * 16, END, *rng.integers(5, 240, rng.integers(1, 9)).tolist()]
+    of_kind = WHOLE_GRIDS["gemma4" if kind in OF_GEMMA4 else kind]
+    grids = [of_kind[(seed + i) % len(of_kind)] for i in range(num_images)]
+    for i, grid in enumerate(grids if token == IMAGE else grids[:1] * num_images):
+        items.append(image(len(ids) + 1, grid, 100 * seed + i, frames=1, merge=MERGES.get(kind, 2)))
+        ids += [START, *[token] * items[-1].length, END, *rng.integers(5, 240, rng.integers(1, 9)).tolist()]
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
     return Request(request_id, ids, sampling, media=tuple(items))
 
@@ -245,7 +284,9 @@ def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
 
 
 def pictures(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
-    """What transformers' Mistral 3 and Gemma 3 take of images: padded pixels, and the first one also sizes."""
+    """What transformers' Mistral 3 and Gemma take of images: padded pixels, and also sizes, or places of patches."""
+    if model.config.model_type == "gemma4":
+        return places_of(media)
     patches = torch.split(normalized(model, media), [item.num_patches for item in media])
     sizes = [(4 * item.grid[1], 4 * item.grid[2]) for item in media]
     pixels = torch.zeros(len(media), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
@@ -256,15 +297,31 @@ def pictures(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
     return {"pixel_values": pixels, **of_size}
 
 
+def places_of(media: Sequence[MediaItem]) -> dict[str, Any]:
+    """What Gemma 4 takes of images: padded patches, whose numbers lie pixel by pixel, and where each is."""
+    most = max(item.num_patches for item in media)
+    pixels, places = torch.zeros(len(media), most, PATCH_LEN // 2), torch.full((len(media), most, 2), -1)
+    for index, item in enumerate(media):
+        by_channel = torch.tensor(patches_of(item).astype(np.float32) / 255).reshape(item.num_patches, 3, -1)
+        pixels[index, : item.num_patches] = by_channel.transpose(1, 2).reshape(item.num_patches, -1)
+        squares = np.indices(item.grid[1:]).reshape(2, item.grid[1] // 3, 3, item.grid[2] // 3, 3)
+        rows, columns = torch.tensor(squares.transpose(0, 1, 3, 2, 4).reshape(2, -1))
+        places[index, : item.num_patches] = torch.stack([columns, rows], dim=1)
+    return {"pixel_values": pixels, "image_position_ids": places}
+
+
 def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.ndarray:
     """transformers' logits `[n, V]` of the prompt and the answer."""
     ids = torch.tensor([[*request.prompt_ids, *answer]])
     types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     media: dict[str, Any] = {}
-    if model.config.model_type in ("mistral3", "gemma3"):
+    if model.config.model_type in ("mistral3", "gemma3", "gemma4"):
         media = pictures(model, request.media) if request.media else {}
-        if model.config.model_type == "gemma3":
-            media["token_type_ids"] = types
+        if VIDEO in request.prompt_ids:
+            media = {"pixel_values_videos": media["pixel_values"], "video_position_ids": media["image_position_ids"]}
+            media["num_frames_per_video"] = torch.tensor([len(request.media)])
+        if model.config.model_type.startswith("gemma"):
+            media["token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"] = types
         with torch.no_grad():
             in_lines: np.ndarray = model(input_ids=ids, use_cache=False, **media).logits[0].numpy()
         return in_lines

@@ -33,6 +33,7 @@ class TowerShape:
     Attributes:
       merge_size: patches along the sides of the square that becomes one token.
       table_side: learned positions along the sides of an image; 0: there are none.
+      by_axis: these are of rows and of columns; else of places in a square that is spread over the image.
       patch_len: C, numbers of a patch.
       num_layers: layers of the tower.
       window: tokens along the sides of a window; 0: the tower has none.
@@ -45,6 +46,7 @@ class TowerShape:
     num_layers: int = 1
     window: int = 0
     num_taps: int = 0
+    by_axis: bool = False
 
     def tokens_of(self, num_patches: int) -> int:
         """The tokens that so many patches become."""
@@ -63,7 +65,8 @@ class TowerCapacity:
       host_bytes: of embeddings that are kept in host memory; 0: none are.
       row_bytes: of a token's embedding.
       sliced_from: an image alone in a call of this size or more may be encoded in parts; None: no image is.
-      image_patches: of each image, if all have as many; 0: they differ.
+      call_patches: of the smallest call.
+      max_image_tokens: of an image at most; None: as many as go into a call.
       encodes: whether there is a tower; else embeddings come from the server of a request's other leg.
     """
 
@@ -74,8 +77,15 @@ class TowerCapacity:
     host_bytes: int = 0
     row_bytes: int = 4
     encodes: bool = True
-    image_patches: int = 0
+    call_patches: int = MIN_CALL_PATCHES
+    max_image_tokens: int | None = None
     sliced_from: int | None = None
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of an image at most."""
+        in_call = self.shape.tokens_of(self.max_patches)
+        return in_call if self.max_image_tokens is None else min(self.max_image_tokens, in_call)
 
     def is_sliced(self, bucket: EncodeBucket) -> bool:
         """Whether calls of this shape may be run in parts."""
@@ -91,11 +101,24 @@ class TowerCapacity:
         """Shapes of calls, ascending: sizes double. None without a tower."""
         if not self.encodes:
             return ()
-        size, buckets = min(max(MIN_CALL_PATCHES, self.image_patches), self.max_patches), []
+        size, buckets = min(self.call_patches, self.max_patches), []
         while size < self.max_patches:
             buckets.append(EncodeBucket(size, self.num_bins))
             size *= 2
         return (*buckets, EncodeBucket(self.max_patches, self.num_bins))
+
+
+def smallest_call(image_patches: int, square: int) -> int:
+    """Patches of the smallest call: whole squares, so that images just fill it, or one of twice or four times as many.
+
+    Args:
+      image_patches: of an image that is as large as images become; 0: there is no such limit.
+      square: patches that become one token.
+    """
+    size = image_patches or -(-MIN_CALL_PATCHES // square) * square
+    while size >= 2 * MIN_CALL_PATCHES and size % (2 * square) == 0:
+        size //= 2
+    return size
 
 
 class EncodeBucket(NamedTuple):
@@ -194,7 +217,9 @@ def layout_of(grid: Grid, shape: TowerShape) -> Layout:
     columns = np.concatenate(
         [
             np.stack([row, column], axis=1),
-            _taps(row, column, grid, shape.table_side),
+            _taps_by_axis(row, column, shape.table_side)
+            if shape.by_axis
+            else _taps(row, column, grid, shape.table_side),
             np.repeat(windows[order], merge**2)[:, None],
         ],
         axis=1,
@@ -202,6 +227,14 @@ def layout_of(grid: Grid, shape: TowerShape) -> Layout:
     for array in (order, columns):
         array.flags.writeable = False
     return Layout(order, columns, int(windows[-1]) + 1)
+
+
+def _taps_by_axis(row: npt.NDArray[np.intp], column: npt.NDArray[np.intp], side: int) -> IntArray:
+    """The same, of two tables: first that of columns, then that of rows. Beyond a table its last position holds."""
+    none = np.zeros_like(row)
+    taps = np.stack([np.minimum(column, side - 1), side + np.minimum(row, side - 1), none, none], axis=1)
+    weights = np.tile(np.array([1, 1, 0, 0], np.float32), (len(row), 1))
+    return np.concatenate([taps.astype(np.int32), weights.view(np.int32)], axis=1)
 
 
 def _taps(row: npt.NDArray[np.intp], column: npt.NDArray[np.intp], grid: Grid, side: int) -> IntArray:

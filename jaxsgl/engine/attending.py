@@ -85,7 +85,6 @@ class Pages:
     def attend(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
         if isinstance(qkv, LatentQkv | Queries):
-            assert self._places.seen is None, "these see no token after themselves"
             return self._attend_latent(place, qkv) if isinstance(qkv, LatentQkv) else self._attend_to_stored(place, qkv)
         a, kernels, head_dim = self._places, self._kernels, qkv.head_dim
         options = self._options[place].for_heads(head_dim)
@@ -98,12 +97,19 @@ class Pages:
             q_TNH, kv = rotate_and_store(
                 qkv, paged, a.slots, backend=kernels.rotate_and_store, store_backend=kernels.store_kv
             )
-            backend = kernels.paged_extend_attention
-            if a.seen is not None and not sees_ahead(backend):
-                backend = AUTO
-            out_TNH = paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, a.seen, backend=backend)
+            out_TNH = self._extend(q_TNH, kv, options, sinks)
         self._k[place], self._v[place] = kv.k, kv.v
         return kv.kept(qkv.num_kv_heads).own_numbers(out_TNH, head_dim)
+
+    def _extend(
+        self, q_TNH: jax.Array, kv: PagedKv, options: AttentionOptions, sinks: jax.Array | None = None
+    ) -> jax.Array:
+        """Attention of an extend; where the layer sees ahead, by a kernel that can."""
+        a, backend = self._places, self._kernels.paged_extend_attention
+        seen = a.seen if options.sees_ahead else None
+        if seen is not None and not sees_ahead(backend):
+            backend = AUTO
+        return paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, seen, backend=backend)
 
     def _paged(self, place: int) -> PagedKv:
         scales = _of_heads(self._scales.k[place]), _of_heads(self._scales.v[place])
@@ -119,8 +125,7 @@ class Pages:
         if self._kind == "decode":
             out_TNH = paged_decode_attention(q_TNH, kv, options, backend=kernels.paged_decode_attention)
         else:
-            backend = kernels.paged_extend_attention
-            out_TNH = paged_extend_attention(q_TNH, self._places.query_offsets, kv, options, backend=backend)
+            out_TNH = self._extend(q_TNH, kv, options)
         return kept.own_numbers(out_TNH, head_dim)
 
     def _attend_latent(self, place: int, qkv: LatentQkv) -> jax.Array:
@@ -132,8 +137,7 @@ class Pages:
         kv = PagedKv(pages, pages, self._page_table, a.lengths)
         if self._kind == "decode":
             return decode_latents(q_TNH, kv, qkv.heads, options, backend=kernels.paged_decode_attention)
-        backend = kernels.paged_extend_attention
-        return qkv.heads.outputs(paged_extend_attention(q_TNH, a.query_offsets, kv, options, backend=backend))
+        return qkv.heads.outputs(self._extend(q_TNH, kv, options))
 
     def store(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, and attends to nothing: zeros, of `attend`'s shape."""

@@ -249,9 +249,11 @@ class ModelArch:
         return next((mlp for mlp in mixtures if isinstance(mlp, MoeMlp)), None)
 
     def attention_options(self, layer_index: int) -> AttentionOptions:
-        """Softmax scale, window and soft cap of a layer's attention, and what is a value of a latent."""
+        """Scale, window and soft cap of a layer's attention, what is a value of a latent, and whether it sees ahead."""
         value_dim = None if self.latent is None else self.latent.kv_rank
-        return AttentionOptions(self.attention_scale, self.layers[layer_index].window, self.attention_cap, value_dim)
+        window = self.layers[layer_index].window
+        sees_ahead = self.vision is not None and self.vision.sees_ahead_in(window is not None)
+        return AttentionOptions(self.attention_scale, window, self.attention_cap, value_dim, sees_ahead)
 
     def format_of(self, layer: LayerSpec, matrix: str) -> WeightFormat | None:
         """The format of a matrix of `layer`, by its name in `LayerSpec.matrices`."""

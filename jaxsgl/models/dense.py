@@ -386,7 +386,9 @@ class Decoder(DecoderLayers):
         x_TD = self._embed(token_ids) if self.arch.stage.is_first else token_ids
         if images is not None:
             x_TD = jnp.where(images.is_image[:, None], images.part(0).astype(x_TD.dtype), x_TD)
-        own = None if self.layer_embeddings is None else self.layer_embeddings(token_ids, x_TD, self._rows)
+        own = None
+        if self.layer_embeddings is not None:
+            own = self.layer_embeddings(self._as_text(token_ids, images), x_TD, self._rows)
         return self.run(
             x_TD, positions, attend, is_token, adapters, images, experts, kernels, recur, streams, own, mlp_tokens
         )
@@ -401,6 +403,12 @@ class Decoder(DecoderLayers):
         rows_TD, dtype = self._rows(embedding, token_ids), getattr(embedding, "dtype", self.activations)
         scale = self.arch.embedding_scale
         return rows_TD if scale is None else rows_TD * jnp.asarray(scale, dtype).astype(self.activations)
+
+    def _as_text(self, token_ids: jax.Array, images: ImageTokens | None) -> jax.Array:
+        """The ids `[T]`, of which those of images stand for nothing."""
+        if images is None or self.arch.vision is None:
+            return token_ids
+        return jnp.where(images.is_image, self.arch.vision.pad_token_id, token_ids)
 
     def _rows(self, matrix: Weights, token_ids: jax.Array) -> jax.Array:
         """The rows `[T, D]` of a matrix over the vocabulary, whichever device has them."""

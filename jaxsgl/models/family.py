@@ -18,7 +18,9 @@ NormPlaces: TypeAlias = Literal["pre", "post", "sandwich"]
 QkNorm: TypeAlias = Literal["head", "all"]
 # What makes a token of a square of patches: an MLP; a matrix, and two that bring it to the decoder's size; or their
 # mean, normalized, and a matrix.
-Merging: TypeAlias = Literal["mlp", "projected", "pooled"]
+Merging: TypeAlias = Literal["mlp", "projected", "pooled", "scaled"]
+Positions: TypeAlias = Literal["none", "square", "axes"]
+Ahead: TypeAlias = Literal["nowhere", "everywhere", "in windows"]
 # What attention's output has gates for: each query head, or each number of one.
 OutputGate: TypeAlias = Literal["head", "number"]
 
@@ -84,13 +86,16 @@ class VisionFamily:
       takes_turns: pairs of the three positions take turns; else they stand in order.
       activations: that the tower's MLPs may have; the first one is that of config.json without the key.
       gated, root_norms, patch_bias, layer_bias, first_norm, last_norm, norm_eps, rope_alternates: see `VisionArch`.
-      has_positions: patches have learned positions.
+      sandwich, head_norms, attention_scale: see `VisionArch`.
+      positions: see `VisionArch`.
       windows: all layers but those of `fullatt_block_indexes` have windows of `window_size` pixels.
       merger: see `VisionArch`. Of "projected" and "pooled" keys stand beside the tower's object.
       turns: see `VisionArch`.
-      has_lines, sees_ahead: see `VisionArch`.
+      has_lines, ahead: see `VisionArch`.
+      ahead_key: the decoder's key that says "vision" if `ahead` holds; None: it does.
       frames: in a patch, where config.json doesn't say it.
       mean, std: see `VisionArch`.
+      own_pixels: these are the tower's own, and the folder's processor does not normalize.
       keys: what keys of the tower are called, if not as in Qwen3-VL, by their names there.
       ffn_key: the key of F; None: it is `mlp_ratio` times M.
       defaults: values of keys that `vision_config` may leave out.
@@ -109,16 +114,21 @@ class VisionFamily:
     first_norm: bool = False
     last_norm: bool = False
     norm_eps: float = 1e-6
+    sandwich: bool = False
+    head_norms: bool = False
+    attention_scale: float | None = None
     rope_alternates: bool = False
-    has_positions: bool = True
+    positions: Positions = "square"
     windows: bool = False
     merger: Merging = "mlp"
     turns: bool = True
     has_lines: bool = False
-    sees_ahead: bool = False
+    ahead: Ahead = "nowhere"
+    ahead_key: str | None = None
     frames: int = 2
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    own_pixels: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     ffn_key: str | None = "intermediate_size"
     defaults: Mapping[str, Any] = field(

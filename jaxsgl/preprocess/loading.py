@@ -218,6 +218,9 @@ def _movie(movie: Movie, settings: ProcessorSettings) -> Clip:
 
 def sampled_frames(num_frames: int, fps: float, settings: ProcessorSettings) -> list[int]:
     """Returns which of a video's frames the model sees: `settings.video_fps` a second, spread evenly."""
+    if settings.num_frames is not None:
+        count = min(settings.num_frames, num_frames)
+        return [number * num_frames // count for number in range(count)]
     wanted = int(num_frames / fps * settings.video_fps)
     count = min(max(wanted, settings.min_frames), settings.max_frames, num_frames)
     if settings.by_frame:

@@ -29,6 +29,8 @@ def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels:
     if settings.fixed_side is not None:
         _check_ratio(height, width)
         return settings.fixed_side, settings.fixed_side
+    if settings.fills:
+        return _filled(height, width, settings.unit, min(limits.max_pixels, max_pixels))
     if settings.longest_side is not None:
         return _within(height, width, settings.unit, settings.longest_side, max_pixels)
     return _size(height, width, settings.unit, limits.min_pixels, min(limits.max_pixels, max_pixels))
@@ -44,6 +46,8 @@ def frame_size(
     """
     unit, limits, depth = settings.unit, settings.video, settings.temporal_patch_size
     most = limits.max_pixels
+    if settings.fills:
+        return _filled(height, width, unit, min(most, max_pixels))
     if settings.by_frame:
         if settings.caps_frames:
             share = int(settings.max_video_tokens * unit**2 * 0.9) * depth // num_frames
@@ -99,6 +103,22 @@ def _within(height: int, width: int, unit: int, longest: int, most: int) -> tupl
         height, width = max(math.floor(height / ratio), 1), max(math.floor(width / ratio), 1)
     h, w = (math.ceil(side / unit) * unit for side in (height, width))
     return _shrunk(height, width, unit, math.sqrt(height * width / most)) if h * w > most else (h, w)
+
+
+def _filled(height: int, width: int, unit: int, most: int) -> tuple[int, int]:
+    """Height and width with the ratio of the given ones and `most` pixels, rounded down to multiples of `unit`.
+
+    In double precision, and in the order of the model's processor, since a product may lie next to a multiple.
+    """
+    _check_ratio(height, width)
+    factor = math.sqrt(most / (height * width))
+    h, w = (math.floor(factor * side / unit) * unit for side in (height, width))
+    longest = most // unit**2 * unit
+    if h == 0:
+        return unit, min(width // height * unit, longest)
+    if w == 0:
+        return min(height // width * unit, longest), unit
+    return h, w
 
 
 def _check_ratio(height: int, width: int) -> None:

@@ -3,8 +3,7 @@
 A chat template, or a client, writes a placeholder for a picture and one for a whole video. A video's becomes, for each
 temporal patch, its time in words and a placeholder in the model's frame of vision tokens: in the text before it is
 tokenized (`write_placeholders`), or among ids (`expand_placeholders`). Of models that read a video's times from
-positions it stays one. Where clients write the beginning of a frame alone, a picture's is completed likewise. Knows no
-pixels.
+positions it stays one. Where clients write a part of a frame alone, a picture's is completed likewise. Knows no pixels.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.preprocess.settings import ProcessorSettings
+from jaxsgl.preprocess.settings import ProcessorSettings, Times, Written
 from jaxsgl.requests.media import Grid, MediaItem, sglang_pad_id
 
 EMPTY_LINE = "\n\n"
@@ -61,13 +60,14 @@ class Visual:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The text of the tokens around pictures, and `ProcessorSettings.frames_pictures`."""
+    """The text of the tokens around pictures, and `written` and `times` of `ProcessorSettings`."""
 
     image: str
     video: str
     start: str
     end: str
-    frames_pictures: bool = False
+    written: Written = "framed"
+    times: Times = "seconds"
 
 
 def tokens_of(settings: ProcessorSettings, name_of: Callable[[int], bytes]) -> Tokens:
@@ -81,12 +81,15 @@ def tokens_of(settings: ProcessorSettings, name_of: Callable[[int], bytes]) -> T
     image, video, start, end = (
         "" if token_id < 0 else name_of(token_id).decode("utf-8", "replace") for token_id in ids
     )
-    return Tokens(image, video, start, end, settings.frames_pictures)
+    return Tokens(image, video, start, end, settings.written, settings.times)
 
 
-def time_in_words(part: Part) -> str:
-    """Returns what stands before a temporal patch of a video."""
-    return f"<{part.time_s:.1f} seconds>"
+def times_in_words(video: Visual, times: Times) -> list[str]:
+    """Returns what stands before each temporal patch of a video, and apart from the one before."""
+    seconds = [part.time_s or 0.0 for part in video.parts]
+    if times == "seconds":
+        return [f"<{time_s:.1f} seconds>" for time_s in seconds]
+    return [f"{' ' * bool(index)}{int(s // 60):02d}:{int(s % 60):02d} " for index, s in enumerate(seconds)]
 
 
 def write_placeholders(text: str, visuals: Sequence[Visual], tokens: Tokens) -> str:
@@ -98,8 +101,11 @@ def write_placeholders(text: str, visuals: Sequence[Visual], tokens: Tokens) -> 
     unless there is a placeholder for each video.
     """
     videos = [visual for visual in visuals if visual.is_video]
-    if tokens.frames_pictures:
-        text = text.replace(tokens.start, f"{EMPTY_LINE}{tokens.start}{tokens.image}{tokens.end}{EMPTY_LINE}")
+    framed = f"{tokens.start}{tokens.image}{tokens.end}"
+    if tokens.written == "start":
+        text = text.replace(tokens.start, f"{EMPTY_LINE}{framed}{EMPTY_LINE}")
+    elif tokens.written == "image":
+        text = text.replace(tokens.image, framed)
     if not (videos or tokens.video):
         return text
     pieces = text.split(tokens.video)
@@ -112,7 +118,7 @@ def write_placeholders(text: str, visuals: Sequence[Visual], tokens: Tokens) -> 
             continue
         if written.endswith(tokens.start) and behind.startswith(tokens.end):
             written, behind = written.removesuffix(tokens.start), behind.removeprefix(tokens.end)
-        frames = (f"{time_in_words(part)}{tokens.start}{tokens.video}{tokens.end}" for part in video.parts)
+        frames = (f"{time}{tokens.start}{tokens.video}{tokens.end}" for time in times_in_words(video, tokens.times))
         written += "".join(frames) + behind
     return written
 
@@ -122,14 +128,15 @@ def expand_placeholders(
 ) -> list[int]:
     """Does to ids what `write_placeholders` does to text; `encode` gives the ids of a time in words."""
     videos = [visual for visual in visuals if visual.is_video]
-    if settings.frames_pictures:
-        line, start, end = encode(EMPTY_LINE), settings.vision_start_token_id, settings.vision_end_token_id
+    start, end = settings.vision_start_token_id, settings.vision_end_token_id
+    if settings.written != "framed":
+        line = encode(EMPTY_LINE) if settings.written == "start" else []
         framed = [*line, start, settings.image_token_id, end, *line]
-        ids = [each for token_id in ids for each in (framed if token_id == start else [token_id])]
+        written = start if settings.written == "start" else settings.image_token_id
+        ids = [each for token_id in ids for each in (framed if token_id == written else [token_id])]
     count = sum(token_id == settings.video_token_id for token_id in ids)
     if count != len(videos):
         raise _mismatch(count, f"id {settings.video_token_id}", len(videos), "videos")
-    start, end = settings.vision_start_token_id, settings.vision_end_token_id
     rest, expanded, of_video = list(ids), list[int](), iter(videos)
     place = 0
     while place < len(rest):
@@ -142,8 +149,8 @@ def expand_placeholders(
         if expanded and expanded[-1] == start and place < len(rest) and rest[place] == end:
             expanded.pop()
             place += 1
-        for part in video.parts:
-            expanded += [*encode(time_in_words(part)), start, token_id, end]
+        for time in times_in_words(video, settings.times):
+            expanded += [*encode(time), start, token_id, end]
     return expanded
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
@@ -18,6 +18,10 @@ BILINEAR, BICUBIC = 2, 3  # in Pillow
 _RESCALE = 1 / 255
 _IMAGE_FILE, _VIDEO_FILE = "preprocessor_config.json", "video_preprocessor_config.json"
 _BOTH_FILE = "processor_config.json"
+
+
+Written: TypeAlias = Literal["framed", "start", "image"]
+Times: TypeAlias = Literal["seconds", "minutes"]
 
 
 @dataclass(frozen=True)
@@ -44,15 +48,21 @@ class ProcessorSettings:
       patch_size, temporal_patch_size, merge_size: see `MediaLimits`.
       image, video: what is done to pixels.
       video_fps: frames a second that are taken of a video, `min_frames` to `max_frames` in all.
+      num_frames: frames that are taken of each video, if it has so many; None: `video_fps` a second.
       by_frame: videos are as Qwen2-VL takes them. Limits of pixels are those of a frame; frames are taken in whole
         temporal patches, which follow each other without words between them: their times are positions of tokens.
       positions_per_s: by_frame: positions of time in a second; None: temporal patches are one position apart.
       longest_side: pixels of a picture's longer side at most, which is the only limit; sides are rounded up. None: the
         limits are those of `image`.
+      fills: pictures and frames are scaled until they have as many pixels as they may, sides rounded down.
       fixed_side: pixels of both sides of a picture, whatever its own are; None: they follow from its own.
       resample: how pictures are scaled, by Pillow's number.
-      frames_pictures: clients write `vision_start_token_id` for a picture, which becomes that, a placeholder and
-        `vision_end_token_id` between empty lines.
+      written: what clients write for a picture: its placeholder, within the tokens of `vision_start_token_id` and
+        `vision_end_token_id` if the model has them ("framed"); the first of these alone, for which those and the
+        placeholder between them are put, between empty lines ("start"); or the placeholder, for which the same is put
+        without lines ("image").
+      times: how the time of a temporal patch is told in words, and whether they and what they are of stand apart.
+      takes_pixels: gateways preprocess pictures as this model's processor does.
       line_ends: what ends the lines of a picture, and its last one; None: nothing does.
       caps_frames: whether a frame has at most `max_frame_tokens` tokens or, by frame, its share of `max_video_tokens`,
         as in Qwen's own tools.
@@ -74,13 +84,17 @@ class ProcessorSettings:
     max_frames: int = 768
     caps_frames: bool = False
     max_frame_tokens: int = 768
+    num_frames: int | None = None
     by_frame: bool = False
     positions_per_s: float | None = None
     max_video_tokens: int = 128_000
     longest_side: int | None = None
     fixed_side: int | None = None
     resample: int = BICUBIC
-    frames_pictures: bool = False
+    fills: bool = False
+    written: Written = "framed"
+    times: Times = "seconds"
+    takes_pixels: bool = True
     line_ends: tuple[int, int] | None = None
 
     @property
@@ -139,6 +153,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     if config.get("model_type") == "gemma3":
         return _of_gemma3(folder, config, vision, image)
     video = _read(folder / _VIDEO_FILE) or both.get("video_processor") or {}
+    if config.get("model_type") == "gemma4":
+        return _of_gemma4(folder, config, vision, image, video)
     sizes = {
         "patch_size": vision.get("patch_size", of_model.patch_size),
         "temporal_patch_size": vision.get("temporal_patch_size", 2),
@@ -199,6 +215,7 @@ def _of_mistral3(
             vision_end_token_id=-1,
             longest_side=longest,
             line_ends=(ids[line_end], ids[last]),
+            takes_pixels=False,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
@@ -227,7 +244,44 @@ def _of_gemma3(
             vision_end_token_id=config.get("eoi_token_index", 256_000),
             fixed_side=side,
             resample=BILINEAR,
-            frames_pictures=True,
+            written="start",
+            takes_pixels=False,
+        )
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
+
+
+def _of_gemma4(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any], video: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures and frames that fill a number of tokens; the tower normalizes."""
+    patch_size, merge = vision.get("patch_size", 16), vision.get("pooling_kernel_size", 3)
+    same = {"patch_size": patch_size, "pooling_kernel_size": merge}
+    _check_processor(folder / _IMAGE_FILE, image, same | {"do_normalize": False})
+    normalized = {"do_normalize": True, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    _check_processor(folder / _VIDEO_FILE, video, same | (normalized if video.get("do_normalize", True) else {}))
+    square = (patch_size * merge) ** 2
+    try:
+        pixels, frame = (
+            PixelSettings(square, int(values.get("max_soft_tokens") or tokens) * square, _HALF, _HALF)
+            for values, tokens in ((image, 280), (video, 70))
+        )
+        return ProcessorSettings(
+            patch_size=patch_size,
+            temporal_patch_size=1,
+            merge_size=merge,
+            image=pixels,
+            video=frame,
+            image_token_id=config.get("image_token_id", 258_880),
+            video_token_id=config.get("video_token_id", 258_884),
+            vision_start_token_id=config.get("boi_token_id", 255_999),
+            vision_end_token_id=config.get("eoi_token_id", 258_882),
+            num_frames=int(video.get("num_frames") or 32),
+            min_frames=1,
+            fills=True,
+            written="image",
+            times="minutes",
+            takes_pixels=False,
         )
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error

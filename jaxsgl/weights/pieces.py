@@ -310,6 +310,46 @@ def squares_by_patch(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[P
     yield Piece((), by_channel.transpose(0, 2, 1).reshape(tensors[0].shape))
 
 
+def patches_by_pixel(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Weights `[M, C]` of patches whose numbers lie pixel by pixel, to those of patches that lie channel by channel."""
+    assert arch.vision is not None
+    by_pixel = tensors[0].reshape(len(tensors[0]), -1, arch.vision.channels)
+    yield Piece((), by_pixel.transpose(0, 2, 1).reshape(tensors[0].shape))
+
+
+def one_table(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Tables `[n, rows, M]`, one after the other."""
+    yield Piece((), tensors[0].reshape(-1, tensors[0].shape[-1]))
+
+
+def axial_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """q, k and v `[M, M]` of a tower one after the other; see `axial_norm`."""
+    assert arch.vision is not None
+    q, k, v = tensors
+    turned = (
+        each.reshape(arch.vision.num_heads, 4, -1, each.shape[-1])[:, _AXIAL].reshape(each.shape) for each in (q, k)
+    )
+    yield from in_rows(arch, (*turned, v))
+
+
+def axial_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Scales `[H]` of a tower's queries or keys.
+
+    The first half of the numbers turns with columns and the second one with rows, each as a whole head does; in ours
+    rows come first, and halves of both stand together.
+    """
+    yield Piece((), tensors[0].reshape(4, -1)[_AXIAL].reshape(-1))
+
+
+_AXIAL = [2, 0, 3, 1]  # where quarters of a head stand in checkpoints
+
+
+def numbers_in_fours(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Single numbers, to rows of 4."""
+    for index, number in enumerate(tensors):
+        yield Piece((index // 4, index % 4), number.reshape(()))
+
+
 def transposed(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """A matrix `[in, out]`."""
     yield Piece((), tensors[0].T)

@@ -25,10 +25,9 @@ _BESIDE_TOWER = {
     **dict.fromkeys(
         (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Ministral3", "Mistral4")), _PROJECTED_TOWER
     ),
-    "Gemma4ForConditionalGeneration": tuple(
-        f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
-    ),
+    "Gemma4ForConditionalGeneration": ("model.vision_tower.", "model.embed_vision."),
 }
+_NEVER_SERVED = ("model.audio_tower.", "model.embed_audio.")
 _WITHIN = "model.language_model."
 # How names begin in files where the decoder is a model of its own, beside the tower, and how recipes have them.
 _OF_OWN_MODEL = {
@@ -107,6 +106,8 @@ def own_name(name: str, arch: ModelArch) -> str | None:
     """The inverse of `stored_name`; None for a tensor of a part of the model that is not served."""
     if arch.name not in _BESIDE_TOWER:
         return name
+    if name.startswith(_NEVER_SERVED):
+        return None
     if name.startswith(_BESIDE_TOWER[arch.name]):
         return name if arch.vision is not None and arch.vision.has_tower else None
     return "model." + name.removeprefix(_WITHIN) if name.startswith(_WITHIN) else name

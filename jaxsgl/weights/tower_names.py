@@ -92,9 +92,36 @@ _GEMMA3: dict[str, _Of] = {
     "merger.fc1": _Of((_PROJECTOR + "mm_input_projection_weight",), ("VM", "D"), pieces.transposed, ending=""),
 }
 
+_EMBED, _OF_HEADS, _OF_MLP = _TOWER + "patch_embedder.", _SIGLIP_LAYER + "self_attn.", _SIGLIP_LAYER + "mlp."
+_BOUNDED = (
+    *(f"{_OF_HEADS}{part}_proj" for part in "qkvo"),
+    *(f"{_OF_MLP}{part}_proj" for part in ("gate", "up", "down")),
+)
+_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+_GEMMA4: dict[str, _Of] = {
+    "patches": _Of((_EMBED + "input_proj",), ("VM", "VC"), pieces.patches_by_pixel),
+    "positions": _Of((_EMBED + "position_embedding_table",), ("V2", "VA", "VM"), pieces.one_table, ending=""),
+    "qkv": _Of(tuple(f"{_OF_HEADS}{part}_proj.linear" for part in "qkv"), ("VM", "VM"), pieces.axial_heads),
+    "q_norm": _Of((_OF_HEADS + "q_norm",), ("VH",), pieces.axial_norm),
+    "k_norm": _Of((_OF_HEADS + "k_norm",), ("VH",), pieces.axial_norm),
+    "o": _Of((_OF_HEADS + "o_proj.linear",), ("VM", "VM")),
+    "gate": _Of((_OF_MLP + "gate_proj.linear",), ("VF", "VM")),
+    "fc1": _Of((_OF_MLP + "up_proj.linear",), ("VF", "VM")),
+    "fc2": _Of((_OF_MLP + "down_proj.linear",), ("VM", "VF")),
+    "bounds": _Of(tuple(f"{name}.{bound}" for name in _BOUNDED for bound in _BOUNDS), (), pieces.numbers_in_fours, ""),
+    "norm1": _Of((_SIGLIP_LAYER + "input_layernorm",), ("VM",)),
+    "norm1_out": _Of((_SIGLIP_LAYER + "post_attention_layernorm",), ("VM",)),
+    "norm2": _Of((_SIGLIP_LAYER + "pre_feedforward_layernorm",), ("VM",)),
+    "norm2_out": _Of((_SIGLIP_LAYER + "post_feedforward_layernorm",), ("VM",)),
+    "merger.shift": _Of((_TOWER + "std_bias",), ("VM",), ending=""),
+    "merger.factor": _Of((_TOWER + "std_scale",), ("VM",), ending=""),
+    "merger.fc1": _Of(("model.embed_vision.embedding_projection",), ("D", "VM")),
+}
+
 # By architecture; others are as Qwen3-VL.
 _TOWERS = {
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Gemma4ForConditionalGeneration": _GEMMA4,
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
     **{f"{name}ForConditionalGeneration": _MISTRAL3 for name in ("Mistral3", "Ministral3", "Mistral4")},

@@ -141,8 +141,6 @@ class KernelShapes:
     """Those that are quantized, but for experts'."""
     states: tuple[StateShape, ...] = ()
     latents: tuple[LatentShape, ...] = ()
-    sees_ahead: bool = False
-    """Whether queries of an extend may see what comes after them."""
     in_fixed_order: bool = False
     """Whether sums have one order (`order`), those of products and norms too."""
 

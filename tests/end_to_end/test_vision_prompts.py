@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -146,4 +147,35 @@ def test_pictures_of_gemma_3_give_transformers_tokens(tmp_path: Path) -> None:
         assert answer.prompt_tokens == len(prompt)
         answers = list(answer.token_ids)
         assert answers == greedy(model, prompt, media, has_types=True)
+    llm.close()
+
+
+def test_a_picture_and_a_video_of_gemma_4_give_transformers_tokens(tmp_path: Path) -> None:
+    """In a text and among ids: each frame has its time in words before it, and the second one a space before these."""
+    model = make_model(tmp_path, "gemma4")
+    write_words(
+        tmp_path, {IMAGE: "<|image|>", VIDEO: "<|video|>", START: "<|image>", END: "<image|>", 90: "00:00", 91: "00:01"}
+    )
+    processor = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, do_normalize=False)
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps({"image_processor": {"max_soft_tokens": 70, "patch_size": 4, "do_normalize": False}})
+    )
+    image, frames = picture(100, 42), [picture(48, 48, seed=i) for i in range(3)]
+    cut, of_frames = (processor(images=given, return_tensors="pt") for given in ([image], frames))
+    media = {
+        "pixel_values": cut["pixel_values"], "image_position_ids": cut["image_position_ids"],
+        "pixel_values_videos": of_frames["pixel_values"], "video_position_ids": of_frames["image_position_ids"],
+        "num_frames_per_video": torch.tensor([3]),
+    }  # fmt: skip
+    counts = {IMAGE: int(cut["num_soft_tokens_per_image"][0]), VIDEO: int(of_frames["num_soft_tokens_per_image"][0])}
+    words = [11, START, IMAGE, END, 23]
+    words += [token for time in (90, 90, 91) for token in (time, START, VIDEO, END)]
+    prompt = [token for token in [*words, 35] for _ in range(counts.get(token, 1))]
+    sizes = SIZES | {"extend_buckets": (96,), "chunked_prefill_size": 96, "context_length": 512}
+    llm = jaxsgl.LLM(str(tmp_path), **sizes | {"vision": VisionConfig(mm_pool_tokens=512, mm_max_patches=1260)})
+    data = {"image": file_of(image), "video": [[file_of(frame) for frame in frames]]}
+    for form in ({"prompt": "11 <|image|> 23 <|video|> 35"}, {"prompt_token_ids": [11, IMAGE, 23, VIDEO, 35]}):
+        (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+        assert answer.prompt_tokens == len(prompt)
+        assert list(answer.token_ids) == greedy(model, prompt, media, has_types=True)
     llm.close()

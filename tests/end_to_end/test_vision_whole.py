@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,24 +20,47 @@ from jaxsgl.requests.request import Request
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.end_to_end.test_vision import engine_of, give_up_after, run
 from tests.grids import daily
-from tests.vision_models import is_greedy, logits_of, make_model, pictures, request_of_whole_images
+from tests.vision_models import (
+    IMAGE,
+    OF_GEMMA4,
+    VIDEO,
+    WHOLE_GRIDS,
+    is_greedy,
+    logits_of,
+    make_model,
+    pictures,
+    request_of_whole_images,
+)
 
 pytestmark = pytest.mark.device
 
 
-@pytest.fixture(scope="module", params=daily([16, 4, 64], every=3))
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any]]:
-    folder = tmp_path_factory.mktemp("gemma3")
-    model = make_model(folder, "gemma3")
-    engine = engine_of(folder, request.param, max_total_tokens=4000)
-    yield engine, model
+class Served(NamedTuple):
+    """An engine of a tiny model, and transformers' one."""
+
+    engine: Engine
+    model: Any
+    kind: str
+
+    def request(self, request_id: str, num_images: int, seed: int, **params: Any) -> Request:
+        """Text with images that the model takes."""
+        return request_of_whole_images(request_id, num_images, seed, self.kind, **params)
+
+
+@pytest.fixture(scope="module", params=[(kind, page) for kind in WHOLE_GRIDS for page in daily([16, 4, 64], every=3)])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    kind, page_size = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    model = make_model(folder, kind)
+    engine = engine_of(folder, page_size, max_total_tokens=4000)
+    yield Served(engine, model, kind)
     engine.close()
 
 
-def test_many_requests_at_once_get_greedy_tokens(served: tuple[Engine, Any]) -> None:
+def test_many_requests_at_once_get_greedy_tokens(served: Served) -> None:
     """Chunks of 48 tokens, shared by up to 8 requests: an image of 16 finds room in few of them."""
-    engine, model = served
-    before, requests = engine.recompiles, [request_of_whole_images(str(i), i % 5, i) for i in range(24)]
+    engine, model, _ = served
+    before, requests = engine.recompiles, [served.request(str(i), i % 5, i) for i in range(24)]
     scheduling = SchedulingConfig(enable_mixed_chunk=True)
     answers = outputs(serve(engine, [requests[:8], [], requests[8:]], config=scheduling), requests)
     for asked, answer in zip(requests, answers, strict=True):
@@ -47,20 +70,20 @@ def test_many_requests_at_once_get_greedy_tokens(served: tuple[Engine, Any]) -> 
     assert engine.recompiles == before
 
 
-def test_what_comes_later_in_an_image_counts(served: tuple[Engine, Any]) -> None:
+def test_what_comes_later_in_an_image_counts(served: Served) -> None:
     """Else causal attention would pass, too."""
-    _, model = served
-    asked = request_of_whole_images("a", 1, 3)
+    _, model, _ = served
+    asked = served.request("a", 1, 3)
     exact, media = logits_of(model, asked), pictures(model, asked.media)
     with torch.no_grad():
         causal = model(input_ids=torch.tensor([asked.prompt_ids]), use_cache=False, **media).logits[0].numpy()
     assert np.abs(exact - causal)[asked.media[0].offset :].max() > 0.1
 
 
-def test_chunks_and_prefixes_never_part_an_image(served: tuple[Engine, Any]) -> None:
+def test_chunks_and_prefixes_never_part_an_image(served: Served) -> None:
     """A first request is given up after its first chunk, whose budget ends at each place within two images."""
-    engine, model = served
-    asked, before = request_of_whole_images("a", 2, 3), engine.recompiles
+    engine, model, _ = served
+    asked, before = served.request("a", 2, 3), engine.recompiles
     (expected,) = outputs(serve(engine, [[asked]], radix=False), [asked])
     assert is_greedy(model, asked, expected)
     first, second = asked.media
@@ -75,12 +98,12 @@ def test_chunks_and_prefixes_never_part_an_image(served: tuple[Engine, Any]) -> 
     assert engine.recompiles == before
 
 
-def test_a_prefix_may_end_within_an_image(served: tuple[Engine, Any]) -> None:
+def test_a_prefix_may_end_within_an_image(served: Served) -> None:
     """The cached part of the image was computed with all of it in view; the rest sees all of it, too."""
-    engine, model = served
+    engine, model, _ = served
     page_size = engine.capacity.page_size
     for seed in range(4):
-        asked = request_of_whole_images("a", 3, seed)
+        asked = served.request("a", 3, seed)
         other = msgspec.structs.replace(asked, request_id="b")
         scheduler = new_scheduler(engine, radix=True)
         run(engine, scheduler, [asked])
@@ -103,15 +126,10 @@ def test_names_of_tensors_in_older_folders_are_understood(tmp_path: Path) -> Non
     engine.close()
 
 
-def requests_of_one_image(count: int) -> list[Request]:
-    """Short ones, so that several images are wanted in each step."""
-    return [request_of_whole_images(str(i), 1, 70 + i, max_tokens=20) for i in range(count)]
-
-
-def test_time_limits_and_full_steps_let_images_pass(served: tuple[Engine, Any]) -> None:
+def test_time_limits_and_full_steps_let_images_pass(served: Served) -> None:
     """Steps of a millisecond at most: the first chunk of a step takes a whole image all the same."""
-    engine, model = served
-    requests = requests_of_one_image(12)
+    engine, model, _ = served
+    requests = [served.request(str(i), 1, 70 + i, max_tokens=20) for i in range(12)]
     scheduling = SchedulingConfig(enable_mixed_chunk=True, max_itl_ms=1.0)
     answers = outputs(serve(engine, [requests[:6], [], [], requests[6:]], config=scheduling), requests)
     for asked, answer in zip(requests, answers, strict=True):
@@ -136,6 +154,22 @@ def test_the_native_kernel_sees_ahead_as_xla_does(tmp_path: Path) -> None:
         exact += [logprobs[i, token] for i, token in enumerate(each.prompt_ids[1:])]
     errors = {name: np.abs(np.sort(each) - np.sort(exact)).max() for name, each in found.items()}
     assert len(exact) == len(found["native"]) and errors["native"] < max(1.5 * errors["xla"], 0.05), errors
+
+
+@pytest.mark.parametrize("kind", OF_GEMMA4)
+def test_frames_of_a_video_are_images_of_their_own(kind: str, tmp_path: Path) -> None:
+    """And in the small model no image is seen whole, and layers have embeddings of tokens, of which images are none."""
+    model = make_model(tmp_path, kind)
+    engine = engine_of(tmp_path, 16)
+    assert engine.capacity.sees_ahead == (kind == "gemma4")
+    requests = [
+        request_of_whole_images(str(i), i, 10 * i, kind, VIDEO if i % 2 else IMAGE, max_tokens=12) for i in range(6)
+    ]
+    answers = outputs(serve(engine, [requests[:3], requests[3:]]), requests)
+    for asked, answer in zip(requests, answers, strict=True):
+        assert is_greedy(model, asked, answer), asked.request_id
+    assert len(set(map(tuple, answers))) > 4
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,9 @@ def test_kernels_around_a_latents_attention_pass_and_wrong_ones_fail(
 
 def test_queries_that_see_ahead_are_tested_where_a_model_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that ignores what is seen is found."""
-    plain, ahead = CASES_OF["paged_extend_attention"](dataclasses.replace(SHAPES, sees_ahead=True))
+    (options,) = SHAPES.attention
+    sees_ahead = dataclasses.replace(SHAPES, attention=(dataclasses.replace(options, sees_ahead=True),))
+    plain, ahead = CASES_OF["paged_extend_attention"](sees_ahead)
     assert len(list(CASES_OF["paged_extend_attention"](SHAPES))) == 1
     assert plain.name != ahead.name and ahead.error("xla") <= ahead.tolerance
     backend = BACKEND_OF_NAME["xla"]

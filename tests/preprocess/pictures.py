@@ -23,12 +23,18 @@ OLDER = ProcessorSettings(
 # Of Mistral Small 3.1 and 3.2, as published.
 IN_LINES = ProcessorSettings(
     14, 1, 2, PixelSettings(1, 1540**2, *CLIP), PixelSettings(1, 1540**2, *CLIP), 10, -1, -1, -1,
-    longest_side=1540, line_ends=(12, 13),
+    longest_side=1540, line_ends=(12, 13), takes_pixels=False,
 )  # fmt: skip
 # Of Gemma 3, as published.
 SQUARE = ProcessorSettings(
     14, 1, 4, PixelSettings(1, 896**2, PIXELS.mean, PIXELS.std), PixelSettings(1, 896**2, PIXELS.mean, PIXELS.std),
-    262_144, -1, 255_999, 256_000, fixed_side=896, resample=2, frames_pictures=True,
+    262_144, -1, 255_999, 256_000, fixed_side=896, resample=2, written="start", takes_pixels=False,
+)  # fmt: skip
+# Of Gemma 4, as published.
+FILLED = ProcessorSettings(
+    16, 1, 3, PixelSettings(2304, 280 * 2304, PIXELS.mean, PIXELS.std),
+    PixelSettings(2304, 70 * 2304, PIXELS.mean, PIXELS.std), 258_880, 258_884, 255_999, 258_882,
+    min_frames=1, num_frames=32, fills=True, written="image", times="minutes", takes_pixels=False,
 )  # fmt: skip
 SMALL = ProcessorSettings(
     4, 2, 2, PixelSettings(256, 4096, PIXELS.mean, PIXELS.std), PixelSettings(256, 65536, PIXELS.mean, PIXELS.std),

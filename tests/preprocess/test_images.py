@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from PIL import Image, ImageOps
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -17,9 +18,9 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.loading import Bounds, load
 from jaxsgl.preprocess.placeholders import Part
 from jaxsgl.preprocess.settings import ProcessorSettings
-from jaxsgl.preprocess.sources import ImageFile
+from jaxsgl.preprocess.sources import ImageFile, VideoFile
 from tests.grids import daily
-from tests.preprocess.pictures import IN_LINES, OLDER, SETTINGS, SMALL, SQUARE, file_of, picture
+from tests.preprocess.pictures import FILLED, IN_LINES, OLDER, SETTINGS, SMALL, SQUARE, file_of, picture
 
 pytestmark = pytest.mark.device  # imports torch, by transformers
 
@@ -111,6 +112,26 @@ def test_patches_of_gemma_3_are_its_processors(width: int, height: int) -> None:
     assert part.grid == (1, 64, 64)
     squares = expected.reshape(3, 16, 4, 14, 16, 4, 14).transpose(1, 4, 2, 5, 0, 3, 6)
     np.testing.assert_array_equal(normalized(part, SQUARE), squares.reshape(part.num_patches, -1))
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(3, 2), (48, 48), (417, 300), (200, 2000), (2, 300), (399, 2), (1921, 1079), (1680, 3840)]
+)
+def test_patches_of_gemma_4_are_its_processors(width: int, height: int) -> None:
+    given = picture(width, height)
+    cut = Gemma4ImageProcessorPil()(images=[given], return_tensors="np")
+    part = part_of(given, FILLED)
+    count, (columns, rows) = part.num_patches, cut["image_position_ids"][0].max(axis=0) + 1
+    assert part.grid == (1, rows, columns) and count == 9 * cut["num_soft_tokens_per_image"][0] > 630
+    squares = cut["pixel_values"][0][:count].reshape(rows // 3, 3, columns // 3, 3, 256, 3).transpose(0, 2, 1, 3, 5, 4)
+    ours = normalized(part, FILLED)  # by what the tower does to the processor's pixels
+    np.testing.assert_array_equal(ours, 2 * (squares.reshape(count, -1) - np.float32(0.5)))
+
+
+def test_frames_of_gemma_4_fill_fewer_tokens() -> None:
+    clip = VideoFile(tuple(file_of(picture(640, 480, seed=i)) for i in range(3)), 1.0)
+    (visual,) = load([clip], FILLED, BOUNDS)
+    assert [(part.grid, part.time_s) for part in visual.parts] == [((1, 21, 27), float(second)) for second in range(3)]
 
 
 def test_a_picture_of_mistral_3_that_is_too_large_for_the_tower_is_scaled_down() -> None:

@@ -90,7 +90,7 @@ def test_lines_of_a_picture_end_with_tokens_of_their_own() -> None:
 
 
 def test_what_stands_for_a_picture_of_gemma_3_becomes_its_frame() -> None:
-    settings = replace(SMALL, video_token_id=-1, frames_pictures=True)
+    settings = replace(SMALL, video_token_id=-1, written="start")
     names = {IMAGE: "<image>", START: "<start>", END: "<end>"}
     tokens = tokens_of(settings, lambda number: names[number].encode())
     frame = "\n\n<start><image><end>\n\n"
@@ -99,6 +99,19 @@ def test_what_stands_for_a_picture_of_gemma_3_becomes_its_frame() -> None:
     assert ids == [1, 10, 10, START, IMAGE, END, 10, 10, 2]
     with pytest.raises(InvalidRequest, match="0 placeholders"):
         expand([1, 2], [PICTURE], settings)
+
+
+def test_what_stands_for_a_picture_or_a_video_of_gemma_4_becomes_frames() -> None:
+    settings = replace(SMALL, written="image", times="minutes")
+    names = {IMAGE: "<image>", VIDEO: "<video>", START: "<start>", END: "<end>"}
+    tokens = tokens_of(settings, lambda number: names[number].encode())
+    clip = Visual((part(2, 2, 0.9), part(2, 2, 61.0)), True)
+    frames = "00:00 <start><video><end> 01:01 <start><video><end>"
+    written = write_placeholders("a<image>b<video>c", [PICTURE, clip], tokens)
+    assert written == f"a<start><image><end>b{frames}c"
+    ids = expand_placeholders([1, IMAGE, VIDEO], [PICTURE, clip], settings, lambda text: [ord(each) for each in text])
+    spelled = [[ord(each) for each in time] for time in ("00:00 ", " 01:01 ")]
+    assert ids == [1, START, IMAGE, END, *spelled[0], START, VIDEO, END, *spelled[1], START, VIDEO, END]
 
 
 def test_sglangs_formula_gives_a_picture_one_number() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.preprocess.settings import load_settings
-from tests.preprocess.pictures import CLIP, IN_LINES, OLDER, SETTINGS, SQUARE
+from tests.preprocess.pictures import CLIP, FILLED, IN_LINES, OLDER, SETTINGS, SQUARE
 
 CONFIG = {
     "vision_config": {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2},
@@ -184,3 +184,44 @@ def test_the_files_of_gemma_3_are_understood(files: dict[str, Any], tmp_path: Pa
 def test_another_processor_of_gemma_3_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_settings(write(tmp_path, config=GEMMA3, preprocessor_config={**GEMMA3_IMAGE, **changed}))
+
+
+GEMMA4 = {
+    "model_type": "gemma4", "image_token_id": 258880, "video_token_id": 258884, "boi_token_id": 255999,
+    "eoi_token_id": 258882, "vision_config": {"patch_size": 16, "pooling_kernel_size": 3},
+}  # fmt: skip
+GEMMA4_IMAGE = {
+    "do_convert_rgb": True, "do_normalize": False, "do_rescale": True, "do_resize": True, "image_mean": [0.0] * 3,
+    "image_std": [1.0] * 3, "image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 280, "patch_size": 16,
+    "pooling_kernel_size": 3, "resample": 3, "rescale_factor": 1 / 255,
+}  # fmt: skip
+GEMMA4_VIDEO = {
+    **GEMMA4_IMAGE, "do_normalize": True, "do_sample_frames": True, "max_soft_tokens": 70, "num_frames": 32,
+    "video_processor_type": "Gemma4VideoProcessor",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{"processor_config": {"image_processor": GEMMA4_IMAGE, "video_processor": GEMMA4_VIDEO}}, {}],
+    ids=["published", "none"],
+)
+def test_the_files_of_gemma_4_are_understood(files: dict[str, Any], tmp_path: Path) -> None:
+    assert load_settings(write(tmp_path, config=GEMMA4, **files)) == FILLED
+
+
+@pytest.mark.parametrize(
+    ("image", "video", "message"),
+    [
+        ({"do_normalize": True}, {}, "do_normalize is True, but only False"),
+        ({"pooling_kernel_size": 2}, {}, "pooling_kernel_size is 2, but only 3"),
+        ({"max_soft_tokens": "many"}, {}, "can't be understood"),
+        ({}, {"image_mean": [0.5] * 3}, "image_mean is"),
+    ],
+)
+def test_another_processor_of_gemma_4_is_refused(
+    image: dict[str, Any], video: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    both = {"image_processor": GEMMA4_IMAGE | image, "video_processor": GEMMA4_VIDEO | video}
+    with pytest.raises(CheckpointError, match=message):
+        load_settings(write(tmp_path, config=GEMMA4, processor_config=both))

@@ -74,7 +74,6 @@ def kernel_shapes(
         for layer in range(arch.num_layers)
     )
     return KernelShapes(
-        sees_ahead=arch.vision is not None and arch.vision.sees_ahead,
         num_kv_heads=heads.kept_heads,
         num_groups=arch.num_heads // arch.num_kv_heads * heads.together,
         head_dim=heads.width,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxsgl.batch.buckets import Capacity
-from jaxsgl.batch.patches import TowerCapacity, TowerShape
+from jaxsgl.batch.patches import MIN_CALL_PATCHES, TowerCapacity, TowerShape, smallest_call
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.layer_state import LayerStates, layer_states
@@ -23,7 +23,6 @@ from jaxsgl.engine.tables import edit_table_bytes, page_table_bytes
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import KvHeads
-from jaxsgl.models.vision.arch import VisionArch
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.outputs import StatesSpec
 from pallas_kernels.kept_heads import KeptHeads
@@ -152,8 +151,8 @@ def plan_capacity(
     num_snapshots = _num_snapshots(config, states, memory, num_rows) if states.row_bytes else None
     tower = tower_capacity(config, arch, memory.platform)
     max_extend_tokens = _max_extend_tokens(config, memory.platform, num_rows, context_length)
-    if arch.vision is not None and arch.vision.sees_ahead:
-        _check_whole_images(config, arch.vision, max_extend_tokens, num_rows)
+    if tower is not None and arch.vision is not None and arch.vision.sees_ahead:
+        _check_whole_images(config, tower.image_tokens, max_extend_tokens, num_rows)
     num_pages = choose_num_pages(
         states,
         memory,
@@ -221,17 +220,18 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
     flags, vision = config.vision, arch.vision
     shape = TowerShape(
         vision.merge_size, vision.table_side, vision.patch_len, vision.num_layers, vision.window,
-        len(vision.deepstack_layers),
+        len(vision.deepstack_layers), vision.positions == "axes",
     )  # fmt: skip
     max_patches = flags.mm_max_patches or MAX_PATCHES.get(platform, OTHER_MAX_PATCHES)
-    max_patches -= max_patches % vision.merge_size**2
+    square = vision.merge_size**2
+    max_patches -= max_patches % square
     if max_patches < (needed := vision.image_side**2):
         raise ConfigError(f"--mm-max-patches is {max_patches}, but each image has {needed}: raise it to that")
     num_rows = flags.mm_pool_tokens or POOL_TOKENS.get(platform, OTHER_POOL_TOKENS)
     if num_rows < shape.tokens_of(max_patches):
         raise ConfigError(
             f"--mm-pool-tokens is {num_rows}, but an image may have {shape.tokens_of(max_patches)} tokens: raise it to "
-            f"that, or lower --mm-max-patches to {num_rows * vision.merge_size**2}"
+            f"that, or lower --mm-max-patches to {num_rows * square}"
         )
     mode = config.disaggregation.disaggregation_mode
     if config.disaggregation.is_on and flags.mm_host_mib == 0:
@@ -248,7 +248,8 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
         host_bytes=host_mib << 20,
         row_bytes=_row_bytes(config, arch, platform),
         encodes=vision.has_tower,
-        image_patches=vision.image_side**2,
+        call_patches=max(MIN_CALL_PATCHES, needed) if needed else smallest_call(vision.image_tokens * square, square),
+        max_image_tokens=vision.image_tokens or None,
         sliced_from=SLICED_PATCHES if vision.has_tower and config.scheduling.max_itl_ms is not None else None,
     )
 
@@ -264,7 +265,7 @@ def _media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | 
         merge_size=arch.vision.merge_size,
         has_lines=arch.vision.has_lines,
         image_side=arch.vision.image_side,
-        max_patches=tower.max_patches,
+        max_patches=tower.image_tokens * arch.vision.merge_size**2,
         may_come_later=config.disaggregation.disaggregation_mode == "decode",
     )
 
@@ -295,10 +296,10 @@ def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, conte
     return max(min(chunk // config.num_ranks, context_length, scheduling.max_prefill_tokens + decodes), least)
 
 
-def _check_whole_images(config: EngineConfig, vision: VisionArch, max_extend_tokens: int, num_rows: int) -> None:
+def _check_whole_images(config: EngineConfig, image_tokens: int, max_extend_tokens: int, num_rows: int) -> None:
     """Raises `ConfigError` unless an image fits into a step, next to all rows that may decode in it."""
     decodes = num_rows - 1 if config.mixes_steps else 0
-    needed = decodes + (vision.image_side // vision.merge_size) ** 2
+    needed = decodes + image_tokens
     if max_extend_tokens < needed:
         besides = f", next to {decodes} that decode" if decodes else ""
         raise ConfigError(

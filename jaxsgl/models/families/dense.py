@@ -52,9 +52,6 @@ _GLM = Family(
     },
 )
 
-# Keys of models that see images, beside the object that describes the decoder.
-BESIDE_TEXT = frozenset({"vision_config", "image_token_index", "image_token_id"})
-
 # What Gemma 2 and 3 have in common.
 _GEMMA = Family(
     norms="sandwich",
@@ -137,7 +134,7 @@ _QWEN2_TOWER = VisionFamily(
     sections=(16, 24, 24),
     takes_turns=False,
     patch_bias=False,
-    has_positions=False,
+    positions="none",
     mean=_CLIP_MEAN,
     std=_CLIP_STD,
 )
@@ -234,7 +231,7 @@ IN_MISTRAL3: dict[str, Any] = {
         first_norm=True,
         norm_eps=1e-5,
         rope_alternates=True,
-        has_positions=False,
+        positions="none",
         merger="projected",
         has_lines=True,
         frames=1,
@@ -428,7 +425,7 @@ DENSE: dict[str, Family] = {
             last_norm=True,
             merger="pooled",
             turns=False,
-            sees_ahead=True,
+            ahead="everywhere",
             frames=1,
             keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
             defaults={
@@ -457,21 +454,62 @@ DENSE: dict[str, Family] = {
         },
     ),
     "Gemma4ForCausalLM": _GEMMA4,
-    # Its text only.
+    # Without what hears.
     "Gemma4ForConditionalGeneration": replace(
         _GEMMA4,
         section="text_config",
         ties_whole=True,
+        vision=VisionFamily(
+            258_880,
+            258_884,
+            deepstack_layers=None,
+            sections=None,
+            gated=True,
+            root_norms=True,
+            patch_bias=False,
+            layer_bias=False,
+            sandwich=True,
+            head_norms=True,
+            attention_scale=1.0,
+            positions="axes",
+            merger="scaled",
+            ahead="in windows",
+            ahead_key="use_bidirectional_attention",
+            frames=1,
+            own_pixels=True,
+            keys={
+                "depth": "num_hidden_layers",
+                "num_heads": "num_attention_heads",
+                "spatial_merge_size": "pooling_kernel_size",
+                "layer_norm_eps": "rms_norm_eps",
+                "hidden_act": "hidden_activation",
+            },
+            defaults={
+                "num_hidden_layers": 16,
+                "num_attention_heads": 12,
+                "num_key_value_heads": 12,
+                "head_dim": 64,
+                "hidden_size": 768,
+                "intermediate_size": 3072,
+                "patch_size": 16,
+                "pooling_kernel_size": 3,
+                "position_embedding_size": 10_240,
+                "rope_theta": 100.0,
+            },
+        ),
         ignored=_GEMMA4.ignored
-        | BESIDE_TEXT
         | {
             "audio_config",
             "audio_token_id",
             "boa_token_id",
             "boi_token_id",
+            "default_output_length",
             "eoa_token_id",
             "eoa_token_index",
             "eoi_token_id",
+            "global_head_dim",
+            "image_token_id",
+            "max_position_embeddings",
             "video_token_id",
             "vision_soft_tokens_per_image",
         },

@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.models.family import Merging, VisionFamily
+from jaxsgl.models.family import Ahead, Merging, Positions, VisionFamily
 from jaxsgl.requests.media import CHANNELS
 
 ROPE_THETA = 10000.0
 FULL_LAYERS = (7, 15, 23, 31)  # of a tower with windows, where config.json lists none
+SOFT_TOKENS = 280  # of a picture at most, where the folder's processor doesn't say it
 
 
 @dataclass(frozen=True)
 class VisionArch:
-    """The shape of a tower of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, Mistral 3 (Pixtral's) or Gemma 3 (SigLIP).
+    """The shape of a tower of Qwen2-VL to Qwen3.5, Mistral 3 (Pixtral's), Gemma 3 (SigLIP) or Gemma 4.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
@@ -31,20 +33,30 @@ class VisionArch:
       channels: of a pixel.
       merge_size: patches along the sides of the square that becomes one token.
       table_side: learned positions along the sides of an image; 0: patches have none.
+      positions: how patches have them: "square", between those of a square that is spread over the image; "axes", the
+        sum of that of the column and that of the row.
       deepstack_layers: layers whose outputs become embeddings, too; the j-th is added behind the decoder's layer j.
       activation: of the MLPs.
       gated: MLPs have a gate next to what they go through.
       root_norms: norms divide by the root of the mean square, and have no biases; else by the deviation, and have them.
       patch_bias, layer_bias, merger_bias: the product with pixels has a bias; those of layers; those of the merger.
       first_norm, last_norm: patches pass a norm before the first layer, or after the last one.
+      sandwich: what attention and the MLP make passes a norm before it is added.
+      head_norms: each head's queries and keys pass norms before they turn, and its values one without scales.
+      attention_scale: on q . k; None: 1 / sqrt(H).
+      clips: inputs and outputs of each matrix of a layer are clipped to bounds of its own.
       norm_eps, merger_eps: epsilons of the layers' norms, and of the merger's.
       rope_alternates: rows turn with the even ones of all frequencies, columns with the odd ones; else both with the
         even ones.
       turns: patches have places, which turn queries and keys; else they have learned positions alone.
-      merger: what makes tokens of squares of patches.
+      merger: what makes tokens of squares of patches: an MLP; one after a product; or a product with their mean, which
+        passes a norm before or ("scaled") is scaled by sqrt(M) and passes a norm without scales.
+      standardizes: that mean has a shift and a factor, both learned.
       image_side: patches along the sides of an image, which has just so many; 0: images have any size.
+      image_tokens: that an image has at most, as the model's processor scales it; 0: there is no such limit.
       has_lines: a token ends each line of an image, and another one the last line; positions are as of text.
-      sees_ahead: the decoder's tokens of an image see up to its end.
+      ahead: the decoder's layers in which tokens of an image see up to its end.
+      pad_token_id: as what layers with embeddings of their own take a token of an image.
       window: tokens along the sides of a window; layers but those of `full_layers` attend within windows. 0: all attend
         over a whole image.
       full_layers: see `window`.
@@ -67,6 +79,7 @@ class VisionArch:
     deepstack_layers: tuple[int, ...]
     image_token_id: int
     video_token_id: int
+    positions: Positions = "square"
     activation: str = "gelu_pytorch_tanh"
     gated: bool = False
     root_norms: bool = False
@@ -75,14 +88,21 @@ class VisionArch:
     merger_bias: bool = True
     first_norm: bool = False
     last_norm: bool = False
+    sandwich: bool = False
+    head_norms: bool = False
+    attention_scale: float | None = None
+    clips: bool = False
     norm_eps: float = 1e-6
     merger_eps: float = 1e-6
     rope_alternates: bool = False
     turns: bool = True
     merger: Merging = "mlp"
+    standardizes: bool = False
     image_side: int = 0
+    image_tokens: int = 0
     has_lines: bool = False
-    sees_ahead: bool = False
+    ahead: Ahead = "nowhere"
+    pad_token_id: int = 0
     window: int = 0
     full_layers: tuple[int, ...] = ()
     rope_theta: float = ROPE_THETA
@@ -104,6 +124,20 @@ class VisionArch:
     def merged_size(self) -> int:
         """Numbers of a square of patches that becomes one token."""
         return self.hidden_size * self.merge_size**2
+
+    @property
+    def table_len(self) -> int:
+        """Rows of the table of learned positions."""
+        return 2 * self.table_side if self.positions == "axes" else self.table_side**2
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether tokens of an image see up to its end in some layer of the decoder, so that it is extended whole."""
+        return self.ahead != "nowhere"
+
+    def sees_ahead_in(self, has_window: bool) -> bool:
+        """Whether they do in a layer of the decoder with or without a window."""
+        return self.ahead == "everywhere" or (self.ahead == "in windows" and has_window)
 
     @property
     def row_len(self) -> int:
@@ -130,7 +164,8 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
     if family.merger == "pooled":
         merge_size = _read_pooled(whole, image_side)
     else:
-        merge_size = (config if family.merger == "mlp" else whole).count("spatial_merge_size", 2)
+        beside = whole if family.merger == "projected" else config
+        merge_size = beside.count(family.keys.get("spatial_merge_size", "spatial_merge_size"), 2)
     window = _read_window(config, patch_size * merge_size) if family.windows else 0
     arch = VisionArch(
         num_layers=depth,
@@ -142,7 +177,8 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         temporal_patch_size=config.count("temporal_patch_size", family.frames),
         channels=count("in_channels", config.count("in_chans", CHANNELS)),
         merge_size=merge_size,
-        table_side=image_side or (_read_table_side(config) if family.has_positions else 0),
+        table_side=image_side or _read_table_side(config, family),
+        positions=family.positions,
         deepstack_layers=_read_layers(config, "deepstack_visual_indexes", family.deepstack_layers, depth),
         image_token_id=whole.count("image_token_id", whole.count("image_token_index", family.image_token_id)),
         video_token_id=-1 if family.video_token_id is None else whole.count("video_token_id", family.video_token_id),
@@ -154,14 +190,21 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         merger_bias=_read_projector(whole) if family.merger == "projected" else family.merger == "mlp",
         first_norm=family.first_norm,
         last_norm=family.last_norm,
-        norm_eps=(norm_eps := config.number("layer_norm_eps", family.norm_eps)),
+        sandwich=family.sandwich,
+        head_norms=family.head_norms,
+        attention_scale=family.attention_scale,
+        clips=family.merger == "scaled" and bool(config.get("use_clipped_linears", False)),
+        norm_eps=(norm_eps := config.number(family.keys.get("layer_norm_eps", "layer_norm_eps"), family.norm_eps)),
         merger_eps=rms_norm_eps if family.merger == "projected" else norm_eps,
         rope_alternates=family.rope_alternates,
         turns=family.turns,
         merger=family.merger,
+        standardizes=family.merger == "scaled" and bool(config.get("standardize", False)),
         image_side=image_side,
+        image_tokens=(image_side // merge_size) ** 2,
         has_lines=family.has_lines,
-        sees_ahead=family.sees_ahead,
+        ahead=_read_ahead(whole, family),
+        pad_token_id=_of_decoder(whole, "pad_token_id") or 0,
         window=window,
         full_layers=_read_layers(config, "fullatt_block_indexes", FULL_LAYERS, depth) if window else (),
         rope_theta=_read_theta(config) if family.turns else ROPE_THETA,
@@ -169,7 +212,17 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         std=family.std,
     )
     _check(arch, config, family.keys.get("out_hidden_size", "out_hidden_size"), hidden_size)
-    return _normalized(arch, whole.path.parent)
+    return _as_processed(arch, family, whole.path.parent)
+
+
+def _read_ahead(whole: ConfigFile, family: VisionFamily) -> Ahead:
+    holds = family.ahead_key is None or _of_decoder(whole, family.ahead_key) == "vision"
+    return family.ahead if holds else "nowhere"
+
+
+def _of_decoder(whole: ConfigFile, key: str) -> Any:
+    """A value of the object that describes the decoder, which others read; None where it is missing."""
+    return (whole.get("text_config") or {}).get(key)
 
 
 def _read_theta(config: ConfigFile) -> float:
@@ -203,14 +256,20 @@ def _read_projector(whole: ConfigFile) -> bool:
 
 
 def _read_activation(config: ConfigFile, family: VisionFamily) -> str:
-    activation = str(config.get("hidden_act", family.activations[0]))
+    key = family.keys.get("hidden_act", "hidden_act")
+    activation = str(config.get(key, family.activations[0]))
     if activation not in family.activations:
         allowed = " or ".join(family.activations)
-        raise CheckpointError(f"{config.path}: vision_config.hidden_act is {activation}, but must be {allowed}")
+        raise CheckpointError(f"{config.path}: vision_config.{key} is {activation}, but must be {allowed}")
     return activation
 
 
-def _read_table_side(config: ConfigFile) -> int:
+def _read_table_side(config: ConfigFile, family: VisionFamily) -> int:
+    """Learned positions along the sides of an image; 0: there are none."""
+    if family.positions == "none":
+        return 0
+    if family.positions == "axes":
+        return config.count("position_embedding_size")
     side = math.isqrt(positions := config.count("num_position_embeddings", 2304))
     if side * side != positions:
         raise CheckpointError(f"{config.path}: vision_config.num_position_embeddings is {positions}, not a square")
@@ -240,19 +299,28 @@ def _read_layers(config: ConfigFile, key: str, of_family: tuple[int, ...] | None
     return layers
 
 
-def _normalized(arch: VisionArch, folder: Path) -> VisionArch:
-    """The tower with the mean and deviation by which the folder's image processor normalizes."""
+def _as_processed(arch: VisionArch, family: VisionFamily, folder: Path) -> VisionArch:
+    """The tower with what the folder's image processor says: mean and deviation, or how many tokens a picture gets."""
+    values = _image_processor(folder)
+    if family.own_pixels:
+        told = SOFT_TOKENS if values is None else values.count("max_soft_tokens", SOFT_TOKENS)
+        return replace(arch, image_tokens=told)
+    if values is None:
+        return arch
+    mean = _per_channel(values, "image_mean", arch.mean)
+    return replace(arch, mean=mean, std=_per_channel(values, "image_std", arch.std))
+
+
+def _image_processor(folder: Path) -> ConfigFile | None:
     for name, section in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
         path = folder / name
         if not path.is_file():
             continue
         processor = ConfigFile(path)
         values = processor if section is None else processor.section(section)
-        if values is None:
-            continue
-        mean = _per_channel(values, "image_mean", arch.mean)
-        return replace(arch, mean=mean, std=_per_channel(values, "image_std", arch.std))
-    return arch
+        if values is not None:
+            return values
+    return None
 
 
 def _per_channel(values: ConfigFile, key: str, of_family: tuple[float, ...]) -> tuple[float, ...]:
@@ -271,6 +339,11 @@ def _check(arch: VisionArch, config: ConfigFile, out_key: str, hidden_size: int)
         raise CheckpointError(
             f"{config.path}: vision_config.in_channels is {arch.channels}, but images have {CHANNELS}"
         )
+    if arch.merger == "scaled":
+        of_heads = {"head_dim": arch.head_dim, "num_key_value_heads": arch.num_heads, "attention_bias": False}
+        for key, needed in of_heads.items():
+            if config.get(key, needed) != needed:
+                raise CheckpointError(f"{config.path}: vision_config.{key} is {config.get(key)}, but must be {needed}")
     if arch.hidden_size % arch.num_heads or arch.head_dim % 4:
         raise CheckpointError(
             f"{config.path}: vision_config has {arch.num_heads} heads in a hidden size of {arch.hidden_size}, but "

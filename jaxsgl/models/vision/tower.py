@@ -1,4 +1,4 @@
-"""The vision towers of Qwen's and Mistral's models: patches of several images in, a row for each token of them out.
+"""The vision towers of Qwen's, Mistral's and Gemma's models: patches of images in, a row for each of their tokens out.
 
 Images are packed one behind the other on one axis P, and segment ids tell them apart: attention is full within an
 image, or within a window of it, and takes queries in blocks, so that scores of all pairs never stand in memory at once.
@@ -12,6 +12,7 @@ reports; deepstack is arXiv 2406.04334. Pixtral 12B (arXiv 2410.07073).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -75,12 +76,16 @@ class Merger(Matrices):
         self._normalized = wide if normalizes_squares else arch.hidden_size
         self._wide, self._how, self._eps = wide, arch.merger, arch.merger_eps
         stack = () if count is None else (count,)
-        _norm(self, "norm", (*stack, self._normalized), dtype, arch.root_norms or arch.merger == "pooled")
+        if arch.merger != "scaled":
+            _norm(self, "norm", (*stack, self._normalized), dtype, arch.root_norms or arch.merger == "pooled")
+        if arch.standardizes:
+            for name, mean in (("shift", 0.0), ("factor", 1.0)):
+                setattr(self, name, nnx.Param(jnp.zeros(arch.hidden_size, dtype), axes=(None,), mean=mean, std=0.0))
         if arch.merger == "projected":
             _linear(self, "merge", (*stack, arch.hidden_size, wide), dtype, has_bias=False)
         read, units = (wide, wide) if arch.merger == "mlp" else (arch.hidden_size, out)
         _linear(self, "fc1", (*stack, units, read), dtype, arch.merger_bias)
-        if arch.merger != "pooled":
+        if arch.merger not in ("pooled", "scaled"):
             _linear(self, "fc2", (*stack, out, units), dtype, arch.merger_bias)
 
     def __call__(self, x_PM: jax.Array, index: int | jax.Array | None = None) -> jax.Array:
@@ -90,14 +95,26 @@ class Merger(Matrices):
             array = _array(self, name)
             return array if index is None else array[index]
 
-        if self._how == "pooled":
+        if self._how in ("pooled", "scaled"):
             squares = x_PM.reshape(-1, self._wide // x_PM.shape[1], x_PM.shape[1]).astype(jnp.float32)
-            mean = jnp.mean(squares, axis=1).astype(x_PM.dtype)
-            return _through(self, "fc1", _normalized(self, "norm", mean, of, self._eps), of)
+            mean = jnp.mean(squares, axis=1)
+            if self._how == "scaled":
+                normed = root_norm(self._scaled(mean).astype(x_PM.dtype), None, self._eps)
+            else:
+                normed = _normalized(self, "norm", mean.astype(x_PM.dtype), of, self._eps)
+            return _through(self, "fc1", normed, of)
         x = _normalized(self, "norm", x_PM.reshape(-1, self._normalized), of, self._eps).reshape(-1, self._wide)
         x = _through(self, "merge", x, of) if self._how == "projected" else x
         x = jax.nn.gelu(_through(self, "fc1", x, of), approximate=False)
         return _through(self, "fc2", x, of)
+
+    def _scaled(self, mean_TM: jax.Array) -> jax.Array:
+        """Means `[T, M]` float32, times sqrt(M), less the shift, times the factor."""
+        scaled = mean_TM * math.sqrt(mean_TM.shape[1])
+        if not hasattr(self, "shift"):
+            return scaled
+        shift, factor = (_array(self, name).astype(jnp.float32) for name in ("shift", "factor"))
+        return (scaled - shift) * factor
 
 
 class Tower(Matrices):
@@ -108,12 +125,21 @@ class Tower(Matrices):
         layers, m, f = arch.num_layers, arch.hidden_size, arch.ffn_size
         _linear(self, "patches", (m, arch.patch_len), dtype, has_bias=arch.patch_bias)
         if arch.table_side:
-            self.declare("positions", (arch.table_side**2, m), (None, None), dtype, None, fan_in=m)
+            self.declare("positions", (arch.table_len, m), (None, None), dtype, None, fan_in=m)
         for name, is_there in (("norm0", arch.first_norm), ("norm3", arch.last_norm)):
             if is_there:
                 _norm(self, name, (m,), dtype, arch.root_norms)
         _norm(self, "norm1", (layers, m), dtype, arch.root_norms)
         _norm(self, "norm2", (layers, m), dtype, arch.root_norms)
+        if arch.sandwich:
+            _norm(self, "norm1_out", (layers, m), dtype, arch.root_norms)
+            _norm(self, "norm2_out", (layers, m), dtype, arch.root_norms)
+        if arch.head_norms:
+            _norm(self, "q_norm", (layers, arch.head_dim), dtype, is_root=True)
+            _norm(self, "k_norm", (layers, arch.head_dim), dtype, is_root=True)
+        if arch.clips:
+            bounds = jnp.zeros((layers, len(_BOUNDED), 4), dtype)
+            self.bounds = nnx.Param(bounds, axes=(None,) * 3, mean=0.0, std=0.0)
         shapes = {"qkv": (3 * m, m), "o": (m, m), "gate": (f, m), "fc1": (f, m), "fc2": (m, f)}
         for name, shape in shapes.items():
             if arch.gated or name != "gate":
@@ -173,28 +199,51 @@ class Tower(Matrices):
         def of(name: str) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(_array(self, name), layer, keepdims=False)
 
-        read = _normalized(self, "norm1", x_PM, of, arch.norm_eps)
-        qkv = _through(self, "qkv", read, of).reshape(len(x_PM), 3, arch.num_heads, arch.head_dim)
-        q, k, v = jnp.moveaxis(qkv, 1, 0)
+        q, k, v = self._heads(_normalized(self, "norm1", x_PM, of, arch.norm_eps), of)
+        if arch.head_norms:
+            q, k = (root_norm(each, of(name), arch.norm_eps) for each, name in ((q, "q_norm"), (k, "k_norm")))
+            v = root_norm(v, None, arch.norm_eps)
         q, k = (rotate(each, around.cos, around.sin) if arch.turns else each for each in (q, k))
         out = self._attention(layer, q, k, v, around)
-        x_PM = x_PM + _through(self, "o", out.reshape(len(x_PM), -1), of)
+        made = self._bounded("o", out.reshape(len(x_PM), -1), of)
+        x_PM = x_PM + (_normalized(self, "norm1_out", made, of, arch.norm_eps) if arch.sandwich else made)
         read = _normalized(self, "norm2", x_PM, of, arch.norm_eps)
-        wide = _through(self, "fc1", read, of)
+        wide = self._bounded("fc1", read, of)
         activated = _ACTIVATIONS[arch.activation]
-        wide = activated(_through(self, "gate", read, of)) * wide if arch.gated else activated(wide)
-        return x_PM + _through(self, "fc2", wide, of)
+        wide = activated(self._bounded("gate", read, of)) * wide if arch.gated else activated(wide)
+        made = self._bounded("fc2", wide, of)
+        return x_PM + (_normalized(self, "norm2_out", made, of, arch.norm_eps) if arch.sandwich else made)
+
+    def _heads(self, read_PM: jax.Array, of: OfName) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values `[P, N, H]`."""
+        arch = self.arch
+        if arch.clips:
+            parts = zip("qkv", jnp.split(of("qkv"), 3), strict=True)
+            made = [self._bounded(name, read_PM, of, weights) for name, weights in parts]
+        else:
+            made = jnp.split(_through(self, "qkv", read_PM, of), 3, axis=-1)
+        q, k, v = (each.reshape(len(read_PM), arch.num_heads, arch.head_dim) for each in made)
+        return q, k, v
+
+    def _bounded(self, name: str, x: jax.Array, of: OfName, weights: jax.Array | None = None) -> jax.Array:
+        """`x` behind a matrix of the layer, `weights` or that of the name; both are clipped, if the tower does that."""
+        if not self.arch.clips:
+            return _through(self, name, x, of)
+        low, high, least, most = of("bounds")[_BOUNDED.index(name)].astype(x.dtype)
+        read = jnp.clip(x, low, high)
+        made = _through(self, name, read, of) if weights is None else product(read, weights)
+        return jnp.clip(made, least, most)
 
     def _attention(self, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, around: Surroundings) -> jax.Array:
         """`[P, N, H]`, over whole images or, in most layers of a tower with windows, within these."""
         arch = self.arch
 
         def within_images() -> jax.Array:
-            return segment_attention(q, k, v, around.segments)
+            return segment_attention(q, k, v, around.segments, scale=arch.attention_scale)
 
         def within_windows() -> jax.Array:
             most = (arch.window * arch.merge_size) ** 2
-            return segment_attention(q, k, v, around.windows, most)
+            return segment_attention(q, k, v, around.windows, most, arch.attention_scale)
 
         if not arch.window:
             return within_images()
@@ -231,11 +280,11 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
     return (centred * inverse * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def root_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm (arXiv 1910.07467) of the last axis, in float32."""
+def root_norm(x: jax.Array, scale: jax.Array | None, eps: float) -> jax.Array:
+    """RMSNorm (arXiv 1910.07467) of the last axis, in float32; without a scale, if that is None."""
     wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (normed if scale is None else normed * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
@@ -249,6 +298,9 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "quick_gelu": quick_gelu,
     "silu": jax.nn.silu,
 }
+
+# Matrices of a layer whose inputs and outputs have bounds: least and most input, least and most output of each.
+_BOUNDED = ("q", "k", "v", "o", "gate", "fc1", "fc2")
 
 OfName: TypeAlias = Callable[[str], jax.Array]  # the numbers of a parameter, by its name in the module
 
@@ -292,19 +344,25 @@ FAR = -1e30  # in the place of scores between segments: no minus infinity, so th
 
 
 def segment_attention(
-    q_PNH: jax.Array, k_PNH: jax.Array, v_PNH: jax.Array, segments: jax.Array, most: int | None = None
+    q_PNH: jax.Array,
+    k_PNH: jax.Array,
+    v_PNH: jax.Array,
+    segments: jax.Array,
+    most: int | None = None,
+    scale: float | None = None,
 ) -> jax.Array:
-    """`[P, N, H]`: softmax of q . k / sqrt(H) over keys of the same segment `[P]`, in float32, times v.
+    """`[P, N, H]`: softmax of q . k times `scale` over keys of the same segment `[P]`, in float32, times v.
 
-    `most`: patches of a segment, which follow each other; None: a segment may have all.
+    `most`: patches of a segment, which follow each other; None: a segment may have all. `scale`: None is 1 / sqrt(H).
     """
     count, num_heads, head_dim = q_PNH.shape
-    scale = head_dim**-0.5
-    block = BLOCK if count % BLOCK == 0 else count
+    scale = head_dim**-0.5 if scale is None else scale
+    block = min(BLOCK, count)
     span = count if most is None else min(block + 2 * (most - 1), count)
+    last = count - block  # where the last block begins, whose first queries may be those of the one before, too
 
     def of_block(number: jax.Array) -> jax.Array:
-        start = number * block
+        start = jnp.minimum(number * block, last)
         queries = jax.lax.dynamic_slice_in_dim(q_PNH, start, block)
         of_queries = jax.lax.dynamic_slice_in_dim(segments, start, block)
         first = jnp.clip(start - (span - block) // 2, 0, count - span)
@@ -315,5 +373,6 @@ def segment_attention(
 
     if count == block:
         return of_block(jnp.int32(0))
-    out: jax.Array = jax.lax.map(of_block, jnp.arange(count // block))
-    return out.reshape(count, num_heads, head_dim)
+    whole, rest = divmod(count, block)
+    out = jax.lax.map(of_block, jnp.arange(whole + (rest > 0))).reshape(-1, num_heads, head_dim)
+    return jnp.concatenate([out[: count - rest], out[len(out) - rest :]]) if rest else out

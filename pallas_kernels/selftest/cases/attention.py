@@ -96,7 +96,7 @@ def extend_cases(shapes: KernelShapes) -> Iterator[Case]:
     for options in shapes.attention:
         last = (0, 0) if options.sliding_window is None else (_past(options), 19)
         yield _extend(shapes, [*pairs, last], options)
-        if shapes.sees_ahead:
+        if options.sees_ahead:
             yield _extend(shapes, [*pairs, last], options, run=23)
 
 

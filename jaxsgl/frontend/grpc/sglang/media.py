@@ -39,7 +39,7 @@ def media_of(
     """Returns the pictures in `inputs.pixel_values`. Raises `InvalidRequest` for what doesn't fit together."""
     if not inputs.HasField("pixel_values"):
         return ()
-    if limits.has_lines or limits.image_side:
+    if not settings.takes_pixels:
         raise InvalidRequest("mm_inputs.pixel_values is not supported for this model: send image_data or image_urls")
     grids = _grids(inputs, limits)
     rows_of = [h * w for _, h, w in grids]
