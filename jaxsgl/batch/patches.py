@@ -22,6 +22,7 @@ from jaxsgl.requests.media import Grid, MediaItem, patches_of
 NUM_TAPS = 4
 PLACES = 2 + 2 * NUM_TAPS + 2  # columns of `EncodeInputs.columns`
 MIN_CALL_PATCHES = 256  # of the smallest call of the tower
+SHARED_CALL_PATCHES = 4096  # images share a call of the tower up to so many on a device; a larger one has its own
 KEPT_GRIDS = 256  # layouts of grids that are remembered
 PAD_SEGMENT = -1
 
@@ -87,6 +88,11 @@ class TowerCapacity:
         in_call = self.shape.tokens_of(self.max_patches)
         return in_call if self.max_image_tokens is None else min(self.max_image_tokens, in_call)
 
+    @property
+    def shared_patches(self) -> int:
+        """Patches up to which images share a call on each device: they fill the largest call that is meant for that."""
+        return max((each.num_patches for each in self.buckets if each.num_patches <= SHARED_CALL_PATCHES), default=0)
+
     def is_sliced(self, bucket: EncodeBucket) -> bool:
         """Whether calls of this shape may be run in parts."""
         return self.sliced_from is not None and self.num_bins == 1 and bucket.num_patches >= self.sliced_from
@@ -98,18 +104,18 @@ class TowerCapacity:
 
     @property
     def buckets(self) -> tuple[EncodeBucket, ...]:
-        """Shapes of calls, ascending: sizes double. None without a tower."""
+        """Shapes of calls, ascending: sizes double up to what an image, or several, need. None without a tower."""
         if not self.encodes:
             return ()
-        size, buckets = min(self.call_patches, self.max_patches), []
-        while size < self.max_patches:
-            buckets.append(EncodeBucket(size, self.num_bins))
-            size *= 2
-        return (*buckets, EncodeBucket(self.max_patches, self.num_bins))
+        sizes = [min(self.call_patches, self.max_patches)]
+        image = self.image_tokens * self.shape.merge_size**2
+        while sizes[-1] < image or (2 * sizes[-1] <= SHARED_CALL_PATCHES and sizes[-1] < self.max_patches):
+            sizes.append(min(2 * sizes[-1], self.max_patches))
+        return tuple([EncodeBucket(size, self.num_bins) for size in sizes])
 
 
 def smallest_call(image_patches: int, square: int) -> int:
-    """Patches of the smallest call: whole squares, so that images just fill it, or one of twice or four times as many.
+    """Patches of the smallest call, from which sizes double: in whole squares, and so that a large image fills a call.
 
     Args:
       image_patches: of an image that is as large as images become; 0: there is no such limit.
@@ -229,14 +235,6 @@ def layout_of(grid: Grid, shape: TowerShape) -> Layout:
     return Layout(order, columns, int(windows[-1]) + 1)
 
 
-def _taps_by_axis(row: npt.NDArray[np.intp], column: npt.NDArray[np.intp], side: int) -> IntArray:
-    """The same, of two tables: first that of columns, then that of rows. Beyond a table its last position holds."""
-    none = np.zeros_like(row)
-    taps = np.stack([np.minimum(column, side - 1), side + np.minimum(row, side - 1), none, none], axis=1)
-    weights = np.tile(np.array([1, 1, 0, 0], np.float32), (len(row), 1))
-    return np.concatenate([taps.astype(np.int32), weights.view(np.int32)], axis=1)
-
-
 def _taps(row: npt.NDArray[np.intp], column: npt.NDArray[np.intp], grid: Grid, side: int) -> IntArray:
     """`[n, 2 * NUM_TAPS]`: learned positions around each patch, and the bits of their weights; zeros without any.
 
@@ -255,6 +253,14 @@ def _taps(row: npt.NDArray[np.intp], column: npt.NDArray[np.intp], grid: Grid, s
     taps = np.stack([y0 * side + x0, y0 * side + x1, y1 * side + x0, y1 * side + x1], axis=1)
     weights = np.stack([(one - fy) * (one - fx), (one - fy) * fx, fy * (one - fx), fy * fx], axis=1)
     return np.concatenate([taps, weights.astype(np.float32).view(np.int32)], axis=1)
+
+
+def _taps_by_axis(row: npt.NDArray[np.intp], column: npt.NDArray[np.intp], side: int) -> IntArray:
+    """The same for two tables, that of columns and then that of rows; beyond a table its last position holds."""
+    none = np.zeros_like(row)
+    taps = np.stack([np.minimum(column, side - 1), side + np.minimum(row, side - 1), none, none], axis=1)
+    weights = np.tile(np.array([1, 1, 0, 0], np.float32), (len(row), 1))
+    return np.concatenate([taps.astype(np.int32), weights.view(np.int32)], axis=1)
 
 
 def pack(

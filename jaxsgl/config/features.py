@@ -71,7 +71,8 @@ class VisionConfig:
         "being encoded again; 0: none (default: 1024 on a CPU, else 4096)",
     )
     mm_max_patches: int | None = flag(
-        None, "patches of one image at most, 4 of which are a token (default: 4096 on a CPU, else 16384)"
+        None,
+        "patches of one image at most, 4 of which are a token (of Gemma 9 or 16; default: 4096 on a CPU, else 16384)",
     )
 
     def __post_init__(self) -> None:

@@ -16,9 +16,10 @@ from pallas_kernels.routing import Score
 NormPlaces: TypeAlias = Literal["pre", "post", "sandwich"]
 # Over what queries and keys are normalized before rope: each head, or all heads at once.
 QkNorm: TypeAlias = Literal["head", "all"]
-# What makes a token of a square of patches: an MLP; a matrix, and two that bring it to the decoder's size; or their
-# mean, normalized, and a matrix.
+# What makes a token of a square of patches: an MLP; a matrix, and two that bring it to the decoder's size; their mean,
+# normalized, and a matrix; or that mean in another scale, normalized without scales, and a matrix.
 Merging: TypeAlias = Literal["mlp", "projected", "pooled", "scaled"]
+# How patches have learned positions, see `VisionArch`, and where the decoder's tokens of an image see up to its end.
 Positions: TypeAlias = Literal["none", "square", "axes"]
 Ahead: TypeAlias = Literal["nowhere", "everywhere", "in windows"]
 # What attention's output has gates for: each query head, or each number of one.

@@ -153,7 +153,10 @@ def _of_each_layer(config: ConfigFile, key: str, values: Any, num_layers: int) -
 
 
 def _read_window(config: ConfigFile, family: Family, max_context: int) -> int | None:
-    """Tokens that a layer with a window attends to; None: all, as where no sequence is longer than the window."""
+    """Tokens that a layer with a window attends to; None: all, as where no sequence is longer than the window.
+
+    Where tokens of images see ahead in layers with windows, these stay what they are.
+    """
     if family.windows == "none":
         return None
     is_on = family.windows in ("always", "late", "listed") or config.get("use_sliding_window", False)
@@ -161,7 +164,8 @@ def _read_window(config: ConfigFile, family: Family, max_context: int) -> int | 
     if not (is_on and is_given):
         return None
     window = config.count("sliding_window")
-    return window if window < max_context else None
+    is_told_apart = family.vision is not None and family.vision.ahead == "in windows"
+    return window if window < max_context or is_told_apart else None
 
 
 def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, RopeParams]:

@@ -85,7 +85,7 @@ def tokens_of(settings: ProcessorSettings, name_of: Callable[[int], bytes]) -> T
 
 
 def times_in_words(video: Visual, times: Times) -> list[str]:
-    """Returns what stands before each temporal patch of a video, and apart from the one before."""
+    """Returns what stands before each temporal patch of a video: its time, after a space if the model has one there."""
     seconds = [part.time_s or 0.0 for part in video.parts]
     if times == "seconds":
         return [f"<{time_s:.1f} seconds>" for time_s in seconds]
@@ -105,7 +105,7 @@ def write_placeholders(text: str, visuals: Sequence[Visual], tokens: Tokens) -> 
     if tokens.written == "start":
         text = text.replace(tokens.start, f"{EMPTY_LINE}{framed}{EMPTY_LINE}")
     elif tokens.written == "image":
-        text = text.replace(tokens.image, framed)
+        text = text.replace(framed, tokens.image).replace(tokens.image, framed)
     if not (videos or tokens.video):
         return text
     pieces = text.split(tokens.video)
@@ -129,11 +129,12 @@ def expand_placeholders(
     """Does to ids what `write_placeholders` does to text; `encode` gives the ids of a time in words."""
     videos = [visual for visual in visuals if visual.is_video]
     start, end = settings.vision_start_token_id, settings.vision_end_token_id
-    if settings.written != "framed":
-        line = encode(EMPTY_LINE) if settings.written == "start" else []
-        framed = [*line, start, settings.image_token_id, end, *line]
-        written = start if settings.written == "start" else settings.image_token_id
-        ids = [each for token_id in ids for each in (framed if token_id == written else [token_id])]
+    framed = [start, settings.image_token_id, end]
+    if settings.written == "start":
+        line = encode(EMPTY_LINE)
+        ids = _put(ids, [start], [*line, *framed, *line])
+    elif settings.written == "image":
+        ids = _put(_put(ids, framed, framed[1:2]), framed[1:2], framed)
     count = sum(token_id == settings.video_token_id for token_id in ids)
     if count != len(videos):
         raise _mismatch(count, f"id {settings.video_token_id}", len(videos), "videos")
@@ -152,6 +153,16 @@ def expand_placeholders(
         for time in times_in_words(video, settings.times):
             expanded += [*encode(time), start, token_id, end]
     return expanded
+
+
+def _put(ids: Sequence[int], written: list[int], meant: list[int]) -> list[int]:
+    """The ids with `meant` in the place of each run `written`."""
+    made: list[int] = []
+    for token_id in ids:
+        made.append(token_id)
+        if made[-len(written) :] == written:
+            made[-len(written) :] = meant
+    return made
 
 
 def expand(

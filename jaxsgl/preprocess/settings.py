@@ -61,7 +61,7 @@ class ProcessorSettings:
         `vision_end_token_id` if the model has them ("framed"); the first of these alone, for which those and the
         placeholder between them are put, between empty lines ("start"); or the placeholder, for which the same is put
         without lines ("image").
-      times: how the time of a temporal patch is told in words, and whether they and what they are of stand apart.
+      times: how the time of a temporal patch is told in words: as `<1.5 seconds>`, or as `00:01` between spaces.
       takes_pixels: gateways preprocess pictures as this model's processor does.
       line_ends: what ends the lines of a picture, and its last one; None: nothing does.
       caps_frames: whether a frame has at most `max_frame_tokens` tokens or, by frame, its share of `max_video_tokens`,
@@ -257,9 +257,10 @@ def _of_gemma4(
     """Pictures and frames that fill a number of tokens; the tower normalizes."""
     patch_size, merge = vision.get("patch_size", 16), vision.get("pooling_kernel_size", 3)
     same = {"patch_size": patch_size, "pooling_kernel_size": merge}
-    _check_processor(folder / _IMAGE_FILE, image, same | {"do_normalize": False})
-    normalized = {"do_normalize": True, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
-    _check_processor(folder / _VIDEO_FILE, video, same | (normalized if video.get("do_normalize", True) else {}))
+    for file, values in ((_IMAGE_FILE, image), (_VIDEO_FILE, video)):
+        told = values.get("do_normalize")
+        changes_nothing = {} if told is False else {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+        _check_processor(folder / file, values, same | changes_nothing | {"do_normalize": told})
     square = (patch_size * merge) ** 2
     try:
         pixels, frame = (

@@ -77,22 +77,22 @@ _MISTRAL3: dict[str, _Of] = {
     "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("D", "VM")),
     "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "D")),
 }
-_SIGLIP, _SIGLIP_LAYER = _TOWER, _TOWER + "encoder.layers.{}."
+_SIGLIP, _ENCODER_LAYER = _TOWER, _TOWER + "encoder.layers.{}."
 _GEMMA3: dict[str, _Of] = {
     "patches": _Of((_SIGLIP + "embeddings.patch_embedding",), ("VM", "VI", "VP", "VP"), pieces.flat_patches),
     "positions": _Of((_SIGLIP + "embeddings.position_embedding",), ("VG", "VM")),
-    "qkv": _Of(tuple(f"{_SIGLIP_LAYER}self_attn.{part}_proj" for part in "qkv"), ("VM", "VM"), pieces.in_rows),
-    "o": _Of((_SIGLIP_LAYER + "self_attn.out_proj",), ("VM", "VM")),
-    "fc1": _Of((_SIGLIP_LAYER + "mlp.fc1",), ("VF", "VM")),
-    "fc2": _Of((_SIGLIP_LAYER + "mlp.fc2",), ("VM", "VF")),
-    "norm1": _Of((_SIGLIP_LAYER + "layer_norm1",), ("VM",)),
-    "norm2": _Of((_SIGLIP_LAYER + "layer_norm2",), ("VM",)),
+    "qkv": _Of(tuple(f"{_ENCODER_LAYER}self_attn.{part}_proj" for part in "qkv"), ("VM", "VM"), pieces.in_rows),
+    "o": _Of((_ENCODER_LAYER + "self_attn.out_proj",), ("VM", "VM")),
+    "fc1": _Of((_ENCODER_LAYER + "mlp.fc1",), ("VF", "VM")),
+    "fc2": _Of((_ENCODER_LAYER + "mlp.fc2",), ("VM", "VF")),
+    "norm1": _Of((_ENCODER_LAYER + "layer_norm1",), ("VM",)),
+    "norm2": _Of((_ENCODER_LAYER + "layer_norm2",), ("VM",)),
     "norm3": _Of((_SIGLIP + "post_layernorm",), ("VM",)),
     "merger.norm": _Of((_PROJECTOR + "mm_soft_emb_norm",), ("VM",), pieces.norm),
     "merger.fc1": _Of((_PROJECTOR + "mm_input_projection_weight",), ("VM", "D"), pieces.transposed, ending=""),
 }
 
-_EMBED, _OF_HEADS, _OF_MLP = _TOWER + "patch_embedder.", _SIGLIP_LAYER + "self_attn.", _SIGLIP_LAYER + "mlp."
+_EMBED, _OF_HEADS, _OF_MLP = _TOWER + "patch_embedder.", _ENCODER_LAYER + "self_attn.", _ENCODER_LAYER + "mlp."
 _BOUNDED = (
     *(f"{_OF_HEADS}{part}_proj" for part in "qkvo"),
     *(f"{_OF_MLP}{part}_proj" for part in ("gate", "up", "down")),
@@ -109,10 +109,10 @@ _GEMMA4: dict[str, _Of] = {
     "fc1": _Of((_OF_MLP + "up_proj.linear",), ("VF", "VM")),
     "fc2": _Of((_OF_MLP + "down_proj.linear",), ("VM", "VF")),
     "bounds": _Of(tuple(f"{name}.{bound}" for name in _BOUNDED for bound in _BOUNDS), (), pieces.numbers_in_fours, ""),
-    "norm1": _Of((_SIGLIP_LAYER + "input_layernorm",), ("VM",)),
-    "norm1_out": _Of((_SIGLIP_LAYER + "post_attention_layernorm",), ("VM",)),
-    "norm2": _Of((_SIGLIP_LAYER + "pre_feedforward_layernorm",), ("VM",)),
-    "norm2_out": _Of((_SIGLIP_LAYER + "post_feedforward_layernorm",), ("VM",)),
+    "norm1": _Of((_ENCODER_LAYER + "input_layernorm",), ("VM",)),
+    "norm1_out": _Of((_ENCODER_LAYER + "post_attention_layernorm",), ("VM",)),
+    "norm2": _Of((_ENCODER_LAYER + "pre_feedforward_layernorm",), ("VM",)),
+    "norm2_out": _Of((_ENCODER_LAYER + "post_feedforward_layernorm",), ("VM",)),
     "merger.shift": _Of((_TOWER + "std_bias",), ("VM",), ending=""),
     "merger.factor": _Of((_TOWER + "std_scale",), ("VM",), ending=""),
     "merger.fc1": _Of(("model.embed_vision.embedding_projection",), ("D", "VM")),

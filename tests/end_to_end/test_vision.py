@@ -274,6 +274,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
         ("qwen2_5_vl", 2, True),
         ("ministral3", 2, True),
         ("gemma3", 2, True),
+        ("gemma4", 2, True),
     ],
 )
 def test_devices_that_share_the_model_and_its_images_give_greedy_tokens(

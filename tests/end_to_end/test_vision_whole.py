@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from jaxsgl.batch.patches import EncodePart
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.engine import Engine
@@ -22,7 +23,6 @@ from tests.end_to_end.test_vision import engine_of, give_up_after, run
 from tests.grids import daily
 from tests.vision_models import (
     IMAGE,
-    OF_GEMMA4,
     VIDEO,
     WHOLE_GRIDS,
     is_greedy,
@@ -52,7 +52,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     kind, page_size = request.param
     folder = tmp_path_factory.mktemp(kind)
     model = make_model(folder, kind)
-    engine = engine_of(folder, page_size, max_total_tokens=4000)
+    scheduling = SchedulingConfig(max_itl_ms=1000.0)  # so that the tower's parts are compiled
+    engine = engine_of(folder, page_size, max_total_tokens=4000, scheduling=scheduling)
     yield Served(engine, model, kind)
     engine.close()
 
@@ -126,14 +127,22 @@ def test_names_of_tensors_in_older_folders_are_understood(tmp_path: Path) -> Non
     engine.close()
 
 
-def test_time_limits_and_full_steps_let_images_pass(served: Served) -> None:
-    """Steps of a millisecond at most: the first chunk of a step takes a whole image all the same."""
+def test_time_limits_and_full_steps_let_images_pass(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a millisecond at most: images are encoded in parts, and the first chunk of a step takes a whole one."""
     engine, model, _ = served
+    firsts, run_part = set(), engine._runner._tower_parts.run
+
+    def noted(params: Any, images: Any, part: EncodePart) -> Any:
+        firsts.add(part.first)
+        return run_part(params, images, part)
+
+    monkeypatch.setattr(engine._runner._tower_parts, "run", noted)
     requests = [served.request(str(i), 1, 70 + i, max_tokens=20) for i in range(12)]
     scheduling = SchedulingConfig(enable_mixed_chunk=True, max_itl_ms=1.0)
     answers = outputs(serve(engine, [requests[:6], [], [], requests[6:]], config=scheduling), requests)
     for asked, answer in zip(requests, answers, strict=True):
         assert is_greedy(model, asked, answer), asked.request_id
+    assert len(firsts) > 1
 
 
 def test_the_native_kernel_sees_ahead_as_xla_does(tmp_path: Path) -> None:
@@ -156,7 +165,7 @@ def test_the_native_kernel_sees_ahead_as_xla_does(tmp_path: Path) -> None:
     assert len(exact) == len(found["native"]) and errors["native"] < max(1.5 * errors["xla"], 0.05), errors
 
 
-@pytest.mark.parametrize("kind", OF_GEMMA4)
+@pytest.mark.parametrize("kind", daily(["gemma4_small", "gemma4"], every=2))
 def test_frames_of_a_video_are_images_of_their_own(kind: str, tmp_path: Path) -> None:
     """And in the small model no image is seen whole, and layers have embeddings of tokens, of which images are none."""
     model = make_model(tmp_path, kind)

@@ -175,7 +175,8 @@ def ended(client: openai.OpenAI, batch_id: str) -> Any:
 
 def test_openais_client_runs_a_batch(client: tuple[openai.OpenAI, ServerProcess]) -> None:
     api, _ = client
-    text = "".join(line(f"r{at}", [at + 1], temperature=-1 if at == 3 else 0) for at in range(6))
+    text = "".join(line(f"r{at}", [at + 1], temperature=-1 if at == 3 else 0) for at in range(5))
+    text += line("r5", [6], temperature=0, user="long" * 20_000)  # a body that takes some time to parse
     file = api.files.create(file=("requests.jsonl", text.encode()), purpose="batch")
     assert (file.filename, file.bytes, file.purpose) == ("requests.jsonl", len(text), "batch")
     assert api.files.content(file.id).text == text

@@ -13,9 +13,10 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.preprocess.loading import Bounds, load
+from jaxsgl.preprocess.loading import Bounds, load, sampled_frames
 from jaxsgl.preprocess.placeholders import Part
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageFile, VideoFile
@@ -132,6 +133,13 @@ def test_frames_of_gemma_4_fill_fewer_tokens() -> None:
     clip = VideoFile(tuple(file_of(picture(640, 480, seed=i)) for i in range(3)), 1.0)
     (visual,) = load([clip], FILLED, BOUNDS)
     assert [(part.grid, part.time_s) for part in visual.parts] == [((1, 21, 27), float(second)) for second in range(3)]
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 1001])
+def test_frames_of_gemma_4_are_those_of_transformers(count: int) -> None:
+    metadata = VideoMetadata(total_num_frames=count, fps=25.0)
+    expected = default_sample_indices_fn(metadata, num_frames=min(count, 32))
+    assert sampled_frames(count, 25.0, FILLED) == expected.tolist()
 
 
 def test_a_picture_of_mistral_3_that_is_too_large_for_the_tower_is_scaled_down() -> None:

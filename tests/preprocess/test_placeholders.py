@@ -109,8 +109,13 @@ def test_what_stands_for_a_picture_or_a_video_of_gemma_4_becomes_frames() -> Non
     frames = "00:00 <start><video><end> 01:01 <start><video><end>"
     written = write_placeholders("a<image>b<video>c", [PICTURE, clip], tokens)
     assert written == f"a<start><image><end>b{frames}c"
+    assert write_placeholders("a<start><image><end>b<image>", [PICTURE, WIDE], replace(tokens, video="")) == (
+        "a<start><image><end>b<start><image><end>"
+    )
     ids = expand_placeholders([1, IMAGE, VIDEO], [PICTURE, clip], settings, lambda text: [ord(each) for each in text])
     spelled = [[ord(each) for each in time] for time in ("00:00 ", " 01:01 ")]
+    framed = expand_placeholders([START, IMAGE, END, 3, IMAGE], [PICTURE, WIDE], settings, lambda text: [])
+    assert framed == [START, IMAGE, END, 3, START, IMAGE, END]
     assert ids == [1, START, IMAGE, END, *spelled[0], START, VIDEO, END, *spelled[1], START, VIDEO, END]
 
 

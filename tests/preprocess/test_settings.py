@@ -203,8 +203,13 @@ GEMMA4_VIDEO = {
 
 @pytest.mark.parametrize(
     "files",
-    [{"processor_config": {"image_processor": GEMMA4_IMAGE, "video_processor": GEMMA4_VIDEO}}, {}],
-    ids=["published", "none"],
+    [
+        {"processor_config": {"image_processor": GEMMA4_IMAGE, "video_processor": GEMMA4_VIDEO}},
+        {"processor_config": {"image_processor": GEMMA4_VIDEO | {"max_soft_tokens": 280}}},
+        {"video_preprocessor_config": GEMMA4_IMAGE | {"max_soft_tokens": 70}},
+        {},
+    ],
+    ids=["published", "normalized", "not normalized", "none"],
 )
 def test_the_files_of_gemma_4_are_understood(files: dict[str, Any], tmp_path: Path) -> None:
     assert load_settings(write(tmp_path, config=GEMMA4, **files)) == FILLED
@@ -213,7 +218,7 @@ def test_the_files_of_gemma_4_are_understood(files: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize(
     ("image", "video", "message"),
     [
-        ({"do_normalize": True}, {}, "do_normalize is True, but only False"),
+        ({"do_normalize": True, "image_std": [0.5] * 3}, {}, "image_std is"),
         ({"pooling_kernel_size": 2}, {}, "pooling_kernel_size is 2, but only 3"),
         ({"max_soft_tokens": "many"}, {}, "can't be understood"),
         ({}, {"image_mean": [0.5] * 3}, "image_mean is"),

@@ -190,7 +190,7 @@ def test_devices_share_images_within_one_of_the_best_balance() -> None:
     for _ in range(200):
         num_bins = rng.choice([2, 4, 8])
         items = [asked("", [(seed, rng.randint(1, 200))]).media[0] for seed in range(rng.randint(1, 20))]
-        calls = share_out([(item, np.zeros(item.length, np.int32)) for item in items], num_bins, 16384)
+        calls = share_out([(item, np.zeros(item.length, np.int32)) for item in items], num_bins, 4096)
         placed = [item.digest for bins in calls for images in bins for item, _ in images]
         assert sorted(placed) == sorted(item.digest for item in items)
         for bins in calls:

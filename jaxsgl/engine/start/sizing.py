@@ -239,6 +239,8 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
             f"--mm-host-mib is 0, but with --disaggregation-mode {mode} embeddings of images pass through host memory: "
             "raise it, or serve text alone with --language-only"
         )
+    largest = min(vision.image_tokens * square, max_patches)
+    is_sliced = vision.has_tower and config.scheduling.max_itl_ms is not None
     host_mib = HOST_MIB.get(platform, OTHER_HOST_MIB) if flags.mm_host_mib is None else flags.mm_host_mib
     return TowerCapacity(
         shape,
@@ -248,9 +250,9 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
         host_bytes=host_mib << 20,
         row_bytes=_row_bytes(config, arch, platform),
         encodes=vision.has_tower,
-        call_patches=max(MIN_CALL_PATCHES, needed) if needed else smallest_call(vision.image_tokens * square, square),
+        call_patches=max(MIN_CALL_PATCHES, needed) if needed else smallest_call(largest, square),
         max_image_tokens=vision.image_tokens or None,
-        sliced_from=SLICED_PATCHES if vision.has_tower and config.scheduling.max_itl_ms is not None else None,
+        sliced_from=min(SLICED_PATCHES, largest or SLICED_PATCHES) if is_sliced else None,
     )
 
 
@@ -274,7 +276,7 @@ def _embeddings_bytes(tower: TowerCapacity | None) -> int:
     """Bytes of the pool of embeddings, which every device has whole, and of an image on its way to the host."""
     if tower is None:
         return 0
-    on_their_way = tower.shape.tokens_of(tower.max_patches) if tower.host_bytes else 0
+    on_their_way = tower.image_tokens if tower.host_bytes else 0
     return (1 + tower.num_rows + on_their_way) * tower.row_bytes
 
 

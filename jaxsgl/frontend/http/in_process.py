@@ -12,6 +12,7 @@ from starlette.types import Message
 from jaxsgl.frontend.batches import Answered, BatchRequest
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors
+from jaxsgl.frontend.http.middleware import BodyLimit
 from jaxsgl.frontend.http.openai import routes
 
 READY_POLL_S = 0.5
@@ -25,6 +26,8 @@ class InProcess:
         self._app = FastAPI(openapi_url=None)
         errors.add_handlers(self._app)
         self._app.include_router(routes.router(front_end))
+        config = front_end.config
+        self._app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, max_plain_bytes=config.max_message_bytes)
 
     async def ask(self, request: BatchRequest) -> Answered:
         """Returns the whole answer; waits first while the engine takes no request, as at the start."""

@@ -301,18 +301,20 @@ def _read_layers(config: ConfigFile, key: str, of_family: tuple[int, ...] | None
 
 def _as_processed(arch: VisionArch, family: VisionFamily, folder: Path) -> VisionArch:
     """The tower with what the folder's image processor says: mean and deviation, or how many tokens a picture gets."""
-    values = _image_processor(folder)
+    values = _processor(folder, "preprocessor_config.json", "image_processor")
     if family.own_pixels:
+        of_frames = _processor(folder, "video_preprocessor_config.json", "video_processor")
         told = SOFT_TOKENS if values is None else values.count("max_soft_tokens", SOFT_TOKENS)
-        return replace(arch, image_tokens=told)
+        frame = 0 if of_frames is None else of_frames.get("max_soft_tokens", 0)
+        return replace(arch, image_tokens=max(told, frame))
     if values is None:
         return arch
     mean = _per_channel(values, "image_mean", arch.mean)
     return replace(arch, mean=mean, std=_per_channel(values, "image_std", arch.std))
 
 
-def _image_processor(folder: Path) -> ConfigFile | None:
-    for name, section in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+def _processor(folder: Path, own_file: str, own_section: str) -> ConfigFile | None:
+    for name, section in ((own_file, None), ("processor_config.json", own_section)):
         path = folder / name
         if not path.is_file():
             continue

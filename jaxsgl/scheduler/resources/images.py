@@ -38,7 +38,6 @@ from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.resources.resource import Extent, PlanInTheMaking, Resource, ResourceDraft
 
-SHARED_CALL_PATCHES = 4096  # images share a call of the tower up to so many on a device; a larger one has its own
 UNBOUNDED = Timing()
 
 
@@ -437,7 +436,7 @@ class Images(Resource):
     def _calls(self) -> list[EncodeInputs]:
         waiting = [(item, image.rows) for item, image in self._to_encode.values()]
         calls = []
-        for bins in share_out(waiting, self._capacity.num_bins, self._capacity.max_patches):
+        for bins in share_out(waiting, self._capacity.num_bins, self._capacity.shared_patches):
             most = max(sum(item.num_patches for item, _ in images) for images in bins)
             calls.append(pack(bins, self._buckets.encode_of(most), self._capacity))
         return calls
@@ -449,9 +448,9 @@ def items_of(req: Req, start: int, stop: int) -> list[tuple[int, MediaItem]]:
 
 
 def share_out(
-    images: Sequence[tuple[MediaItem, IntArray]], num_bins: int, max_patches: int
+    images: Sequence[tuple[MediaItem, IntArray]], num_bins: int, shared_patches: int
 ) -> list[list[list[tuple[MediaItem, IntArray]]]]:
-    """Calls of the tower for `images`: for each, those of each of `num_bins` devices.
+    """Calls of the tower for `images`: for each, those of each of `num_bins` devices, with up to `shared_patches`.
 
     The largest image that is left goes to the device that has least, so that the loads of the devices of a call differ
     by one image at most, unless one has no room for another image.
@@ -459,7 +458,7 @@ def share_out(
     left = sorted(images, key=lambda image: -image[0].num_patches)
     calls = []
     while left:
-        most = min(max(SHARED_CALL_PATCHES, left[0][0].num_patches), max_patches)
+        most = max(shared_patches, left[0][0].num_patches)
         bins: list[list[tuple[MediaItem, IntArray]]] = [[] for _ in range(num_bins)]
         loads, rest = [0] * num_bins, []
         for image in left:
