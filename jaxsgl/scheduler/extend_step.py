@@ -274,7 +274,8 @@ class ExtendBuilder:
         if self._whole_prompts:
             count = claim.extend_left if self._takes_whole(claim) else 0
         else:
-            count = min(before + min(budget, self._budget.num_tokens), self._in_time(claim, before), claim.extend_left)
+            room = max(min(budget, self._budget.num_tokens), self._together(claim))
+            count = min(before + room, self._in_time(claim, before), claim.extend_left)
         wanted = count
         if self._drafts:
             count = self._longest(claim, before, wanted)
@@ -317,10 +318,14 @@ class ExtendBuilder:
     def _in_time(self, claim: Claim, before: int, besides_s: float = 0.0) -> int:
         """Tokens that the chunk may have so that the step ends in time; a page if it is the step's first chunk."""
         longest = self._budget.longest_chunk(claim.kv_len, before, besides_s)
+        return longest if self._chunks else max(longest, self._cache.page_size, self._together(claim))
+
+    def _together(self, claim: Claim) -> int:
+        """Tokens that the step's first chunk has at once, beyond its share, as the next ones can't be parted; else 0."""
         if self._chunks:
-            return longest
+            return 0
         together = max([draft.least(claim.req, claim.kv_len) for draft in self._drafts], default=1)
-        return max(longest, self._cache.page_size, together)
+        return together if together > 1 else 0
 
     def _chunk_len(self, claim: Claim, count: int, pages_before: int) -> int:
         """At most `count`: what pages can be allocated for, and unless it is the rest, up to a page border."""

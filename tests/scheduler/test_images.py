@@ -7,6 +7,7 @@ row that is taken away too early, or read before it is written, changes the toke
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -310,3 +311,21 @@ def test_images_that_are_seen_whole_are_never_parted(chunk: int, page_size: int,
     run_loop(scheduler, engine, mailbox, 1)
     assert [mailbox.output_ids(one.request_id) for one in requests] == [expected(one) for one in requests]
     assert engine.num_ahead > 24 * 10 and scheduler.state.totals.retractions > 0
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_image_that_is_seen_whole_goes_before_the_shares_of_prompts_that_keep_coming(mixed: bool) -> None:
+    """It has 40 tokens of a step's 64; a prompt between chunks has half of a step while others wait."""
+    sizes = capacity(rows=40, page_size=4, num_pages=400, chunk=64, sees_ahead=True)
+    assert sizes.tower is not None
+    sizes = replace(sizes, context_length=400, tower=replace(sizes.tower, max_patches=256, num_rows=100))
+    image = asked("image", [30, (1, 40), 2], 3)
+    script: list[list[Any]] = [[image, asked("text", [40], 1)]]
+    for turn in range(40):
+        script.append([asked(f"{turn} {i}", [32], 1) for i in range(2)])
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), SchedulingConfig(enable_mixed_chunk=mixed))
+    mailbox = ScriptedMailbox(script)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, 1)
+    assert mailbox.output_ids("image") == expected(image)
+    assert [reply.request_id for reply in mailbox.replies if reply.token_ids].index("image") < 6
+

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.outputs import HostOutputs
 from jaxsgl.config.engine import SchedulingConfig
@@ -21,6 +21,7 @@ from jaxsgl.scheduler.latency import FIT_EVERY, FORGET_AFTER, StepTimes
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox
 from tests.checked import CheckedScheduler
+from tests.scheduler import image_requests
 from tests.scheduler.serving import capacity, expected, request
 
 SIZES = capacity(page_size=4, num_pages=2000, rows=8, context=2048, max_extend_tokens=256)
@@ -34,8 +35,8 @@ class Clock:
 class TimedEngine(FakeEngine):
     """An engine whose steps take 1 ms, 10 us a padded token and 0.01 us a pair, give or take some percent of noise."""
 
-    def __init__(self, clock: Clock, noise: float) -> None:
-        super().__init__(SIZES)
+    def __init__(self, clock: Clock, noise: float, sizes: Capacity = SIZES) -> None:
+        super().__init__(sizes)
         self._clock = clock
         self._rng = np.random.default_rng(0)
         self._noise = noise
@@ -191,3 +192,20 @@ def test_the_longest_chunk_uses_up_the_budget_and_no_more(
     assert cost(count) <= seconds * (1 + 1e-6) + 1e-9
     assert count == num_tokens + before or cost(count + 1) >= seconds * (1 - 1e-6)
     assert math.isinf(TokenBudget(5)._seconds)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_image_that_is_seen_whole_takes_a_step_that_ends_too_late_by_itself(mixed: bool) -> None:
+    """Of a step of 1.3 ms its 40 tokens take 1.4: else it waited until all requests that run have ended."""
+    sizes = image_requests.capacity(rows=40, page_size=4, num_pages=400, chunk=64, sees_ahead=True)
+    assert sizes.tower is not None
+    sizes = replace(sizes, context_length=400, tower=replace(sizes.tower, max_patches=256, num_rows=100))
+    text, image = image_requests.asked("text", [40], 200), image_requests.asked("image", [3, (1, 40), 2], 3)
+    before = [[image_requests.asked(f"{i}", [5 + i], 3)] for i in range(3)]
+    clock, mailbox = Clock(), ScriptedMailbox([[text], [], [], *before, *[[]] * 20, [image]])
+    config = SchedulingConfig(enable_mixed_chunk=mixed, max_itl_ms=1.3)
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config, clock=lambda: clock.now_s)
+    run_loop(scheduler, TimedEngine(clock, 0.0, sizes), mailbox, 1)
+    order = [reply.request_id for reply in mailbox.replies if reply.token_ids]
+    assert order.index("image") < 60 < len(order) - 1 - order[::-1].index("text")
+    assert mailbox.output_ids("image") == image_requests.expected(image)
