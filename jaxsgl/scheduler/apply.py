@@ -368,6 +368,8 @@ class Applier:
             if not req.launch_decode(num_tokens):
                 self._requests.moved(req)
         self._state.turns.launched(self._requests, decoding)
+        if len(decoding) == self._state.capacity.max_mixed_decodes:
+            self._requests.decoded(decoding)  # others may have found no room: they go first in the next step
         for resource in self._resources:
             resource.launched(plan.chunks)
         silent = frozenset([req for req, _ in plan.chunks if req.state is State.EXTENDING])

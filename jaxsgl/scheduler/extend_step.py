@@ -173,7 +173,10 @@ class ExtendBuilder:
                 num_held_back += 1
                 if num_held_back == MAX_REORDERED:
                     break
-            elif self.no_room is not None or not self._admit(req, prefix):
+            elif self.no_room is not None:
+                self._note_pages_short(req, prefix)
+                return req
+            elif not self._admit(req, prefix):
                 return req
         self.no_room = None
         return None
@@ -241,6 +244,13 @@ class ExtendBuilder:
             self._in_progress.add(claim)
         self._pages_held += pages
         return True
+
+    def _note_pages_short(self, req: Req, prefix: Peek) -> None:
+        """Notes the pages that `req` lacks besides a row, so that none is taken back for it in vain."""
+        claim = Claim.planned(req, prefix, self._cache)
+        self._ledger.lock(prefix)
+        self._fits(claim, pages_to_come(claim, claim.tokens_to_come, self._cache))
+        self._ledger.unlock(prefix)
 
     def _lack(self) -> WhyNot | None:
         if not self._plan.num_free_rows:

@@ -127,6 +127,7 @@ class Req:
       max_cached_tokens: tokens whose KV may come from the prefix cache, at most; None: all.
       drafter: proposes what may follow its tokens.
       num_told: output tokens that the drafter has got, after the prompt.
+      stays: whether its client has named the rank that serves it.
     """
 
     __slots__ = (
@@ -134,7 +135,7 @@ class Req:
         "ends_with_prompt", "extend_to", "index", "key", "kv_len", "leader", "lease", "lease_number", "load_until_s",
         "max_cached_tokens", "max_new_tokens", "media", "namespace", "num_ahead", "num_launched", "num_told",
         "output_ids", "outputs", "page_names", "prefilled", "priority", "prompt_ids", "request_id", "rope_delta",
-        "sampling", "seed", "single_steps", "state", "stop_ids", "to_load",
+        "sampling", "seed", "single_steps", "state", "stays", "stop_ids", "to_load",
     )  # fmt: skip
 
     def __init__(
@@ -154,6 +155,7 @@ class Req:
         self.index = index
         self.key: Key = (request.request_id, index)
         self.leader = leader
+        self.stays = request.rank is not None
         self.sampling = request.sampling
         self.outputs = outputs
         self.ends_with_prompt = any(collector.ends_request for collector in outputs)

@@ -366,12 +366,12 @@ class Scheduler:
         return held + cache.pages_for(prompt_len + 1) <= cache.num_available
 
     def first_to_move(self) -> str | None:
-        """The request that waits longest, if it may be admitted and no sample of it ever was; it may move."""
+        """The request that waits longest and of which no sample was ever admitted, if it may be, and in any rank."""
         request_id = self._requests.first_never_admitted()
         if request_id is None:
             return None
         leader = self._requests.samples_of(request_id)[0]
-        return request_id if leader.may_start and not self._requests.admission_paused else None
+        return request_id if leader.may_start and not (leader.stays or self._requests.admission_paused) else None
 
     def takes_over(self, other: Scheduler, request_id: str) -> bool:
         """Whether it has room for a request that waits in the queue of `other`; then that moves to its own queue."""

@@ -328,4 +328,3 @@ def test_an_image_that_is_seen_whole_goes_before_the_shares_of_prompts_that_keep
     run_loop(scheduler, FakeEngine(sizes), mailbox, 1)
     assert mailbox.output_ids("image") == expected(image)
     assert [reply.request_id for reply in mailbox.replies if reply.token_ids].index("image") < 6
-

@@ -55,6 +55,20 @@ def test_in_mixed_steps_running_requests_never_stall() -> None:
     assert all(step.num_tokens <= 32 for step in scheduler.launched)
 
 
+def test_running_requests_that_a_mixed_step_has_no_room_for_go_first_in_the_next() -> None:
+    """20 run, and steps have 16 tokens, one of which is a prompt's."""
+    sizes = capacity(page_size=4, num_pages=2000, rows=24, context=240, max_extend_tokens=16)
+    config = SchedulingConfig(enable_mixed_chunk=True)
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config)
+    running = [request(f"r{i}", [i + 1] * 4, 200) for i in range(20)]
+    mailbox = ScriptedMailbox([running, *[[]] * 20, [request("p", range(300, 370), 1)]])
+    run_loop(scheduler, FakeEngine(sizes), mailbox, depth=1)
+    told = [reply.request_id for reply in mailbox.replies]
+    told = told[max(told.index(f"r{i}") for i in range(20)) : told.index("p")]
+    shares = [told.count(f"r{i}") for i in range(20)]
+    assert min(shares) > 40 and max(shares) - min(shares) <= 4, shares
+
+
 def test_decode_first_puts_a_decode_step_between_two_chunks() -> None:
     scheduler, mailbox = steps_and_mailbox(SchedulingConfig(decode_first=True), SCRIPT)
     assert longest_wait(scheduler) == 1

@@ -94,6 +94,22 @@ def test_a_higher_priority_preempts_while_admission_is_closed(sign: int) -> None
     assert tokens["equal"] == expected(range(500, 520), 60)
 
 
+def test_no_request_is_preempted_for_its_row_if_pages_are_lacking_too() -> None:
+    """The other running request, as important as the waiting one, holds them."""
+    sizes = capacity(page_size=4, num_pages=61, rows=2, context=240, max_extend_tokens=128)
+    config = SchedulingConfig(enable_priority_scheduling=True)
+    scheduler, engine = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config), FakeEngine(sizes)
+    first = replace(of("first", 0, 50), prompt_ids=list(range(60)))
+    low, high = of("low", 100, 0), replace(of("high", 200, 50, 40), prompt_ids=list(range(200, 320)))
+    scheduler.receive([first, low])
+    for _ in range(10):
+        turn(scheduler, engine)
+    scheduler.receive([high])
+    while not scheduler.is_idle:
+        turn(scheduler, engine)
+        assert scheduler.last_plan is not None and not scheduler.last_plan.preempt
+
+
 def test_an_urgent_request_is_admitted_behind_one_that_was_preempted_for_it() -> None:
     """Once its victim is gone it outranks no running request any more, and is admitted nevertheless."""
     scheduler, engine = optimist(100, 4)

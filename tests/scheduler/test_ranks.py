@@ -284,12 +284,22 @@ def test_a_request_that_lacks_pages_in_its_rank_moves_to_an_idle_one() -> None:
     sizes = serving.capacity(num_pages=12, context=44, rows=4)
     scheduler = ranked(sizes, 2)
     prompt = list(range(1, 31))
-    stuck = to(0, request("stuck", [40, *prompt], 8))
+    stuck = request("stuck", [*prompt, 40], 8)  # rank 0 has a part of it
     mailbox = serve(scheduler, sizes, [[to(0, request("runs", prompt, 12))], [], [stuck]])
-    assert mailbox.output_ids("stuck") == expected([40, *prompt], 8)
+    assert mailbox.output_ids("stuck") == expected([*prompt, 40], 8)
     assert scheduler.ranks[1].state.totals.prompt_tokens == 31
     together = [step for step in scheduler.launched if all(part.num_seqs for part in step.of_ranks)]
     assert together, "it waited for pages that another rank had"
+
+
+def test_a_request_whose_client_has_named_its_rank_stays_there() -> None:
+    sizes = serving.capacity(num_pages=12, context=44, rows=4)
+    scheduler = ranked(sizes, 2)
+    prompt = list(range(1, 31))
+    script = [[to(0, request("runs", prompt, 12))], [], [to(0, request("stuck", [*prompt, 40], 8))]]
+    mailbox = serve(scheduler, sizes, script)
+    assert mailbox.output_ids("stuck") == expected([*prompt, 40], 8)
+    assert scheduler.ranks[1].state.totals.prompt_tokens == 0
 
 
 def test_aborts_reach_whichever_rank_has_the_request() -> None:
