@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import time
 import zlib
 from dataclasses import replace
@@ -139,16 +140,16 @@ def build_scheduler(
 ) -> AnyScheduler:
     """A scheduler with an empty cache for `engine`; the first arguments are those of `build`.
 
-    It takes over the adapters of `former`, if it comes in the place of that one.
+    It takes over the adapters of `former`, if it comes in the place of that one, and the memory of its host tier.
     """
     scheduling = replace(config.scheduling, enable_mixed_chunk=config.mixes_steps)
     if not limited:
         scheduling = replace(scheduling, queue_timeout_s=None, running_timeout_s=None)
     while engine.poll(wait=True):
         pass  # what a scheduler before this one has gathered
-    tier, loads = _host_tier(config, engine)
+    tier, loads = _host_tier(config, engine, former)
     grammars = _grammars(config, scheduling, engine, eagerly=limited)
-    num_ranks = config.num_ranks
+    num_ranks, seed = config.num_ranks, seed_of_requests(config, is_server=limited)
 
     def of_rank(rank: int, grammars: Grammars) -> Scheduler:
         return Scheduler(
@@ -157,7 +158,7 @@ def build_scheduler(
             engine.arch.eos_token_ids,
             scheduling,
             radix_cache=not config.disable_radix_cache,
-            random_seed=config.random_seed + rank,
+            random_seed=seed + rank,
             max_queued_requests=-(-config.max_queued_requests // num_ranks) if limited else None,
             max_queued_tokens=-(-config.max_queued_tokens // num_ranks) if limited else None,
             retract_also=_retract_also(),
@@ -176,8 +177,20 @@ def build_scheduler(
         return RankedScheduler([of_rank(rank, own) for rank, own in each], grammars)
     scheduler = of_rank(0, grammars)
     _load_adapters(config, engine, scheduler, former)
-    _take_prefixes(config, engine, scheduler)
+    if former is None:
+        _take_prefixes(config, engine, scheduler)
+    else:
+        scheduler.cache.go_on_from(former.ranks[0].cache)
     return scheduler
+
+
+def seed_of_requests(config: EngineConfig, is_server: bool) -> int:
+    """The seed for requests that bring none: what the flag says, or of each process of a server another one.
+
+    Else replicas, and servers behind a gateway, would give their first samples of a prompt alike.
+    """
+    drawn = secrets.randbits(31) if is_server else 0
+    return drawn if config.random_seed is None else config.random_seed
 
 
 def serving_of(config: EngineConfig, engine: AnyEngine, scheduler: AnyScheduler) -> Serving:
@@ -223,11 +236,17 @@ def serving_of(config: EngineConfig, engine: AnyEngine, scheduler: AnyScheduler)
 
 def _weights_name(config: EngineConfig, engine: Engine) -> str:
     """Of the model, and of what drafts for it: its part of a page is of use to the same weights alone."""
-    name = f"{engine.arch.name} with norms {norms_digest(engine.weight_store.params):08x}"
+    name = f"{engine.arch.name} with norms {norms_digest(engine.weight_store.params):08x}{_ropes(engine)}"
     if not config.speculation.is_from_weights:
         return name
     drafting = engine.programs.spec.drafting
     return f"{name} and {config.speculation.speculative_algorithm} with norms {norms_digest(drafting.params):08x}"
+
+
+def _ropes(engine: AnyEngine) -> str:
+    """What keys depend on besides weights: whether their ropes are for long contexts; "" if no rope has two forms."""
+    long = ["long" if rope.is_long else "short" for rope in engine.arch.ropes if rope.long_factors]
+    return f" and ropes for {', '.join(long)} contexts" if long else ""
 
 
 def norms_digest(params: Params) -> int:
@@ -314,18 +333,24 @@ def _step_costs(engine: AnyEngine) -> StepCosts:
     return MeasuredCosts(buckets.decode_sizes, buckets.verify_sizes, free_tokens)
 
 
-def _host_tier(config: EngineConfig, engine: AnyEngine) -> tuple[HostTier | None, LoadRule | None]:
-    """The tier that flags ask for. Raises `ConfigError` if there is no memory for it."""
+def _host_tier(
+    config: EngineConfig, engine: AnyEngine, former: AnyScheduler | None
+) -> tuple[HostTier | None, LoadRule | None]:
+    """The tier that flags ask for, in the memory of the `former` one. Raises `ConfigError` if there is none for it."""
     host = config.host_kv
     if not host.is_on:
         return None, None
     engine = whole(engine)
     layout = engine.page_layout
-    arena = allocate_arena(layout.shape(1), layout.host_dtype, host, engine.capacity.num_pages, free_host_bytes())
-    logger.info(
-        "host memory holds %d pages of KV, %.2f GiB, beside the %d of the pool",
-        len(arena), arena.nbytes / 2**30, engine.capacity.num_pages - 1,
-    )  # fmt: skip
+    before = None if former is None else former.ranks[0].cache.tier
+    if before is not None:
+        arena = before.host.arena
+    else:
+        arena = allocate_arena(layout.shape(1), layout.host_dtype, host, engine.capacity.num_pages, free_host_bytes())
+        logger.info(
+            "host memory holds %d pages of KV, %.2f GiB, beside the %d of the pool",
+            len(arena), arena.nbytes / 2**30, engine.capacity.num_pages - 1,
+        )  # fmt: skip
     tier = HostTier(HostPages(arena), host.host_kv_write_policy, pages_per_turn(layout.page_bytes))
     return tier, LoadRule(engine.load_token_s, host.host_kv_load_timeout_s)
 
@@ -407,7 +432,8 @@ def _fingerprint(config: EngineConfig, engine: AnyEngine) -> str:
     parts.append("weight only" if config.weight_only else "")
     if config.disaggregation.disaggregation_mode == "decode":
         parts.append("of prefill servers")  # which may compute in other formats
-    parts.append(str(config.random_seed) if config.load_format == "dummy" else "")
+    parts.append(str(config.made_up_seed) if config.load_format == "dummy" else "")
+    parts.append(_ropes(engine))
     parts.append((folder / "config.json").read_text())
     heads = () if config.draft_model is None else resolve_model_folder(config.draft_model).glob("*.safetensors")
     for file in (*_weight_files(folder), *sorted(heads)):

@@ -117,7 +117,7 @@ def measured(config: BenchConfig) -> dict[str, Any]:
     engine = Engine(config.engine)
     capacity, buckets = engine.capacity, engine.buckets
     jobs = jobs_of(config, capacity)
-    step_rows = list(bucket_times.steps(engine, jobs, config.repeats, config.engine.random_seed))
+    step_rows = list(bucket_times.steps(engine, jobs, config.repeats, config.engine.made_up_seed))
     engine.close()
     program_rows = bucket_times.programs(engine.buckets, cold.compiled, engine.compiled)
     costs = Costs(step_rows, program_rows, buckets, threads=num_cores())
@@ -152,7 +152,7 @@ def jobs_of(config: BenchConfig, capacity: Capacity) -> list[Job]:
             f"a request may have {longest} tokens, but the context holds {capacity.context_length} and the pool "
             f"{capacity.pool_tokens}: use smaller --input-lens and --output-lens"
         )
-    return random_jobs(config.num_prompts, inputs, outputs, capacity.vocab_size, config.engine.random_seed)
+    return random_jobs(config.num_prompts, inputs, outputs, capacity.vocab_size, config.engine.made_up_seed)
 
 
 def read_steps(path: Path) -> Steps:

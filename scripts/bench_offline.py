@@ -92,11 +92,11 @@ def run(config: OfflineConfig, folder: Path) -> dict[str, Any]:
             f"--input and --output reach {inputs.most} + {outputs.most} tokens, but the context holds "
             f"{limits.context_length}: lower them"
         )
-    requests = greedy_requests(random_jobs(config.num, inputs, outputs, vocab_size, config.engine.random_seed))
+    requests = greedy_requests(random_jobs(config.num, inputs, outputs, vocab_size, config.engine.made_up_seed))
     for request in requests:
         check_request(request, limits)
     depth = config.engine.unread_steps
-    warm_up = random_jobs(*WARM_UP, vocab_size, config.engine.random_seed + 1)
+    warm_up = random_jobs(*WARM_UP, vocab_size, config.engine.made_up_seed + 1)
     record_run(scheduler, engine, greedy_requests(warm_up), depth)
     scheduler = build_scheduler(config.engine, engine, limited=False)
     recording, replies = record_run(scheduler, engine, requests, depth, config.profile)

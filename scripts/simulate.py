@@ -97,7 +97,7 @@ def trace_of(config: SimulationConfig) -> Iterable[Ask]:
     """The requests in order of arrival. Raises `ValueError` if a file is needed and is missing or can't be read."""
     trace = config.trace
     if trace.trace not in FORMATS:
-        return made_up(trace, config.engine.random_seed)
+        return made_up(trace, config.engine.made_up_seed)
     if trace.trace_file is None:
         raise ValueError(f"--trace {trace.trace} replays a file: name it with --trace-file")
     return replayed(Path(trace.trace_file), trace.trace, trace.num_prompts, trace.slowdown)

@@ -9,7 +9,8 @@ import pytest
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import DisaggregationConfig, HostKvConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.wiring import RETRACT_VARIABLE, build, file_of_prefixes, files_digest, retract_every
+from jaxsgl.models.rope import RopeParams
+from jaxsgl.wiring import RETRACT_VARIABLE, build, file_of_prefixes, files_digest, retract_every, seed_of_requests
 
 pytestmark = pytest.mark.device
 
@@ -35,13 +36,37 @@ def test_prefixes_of_a_decode_server_are_kept_in_a_file_of_their_own(tmp_path: P
     """Prefill servers have computed them, perhaps in other formats."""
     (tmp_path / "config.json").write_text("{}")
     info = SimpleNamespace(model_path=str(tmp_path), dtype="float32", architecture="A")
-    engine: Any = SimpleNamespace(info=info, page_layout=SimpleNamespace(name="16 tokens"))
+    arch = SimpleNamespace(ropes=())
+    engine: Any = SimpleNamespace(info=info, page_layout=SimpleNamespace(name="16 tokens"), arch=arch)
     host_kv = HostKvConfig(host_kv_gib=1, kv_file=str(tmp_path / "kept"))
     names = [
         file_of_prefixes(EngineConfig(host_kv=host_kv, disaggregation=DisaggregationConfig(mode)), engine)
         for mode in ("null", "prefill", "decode")
     ]
     assert names[0] == names[1] != names[2]
+
+
+def test_prefixes_of_ropes_for_long_contexts_are_kept_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """The same folder has other keys once `--context-length` exceeds the context that it was trained for first."""
+    (tmp_path / "config.json").write_text("{}")
+    info = SimpleNamespace(model_path=str(tmp_path), dtype="float32", architecture="A")
+    host_kv = HostKvConfig(host_kv_gib=1, kv_file=str(tmp_path / "kept"))
+    rope = RopeParams(
+        kind="longrope", rotary_dim=4, short_factors=(1.0, 1.0), long_factors=(2.0, 2.0), original_context=64
+    )
+    names = []
+    for context in (64, 65, 1000):
+        arch = SimpleNamespace(ropes=(rope.for_context(context),))
+        engine: Any = SimpleNamespace(info=info, page_layout=SimpleNamespace(name="16 tokens"), arch=arch)
+        names.append(file_of_prefixes(EngineConfig(host_kv=host_kv), engine))
+    assert names[0] != names[1] == names[2]
+
+
+def test_servers_draw_other_samples_unless_a_flag_names_a_seed() -> None:
+    free, named = EngineConfig(), EngineConfig(random_seed=7)
+    assert len({seed_of_requests(free, is_server=True) for _ in range(4)}) > 1
+    assert seed_of_requests(free, is_server=False) == 0
+    assert [seed_of_requests(named, is_server) for is_server in (True, False)] == [7, 7]
 
 
 def test_hosts_tell_files_of_other_names_or_sizes_apart(tmp_path: Path) -> None:

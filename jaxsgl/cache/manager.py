@@ -318,6 +318,12 @@ class CacheManager:
         if self._observer is not None:
             self._observer.cleared()
 
+    def go_on_from(self, former: CacheManager) -> None:
+        """Counts exchanges of weights on from the cache in whose place this empty one comes."""
+        self.num_retired = former.num_retired
+        if self.num_retired:
+            self.prefixes.rename(retired(self.num_retired))
+
     @property
     def is_original(self) -> bool:
         """Whether all that is cached was computed by the weights of the start."""

@@ -294,7 +294,12 @@ class EngineConfig:
         None, "where compiled programs are kept between starts; '': nowhere (default: jaxsgl/xla in ~/.cache)"
     )
     check_every_step: bool = flag(False, "account for all pages after every step, and fail if one is lost; for tests")
-    random_seed: int = flag(0, "seed of dummy weights and of requests that bring none", alias="--seed")
+    random_seed: int | None = flag(
+        None,
+        "seed of dummy weights, and of requests that bring none (default: 0, but another one of a server's requests at "
+        "each start)",
+        alias="--seed",
+    )
     max_queued_requests: int = flag(
         8192, "requests that may wait for admission, each of n samples counted; more are refused at once"
     )
@@ -400,6 +405,11 @@ class EngineConfig:
     def has_stages(self) -> bool:
         """Whether the layers are shared out among pipeline stages."""
         return self.pp_size > 1
+
+    @property
+    def made_up_seed(self) -> int:
+        """Seed of what isn't asked for by a client: dummy weights, and what benchmarks make up."""
+        return self.random_seed or 0
 
     @property
     def num_devices(self) -> int:

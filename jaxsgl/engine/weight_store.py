@@ -86,7 +86,7 @@ def read_params(
     Raises `CheckpointError`.
     """
     if config.load_format == "dummy" and isinstance(source, Path):
-        return random_params(arch, dtype, mesh, config.random_seed)
+        return random_params(arch, dtype, mesh, config.made_up_seed)
     return load_params(source, arch, dtype, mesh)
 
 

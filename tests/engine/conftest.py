@@ -63,4 +63,4 @@ def engine(tiny_config: ConfigMaker) -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def plain(tiny_config: ConfigMaker) -> Plain:
     config = tiny_config()
-    return Plain(Path(config.model), config.random_seed)
+    return Plain(Path(config.model), config.made_up_seed)

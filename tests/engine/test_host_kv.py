@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from jaxsgl import wiring
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import HostKvConfig
 from jaxsgl.engine.engine import Engine
@@ -16,7 +18,7 @@ from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import ScriptedMailbox
-from jaxsgl.wiring import build, build_scheduler, whole
+from jaxsgl.wiring import build, build_scheduler, keep_prefixes, whole
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Plain, greedy_programs
 
@@ -81,3 +83,21 @@ def test_sglangs_switch_takes_twice_the_pool(built: tuple[Engine, Scheduler], fl
     engine, _ = built
     scheduler = build_scheduler(replace(flags, host_kv=HostKvConfig(enable_hierarchical_cache=True)), engine)
     assert scheduler.load(0).host.total_tokens == 2 * 4 * engine.capacity.num_pages
+
+
+def test_a_scheduler_in_the_place_of_another_has_its_memory_and_knows_of_other_weights(
+    built: tuple[Engine, Scheduler], flags: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a call of `LLM` that failed: it finds nothing of the first weights, in the file of the start neither."""
+    engine, _ = built
+    flags = replace(flags, host_kv=replace(flags.host_kv, kv_file=str(tmp_path / "kept")))
+    (former,) = build_scheduler(flags, engine).ranks
+    tokens, _ = answer(engine, former, "before", PROMPTS[0])
+    keep_prefixes(flags, engine, former)
+    former.retire_cache()
+    monkeypatch.setattr(wiring, "free_host_bytes", lambda: 0)
+    (scheduler,) = build_scheduler(flags, engine, limited=False, former=former).ranks
+    assert not scheduler.cache.is_original and scheduler.cache.tier is not None and former.cache.tier is not None
+    assert scheduler.cache.tier.host.arena is former.cache.tier.host.arena
+    again, reply = answer(engine, scheduler, "after", PROMPTS[0])
+    assert again == tokens and reply.cached_tokens == 0

@@ -164,3 +164,23 @@ def test_a_preparation_that_fails_is_tried_again(gate: Gate) -> None:
 
 def raise_memory_error() -> None:
     raise MemoryError
+
+
+def test_a_request_may_leave_while_a_thread_takes_up_its_grammar(gate: Gate) -> None:
+    """A thread asks for the time just before it begins."""
+    main, asked, left = threading.get_ident(), threading.Event(), threading.Event()
+
+    def clock() -> float:
+        if threading.get_ident() != main and not left.is_set():
+            assert asked.wait(PATIENCE_S)
+            queue.forget("a")
+            left.set()
+        return 0.0
+
+    queue = GrammarQueue(gate, 60.0, clock=clock)
+    assert queue.ask("a", Grammar("regex", "x")) is None
+    asked.set()
+    assert left.wait(PATIENCE_S)
+    assert queue.ask("b", Grammar("regex", "x")) is None
+    assert set(answers(queue, 1)) == {"b"} and gate.begun == ["x"]
+    assert queue.poll() == [] and queue.num_waiting == 0

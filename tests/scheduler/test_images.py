@@ -321,8 +321,7 @@ def test_an_image_that_is_seen_whole_goes_before_the_shares_of_prompts_that_keep
     sizes = replace(sizes, context_length=400, tower=replace(sizes.tower, max_patches=256, num_rows=100))
     image = asked("image", [30, (1, 40), 2], 3)
     script: list[list[Any]] = [[image, asked("text", [40], 1)]]
-    for turn in range(40):
-        script.append([asked(f"{turn} {i}", [32], 1) for i in range(2)])
+    script += [[asked(f"{turn} {i}", [32], 1) for i in range(2)] for turn in range(40)]
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), SchedulingConfig(enable_mixed_chunk=mixed))
     mailbox = ScriptedMailbox(script)
     run_loop(scheduler, FakeEngine(sizes), mailbox, 1)

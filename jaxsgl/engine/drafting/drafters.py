@@ -108,7 +108,7 @@ def _load_next_layer(target: _Target) -> Drafting:
         )
     check_pages(target.arch, target.states, kv_cache_flag(precision.kv))
     if config.load_format == "dummy":
-        params = random_next_layer(arch, precision.weights, target.mesh, config.random_seed)
+        params = random_next_layer(arch, precision.weights, target.mesh, config.made_up_seed)
     else:
         params = load_next_layer(folder, arch, precision.weights, target.mesh)
     return with_next_layer(arch, params, precision, target.states, target.num_drafts)

@@ -165,9 +165,7 @@ class GrammarQueue:
         if job is None:
             return
         del job.request_ids[request_id]
-        if not job.request_ids and job.start_s is None:
-            job.cancelled = True
-            del self._jobs[job.grammar]
+        self._drop_unless_begun(job)
 
     def poll(self) -> list[tuple[str, Answer]]:
         """What requests have asked for and is known now, each once."""
@@ -206,10 +204,16 @@ class GrammarQueue:
                 continue
             text = f"the grammar waited longer than {self._timeout_s:g} s for others (--grammar-timeout): try later"
             answers += self._answer(job, late, Refusal(RefusalKind.WAITED, text))
-            if not job.request_ids:
-                job.cancelled = True
-                del self._jobs[job.grammar]
+            self._drop_unless_begun(job)
         return answers
+
+    def _drop_unless_begun(self, job: _Job) -> None:
+        """Takes back a job that no request waits for, unless a thread has begun it: then it is kept for others."""
+        with self._changed:
+            if job.request_ids or job.start_s is not None:
+                return
+            job.cancelled = True
+        del self._jobs[job.grammar]
 
     def _keep(self, grammar: Grammar, answer: Answer) -> None:
         assert grammar not in self._known, "a grammar is compiled twice"
@@ -238,9 +242,11 @@ class GrammarQueue:
                     self._num_threads -= 1
                     return
                 job = self._todo.popleft()
-            if job.cancelled:
-                continue
-            job.start_s = self._clock()
+            now_s = self._clock()
+            with self._changed:
+                if job.cancelled:
+                    continue
+                job.start_s = now_s
             answer, lasts = self._answer_of(job.grammar)
             with self._changed:
                 job.answer, job.lasts = answer, lasts

@@ -178,7 +178,7 @@ def simulate(
         arch.eos_token_ids,
         config.scheduling,
         radix_cache=not config.disable_radix_cache,
-        random_seed=config.random_seed,
+        random_seed=config.made_up_seed,
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         make_builder=SizesBuilder,
