@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.text.answer import ReasoningForm
-from jaxsgl.text.calls import CallForm, Tools, is_text
+from jaxsgl.text.calls import CallForm, Tools
+from jaxsgl.text.parameters import alternatives, choices_of, definition, definitions, is_text, types_of
 
 TokenOf: TypeAlias = Callable[[str], int | None]  # the id of a marker that is a token of its own
 _JSON_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -25,6 +26,9 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _SPACE_BEHIND = r"/[ \n]{0,4}/"  # the reasoning
 WITHOUT_PLACE = frozenset({"ebnf", "lark", "structural_tag"})  # kinds of grammars that can't be a part of another
 _LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
+_MAX_NESTED = 30  # schemas in schemas that "unquoted" is held to
+_TELLING = frozenset({"type", "enum", "const", "properties", "additionalProperties", "items", "prefixItems"})
+_OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _META = frozenset(r"\.+*?()|[]{}^$#&-~/")
 
 
@@ -91,7 +95,7 @@ def behind_reasoning(lark: Lark, reasoning: ReasoningForm | None, is_open: bool,
     thought = lark.until(reasoning.close, "THOUGHT", budget)
     if is_open or reasoning.opens_itself:
         return lark.text(f"{thought} {_SPACE_BEHIND} {lark.start}")
-    return lark.text(f"({lark.mark(reasoning.open)} {thought} {_SPACE_BEHIND})? {lark.start}")
+    return lark.text(f"({lark.marks(reasoning.open)} {thought} {_SPACE_BEHIND})? {lark.start}")
 
 
 class Lark:
@@ -114,10 +118,23 @@ class Lark:
         self._rules.append(f"{name}{f'[{attribute}]' if attribute else ''}: {expression}")
         return name
 
+    def reserve(self) -> str:
+        """Returns the name of a rule that may be used before its expression is there; `fill` adds that."""
+        self._rules.append("")
+        return f"r{len(self._rules) - 1}"
+
+    def fill(self, name: str, expression: str) -> None:
+        """Adds the expression of a rule that was reserved."""
+        self._rules[int(name[1:])] = f"{name}: {expression}"
+
     def mark(self, text: str) -> str:
         """Returns the expression of a marker: a token's id, or a text; nothing for no marker."""
         token_id = self._token_of(text)
         return f"<[{token_id}]>" if token_id is not None else literal(text)
+
+    def marks(self, text: str) -> str:
+        """Returns the expression of a text that may hold markers that are tokens."""
+        return " ".join(self.mark(part) for part in re.split(r"(<[^>]+>)", text) if part)
 
     def free(self, name: str, *excluded: str) -> str:
         """Adds the terminal `name`: any text without the texts `excluded`."""
@@ -156,15 +173,16 @@ class Lark:
         if not any(rule.startswith(f"{name}:") for rule in self._rules):
             text = f"{self.mark(quote)} {self.until(quote, 'VALUE')}"
             plain = self.json({"type": ["number", "boolean", "null"]})
-            items, pairs = f'({name} ("," {name})*)?', self._pairs(name)
+            items, pairs = f'({name} ("," {name})*)?', self.pairs(name)
             self._rules.append(f'{name}: {text} | {plain} | "[" {items} "]" | "{{" {pairs} "}}"')
         return name
 
     def unquoted_pairs(self, quote: str) -> str:
         """Returns the expression of what stands in an object of `unquoted`."""
-        return self._pairs(self.unquoted(quote))
+        return self.pairs(self.unquoted(quote))
 
-    def _pairs(self, value: str) -> str:
+    def pairs(self, value: str) -> str:
+        """Returns the expression of bare keys, each with a `value`."""
         pair = f'{self.terminal("KEY", "/[A-Za-z0-9_.-]{1,64}/")} ":" {value}'
         return f'({pair} ("," {pair})*)?'
 
@@ -307,10 +325,8 @@ class _Writer:
 
     def _named_call(self, name: str) -> str:
         form, lark = self._form, self._lark
-        # A prefix may hold a marker that is a token of its own.
-        prefix = " ".join(lark.mark(part) for part in re.split(r"(<[^>]+>)", form.prefix) if part)
         number = r"/:[0-9]{1,3}/" if form.numbered else ""
-        return f"{prefix} {literal(name)} {number} {lark.mark(form.between)} {self._arguments(name)}"
+        return f"{lark.marks(form.prefix)} {literal(name)} {number} {lark.mark(form.between)} {self._arguments(name)}"
 
     def _arguments(self, name: str) -> str:
         return self._lark.json(_schema(self._calls, name), lenient=name not in self._calls.strict)
@@ -351,13 +367,11 @@ class _Writer:
         parts: list[str] = []
         for key, value in properties.items():
             if is_text(schema, key):
-                choices = [value["const"]] if "const" in value else value.get("enum")
-                one = " | ".join(literal(text) or '""' for text in choices or () if isinstance(text, str))
+                one = _one_of(choices_of(value, schema))
                 expression = f"{lark.rule(one)} {lark.mark(end)}" if one else lark.until(end, "VALUE")
             else:
-                definitions = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
                 lenient = name not in self._calls.strict
-                value = {**value, **definitions} if isinstance(value, dict) else value
+                value = {**value, **definitions(schema)} if isinstance(value, dict) else value
                 expression = f"{lark.json(value, lenient)} {lark.mark(end)}"
             parts.append(f"{write(key, expression)} {behind}")
         if not parts:
@@ -372,35 +386,98 @@ class _Writer:
         lenient = name not in self._calls.strict
         arguments = []
         for key, value in properties.items():
-            definitions = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
-            value = {**value, **definitions} if isinstance(value, dict) else value
+            value = {**value, **definitions(schema)} if isinstance(value, dict) else value
             arguments.append(f"{literal(f'{key}=')} {lark.json(value, lenient)}")
         listed = _listed(lark, arguments, [key in required for key in properties])
         return f"{literal(f'{name}(')} {listed} {literal(')')}"
 
     def _unquoted_call(self, name: str) -> str:
-        lark, form, schema = self._lark, self._form, self._calls.tools[name]
-        head, (properties, required) = literal(f"{form.prefix}{name}{{"), _properties(schema)
-        pairs = {key: f"{literal(f'{key}:')} {self._unquoted(schema, key)}" for key in sorted(properties)}
-        if self._calls.required or name in self._calls.strict:
-            return (
-                f"{head} {_listed(lark, list(pairs.values()), [key in required for key in pairs], ',')} {literal('}')}"
-            )
-        if not pairs:
-            return f"{head} {lark.unquoted_pairs(form.quote)} {literal('}')}"
-        one = lark.rule(" | ".join(pairs.values()))
-        return f"{head} ({one} ({literal(',')} {one})*)? {literal('}')}"
+        form, schema = self._form, self._calls.tools[name]
+        in_order = self._calls.required or name in self._calls.strict
+        written = _Unquoted(self._lark, form.quote, schema, in_order)
+        return f"{literal(f'{form.prefix}{name}{{')} {written.arguments()} {literal('}')}"
 
-    def _unquoted(self, schema: Mapping[str, Any], key: str) -> str:
-        """Returns the expression of a parameter's value: texts and plain values by the schema, others freely."""
-        lark, quote, value = self._lark, self._form.quote, schema["properties"][key]
-        if is_text(schema, key):
-            mark, choices = lark.mark(quote), [value["const"]] if "const" in value else value.get("enum")
-            one = " | ".join(literal(text) or '""' for text in choices or () if isinstance(text, str))
-            return f"{mark} {lark.rule(one)} {mark}" if one else f"{mark} {lark.until(quote, 'VALUE')}"
-        if isinstance(value, dict) and value.get("type") in ("integer", "number", "boolean", "null"):
-            return lark.json(value, lenient=True)
-        return lark.unquoted(quote)
+
+class _Unquoted:
+    """Writes values of a tool's arguments for "unquoted", as far as their schema can be written; else any value."""
+
+    def __init__(self, lark: Lark, quote: str, root: Mapping[str, Any], in_order: bool) -> None:
+        """`root`: the tool's schema. `in_order`: keys come in order, and those that are required do come."""
+        self._lark = lark
+        self._quote = quote
+        self._root = root
+        self._in_order = in_order
+        self._names: dict[str, str] = {}  # of the rules of definitions
+
+    def arguments(self) -> str:
+        """Returns the expression of what stands between the brackets of the arguments."""
+        properties, required = _properties(self._root)
+        values = {
+            key: self._text(value) if is_text(self._root, key) else self._value(value)
+            for key, value in properties.items()
+        }
+        if not values and self._in_order:
+            return ""
+        return self._keyed(values, required) if values else self._lark.unquoted_pairs(self._quote)
+
+    def _keyed(self, values: Mapping[str, str], required: Iterable[str]) -> str:
+        pairs = {key: f"{literal(f'{key}:')} {values[key]}" for key in sorted(values)}
+        if self._in_order:
+            return _listed(self._lark, list(pairs.values()), [key in required for key in pairs], ",")
+        one = self._lark.rule(" | ".join(pairs.values()))
+        return f'({one} ("," {one})*)?'
+
+    def _value(self, schema: Any, depth: int = 0) -> str:
+        types = types_of(schema, self._root)
+        if types is None or depth > _MAX_NESTED:
+            return self._lark.unquoted(self._quote)
+        if "$ref" in schema:
+            return self._defined(schema["$ref"], depth)
+        if schema.keys().isdisjoint(_TELLING):
+            several = next(alternatives(schema), schema.get("allOf") or [])
+            if several == schema.get("allOf") and len(several) > 1:
+                return self._lark.unquoted(self._quote)
+            return self._lark.rule(" | ".join(self._value(other, depth + 1) for other in several))
+        return self._lark.rule(" | ".join(self._of_types(schema, types, depth)))
+
+    def _defined(self, reference: str, depth: int) -> str:
+        """Returns the name of the rule of a definition, which may hold itself."""
+        if reference not in self._names:
+            self._names[reference] = self._lark.reserve()
+            found = self._value(definition(reference, self._root), depth + 1)
+            self._lark.fill(self._names[reference], found)
+        return self._names[reference]
+
+    def _of_types(self, schema: Mapping[str, Any], types: frozenset[str], depth: int) -> Iterator[str]:
+        """Yields an expression for each of `types`; for those of plain values, one."""
+        if "string" in types:
+            yield self._text(schema)
+        if "array" in types:
+            item = self._value(schema.get("items"), depth + 1)
+            yield f'"[" ({item} ("," {item})*)? "]"'
+        if "object" in types:
+            yield f'"{{" {self._object(schema, depth)} "}}"'
+        if plain := sorted(types & {"integer", "number", "boolean", "null"}):
+            listed = [schema["const"]] if "const" in schema else schema.get("enum")
+            held = {"type": plain, **{word: schema[word] for word in _OF_NUMBERS if word in schema}}
+            if isinstance(listed, list):
+                held = {"enum": [value for value in listed if not isinstance(value, str | list | dict)]}
+            yield self._lark.json(held, lenient=True)
+
+    def _object(self, schema: Mapping[str, Any], depth: int) -> str:
+        properties, required = _properties(schema)
+        if properties:
+            return self._keyed({key: self._value(value, depth + 1) for key, value in properties.items()}, required)
+        return self._lark.pairs(self._value(schema.get("additionalProperties"), depth + 1))
+
+    def _text(self, schema: Any) -> str:
+        mark, one = self._lark.mark(self._quote), _one_of(choices_of(schema, self._root))
+        return f"{mark} {self._lark.rule(one)} {mark}" if one else f"{mark} {self._lark.until(self._quote, 'VALUE')}"
+
+
+def _one_of(texts: Iterable[str] | None) -> str:
+    """Returns the expression of one of `texts`; nothing if there are none."""
+    return " | ".join(literal(text) or '""' for text in texts or ())
 
 
 def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Iterable[str]]:

@@ -9,12 +9,19 @@ regions; calls.py knows the forms.
 from __future__ import annotations
 
 import re
-from typing import Literal, Protocol
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
 
 import msgspec
 
-from jaxsgl.text.calls import Call, CallForm, JsonScanner, Scan, Tools, as_typed, header_pattern, is_text, read_calls
+from jaxsgl.text.calls import Call, CallForm, Tools, header_pattern, read_calls
+from jaxsgl.text.json_text import JsonScanner, Scan, encoded
+from jaxsgl.text.parameters import as_typed, is_text
+from jaxsgl.text.python_calls import PythonScanner
+from jaxsgl.text.tags import TagEvent, TagScanner
 
+TAGGED = ("tagged", "keyed", "invoked")
+_FUNCTION = "</function>"
 _LONGEST_HEADER = 300  # characters of a name and what belongs to it
 PartKind = Literal["reasoning", "content", "call", "arguments"]
 
@@ -51,6 +58,7 @@ class Region:
         self._place = 0  # up to which `_text` is read
         self._broken_at: int | None = None
         self._scanner = _scanner_of(form)
+        self._tags = TagScanner(form.kind, form.close, constrained) if form.kind in TAGGED else None
         self._calls: list[Call] | None = None
         self._sender = sender_of(form, tools, num_calls, most) if constrained else None
         self.ended = False
@@ -70,10 +78,12 @@ class Region:
         """Reads on; returns whether there is more to do."""
         if self._broken_at is not None:
             return self._skip_broken(final)
-        if self._form.kind in ("tagged", "keyed", "invoked", "unquoted") or (
-            self._form.kind == "python" and self._form.close
-        ):
+        if self._tags is not None:
+            return self._read_tags(self._tags, final)
+        if self._form.kind == "unquoted":
             return self._read_to_close(final)
+        if self._form.kind == "python" and self._form.close:
+            return self._read_python(final)
         if self._value_start is None:
             return self._find_value(final)
         if self._scanner.state is Scan.OPEN:
@@ -151,11 +161,49 @@ class Region:
         if end >= 0:
             self._end(end + len(self._form.close), read_calls(self._form, self._text[:end], self._tools))
         elif final:
-            whole = self._form.kind in ("python", "unquoted") or self._text.rstrip().endswith(
-                ("</function>", "</invoke>")
-            )
-            self._end(len(self._text), read_calls(self._form, self._text, self._tools) if whole else None)
+            self._end(len(self._text), read_calls(self._form, self._text, self._tools))
         return False
+
+    def _read_python(self, final: bool) -> bool:
+        """Reads calls up to a closing text that stands outside of strings."""
+        text = self._text
+        self._place = self._scanner.feed(text, self._place)
+        if self._scanner.state is Scan.DONE:
+            end = self._place + len(self._form.close)
+            self._end(end, read_calls(self._form, text[: self._place], self._tools))
+        elif self._scanner.state is Scan.BROKEN:
+            self._broken_at = self._place
+            return True
+        elif final:
+            self._end_unclosed(read_calls(self._form, text, self._tools))
+        return False
+
+    def _read_tags(self, tags: TagScanner, final: bool) -> bool:
+        """Reads calls in tags up to the closing text behind the last."""
+        text, close = self._text, self._form.close
+        for _ in tags.feed(text):
+            pass
+        if tags.state is Scan.DONE:
+            self._end(tags.place, read_calls(self._form, text[: tags.place - len(close)], self._tools))
+        elif tags.state is Scan.BROKEN:
+            self._broken_at = tags.place
+            return True
+        elif final and self._sender is not None and tags.has_begun and self.num_calls < self._most:
+            self._end(len(text), None)  # it was sent
+        elif final:
+            whole = tags.could_end and tags.place == len(text)
+            self._end_unclosed(read_calls(self._form, text, self._tools) if whole else None)
+        return False
+
+    def _end_unclosed(self, calls: list[Call] | None) -> None:
+        """Ends a text that has ended before its calls did: as `calls`, or at the first closing text in it, if any."""
+        text, form = self._text, self._form
+        found = text.find(form.close)
+        end = len(text) if calls is not None or found < 0 else found + len(form.close)
+        if calls is None and form.kind == "tagged" and (found >= 0 or text.rstrip().endswith(_FUNCTION)):
+            inner = text if found < 0 else text[:found]  # a model may forget to end its last value and the function
+            calls = read_calls(form, inner.rstrip().removesuffix(_FUNCTION) + _FUNCTION, self._tools)
+        self._end(end, calls)
 
     def _skip_broken(self, final: bool) -> bool:
         """Ends a malformed region after its closing text, or where it breaks if it has none."""
@@ -168,6 +216,8 @@ class Region:
             self._end(end + len(self._form.close), None)
         elif final:
             self._end(len(self._text), None)
+        else:
+            self._broken_at = max(self._broken_at, len(self._text) - len(self._form.close) + 1)
         return False
 
     def _read(self, end: int) -> list[Call] | None:
@@ -203,32 +253,8 @@ class Region:
         return parts
 
 
-class _PythonScanner(JsonScanner):
-    """Finds the end of a list of calls in Python's syntax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._quote = ""
-
-    def _take(self, char: str) -> bool:
-        if self._quote:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == self._quote:
-                self._quote = ""
-        elif char in "'\"":
-            self._quote = char
-        elif char in "([{":
-            self._closers.append({"(": ")", "[": "]", "{": "}"}[char])
-        elif char in ")]}":
-            return self._close(char)
-        return True
-
-
 def _scanner_of(form: CallForm) -> JsonScanner:
-    return _PythonScanner() if form.kind == "python" else JsonScanner()
+    return PythonScanner(form.close) if form.kind == "python" else JsonScanner()
 
 
 class Sender(Protocol):
@@ -247,7 +273,7 @@ class Sender(Protocol):
 
 def sender_of(form: CallForm, tools: Tools, num_calls: int, most: int) -> Sender | None:
     """Returns the sender of a region after `num_calls` calls of at most `most`, or None if it comes whole."""
-    if form.kind in ("tagged", "keyed"):
+    if form.kind in TAGGED and form.one_by_one:
         return TagSender(form, tools, num_calls, most)
     return None if header_pattern(form) is None else JsonSender(form, num_calls, most)
 
@@ -289,93 +315,49 @@ class JsonSender:
             self._scanner = None
 
 
-# What stands before the parameters, before a value, and after the last parameter; what ends a value.
-_TAGS = {
-    "tagged": (
-        re.compile(r"\s*<function=([^>\s]+)>"),
-        re.compile(r"\s*<parameter=([^>\s]+)>(?:\n|(?=[^\n]))"),
-        re.compile(r"\s*</function>"),
-        "</parameter>",
-    ),
-    "keyed": (
-        re.compile(r"\s*([^\s<]+)(?=[\s<])"),
-        re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL),
-        re.compile(r"\s*</tool_call>"),
-        "</arg_value>",
-    ),
-}
-
-
 class TagSender:
     """Sends a call whose parameters stand in tags. Texts are sent as they come, other values when they are complete."""
 
     def __init__(self, form: CallForm, tools: Tools, num_calls: int, most: int) -> None:
-        self._head, self._pair, self._tail, self._end = _TAGS[form.kind]
-        self._trims = form.kind == "tagged"  # the line break before the end of a value
+        self._scanner = TagScanner(form.kind, form.close, constrained=True)
         self._tools = tools
         self._number = num_calls
         self._most = most
-        self._name: str | None = None
+        self._schema: Mapping[str, Any] = {}
         self._key: str | None = None
-        self._first = True  # the next parameter is the first
-        self._place = 0  # up to which the text was sent or read
-        self._done = False
+        self._value = ""  # so far, if it isn't sent as it comes
+        self._streams = False  # the value is sent as it comes
         self.num_sent = 0
 
     def send(self, text: str) -> list[Part]:
         """Returns what can be sent of `text`."""
+        if self._number >= self._most:
+            return []
         told = ""
         parts: list[Part] = []
-        if self._name is None and self._number < self._most and (match := self._head.match(text)) is not None:
-            self._name, self._place, self.num_sent = match[1], match.end(), 1
-            parts.append(Part("call", self._name, self._number))
-            told = "{"
-        while self._name is not None and not self._done:
-            news = self._value(text) if self._key is not None else self._between(text)
-            if news is None:
-                break
-            told += news
+        for event in self._scanner.feed(text):
+            if event.kind == "call":
+                self._schema, self.num_sent = self._tools.get(event.text, {}), 1
+                parts.append(Part("call", event.text, self._number))
+            told += self._told(event)
         return [*parts, Part("arguments", told, self._number)] if told else parts
 
-    def _between(self, text: str) -> str | None:
-        """Returns what the next tag begins or ends, or None if it isn't there yet."""
-        if (match := self._pair.match(text, self._place)) is not None:
-            self._key, self._place = match[1].strip(), match.end()
-            comma, self._first = "" if self._first else ",", False
-            return f"{comma}{_json(self._key)}:" + ('"' if self._streams() else "")
-        if self._tail.match(text, self._place) is not None:
-            self._done = True
-            return "}"
-        return None
-
-    def _value(self, text: str) -> str | None:
-        """Returns what of the value can be sent, or None if nothing is new."""
-        end = text.find(self._end, self._place)
-        if end >= 0:
-            value = text[self._place : end]
-            value = value.removesuffix("\n") if self._trims else value
-            self._place = end + len(self._end)
-            streams, key, self._key = self._streams(), self._key, None
-            if streams:
-                return _json(value)[1:-1] + '"'
-            assert key is not None and self._name is not None
-            return _json(as_typed(value, self._tools.get(self._name, {}), key))
-        if not self._streams():
-            return None
-        ends = (self._end, "\n" + self._end) if self._trims else (self._end,)
-        held = next(
-            (n for n in range(min(len(text) - self._place, len(ends[-1])), 0, -1) if _begins(text[-n:], ends)), 0
-        )
-        start, self._place = self._place, len(text) - held
-        return _json(text[start : self._place])[1:-1] if self._place > start else None
-
-    def _streams(self) -> bool:
-        return self._name is not None and is_text(self._tools.get(self._name, {}), self._key or "")
-
-
-def _begins(text: str, ends: tuple[str, ...]) -> bool:
-    return any(end.startswith(text) for end in ends)
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+    def _told(self, event: TagEvent) -> str:
+        """Returns what an event adds to the arguments."""
+        match event.kind:
+            case "call":
+                return "{"
+            case "key":
+                comma = "" if self._key is None else ","
+                self._key, self._value = event.text, ""
+                self._streams = is_text(self._schema, self._key)
+                return f"{comma}{encoded(self._key)}:" + ('"' if self._streams else "")
+            case "text" if self._streams:
+                return encoded(event.text)[1:-1]
+            case "text":
+                self._value += event.text
+            case "end":
+                return '"' if self._streams else encoded(as_typed(self._value, self._schema, self._key or ""))
+            case "done":
+                return "}"
+        return ""

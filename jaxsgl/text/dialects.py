@@ -108,11 +108,11 @@ class Dialect:
             return MARKERS
         found: tuple[str, ...] = self.template_markers
         if self.reasoning is not None:
-            found += (self.reasoning.open, self.reasoning.close)
+            found += (self.reasoning.open, self.reasoning.close, *_tags_in(self.reasoning.open))
         if self.calls is not None:
             found += (*self.calls.opens, self.calls.close, self.calls.between, self.calls.quote, "[CALL_ID]")
-            found += (*(self.calls.section or ()), *re.findall(r"<[^>]+>", self.calls.prefix))
-        return tuple(text for text in found if text)
+            found += (*(self.calls.section or ()), *_tags_in(self.calls.prefix))
+        return tuple(dict.fromkeys(text for text in found if text))
 
     def reasoning_is_open_after(self, prompt: str, continued: str | None = None) -> bool:
         """Returns whether `prompt`, or its end, has opened the reasoning; or the message that is `continued`."""
@@ -191,6 +191,11 @@ def dialect_of(
         harmony_reasoning=reasoning == HARMONY,
         harmony_calls=calls == HARMONY,
     )
+
+
+def _tags_in(text: str) -> list[str]:
+    """Returns the parts of a text that may be special tokens."""
+    return re.findall(r"<[^>]+>", text)
 
 
 def _named(flag: str, given: str, known: tuple[str, ...], same: dict[str, str]) -> str:

@@ -24,6 +24,7 @@ _NEXT = "<|start|>assistant"
 _ANY_END = re.compile("|".join(map(re.escape, _ENDS)))
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_HEADER = re.compile(r"<\|(?:start|channel|constrain)\|>|^\s*(?:assistant)?\s*to=\S*\s*$")  # a sign of one
 _MAX_HELD = max(map(len, _ENDS)) - 1
 
 
@@ -46,6 +47,7 @@ class HarmonyParser:
         self._max_calls = max_calls
         self._separate = separate
         self._buffer = ""
+        self._started = False  # the last marker was <|start|>, so that a header follows
         self._header: str | None = None  # of the message whose body is being read
         self._kind: PartKind | None = None  # of that body, or None if it is dropped
         self._body = ""  # of a call that is held back
@@ -70,8 +72,10 @@ class HarmonyParser:
     def _read_header(self, parts: list[Part], final: bool) -> bool:
         end = self._buffer.find(MESSAGE)
         if end < 0:
-            if final and self._buffer.strip():  # no header at all: a text
-                parts.append(Part("content", self._buffer))
+            if final:
+                is_header = self._started or _HEADER.search(self._buffer) is not None  # which the end has cut
+                if self._buffer.strip() and not is_header:
+                    parts.append(Part("content", self._buffer))
                 self._buffer = ""
             return False
         self._header, self._buffer = self._buffer[:end], self._buffer[end + len(MESSAGE) :]
@@ -93,7 +97,7 @@ class HarmonyParser:
         if match is not None:
             self._write(parts, text[: match.start()])
             self._close(parts)
-            self._buffer = text[match.end() :]
+            self._buffer, self._started = text[match.end() :], match[0] == "<|start|>"
             return True
         held = 0
         if not final:

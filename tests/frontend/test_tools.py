@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,6 +12,11 @@ import openai
 import pytest
 from http_calls import chunks, connect, post, refusal, say
 from server_process import ServerProcess
+
+from jaxsgl.frontend.http.openai.tools import AnswerForm, ToolUse, constrained
+from jaxsgl.requests.grammar import Grammar
+from jaxsgl.text.call_stream import Part
+from jaxsgl.text.dialects import dialect_of
 
 PATH = "/v1/chat/completions"
 WEATHER = {
@@ -112,6 +118,19 @@ def test_a_call_that_is_demanded_goes_before_a_format(http: httpx.Client) -> Non
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     message, reason = answer(http, CALL, tool_choice="required", response_format=form)
     assert (message["tool_calls"][0]["function"]["name"], reason) == ("weather", "tool_calls")
+
+
+@pytest.mark.parametrize("name", ["llama3", "json"])
+def test_no_call_is_looked_for_in_json_that_was_asked_for(name: str) -> None:
+    """A call in bare JSON could not be told from it."""
+    model: Any = SimpleNamespace(dialect=dialect_of(None, name), tokenizer=SimpleNamespace(unit_of=lambda text: None))
+    form = AnswerForm(model, ToolUse(callable={"weather": {}}), reasoning_is_open=False, separate=True)
+    form, grammar = constrained(form, Grammar.json_object(), free_calls=False)
+    assert grammar == Grammar.json_object()
+    parser = form.parser()
+    for text in ('{"name": "weather", ', '"arguments": {}}'):
+        assert parser.feed(text) == [Part("content", text)]
+    assert parser.finish() == []
 
 
 def test_reasoning_gets_a_budget(http: httpx.Client) -> None:

@@ -12,6 +12,7 @@ from jaxsgl.config import server
 from jaxsgl.errors import ConfigError
 from jaxsgl.text.answer import Parser
 from jaxsgl.text.dialects import REASONING_PARSERS, TOOL_CALL_PARSERS, dialect_of
+from jaxsgl.text.parameters import as_typed
 
 WEATHER = {
     "type": "object",
@@ -23,7 +24,9 @@ WEATHER = {
         "spots": {"type": "array"},
     },
 }
-TOOLS: dict[str, Any] = {"weather": WEATHER, "now": {}}
+WAY = "maps/find-way:v1.2"
+WAY_PARAMETERS = {"properties": {"from": {"type": "string"}, "max-results": {"type": "integer"}, "at noon": {}}}
+TOOLS: dict[str, Any] = {"weather": WEATHER, "now": {}, WAY: WAY_PARAMETERS}
 PARIS = {"city": "Paris", "days": 2}
 
 
@@ -85,6 +88,56 @@ MINIMAX = (
     '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
 )
 GEMMA = '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>'
+
+
+def alone(form: str, text: str, name: str, arguments: object) -> tuple[str, str, str, str, list[tuple[str, object]]]:
+    """Returns the case of a text that is one call and nothing else."""
+    return form, text, "", "", [(name, arguments)]
+
+
+# Values that hold the texts that end values and calls.
+QUOTED: list[tuple[str, str, str]] = [
+    *(
+        (
+            "qwen3_coder",
+            f"<tool_call>\n<function=weather>\n<parameter=city>\n{city}\n</parameter>\n</function>\n</tool_call>",
+            city,
+        )
+        for city in (
+            "a </tool_call> b",
+            "a </function> b\n",
+            "</parameter> </tool_call",
+            "a </parameter> <b> <parameter=",
+        )
+    ),
+    *(
+        ("glm45", f"<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{city}</arg_value>\n</tool_call>", city)
+        for city in ("a </tool_call> b", "</arg_value> b <arg_key>")
+    ),
+    *(
+        (
+            "minimax_m2",
+            f'<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">{city}</parameter>\n</invoke>\n'
+            "</minimax:tool_call>",
+            city,
+        )
+        for city in ("a </invoke> b", "</invoke>\n</minimax:tool_call>", '<parameter name="days">')
+    ),
+    *(
+        (name, text.format("weather(city=" + spelled + ")"), value)
+        for name, text in (
+            ("olmo3", "<function_calls>\n{}\n</function_calls>"),
+            ("lfm2", "<|tool_call_start|>[{}]<|tool_call_end|>"),
+            ("pythonic", "[{}]"),
+        )
+        for spelled, value in (
+            ('"</function_calls> <|tool_call_end|> )]"', "</function_calls> <|tool_call_end|> )]"),
+            (r"'it\'s \"</function_calls>'", "it's \"</function_calls>"),
+            ('"""a "b" it\'s\n<|tool_call_end|>"""', 'a "b" it\'s\n<|tool_call_end|>'),
+            (r'"\ud83d\ude00\/"', "😀/"),
+        )
+    ),
+]
 BOTH: list[tuple[str, object]] = [("weather", PARIS), ("now", {})]
 # (dialect, text, reasoning, content, calls)
 VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
@@ -150,6 +203,21 @@ VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
         [("weather", {"city": "Pa)ris", "days": 2, "exact": True, "units": None}), ("now", {})],
     ),
     ("olmo3", OLMO, "", "", [("weather", PARIS), ("now", {})]),
+    *(alone(name, text, "weather", {"city": city}) for name, text, city in QUOTED),
+    *(
+        alone(
+            name,
+            text.format(f'{WAY}(from="a", max-results=2, at noon=[true, None, (1,)])'),
+            WAY,
+            {"from": "a", "max-results": 2, "at noon": [True, None, [1]]},
+        )
+        for name, text in (
+            ("pythonic", "[{}]"),
+            ("olmo3", "<function_calls>\n{}\n</function_calls>"),
+            ("lfm2", "<|tool_call_start|>[{}]<|tool_call_end|>"),
+        )
+    ),
+    ("pythonic", "[now(), weather(\n  city='a'\n  'b',\n),]", "", "", [("now", {}), ("weather", {"city": "ab"})]),
     (
         "lfm2",
         '<|tool_call_start|>[weather(city="Paris", days=2), now()]<|tool_call_end|>I look.',
@@ -195,6 +263,17 @@ MALFORMED: list[tuple[str, str, str]] = [
     ("pythonic", "[weather('Paris')]", ""),
     ("pythonic", "[weather(city=open('x'))]", ""),
     ("pythonic", "[now(", ""),
+    ("pythonic", '[find-way(from="a")]', ""),
+    ("pythonic", "[weather(of the=2)]", ""),
+    ("pythonic", "[weather(days=)]", ""),
+    ("pythonic", "[weather(days=2 3)]", ""),
+    ("pythonic", "[weather(days==2)]", ""),
+    ("pythonic", "[weather(**{})]", ""),
+    ("pythonic", "[now(), [now()]]", ""),
+    ("pythonic", "[now()now()]", ""),
+    ("olmo3", "<function_calls>\nweather(city='a)\n</function_calls>", ""),
+    ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>a</tool_call>", ""),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="now">\n</minimax:tool_call>', ""),
     ("olmo3", "<function_calls>\nweather(\n</function_calls>", ""),
     ("lfm2", "<|tool_call_start|>[weather('Paris')]<|tool_call_end|>", ""),
     ("lfm2", "<|tool_call_start|>[now(", ""),
@@ -301,6 +380,16 @@ def test_a_malformed_call_comes_back_as_text(name: str, text: str, reasoning: st
         assert got == ("", text, [])
 
 
+@pytest.mark.parametrize("header", ["<|channel|>analysis", "<|channel|>commentary to=functions.now <|constrain|>json"])
+def test_nothing_is_written_of_a_header_that_the_end_cuts(header: str) -> None:
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for text, reasoning in ((header, ""), (thought, "Hm."), (thought + header, "Hm."), (" to=functions.n", "")):
+        assert result(dialect_of(None, "gpt-oss", "gpt-oss").parser(TOOLS), list(text)) == (reasoning, "", []), text
+    cut = thought.replace("<|end|>", "") + header
+    assert result(dialect_of(None, "gpt-oss", "gpt-oss").parser(TOOLS), [cut]) == ("Hm.", "", [])
+    assert result(dialect_of(None, "gpt-oss", "gpt-oss").parser(TOOLS), ["Hello"]) == ("", "Hello", [])
+
+
 @pytest.mark.parametrize("constrained", [False, True])
 def test_any_split_gives_the_same_result(constrained: bool) -> None:
     """500 random splits of valid and malformed calls, alone and behind one another."""
@@ -320,6 +409,43 @@ def test_any_split_gives_the_same_result(constrained: bool) -> None:
         assert result(dialect.parser(TOOLS, **options), list(text)) == expected, (name, text)
 
 
+MAYBE: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+DEFINED: dict[str, Any] = {
+    "Text": {"type": "string"},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "integer"}]},
+    "Self": {"$ref": "#/$defs/Self"},
+    **{f"Deep{n}": {"anyOf": [{"$ref": f"#/$defs/Deep{n + 1}"}] * 2} for n in range(40)},
+    "Deep40": {"type": "string"},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        (MAYBE, "12345", "12345"),
+        (MAYBE, "None", None),
+        (MAYBE, '"a"', "a"),
+        ({"type": ["string", "number"]}, "12", 12),
+        ({"type": ["string", "integer"]}, "1.5", "1.5"),
+        ({"type": "integer"}, "many", "many"),
+        ({"enum": ["1", 2]}, "2", 2),
+        ({"const": 3}, "3", 3),
+        ({"description": "unknown"}, "3", "3"),
+        ({}, "3", 3),
+        ({"properties": {}}, '{"a": 1}', {"a": 1}),
+        ({"items": {"type": "integer"}}, "[1]", [1]),
+        ({"type": "string", "anyOf": [{"minLength": 1}, {"pattern": "a"}]}, "3", "3"),
+        ({"allOf": [{"$ref": "#/$defs/Text"}], "default": ""}, "3", "3"),
+        ({"$ref": "#/$defs/Loop"}, "3", 3),
+        ({"$ref": "#/$defs/Self"}, "3", "3"),
+        ({"$ref": "#/$defs/Deep0"}, "3", "3"),
+        ({"$ref": "#/$defs/none"}, "3", "3"),
+    ],
+)
+def test_a_value_in_tags_is_of_a_type_that_its_schema_takes(schema: Any, text: str, value: object) -> None:
+    assert as_typed(text, {"properties": {"x": schema}, "$defs": DEFINED}, "x") == value
+
+
 def test_arguments_of_constrained_calls_come_while_the_model_writes_them() -> None:
     parser = dialect_of(None, "hermes").parser(TOOLS, constrained=True)
     texts = ['<tool_call>\n{"name": "wea', 'ther", "arguments": {"city"', ': "Paris"', "}}\n</tool_call>"]
@@ -330,6 +456,23 @@ def test_arguments_of_constrained_calls_come_while_the_model_writes_them() -> No
         [("arguments", ': "Paris"')],
         [("arguments", "}")],
     ]
+
+
+@pytest.mark.parametrize(("name", "text", "city"), QUOTED)
+def test_constrained_calls_are_those_of_the_whole_text(name: str, text: str, city: str) -> None:
+    text = f"{text}Bye"
+    whole_text = result(dialect_of(None, name).parser(TOOLS), [text])
+    assert [json.loads(arguments) for _, arguments in whole_text[2]] == [{"city": city}]
+    assert result(dialect_of(None, name).parser(TOOLS, constrained=True), list(text)) == whole_text
+
+
+@pytest.mark.parametrize("broken", ["nothing", "<function=weather>\nParis", "<function=weather>\n<parameter=city>\na"])
+def test_a_call_that_breaks_ends_at_its_closing_text(broken: str) -> None:
+    text = f"<tool_call>\n{broken}\n</tool_call>"
+    good = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    _, content, calls = whole("qwen3_coder", f"{text}\n{good}")
+    assert calls[-1] == ("now", {})
+    assert (content == text) == (len(calls) == 1)
 
 
 def test_texts_in_tags_come_while_the_model_writes_them() -> None:
@@ -364,6 +507,12 @@ def test_harmonys_reasoning_stays_in_the_text_if_no_reasoning_is_looked_for() ->
 
 def test_calls_are_text_without_tools() -> None:
     assert result(dialect_of(None, "hermes").parser({}), [CALL]) == ("", CALL, [])
+
+
+def test_gemmas_reasoning_is_told_from_its_answer() -> None:
+    text = f"<|channel>thought\nHm.\n<channel|>I look.{GEMMA}"
+    assert result(dialect_of(None, "gemma4", "gemma4").parser(TOOLS), list(text))[:2] == ("Hm.", "I look.")
+    assert "<|channel>" in dialect_of(None, "gemma4", "gemma4").markers
 
 
 def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:

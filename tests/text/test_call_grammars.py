@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,7 @@ from jaxsgl.text.call_grammar import (
     harmony_grammar,
 )
 from jaxsgl.text.calls import FORMS
-from jaxsgl.text.dialects import THINK, Dialect
+from jaxsgl.text.dialects import REASONING_FORMS, THINK, Dialect
 from jaxsgl.text.harmony import MARKERS
 from jaxsgl.text.tokenizer import Tokenizer
 from tests.grids import daily
@@ -85,7 +86,7 @@ TEXTS = {
 PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 SPECIAL = (
     "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", *MARKERS,
-    "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call_start|>", "<|tool_call_end|>",
+    "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|tool_call_start|>", "<|tool_call_end|>",
     *{
         mark: None
         for form in FORMS.values()
@@ -169,6 +170,60 @@ def test_arguments_of_calls_that_may_be_made_hold_to_their_schema_if_the_tool_is
     assert not of.allows(lark_of(of, "hermes", strict=frozenset({"weather"})), free)
 
 
+# Parameters as pydantic describes them: by reference, with alternatives.
+BOOK: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "at": {"$ref": "#/$defs/Place"},
+        "by": {"allOf": [{"$ref": "#/$defs/Mode"}]},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "via": {"items": {"$ref": "#/$defs/Place"}},
+    },
+    "required": ["at", "by"],
+    "$defs": {
+        "Place": {
+            "properties": {
+                "city": {"type": "string"},
+                "next": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+            },
+            "required": ["city"],
+            "type": "object",
+        },
+        "Mode": {"enum": ["air", "rail"], "type": "string"},
+    },
+}
+BOOKED = {"at": {"city": "x", "next": {"city": "y"}}, "by": "rail", "note": None, "via": [{"city": "z"}]}
+BOOKINGS = {
+    "qwen3_coder": '<tool_call>\n<function=book>\n<parameter=at>\n{"city": "x", "next": {"city": "y"}}\n</parameter>\n'
+    "<parameter=by>\nrail\n</parameter>\n<parameter=note>\nnull\n</parameter>\n<parameter=via>\n"
+    '[{"city": "z"}]\n</parameter>\n</function>\n</tool_call>',
+    "glm45": '<tool_call>book<arg_key>at</arg_key><arg_value>{"city": "x", "next": {"city": "y"}}</arg_value>'
+    "<arg_key>by</arg_key><arg_value>rail</arg_value><arg_key>note</arg_key><arg_value>null</arg_value>"
+    '<arg_key>via</arg_key><arg_value>[{"city": "z"}]</arg_value></tool_call>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="book">\n<parameter name="at">{"city": "x", "next": {"city": "y"}}'
+    '</parameter>\n<parameter name="by">rail</parameter>\n<parameter name="note">null</parameter>\n'
+    '<parameter name="via">[{"city": "z"}]</parameter>\n</invoke>\n</minimax:tool_call>',
+    "gemma4": '<|tool_call>call:book{at:{city:<|"|>x<|"|>,next:{city:<|"|>y<|"|>}},by:<|"|>rail<|"|>,note:null,'
+    'via:[{city:<|"|>z<|"|>}]}<tool_call|>',
+}
+
+
+@pytest.mark.parametrize("name", BOOKINGS)
+def test_parameters_hold_to_schemas_that_are_referred_to(name: str) -> None:
+    of, text = grammars(True), BOOKINGS[name]
+    for strict in (frozenset[str](), frozenset({"book"})):
+        calls = Calls({"book": BOOK}, strict, required=True)
+        lark = behind_reasoning(call_grammar(FORMS[name], calls, of.tokenizer.unit_of), None, False)
+        assert of.allows(lark, text)
+        assert not of.allows(lark, text.replace("rail", "road"))
+        assert not of.allows(lark, text.replace('{"city": "z"}', "5").replace('{city:<|"|>z<|"|>}', "5"))
+        assert not of.allows(lark, text.replace('"city": "y"', "").replace('city:<|"|>y<|"|>', ""))
+    for constrained in (False, True):
+        parser = Dialect(calls=FORMS[name]).parser({"book": BOOK}, constrained=constrained)
+        parts = parser.feed(text) + parser.finish()
+        assert json.loads("".join(part.text for part in parts if part.kind == "arguments")) == BOOKED
+
+
 def test_what_no_grammar_can_say_of_arguments_is_left_out_unless_the_tool_is_strict() -> None:
     of = grammars(True)
     price = {"type": "string", "pattern": r"^(?!^[-+.]*$)\d+$"}
@@ -182,6 +237,21 @@ def test_what_no_grammar_can_say_of_arguments_is_left_out_unless_the_tool_is_str
             assert of.allows(lark, text)
         else:
             assert LLMatcher(of._llguidance, LLMatcher.grammar_from_lark(lark)).is_error()
+
+
+@pytest.mark.parametrize("name", ["pythonic", "olmo3", "lfm2"])
+def test_names_that_are_none_in_python_are_written_and_read(name: str) -> None:
+    of, strings = grammars(True), {"from": {"type": "string"}, "max-results": {"type": "integer"}}
+    tools: dict[str, Any] = {"maps/find-way": {"type": "object", "properties": strings, "required": list(strings)}}
+    text = TEXTS[name][0].replace(", now()", "").replace("\nnow()", "")
+    text = re.sub(r"weather\(.*?\)", 'maps/find-way(from="a", max-results=2)', text)
+    lark = call_grammar(FORMS[name], Calls(tools, required=True), of.tokenizer.unit_of)
+    assert of.allows(behind_reasoning(lark, None, False), text)
+    parser = Dialect(calls=FORMS[name]).parser(tools, constrained=True)
+    assert [part.text for part in parser.feed(text) + parser.finish()] == [
+        "maps/find-way",
+        '{"from":"a","max-results":2}',
+    ]
 
 
 def test_there_is_one_call_if_calls_may_not_be_parallel() -> None:
@@ -220,6 +290,23 @@ def test_a_grammar_begins_behind_the_reasoning(with_markers: bool) -> None:
         assert not of.allows(lark, f"Hm.</think>\nno{good}"), grammar
     with pytest.raises(InvalidRequest, match="a lark can't begin behind reasoning"):
         content_grammar(Grammar.lark("start: /a/"), of.tokenizer.unit_of)
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+def test_reasoning_may_open_with_a_token_and_a_text(with_markers: bool) -> None:
+    of, form = grammars(with_markers), REASONING_FORMS["gemma4"]
+    dialect = Dialect(form, FORMS["gemma4"])
+    named = {of.backend.id_to_token(one) for one in of.tokenizer.special_ids_of(dialect.markers)}
+    assert named >= ({"<|channel>", "<channel|>"} if with_markers else set())
+    thought, call = "<|channel>thought\nHm.\n<channel|>", TEXTS["gemma4"][0]
+    required = lark_of(of, "gemma4", form, required=True)
+    assert of.allows(required, thought + call)
+    assert of.allows(required, call)
+    assert of.allows(lark_of(of, "gemma4", form), f"{thought}Hello")
+    if with_markers:
+        lark = behind_reasoning(free_text(of.tokenizer.unit_of), form, False, budget=4)
+        assert of.allows(lark, f"{thought}Hello")
+        assert not of.allows(lark, f"{thought.replace('Hm', 'Hm, a, b')}Hello")
 
 
 def test_reasoning_ends_after_its_budget() -> None:

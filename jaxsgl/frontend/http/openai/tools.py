@@ -210,6 +210,8 @@ def constrained(
         return form, None
     must = use.required or bool(use.strict)
     if call_form is None or (asked is not None and _leaves_no_calls(call_form, asked)):
+        if asked is not None:  # no call is possible, so that none is looked for
+            form = replace(form, use=replace(use, callable={}))
         return form, _behind_reasoning(form, asked, budget)
     is_free = call_form.bare or (budget is None and (free_calls or not _has_grammars(form)))
     if is_free and not must and asked is None:
