@@ -387,9 +387,9 @@ class Generator:
         detokenizer = partial(detokenizer_of, self.model.tokenizer, request.sampling, visible) if text else NoText
         timing = Timing(self._metrics, request.sampling.n)
         with timing, self._engine.open(request, rank) as stream:
+            generation = Generation(request, stream, detokenizer, timing)
             if request.media:  # on their way; megabytes that this process needs no more
                 msgspec.structs.force_setattr(request, "media", ())
-            generation = Generation(request, stream, detokenizer, timing)
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, stream)
             try:
                 with self._tracer.request(request, generation, timing):

@@ -14,10 +14,14 @@ from typing import Protocol
 REPLACEMENT = "\ufffd"
 MAX_CHARACTER_IDS = 4  # a character has 4 bytes at most, and each id of one stands for a byte at least
 MAX_HELD_IDS = 8  # after so many the window is cut, so that each token costs the same
+MAX_PROMPT_IDS = 256  # at a prompt's end that are looked at
 
 
 class Detokenizer(Protocol):
     """Turns one stream of token ids into text."""
+
+    def follow(self, prompt_ids: Sequence[int]) -> None:
+        """Begins the text where that of `prompt_ids` ends. May be called once, before anything is fed."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Returns the text that these ids complete."""
@@ -28,6 +32,9 @@ class Detokenizer(Protocol):
 
 class NoText:
     """Gives no text at all: the detokenizer of a model without a tokenizer."""
+
+    def follow(self, prompt_ids: Sequence[int]) -> None:
+        """Changes nothing."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Returns nothing."""
@@ -71,6 +78,9 @@ class ByteDetokenizer:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
+    def follow(self, prompt_ids: Sequence[int]) -> None:
+        """Changes nothing: a token's bytes don't depend on the tokens before it."""
+
     def feed(self, token_ids: Sequence[int]) -> str:
         """Returns the text that these ids complete."""
         return self._decoder.decode(b"".join([self._token_bytes[token_id] for token_id in token_ids]))
@@ -86,7 +96,8 @@ class WindowDetokenizer:
     The window starts with the ids emitted last, because a token's text depends on the token before it: a space is
     stripped at the start of a text. Ids of single bytes are held back until a token of another kind follows, since a
     run of bytes is known to be valid only at its end. Ids outside `text_ids` (special or unknown) are dropped, as
-    decoding does. A text that goes on ending in U+FFFD holds back no more than a character.
+    decoding does. A text that goes on ending in U+FFFD holds back no more than a character. `names` are the special
+    tokens among `text_ids`.
     """
 
     def __init__(
@@ -94,12 +105,31 @@ class WindowDetokenizer:
         decode: Callable[[list[int]], str],
         text_ids: Collection[int],
         byte_ids: Collection[int],
+        names: Collection[int] = frozenset(),
     ) -> None:
         self._decode = decode
         self._text_ids = text_ids
         self._byte_ids = byte_ids
+        self._names = names
         self._emitted_ids: list[int] = []
         self._new_ids: list[int] = []
+
+    def follow(self, prompt_ids: Sequence[int]) -> None:
+        """Begins the window with the prompt's last token that is no single byte, so that a first space is kept.
+
+        Behind a special token a new text begins, as without a prompt. What the prompt has of a character that it
+        doesn't end is not completed.
+        """
+        last = prompt_ids[-MAX_PROMPT_IDS:]
+        if not last or not self._is_plain(last[-1]):
+            return
+        found = (token_id for token_id in reversed(last) if self._is_plain(token_id) and token_id not in self._byte_ids)
+        before = next(found, None)
+        if before is not None and not self._decode([before]).endswith(REPLACEMENT):
+            self._emitted_ids = [before]
+
+    def _is_plain(self, token_id: int) -> bool:
+        return token_id in self._text_ids and token_id not in self._names
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Returns the text that these ids complete."""

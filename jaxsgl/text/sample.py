@@ -159,13 +159,16 @@ class StopStrings:
 
 
 class Sample:
-    """Turns replies into pieces. Nothing may be taken after the end."""
+    """Turns replies into pieces. Nothing may be taken after the end.
+
+    `detokenizer` is a new one, which goes on behind the prompt.
+    """
 
     def __init__(self, request: Request, index: int, detokenizer: Detokenizer) -> None:
         self._request = request
         self._sampling = request.sampling
         self._index = index
-        self._detokenizer = detokenizer
+        self._detokenizer = follow(detokenizer, request)
         self._stops = StopStrings(self._sampling.stop, self._sampling.include_stop_str_in_output)
         self._regex = StopRegex(self._sampling.stop_regex)
         self._ends_in_text = bool(self._sampling.stop or self._sampling.stop_regex)
@@ -236,6 +239,13 @@ def detokenizer_of(
 ) -> Detokenizer:
     """Returns a detokenizer for one sample: special tokens have text if they are `visible`, or all shall have it."""
     return tokenizer.detokenizer(visible if sampling.skip_special_tokens else tokenizer.special_ids)
+
+
+def follow(detokenizer: Detokenizer, request: Request) -> Detokenizer:
+    """Returns `detokenizer`, whose text goes on where the prompt of `request` ends, unless that is an image."""
+    if not request.media or request.media[-1].stop < len(request.prompt_ids):
+        detokenizer.follow(request.prompt_ids)
+    return detokenizer
 
 
 def _token_by_token(reply: Reply) -> list[Reply]:

@@ -152,14 +152,14 @@ class Tokenizer:
         ids: list[int] = self._or_refuse().encode(text, add_special_tokens=add_special_tokens)
         if truncation is None or len(ids) <= truncation.num_tokens:
             return ids
-        return truncation.of(ids, *(self._num_added() if add_special_tokens else (0, 0)))
+        return truncation.of(ids, *(self.num_added() if add_special_tokens else (0, 0)))
 
     def ids_before_texts(self) -> list[int]:
         """Returns the ids that `encode` puts before a text: the model's start token, if it has one."""
-        return self.encode(_ANY_TEXT)[: self._num_added()[0]]
+        return self.encode(_ANY_TEXT)[: self.num_added()[0]]
 
-    def _num_added(self) -> tuple[int, int]:
-        """Returns how many tokens are put before a text and after it."""
+    def num_added(self) -> tuple[int, int]:
+        """Returns how many tokens `encode` puts before a text and after it."""
         before, behind = self._added_around()
         return len(before), len(behind)
 
@@ -277,7 +277,7 @@ class Tokenizer:
             return ByteDetokenizer(self._bytes_with(visible) if visible else self._token_bytes)
         if not visible:
             return WindowDetokenizer(self.decode, self._text_ids, self._byte_ids)
-        return WindowDetokenizer(self._decode_with_names, self._text_ids | visible, self._byte_ids)
+        return WindowDetokenizer(self._decode_with_names, self._text_ids | visible, self._byte_ids, visible)
 
     def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
         """Returns the ids of those of `texts` that are special tokens."""

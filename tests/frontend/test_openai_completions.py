@@ -11,10 +11,15 @@ import pytest
 from fake_engine_process import EOS_ID, VOCAB_SIZE, Script
 from http_calls import chunks, connect, post, refusal
 from server_process import ServerProcess, wait_for
+from tokenizers import processors
 
+from jaxsgl.frontend.http.openai.logprobs import Echo, LogprobsWriter
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.text.tokenizer import Tokenizer
+from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.requests.request import Request, SamplingParams
+from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
+from tests.text.small_tokenizers import KINDS, byte_fallback, save
 
 PATH = "/v1/completions"
 
@@ -223,6 +228,74 @@ def test_text_offsets_count_characters_even_where_tokens_split_one(http: httpx.C
             assert choice["text"][offset : offset + len(token)] == token
     assert "<|start|>" in logprobs["tokens"]
     assert logprobs["tokens"][1:4] == ["\\xe9", "\\xbe", "\\x98"]  # of 龘
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("echo", [True, False])
+def test_text_offsets_count_special_tokens_that_are_in_the_text(http: httpx.Client, skip: bool, echo: bool) -> None:
+    body = {"prompt": "<|start|>hello<|start|>a龘b", "max_tokens": 9, "logprobs": 0, "ignore_eos": True}
+    (choice,) = post(http, PATH, **body, skip_special_tokens=skip, echo=echo)["choices"]
+    logprobs, text = choice["logprobs"], choice["text"]
+    assert ("<|start|>" in text) == (echo or not skip)
+    num_prompt = len(logprobs["tokens"]) - 9
+    for number, (token, offset) in enumerate(zip(logprobs["tokens"], logprobs["text_offset"], strict=True)):
+        is_hidden = skip and token == "<|start|>" and number >= num_prompt
+        if not token.startswith("\\x") and not is_hidden:
+            assert text[offset : offset + len(token)] == token, number
+    assert "<|start|>" in logprobs["tokens"][num_prompt:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["<|start|>user\nhello é🙂 world <|end|> you", " a  <|end|>b", "é", "<|end|>"])
+def test_an_echoed_text_has_its_tokens_where_it_was_written_so(kind: str, text: str, tmp_path: Path) -> None:
+    """Tokenizers put spaces into texts: a token may begin with one that isn't there."""
+    tokenizer = load_tokenizer(save(KINDS[kind](), tmp_path))
+    ids = [tokenizer.encode("<|start|>")[0], *tokenizer.encode(text, add_special_tokens=False)]
+    writer = LogprobsWriter(tokenizer, Request("r", ids, SamplingParams(skip_special_tokens=False)))
+    echoed = writer.prompt(ids, [None] * (len(ids) - 1), Echo(text, range(1, len(ids))))
+    assert echoed.text_offset[:2] == [0, 0], "the token in front was added"
+    for token, offset in list(zip(echoed.tokens, echoed.text_offset, strict=True))[1:]:
+        bare = token.lstrip(" ")
+        if not token.startswith(("\\x", "<unk>")) and bare:
+            assert text[offset:].lstrip(" ").startswith(bare), (token, offset)
+    ids = tokenizer.encode("a<|end|> you", add_special_tokens=False)
+    output = writer.output(ids, [TokenLogprob(-1.0)] * len(ids))
+    assert output.text_offset[0] == len(text)
+    end = output.tokens.index("<|end|>")
+    assert output.text_offset[end + 1] - output.text_offset[end] == len("<|end|>")
+
+
+def test_texts_of_a_tokenizer_with_space_marks_keep_their_first_space(
+    start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    """Its decoder strips the first space of a text. A start token is put before prompts, and echoed by the fake."""
+    made = byte_fallback()
+    made.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", made.token_to_id("<|start|>"))]
+    )
+    server = start_server(model=save(made, tmp_path / "marks"))
+    server.wait_until_ready()
+    with connect(server) as http:
+        num_tokens = post(http, PATH, prompt="hello you", max_tokens=1)["usage"]["prompt_tokens"]
+        body = {"prompt": "hello you", "max_tokens": num_tokens, "n": 2, "logprobs": 0, "ignore_eos": True}
+        answer = post(http, PATH, **body)
+        assert texts(answer) == [" hello you", " hello you"]
+        assert streamed(chunks(http, PATH, **body), 2) == texts(answer)
+        assert texts(post(http, PATH, **body, echo=True)) == ["hello you hello you"] * 2
+        for echo in (True, False):
+            for choice in post(http, PATH, **body, echo=echo)["choices"]:
+                scored = choice["logprobs"]
+                for number, (token, offset) in enumerate(zip(scored["tokens"], scored["text_offset"], strict=True)):
+                    token = token.lstrip(" ") if echo and number < 2 else token
+                    assert token == "<|start|>" or choice["text"][offset : offset + len(token)] == token
+        sampling = {"max_new_tokens": num_tokens, "ignore_eos": True}
+        assert post(http, "/generate", text="hello you", sampling_params=sampling)["text"] == " hello you"
+        of_ids = post(http, "/tokenize", prompt="hello you", add_special_tokens=False)["tokens"]
+        assert texts(post(http, PATH, prompt=of_ids, max_tokens=len(of_ids))) == [" hello you"]
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "hello you"}]
+        chat = {"messages": messages, "max_tokens": 9, "ignore_eos": True}
+        begun = post(http, "/v1/chat/completions", **chat, continue_final_message=True)
+        assert begun["choices"][0]["message"]["content"].startswith(" user")
 
 
 def test_a_stop_token_and_a_stop_string_are_named(http: httpx.Client) -> None:

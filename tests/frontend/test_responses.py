@@ -19,6 +19,7 @@ from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.access import Caller, enter
 from jaxsgl.frontend.http.openai.conversation import LOGPROBS, ResponsesRequest, chat_of
 from jaxsgl.frontend.http.openai.responses import ResponseStore, Stored
+from jaxsgl.frontend.http.openai.schemas import ChatRequest
 from jaxsgl.frontend.http.openai.scored_text import ScoredText
 from jaxsgl.frontend.http.openai.truncation import fitting
 from jaxsgl.messages.replies import TokenLogprob
@@ -143,6 +144,11 @@ def test_a_conversation_is_a_chat() -> None:
         ({"truncation": "middle"}, "'auto' or 'disabled'"),
         ({"rid": "r"}, "rid isn't taken here"),
         ({"temperature": -1}, "greater than or equal to 0"),
+        ({"n": 2}, "n is 2, but one answer is made here"),
+        ({"max_tokens": 5}, "max_tokens isn't taken here: send max_output_tokens"),
+        ({"reasoning_effort": "low"}, "reasoning_effort isn't taken here: send reasoning.effort"),
+        ({"logprobs": True}, "logprobs isn't taken here: send include, with message.output_text.logprobs"),
+        ({"enable_thinking": "no"}, "enable_thinking: Input should be a valid boolean"),
     ],
 )
 def test_what_needs_storage_or_is_unknown_is_refused(http: httpx.Client, fields: dict[str, Any], words: str) -> None:
@@ -335,3 +341,54 @@ def test_unknown_fields_do_no_harm(http: httpx.Client) -> None:
         "user": None,
     }
     assert post(http, PATH, **body)["output"][0]["content"][0]["text"] == "Hi"
+
+
+def test_what_chat_has_and_openai_does_not_reaches_the_chat() -> None:
+    fields: dict[str, Any] = {
+        "enable_thinking": False,
+        "thinking_token_budget": 10,
+        "thinking_budget": 10,
+        "separate_reasoning": False,
+        "stream_reasoning": False,
+        "include_reasoning": False,
+        "documents": [{"text": "a"}],
+        "prediction": {"type": "content", "content": "x"},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+    chat = chat_of(ResponsesRequest.model_validate({"input": "Hi"} | fields))
+    assert chat.model_dump(include=set(fields)) == fields
+    with pytest.raises(InvalidRequest, match="thinking_budget: "):
+        chat_of(ResponsesRequest.model_validate({"input": "Hi", "thinking_budget": "all"}))
+
+
+def test_a_field_that_only_chat_has_reaches_it_or_is_refused() -> None:
+    refused = []
+    for name in ChatRequest.model_fields.keys() - ResponsesRequest.model_fields.keys():
+        with pytest.raises(InvalidRequest) as error:
+            chat_of(ResponsesRequest.model_validate({"input": "Hi", name: {"no": "value"}}))
+        if "isn't taken here" in str(error.value):
+            refused.append(name)
+        else:
+            assert name in str(error.value), "the chat's schema has seen it"
+    assert sorted(refused) == [
+        "chat_template", "function_call", "functions", "logprobs", "max_completion_tokens", "messages",
+        "prompt_logprobs", "reasoning_effort", "return_hidden_states", "return_routed_experts", "return_token_ids",
+        "return_tokens_as_token_ids", "rid",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_dropped_or_comes_at_once_if_asked_for(client: openai.OpenAI, stream: bool) -> None:
+    def kinds(**fields: bool) -> tuple[list[str], list[str]]:
+        asked: dict[str, Any] = {"model": "default", "input": "<think>Hm, hm</think>I look.", "extra_body": fields}
+        if not stream:
+            return [], [item.type for item in client.responses.create(**asked).output]
+        events = list(client.responses.create(stream=True, **asked))
+        deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+        return deltas, [item.type for item in events[-1].response.output]
+
+    assert kinds()[1] == ["reasoning", "message"]
+    assert kinds(include_reasoning=False) == ([], ["message"])
+    assert kinds(separate_reasoning=False) == ([], ["message"])
+    assert kinds(stream_reasoning=False) == (["Hm, hm"] * stream, ["reasoning", "message"])

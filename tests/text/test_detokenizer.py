@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxsgl.messages.replies import Reply
+from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.detokenizer import ByteDetokenizer, WindowDetokenizer
+from jaxsgl.text.sample import Sample, detokenizer_of
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.small_tokenizers import KINDS, TEXT, save
 
@@ -101,6 +105,58 @@ def test_special_tokens_give_no_text(kind: str, tokenizers: dict[str, Tokenizer]
     end = tokenizer.encode("a<|end|>")[-1]
     assert "".join(stream(tokenizer, [end] * 9)) == ""
     assert "".join(stream(tokenizer, [*hello, end])) == "hello world"
+
+
+def continued(tokenizer: Tokenizer, prompt: list[int], output: list[int], **sampling: Any) -> str:
+    """Returns the text of a sample, whose tokens come one by one."""
+    params = SamplingParams(**sampling)
+    sample = Sample(Request("r", prompt, params), 0, detokenizer_of(tokenizer, params))
+    replies = [Reply("r", (token_id,)) for token_id in output[:-1]]
+    replies.append(Reply("r", tuple(output[-1:]), FinishReason.LENGTH))
+    text = ""
+    for reply in replies:
+        text += sample.take([reply]).text
+        if sample.ended:
+            break
+    return text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["hello world, hello you", TEXT[5], "a  b 🙂 c 你 you"])
+def test_a_text_goes_on_where_its_prompt_ends(kind: str, text: str, tokenizers: dict[str, Tokenizer]) -> None:
+    """SentencePiece strips the first space of a text, which the output of a prompt is not."""
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for place in range(1, len(ids)):
+        prompt = tokenizer.decode(ids[:place])
+        if not prompt.endswith(REPLACEMENT):
+            assert prompt + continued(tokenizer, ids[:place], ids[place:]) == tokenizer.decode(ids), place
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_text_begins_behind_a_special_token(kind: str, skip: bool, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    prompt, output = tokenizer.encode("hello<|end|>"), tokenizer.encode("hello world")
+    assert continued(tokenizer, prompt, output, skip_special_tokens=skip) == "hello world"
+    assert continued(tokenizer, [*prompt, 700], output) == "hello world", "behind an id that no tokenizer knows, too"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_an_output_does_not_complete_a_character_of_its_prompt(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode("a𝄞")
+    assert continued(tokenizer, ids[:-1], ids[-1:]) == REPLACEMENT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings_are_looked_for_behind_the_prompt(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode("hello world, hello you")
+    place = next(place for place in range(len(ids)) if tokenizer.decode(ids[:place]) == "hello")
+    assert continued(tokenizer, ids[:place], ids[place:], stop=("o w",)) == " world, hello you"
+    assert continued(tokenizer, ids[:place], ids[place:], stop=("lo", " world")) == ""
+    assert continued(tokenizer, ids[:place], ids[place:], stop=("lo",)) == " world, hel"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.replies import Reply
 from jaxsgl.requests.request import FinishReason, Request, SamplingParams
+from jaxsgl.text.detokenizer import NoText
 from jaxsgl.text.sample import Piece, Sample, StopStrings, join
 from jaxsgl.text.stop_regex import StopRegex, check_patterns
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
@@ -108,14 +109,11 @@ def test_text_ends_behind_the_first_match_unless_a_stop_string_comes_before(
         assert len(answer.token_ids) == len(kept) + (len(matched) if matched in stops else 0)
 
 
-class Characters:
+class Characters(NoText):
     """A detokenizer of characters."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
-
-    def finish(self) -> str:
-        return ""
 
 
 @pytest.mark.parametrize("pattern", ["(a|b", "a)|(b", "^a", r"\bword", "(?=a)", r"(a)\1", "a*", "", "x" * 257])
@@ -135,10 +133,10 @@ def test_a_hostile_pattern_ends_its_answer_soon() -> None:
 
 
 def run(tokenizer: Tokenizer, ids: list[int], sizes: list[int], reason: FinishReason, params: SamplingParams) -> Piece:
-    """The whole answer of a sample whose replies come in portions of `sizes`."""
+    """The whole answer of a sample, behind a special token, whose replies come in portions of `sizes`."""
     last = len(ids) - 1
     replies = [Reply("r", (token,), reason if i == last else None) for i, token in enumerate(ids)]
-    sample = Sample(Request("r", [5], params), 0, tokenizer.detokenizer())
+    sample = Sample(Request("r", [0], params), 0, tokenizer.detokenizer())
     pieces = []
     while replies and not sample.ended:
         size = sizes.pop(0) if sizes else 1

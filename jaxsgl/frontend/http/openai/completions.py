@@ -21,7 +21,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd, ServedModel, prompted_all
 from jaxsgl.frontend.http.bodies import in_rooms, options_of, truncation_of
 from jaxsgl.frontend.http.calls import DONE, EventStream, check_num_choices, event, pieces, start_all, whole
-from jaxsgl.frontend.http.openai.logprobs import Logprobs, LogprobsWriter, joined, prompt_logprobs, with_top
+from jaxsgl.frontend.http.openai.logprobs import Echo, Logprobs, LogprobsWriter, joined, prompt_logprobs, with_top
 from jaxsgl.frontend.http.openai.replies import (
     AnswerHead,
     StatesCollector,
@@ -55,11 +55,11 @@ async def answer_completions(front_end: FrontEnd, body: CompletionRequest, adapt
     options = in_rooms(options_of(body, [adapter] * len(prompts)), body)
     head = new_head("cmpl", "text_completion", adapter or front_end.config.model_name, body.rid)
     requests = await front_end.generator.prepare_all(prompted_all(prompts, sampling, head.id, options))
-    texts = await _echoed(front_end, body, prompts, requests)
+    echoed = await _echoed(front_end, body, prompts, requests)
     answered = _answered(body, requests)
     n = answered[0].sampling.n
     usage = UsageCounter(body.stream_options, [len(request.prompt_ids) for request in requests], n)
-    choices = Choices(tokenizer, answered, texts, body, usage)
+    choices = Choices(tokenizer, answered, echoed, body, usage)
     if body.stream:
         return EventStream(_stream(front_end, requests, choices, head, usage))
     return json_response(await _whole(front_end, requests, answered, choices, head, usage))
@@ -123,14 +123,17 @@ def _answered(body: CompletionRequest, requests: list[Request]) -> list[Request]
 
 async def _echoed(
     front_end: FrontEnd, body: CompletionRequest, prompts: list[Prompt], requests: list[Request]
-) -> list[str] | None:
+) -> list[Echo] | None:
     """Returns the prompts' texts if the answer is to hold them."""
     if not body.echo:
         return None
+    before = behind = 0
+    if isinstance(prompts[0], TextPrompt) and prompts[0].add_special_tokens:  # so are the others
+        before, behind = front_end.generator.model.tokenizer.num_added()
     return [
-        prompt.text
+        Echo(prompt.text, range(before, len(request.prompt_ids) - behind))
         if isinstance(prompt, TextPrompt) and prompt.truncation is None
-        else await front_end.generator.decode(request.prompt_ids)
+        else Echo(await front_end.generator.decode(request.prompt_ids))
         for prompt, request in zip(prompts, requests, strict=True)
     ]
 
@@ -198,11 +201,11 @@ class Choices:
         self,
         tokenizer: Tokenizer,
         requests: Sequence[Request],
-        echoed: Sequence[str] | None,
+        echoed: Sequence[Echo] | None,
         body: CompletionRequest,
         usage: UsageCounter,
     ) -> None:
-        """Args: one request per prompt; `echoed` are their texts, if choices begin with them.
+        """Args: one request per prompt; `echoed` are the prompts, if choices begin with them.
 
         `body` says what choices hold; of a max_tokens of 0 the prompt alone. `usage` counts the tokens of the choices
         that are returned.
@@ -220,7 +223,7 @@ class Choices:
         self._writers: list[LogprobsWriter] | None = None
         if sampling.logprobs is not None:
             as_ids = bool(body.return_tokens_as_token_ids)
-            self._writers = [LogprobsWriter(tokenizer, as_ids) for _ in self._started]
+            self._writers = [LogprobsWriter(tokenizer, request, as_ids) for request in requests for _ in range(self._n)]
         self._wait_for_scores = self._writers is not None and echoed is not None
         self._prompt_scores: dict[int, Sequence[TokenLogprob | None]] = {}  # by prompt
         self._held: dict[int, list[tuple[int, Piece]]] = {}  # by prompt: pieces that arrived before its scores
@@ -268,7 +271,7 @@ class Choices:
         starts = not self._started[number]
         self._started[number] = True
         if starts and self._echoed is not None:
-            text = self._echoed[prompt] + text
+            text = self._echoed[prompt].text + text
         if self._writers is not None:
             writer = self._writers[number]
             echoed = self._prompt(prompt, writer) if starts and self._echoed is not None else None
@@ -291,7 +294,7 @@ class Choices:
 
     def _prompt(self, prompt: int, writer: LogprobsWriter) -> Logprobs:
         assert self._echoed is not None
-        return writer.prompt(self._requests[prompt].prompt_ids, self._prompt_scores[prompt], len(self._echoed[prompt]))
+        return writer.prompt(self._requests[prompt].prompt_ids, self._prompt_scores[prompt], self._echoed[prompt])
 
 
 def without_output(piece: Piece) -> Piece:

@@ -87,6 +87,17 @@ class ResponsesRequest(Sampled):
 logger = logging.getLogger(__name__)
 
 _SAME_IN_CHAT = frozenset(Sampled.model_fields) - {"stream", "stream_options", "n", "max_tokens"}
+# Fields of chat for which this API has others -> what to send.
+_INSTEAD = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "logprobs": f"include, with {LOGPROBS}",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "reasoning_effort": "reasoning.effort",
+}
+_NOT_TAKEN = frozenset({"chat_template", "prompt", *AnswerOptions.model_fields})
 
 
 def items_of(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -105,10 +116,11 @@ def chat_of(
         raise InvalidRequest("conversations are not kept here: send previous_response_id, or all of it in input")
     if body.background:
         raise InvalidRequest("background is true, but no answer is made in the background: leave it out, or stream")
-    refuse_others(body, frozenset({"chat_template", "prompt", *AnswerOptions.model_fields}))
+    _refuse_chats_own(body)
     given = body.model_dump(by_alias=True, exclude_unset=True)
     chat = {name: given[name] for name in _SAME_IN_CHAT & given.keys()}
-    chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in ChatRequest.model_fields}
+    others = body.model_extra or {}
+    chat |= {name: value for name, value in others.items() if name not in _INSTEAD and name not in _NOT_TAKEN}
     all_items = [*earlier, *items_of(body)] if items is None else items
     chat["messages"] = _messages(body.instructions, all_items, len(earlier))
     chat["tools"] = [_tool(tool) for tool in body.tools or () if _is_function(tool)] or None
@@ -132,6 +144,16 @@ def chat_of(
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _refuse_chats_own(body: ResponsesRequest) -> None:
+    """Raises `InvalidRequest` for what chat takes and this API does not."""
+    refuse_others(body, _NOT_TAKEN)
+    if body.n is not None and body.n > 1:
+        raise InvalidRequest(f"n is {body.n}, but one answer is made here: leave it out")
+    for name, instead in _INSTEAD.items():
+        if getattr(body, name, None):
+            raise InvalidRequest(f"{name} isn't taken here: send {instead}")
 
 
 def _is_function(tool: FlatTool) -> bool:

@@ -6,14 +6,19 @@ SGLang's replies and /tokenize share the names of tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
 
 from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.requests.request import Request
+from jaxsgl.text.detokenizer import Detokenizer
+from jaxsgl.text.sample import detokenizer_of, follow
 from jaxsgl.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+_SPACES = re.compile(r"\s*")
 
 
 class Top(msgspec.Struct):
@@ -93,35 +98,89 @@ def chat_logprobs(
     return ChatLogprobs(content)
 
 
+class Echo(msgspec.Struct, frozen=True):
+    """An echoed prompt.
+
+    Attributes:
+      text: of it.
+      written: the places of the prompt's tokens that stand in the text as the client wrote it, special tokens included;
+        None: the text was made of all tokens, and special ones have none.
+    """
+
+    text: str
+    written: range | None = None
+
+
+class _Place:
+    """Counts the characters of a text before each of its tokens.
+
+    `text` is the whole text if it is known. It need not be what the tokens decode to: tokenizers put spaces into texts,
+    and drop some next to special tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, detokenizer: Detokenizer, text: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer
+        self._text = text
+        self.num_chars = 0
+
+    def take(self, token_id: int) -> int:
+        """Returns where the next token begins; the parts of a character begin where it does."""
+        begin, piece = self.num_chars, self._detokenizer.feed([token_id])
+        self.num_chars = begin + len(piece) if self._text is None else _end_of(piece, self._text, begin)
+        own = self._tokenizer.token_bytes(token_id).decode(errors="replace")
+        is_whole = own and piece.endswith(own)  # text that was held back may come with it
+        return max(begin, self.num_chars - len(own)) if is_whole else begin
+
+
+def _end_of(piece: str, text: str, begin: int) -> int:
+    """Returns where `piece`, which stands in `text` at `begin`, ends there, but for spaces."""
+    if text.startswith(piece, begin):
+        return begin + len(piece)
+    bare = piece.lstrip()
+    if not bare:
+        return begin
+    found = _SPACES.match(text, begin)
+    start = begin if found is None else found.end()
+    return min((start if text.startswith(bare, start) else begin) + len(bare), len(text))
+
+
 class LogprobsWriter:
     """Writes one choice's log-probabilities in the form of completions, piece by piece; tracks the text's length.
 
-    `as_ids`: tokens are named by their ids.
+    `request` is the one that the choice answers. `as_ids`: tokens are named by their ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: Request, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
-        self._detokenizer = tokenizer.detokenizer()
-        self._num_chars = 0
+        self._place = _Place(tokenizer, follow(detokenizer_of(tokenizer, request.sampling), request))
 
-    def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], num_chars: int) -> Logprobs:
-        """Returns those of an echoed prompt of `num_chars` characters; its first token has no log-probability."""
-        scored = self.output(ids, [None, *logprobs])
-        self._detokenizer = self._tokenizer.detokenizer()
-        self._num_chars = num_chars
-        return scored
+    def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], echo: Echo) -> Logprobs:
+        """Returns those of the echoed prompt; its first token has no log-probability."""
+        if echo.written is None:
+            place = _Place(self._tokenizer, self._tokenizer.detokenizer())
+            offsets = [place.take(token_id) for token_id in ids]
+        else:
+            place = _Place(self._tokenizer, self._tokenizer.detokenizer(self._tokenizer.special_ids), echo.text)
+            offsets = [
+                place.take(token_id) if number in echo.written else place.num_chars
+                for number, token_id in enumerate(ids)
+            ]
+        self._place.num_chars = len(echo.text)
+        return self._written(ids, [None, *logprobs], offsets)
 
-    def output(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> Logprobs:
+    def output(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Logprobs:
         """Returns those of the next tokens."""
-        scored = Logprobs([], [], [], [])
+        return self._written(ids, logprobs, [self._place.take(token_id) for token_id in ids])
+
+    def _written(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], offsets: list[int]) -> Logprobs:
+        scored = Logprobs([], [], [], offsets)
         for token_id, of_token in zip(ids, logprobs, strict=True):
             name = self._name(token_id)
             scored.tokens.append(name)
             scored.token_logprobs.append(None if of_token is None else max(of_token.logprob, MIN_LOGPROB))
             scored.top_logprobs.append(None if of_token is None else self._top(name, of_token))
-            scored.text_offset.append(self._num_chars)
-            self._num_chars += len(self._detokenizer.feed([token_id]))
         return scored
 
     def _top(self, name: str, of_token: TokenLogprob) -> dict[str, float]:

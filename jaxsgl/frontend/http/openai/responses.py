@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest, NotFound
@@ -34,7 +35,7 @@ from jaxsgl.frontend.http.openai.tools import AnswerForm, tool_use
 from jaxsgl.frontend.http.openai.truncation import fitting
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.call_stream import Part
-from jaxsgl.text.sample import End, Piece, detokenizer_of
+from jaxsgl.text.sample import End, Piece, detokenizer_of, follow
 
 decode = msgspec.json.Decoder(list[dict[str, Any]]).decode
 _STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "failed"}
@@ -104,7 +105,7 @@ def _text_of(front_end: FrontEnd, request: Request, form: AnswerForm) -> ScoredT
     if request.sampling.logprobs is None:
         return UnscoredText()
     tokenizer = front_end.generator.model.tokenizer
-    return ScoredText(tokenizer, detokenizer_of(tokenizer, request.sampling, form.visible))
+    return ScoredText(tokenizer, follow(detokenizer_of(tokenizer, request.sampling, form.visible), request))
 
 
 async def _events(
@@ -170,6 +171,7 @@ class Output:
         self._parser = form.parser()
         self._items: list[dict[str, Any]] = answer["output"]
         self._open: Part | None = None  # that began the item being written
+        self._held: Part | None = None  # reasoning that is to come in one chunk
         self._number = 0  # of the next event
         self._reasoning_tokens = 0
 
@@ -182,10 +184,11 @@ class Output:
         for part, tokens in self._parts(piece):
             num_chars += len(part.text)
             num_reasoned += len(part.text) if part.kind == "reasoning" else 0
-            events += self._take(part, tokens)
+            events += self._show(part, tokens)
         if num_chars:  # a piece that holds more than reasoning is shared out by its text
             self._reasoning_tokens += round(len(piece.token_ids) * num_reasoned / num_chars)
         if piece.end is not None:
+            events += self._release()
             events += self._close("completed" if piece.end.reason is FinishReason.STOP else "incomplete")
             events.append(self._end(piece.end))
         return events
@@ -203,6 +206,22 @@ class Output:
         tokens = self._text.of(sum(len(parts[number].text) for number in texts)) if parts else []
         for number, part in enumerate(parts):
             yield part, tokens if texts and number == texts[-1] else []
+
+    def _show(self, part: Part, tokens: list[ChatToken]) -> list[bytes]:
+        """As `_take`; but reasoning may be dropped, or held back until something else comes."""
+        if part.kind != "reasoning":
+            return [*self._release(), *self._take(part, tokens)]
+        if not self._form.include:
+            return []
+        if not self._form.in_one:
+            return self._take(part, tokens)
+        self._held = part if self._held is None else replace(self._held, text=self._held.text + part.text)
+        return []
+
+    def _release(self) -> list[bytes]:
+        """Takes the reasoning that was held back."""
+        held, self._held = self._held, None
+        return [] if held is None else self._take(held, [])
 
     def _take(self, part: Part, tokens: list[ChatToken]) -> list[bytes]:
         events: list[bytes] = []
