@@ -331,7 +331,7 @@ class ExtendBuilder:
         return longest if self._chunks else max(longest, self._cache.page_size, self._together(claim))
 
     def _together(self, claim: Claim) -> int:
-        """Tokens that the step's first chunk has at once, beyond its share, as the next ones can't be parted; else 0."""
+        """Tokens that the step's first chunk has at once, whatever its share, since they go together; else 0."""
         if self._chunks:
             return 0
         together = max([draft.least(claim.req, claim.kv_len) for draft in self._drafts], default=1)
