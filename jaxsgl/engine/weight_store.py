@@ -98,10 +98,16 @@ def abstract_params(params: Params) -> Params:
 
 @dataclasses.dataclass
 class Staged:
-    """Checked leaves in the order of the parameters, and where they can be read again (None: nowhere)."""
+    """Checked leaves in the order of the parameters.
+
+    Attributes:
+      folder: where they can be read again; None: nowhere.
+      made_up: they were drawn, as --load-format dummy has it, and in the place of the folder's.
+    """
 
     leaves: list[Any]
     folder: Path | None
+    made_up: bool = False
 
 
 class EngineWeightStore:
@@ -141,6 +147,7 @@ class EngineWeightStore:
         self._config, self._arch, self._dtype, self._mesh = config, arch, dtype, mesh
         self._kv_scales = kv_scales
         self._folder: Path | None = folder
+        self._made_up = config.load_format == "dummy"
         self._backup: list[Any] | None = None
         self._compiles = compiles
         self._set_pool = set_pool
@@ -167,9 +174,9 @@ class EngineWeightStore:
             if source is None:
                 return self._restaged()
             if isinstance(source, str | Path):
-                return self._read(resolve_model_folder(str(source)))
+                return self._read(resolve_model_folder(str(source)), made_up=False)
             if _is_named(source):
-                return Staged(jax.tree.leaves(self._params_of(source)), None)
+                return Staged(jax.tree.leaves(self._params_of(source, self._config)), None)
             return Staged(self._copied(source), None)
 
     def swap_weights(self, staged: object, version: str | None = None) -> None:
@@ -212,7 +219,7 @@ class EngineWeightStore:
             del old[index : index + 1]  # none is there if the weights were released
             old.insert(index, jax.device_put(leaf, place.sharding))
         jax.block_until_ready(old)
-        self._folder, self._backup = staged.folder, None
+        self._folder, self._made_up, self._backup = staged.folder, staged.made_up, None
         self.released -= {MemoryTag.WEIGHTS}
 
     def _check_present(self) -> None:
@@ -221,18 +228,22 @@ class EngineWeightStore:
 
     def _restaged(self) -> Staged:
         if self._backup is not None:
-            return Staged(list(self._backup), self._folder)
+            return Staged(list(self._backup), self._folder, self._made_up)
         if self._folder is None:
             raise CheckpointError(
                 "the weights that were released came from memory, and there is no copy of them: update them, or start "
                 "with --enable-weights-cpu-backup"
             )
-        return self._read(self._folder)
+        return self._read(self._folder, self._made_up)
 
-    def _read(self, folder: Path) -> Staged:
-        """Reads a folder, into host memory if there are weights on another device that must serve on if this fails."""
+    def _read(self, folder: Path, made_up: bool) -> Staged:
+        """Reads a folder, into host memory if there are weights on another device that must serve on if this fails.
+
+        `made_up`: random weights come in the place of the folder's, as at the start.
+        """
         platform = self._mesh.devices.flat[0].platform
-        arch = read_arch(self._config, folder)
+        config = self._config if made_up else dataclasses.replace(self._config, load_format="auto")
+        arch = read_arch(config, folder)
         served = self._arch.weight_format
         arch = as_kept(
             arch,
@@ -248,13 +259,13 @@ class EngineWeightStore:
                 f"{folder}: the scales of its KV cache differ from those that the programs were compiled for: start a "
                 "server with it"
             )
-        params = self._params_of(folder)
+        params = self._params_of(folder, config)
         self._check_leaves(_by_path(params), str(folder))
-        return Staged(jax.tree.leaves(params), folder)
+        return Staged(jax.tree.leaves(params), folder, made_up)
 
-    def _params_of(self, source: Path | Mapping[str, Any]) -> Params:
+    def _params_of(self, source: Path | Mapping[str, Any], config: EngineConfig) -> Params:
         mesh = self._mesh if MemoryTag.WEIGHTS in self.released else _staging_mesh(self._mesh)
-        params: Params = jax.block_until_ready(read_params(self._config, source, self._arch, self._dtype, mesh))
+        params: Params = jax.block_until_ready(read_params(config, source, self._arch, self._dtype, mesh))
         return params
 
     def _copied(self, tree: Tree) -> list[Any]:

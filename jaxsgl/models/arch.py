@@ -487,6 +487,9 @@ def _holds(config: ConfigFile, key: str | None) -> bool:
     return key is None or bool(config.get(key, False))
 
 
+_SPELLED = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}  # names in published folders that aren't transformers' own
+
+
 def _family_of(architecture: str | None) -> tuple[str, Head]:
     """The name in `FAMILIES` of an architecture, which may be the decoder with another head or none, and its head."""
     for suffix, head in _OTHER_HEADS.items():
@@ -494,7 +497,7 @@ def _family_of(architecture: str | None) -> tuple[str, Head]:
             stem = architecture.removesuffix(suffix)
             # Where the whole model sees images, too, the decoder's class is called so: Gemma3TextModel.
             return stem.removesuffix("Text") + "ForCausalLM", head
-    return str(architecture), "vocabulary"
+    return _SPELLED.get(str(architecture), str(architecture)), "vocabulary"
 
 
 def _read_tied(whole: ConfigFile, config: ConfigFile, family: Family) -> bool:

@@ -283,6 +283,9 @@ def _read_beside(config: ConfigFile, family: MoeFamily | None) -> MoeMlp | None:
 def _read_dense_layers(config: ConfigFile, family: MoeFamily, num_layers: int) -> list[bool]:
     if family.dense_layers == "first":
         types = config.get("mlp_layer_types")
+        if types is None and (are_mixed := config.get("is_moe_layer")) is not None:
+            config.skip("first_k_dense_replace", "first_last_k_dense_replace")
+            return [not each for each in _of_each_layer(config, "is_moe_layer", are_mixed, num_layers)]
         if types is not None:
             config.skip("first_k_dense_replace")  # which published folders keep next to them
             return [each == "dense" for each in _of_each_layer(config, "mlp_layer_types", types, num_layers)]

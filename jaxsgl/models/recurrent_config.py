@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.family import Family
@@ -89,12 +91,13 @@ def _read_mamba(config: ConfigFile, keys: Mapping[str, str]) -> Mamba:
         )
     infinite = [0.0, {"__float__": "Infinity"}]  # as transformers writes it
     limit = config.get("time_step_limit") or infinite
+    is_infinite = limit[0] == 0 and isinstance(limit[1], int | float) and limit[1] >= float(np.finfo(np.float32).max)
     has_conv_bias, has_bias, activation = map(name, ("mamba_conv_bias", "mamba_proj_bias", "mamba_hidden_act"))
     unserved = (
         (has_conv_bias, config.get(has_conv_bias, True), True),
         (has_bias, config.get(has_bias, False), False),
         (activation, config.get(activation, "silu"), "silu"),
-        ("time_step_limit", infinite if limit == [0.0, math.inf] else limit, infinite),
+        ("time_step_limit", infinite if is_infinite else limit, infinite),
     )
     for key, value, served in unserved:
         if value != served:

@@ -298,7 +298,10 @@ def _llama3(told: _Stretch, plain: RopeParams) -> RopeParams:
 
 
 def _yarn(told: _Stretch, plain: RopeParams) -> RopeParams:
-    """The amplitude is 0.1 ln(factor) + 1, as in the paper, unless one or the ratio of two is given."""
+    """The amplitude is 0.1 ln(factor) + 1, as in the paper, unless one or the ratio of two is given.
+
+    `attn_factor` multiplies it, as vLLM and llama.cpp have it; transformers ignores that.
+    """
     factor = told.optional("factor") or told.max_context / told.original
 
     def amplitude(weight: float) -> float:
@@ -312,7 +315,7 @@ def _yarn(told: _Stretch, plain: RopeParams) -> RopeParams:
         kind="yarn",
         factor=factor,
         original_context=told.original,
-        amplitude=own if given is None else given,
+        amplitude=(own if given is None else given) * (told.optional("attn_factor") or 1.0),
         beta_fast=told.number("beta_fast", 32.0),
         beta_slow=told.number("beta_slow", 1.0),
         truncates=told.flag("truncate", True),

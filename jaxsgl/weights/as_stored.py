@@ -26,11 +26,9 @@ from jaxsgl.weights.names import recipe_of
 from jaxsgl.weights.recipe import Path as ParamPath
 from jaxsgl.weights.recipe import Source
 from jaxsgl.weights.stored_names import stored_name
-from jaxsgl.weights.tensor_files import TensorFiles
+from jaxsgl.weights.tensor_files import EMBEDDING, HEAD, ROWS, TensorFiles
 
 EXPERTS = "experts"  # in `LayerSpec.matrices`
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-ROWS = 4096  # compared at a time
 
 logger = logging.getLogger(__name__)
 

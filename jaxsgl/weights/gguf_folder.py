@@ -26,7 +26,7 @@ from jaxsgl.weights.gguf_file import GgufFiles, files_of, gguf_package
 from pallas_kernels.own_folder import own_folder
 
 TABLE = "gguf_tensors"  # JSON; not named so, since files of that name are configuration
-VERSION = 1  # of what is written; raise it with each change
+VERSION = 2  # of what is written; raise it with each change
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "vocab.json")
 _TOWER = "mmproj"  # a vision tower's file, which is left out
 _PREFIX = "tokenizer.ggml."

@@ -34,7 +34,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.weights import stored_matrix
 from jaxsgl.weights.recipe import Piece, Recipe, Source, Tensor, axes_lengths
-from jaxsgl.weights.stored_names import as_in_recipes, own_name
+from jaxsgl.weights.stored_names import as_in_recipes, own_name, stored_name
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,25 @@ class GivenTensors:
         unread = sorted(name for name in self._unread if not is_harmless(name, arch))
         if unread:
             raise CheckpointError(f"{len(unread)} tensors are not part of {arch.name}, as {', '.join(unread[:3])}")
+        embedding, head = stored_name(EMBEDDING, arch), stored_name(HEAD, arch)
+        if head in self._unread and arch.head == "vocabulary" and not self._are_equal(embedding, head):
+            raise CheckpointError(
+                f"tensor {head} differs from {embedding}, which is the head of the model that is served: leave it out, "
+                "or start a server with a folder of both"
+            )
 
+    def _are_equal(self, name: str, other: str) -> bool:
+        one, two = (self._tensors.get(each) for each in (name, other))
+        if one is None or two is None or one is two:
+            return True
+        if one.shape != two.shape:
+            return False
+        rows = range(0, len(one), ROWS)
+        return all(np.array_equal(one[first : first + ROWS], two[first : first + ROWS]) for first in rows)
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROWS = 4096  # compared at a time
 
 # What scales K, V or both of a layer's KV cache in float8, by the end of the tensor's name: compressed-tensors and its
 # older form, ModelOpt, Quark. Scales of queries and probabilities belong to attention in float8, which ours is not.

@@ -58,6 +58,8 @@ BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
     [
         ({}, "tpu", BFLOAT16, "XLA chooses the tiles of a TPU's products by the batch: leave it out"),
         ({}, "cpu", FLOAT32, "float32 is XLA's, .* give --dtype bfloat16, or leave it out"),
+        ({}, "cpu", jnp.dtype(jnp.float16), "float16 is XLA's, .* give --dtype bfloat16, or leave it out"),
+        ({"attention_backend": "xla"}, "cpu", BFLOAT16, "take xla out of --attention-backend and --kernels"),
         ({"attention_backend": "xla"}, "gpu", BFLOAT16, "take xla out of --attention-backend and --kernels"),
         ({"kernels": ("norm=xla",)}, "gpu", BFLOAT16, "take xla out of --attention-backend and --kernels"),
         ({"quantization": "int8"}, "gpu", BFLOAT16, "products with weights in int8 take tiles by the batch"),

@@ -156,3 +156,23 @@ def test_free_host_memory_is_read_from_the_system(tmp_path: Path) -> None:
     assert memory.free_host_bytes(meminfo) == 100 * 1024
     assert memory.free_host_bytes(tmp_path / "nothing") > 2**20
     assert free_memory(jax.devices("cpu")[0], 0.5).static_bytes == pytest.approx(memory.free_host_bytes(), rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("stat", "cached_kib"),
+    [
+        ("anon 7\nfile 99999\ninactive_file 2048\nactive_file 1024\n", 3),
+        ("inactive_file 5\nactive_file 5\ntotal_inactive_file 2048\ntotal_active_file 1024\n", 3),  # version 1
+        (None, 0),
+    ],
+)
+def test_what_a_control_group_has_of_files_counts_as_free(
+    stat: str | None, cached_kib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of weights that were read, for one."""
+    for name, text in (("limit", "10240"), ("used", "8192"), ("memory.stat", stat)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    (tmp_path / "meminfo").write_text("MemAvailable:    100 kB\n")
+    monkeypatch.setattr(memory, "CGROUP_FILES", ((str(tmp_path / "limit"), str(tmp_path / "used")),))
+    assert memory.free_host_bytes(tmp_path / "meminfo") == (2 + cached_kib) * 1024

@@ -307,3 +307,30 @@ def test_weights_that_came_from_memory_are_kept_on_the_host_or_not_at_all(
     with_copy.release_memory_occupation()
     with_copy.resume_memory_occupation()
     assert answers(with_copy) == answers(llm) == expected[0]
+
+
+def test_a_head_that_differs_from_the_embedding_is_no_head_of_a_tied_model(llm: LLM, folders: list[Path]) -> None:
+    named = load_file(folders[1] / "model.safetensors")
+    embedding = named["model.embed_tokens.weight"]
+    llm.update_weights({**named, "lm_head.weight": embedding.copy()})
+    with pytest.raises(CheckpointError, match=r"lm_head.weight differs from"):
+        llm.update_weights({**named, "lm_head.weight": embedding[::-1]})
+
+
+def test_an_update_of_made_up_weights_reads_the_folder(
+    folders: list[Path], expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is released after that is read again; before it is made up again."""
+    greedy_programs(monkeypatch)
+    llm = new_llm(folders[0], load_format="dummy")
+    made_up = answers(llm)
+    llm.release_memory_occupation()
+    llm.resume_memory_occupation()
+    assert answers(llm) == made_up != expected[0]
+    for _ in range(2):
+        llm.update_weights(folders[0])
+        assert answers(llm) == expected[0]
+        llm.release_memory_occupation()
+        llm.resume_memory_occupation()
+        assert answers(llm) == expected[0]
+    llm.close()

@@ -140,7 +140,7 @@ async def serving(
     )  # fmt: skip
     link = AnsweringLink()
     with ThreadPoolExecutor(2) as threads:
-        fetcher = Fetcher(config, threads, resolve, connect)
+        fetcher = Fetcher(config, resolve, connect)
         loader = MediaLoader(config, media, settings, tokenizer, threads, fetcher, SANDBOX)
         model = ServedModel(info, tokenizer, media=loader if has_tower else None)
         front_end = front_end_of(link, threads, model)

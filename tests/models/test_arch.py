@@ -11,6 +11,7 @@ import pytest
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, RopeParams, abstract_model
+from jaxsgl.models.layer_spec import MoeMlp
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,6 +44,14 @@ def test_missing_values_take_the_defaults_of_the_family(tmp_path: Path) -> None:
     assert qwen2.attention_bias and not qwen2.attention_out_bias
     qwen3 = read(tmp_path, architectures=["Qwen3ForCausalLM"])
     assert qwen3.qk_norm and not qwen3.attention_bias and qwen3.head_dim == 128
+
+
+def test_a_yarn_of_ones_own_amplitude(tmp_path: Path) -> None:
+    """As DeepSeek publishes its Qwen3-8B: the factor takes back what YaRN adds, which transformers ignores."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    (plain,) = read(tmp_path, rope_scaling=yarn).ropes
+    (own,) = read(tmp_path, rope_scaling={**yarn, "attn_factor": 0.8782488562869419}).ropes
+    assert plain.amplitude > 1.13 and abs(own.amplitude - 1) < 1e-12
 
 
 def test_old_and_new_spelling_of_rope_mean_the_same(tmp_path: Path) -> None:
@@ -155,3 +164,15 @@ def test_an_abstract_model_of_any_size_allocates_nothing(tmp_path: Path) -> None
     arch = read(tmp_path, hidden_size=2**16, vocab_size=2**22)  # a terabyte of embedding
     _, params = abstract_model(arch, jnp.dtype("float32"))
     assert params["embedding"].shape == (2**22, 2**16)
+
+
+def test_folders_whose_names_and_keys_are_not_those_of_transformers_are_understood(tmp_path: Path) -> None:
+    assert read(tmp_path, model_name="a/base", internal_version="7b-alpha-v2") == read(tmp_path)
+    mixture: dict[str, Any] = {
+        "num_key_value_heads": 2, "num_experts": 16, "num_shared_experts": 1, "moe_intermediate_size": 32,
+        "sliding_window": 64,
+    }  # fmt: skip
+    same = read(tmp_path, architectures=["ExaoneMoeForCausalLM"], first_k_dense_replace=1, **mixture)
+    other: dict[str, Any] = {"scoring_func": "sigmoid", "is_moe_layer": [False, True], "first_last_k_dense_replace": 1}
+    assert read(tmp_path, architectures=["ExaoneMoEForCausalLM"], **mixture, **other) == same
+    assert [isinstance(layer.mlp, MoeMlp) for layer in same.layers] == [False, True]

@@ -173,6 +173,8 @@ NEMOTRON: dict[str, Any] = {
 
 def test_layers_of_nemotron_are_a_mixer_or_an_mlp_alone(tmp_path: Path) -> None:
     arch = read(tmp_path, **NEMOTRON)
+    of_other_sizes = {"rms_norm_eps": 1e-5, "time_step_rank": 512, "time_step_limit": [0.0, 1e308]}
+    assert read(tmp_path, **{**NEMOTRON, **of_other_sizes}) == arch
     assert arch.recurrent_net == Mamba(8, 64, 128, 64, 4)
     assert (arch.recurrent_layers, arch.attention_layers) == ((0, 2), (3,)) and arch.places == (0, -1, 1, 0, -1, -1)
     mixture = arch.layers[1].mlp

@@ -22,6 +22,7 @@ from jaxsgl.models.matrix import part_name
 from jaxsgl.models.rope import inverse_frequencies
 from jaxsgl.text.tokenizer import load_tokenizer
 from jaxsgl.weights import load_params, resolve_model_folder
+from jaxsgl.weights.gguf_config import end_tokens
 from jaxsgl.weights.gguf_folder import save_tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.grids import daily
@@ -251,3 +252,20 @@ def test_a_vocabulary_of_sentencepiece_keeps_its_spaces_and_its_first_token(tmp_
     save_tokenizer(metadata, tmp_path, "x.gguf")
     tokenizer = load_tokenizer(str(tmp_path))
     assert [tokenizer.encode(text) for text in ("a", "a a", "a  a")] == [[2, 6], [2, 6, 7], [2, 6, 4, 6]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kinds", "ids"),
+    [
+        (["a", "<|endoftext|>", "<|end|>"], [1, 3, 4], [1, 2]),  # Phi 3
+        (["<eos>", "<end_of_turn>", "<turn|>"], [3, 3, 1], [0, 1]),  # the last one is a word
+        (["<|return|>", "<|end|>", "<|call|>"], [3, 3, 3], [0, 2]),  # Harmony, where one ends a part of an answer
+        (["<|im_end|>"], [], [0]),
+    ],
+)
+def test_tokens_that_end_an_answer_are_known_by_their_spelling(
+    tokens: list[str], kinds: list[int], ids: list[int]
+) -> None:
+    told = {"eos_token_id": ids[0], "tokens": tokens, "token_type": kinds}
+    assert end_tokens({f"tokenizer.ggml.{name}": value for name, value in told.items()}) == ids
+    assert end_tokens({"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eos_token_ids": [7, 5]}) == [5, 7]

@@ -46,15 +46,17 @@ def _obstacles(config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.
         yield "the vision tower is XLA's, whose order depends on the batch: give --language-only, or leave it out"
     if config.lora.is_on:
         yield "XLA adds adapters up by their places in the pool: leave it out, or --enable-lora and --lora-paths"
+    if config.attention_backend == XLA or any(each.endswith(f"={XLA}") for each in config.kernels):
+        yield "XLA's order depends on the batch: take xla out of --attention-backend and --kernels"
+    if arch.pooling is not None and arch.pooling.kind == "mean":
+        yield "means of prompts are XLA's, whose order depends on the batch: leave it out"
     if platform == "cpu":
         problem = library.load()
         if problem is not None:
             yield f"it takes the C++ kernels, and {problem}: leave it out"
-        if dtype == jnp.float32:
-            yield "float32 is XLA's, whose order depends on the batch: give --dtype bfloat16, or leave it out"
+        if dtype != jnp.bfloat16:
+            yield f"{dtype} is XLA's, whose order depends on the batch: give --dtype bfloat16, or leave it out"
         return
-    if config.attention_backend == XLA or any(each.endswith(f"={XLA}") for each in config.kernels):
-        yield "XLA's order depends on the batch: take xla out of --attention-backend and --kernels"
     widest = max(heads.size for heads in arch.all_heads)
     if platform == "gpu" and widest > WIDEST_HEADS and arch.latent is None:
         yield f"attention over heads of {widest} is XLA's, whose order depends on the batch: leave it out"

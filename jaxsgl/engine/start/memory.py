@@ -188,13 +188,24 @@ def _gib(num_bytes: float) -> str:
 
 
 def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Free bytes of the host, or of the control group if it has fewer."""
+    """Free bytes of the host, or of the control group if it has fewer; what caches files counts as free."""
     limits = [_available(meminfo)]
     for limit_file, used_file in CGROUP_FILES:
         limit, used = _number(Path(limit_file)), _number(Path(used_file))
         if limit is not None and used is not None:
-            limits.append(max(limit - used, 0))
+            limits.append(max(limit - used + _cached(Path(used_file).with_name("memory.stat")), 0))
     return min(limits)
+
+
+def _cached(stat: Path) -> int:
+    """Bytes of files that a control group's memory holds, which go when they are in the way; 0 if it doesn't tell."""
+    try:
+        told = dict(line.split() for line in stat.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    names = ("inactive_file", "active_file")
+    whole = [f"total_{name}" if f"total_{name}" in told else name for name in names]  # version 1 counts children apart
+    return sum(int(told.get(name, 0)) for name in whole)
 
 
 def _available(meminfo: Path) -> int:

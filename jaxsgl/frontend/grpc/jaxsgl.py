@@ -216,8 +216,8 @@ def source_of(media: pb.Media) -> Source:
     if bool(media.data) + bool(media.url) + bool(media.frames) != 1:
         raise InvalidRequest("media has none or several of data, url and frames: set one")
     fps = media.fps or None
-    if fps is not None and not 0 < fps <= 1000:
-        raise InvalidRequest(f"fps is {fps}, but must be above 0, up to 1000")
+    if fps is not None and not 0.001 <= fps <= 1000:
+        raise InvalidRequest(f"fps is {fps}, but must be 0.001 to 1000")
     if media.frames:
         return VideoSource(tuple(media.frames), fps)
     named = media.data or media.url

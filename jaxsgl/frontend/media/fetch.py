@@ -16,7 +16,7 @@ import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
 
@@ -105,6 +105,8 @@ def is_global(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             return is_global(str(inner))
+        if ip.is_site_local:
+            return False
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
 
 
@@ -128,19 +130,22 @@ class Fetcher:
 
     Args:
       config: flags.
-      threads: for the resolver.
       resolve: returns the addresses of a host; the system's resolver does if it is None.
       connect: connects with an address; if None, over TCP, with TLS where the scheme wants it.
     """
 
-    def __init__(
-        self, config: MediaConfig, threads: Executor, resolve: Resolve | None = None, connect: Connect | None = None
-    ) -> None:
+    def __init__(self, config: MediaConfig, resolve: Resolve | None = None, connect: Connect | None = None) -> None:
         self._config = config
-        self._threads = threads
+        self._resolvers = ThreadPoolExecutor(
+            MAX_AT_ONCE, "names"
+        )  # a look-up can't be ended, nor may it hold up others
         self._resolve = resolve or self._look_up
         self._connect = connect or _connect
         self._turn = asyncio.Semaphore(MAX_AT_ONCE)
+
+    def close(self) -> None:
+        """Looks up no more names."""
+        self._resolvers.shutdown(wait=False, cancel_futures=True)
 
     async def fetch(self, url: str, kinds: tuple[str, ...], budget: Budget, name: str) -> bytes:
         """Returns the content at `url`, counted in `budget`. Raises `InvalidRequest`.
@@ -177,7 +182,7 @@ class Fetcher:
         """Connects with an address of the host, after all of them are checked."""
         try:
             addresses = await self._resolve(target.host, target.port)
-        except OSError:
+        except (OSError, UnicodeError):  # a name whose parts are too long or empty can't be written for a look-up
             addresses = []
         if not addresses:
             raise InvalidRequest(f"{name} is at {target.host}, which has no address")
@@ -190,7 +195,7 @@ class Fetcher:
 
     async def _look_up(self, host: str, port: int) -> list[str]:
         look_up = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        found = await asyncio.get_running_loop().run_in_executor(self._threads, look_up)
+        found = await asyncio.get_running_loop().run_in_executor(self._resolvers, look_up)
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 

@@ -38,7 +38,7 @@ class MediaLoader:
       config: flags.
       limits, settings: of the model.
       tokenizer: of the model; gives the text of placeholders.
-      threads: for what takes milliseconds, and names of hosts; pictures are decoded in threads of their own.
+      threads: for what takes milliseconds; pictures are decoded, and names of hosts looked up, in threads of their own.
       fetcher: fetches files; if None, one that fetches what `config` allows.
       sandbox: where pictures are decoded; in a process of its own if None.
     """
@@ -58,7 +58,7 @@ class MediaLoader:
         self._config = config
         self._tokenizer = tokenizer
         self._threads = threads
-        self._fetcher = fetcher or Fetcher(config, threads)
+        self._fetcher = fetcher or Fetcher(config)
         self._decoding = ThreadPoolExecutor(MAX_DECODING, "media")
         self._decoder = Decoder(settings, limits, config, sandbox)
 
@@ -69,6 +69,7 @@ class MediaLoader:
     def close(self) -> None:
         """Drops what waits for its turn, and ends what is being decoded."""
         self._decoding.shutdown(wait=False, cancel_futures=True)
+        self._fetcher.close()
         self._decoder.close()
 
     async def prepare_all(

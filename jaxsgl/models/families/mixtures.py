@@ -55,7 +55,7 @@ MIXTURES: dict[str, Family] = {
             "routed_scaling_factor": 2.5,
             "eos_token_id": 53,
         },
-        ignored=frozenset({"num_nextn_predict_layers"}),
+        ignored=frozenset({"num_nextn_predict_layers", "scoring_func"}),
     ),
     "Qwen2MoeForCausalLM": Family(
         qkv_bias_key="qkv_bias",

@@ -190,9 +190,11 @@ RECURRENT: dict[str, Family] = {
                 "num_logits_to_keep",
                 "num_nextn_predict_layers",
                 "rescale_prenorm_residual",
+                "rms_norm_eps",
                 "time_step_floor",
                 "time_step_max",
                 "time_step_min",
+                "time_step_rank",
                 "use_mamba_kernels",
             }
         ),
