@@ -149,6 +149,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       adapters: the names of the LoRA adapters that requests may name.
       speculation: what became of drafts.
       ranks: of an engine with data-parallel attention, by rank; () of any other.
+      num_blocked: those of `num_waiting` that no step is owed to now: they wait for their grammar, or for the other
+        side of a prefill or decode worker.
     """
 
     num_running: int = 0
@@ -166,6 +168,12 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     adapters: tuple[str, ...] = ()
     speculation: SpeculationTotals = msgspec.field(default_factory=SpeculationTotals)
     ranks: tuple[RankLoad, ...] = ()
+    num_blocked: int = 0
+
+    @property
+    def owes_step(self) -> bool:
+        """Whether the engine must make a step soon."""
+        return not self.paused and self.num_running + self.num_waiting > self.num_blocked
 
 
 # Upper bounds of the times by which steps are counted, in seconds.

@@ -128,6 +128,7 @@ class Arrivals:
                 replies.append(self._refuse(request_id, answer))
             else:
                 self._constrain(samples, answer)
+                self._requests.constrained(samples)
                 self._may_be_admitted(samples[0])
         return replies
 

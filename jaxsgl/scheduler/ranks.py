@@ -242,6 +242,7 @@ class RankedScheduler:
             step_times=self._stopwatch.step_times(self.is_idle),
             weight_version=weight_version,
             ranks=tuple(each),
+            num_blocked=sum(rank.state.requests.num_without_grammar for rank in self.ranks),
         )
 
     def _totals(self, recompiles: int, leaks: int) -> Totals:

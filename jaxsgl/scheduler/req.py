@@ -202,9 +202,14 @@ class Req:
         return f"{self.request_id} (sample {self.index})"
 
     @property
+    def lacks_grammar(self) -> bool:
+        """Whether its grammar is still being compiled."""
+        return self.constraint is None and self.sampling.masked
+
+    @property
     def may_start(self) -> bool:
         """Whether it may be admitted: its grammar is compiled, and the leader's prompt launched, to share its pages."""
-        if self.constraint is None and self.sampling.masked:
+        if self.lacks_grammar:
             return False
         return self.leader is None or self.leader.prefilled or self.leader.state is State.FINISHED
 

@@ -58,6 +58,7 @@ class RequestTable:
         self.admission_paused = False
         self.epoch = 0
         self._retracted: set[Key] = set()
+        self._without_grammar: set[Key] = set()
         self._samples: dict[str, list[Req]] = {}
         self._queue_timeout_s = config.queue_timeout_s
         self._running_timeout_s = config.running_timeout_s
@@ -76,6 +77,11 @@ class RequestTable:
     def num_begun(self) -> int:
         """Requests that have not ended, and of which a sample was admitted."""
         return len(self._running_since)
+
+    @property
+    def num_without_grammar(self) -> int:
+        """Waiting requests whose grammars are still being compiled."""
+        return len(self._without_grammar)
 
     def add(self, samples: list[Req], since_s: float | None = None) -> None:
         """Adds all samples of a request that has arrived, now or `since_s`, at the end of the queue."""
@@ -132,6 +138,10 @@ class RequestTable:
         for req in reqs:
             if self.decoding.pop(req.key, None) is not None:
                 self.decoding[req.key] = req
+
+    def constrained(self, samples: Iterable[Req]) -> None:
+        """Notes that waiting `samples` have got their grammar."""
+        self._without_grammar.difference_update(req.key for req in samples)
 
     def pause_admission(self, paused: bool) -> None:
         """Has requests of which no sample was admitted wait from now on, or be admitted again."""
@@ -206,12 +216,16 @@ class RequestTable:
             assert keys.keys() <= known, f"{name} holds requests that have ended: {keys.keys() - known}"
         assert self.extending.keys() | self.prefetching.keys() <= known
         assert self.num_waiting_tokens == sum(req.prompt_len for req in self.waiting.values()), "waiting tokens"
+        lacking = {key for key, req in self.waiting.items() if req.lacks_grammar}
+        assert self._without_grammar == lacking, "requests without their grammar"
         assert self._retracted <= self.waiting.keys(), "a retracted request doesn't wait"
         assert self._waiting_since.keys() | self._running_since.keys() == self._samples.keys(), "a request has no time"
 
     def _enqueue(self, req: Req) -> None:
         self.waiting[req.key] = req
         self.num_waiting_tokens += req.prompt_len
+        if req.lacks_grammar:
+            self._without_grammar.add(req.key)
 
     def _leave_queue(self, req: Req) -> None:
         """Takes `req` off the queue, if it waits. The first admission of any of its samples begins its running time."""
@@ -219,6 +233,7 @@ class RequestTable:
             return
         self.num_waiting_tokens -= req.prompt_len
         self._retracted.discard(req.key)
+        self._without_grammar.discard(req.key)
         if req.lease is None:
             return
         now_s = self._clock()

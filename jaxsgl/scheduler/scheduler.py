@@ -509,6 +509,7 @@ class Scheduler:
             totals=msgspec.structs.replace(self.state.totals, recompiles=recompiles, leaks=leaks),
             step_times=self._stopwatch.step_times(self.is_idle),
             weight_version=weight_version,
+            num_blocked=requests.num_without_grammar,
         )
         for resource in self._resources:
             load = resource.add_to(load)

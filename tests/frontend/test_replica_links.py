@@ -106,13 +106,15 @@ def test_the_load_of_all_is_the_sum_and_counts_of_the_dead_stay() -> None:
     replicas, links = played()
     for number, link in enumerate(links, 1):
         totals = Totals(prompt_tokens=10 * number, cached_prompt_tokens=4, steps=number)
-        link.receive(Replies([], Load(number, 2, 30, 40, 50, totals=totals, paused=number == 1)))
+        link.receive(Replies([], Load(number, 2, 30, 40, 50, totals=totals, paused=number == 1, num_blocked=2)))
     load = replicas.load
     assert (load.num_running, load.num_waiting, load.used_tokens, load.paused) == (3, 4, 80, False)
+    assert load.num_blocked == 4
     assert (load.totals.prompt_tokens, load.totals.cached_prompt_tokens) == (30, 8)
     links[1].receive(EngineFailed("dead"))
     load = replicas.load
     assert (load.num_running, load.num_waiting, load.used_tokens, load.paused) == (1, 2, 40, True)
+    assert load.num_blocked == 2
     assert (load.totals.prompt_tokens, load.totals.steps) == (30, 3)
     assert [replica.is_up for replica in replicas.each] == [True, False]
 

@@ -103,6 +103,23 @@ def test_an_engine_without_work_need_not_step() -> None:
             assert engine.ticks(1) == [None]
 
 
+def test_an_engine_all_of_whose_requests_wait_for_others_need_not_step_but_must_speak() -> None:
+    engine = Engine()
+    for _ in range(20):
+        engine.turn(Load(num_waiting=2, num_blocked=2, totals=Totals(steps=7)))
+        assert engine.ticks(1) == [None]
+    assert engine.ticks(TICKS)[-1] == "the engine has given no sign of life for 4 s"
+
+
+def test_one_request_that_waits_for_nothing_else_is_owed_a_step() -> None:
+    engine = Engine()
+    told = []
+    for _ in range(TICKS + 1):
+        engine.turn(Load(num_waiting=3, num_blocked=2, totals=Totals(steps=7)))
+        told += engine.ticks(1)
+    assert told == [None] * TICKS + ["the engine has made no step for 4 s, though requests run or wait"]
+
+
 def test_a_paused_engine_need_not_step() -> None:
     engine = Engine()
     for _ in range(20):

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,14 +27,16 @@ from server_process import PATIENCE_S, ROOT, ServerProcess, is_alive, wait_for
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.engine import EngineConfig, Limits
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.server import live
-from jaxsgl.frontend.workers.parent import MAX_DEATHS, Workers
+from jaxsgl.frontend.workers.parent import MAX_DEATHS, WorkerProcess, Workers
+from jaxsgl.messages.replies import EngineInfo, EngineReady, Load, Replies
 
 Start = Callable[..., ServerProcess]
 HERE = Path(__file__).parent
+INFO = EngineInfo("m", "FakeForCausalLM", "float32", Limits(1000, 200, 160), (1,), 16, 8, "xla", "cpu", 1, 1, 0)
 FAKE_ENGINE = (sys.executable, str(HERE / "fake_engine_process.py"))
 TWO = ("--tokenizer-worker-num", "2")
 
@@ -278,6 +281,71 @@ def drain_both(server: ServerProcess, one: list[httpx.Client], other: list[httpx
     assert "Traceback" not in server.log
     assert not any(map(is_alive, processes.values()))
     assert not list(server.temporary.iterdir())
+
+
+def test_workers_follow_their_parent_while_they_drain(start_server: Start) -> None:
+    """So they aren't killed as hung, show the metrics of all, and learn of the engine's death."""
+    watchdog_s = 3.0
+    server = start_server(*TWO, "--drain-s", "600", "--watchdog-s", str(watchdog_s), "--keep-stuck-server")
+    server.wait_until_ready()
+    engine = pids(server)["engine"]
+    with a_client_of_each(server) as clients, contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(stream(of_worker[0], name, Script.PAUSE)) for name, of_worker in clients.items()]
+        server.process.send_signal(signal.SIGTERM)
+        asked = [of_worker[1] for of_worker in clients.values()]
+        for client in asked:
+            wait_for(lambda client=client: client.get("/health").status_code == 503, "refusal")  # type: ignore[misc]
+        until_s = time.monotonic() + 1.5 * watchdog_s
+        while time.monotonic() < until_s:
+            assert [client.get("/metrics").status_code for client in asked] == [200, 200]
+            time.sleep(0.1)
+        os.kill(engine, signal.SIGKILL)
+        for events in streams:
+            *_, last = events
+            assert f"process {engine} was killed by signal 9" in last["error"]["message"]
+    server.wait_for_exit()
+    assert "has not answered" not in server.log and "Traceback" not in server.log
+
+
+def parent(**config: Any) -> Workers:
+    return Workers(ServerConfig(EngineConfig(), port=0, grpc_port=0, tokenizer_worker_num=2, **config), FAKE_ENGINE)
+
+
+def test_a_worker_that_does_not_answer_while_it_drains_is_given_its_time() -> None:
+    class Hung(WorkerProcess):
+        num_kills = 0
+
+        def kill(self) -> None:
+            self.num_kills += 1
+
+    async def scenario() -> None:
+        server, worker = parent(watchdog_s=0.04), Hung(1, 1)
+        worker.ready.set()
+        server._workers.append(worker)
+        watching = asyncio.create_task(server._watch_workers())
+        async with asyncio.timeout(PATIENCE_S):
+            while not worker.num_kills:
+                await asyncio.sleep(0.01)
+        await server.drain()
+        num_kills = worker.num_kills
+        await asyncio.sleep(0.2)
+        assert worker.num_kills == num_kills and not watching.done()
+        watching.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_the_status_line_shows_the_use_of_all_pools(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        server = parent()
+        (link,) = server.engine.links
+        link.receive(EngineReady(INFO))
+        link.receive(Replies([], Load(num_running=1, used_tokens=40)))
+        server._status.write()
+
+    with caplog.at_level(logging.INFO, "jaxsgl"):
+        asyncio.run(scenario())
+    assert "KV pool 25%" in caplog.text
 
 
 def lives(monkeypatch: pytest.MonkeyPatch, does: str, **config: Any) -> int:

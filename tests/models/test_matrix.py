@@ -71,9 +71,10 @@ def test_outputs_side_by_side_are_the_same_weights(name: str) -> None:
     side_by_side = packed_as(packed.INT8, matrix)
     assert side_by_side.shape == matrix.shape
     np.testing.assert_array_equal(dequantized(side_by_side, jnp.float32), dequantized(matrix, jnp.float32))
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, IN)), jnp.float32)
-    expected = np.einsum("td,god->tgo", np.asarray(x, np.float64), weights)
-    np.testing.assert_allclose(product(x, side_by_side), expected, atol=2e-2 * np.abs(expected).max())
+    if native_library.multiplies_bytes():  # else no engine has such a matrix
+        x = jnp.asarray(np.random.default_rng(1).standard_normal((5, IN)), jnp.float32)
+        expected = np.einsum("td,god->tgo", np.asarray(x, np.float64), weights)
+        np.testing.assert_allclose(product(x, side_by_side), expected, atol=2e-2 * np.abs(expected).max())
 
     def of_one(matrix: Matrix) -> Matrix:
         zero = None if matrix.zero is None else matrix.zero[1]

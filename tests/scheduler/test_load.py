@@ -7,10 +7,14 @@ import time
 import msgspec
 import pytest
 
+from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.messages.replies import Load, RefusalKind, Totals
+from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import FinishReason, Request, SamplingParams
-from tests.scheduler.serving import capacity, expected, finish_reason, last_reply, new_scheduler, request, serve
+from tests.checked import CheckedScheduler
+from tests.scheduler.grammars import GrammarsInTurn
+from tests.scheduler.serving import VOCAB, capacity, expected, finish_reason, last_reply, new_scheduler, request, serve
 
 both_loops = pytest.mark.parametrize("overlap", [True, False])
 PROMPT = list(range(40))
@@ -50,6 +54,23 @@ def test_the_load_counts_waiting_and_running_samples() -> None:
     first = mailbox.loads[0]
     assert (first.num_running, first.num_waiting, first.waiting_tokens) == (2, 6, 3 * 10 + 3 * 40)
     assert first.used_tokens == 2 * 12  # three pages of 4 each
+
+
+def test_no_step_is_owed_to_a_request_whose_grammar_is_compiled_still() -> None:
+    sizes, grammars = capacity(rows=4), GrammarsInTurn(VOCAB, lambda: 0.0)
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), grammars=grammars)
+    sampling = SamplingParams(temperature=0.0, max_tokens=9, n=2, grammar=Grammar.regex("1 12"))
+    scheduler.receive([Request("n", PROMPT, sampling)])
+    load = scheduler.load(0)
+    assert (load.num_waiting, load.num_blocked, load.owes_step) == (2, 2, False)
+    scheduler.receive([request("a", PROMPT, 5)])
+    assert scheduler.load(0).owes_step
+    scheduler.receive([Abort("a")])
+    assert not scheduler.load(0).owes_step
+    assert scheduler.launch() is not None, "it is compiled now"
+    load = scheduler.load(0)
+    assert (load.num_running, load.num_blocked, load.owes_step) == (1, 0, True)
+    scheduler.check()
 
 
 @both_loops

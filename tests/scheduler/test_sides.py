@@ -117,6 +117,27 @@ def test_a_prompt_of_many_chunks_is_computed_once_and_sent_while_it_is_computed(
     pair.check_empty()
 
 
+def test_no_step_is_owed_to_a_request_that_waits_for_the_other_side() -> None:
+    """Without its grant at prefill, and until its pages are at decode."""
+    pair = Pair(chunk=16)
+    states = set()
+
+    def loads() -> list[tuple[int, bool]]:
+        return [(load.num_waiting, load.owes_step) for load in (side.load(0) for side in sides)]
+
+    sides = [pair.prefill.side, pair.decode.side]
+    pair.send(request("a", range(40), 3))
+    assert loads() == [(1, False), (1, False)], "decode's grant is on its way"
+    while ("a", 0) not in pair.decode.ended:
+        pair.network.deliver_all()
+        pair.prefill.turn()
+        states.add((pair.prefill.side.rooms.state_of("a"), *loads()))
+        pair.decode.turn()
+    assert {(PrefillState.EXTENDING, (0, True), (1, False)), (PrefillState.SENDING, (0, False), (1, False))} <= states
+    pair.run()
+    assert loads() == [(0, False), (0, False)]
+
+
 def test_what_decode_has_cached_is_not_sent_again() -> None:
     pair = Pair()
     for name in "ab":

@@ -42,7 +42,7 @@ ANSWER_LIMIT_S = 60.0  # for a command, which the engine answers between two ste
 MAX_FLUSH_WAIT_S = 3600.0
 UPDATE_LIMIT_S = 7200.0  # reading weights, and then the longest request
 NOTHING_HELD = dict.fromkeys(
-    ("num_running", "num_waiting", "waiting_tokens", "used_tokens", "cached_tokens", "num_retracted"), 0
+    ("num_running", "num_waiting", "waiting_tokens", "used_tokens", "cached_tokens", "num_retracted", "num_blocked"), 0
 ) | {"ranks": ()}
 STARTING = "the engine is still starting: try again later"
 

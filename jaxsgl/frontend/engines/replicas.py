@@ -312,6 +312,7 @@ def total(links: Sequence[EngineLink]) -> Load:
         host=HostLoad(**{name: sum(getattr(load.host, name) for load in loads) for name in HostLoad.__struct_fields__}),
         speculation=_all_drafts([load.speculation for load in loads]),
         transfer=_all_on_the_way([load.transfer for load in loads if load.transfer is not None]),
+        num_blocked=of_all(lambda load: load.num_blocked),
     )
 
 

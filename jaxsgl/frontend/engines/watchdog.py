@@ -1,6 +1,7 @@
 """Notices when the engine stands still: has its link refuse requests, logs all stacks, and ends the server at last.
 
 Pings the engine whenever it has been silent, and expects steps while requests run or wait, unless generation is paused.
+Of requests that wait for a grammar, or for the other side of a prefill or decode worker, it expects none.
 Counts its own ticks instead of seconds: a front end that was stopped itself (by a debugger, or a laptop's sleep) must
 not take that time for the engine's silence. server.py and workers.py run `watch`; health endpoints read `refusal`.
 """
@@ -76,8 +77,7 @@ class Watchdog:
         stepped = load.totals.steps != self._steps_total
         self._heard_s, self._steps_total = engine.heard_s, load.totals.steps
         self._silent_ticks = 0 if heard else self._silent_ticks + 1
-        has_work = (load.num_running > 0 or load.num_waiting > 0) and not load.paused
-        self._stalled_ticks = self._stalled_ticks + 1 if has_work and not stepped else 0
+        self._stalled_ticks = self._stalled_ticks + 1 if load.owes_step and not stepped else 0
         masking = engine.masking
         self._mask_ticks = self._mask_ticks + 1 if masking is not None and masking == self._masking else 0
         self._masking = masking

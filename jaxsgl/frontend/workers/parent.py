@@ -147,7 +147,9 @@ class Workers:
         self._worker_command = worker_command
         self._engines = owned_engines(config, engine_command, PARENT_LINE)
         self.engine = Replicas(self._engines)
-        self._metrics = Metrics(lambda: self.engine.load, log_lines=logs.line_counts())
+        self._metrics = Metrics(
+            lambda: self.engine.load, log_lines=logs.line_counts(), replicas=lambda: self.engine.each
+        )
         self._status = StatusLine(self._metrics)
         self._sockets: list[socket.socket] = []  # one per worker, of the HTTP port, which outlives them; one of gRPC
         self._workers: list[WorkerProcess] = []
@@ -321,10 +323,15 @@ class Workers:
             worker.send(EngineDied(rank, str(link.refusal)) if link.is_dead else EngineStuck(rank, link.stuck))
 
     async def _watch_workers(self) -> None:
-        """Kills a worker whose loop has stood still for `--watchdog-s`; another takes its place."""
+        """Kills a worker whose loop has stood still for `--watchdog-s`; another takes its place.
+
+        Not once all of them are to end, for which they have a time of their own.
+        """
         tick_s = min(MAX_TICK_S, self._config.watchdog_s / TICKS)
         while True:
             await asyncio.sleep(tick_s)
+            if self._ending:
+                continue
             for worker in filter(lambda worker: worker.ready.is_set(), self._workers):
                 if worker.unanswered_ticks * tick_s >= self._config.watchdog_s:
                     logger.error(

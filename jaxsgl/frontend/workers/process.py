@@ -68,17 +68,20 @@ class Worker:
             self._engine.links[rank].died(reason)
         self._server = Server(config, share=Share(self._engine, self, http, launch.is_late))
         self._totals: deque[asyncio.Future[Counts]] = deque()
+        self._drains = asyncio.Event()
 
     async def live(self) -> int:
         """Serves until the parent says otherwise or the engine dies; returns the exit status."""
-        readiness = asyncio.create_task(self._tell_readiness())
+        readiness, following = asyncio.create_task(self._tell_readiness()), asyncio.create_task(self._follow())
+        following.add_done_callback(lambda _: self._drains.set())  # it ends by a bug only
         try:
-            return await live(self._server, self._follow())
+            return await live(self._server, self._told_to_drain())
         except StartupError as error:
             self._channel.send(StartFailed(str(error)))
             return 1
         finally:
             readiness.cancel()
+            following.cancel()
 
     async def counts(self) -> Counts:
         """See `Peers`."""
@@ -95,14 +98,18 @@ class Worker:
         await self._server.serving.wait()
         self._channel.send(WorkerReady())
 
+    async def _told_to_drain(self) -> None:
+        """Waits until the parent says so."""
+        await self._drains.wait()
+
     async def _follow(self) -> None:
-        """Follows orders until one says to end. Ends the process at once when the parent has died."""
+        """Follows orders to the end, while it drains too. Ends the process at once when the parent has died."""
         while True:
             match await self._channel.receive():
                 case None:
                     os._exit(1)
                 case Drain():
-                    return
+                    self._drains.set()
                 case EngineDied(rank, reason):
                     self._engine.links[rank].died(reason)
                     await self._server.report_health()

@@ -17,7 +17,7 @@ from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.disagg.decode import DecodeRooms, Received
 from jaxsgl.scheduler.disagg.images import LackingRows
 from jaxsgl.scheduler.disagg.rooms import Action, Start
-from jaxsgl.scheduler.disagg.sides import Side, room_of_request
+from jaxsgl.scheduler.disagg.sides import Side, room_of_request, with_rooms
 from jaxsgl.transfer.frames import Done, Fail, Media, Pages, Rows
 from jaxsgl.transfer.wire import Event, Left, News
 
@@ -53,11 +53,14 @@ class DecodeSide(Side):
         return self.scheduler.launch()
 
     def load(self, recompiles: int, leaks: int = 0, weight_version: str = DEFAULT_WEIGHT_VERSION) -> Load:
-        """The scheduler's, and that of the legs before it."""
+        """The scheduler's, and that of the legs before it.
+
+        Those that have all their pages wait for requests that the scheduler has, which counts the steps it owes them.
+        """
         waiting, receiving = self.rooms.num_bootstrapping, self.rooms.num_receiving
         load = self.scheduler.load(recompiles, leaks, weight_version)
         transfer = TransferLoad("decode", waiting, receiving, self.rooms.staged_bytes, self._num_bytes)
-        return msgspec.structs.replace(load, num_waiting=load.num_waiting + waiting + receiving, transfer=transfer)
+        return with_rooms(load, waiting + receiving, transfer)
 
     def take_replies(self) -> list[Reply]:
         """All replies since the last call. Images that ended requests held may leave host memory then."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from jaxsgl.batch.engine_api import Gather as GatherOp
 from jaxsgl.batch.engine_api import HostPages
 from jaxsgl.batch.inputs import StepInputs
@@ -22,7 +20,7 @@ from jaxsgl.messages.replies import Load, Refusal, Reply, TransferLoad
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.disagg.prefill import PrefillRooms
 from jaxsgl.scheduler.disagg.rooms import Action, Answer, Drop, Gather, Refuse, lost
-from jaxsgl.scheduler.disagg.sides import Side, room_of_request
+from jaxsgl.scheduler.disagg.sides import Side, room_of_request, with_rooms
 from jaxsgl.transfer.frames import Ack, Fail, Grant, Open
 from jaxsgl.transfer.wire import Event, Left, News, Sent
 
@@ -59,7 +57,7 @@ class PrefillSide(Side):
         load = self.scheduler.load(recompiles, leaks, weight_version)
         moved = self._num_bytes, self.rooms.hidden_bytes
         transfer = TransferLoad("prefill", waiting, sending, self.rooms.staged_bytes, *moved)
-        return msgspec.structs.replace(load, num_waiting=load.num_waiting + waiting, transfer=transfer)
+        return with_rooms(load, waiting, transfer)
 
     def _passes(self, reply: Reply) -> bool:
         """Whether a reply may leave now; the state machine hears what it means."""

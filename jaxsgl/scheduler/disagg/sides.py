@@ -25,13 +25,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from jaxsgl.batch.engine_api import PageLayout
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.manager import CacheManager, namespace_of
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import Load, Refusal, Reply
+from jaxsgl.messages.replies import Load, Refusal, Reply, TransferLoad
 from jaxsgl.requests.media import hash_ids
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.disagg.rooms import Action, Answer, Drop, Gather, Refuse, RoomLimits, Rooms, Send, Start, Version
@@ -215,3 +217,13 @@ def room_of_request(request: Request) -> Room:
     """The room of a request that has one."""
     assert request.room is not None
     return room_of(request.room.number, request.prompt_ids)
+
+
+def with_rooms(load: Load, num_waiting: int, transfer: TransferLoad) -> Load:
+    """A scheduler's load, and that of `num_waiting` requests that it hasn't got yet, and owes no step."""
+    return msgspec.structs.replace(
+        load,
+        num_waiting=load.num_waiting + num_waiting,
+        num_blocked=load.num_blocked + num_waiting,
+        transfer=transfer,
+    )
