@@ -20,11 +20,10 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.requests.request import Request
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.end_to_end.test_vision import engine_of, give_up_after, run
-from tests.grids import daily
+from tests.grids import NIGHTLY, daily
 from tests.vision_models import (
     IMAGE,
     VIDEO,
-    WHOLE_GRIDS,
     is_greedy,
     logits_of,
     make_model,
@@ -47,7 +46,10 @@ class Served(NamedTuple):
         return request_of_whole_images(request_id, num_images, seed, self.kind, **params)
 
 
-@pytest.fixture(scope="module", params=[(kind, page) for kind in WHOLE_GRIDS for page in daily([16, 4, 64], every=3)])
+ENGINES = [(kind, page_size) for page_size in (16, 4, 64) for kind in ("gemma4", "gemma3")]
+
+
+@pytest.fixture(scope="module", params=daily(ENGINES, every=6))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     kind, page_size = request.param
     folder = tmp_path_factory.mktemp(kind)
@@ -114,6 +116,7 @@ def test_a_prefix_may_end_within_an_image(served: Served) -> None:
         assert is_greedy(model, other, mailbox.output_ids("b"))
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="an engine of its own; by night")
 def test_names_of_tensors_in_older_folders_are_understood(tmp_path: Path) -> None:
     """As Gemma 3 was published: the tower is a model of its own within its part."""
     model = make_model(tmp_path, "gemma3")
@@ -145,6 +148,7 @@ def test_time_limits_and_full_steps_let_images_pass(served: Served, monkeypatch:
     assert len(firsts) > 1
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="two engines; by day tests of the kernels compare the two")
 def test_the_native_kernel_sees_ahead_as_xla_does(tmp_path: Path) -> None:
     """Over a cache of bfloat16, as CPUs have it by default; heads of 32, which it takes."""
     model = make_model(tmp_path, "gemma3", head_dim=32)
