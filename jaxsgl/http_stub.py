@@ -18,6 +18,8 @@ from typing import Any
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.terminal import POLL_S, ClientError, HttpError
 
+LEAST_S = 2.0  # that a server far away, or busy, has to answer, however short the wait
+
 UNKNOWN_LENGTH = 2**31 - 1  # of the context, of servers that don't say it
 _REASONS = {"length": pb.FINISH_REASON_LENGTH, "abort": pb.FINISH_REASON_ABORT}
 
@@ -75,7 +77,7 @@ class HttpStub:
         while True:
             left_s = deadline_s - time.monotonic()
             try:
-                with self.open("/models", timeout_s=max(left_s, POLL_S)) as response:
+                with self.open("/models", timeout_s=max(left_s, LEAST_S)) as response:
                     return dict(json.load(response)["data"][0])
             except HttpError as error:
                 if error.status not in (0, 502, 503, 504):
