@@ -235,6 +235,11 @@ def test_the_death_of_the_engine_ends_the_calls_of_all_workers(
     wait_for(lambda: not list(server.temporary.iterdir()), "removal of the sockets' folder")
 
 
+def wait_for_refusal(client: httpx.Client) -> None:
+    """Until its worker drains."""
+    wait_for(lambda: client.get("/health").status_code == 503, "refusal")
+
+
 def test_a_worker_that_is_killed_takes_nothing_but_its_own_calls_along(start_server: Start) -> None:
     server = start_server(*TWO, "--drain-s", "600")
     server.wait_until_ready()
@@ -273,7 +278,7 @@ def drain_both(server: ServerProcess, one: list[httpx.Client], other: list[httpx
             server.process.send_signal(signal.SIGTERM)
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
             for client in (one[1], other[1]):
-                wait_for(lambda client=client: client.get("/health").status_code == 503, "refusal")  # type: ignore[misc]
+                wait_for_refusal(client)
             for events in (first, second):
                 *_, last = events
                 assert last["meta_info"]["finish_reason"]["type"] == "length"
@@ -294,7 +299,7 @@ def test_workers_follow_their_parent_while_they_drain(start_server: Start) -> No
         server.process.send_signal(signal.SIGTERM)
         asked = [of_worker[1] for of_worker in clients.values()]
         for client in asked:
-            wait_for(lambda client=client: client.get("/health").status_code == 503, "refusal")  # type: ignore[misc]
+            wait_for_refusal(client)
         until_s = time.monotonic() + 1.5 * watchdog_s
         while time.monotonic() < until_s:
             assert [client.get("/metrics").status_code for client in asked] == [200, 200]
