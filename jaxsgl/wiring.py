@@ -336,7 +336,10 @@ def _step_costs(engine: AnyEngine) -> StepCosts:
 def _host_tier(
     config: EngineConfig, engine: AnyEngine, former: AnyScheduler | None
 ) -> tuple[HostTier | None, LoadRule | None]:
-    """The tier that flags ask for, in the memory of the `former` one. Raises `ConfigError` if there is none for it."""
+    """The host tier that flags ask for, in the arena of the `former` scheduler's, if there was one.
+
+    Raises `ConfigError` if the host has no memory for the arena.
+    """
     host = config.host_kv
     if not host.is_on:
         return None, None

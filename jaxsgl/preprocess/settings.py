@@ -278,7 +278,6 @@ def _of_gemma4(
             vision_start_token_id=config.get("boi_token_id", 255_999),
             vision_end_token_id=config.get("eoi_token_id", 258_882),
             num_frames=int(video.get("num_frames") or 32),
-            min_frames=1,
             fills=True,
             written="image",
             times="minutes",

@@ -249,7 +249,8 @@ class ExtendBuilder:
         """Notes the pages that `req` lacks besides a row, so that none is taken back for it in vain."""
         claim = Claim.planned(req, prefix, self._cache)
         self._ledger.lock(prefix)
-        self._fits(claim, pages_to_come(claim, claim.tokens_to_come, self._cache))
+        if self._fits(claim, pages_to_come(claim, claim.tokens_to_come, self._cache)):
+            self.pages_short = 0  # others end before it needs them
         self._ledger.unlock(prefix)
 
     def _lack(self) -> WhyNot | None:

@@ -38,7 +38,7 @@ def is_text(parameters: Mapping[str, Any], key: str) -> bool:
 
 
 def schema_of(parameters: Mapping[str, Any], key: str) -> Any:
-    """Returns the schema of a parameter, or None if there is none."""
+    """Returns the schema of a tool's parameter `key`, or None if `parameters` describe none of that name."""
     properties = parameters.get("properties")
     return properties.get(key) if isinstance(properties, dict) else None
 
@@ -104,7 +104,7 @@ def _choices_of(
 
 
 def definition(reference: object, root: Mapping[str, Any]) -> Any:
-    """Returns the schema that a `$ref` into the definitions of `root` means, or None if there is none."""
+    """Returns the schema that a `$ref` into the definitions of `root` means, or None if it leads to no definition."""
     if not isinstance(reference, str) or not reference.startswith(tuple(f"#/{word}/" for word in _DEFINITIONS)):
         return None
     schema: Any = root

@@ -34,7 +34,7 @@ SQUARE = ProcessorSettings(
 FILLED = ProcessorSettings(
     16, 1, 3, PixelSettings(2304, 280 * 2304, PIXELS.mean, PIXELS.std),
     PixelSettings(2304, 70 * 2304, PIXELS.mean, PIXELS.std), 258_880, 258_884, 255_999, 258_882,
-    min_frames=1, num_frames=32, fills=True, written="image", times="minutes", takes_pixels=False,
+    num_frames=32, fills=True, written="image", times="minutes", takes_pixels=False,
 )  # fmt: skip
 SMALL = ProcessorSettings(
     4, 2, 2, PixelSettings(256, 4096, PIXELS.mean, PIXELS.std), PixelSettings(256, 65536, PIXELS.mean, PIXELS.std),
