@@ -136,9 +136,8 @@ class Fetcher:
 
     def __init__(self, config: MediaConfig, resolve: Resolve | None = None, connect: Connect | None = None) -> None:
         self._config = config
-        self._resolvers = ThreadPoolExecutor(
-            MAX_AT_ONCE, "names"
-        )  # a look-up can't be ended, nor may it hold up others
+        # Of its own, since a look-up can't be ended: a slow one holds up no other work of the process.
+        self._resolvers = ThreadPoolExecutor(MAX_AT_ONCE, "names")
         self._resolve = resolve or self._look_up
         self._connect = connect or _connect
         self._turn = asyncio.Semaphore(MAX_AT_ONCE)

@@ -305,7 +305,7 @@ def _as_processed(arch: VisionArch, family: VisionFamily, folder: Path) -> Visio
     if family.own_pixels:
         of_frames = _processor(folder, "video_preprocessor_config.json", "video_processor")
         told = SOFT_TOKENS if values is None else values.count("max_soft_tokens", SOFT_TOKENS)
-        frame = 0 if of_frames is None else of_frames.get("max_soft_tokens", 0)
+        frame = 1 if of_frames is None else of_frames.count("max_soft_tokens", 1)
         return replace(arch, image_tokens=max(told, frame))
     if values is None:
         return arch
