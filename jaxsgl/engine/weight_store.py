@@ -212,8 +212,12 @@ class EngineWeightStore:
             self.released -= {tag}
 
     def _fill(self, staged: Staged) -> None:
-        """Puts each staged leaf into the place of the old one, whose memory comes free before."""
+        """Puts each staged leaf into the place of the old one, whose memory comes free before.
+
+        The weights count as released meanwhile, and so they do if this fails, since they are of neither model then.
+        """
         old, new = self.leaves, staged.leaves
+        self.released |= {MemoryTag.WEIGHTS}
         for index, place in enumerate(self._places):
             leaf, new[index] = new[index], None
             del old[index : index + 1]  # none is there if the weights were released

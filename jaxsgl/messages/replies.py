@@ -335,7 +335,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
       times: with a sample's first token, or with `pooled`.
       pooled: the whole answer to a request for pooling, with its end.
       states: of the tokens since the reply before, up to the one before its last new one, if asked for.
-      run: of the step that yielded the tokens, if it verified drafts. Of several replies for one step the last has it.
+      run: of the step that yielded the tokens, if it verified drafts. Of several replies for one step the first has it.
     """
 
     request_id: str

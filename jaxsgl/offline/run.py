@@ -20,6 +20,7 @@ from jaxsgl.config.flags import fields_of
 from jaxsgl.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
 from jaxsgl.messages.orders import Abort, Answer, Command, News, Shutdown, ToEngine
 from jaxsgl.messages.replies import RefusalKind, Replies
+from jaxsgl.offline.interrupts import Interrupts
 from jaxsgl.offline.media import OfflineMedia, read_prompt
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.outputs import Pooled
@@ -97,12 +98,12 @@ class Offline:
                 check_patterns(request.sampling.stop_regex)
             check_request(request, self.engine.capacity.limits)
         total, make_bar = sum(request.sampling.n for request in requests), use_tqdm if callable(use_tqdm) else tqdm
-        with make_bar(total=total, desc="requests", disable=not use_tqdm) as bar:
-            mailbox = OfflineMailbox(requests, self.tokenizer, bar)
+        with make_bar(total=total, desc="requests", disable=not use_tqdm) as bar, Interrupts() as interrupts:
+            mailbox = OfflineMailbox(requests, self.tokenizer, bar, interrupts)
             try:
                 check = self.config.check_every_step
                 run_loop(self._scheduler, self.engine, mailbox, self.config.unread_steps, check)
-            except BaseException:  # Ctrl-C too: unfinished requests are dropped, and the next call starts clean
+            except BaseException:  # Ctrl-C too: unfinished requests are dropped, and the next call begins without them
                 self._scheduler = build_scheduler(self.config, self.engine, limited=False, former=self._scheduler)
                 raise
         return mailbox
@@ -113,8 +114,8 @@ class Offline:
         `read` are weights to read in place of the folder that the order names, since no message holds a tree of arrays.
         Raises what reading raises, or `ConfigError` if something else is in the way.
         """
-        loader = CallersThread(read)
-        with self._lock:
+        with self._lock, Interrupts() as interrupts:
+            loader = CallersThread(interrupts, read)
             self._check_open()
             control = Control(
                 self._scheduler,
@@ -135,24 +136,28 @@ class Offline:
 
 
 class CallersThread(Executor):
-    """Reads weights and adapters at once, in the thread of the caller.
+    """Reads weights and adapters at once, in the thread of the caller. Ctrl-C ends reading, as an error does.
 
     Attributes:
       error: why they can't be read, or None if they can.
     """
 
-    def __init__(self, read: object = None) -> None:
+    def __init__(self, interrupts: Interrupts, read: object = None) -> None:
+        self._interrupts = interrupts
         self._read = read
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """See `Executor`."""
         future: Future[T] = Future()
         try:
-            future.set_result(fn(*args, **kwargs) if self._read is None else fn(self._read))
-        except Exception as error:
+            with self._interrupts.let_through():
+                result = fn(*args, **kwargs) if self._read is None else fn(self._read)
+        except BaseException as error:
             self.error = error
-            future.set_exception(error)
+            future.set_exception(error if isinstance(error, Exception) else InterruptedError("reading was interrupted"))
+        else:
+            future.set_result(result)
         return future
 
 
@@ -166,9 +171,10 @@ class OfflineMailbox:
       pooled: by request id, what requests for pooling yield.
     """
 
-    def __init__(self, requests: list[Request], tokenizer: Tokenizer, bar: Any) -> None:
+    def __init__(self, requests: list[Request], tokenizer: Tokenizer, bar: Any, interrupts: Interrupts) -> None:
         self._messages: list[ToEngine] = list(requests)
         self._bar = bar
+        self._interrupts = interrupts
         self._samples = {
             (request.request_id, index): Sample(request, index, detokenizer_of(tokenizer, request.sampling))
             for request in requests
@@ -178,7 +184,8 @@ class OfflineMailbox:
         self.pooled: dict[str, Pooled] = {}
 
     def receive(self, block: bool) -> list[ToEngine]:
-        """Returns all requests, later aborts, and `Shutdown` when the loop would wait."""
+        """Returns all requests, later aborts, and `Shutdown` when the loop would wait. Ctrl-C comes through here."""
+        self._interrupts.check()
         messages, self._messages = self._messages, []
         return messages or ([Shutdown()] if block else [])
 

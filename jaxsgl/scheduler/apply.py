@@ -223,7 +223,8 @@ class Applier:
                     of_drafts = Run(num_drafts, min(len(token_ids), len(run) - 1), req.drafter.of_prediction)
                     runs.append((req, len(run) - 1, of_drafts))
                 parts = self._replies_of_run(req, token_ids, step, place, outputs)
-                parts[-1] = msgspec.structs.replace(parts[-1], finish_reason=reason, run=of_drafts)
+                parts[0] = msgspec.structs.replace(parts[0], run=of_drafts)
+                parts[-1] = msgspec.structs.replace(parts[-1], finish_reason=reason)
                 if reason is not None:
                     parts[-1] = self._end_with(parts[-1], req, ends)
                 replies += parts

@@ -54,15 +54,19 @@ class Arrivals:
         self._applier = applier
         self._grammars = grammars
 
+    def go_on_from(self, former: Arrivals) -> None:
+        """Draws the seeds that `former`, in whose place this comes, would have drawn next."""
+        self._seeds = former._seeds
+
     def refusal(self, request: Request) -> Refusal | None:
         """Why `request` can't be queued: its adapter is not loaded, or the queue is full; None: it can."""
         refusal = self._refuse_adapter(request.adapter) if request.adapter else None
         return refusal if refusal is not None else self._queue_limits.refusal(request, self._requests)
 
-    def receive(self, message: Request | Abort) -> list[Reply]:
-        """Queues or refuses a request, or aborts one; returns the replies that follow at once."""
+    def receive(self, message: Request | Abort, since_s: float | None = None) -> list[Reply]:
+        """Queues or refuses a request, which waits since now or `since_s`, or aborts one; returns the replies so far."""
         if isinstance(message, Request):
-            return self._enqueue(message)
+            return self._enqueue(message, since_s)
         samples = self._requests.samples_of(message.request_id)
         return self.abort(req for req in samples if message.index is None or message.index == req.index)
 
@@ -84,7 +88,7 @@ class Arrivals:
         """Refuses requests that have waited too long, and ends those that have run too long."""
         return [self._refuse(request_id, refusal) for request_id, refusal in self._requests.overdue()]
 
-    def _enqueue(self, request: Request) -> list[Reply]:
+    def _enqueue(self, request: Request, since_s: float | None) -> list[Reply]:
         refusal, lowest = self.refusal(request), None
         if refusal is not None and refusal.kind is RefusalKind.OVERLOADED:
             lowest = self._lower_than(request)
@@ -101,11 +105,11 @@ class Arrivals:
         for resource in self._state.resources:
             resource.arrived(samples)  # first, as it may fail at a request, which no list may hold then
         replies = [] if refusal is None or lowest is None else [self._refuse(lowest.request_id, refusal)]
-        self.take_over(samples)
+        self.take_over(samples, since_s)
         return replies
 
     def take_over(self, samples: list[Req], since_s: float | None = None) -> None:
-        """Puts `samples` at the end of the queue, which wait since now, or in another queue `since_s`."""
+        """Puts `samples` at the end of the queue, which wait since now, or elsewhere since `since_s`."""
         for i, req in enumerate(samples):
             req.num_ahead = self._state.num_admitted + len(self._requests.waiting) + i
         self._may_be_admitted(samples[0])

@@ -217,6 +217,11 @@ class Scheduler:
         self._replies: list[Reply] = []
         self._pauses: set[PauseReason] = set()
 
+    def go_on_from(self, former: Scheduler) -> None:
+        """Takes the place of `former`: seeds are drawn and exchanges of weights are counted on."""
+        self.cache.go_on_from(former.cache)
+        self._arrivals.go_on_from(former._arrivals)
+
     @property
     def scheduler(self) -> Scheduler:
         """Itself; see `Serving`."""
@@ -318,11 +323,14 @@ class Scheduler:
             cache.cached_tokens,
         )
 
-    def receive(self, messages: Sequence[Request | Abort]) -> None:
-        """Queues new requests (or refuses them) and ends aborted ones. One for which that fails is ended alone."""
+    def receive(self, messages: Sequence[Request | Abort], since_s: float | None = None) -> None:
+        """Queues new requests (or refuses them) and ends aborted ones. One for which that fails is ended alone.
+
+        New ones wait since now, or elsewhere since `since_s`.
+        """
         for message in messages:
             try:
-                self._replies += self._arrivals.receive(message)
+                self._replies += self._arrivals.receive(message, since_s)
             except Exception as error:
                 self._fail(message.request_id, error)
 

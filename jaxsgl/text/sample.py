@@ -40,7 +40,7 @@ class Speculated:
     rejected_prediction_tokens: int = 0
 
     def add(self, run: Run, num_tokens: int) -> None:
-        """Counts the drafts of a step, of whose tokens the output has the first `num_tokens`."""
+        """Counts the drafts of a step, from whose first token on the output has `num_tokens`."""
         kept = min(run.kept, num_tokens)
         self.histogram += [0] * (kept + 1 - len(self.histogram))
         self.histogram[kept] += 1
@@ -130,13 +130,15 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def feed(self, text: str) -> str:
-        """Returns the text that certainly comes before any stop string. Nothing may be fed after a match."""
+    def feed(self, text: str, may_match: bool = True) -> str:
+        """Returns the text that certainly comes before any stop string. Nothing may be fed after a match.
+
+        `may_match`: whether a stop string may end in `text`. One that ends later may begin there in any case.
+        """
         if not self._strings:
             return text
         pending = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._strings if (start := pending.find(stop)) >= 0]
-        if found:
+        if may_match and (found := self._found(pending, len(self._held))):
             end, start, self.matched = min(found)  # complete first; of several, the longest
             self._held = ""
             return pending[: end if self._keep else start]
@@ -148,6 +150,11 @@ class StopStrings:
         """Returns what was held back; called at the end of the text."""
         held, self._held = self._held, ""
         return held
+
+    def _found(self, text: str, known: int) -> list[tuple[int, int, str]]:
+        """(end, start, stop string) of those in `text` that don't end within its first `known` characters."""
+        starts = ((text.find(stop, max(known - len(stop) + 1, 0)), stop) for stop in self._strings)
+        return [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
 
     def _hold_len(self, text: str) -> int:
         """Returns the length of the longest end of `text` that is the beginning of a stop string."""
@@ -173,6 +180,8 @@ class Sample:
         self._regex = StopRegex(self._sampling.stop_regex)
         self._ends_in_text = bool(self._sampling.stop or self._sampling.stop_regex)
         self._speculated = Speculated()
+        self._run: Run | None = None  # the last one: it is counted once it is known how much of it the output has
+        self._before_run = 0
         self.num_tokens = 0
         self.ended = False
 
@@ -185,7 +194,8 @@ class Sample:
         states: list[TokenStates] = []
         end: End | None = None
         for reply in replies:
-            before = self.num_tokens
+            if reply.run is not None:
+                self._next_run(reply.run)
             for part in _token_by_token(reply) if self._ends_in_text else (reply,):
                 ids += part.token_ids
                 self.num_tokens += len(part.token_ids)
@@ -199,8 +209,6 @@ class Sample:
                 end = self._end_with(part)
                 if end is not None:
                     break
-            if reply.run is not None:
-                self._speculated.add(reply.run, self.num_tokens - before)
             if end is not None:
                 break
         self.ended = end is not None
@@ -215,12 +223,17 @@ class Sample:
         text = self._detokenizer.feed(visible)
         if reply.finish_reason is not None:
             text += self._detokenizer.finish()
-        if self.num_tokens <= self._sampling.min_tokens:
-            return text  # stop strings don't count yet
-        text = self._stops.feed(self._regex.feed(text))
+        may_match = self.num_tokens > self._sampling.min_tokens
+        text = self._stops.feed(self._regex.feed(text, may_match), may_match)
         if reply.finish_reason is not None or self._regex.matched is not None:
             text += self._stops.finish()
         return text
+
+    def _next_run(self, run: Run | None) -> None:
+        """Counts the run before `run`, whose tokens come next."""
+        if self._run is not None:
+            self._speculated.add(self._run, self.num_tokens - self._before_run)
+        self._run, self._before_run = run, self.num_tokens
 
     def _end_with(self, reply: Reply) -> End | None:
         matched: int | str | None = self._stops.matched if self._stops.matched is not None else self._regex.matched
@@ -229,6 +242,7 @@ class Sample:
             return None
         if matched is None and reason is FinishReason.STOP and reply.token_ids:
             matched = reply.token_ids[-1]
+        self._next_run(None)
         return End(
             reason, matched, len(self._request.prompt_ids), reply.cached_tokens, self.num_tokens, self._speculated
         )

@@ -34,8 +34,11 @@ class StopRegex:
         self._num_chars, self._seconds = 0, 0.0
         self.matched: str | None = None
 
-    def feed(self, text: str) -> str:
-        """Returns `text` up to the end of a match. Nothing may be fed after one. Raises `InvalidRequest` at limits."""
+    def feed(self, text: str, may_match: bool = True) -> str:
+        """Returns `text` up to the end of a match. Nothing may be fed after one. Raises `InvalidRequest` at limits.
+
+        `may_match`: whether a match may end in `text`. One that ends later may begin there in any case.
+        """
         if not self._matchers or not text:
             return text
         start_s = time.thread_time()
@@ -45,7 +48,7 @@ class StopRegex:
             for place in range(end):
                 if not matcher.consume_token(content[place]):
                     raise InvalidRequest(f"stop_regex {pattern!r} can't be followed any further: simplify it")
-                if matcher.is_accepting():
+                if may_match and matcher.is_accepting():
                     if self.matched is None or place + 1 < end:
                         end, self.matched = place + 1, pattern
                     break

@@ -21,17 +21,21 @@ _HEAD_STEP, _MAX_HEAD_DIM, _MAX_GROUP = 32, 512, 128
 
 def refuse_attention(q: jax.Array, kv: PagedKv) -> str | None:
     """Why this backend can't take q `[T, N, H]` and the cache, because of the arrays or of this machine; or None."""
-    head_dim, group = q.shape[2], q.shape[1] // kv.num_kv_heads
     if kv.dtype not in (BITS, FLOAT8_BITS) or q.dtype != jnp.float32:
         return (
             "it takes float32 queries and a cache of bfloat16's or float8's bits (uint16, uint8), "
             f"not {q.dtype} and {kv.dtype}"
         )
+    return refuse_heads(q.shape[2], q.shape[1] // kv.num_kv_heads) or library.load()
+
+
+def refuse_heads(head_dim: int, group: int) -> str | None:
+    """Why this backend can't take heads of that size, `group` query heads for each kv head, on any machine; or None."""
     if head_dim % _HEAD_STEP or head_dim > _MAX_HEAD_DIM:
         return f"the head size is {head_dim}; it takes multiples of {_HEAD_STEP} up to {_MAX_HEAD_DIM}"
     if group > _MAX_GROUP:
         return f"{group} query heads share a kv head; it takes {_MAX_GROUP} at most"
-    return library.load()
+    return None
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tqdm import tqdm
@@ -13,6 +15,8 @@ from tqdm import tqdm
 import jaxsgl
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.offline.llm import LLM
+from jaxsgl.requests.grammar import Grammar
+from jaxsgl.text.tokenizer import ChatMessage
 
 pytestmark = pytest.mark.device
 
@@ -137,6 +141,16 @@ def test_calls_of_several_threads_run_one_after_the_other(llm: LLM) -> None:
         assert list(together) == alone
 
 
+def test_a_model_of_text_alone_reads_contents_of_several_texts(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "3 +"}, {"type": "text", "text": "4"}]
+    for content in (parts, "3 +\n4"):
+        (answer,) = llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
+        expected = llm.tokenizer.encode_chat([ChatMessage("user", "3 +\n4")])
+        assert answer.prompt_token_ids == expected
+    with pytest.raises(InvalidRequest, match="the model takes text alone"):
+        llm.chat([{"role": "user", "content": [*parts, {"type": "image", "image": b"x"}]}], GREEDY)
+
+
 def test_a_turn_without_content_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="needs role and content"):
         llm.chat([{"role": "user"}], GREEDY)
@@ -196,6 +210,38 @@ def test_an_interrupted_call_leaves_a_usable_model(llm: LLM, monkeypatch: pytest
         llm.generate(["Count from 1 to 30"] * 3, GREEDY, use_tqdm=False)
     monkeypatch.undo()
     assert llm.generate("Count from 1 to 30", GREEDY, use_tqdm=False)[0].token_ids == expected
+
+
+def test_ctrl_c_while_a_program_is_called_waits_until_its_result_is_kept(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)  # whatever runs the tests has
+    expected = llm.generate("Count from 1 to 30", GREEDY, use_tqdm=False)[0].token_ids
+    call, calls = jax.stages.Compiled.__call__, 0
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = call(self, *args, **kwargs)
+        if calls == 5:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Count from 1 to 30"] * 3, GREEDY, use_tqdm=False)
+    assert calls < 20, "the call went on"
+    assert llm.generate("Count from 1 to 30", GREEDY, use_tqdm=False)[0].token_ids == expected
+
+
+def test_a_call_after_one_that_failed_draws_other_samples(llm: LLM) -> None:
+    params = jaxsgl.SamplingParams(temperature=5.0, max_tokens=20, ignore_eos=True)
+    seen = []
+    for _ in range(3):
+        seen.append(tuple(llm.generate("Once upon a time", params, use_tqdm=False)[0].token_ids))
+        with pytest.raises(InvalidRequest):
+            llm.generate("x", jaxsgl.SamplingParams(grammar=Grammar.regex("(")), use_tqdm=False)
+    assert len(set(seen)) == 3
 
 
 def test_sampling_is_reproducible_by_seed(llm: LLM) -> None:

@@ -87,10 +87,20 @@ def test_without_the_kernels_in_cpp_a_cpu_refuses(tiny_config: ConfigMaker, monk
         asks_for_fixed_order(config, arch, "cpu", BFLOAT16)
 
 
+def test_heads_that_cpp_cannot_take_are_refused_on_a_cpu(
+    tiny_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "load", lambda: None)
+    config = tiny_config(enable_deterministic_inference=True)
+    arch = replace(read_arch(config, resolve_model_folder(config.model, None)), head_dim=80)
+    with pytest.raises(ConfigError, match="the head size is 80; it takes multiples of 32 up to 512: leave it out"):
+        asks_for_fixed_order(config, arch, "cpu", BFLOAT16)
+
+
 def test_only_a_gpu_needs_other_programs(tiny_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load", lambda: None)
     config = tiny_config(enable_deterministic_inference=True)
-    arch = read_arch(config, resolve_model_folder(config.model, None))
+    arch = replace(read_arch(config, resolve_model_folder(config.model, None)), head_dim=32)
     assert asks_for_fixed_order(config, arch, "gpu", BFLOAT16)
     assert not asks_for_fixed_order(config, arch, "cpu", BFLOAT16)
 

@@ -334,3 +334,27 @@ def test_an_update_of_made_up_weights_reads_the_folder(
         llm.resume_memory_occupation()
         assert answers(llm) == expected[0]
     llm.close()
+
+
+def test_a_swap_that_fails_midway_leaves_weights_to_be_read_again(
+    llm: LLM, folders: list[Path], expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, calls = jax.device_put, 0
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise MemoryError("no room")
+        return put(*args, **kwargs)
+
+    store = llm.engine.weight_store
+    staged = store.stage_weights(folders[1])
+    monkeypatch.setattr(jax, "device_put", full)
+    with pytest.raises(MemoryError):
+        store.swap_weights(staged)
+    monkeypatch.undo()
+    with pytest.raises(EngineUnavailable, match="the memory of weights is released"):
+        answers(llm)
+    llm.update_weights(folders[0])
+    assert answers(llm) == expected[0]

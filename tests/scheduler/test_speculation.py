@@ -24,6 +24,8 @@ from jaxsgl.scheduler.speculation.drafter import Drafter, DrafterOf
 from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox, generate
 from jaxsgl.testing.grammars import compile_fake
 from jaxsgl.testing.outputs import logprob
+from jaxsgl.text.detokenizer import NoText
+from jaxsgl.text.sample import Sample, Speculated
 from tests.checked import CheckedScheduler
 from tests.scheduler import image_requests
 from tests.scheduler.drafters import KINDS, knowing
@@ -196,6 +198,19 @@ def test_each_token_of_a_run_has_its_own_log_probability() -> None:
     for place, reply in enumerate(replies):
         assert reply.logprob is not None and reply.logprob.logprob == logprob([*PROMPT, *output[:place]], output[place])
     assert totals_of(scheduler).accepted_tokens > 10
+
+
+@pytest.mark.parametrize("kind", ["right", "half"])
+def test_a_client_is_told_of_the_same_runs_with_log_probabilities(kind: str) -> None:
+    def told(asked: Request) -> Speculated:
+        mailbox, _ = serve(capacity(), [[asked]], kind)
+        end = Sample(asked, 0, NoText()).take(mailbox.replies).end
+        assert end is not None
+        return end.speculated
+
+    runs = told(asking("a", PROMPT))
+    assert runs.accepted_tokens > runs.num_steps
+    assert told(asking("a", PROMPT, logprobs=2)) == runs
 
 
 def test_penalties_change_with_each_token_so_that_such_requests_have_no_drafts() -> None:

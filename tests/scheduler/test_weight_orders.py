@@ -297,6 +297,15 @@ def test_weights_can_be_renamed() -> None:
     assert set(mailbox.versions["a"]) == {"mine"}
 
 
+@both_loops
+def test_weights_are_renamed_while_requests_run(overlap: bool) -> None:
+    traffic: Script = [[request(f"r{turn}", PROMPT, 5)] for turn in range(40)]
+    mailbox, _ = run([*traffic[:10], [SetWeightVersion(1, "mine")], *traffic[10:]], overlap)
+    assert mailbox.answers[1] == Answer(1, True)
+    renamed = [set(mailbox.versions[f"r{turn}"]) for turn in range(12, 40)]
+    assert renamed == [{"mine"}] * 28
+
+
 def test_an_engine_without_weights_refuses() -> None:
     sizes = capacity()
     scheduler, mailbox = CheckedScheduler(sizes, BucketSet.derive(sizes), ()), Serving([[UpdateWeights(1, "new-1")]])

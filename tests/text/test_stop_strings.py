@@ -5,6 +5,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,9 +27,12 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     return {kind: load_tokenizer(save(make(), folder / kind)) for kind, make in KINDS.items()}
 
 
-def cut(text: str, stops: Sequence[str], keep: bool) -> tuple[str, str | None]:
-    """The right text: read by characters, it ends at the first complete stop string, the longest of several."""
-    for end in range(1, len(text) + 1):
+def cut(text: str, stops: Sequence[str], keep: bool, skipped: int = 0) -> tuple[str, str | None]:
+    """The right text: read by characters, it ends at the first complete stop string, the longest of several.
+
+    Those that are complete within the first `skipped` characters don't count.
+    """
+    for end in range(skipped + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             stop = max(complete, key=len)
@@ -86,15 +90,19 @@ PATTERNS = ("b+a", "(a|b)\n", "[^a]{3}", "a.b", "(ab)+b")
     patterns=st.lists(st.sampled_from(PATTERNS), max_size=3, unique=True),
     stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=2),
     size=st.integers(1, 4),
+    min_tokens=st.just(0) | st.integers(1, 12),
 )
 def test_text_ends_behind_the_first_match_unless_a_stop_string_comes_before(
-    text: str, patterns: list[str], stops: list[str], size: int
+    text: str, patterns: list[str], stops: list[str], size: int, min_tokens: int
 ) -> None:
-    found = [end for end in range(len(text) + 1) if any(re.search(pattern, text[:end]) for pattern in patterns)]
-    kept, matched = cut(text[: found[0]] if found else text, stops, False)
+    def match(end: int) -> str | None:
+        return next((pattern for pattern in patterns if re.search(rf"(?:{pattern})\Z", text[:end])), None)
+
+    found = next((end for end in range(min_tokens + 1, len(text) + 1) if match(end)), None)
+    kept, matched = cut(text[:found], stops, False, min_tokens)
     if matched is None and found:
-        matched = next(pattern for pattern in patterns if re.search(pattern, kept))
-    params = SamplingParams(stop=tuple(stops), stop_regex=tuple(patterns))
+        matched = match(found)
+    params = SamplingParams(stop=tuple(stops), stop_regex=tuple(patterns), min_tokens=min_tokens)
     sample = Sample(Request("r", [5], params), 0, Characters())
     ids, pieces = [ord(character) for character in text] or [0], []
     for place in range(0, len(ids), size):
@@ -198,6 +206,33 @@ def test_no_stop_string_is_looked_for_before_min_tokens(tokenizers: dict[str, To
     assert answer.text == "hello worldhello "
     assert answer.end is not None
     assert answer.end.matched_stop == "world"
+
+
+@pytest.mark.parametrize(
+    ("fields", "min_tokens", "text", "matched"),
+    [
+        ({"stop": ("bcd",)}, 3, "a", "bcd"),
+        ({"stop": ("bcd",)}, 4, "abcdefgh", None),
+        ({"stop": ("bcdef", "cd")}, 3, "ab", "cd"),
+        ({"stop": ("bcdef", "cd")}, 4, "a", "bcdef"),
+        ({"stop": ("ghi",)}, 8, "abcdefgh", None),
+        ({"stop_regex": ("b.d",)}, 3, "abcd", "b.d"),
+        ({"stop_regex": ("b.d",)}, 4, "abcdefgh", None),
+        ({"stop_regex": ("b.*[df]",)}, 4, "abcdef", "b.*[df]"),
+    ],
+)
+def test_what_begins_before_min_tokens_ends_the_answer_if_it_is_complete_behind_it(
+    fields: dict[str, Any], min_tokens: int, text: str, matched: str | None
+) -> None:
+    request = Request("r", [5], SamplingParams(min_tokens=min_tokens, **fields))
+    replies = [Reply("r", (ord(letter),), FinishReason.LENGTH if letter == "h" else None) for letter in "abcdefgh"]
+    at_once = Sample(request, 0, Characters()).take(replies)
+    assert at_once.end is not None
+    assert (at_once.text, at_once.end.matched_stop) == (text, matched)
+    streamed, pieces = Sample(request, 0, Characters()), list[Piece]()
+    while not streamed.ended:
+        pieces.append(streamed.take(replies[len(pieces) : len(pieces) + 1]))
+    assert join(pieces) == at_once
 
 
 @pytest.mark.parametrize("keep", [False, True])

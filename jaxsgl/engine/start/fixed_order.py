@@ -17,6 +17,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from pallas_kernels.choice import XLA
 from pallas_kernels.native import library
+from pallas_kernels.native.attention import refuse_heads
 from pallas_kernels.selftest.report import Verdict
 
 FLAG = "--enable-deterministic-inference"
@@ -56,6 +57,9 @@ def _obstacles(config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.
             yield f"it takes the C++ kernels, and {problem}: leave it out"
         if dtype != jnp.bfloat16:
             yield f"{dtype} is XLA's, whose order depends on the batch: give --dtype bfloat16, or leave it out"
+        for heads in arch.all_heads:
+            if reason := refuse_heads(heads.size, arch.num_heads // heads.number):
+                yield f"it takes the C++ kernels, but {reason}: leave it out"
         return
     widest = max(heads.size for heads in arch.all_heads)
     if platform == "gpu" and widest > WIDEST_HEADS and arch.latent is None:

@@ -1,6 +1,7 @@
 """`WeightOrders`: operators' orders about weights and memory, one after the other: update, release, resume.
 
-    update   load while steps run -> come to rest -> swap, retract, retire the cache -> go on
+    update   load while steps run -> come to rest -> retract, retire the cache, swap -> go on
+    rename   come to rest -> go on
     release  come to rest -> give memory back; generation stays paused
     resume   load -> swap; take the pool again; generation goes on once all is back
 
@@ -164,19 +165,21 @@ class WeightOrders:
         try:
             yield from self._come_to_rest(order.mode)
             num_continued = self._scheduler.num_begun
-            weight_store.swap_weights(staged, order.version)
             if order.mode is UpdateMode.RETRACT:
                 self._scheduler.retract_all()
-            self._scheduler.retire_cache()
+            self._scheduler.retire_cache()  # before, as a swap that fails may have changed some of the weights
+            weight_store.swap_weights(staged, order.version)
         finally:
             self._go_on(weight_store)
         logger.info("weights %r of %s are served", weight_store.weight_version, order.folder)
         return msgspec.json.encode(UpdateReport(weight_store.weight_version, num_continued)).decode()
 
     def _rename(self, order: SetWeightVersion, weight_store: WeightStore) -> Turns:
-        while self._collected:
-            yield
-        weight_store.weight_version = order.version
+        try:
+            yield from self._come_to_rest(UpdateMode.IN_PLACE)
+            weight_store.weight_version = order.version
+        finally:
+            self._go_on(weight_store)
         return ""
 
     def _release(self, order: ReleaseMemory, weight_store: WeightStore) -> Turns:
