@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.target import target_device
 
@@ -57,7 +58,8 @@ class GatedUnit:
             return ACTIVATIONS[self.activation](gate) * up
         gate = jnp.minimum(gate, self.limit)
         up = jnp.clip(up, -self.limit, self.limit)
-        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+        turned = (np.float32(self.alpha) * gate).astype(gate.dtype)  # in bfloat16 the factor would be rounded first
+        return gate * jax.nn.sigmoid(turned) * (up + 1)
 
 
 @jax.tree_util.register_dataclass

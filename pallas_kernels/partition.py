@@ -39,6 +39,8 @@ _MAX_WAVES = 8
 # Tokens of a split in fixed order: those between two multiples. Tiles of all kernels divide it.
 FIXED_SPLIT_TOKENS = 1024
 
+# Items that are added up by comparing all pairs; splits in fixed order may be far more.
+_MOST_COMPARED = 4096
 # A chain in fixed point: an item takes a part of it.
 _CHAIN = 1 << 16
 # The last chains need not become shorter than this part of an even share of the work.
@@ -223,6 +225,8 @@ def chain_items(plan: SplitPlan, splits: Splits) -> jax.Array:
 
 
 def _sums_before(values: jax.Array) -> jax.Array:
-    """For each value of `[I]` the sum of those before it; by comparisons, which a GPU runs as one kernel."""
+    """For each value of `[I]` the sum of those before it; of few by comparisons, which a GPU runs as one kernel."""
+    if values.shape[0] > _MOST_COMPARED:
+        return jnp.cumsum(values, dtype=values.dtype) - values
     place = jnp.arange(values.shape[0])
     return jnp.sum(jnp.where(place < place[:, None], values, 0), axis=1)

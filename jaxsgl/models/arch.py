@@ -71,6 +71,7 @@ class ModelArch:
       norm_offset: added to the scales of all norms when they are loaded. Unless it is 0, they are float32 parameters.
       activation: of the MLPs' gates, or of their units if these have none.
       embedding_scale: factor on embeddings; None: 1.
+      rounds_embedding_scale: that is rounded to the weights' dtype first.
       residual_scale: factor on what a block adds to the residual stream; None: 1.
       logits_divisor: what logits are divided by; None: 1.
       attention_scale: factor on q . k before the softmax; None: 1 / sqrt(H).
@@ -124,6 +125,7 @@ class ModelArch:
     norm_offset: int = 0
     activation: Activation = "silu"
     embedding_scale: float | None = None
+    rounds_embedding_scale: bool = False
     residual_scale: float | None = None
     logits_divisor: float | None = None
     attention_scale: float | None = None
@@ -451,6 +453,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         norm_offset=family.norm_offset,
         activation=_read_activation(config, family),
         embedding_scale=math.sqrt(hidden_size) if scales_embedding else factor("embedding_multiplier"),
+        rounds_embedding_scale=family.rounds_embedding_scale,
         attention_scale=_read_attention_scale(config, family, latent),
         residual_scale=factor("residual_multiplier"),
         logits_divisor=factor("logits_scaling"),

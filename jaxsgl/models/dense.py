@@ -329,7 +329,7 @@ class DecoderLayers(Matrices):
         """
         eps, scale = self.arch.rms_norm_eps, self.arch.residual_scale
         if scale is not None:
-            update = sum_parts(update, x_TD) * scale
+            update = _scaled(sum_parts(update, x_TD), scale)
         if out_norm is not None:
             update = rms_norm(sum_parts(update, x_TD), scale_of(*out_norm, x_TD.dtype), eps)
         if next_norm is None:
@@ -398,11 +398,15 @@ class Decoder(DecoderLayers):
         return self._rows(self.matrix("embedding"), token_ids)
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
-        """`[T, D]`; the factor is rounded to the weights' dtype, as in training."""
+        """`[T, D]`; the factor is rounded to the weights' dtype where the model was trained so."""
         embedding = self.matrix("embedding")
         rows_TD, dtype = self._rows(embedding, token_ids), getattr(embedding, "dtype", self.activations)
         scale = self.arch.embedding_scale
-        return rows_TD if scale is None else rows_TD * jnp.asarray(scale, dtype).astype(self.activations)
+        if scale is None:
+            return rows_TD
+        if self.arch.rounds_embedding_scale:
+            return rows_TD * jnp.asarray(scale, dtype).astype(self.activations)
+        return _scaled(rows_TD, scale)
 
     def _as_text(self, token_ids: jax.Array, images: ImageTokens | None) -> jax.Array:
         """The ids `[T]`, of which those of images stand for nothing."""
@@ -464,6 +468,11 @@ def _note(streams: dict[int, Any] | None, index: int, x_TD: jax.Array) -> None:
 def _no_experts(rows_TD: Rows) -> jax.Array:
     """What a layer without experts has chosen."""
     return jnp.zeros((len(rows_TD), 0), jnp.int32)
+
+
+def _scaled(x_TD: jax.Array, factor: float) -> jax.Array:
+    """`x_TD` times a factor that is not rounded to its dtype first: that would be off the same way in each layer."""
+    return (x_TD.astype(jnp.float32) * factor).astype(x_TD.dtype)
 
 
 def _of_this_part(token_ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:

@@ -157,6 +157,7 @@ class Family:
       mlp_bias_key: the key that says it.
       scales_embedding: embeddings are multiplied by the square root of the hidden size.
       scales_embedding_key: the key that says whether they are; None: they are.
+      rounds_embedding_scale: that root is rounded to the weights' dtype first.
       multipliers: `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` hold.
       activation_key: the key of the MLP's activation.
       gated: see `ModelArch`.
@@ -220,6 +221,7 @@ class Family:
     mlp_bias_key: str = "mlp_bias"
     scales_embedding: bool = False
     scales_embedding_key: str | None = None
+    rounds_embedding_scale: bool = False
     multipliers: bool = False
     activation_key: str = "hidden_act"
     gated: bool = True

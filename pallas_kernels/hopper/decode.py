@@ -31,6 +31,9 @@ from pallas_kernels.partition import (
 )
 from pallas_kernels.triton.merge import merge_splits
 
+# CUDA's limit on the y axis of a grid, on which the items lie.
+_MOST_BLOCKS = 65_535
+
 
 def refuse_decode(q: jax.Array, kv: PagedKv) -> str | None:
     """Why the kernel can't take q `[S, N, H]` and the cache, or None when it can."""
@@ -58,7 +61,8 @@ def decode_attention(
     # Sinks join where splits are merged; without splits, a merge of one.
     is_merged = plan.max_splits > 1 or sinks is not None
     # Splits, or a float8 cache, leave no registers for running ahead with heads of 256: 72 to 448 bytes were spilled.
-    is_chained = plan.is_chained and not (head_dim == 256 and (is_merged or kv.dtype == FLOAT8))
+    spills = head_dim == 256 and (is_merged or kv.dtype == FLOAT8)
+    is_chained = plan.is_chained and (not spills or plan.num_items > _MOST_BLOCKS)
     chains = [chain_items(plan, splits)] if is_chained else []
     grouped = q.reshape(num_seqs, num_kv_heads, num_groups, head_dim)
     if num_groups % COPY_ROWS and (interpret or num_groups > COPY_ROWS):  # else see _whole_tiles

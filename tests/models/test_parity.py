@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from safetensors.torch import load_file, save_file
 
-from jaxsgl.models import ModelArch
+from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.layer_spec import ShortConv
+from jaxsgl.weights import load_params
 from jaxsgl.weights.recipe import sizes
 from tests.agreement import check_agreement
 from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, OF_FAMILIES, VOCAB_SIZE, make_checkpoint, reference_logits
 from tests.exact_model import exact_logits
-from tests.plain_model import checkpoint_logits
+from tests.plain_model import causal_attend, checkpoint_logits, mesh_of, plain_recur
 
 ATOL = 1e-4
 PROMPT = np.random.default_rng(7).integers(0, VOCAB_SIZE, 300).tolist()
@@ -89,6 +93,24 @@ def test_the_text_of_a_model_that_sees_images_is_its_decoders(
     save_file(tensors, tmp_path / "whole" / "model.safetensors")
     expected = checkpoint_logits(folder, PROMPT[:5])
     np.testing.assert_array_equal(checkpoint_logits(tmp_path / "whole", PROMPT[:5]), expected)
+
+
+@pytest.mark.parametrize(("kind", "changes", "factor"), [
+    ("granite", {"embedding_multiplier": 12.3}, 12.3), ("afmoe", {}, OF_FAMILIES["hidden_size"] ** 0.5),
+])  # fmt: skip
+def test_factors_on_embeddings_in_bfloat16_are_not_rounded_first(
+    kind: str, changes: dict[str, Any], factor: float, tmp_path: Path
+) -> None:
+    """Gemma's are, in which it was trained; here rounding would scale the whole stream by something else."""
+    folder = make_checkpoint(kind, tmp_path, dtype=torch.bfloat16, **changes)
+    arch, dtype = ModelArch.from_folder(folder), jnp.dtype("bfloat16")
+    assert float(jnp.asarray(factor, dtype)) != factor
+    graphdef, _ = abstract_model(arch, dtype)
+    model, streams = nnx.merge(graphdef, load_params(folder, arch, dtype, mesh_of(1))), {0: None}
+    tokens = jnp.arange(20, dtype=jnp.int32)
+    model(tokens, tokens, causal_attend(arch), recur=plain_recur, streams=streams)
+    exact = np.asarray(model.embedded(tokens), np.float32) * np.float32(factor)
+    np.testing.assert_array_equal(np.asarray(streams[0]), np.asarray(jnp.asarray(exact, dtype)))
 
 
 def test_gates_of_lfm3_go_by_their_name_in_memory_too(tmp_path: Path) -> None:

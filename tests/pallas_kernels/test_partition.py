@@ -194,3 +194,14 @@ def test_chains_of_a_large_batch_are_few_and_the_last_ones_short() -> None:
 @pytest.mark.parametrize(("num_seqs", "is_chained"), [(1, False), (8, False), (32, False), (128, True)])
 def test_batches_of_few_items_have_no_chains(num_seqs: int, is_chained: bool) -> None:
     assert plan_for(num_seqs).is_chained is is_chained
+
+
+def test_the_places_of_many_items_are_those_of_few() -> None:
+    """Splits in fixed order of many long sequences; thousands are not compared pair by pair."""
+    fixed = SplitPlan(300 * 16, 16, 5, 1, 4, is_fixed=True)
+    lengths = jnp.asarray(np.random.default_rng(1).integers(1, 64, 300), jnp.int32)
+    first, _, counts = map(np.asarray, chains_and_items(fixed, lengths))
+    assert fixed.num_items > 4096 and counts.sum() == (-(-np.asarray(lengths) // 4)).sum()
+    few = dataclasses.replace(fixed, num_items=4000)
+    expected = np.asarray(chains_and_items(few, lengths)[0])
+    np.testing.assert_array_equal(first, expected)

@@ -57,6 +57,7 @@ _GEMMA = Family(
     norms="sandwich",
     norm_offset=1,
     scales_embedding=True,
+    rounds_embedding_scale=True,
     activation_key="hidden_activation",
     windows="always",
     caps=True,
@@ -86,6 +87,7 @@ _GEMMA4 = Family(
     qkv_bias=False,
     attention_out_bias=False,
     scales_embedding=True,
+    rounds_embedding_scale=True,
     activation_key="hidden_activation",
     windows="always",
     full_every=6,
@@ -396,6 +398,7 @@ DENSE: dict[str, Family] = {
     "GemmaForCausalLM": Family(
         norm_offset=1,
         scales_embedding=True,
+        rounds_embedding_scale=True,
         activations={"gelu": "gelu_pytorch_tanh"},  # its first folders say so
         defaults={
             "head_dim": 256,
