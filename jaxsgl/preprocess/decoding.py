@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from jaxsgl.config.features import MediaConfig
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.placeholders import Visual
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
@@ -31,8 +32,17 @@ SPARE_BYTES = 64 << 20  # of a child: FFmpeg's tables, the allocator, a thread's
 _COPIES = 3  # of files and of patches, on their way
 _TIME_PER_CPU = 10  # seconds by the clock for each of processor time, on a machine that has other work
 _LEAST_TIME_S = 60.0
+# Of `SandboxCrash`: something else ended it, as the kernel does where memory runs out.
+_KILLED = re.compile(r"the helper process |its process ended by signal 9\b")
 
 logger = logging.getLogger(__name__)
+
+
+class CpuBudget:
+    """Processor time that decoding for a call may still take, in seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left_s = seconds
 
 
 class Decoder:
@@ -52,6 +62,7 @@ class Decoder:
         self._config = config
         self._sandbox = sandbox or media_sandbox()
         self._room = DecodeRoom(config.media_max_decode_bytes)
+        self._is_closed = False
         depth, side = settings.temporal_patch_size, settings.patch_size
         self._patch_bytes = limits.max_request_patches * 3 * depth * side**2
 
@@ -61,38 +72,66 @@ class Decoder:
 
     def close(self) -> None:
         """Ends the helper process."""
+        self._is_closed = True
         self._sandbox.close()
 
-    def load(self, files: Sequence[File]) -> list[Visual]:
-        """Returns what `files`, none of them decoded, hold, in their order. Raises `InvalidRequest`."""
-        most_bytes, cpu_s = self._config.media_max_decode_bytes, self._config.media_max_cpu_s
-        reply = self._call(files, most_bytes // MAX_DECODING, cpu_s)
+    def load(self, files: Sequence[File], cpu: CpuBudget | None = None) -> list[Visual]:
+        """Returns what `files`, none of them decoded, hold, in their order.
+
+        `cpu` counts the processor time of a call that loads several times; None: it loads once.
+
+        Raises:
+          InvalidRequest: they can't be decoded, or not within the limits.
+          EngineUnavailable: the process that decodes was killed, and again when it was asked once more.
+        """
+        most_bytes, cpu = self._config.media_max_decode_bytes, cpu or CpuBudget(self._config.media_max_cpu_s)
+        reply = self._call(files, most_bytes // MAX_DECODING, cpu)
         if reply.visuals is None:  # it takes more than a half
-            reply = self._call(files, most_bytes, cpu_s - reply.cpu_s)
+            reply = self._call(files, most_bytes, cpu)
         assert reply.visuals is not None
         return reply.visuals
 
-    def _call(self, files: Sequence[File], share_bytes: int, cpu_s: float) -> _Reply:
+    def _call(self, files: Sequence[File], share_bytes: int, cpu: CpuBudget) -> _Reply:
         config, limits = self._config, self._limits
         call = _Call(
-            [_packed(file) for file in files], self._settings, limits.max_patches, limits.max_request_patches,
+            *_packed(files), self._settings, limits.max_patches, limits.max_request_patches,
             config.media_max_pixels, config.media_max_decode_bytes, share_bytes,
         )  # fmt: skip
         request = msgspec.msgpack.encode(call)
         memory_bytes = share_bytes + _COPIES * (len(request) + self._patch_bytes) + SPARE_BYTES
-        time_s = max(_LEAST_TIME_S, _TIME_PER_CPU * cpu_s)
+        time_s = max(_LEAST_TIME_S, _TIME_PER_CPU * cpu.left_s)
         with self._room.taken(share_bytes, "the request"):
             try:
-                reply = self._sandbox.call(request, Limits(memory_bytes, max(cpu_s, 1e-3), time_s))
+                answer = self._answer(request, Limits(memory_bytes, max(cpu.left_s, 1e-3), time_s))
             except SandboxLimit as limit:
                 raise self._refusal(limit, time_s) from None
+        reply = msgspec.msgpack.decode(answer, type=_Reply)
+        cpu.left_s -= reply.cpu_s
+        return reply
+
+    def _answer(self, request: bytes, limits: Limits) -> bytearray:
+        """Asks a child; once more if it was killed by something else. Raises `SandboxLimit`."""
+        for _ in range(2):
+            if self._is_closed:
+                break
+            try:
+                self._sandbox.start()
+            except SandboxCrash as crash:
+                logger.error("the process that decodes pictures does not start: %s", crash)
+                break
+            try:
+                return self._sandbox.call(request, limits)
             except SandboxCrash as crash:
                 logger.error("pictures or videos of a request could not be decoded: %s", crash)
-                raise InvalidRequest(
-                    "the pictures and videos of the request can't be decoded, for their decoder ended: are they "
-                    "damaged? The server's log says more"
-                ) from None
-        return msgspec.msgpack.decode(reply, type=_Reply)
+                if not _KILLED.match(str(crash)):
+                    raise InvalidRequest(
+                        "the pictures and videos of the request can't be decoded, for their decoder ended: are they "
+                        "damaged? The server's log says more"
+                    ) from None
+        raise EngineUnavailable(
+            "the pictures and videos of the request could not be decoded, for the process that does it was killed or "
+            "does not start, perhaps for lack of memory: try again later"
+        )
 
     def _refusal(self, limit: SandboxLimit, time_s: float) -> InvalidRequest:
         config = self._config
@@ -112,17 +151,18 @@ def media_sandbox() -> Sandbox:
 
 
 class _File(msgspec.Struct, array_like=True):
-    """A picture, a file of video, or the frames of a video."""
+    """A picture, a file of video, or the frames of a video; `contents` are numbers of `_Call.contents`."""
 
     is_video: bool
     is_list: bool
-    contents: list[bytes]
+    contents: list[int]
     fps: float | None = None
 
 
 class _Call(msgspec.Struct, array_like=True):
     """What a child is asked."""
 
+    contents: list[bytes]
     files: list[_File]
     settings: ProcessorSettings
     max_patches: int
@@ -139,16 +179,25 @@ class _Reply(msgspec.Struct, array_like=True):
     cpu_s: float
 
 
-def _packed(file: File) -> _File:
-    content = file.content
-    fps = file.fps if isinstance(file, VideoFile) else None
-    contents = content if isinstance(content, tuple) else (content,)
-    return _File(isinstance(file, VideoFile), isinstance(content, tuple), [_as_bytes(one) for one in contents], fps)
+def _packed(files: Sequence[File]) -> tuple[list[bytes], list[_File]]:
+    """What `_Call` holds of `files`: one that is named many times, which is one object, costs its bytes once."""
+    numbers: dict[int, int] = {}  # by the identity of contents
+    contents: list[bytes] = []
 
+    def number_of(content: Content) -> int:
+        assert isinstance(content, bytes), "decoded pictures come from `LLM` alone, which decodes by itself"
+        if id(content) not in numbers:
+            numbers[id(content)] = len(contents)
+            contents.append(content)
+        return numbers[id(content)]
 
-def _as_bytes(content: Content) -> bytes:
-    assert isinstance(content, bytes), "decoded pictures come from `LLM` alone, which decodes by itself"
-    return content
+    packed: list[_File] = []
+    for file in files:
+        is_video, is_list = isinstance(file, VideoFile), isinstance(file.content, tuple)
+        given = file.content if isinstance(file.content, tuple) else (file.content,)
+        fps = file.fps if isinstance(file, VideoFile) else None
+        packed.append(_File(is_video, is_list, [number_of(content) for content in given], fps))
+    return contents, packed
 
 
 # ---- the child's side ----
@@ -169,25 +218,27 @@ def make(_: bytes) -> Callable[[bytes], bytes]:
         room = _Share(call.most_bytes, call.share_bytes)
         bounds = Bounds(call.max_patches, call.max_request_patches, call.max_pixels, room)
         try:
-            visuals = load([_unpacked(file) for file in call.files], call.settings, bounds)
+            visuals = load([_unpacked(file, call.contents) for file in call.files], call.settings, bounds)
         except _TooMuch:
             return msgspec.msgpack.encode(_Reply(None, time.process_time()))
         return msgspec.msgpack.encode(_Reply(visuals, time.process_time()))
 
     pixels = PixelSettings(1, 1 << 20, (0.5,) * 3, (0.5,) * 3)
     settings = ProcessorSettings(16, 2, 2, pixels, pixels, 0, 0, 0, 0)
+    one = [_File(False, False, [0])]
     for kind in FORMATS:  # what libraries do at their first use is done before all children
         with io.BytesIO() as file:
             Image.new("RGB", (32, 32)).save(file, kind)
-            of_kind = _File(False, False, [file.getvalue()])
-        run(msgspec.msgpack.encode(_Call([of_kind], settings, 64, 64, 1 << 20, 1 << 24, 1 << 24)))
+            contents = [file.getvalue()]
+        run(msgspec.msgpack.encode(_Call(contents, one, settings, 64, 64, 1 << 20, 1 << 24, 1 << 24)))
     return run
 
 
-def _unpacked(file: _File) -> File:
+def _unpacked(file: _File, contents: Sequence[bytes]) -> File:
+    given = tuple(contents[number] for number in file.contents)
     if not file.is_video:
-        return ImageFile(file.contents[0])
-    return VideoFile(tuple(file.contents) if file.is_list else file.contents[0], file.fps)
+        return ImageFile(given[0])
+    return VideoFile(given if file.is_list else given[0], file.fps)
 
 
 class _TooMuch(Exception):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,10 +15,14 @@ import grpc
 import pytest
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
-from vision_front_end import VisionFrontEnd, image_part, serving, vision_folder
+from vision_front_end import SANDBOX, VisionFrontEnd, image_part, serving, vision_folder
 
 from jaxsgl.config.features import MediaConfig
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.media import loader
 from jaxsgl.frontend.media.fetch import Streams, Target
+from jaxsgl.preprocess.sources import ImageSource
+from jaxsgl.sandbox import Limits
 from tests.preprocess.pictures import data_url, file_of, picture
 
 PUBLIC = "93.184.216.34"
@@ -26,14 +32,17 @@ CONFIG = MediaConfig(
     media_max_pixels=1_000_000, media_timeout_s=0.3,
 )  # fmt: skip
 MOST_BYTES = 200 << 20
+PROMPT = "a<|vision_start|><|image_pad|><|vision_end|>"
 
 
 class Network:
-    """A server for all hosts, which notes what was looked up and dialled."""
+    """A server for all hosts, which notes what was looked up and dialled, and how much of it was open at a time."""
 
     def __init__(self) -> None:
         self.looked_up: list[str] = []
         self.dialled: list[tuple[str, str]] = []
+        self.most_open = 0
+        self._num_open = 0
         self._port = 0
 
     async def resolve(self, host: str, port: int) -> list[str]:
@@ -52,9 +61,11 @@ class Network:
         server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_open += 1
+        self.most_open = max(self.most_open, self._num_open)
         try:
             path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
-            if path == "/slow":
+            if path.startswith("/slow"):
                 await reader.read()
             for part in answer_to(path):
                 writer.write(part)
@@ -62,6 +73,7 @@ class Network:
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
+            self._num_open -= 1
             writer.close()
 
 
@@ -69,7 +81,8 @@ def answer_to(path: str) -> Iterator[bytes]:
     """The parts of the answer to a path of `bad_media.ANSWERS`, or a picture."""
     redirects = {
         "/to-private": "http://169.254.169.254/", "/to-user": "http://a@allowed.example/", "/to-file": "file:///etc/passwd",
-        "/to-rebound": "//rebound.example/a", "/loop": "/loop", "/once": "/a.png", "/twice": "http://x.cdn.example:8080/once",
+        "/to-rebound": "//rebound.example/a", "/to-nowhere": "http://[::1", "/loop": "/loop",
+        "/once": "/a.png", "/twice": "http://x.cdn.example:8080/once",
     }  # fmt: skip
     ok = b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\n"
     if path in redirects:
@@ -94,12 +107,20 @@ def answer_to(path: str) -> Iterator[bytes]:
         yield b"HTTP/1.1 200 OK\r\n"
         for number in range(2000):
             yield f"x-{number}: {'a' * 100}\r\n".encode()
+    elif path == "/endless-hints":
+        for _ in range(1000):
+            yield b"HTTP/1.1 103 Early Hints\r\nlink: </a.css>; rel=preload\r\n\r\n"
+    elif path == "/upgrade":
+        yield b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"
     elif path == "/empty":
         yield ok + b"content-length: 0\r\n\r\n"
     elif path == "/text.png":
         yield ok + b"content-length: 5\r\n\r\nhello"
     elif path != "/closed":
-        yield ok + f"content-length: {len(PICTURE)}\r\n\r\n".encode() + PICTURE
+        yield {"/hints": b"HTTP/1.1 103 Early Hints\r\ncontent-length: 7\r\n\r\n"}.get(path, b"")
+        yield ok + {"/identity": b"content-encoding: Identity\r\n", "/plain": b"content-encoding:\r\n"}.get(path, b"")
+        content = PICTURE + bytes(60_000 if path.startswith("/large") else 0)
+        yield f"content-length: {len(content)}\r\n\r\n".encode() + content
 
 
 class Served:
@@ -122,6 +143,12 @@ class Served:
     def chat(self, *parts: dict[str, object] | str) -> tuple[int, str]:
         """Status and body of the answer."""
         answer = self.runner.run(self.front_end.chat(*parts))
+        return answer.status_code, answer.text
+
+    def generate(self, num_prompts: int, image_data: object) -> tuple[int, str]:
+        """Asks for so many prompts with a picture each."""
+        body = {"text": [PROMPT] * num_prompts, "image_data": image_data, "sampling_params": {"max_new_tokens": 1}}
+        answer = self.runner.run(self.front_end.http.post("/generate", json=body))
         return answer.status_code, answer.text
 
     def close(self) -> None:
@@ -202,6 +229,104 @@ def test_allowed_urls_are_fetched_once_at_the_address_that_was_checked(served: S
     fetched = served.front_end.requests[-1].media
     assert served.chat(image_part(data_url(PICTURE)))[0] == 200
     assert {item.digest for item in fetched} == {served.front_end.requests[-1].media[0].digest}
+
+
+@pytest.mark.parametrize("path", ["/hints", "/identity", "/plain"])
+def test_answers_before_the_final_one_and_codings_that_are_none_change_nothing(served: Served, path: str) -> None:
+    status, text = served.chat(image_part(f"http://allowed.example{path}"))
+    assert status == 200, text
+
+
+def test_a_request_fetches_few_of_its_urls_at_a_time(served: Served) -> None:
+    served.network.most_open = 0
+    parts = [image_part(f"http://allowed.example/slow?{number}") for number in range(8)]
+    check(served.chat(*parts), "took longer than 0.3 s")
+    assert served.network.most_open == loader.MAX_AT_ONCE
+
+
+@pytest.mark.parametrize(("turn_s", "status"), [(60.0, 200), (0.1, 429)])
+def test_slow_urls_of_others_make_a_request_wait_and_are_not_blamed_on_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch, turn_s: float, status: int
+) -> None:
+    monkeypatch.setattr(loader, "TURN_S", turn_s)
+
+    async def scenario() -> None:
+        slow = [
+            asyncio.create_task(served.front_end.chat(image_part(f"http://allowed.example/slow?{number}")))
+            for number in range(2 * loader.MAX_FETCHING)
+        ]
+        await asyncio.sleep(0.05)
+        answer = await served.front_end.chat(image_part("http://allowed.example/a.png"))
+        assert answer.status_code == status, answer.text
+        if status == 429:
+            assert "16 others fetch" in answer.text and "retry-after" in answer.headers
+        await asyncio.wait(slow)
+
+    served.runner.run(scenario())
+
+
+def test_what_is_fetched_is_bounded_and_goes_with_the_clients_who_wait_for_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.network.dialled.clear()
+    release = threading.Event()
+
+    def stuck(request: bytes, limits: Limits) -> bytearray:
+        assert release.wait(30)
+        raise InvalidRequest("too late")
+
+    monkeypatch.setattr(SANDBOX, "call", stuck)
+
+    async def scenario() -> None:
+        calls = [
+            asyncio.create_task(served.front_end.chat(image_part(f"http://allowed.example/{number}.png")))
+            for number in range(loader.MAX_FETCHING + 8)
+        ]
+        while len(served.network.dialled) < loader.MAX_FETCHING:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert len(served.network.dialled) == loader.MAX_FETCHING
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+
+    try:
+        served.runner.run(scenario())
+        gc.collect()
+        assert not any(type(one) is ImageSource for one in gc.get_objects())
+    finally:
+        release.set()
+
+
+def test_one_picture_of_many_prompts_is_fetched_and_decoded_once(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.network.dialled.clear()
+    limits = noted_limits(monkeypatch)
+    status, text = served.generate(5, "http://allowed.example/large.png")
+    assert status == 200, text
+    assert len(served.network.dialled) == len(limits) == 1
+    assert len({request.media for request in served.front_end.requests[-5:]}) == 1
+
+
+def test_limits_hold_for_all_prompts_of_a_call(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = noted_limits(monkeypatch)
+    urls = [f"http://allowed.example/large{number}.png" for number in range(2)]
+    check(served.generate(2, urls), "more than 100000 bytes of pictures and videos")
+    assert served.generate(2, [urls[0], data_url(PICTURE)])[0] == 200
+    assert limits[2].cpu_s < limits[1].cpu_s == CONFIG.media_max_cpu_s
+
+
+def noted_limits(monkeypatch: pytest.MonkeyPatch) -> list[Limits]:
+    """Notes what each call of a decoder may use."""
+    call, noted = SANDBOX.call, list[Limits]()
+
+    def note(request: bytes, limits: Limits) -> bytearray:
+        noted.append(limits)
+        return call(request, limits)
+
+    monkeypatch.setattr(SANDBOX, "call", note)
+    return noted
 
 
 @pytest.mark.parametrize("name", bad_media.FILES)

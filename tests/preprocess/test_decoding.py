@@ -10,15 +10,15 @@ import pytest
 from PIL import Image
 
 from jaxsgl.config.features import MediaConfig
-from jaxsgl.errors import InvalidRequest
-from jaxsgl.preprocess.decoding import Decoder, media_sandbox
+from jaxsgl.errors import EngineUnavailable, InvalidRequest
+from jaxsgl.preprocess.decoding import CpuBudget, Decoder, media_sandbox
 from jaxsgl.preprocess.loading import Bounds, load
 from jaxsgl.preprocess.sources import File, ImageFile, VideoFile
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.sandbox import Limits, Sandbox
 from tests.attacks.media_files import large_movies, many_scans
 from tests.preprocess.pictures import SMALL, animation, file_of, movie, picture
-from tests.preprocess.undefended import CRASH
+from tests.preprocess.undefended import CRASH, KILLED, KILLED_HELPER
 
 pytestmark = pytest.mark.device  # starts processes
 
@@ -67,6 +67,20 @@ def test_refusals_are_those_of_this_process(sandbox: Sandbox) -> None:
         decoder(sandbox, media_max_pixels=1024).load([ImageFile(PICTURE)])
 
 
+def test_a_file_that_is_named_many_times_is_sent_once(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, sizes = sandbox.call, list[int]()
+
+    def noted(request: bytes, limit: Limits) -> bytearray:
+        sizes.append(len(request))
+        return call(request, limit)
+
+    monkeypatch.setattr(sandbox, "call", noted)
+    content, other = PICTURE + bytes(100_000), file_of(picture(24, 16))
+    many: list[File] = [ImageFile(content), ImageFile(other), VideoFile((content, other) * 4), ImageFile(content)]
+    assert decoder(sandbox).load(many) == load(many, SMALL, Bounds(LIMITS.max_patches, LIMITS.max_request_patches))
+    assert sizes[0] < len(content) + len(other) + 1000
+
+
 def test_a_picture_may_take_all_memory_for_decoding_but_no_more(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +112,15 @@ def test_all_files_of_a_request_have_one_limit_of_processor_time(undefended: San
     assert decoder(undefended).load([ImageFile(PICTURE)])
 
 
+def test_all_that_a_call_loads_has_one_limit_of_processor_time(undefended: Sandbox) -> None:
+    cpu = CpuBudget(20.0)
+    assert decoder(undefended).load([ImageFile(PICTURE)], cpu)
+    assert 0.0 < cpu.left_s < 20.0
+    cpu.left_s = 0.0
+    with pytest.raises(InvalidRequest, match="take more than 20 s of processor time"):
+        decoder(undefended).load([ImageFile(many_scans(100, 5792))], cpu)
+
+
 @pytest.mark.parametrize("name", large_movies())
 def test_what_ffmpeg_takes_beyond_all_foresight_ends_the_child_alone(undefended: Sandbox, name: str) -> None:
     pytest.importorskip("av", reason="PyAV, the extra `video`, is not installed")
@@ -110,3 +133,20 @@ def test_a_decoder_that_crashes_costs_the_request_alone(undefended: Sandbox) -> 
     with pytest.raises(InvalidRequest, match="can't be decoded, for their decoder ended"):
         decoder(undefended).load([ImageFile(CRASH)])
     assert decoder(undefended).load([ImageFile(PICTURE)])
+
+
+@pytest.mark.parametrize("killed", [KILLED, KILLED_HELPER])
+def test_a_decoder_that_was_killed_is_asked_once_more_and_then_it_is_our_fault(
+    undefended: Sandbox, monkeypatch: pytest.MonkeyPatch, killed: bytes
+) -> None:
+    with pytest.raises(EngineUnavailable, match=r"was killed or does not start, .*: try again later"):
+        decoder(undefended).load([ImageFile(killed)])
+    call, requests = undefended.call, list[bytes]()
+
+    def killed_once(request: bytes, limit: Limits) -> bytearray:
+        requests.append(request)
+        return call(killed if len(requests) == 1 else request, limit)
+
+    monkeypatch.setattr(undefended, "call", killed_once)
+    assert decoder(undefended).load([ImageFile(PICTURE)])
+    assert len(requests) == 2

@@ -3,7 +3,7 @@
 `target_of` takes a URL only as browsers and resolvers alike understand it: no user, no backslash, nothing but ASCII. A
 host is resolved once, all its addresses must be global ones (also where an address holds another), and one of these is
 dialled: the name is not looked up again. Each redirect is a new URL under the same rules. Nothing is decompressed.
-media_loader.py calls it; it knows no pictures.
+loader.py calls it, and says how many files are fetched at a time; it knows no pictures.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _UNSAFE = re.compile(r"[^!-\[\]-~]")  # all but visible ASCII, and the backslash
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 MAX_REDIRECTS = 3
 MAX_HEAD_BYTES = 32 << 10
-MAX_AT_ONCE = 16  # connections of this process
+MAX_LOOK_UPS = 64  # at a time
 MAX_ADDRESSES = 4  # of a host that are tried
 READ_BYTES = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)
+_INTERIM = (100, *range(102, 200))  # before the final answer; after 101 another protocol would be spoken
 _UNTYPED = ("application/octet-stream", "binary/octet-stream")  # what file stores say of everything
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -137,23 +138,25 @@ class Fetcher:
     def __init__(self, config: MediaConfig, resolve: Resolve | None = None, connect: Connect | None = None) -> None:
         self._config = config
         # Of its own, since a look-up can't be ended: a slow one holds up no other work of the process.
-        self._resolvers = ThreadPoolExecutor(MAX_AT_ONCE, "names")
+        self._resolvers = ThreadPoolExecutor(MAX_LOOK_UPS, "names")
         self._resolve = resolve or self._look_up
         self._connect = connect or _connect
-        self._turn = asyncio.Semaphore(MAX_AT_ONCE)
 
     def close(self) -> None:
         """Looks up no more names."""
         self._resolvers.shutdown(wait=False, cancel_futures=True)
+
+    def check(self, url: str, name: str) -> None:
+        """Raises `InvalidRequest` for a URL that is not fetched, whatever is there."""
+        target_of(url, self._config.allowed_media_domains, name)
 
     async def fetch(self, url: str, kinds: tuple[str, ...], budget: Budget, name: str) -> bytes:
         """Returns the content at `url`, counted in `budget`. Raises `InvalidRequest`.
 
         `kinds` are the main media types that are taken, as "image"; `name` says in errors which picture it is.
         """
-        target_of(url, self._config.allowed_media_domains, name)  # before it waits for its turn
         try:
-            async with asyncio.timeout(self._config.media_timeout_s), self._turn:
+            async with asyncio.timeout(self._config.media_timeout_s):
                 return await self._follow(url, kinds, budget, name)
         except TimeoutError:
             raise InvalidRequest(
@@ -174,7 +177,12 @@ class Fetcher:
                 writer.transport.abort()  # closing TLS in good order could take half a minute
             if answer.location is None:
                 return answer.content()
-            url = urljoin(url, answer.location)
+            try:
+                url = urljoin(url, answer.location)
+            except ValueError:
+                raise InvalidRequest(
+                    f"the server of {name} redirects to {answer.location[:100]!r}, which is no URL: send a data: URL"
+                ) from None
         raise InvalidRequest(f"{name} is redirected more than {MAX_REDIRECTS} times: send its final URL")
 
     async def _dial(self, target: Target, name: str) -> Streams:
@@ -243,14 +251,17 @@ class _FetchedFile:
 
     def on_headers_complete(self) -> None:
         """Checks status and headers, before the body comes."""
-        self._has_head = True
         status, headers = self._parser.get_status_code(), self._headers
+        if status in _INTERIM:
+            headers.clear()
+            return
+        self._has_head = True
         if status in _REDIRECTS and "location" in headers:
             self.location = headers["location"]
             return
         if status != 200:
             raise self._refused(f"status {status}")
-        if headers.get("content-encoding", "identity") != "identity":
+        if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
             raise self._refused("a compressed answer")
         media_type = headers.get("content-type", _UNTYPED[0]).partition(";")[0].strip().lower()
         if media_type not in _UNTYPED:
@@ -265,8 +276,8 @@ class _FetchedFile:
             self._body += data
 
     def on_message_complete(self) -> None:
-        """Notes that nothing else will come."""
-        self.is_whole = True
+        """Notes that nothing else will come, unless this was no final answer."""
+        self.is_whole = self._has_head
 
     def _refused(self, what: str) -> InvalidRequest:
         return InvalidRequest(f"the server of {self._name} sent {what}: send a data: URL")

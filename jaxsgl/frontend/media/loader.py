@@ -1,23 +1,25 @@
 """From the pictures and videos of a prompt to what the engine gets: fetches on the event loop, decodes in threads.
 
 Owns the threads that decode, and how many there are: a place in them ends with its work, not with the call that wanted
-it, so that clients who leave make room for no more work than those who wait. Never knows a protocol or the engine:
-generation.py calls it for prompts with media, if the model has a vision tower.
+it, so that clients who leave make room for no more work than those who wait. Requests with URLs take turns, which last
+until their files are decoded: that bounds the memory of all. Never knows a protocol or the engine: generation.py calls
+it for prompts with media, if the model has a vision tower.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
 from jaxsgl.config.features import MediaConfig
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import InvalidRequest, Overloaded
 from jaxsgl.frontend.media.fetch import Fetcher
-from jaxsgl.preprocess.decoding import MAX_DECODING, Decoder
+from jaxsgl.preprocess.decoding import MAX_DECODING, CpuBudget, Decoder
 from jaxsgl.preprocess.placeholders import Visual, expand, expand_placeholders, tokens_of, write_placeholders
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import IMAGE_KINDS, VIDEO_KINDS, Budget, Source, VideoSource, files_of, is_remote
@@ -27,6 +29,9 @@ from jaxsgl.text.prompts import IdsPrompt, Prompt
 from jaxsgl.text.tokenizer import Tokenizer
 
 MAX_CALL_REQUESTS = 4  # the prompts of a call may have so many requests' patches together
+MAX_FETCHING = 16  # requests that fetch, or wait with what they have fetched
+MAX_AT_ONCE = 4  # URLs of a request that are fetched at a time
+TURN_S = 60.0  # that a request waits at most until it may fetch
 
 Tokenize: TypeAlias = Callable[[Sequence[Prompt]], Awaitable[list[list[int]]]]
 
@@ -59,6 +64,7 @@ class MediaLoader:
         self._tokenizer = tokenizer
         self._threads = threads
         self._fetcher = fetcher or Fetcher(config)
+        self._turns = asyncio.Semaphore(MAX_FETCHING)
         self._decoding = ThreadPoolExecutor(MAX_DECODING, "media")
         self._decoder = Decoder(settings, limits, config, sandbox)
 
@@ -77,12 +83,23 @@ class MediaLoader:
     ) -> list[tuple[list[int], tuple[MediaItem, ...]]]:
         """Returns each prompt's ids, with a placeholder for each token of its media, and the media.
 
-        `tokenize` gives the ids of prompts with a placeholder for each picture. Raises `InvalidRequest`.
+        `tokenize` gives the ids of prompts with a placeholder for each picture. The flags' limits hold for all prompts
+        together; media that several of them share, as the same objects, are loaded once.
+
+        Raises:
+          InvalidRequest: for what can't be taken.
+          Overloaded: too many others fetch.
+          EngineUnavailable: the process that decodes was killed.
         """
         prepared: list[tuple[list[int], tuple[MediaItem, ...]]] = []
         num_patches, most = 0, MAX_CALL_REQUESTS * self.limits.max_request_patches
+        budget, cpu = Budget(self._config.media_max_bytes), CpuBudget(self._config.media_max_cpu_s)
+        loaded: dict[tuple[int, ...], list[Visual]] = {}  # by the identity of sources, whose hashes would take long
         for prompt in prompts:
-            prepared.append(await self._prepare(prompt, tokenize))
+            key = tuple(map(id, prompt.media))
+            if key not in loaded:
+                loaded[key] = await self._visuals(prompt.media, budget, cpu)
+            prepared.append(await self._prepare(prompt, loaded[key], tokenize))
             num_patches += sum(item.num_patches for item in prepared[-1][1])
             if num_patches > most:
                 raise InvalidRequest(
@@ -90,8 +107,9 @@ class MediaLoader:
                 )
         return prepared
 
-    async def _prepare(self, prompt: Prompt, tokenize: Tokenize) -> tuple[list[int], tuple[MediaItem, ...]]:
-        visuals = await self._visuals(prompt.media)
+    async def _prepare(
+        self, prompt: Prompt, visuals: Sequence[Visual], tokenize: Tokenize
+    ) -> tuple[list[int], tuple[MediaItem, ...]]:
         is_ids = isinstance(prompt, IdsPrompt)
         if not isinstance(prompt, IdsPrompt):
             tokens = tokens_of(self.settings, self._tokenizer.token_bytes)
@@ -110,21 +128,45 @@ class MediaLoader:
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    async def _visuals(self, sources: Sequence[Source]) -> list[Visual]:
+    async def _visuals(self, sources: Sequence[Source], budget: Budget, cpu: CpuBudget) -> list[Visual]:
         if len(sources) > self.limits.max_items:
             raise InvalidRequest(
                 f"the request has {len(sources)} images and videos, but may have {self.limits.max_items}: send fewer"
             )
-        budget = Budget(self._config.media_max_bytes)
-        fetched = await self._fetch(sources, budget)
+        urls = self._urls(sources)
+        async with self._turn(bool(urls)):
+            # A call that is cancelled leaves its place in the threads' queue, but nothing in it.
+            waiting = [(sources, await self._fetch(urls, budget))]
 
-        def decode() -> list[Visual]:
-            return self._decoder.load(files_of(sources, fetched, budget))
+            def decode() -> list[Visual]:
+                return self._decoder.load(files_of(*waiting.pop(), budget), cpu)
 
-        return await asyncio.get_running_loop().run_in_executor(self._decoding, decode)
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._decoding, decode)
+            finally:
+                waiting.clear()
 
-    async def _fetch(self, sources: Sequence[Source], budget: Budget) -> dict[str, bytes]:
-        """Returns the contents of all remote URLs. The first that fails ends the others."""
+    @asynccontextmanager
+    async def _turn(self, fetches: bool) -> AsyncIterator[None]:
+        """A place among the requests that fetch. One that doesn't needs none: what it holds came with its body."""
+        if not fetches:
+            yield
+            return
+        try:
+            async with asyncio.timeout(TURN_S):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise Overloaded(
+                f"the request waited {TURN_S:g} s to fetch its pictures and videos, since {MAX_FETCHING} others fetch "
+                "or wait to be decoded: try again later, or send data: URLs"
+            ) from None
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+    def _urls(self, sources: Sequence[Source]) -> dict[str, tuple[str, ...]]:
+        """Returns all remote URLs, and the kinds of files that each may lead to. Raises `InvalidRequest`."""
         kinds: dict[str, tuple[str, ...]] = {}
         for source in sources:
             is_file = isinstance(source, VideoSource) and not isinstance(source.named, tuple)
@@ -134,12 +176,27 @@ class MediaLoader:
                     kinds[url] = VIDEO_KINDS if is_file else IMAGE_KINDS
         if len(kinds) > self.limits.max_items:
             raise InvalidRequest(f"the request has {len(kinds)} URLs, but may have {self.limits.max_items}: send fewer")
-        tasks: dict[str, asyncio.Task[bytes]] = {}
+        for number, url in enumerate(kinds):
+            self._fetcher.check(url, _name_of(number))
+        return kinds
+
+    async def _fetch(self, urls: Mapping[str, tuple[str, ...]], budget: Budget) -> dict[str, bytes]:
+        """Returns the contents of all URLs. The first that fails ends the others."""
+        at_once = asyncio.Semaphore(MAX_AT_ONCE)
+
+        async def fetch(number: int, url: str, kinds: tuple[str, ...]) -> bytes:
+            async with at_once:
+                return await self._fetcher.fetch(url, kinds, budget, _name_of(number))
+
         try:
             async with asyncio.TaskGroup() as group:
-                for number, (url, kind) in enumerate(kinds.items()):
-                    fetching = self._fetcher.fetch(url, kind, budget, f"URL {number} of the request")
-                    tasks[url] = group.create_task(fetching)
+                tasks = [
+                    group.create_task(fetch(number, url, kinds)) for number, (url, kinds) in enumerate(urls.items())
+                ]
         except* InvalidRequest as refusals:
             raise refusals.exceptions[0] from None
-        return {url: task.result() for url, task in tasks.items()}
+        return {url: task.result() for url, task in zip(urls, tasks, strict=True)}
+
+
+def _name_of(number: int) -> str:
+    return f"URL {number} of the request"

@@ -156,11 +156,11 @@ def _of_prompts(
     if given is None:
         return [[] for _ in range(num_prompts)]
     if isinstance(given, str):
-        entries: list[str | list[str] | None] = [given] * num_prompts
-    elif several:
+        return [[source_of(name, given)]] * num_prompts  # one object, which is loaded once
+    if several:
         if len(given) != num_prompts:
             raise InvalidRequest(f"{name} has {len(given)} entries for {num_prompts} prompts: send one per prompt")
-        entries = given
+        entries: list[str | list[str] | None] = given
     else:
         entries = [_flat(name, given)]
     return [
