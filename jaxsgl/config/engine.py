@@ -72,8 +72,8 @@ class SchedulingConfig:
     )
     grammar_timeout: float = flag(
         30.0,
-        "seconds that a grammar may take to compile, and that it may wait for others before; then it is refused "
-        "(docs/structured.md)",
+        "seconds of processor time that a grammar may take to compile, and seconds that it may wait for others before; "
+        "then it is refused (docs/structured.md)",
     )
     queue_timeout_s: float | None = flag(
         None, "seconds that a request may wait for admission; then it is refused (default: no limit)"

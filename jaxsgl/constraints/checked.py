@@ -1,5 +1,10 @@
 """Parts of grammars that llguidance takes minutes for, whatever its limits, or gets wrong: they are refused before.
 
+    json_schema      check_schema
+    lark, ebnf       checked_lark: operators, and schemas that the grammar embeds
+    structural_tag   each of its parts as one of these
+    answer_grammar   check_schemas_in: its operators are the front end's own
+
 Called by compiler.py and structural_tags.py.
 """
 
@@ -13,18 +18,16 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, TypeGuard
 from urllib.parse import unquote
 
-from llguidance.gbnf_to_lark import any_to_lark
-
 from jaxsgl.errors import InvalidRequest
 
-MAX_EBNF_CHARS = 1 << 16  # it is parsed in Python
 MAX_MULTIPLE_OF = 10_000  # a number's digits are followed by so many states
 MAX_DEPTH = 200
 MAX_PLACE = 4  # names of properties down to which patterns are told apart
 MAX_PATTERNS = 8  # that one text must match at once: compiling takes 2 to the power of their number
 _EMPTY_HEAD = re.compile(r"\A\s*%llguidance\s*\{\s*\}")
-# Texts, comments and regular expressions of Lark, inside of which no operator stands.
-_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/')
+# Texts, comments, regular expressions (which may have several lines) and special tokens of Lark, inside of which no
+# operator stands. One that doesn't end is an error for llguidance.
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"?|(?://|#)[^\n]*|/(?:\\.|[^/\\])+/?|<[^<>\s]+>')
 
 
 def check_schema(schema: Any) -> None:
@@ -169,13 +172,18 @@ def checked_lark(text: str) -> str:
                 f"the grammar holds the operator {operator} ({meaning}), which may take minutes to compile: write "
                 "alternatives instead"
             )
+    check_schemas_in(text)
+    return text
+
+
+def check_schemas_in(text: str) -> None:
+    """Raises `InvalidRequest` as `check_schema` does, for the schemas that a grammar in Lark's form embeds."""
     for place in re.finditer(r"%json\s*", text):
         try:
             schema, _ = json.JSONDecoder().raw_decode(text, place.end())
         except (ValueError, RecursionError):
             continue  # llguidance says so, or it stands in a string
         check_schema(schema)
-    return text
 
 
 def _coefficient(number: float) -> int:
@@ -185,14 +193,3 @@ def _coefficient(number: float) -> int:
     except InvalidOperation:
         return 0
     return int("".join(map(str, digits)) or 0)
-
-
-def lark_of_ebnf(text: str) -> str:
-    """A grammar in GBNF or Lark's form, in Lark's form. Raises `InvalidRequest`."""
-    if len(text) > MAX_EBNF_CHARS:
-        raise InvalidRequest(f"the ebnf has {len(text)} characters, but {MAX_EBNF_CHARS} are the most: shorten it")
-    try:
-        lark: str = any_to_lark(text)
-    except Exception as error:  # a parser in Python works on what the client sent
-        raise InvalidRequest(f"the ebnf can't be read: {str(error)[:300]}") from None
-    return lark

@@ -22,9 +22,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from tokenizers import Tokenizer
 
 from jaxsgl.constraints import structural_tags
-from jaxsgl.constraints.checked import check_schema, checked_lark, lark_of_ebnf
+from jaxsgl.constraints.checked import check_schema, check_schemas_in, checked_lark
+from jaxsgl.constraints.ebnf import lark_of_ebnf
 from jaxsgl.errors import InvalidRequest, RequestFailed
 from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.json_blanks import with_bounded_blanks
 
 MAX_REASON_CHARS = 500
 _WORDS_OF_LIMITS = ("too many", "too complex", "fuel", "lexer error")  # in llguidance's errors, which have no kinds
@@ -39,8 +41,6 @@ LIMITS = LLParserLimits(
     precompute_large_lexemes=False,  # may take minutes and hundreds of megabytes
     verbose_errors=False,
 )
-# A schema's own "x-guidance" goes before. Small models would write blanks without end.
-JSON_DEFAULTS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 # At the head of every text. llguidance would otherwise compute the bytes that a grammar forces, whole, inside one mask:
 # "start: /a+/ /a+/" forces bytes without end. Masks allow the same tokens with it.
 HEAD = '%llguidance {"no_forcing": true}'
@@ -165,6 +165,9 @@ def llguidance_text(grammar: Grammar, special: SpecialTokens) -> str:
         if grammar.kind in ("lark", "ebnf"):
             lark = text if grammar.kind == "lark" else lark_of_ebnf(text)
             return _text(checked_lark(lark))
+        if grammar.kind == "answer_grammar":
+            check_schemas_in(text)
+            return _text(text)
         if grammar.kind == "choice":
             return _text(_lark_of_choice(parsed("choice", text)))
         return _text(structural_tags.lark_of(parsed("structural_tag", text), special))
@@ -180,9 +183,7 @@ def _text(lark: str) -> str:
 
 
 def _start_of_schema(schema: Mapping[str, Any]) -> str:
-    options = schema.get("x-guidance", {})
-    merged = {**schema, "x-guidance": {**JSON_DEFAULTS, **options} if isinstance(options, dict) else options}
-    return f"start: %json {json.dumps(merged)}"
+    return f"start: %json {json.dumps(with_bounded_blanks(schema))}"
 
 
 def parsed(kind: str, text: str) -> Any:

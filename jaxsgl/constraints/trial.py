@@ -15,12 +15,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.sandbox import Limits, Sandbox, SandboxLimit
 
 MAX_TRIAL_BYTES = 128 << 20  # the largest that is of use takes 32 MiB: 262,144 characters of schema
 NUM_MASKS = 10
+CLOCK_FACTOR = 4  # time by the clock for each second of processor time: other work may keep the processors busy
 
 
 class _Vocabulary(msgspec.Struct):
@@ -36,13 +37,13 @@ class Trial:
 
     Args:
       folder: of the model, as the other arguments those of `Compiler`.
-      timeout_s: that one grammar may take, of processor time and of time by the clock.
+      timeout_s: of processor time that one grammar may take, within `CLOCK_FACTOR` times as much by the clock.
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int], timeout_s: float) -> None:
         vocabulary = _Vocabulary(str(folder), vocab_size, list(eos_token_ids))
         self._sandbox = Sandbox("jaxsgl.constraints.trial:make", msgspec.json.encode(vocabulary), "grammars")
-        self._limits = Limits(MAX_TRIAL_BYTES, timeout_s, timeout_s)
+        self._limits = Limits(MAX_TRIAL_BYTES, timeout_s, CLOCK_FACTOR * timeout_s)
 
     def start(self) -> None:
         """Starts the helper, if it doesn't run: about a second. Raises `InvalidRequest` or `SandboxCrash`."""
@@ -53,14 +54,20 @@ class Trial:
 
         Raises:
           InvalidRequest: it is no grammar, or takes more than it may.
+          EngineUnavailable: it was not compiled in time, since it got too little processor time.
           SandboxCrash: it ended the process that tried it.
         """
         try:
             return int(self._sandbox.call(msgspec.json.encode(grammar), self._limits))
         except SandboxLimit as error:
+            if error.kind == "time":
+                raise EngineUnavailable(
+                    f"the {grammar.kind} was not compiled within {self._limits.time_s:g} s, in which it got less than "
+                    f"{self._limits.cpu_s:g} s (--grammar-timeout) of processor time: try later"
+                ) from None
             most = f"{MAX_TRIAL_BYTES >> 20} MiB of memory"
             if error.kind != "memory":
-                most = f"{self._limits.time_s:g} s of {error.kind} to compile (--grammar-timeout)"
+                most = f"{self._limits.cpu_s:g} s of processor time to compile (--grammar-timeout)"
             raise InvalidRequest(f"the {grammar.kind} takes more than {most}: simplify it") from None
 
 

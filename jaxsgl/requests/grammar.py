@@ -14,7 +14,9 @@ import msgspec
 
 from jaxsgl.errors import InvalidRequest
 
-Kind: TypeAlias = Literal["json_schema", "json_object", "regex", "ebnf", "lark", "choice", "structural_tag"]
+Kind: TypeAlias = Literal[
+    "json_schema", "json_object", "regex", "ebnf", "lark", "choice", "structural_tag", "answer_grammar"
+]
 
 KINDS: tuple[str, ...] = get_args(Kind)
 MAX_GRAMMAR_CHARS = 1 << 18
@@ -31,7 +33,9 @@ class Grammar(msgspec.Struct, frozen=True):
       kind: how to read the text.
       text: a JSON schema; nothing for json_object; a regular expression (Rust's, without lookaround); a grammar in
         GBNF, xgrammar's EBNF or Lark's form ("ebnf") or in Lark's as llguidance extends it ("lark"); a JSON list of
-        texts ("choice"); a structural tag of SGLang or xgrammar, as JSON.
+        texts ("choice"); a structural tag of SGLang or xgrammar, as JSON; Lark's form of a whole answer, with reasoning
+        and calls, as the front end writes it ("answer_grammar"): no client can send one, so it may have operators that
+        a client's may not.
     """
 
     kind: Kind

@@ -1,8 +1,9 @@
 """Grammars of answers with tool calls: free text until a call begins, and then what the model's form and schemas allow.
 
 Writes llguidance's form of Lark. A marker that is a token of its own is written by its id, since a token is no text
-there. Reasoning stays free: a grammar begins after it. Owns the text of grammars alone; the engine compiles them.
-tools.py of the HTTP endpoints calls it.
+there. Reasoning stays free: a grammar begins after it. What a client has sent stands in texts, JSON and regular
+expressions, and never leaves them: the operators are the server's own. Owns the text of grammars alone; the engine
+compiles them. tools.py of the HTTP endpoints calls it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any, TypeAlias
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.json_blanks import with_bounded_blanks
 from jaxsgl.text.answer import ReasoningForm
 from jaxsgl.text.calls import CallForm, Tools
 from jaxsgl.text.parameters import alternatives, choices_of, definition, definitions, is_text, types_of
 
 TokenOf: TypeAlias = Callable[[str], int | None]  # the id of a marker that is a token of its own
 _JSON_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-_BLANKS = {"x-guidance": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}}  # as of schemas without reasoning
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _SPACE_BEHIND = r"/[ \n]{0,4}/"  # the reasoning
 WITHOUT_PLACE = frozenset({"ebnf", "lark", "structural_tag"})  # kinds of grammars that can't be a part of another
@@ -54,8 +55,8 @@ def call_grammar(form: CallForm, calls: Calls, token_of: TokenOf, content: Gramm
     return _Writer(form, calls, token_of, content).answer()
 
 
-def harmony_grammar(calls: Calls, token_of: TokenOf, content: Grammar | None = None) -> str:
-    """Returns the text of the grammar of an answer in Harmony: reasoning, a preamble, and a call or a final message."""
+def harmony_grammar(calls: Calls, token_of: TokenOf, content: Grammar | None = None) -> Grammar:
+    """Returns the grammar of an answer in Harmony: reasoning, a preamble, and a call or a final message."""
     lark = Lark(token_of)
     channel, message = lark.mark("<|channel|>"), lark.mark("<|message|>")
     again = f'{lark.until("<|end|>")} {lark.mark("<|start|>")} "assistant"'
@@ -67,7 +68,7 @@ def harmony_grammar(calls: Calls, token_of: TokenOf, content: Grammar | None = N
     if not calls.required:
         endings.append(f'"final" {message} {lark.free("TEXT") if content is None else lark.of(content)}')
     begun = f'({channel} "analysis" {message} {again})? ({channel} "commentary" {message} {again})?'
-    return lark.text(f"{begun} {channel} {lark.rule(' | '.join(endings))}")
+    return lark.grammar(f"{begun} {channel} {lark.rule(' | '.join(endings))}")
 
 
 def content_grammar(content: Grammar, token_of: TokenOf) -> Lark:
@@ -84,18 +85,18 @@ def free_text(token_of: TokenOf) -> Lark:
     return lark
 
 
-def behind_reasoning(lark: Lark, reasoning: ReasoningForm | None, is_open: bool, budget: int | None = None) -> str:
-    """Returns the text of a grammar that begins after the reasoning, if there is any.
+def behind_reasoning(lark: Lark, reasoning: ReasoningForm | None, is_open: bool, budget: int | None = None) -> Grammar:
+    """Returns a grammar that begins after the reasoning, if there is any.
 
     `is_open`: the prompt has opened it; else the model may. With a `budget` it has so many tokens at most; its end must
     be a token of its own then.
     """
     if reasoning is None:
-        return lark.text(lark.start)
+        return lark.grammar(lark.start)
     thought = lark.until(reasoning.close, "THOUGHT", budget)
     if is_open or reasoning.opens_itself:
-        return lark.text(f"{thought} {_SPACE_BEHIND} {lark.start}")
-    return lark.text(f"({lark.marks(reasoning.open)} {thought} {_SPACE_BEHIND})? {lark.start}")
+        return lark.grammar(f"{thought} {_SPACE_BEHIND} {lark.start}")
+    return lark.grammar(f"({lark.marks(reasoning.open)} {thought} {_SPACE_BEHIND})? {lark.start}")
 
 
 class Lark:
@@ -107,10 +108,10 @@ class Lark:
         self._terminals: dict[str, str] = {}
         self._token_of = token_of
 
-    def text(self, start: str) -> str:
-        """Returns the grammar's text, which begins with `start`."""
+    def grammar(self, start: str) -> Grammar:
+        """Returns the whole, which begins with `start`."""
         terminals = [f"{name}: {regex}" for name, regex in self._terminals.items()]
-        return "\n".join([f"start: {start}", *terminals, *self._rules])
+        return Grammar("answer_grammar", "\n".join([f"start: {start}", *terminals, *self._rules]))
 
     def rule(self, expression: str, attribute: str = "") -> str:
         """Adds a rule and returns its name. `attribute` is llguidance's, as lazy."""
@@ -193,12 +194,12 @@ class Lark:
                 return self.json(_ANY_OBJECT)
             case "json_schema":
                 schema = _parsed(grammar.text)
-                return f"%json {json.dumps(_BLANKS | schema if isinstance(schema, dict) else schema)}"
+                schema = {} if schema is True else schema
+                return f"%json {json.dumps(with_bounded_blanks(schema) if isinstance(schema, dict) else schema)}"
             case "choice":
                 return self.rule(" | ".join(literal(text) or '""' for text in _parsed(grammar.text)))
             case "regex":
-                self._terminals["PATTERN"] = "/" + re.sub(r"(\\.)|(/)", _escaped_slash, grammar.text) + "/"
-                return "PATTERN"
+                return self.terminal("PATTERN", _pattern(grammar.text))
         raise InvalidRequest(
             f"a {grammar.kind} can't begin behind reasoning or stand beside tools: turn the reasoning off "
             "(enable_thinking: false) and send no tools, or use a JSON schema"
@@ -216,8 +217,17 @@ def _without_lookaround(schema: Any) -> Any:
     return [_without_lookaround(value) for value in schema] if isinstance(schema, list) else schema
 
 
-def _escaped_slash(match: re.Match[str]) -> str:
-    return match[1] or r"\/"
+def _pattern(text: str) -> str:
+    """Returns a client's regular expression between slashes, which nothing in it ends. Raises `InvalidRequest`."""
+    ends_escaped = len(text) - len(text.rstrip("\\"))
+    if ends_escaped % 2:
+        raise InvalidRequest("the regex ends with a backslash that escapes nothing: leave it out, or write two")
+    return "/" + re.sub(r"\\?[/\n]|\\.", _in_slashes, text) + "/"
+
+
+def _in_slashes(match: re.Match[str]) -> str:
+    ascii_digits = {r"\d": "[0-9]", r"\D": "[^0-9]"}  # as in patterns that stand alone
+    return ascii_digits.get(match[0]) or {"/": r"\/", "\n": r"\n"}.get(match[0][-1], match[0])
 
 
 def _parsed(text: str) -> Any:

@@ -91,6 +91,8 @@ def test_schemas_whose_patterns_do_not_meet_are_compiled(sandbox: Sandbox) -> No
         ("start: A\nA: /x./ & ~/.y/", "the operator & "),
         ("start: A\nA: ~/x/", "the operator ~ "),
         ("start: A\nA: (~ /x/)~2", "the operator ~ "),
+        ('start: A\nA: /x\n"/ & ~/y/ & /"/', "the operator & "),
+        ('start: <"> (/x/ & /y/) <">', "the operator & "),
         ('%llguidance {"no_forcing": false}\nstart: /a+/ /a+/', "%llguidance"),
         ('start: "a"\n  %llguidance {}', "%llguidance"),
         ('%llguidance {}\n%llguidance {}\nstart: "a"', "%llguidance"),

@@ -42,7 +42,7 @@ def tokenizer() -> LLTokenizer:
     return LLTokenizer(str(Path(BUNDLED_MODEL) / "tokenizer.json"))
 
 
-def tag(begin: str, end: str = "</t>", content: Any = JSON) -> dict[str, Any]:
+def tag(begin: str, end: str | list[str] = "</t>", content: Any = JSON) -> dict[str, Any]:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
@@ -67,16 +67,24 @@ def read(compiler: Compiler, tokenizer: LLTokenizer, grammar: Grammar, text: str
     return "whole" if matcher.ended else "complete" if matcher.accepts else "begun"
 
 
+ANY: dict[str, Any] = {"type": "any_text"}
+
+
+def const(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
 TRIGGERED = {
     "type": "triggered_tags",
     "triggers": ["<t"],
-    "tags": [tag("<t>"), tag("<tx>", "</t>", {"type": "any_text"})],
+    "tags": [tag("<t>"), tag("<tx>", "</t>", ANY)],
 }
 SEPARATED = {"type": "tags_with_separator", "tags": [tag("<t>")], "separator": ","}
-THINKING = {
-    "type": "sequence",
-    "elements": [{"type": "any_text"}, {"type": "const_string", "value": "</think>"}, JSON],
-}
+THINKING = sequence(ANY, const("</think>"), JSON)
 
 
 @pytest.mark.parametrize(
@@ -95,11 +103,27 @@ THINKING = {
         (Grammar.json_schema(SCHEMA | {"x-guidance": {"whitespace_pattern": " ?"}}), '{ "a": 1 }', "whole"),
         (Grammar.json_schema(SCHEMA | TIGHT), '{"a":1}', "whole"),
         (Grammar.json_schema(SCHEMA | TIGHT), '{"a": 1}', "refused"),
+        (Grammar.json_schema(SCHEMA | {"x-guidance": {"whitespace_flexible": False}}), '{"a": 1}', "refused"),
         (Grammar.regex("[0-9]{2}/x+"), "12/xx", "complete"),
         (Grammar.regex("a|b"), "b", "whole"),
         (Grammar.ebnf('root ::= "a" rest\nrest ::= [0-9]+'), "a12", "complete"),
         (Grammar.ebnf('start: "a" /[0-9]+/'), "a12", "complete"),
+        (Grammar.ebnf(r'root ::= "\u0041bcd" [\u0061-\U0000007a]'), "Abcdz", "whole"),
+        (Grammar.ebnf(r'root ::= "caf\u00e9de" [^\u0000-\u001f"]'), "caféde ", "whole"),
+        (Grammar.ebnf(r'root ::= "\\u0041\u0022"'), r"\u0041" + '"', "whole"),
+        (Grammar.ebnf(r'root ::= "\[" [a\-z]+ "\]"'), "[a-]", "whole"),
+        (Grammar.ebnf('root ::= "a\tb\nc"'), "a\tb\nc", "whole"),
+        (Grammar.ebnf("root ::= 'it\\'s \"x\"'"), 'it\'s "x"', "whole"),
+        (Grammar.ebnf('# start: here\nroot ::= start\nstart ::= "x" | "y" start'), "yyx", "whole"),
+        (Grammar.ebnf('root ::= a-b a_b X x\na-b ::= "1"\na_b ::= "2"\nx ::= "3"\nX ::= "4"'), "1243", "whole"),
+        (Grammar.ebnf('Root ::= "a"\nroot ::= Root'), "a", "whole"),
+        (Grammar.ebnf('root ::= "a" # one\n  # two\n  | "b"\n    "c"\n\nx ::= "d"'), "bc", "whole"),
+        (Grammar.ebnf('root ::= "x" |\n"start: y"'), "start: y", "whole"),
+        (Grammar.ebnf('?start: one\none: "1" | one "+" one'), "1+1", "complete"),
+        (Grammar.ebnf('// root\n!start: "a ::= b"'), "a ::= b", "whole"),
         (Grammar.lark('start: <|im_start|> "a"'), "<|im_start|>a", "whole"),
+        (Grammar("answer_grammar", "start: A\nA: /[ab]{2}/ & ~/.b/"), "ba", "whole"),
+        (Grammar("answer_grammar", "start: A\nA: /[ab]{2}/ & ~/.b/"), "ab", "refused"),
         (Grammar.choice(["yes", 'né "x"\n']), 'né "x"\n', "whole"),
         (Grammar.choice(["a", "ab"]), "a", "complete"),
         (Grammar.choice(["a", "ab"]), "ab", "whole"),
@@ -109,18 +133,35 @@ THINKING = {
         (Grammar.structural_tag(TAGS), "<f=y>3", "begun"),
         (Grammar.structural_tag(TAGS), "<f=z>", "refused"),
         (Grammar.structural_tag(TAGS), "<f=y>x", "refused"),
-        (formatted({"type": "const_string", "value": "ab"}), "ab", "whole"),
+        (formatted(const("ab")), "ab", "whole"),
         (formatted({"type": "regex", "pattern": "a/b"}), "a/b", "whole"),
         (formatted({"type": "grammar", "grammar": 'root ::= "a" b\nb ::= "b"+'}), "abb", "complete"),
-        (formatted({"type": "any_text"}), "a\nb", "complete"),
+        (formatted(ANY), "a\nb", "complete"),
         (formatted(THINKING), 'hm\n so</think>{"a":3}', "whole"),
         (formatted(THINKING), "hm</think>no", "refused"),
-        (formatted({"type": "or", "elements": [JSON, {"type": "const_string", "value": "no"}]}), "no", "whole"),
-        (formatted(tag("<think>", "</think>", {"type": "any_text"})), "<think>a < b</think>", "whole"),
+        (formatted({"type": "or", "elements": [JSON, const("no")]}), "no", "whole"),
+        (formatted(tag("<think>", "</think>", ANY)), "<think>a < b</think>", "whole"),
         (formatted({"type": "star", "content": JSON}), '{"a":1}{"a":2}', "complete"),
         (formatted(TRIGGERED), 'hey <t>{"a":1}</t> ho <tx>foo</t>', "complete"),
         (formatted(TRIGGERED | {"at_least_one": True}), "hey", "begun"),
         (formatted(TRIGGERED | {"at_least_one": True, "stop_after_first": True}), 'hey <t>{"a":1}</t>', "whole"),
+        (formatted(tag("<o>", "</o>", sequence(const("x:"), ANY))), "<o>x:a < b</o>", "whole"),
+        (formatted(tag("<o>", "<|im_start|>", sequence(const("x:"), ANY))), "<o>x:a<|im_start|>", "whole"),
+        (formatted(tag("<o>", ["</o>", "</p>"], sequence(const("x:"), ANY))), "<o>x:a</p>", "whole"),
+        (formatted(tag("<o>", "</o>", TRIGGERED)), '<o>a <t>{"a":1}</t> <tx>b</t></o>', "whole"),
+        (formatted(tag("<o>", "</o>", TRIGGERED)), "<o></o>", "whole"),
+        (formatted(tag("<o>", "", TRIGGERED)), "<o>a", "complete"),
+        (formatted(tag("<o>", "</o>", TRIGGERED | {"stop_after_first": True})), "<o>a <tx>b</t></o>", "whole"),
+        (formatted(tag("<o>", "</o>", {"type": "or", "elements": [JSON, ANY]})), "<o>{a}</o>", "whole"),
+        (formatted(tag("<o>", "</o>", {"type": "regex", "pattern": "[a-z<>/]*"})), "<o>b</o>", "whole"),
+        (formatted(sequence(TRIGGERED, const("END"), JSON)), 'a <tx>b</t> END{"a":1}', "whole"),
+        (formatted(sequence(TRIGGERED, tag("<b>", "</b>"))), 'a<b>{"a":1}</b>', "whole"),
+        (formatted(sequence({"type": "or", "elements": [ANY, const("a")]}, const("END"))), "foo aEND", "whole"),
+        (formatted(sequence({"type": "optional", "content": ANY}, const("END"))), "END", "whole"),
+        (formatted(sequence({"type": "star", "content": tag("<t>", "</t>", ANY)}, const("!"))), "<t>!</t>!", "whole"),
+        (formatted(sequence(tag("<o>", "", ANY), tag("<t>", "</t>", ANY))), "<o>a<t>b</t>", "whole"),
+        (formatted(tag("<t>")), '<t>{"a":' + " " * 32 + "1}</t>", "whole"),
+        (formatted(tag("<t>")), '<t>{"a":' + " " * 33 + "1}</t>", "refused"),
         (formatted(SEPARATED), '<t>{"a":1}</t>,<t>{"a":1}</t>', "complete"),
         (formatted(SEPARATED | {"stop_after_first": True}), '<t>{"a":1}</t>,', "refused"),
         (
@@ -139,8 +180,10 @@ def test_a_grammar_allows_its_texts_and_no_others(
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [
-        (Grammar.ebnf("root ::= ("), "the ebnf can't be read"),
-        (Grammar.ebnf("hello"), "the ebnf can't be read"),
+        (Grammar.ebnf("root ::= ("), "the ebnf can't be read as GBNF"),
+        (Grammar.ebnf("root ::= 'a"), "the ebnf can't be read as GBNF"),
+        (Grammar.ebnf(r'root ::= "\ud800"'), "the ebnf can't be used"),
+        (Grammar.ebnf("hello"), "neither GBNF (root ::= ...) nor Lark's form"),
         (Grammar.lark("start: foo"), "unknown name"),
         (Grammar.regex("(a"), "unclosed group"),
         (Grammar.regex("(?=a)b"), "look-around"),
@@ -157,12 +200,20 @@ def test_a_grammar_allows_its_texts_and_no_others(
         (Grammar.json_schema('{"exclusiveMinimum": 2, "maximum": 2.5}'), "less than 1 away"),
         (Grammar.json_schema('{"type": "number", "minimum": -3.5, "exclusiveMaximum": -3}'), "less than 1 away"),
         (Grammar.lark('start: "a" %json {"type": "integer", "multipleOf": 1234567}'), "multipleOf is 1234567"),
+        (Grammar("answer_grammar", 'start: %json {"multipleOf": 1234567}'), "multipleOf is 1234567"),
         (Grammar("choice", "[1]"), "list of texts"),
         (Grammar.structural_tag("[]"), "must be an object"),
         (Grammar.structural_tag("{}"), "neither structures nor a format"),
         (formatted({"type": "qwen_xml"}), "isn't understood"),
         (formatted(TRIGGERED | {"triggers": ["<x"]}), "begins with none of the triggers"),
-        (formatted({"type": "sequence", "elements": [{"type": "any_text"}, JSON]}), "must follow any_text"),
+        (formatted(sequence(JSON, {"type": []})), "is of type '[]', which isn't understood"),
+        (formatted(sequence(JSON, {"type": "tag"})), "needs begin as a text"),
+        (formatted(sequence(ANY, JSON)), "must follow any_text"),
+        (formatted(sequence(ANY, const(""), JSON)), "must follow any_text"),
+        (formatted(sequence(TRIGGERED, JSON)), "must follow any_text and triggered_tags"),
+        (formatted(sequence({"type": "star", "content": ANY}, const("END"))), "must follow any_text"),
+        (formatted(sequence(tag("<o>", ["</o>", ""], ANY), const("END"))), "must follow any_text"),
+        (formatted(tag("<o>", "</tail>", TRIGGERED | {"triggers": ["<", "<t"]})), "the trigger '<' "),
         (formatted({"type": "json_schema", "json_schema": {"type": "foo"}}), "Invalid type: foo"),
     ],
 )

@@ -12,7 +12,7 @@ from jaxsgl.config.engine import BUNDLED_MODEL
 from jaxsgl.constraints import trial as trials
 from jaxsgl.constraints.compiler import Compiler
 from jaxsgl.constraints.trial import Trial
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.requests.grammar import Grammar
 
 VOCABULARY = (Path(BUNDLED_MODEL), 1024, (1021, 1023))
@@ -42,14 +42,22 @@ def test_the_compilers_own_refusals_come_back_as_they_are(trial: Trial) -> None:
     assert str(there.value) == str(here.value)
 
 
-def test_a_grammar_that_takes_too_long_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = Trial(*VOCABULARY, timeout_s=0.1)
-    quick.start()
+def test_a_grammar_that_takes_too_long_is_refused_in_time(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_limits", trial._limits._replace(cpu_s=0.1))
+    trial.start()
     start_s = time.monotonic()
-    with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s of .*--grammar-timeout"):
-        quick.run(Grammar("json_schema", json.dumps(LARGE)))
+    with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s of processor time .*--grammar-timeout"):
+        trial.run(Grammar("json_schema", json.dumps(LARGE)))
     assert time.monotonic() - start_s < 10.0
-    assert quick.run(Grammar("choice", '["a"]')) >= 0
+    assert trial.run(Grammar("choice", '["a"]')) >= 0
+
+
+def test_a_grammar_that_others_kept_from_the_processor_may_be_tried_later(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_limits", trial._limits._replace(time_s=0.05))
+    with pytest.raises(EngineUnavailable, match=r"within 0\.05 s, in which it got less than 20 s .*: try later"):
+        trial.run(Grammar("json_schema", json.dumps(LARGE)))
 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from jaxsgl.frontend.http.grammars import grammar_of
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, sampling_of
 from jaxsgl.frontend.http.sglang.schemas import SamplingBody
 from jaxsgl.frontend.proto import jaxsgl_pb2
-from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.grammar import KINDS, Grammar
 
 pytestmark = pytest.mark.unit
 
@@ -99,6 +99,8 @@ def test_sglangs_generate_takes_its_own_fields(fields: dict[str, Any], grammar: 
         ({"response_format": {"type": "json_schema"}}, "has no schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "has no schema"),
         ({"response_format": {"type": "xml"}}, "is of type xml, but must be text"),
+        ({"response_format": {"type": "answer_grammar"}}, "is of type answer_grammar, but must be text"),
+        ({"structured_outputs": {"answer_grammar": "start: /a/"}}, "has answer_grammar, but no grammar"),
         ({"structured_outputs": {"json_schema": SCHEMA}}, "has json_schema, but no grammar: send one of json, regex,"),
     ],
 )
@@ -151,6 +153,13 @@ def test_sglangs_grpc_service_knows_its_constraints(field: dict[str, Any], gramm
 )
 def test_our_grpc_service_knows_every_kind(field: dict[str, Any], grammar: Grammar) -> None:
     assert sampling_of_ours(jaxsgl_pb2.SamplingParams(grammar=jaxsgl_pb2.Grammar(**field))).grammar == grammar
+
+
+def test_the_servers_own_grammars_are_of_a_kind_that_no_client_can_send() -> None:
+    """As they may have operators that a client's may not."""
+    ours = {field.name for field in jaxsgl_pb2.Grammar.DESCRIPTOR.oneofs_by_name["kind"].fields}
+    over_http = {grammar.kind for _, grammar in SPELLINGS if grammar is not None}
+    assert ours == set(KINDS) - {"answer_grammar"} >= over_http
 
 
 @pytest.mark.parametrize("field", [{}, {"regex": ""}, {"choice": jaxsgl_pb2.Choice()}])

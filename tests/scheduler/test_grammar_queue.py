@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.grammars import queue as grammar_queue
@@ -40,6 +40,8 @@ class Gate:
             assert self.open.wait(PATIENCE_S)
         if grammar.text.startswith("bad"):
             raise InvalidRequest(f"{grammar.text} is no grammar")
+        if grammar.text.startswith("late"):
+            raise EngineUnavailable(f"{grammar.text} took too long")
         if grammar.text.startswith("broken"):
             raise ZeroDivisionError
         return FakeMatcher(1, 2, 100)
@@ -80,15 +82,18 @@ def test_requests_with_equal_grammars_share_the_compilation_and_later_ones_have_
     assert gate.begun == ["slow"] and queue.num_waiting == 0
 
 
-def test_failures_are_kept_unless_they_are_ours(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_kept_unless_they_are_ours_or_of_the_moment(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
     queue = GrammarQueue(gate, 30.0)
     queue.ask("a", Grammar.regex("bad"))
     queue.ask("b", Grammar.regex("broken"))
-    found = answers(queue, 2)
+    queue.ask("l", Grammar.regex("late"))
+    found = answers(queue, 3)
     assert text_of(found["a"]) == "invalid: bad is no grammar"
     assert text_of(found["b"]).startswith("failed: ") and "ZeroDivisionError" in caplog.text
     assert queue.ask("c", Grammar.regex("bad")) == found["a"]
     assert queue.ask("d", Grammar.regex("broken")) is None
+    assert text_of(found["l"]) == "waited: late took too long"
+    assert queue.ask("m", Grammar.regex("late")) is None
 
 
 def test_a_request_is_refused_if_its_grammar_is_not_begun_in_time_and_waits_for_one_that_is(gate: Gate) -> None:

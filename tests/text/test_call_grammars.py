@@ -1,18 +1,19 @@
-"""Grammars of answers with calls allow what the parsers read, and nothing malformed. llguidance is asked for both."""
+"""Grammars of answers with calls allow what the parsers read, and nothing malformed. The engine's compiler is asked."""
 
 from __future__ import annotations
 
 import json
 import re
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-import llguidance.hf
+import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast
 
+from jaxsgl.constraints.compiler import Compiler
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.text.answer import ReasoningForm
@@ -27,9 +28,9 @@ from jaxsgl.text.call_grammar import (
 from jaxsgl.text.calls import FORMS
 from jaxsgl.text.dialects import REASONING_FORMS, THINK, Dialect
 from jaxsgl.text.harmony import MARKERS
-from jaxsgl.text.tokenizer import Tokenizer
+from jaxsgl.text.tokenizer import load_tokenizer
 from tests.grids import daily
-from tests.text.small_tokenizers import byte_level
+from tests.text.small_tokenizers import byte_level, save
 
 WEATHER = {
     "type": "object",
@@ -97,25 +98,34 @@ SPECIAL = (
 
 
 class Grammars:
-    """A tokenizer, and what llguidance makes of grammars for it."""
+    """A tokenizer, and what the engine's compiler makes of grammars for it."""
 
     def __init__(self, with_markers: bool) -> None:
         backend = byte_level()
         if with_markers:
             backend.add_tokens([AddedToken(text, special=False) for text in PLAIN])
             backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-        wrapped = PreTrainedTokenizerFast(
-            tokenizer_object=backend, eos_token="<|return|>" if with_markers else "<|end|>"
-        )
-        self.backend, self.tokenizer = backend, Tokenizer(wrapped)
-        self._llguidance: LLTokenizer = llguidance.hf.from_tokenizer(wrapped)
+        self.backend = backend
+        eos_id: int = backend.get_vocab()["<|return|>" if with_markers else "<|end|>"]
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer = load_tokenizer(save(backend, Path(folder)))
+            self.compiler = Compiler(Path(folder), backend.get_vocab_size(), [eos_id])
 
-    def allows(self, lark: str, text: str) -> bool:
+    def follow(self, grammar: Grammar, ids: list[int]) -> tuple[int, bool]:
+        """Returns how many of `ids`, from the first, the masks of an answer allow, and whether it may end there."""
+        matcher = self.compiler.compile(grammar)
+        words = np.zeros(-(-self.backend.get_vocab_size() // 32), dtype=np.uint32)
+        for count, token_id in enumerate(ids):
+            matcher.mask_into(words)
+            if not words[token_id // 32] >> np.uint32(token_id % 32) & 1:
+                return count, False
+            matcher.advance(token_id)
+        return len(ids), matcher.accepts
+
+    def allows(self, grammar: Grammar, text: str) -> bool:
         """Whether an answer may be `text`."""
-        matcher = LLMatcher(self._llguidance, LLMatcher.grammar_from_lark(lark))
-        assert not matcher.is_error(), f"{matcher.get_error()}\n{lark}"
-        ids = self.backend.encode(text).ids
-        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+        _, is_whole = self.follow(grammar, self.backend.encode(text).ids)
+        return is_whole
 
 
 @cache
@@ -125,7 +135,7 @@ def grammars(with_markers: bool) -> Grammars:
 
 def lark_of(
     of: Grammars, name: str, reasoning: ReasoningForm | None = None, is_open: bool = False, **calls: Any
-) -> str:
+) -> Grammar:
     lark = call_grammar(FORMS[name], Calls(TOOLS, **calls), of.tokenizer.unit_of)
     return behind_reasoning(lark, reasoning, is_open)
 
@@ -236,7 +246,8 @@ def test_what_no_grammar_can_say_of_arguments_is_left_out_unless_the_tool_is_str
         if not strict:
             assert of.allows(lark, text)
         else:
-            assert LLMatcher(of._llguidance, LLMatcher.grammar_from_lark(lark)).is_error()
+            with pytest.raises(InvalidRequest, match="uniqueItems"):
+                of.compiler.compile(lark)
 
 
 @pytest.mark.parametrize("name", ["pythonic", "olmo3", "lfm2"])
@@ -254,6 +265,33 @@ def test_names_that_are_none_in_python_are_written_and_read(name: str) -> None:
     ]
 
 
+def test_operators_of_what_a_client_sends_are_text() -> None:
+    """The compiler takes the server's own operators, so nothing of a client's may be read as one."""
+    of, sign = grammars(True), '" & ~/(.|\n)*/ | "'
+    tools = {"find": {"type": "object", "properties": {sign: {"enum": [sign, "/"]}}, "required": [sign]}}
+    for name, text in (
+        ("hermes", json.dumps({"name": "find", "arguments": {sign: sign}})),
+        ("qwen3_coder", f"<function=find>\n<parameter={sign}>\n{sign}\n</parameter>\n</function>"),
+    ):
+        text = f"<tool_call>\n{text}\n</tool_call>"
+        calls = call_grammar(FORMS[name], Calls(tools, required=True), of.tokenizer.unit_of)
+        assert of.allows(behind_reasoning(calls, None, False), text)
+        assert not of.allows(behind_reasoning(calls, None, False), text.replace("~", "-"))
+    for asked, text in (
+        (Grammar.choice([sign, "a"]), sign),
+        (Grammar.regex(r"x/ & ~\/y//z|a" + "\n\\\n"), "x/ & ~/y//z"),
+        (Grammar.regex(r"x/ & ~\/y//z|a" + "\n\\\n"), "a\n\n"),
+        (Grammar.json_schema({"const": sign}), json.dumps(sign)),
+    ):
+        lark = behind_reasoning(content_grammar(asked, of.tokenizer.unit_of), THINK, True)
+        assert of.allows(lark, f"Hm.</think>{text}")
+        assert not of.allows(lark, "Hm.</think>b")
+    wide = {"allOf": [{"type": "string", "pattern": f"^a{{{i}}}"} for i in range(9)]}
+    lark = behind_reasoning(content_grammar(Grammar.json_schema(wide), of.tokenizer.unit_of), THINK, True)
+    with pytest.raises(InvalidRequest, match="9 patterns meet"):
+        of.compiler.compile(lark)
+
+
 def test_there_is_one_call_if_calls_may_not_be_parallel() -> None:
     of = grammars(True)
     for name in ("hermes", "mistral", "mistral_v11", "llama3", "pythonic", "olmo3", "lfm2"):
@@ -262,10 +300,8 @@ def test_there_is_one_call_if_calls_may_not_be_parallel() -> None:
 
 def test_a_marker_that_is_a_token_cannot_be_spelled_out() -> None:
     of = grammars(True)
-    matcher_text = lark_of(of, "hermes")
     ids = of.backend.encode("<tool").ids + of.backend.encode("_call").ids + of.backend.encode(">").ids
-    matcher = LLMatcher(of._llguidance, LLMatcher.grammar_from_lark(matcher_text))
-    assert matcher.try_consume_tokens(ids) == len(ids) - 1
+    assert of.follow(lark_of(of, "hermes"), ids) == (len(ids) - 1, False)
 
 
 @pytest.mark.parametrize("with_markers", [False, True])
@@ -281,6 +317,7 @@ def test_a_grammar_begins_behind_the_reasoning(with_markers: bool) -> None:
     schema = Grammar.json_schema({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
     for grammar, good in (
         (schema, '{"x": 1}'),
+        (Grammar.json_schema(True), "[1]"),
         (Grammar.json_object(), "{}"),
         (Grammar.choice(["a/b", 'c"']), 'c"'),
         (Grammar.regex("[a-c]+/\\d"), "ab/1"),
@@ -288,6 +325,15 @@ def test_a_grammar_begins_behind_the_reasoning(with_markers: bool) -> None:
         lark = behind_reasoning(content_grammar(grammar, of.tokenizer.unit_of), THINK, True)
         assert of.allows(lark, f"Hm.</think>\n{good}"), grammar
         assert not of.allows(lark, f"Hm.</think>\nno{good}"), grammar
+    for grammar, bad in (
+        (Grammar.regex("\\d"), "१"),
+        (Grammar.json_schema({"type": "object", "x-guidance": {"lenient": True}}), "{" + " " * 33 + "}"),
+        (Grammar.json_schema(True), "[" + " " * 33 + "]"),
+    ):
+        lark = behind_reasoning(content_grammar(grammar, of.tokenizer.unit_of), THINK, True)
+        assert not of.allows(lark, f"Hm.</think>{bad}"), "as without reasoning"
+    with pytest.raises(InvalidRequest, match="ends with a backslash"):
+        content_grammar(Grammar.regex("a\\\\\\"), of.tokenizer.unit_of)
     with pytest.raises(InvalidRequest, match="a lark can't begin behind reasoning"):
         content_grammar(Grammar.lark("start: /a/"), of.tokenizer.unit_of)
 

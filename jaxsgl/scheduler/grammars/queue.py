@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.grammars.constraint import AnyTokens, Matcher
@@ -105,7 +105,7 @@ class GrammarQueue:
 
     Args:
       compile: gives the matcher of an empty output, in any thread and in bounded time; raises `InvalidRequest` for a
-        grammar that is bad, or takes too much.
+        grammar that is bad, or takes too much, and `EngineUnavailable` for one that may do later.
       timeout_s: that a request waits at most until its grammar is begun.
       prepare: is called once before the first grammar, in a thread; its time doesn't count.
       clock: gives seconds.
@@ -260,6 +260,8 @@ class GrammarQueue:
             return self._compile(grammar), True
         except InvalidRequest as error:
             return Refusal(RefusalKind.INVALID, str(error)), True
+        except EngineUnavailable as error:
+            return Refusal(RefusalKind.WAITED, str(error)), False
         except Exception:
             logger.exception("a grammar can't be compiled")
             return Refusal(RefusalKind.FAILED, "the server failed at the request's grammar"), False

@@ -206,7 +206,7 @@ def constrained(
     calls = Calls(use.callable, use.strict, use.required, use.max_calls)
     if dialect.is_harmony:
         if asked is not None or use.required or use.strict:
-            return replace(form, constrained=True), Grammar.lark(harmony_grammar(calls, token_of, asked))
+            return replace(form, constrained=True), harmony_grammar(calls, token_of, asked)
         return form, None
     must = use.required or bool(use.strict)
     if call_form is None or (asked is not None and _leaves_no_calls(call_form, asked)):
@@ -217,8 +217,7 @@ def constrained(
     if is_free and not must and asked is None:
         return form, _behind_reasoning(form, None, budget)
     lark = call_grammar(call_form, calls, token_of, asked)
-    text = behind_reasoning(lark, dialect.reasoning, form.reasoning_is_open, budget)
-    return replace(form, constrained=True), Grammar.lark(text)
+    return replace(form, constrained=True), behind_reasoning(lark, dialect.reasoning, form.reasoning_is_open, budget)
 
 
 def _leaves_no_calls(form: CallForm, asked: Grammar) -> bool:
@@ -240,7 +239,7 @@ def _behind_reasoning(form: AnswerForm, asked: Grammar | None, budget: int | Non
     ):
         return asked
     lark = free_text(token_of) if asked is None else content_grammar(asked, token_of)
-    return Grammar.lark(behind_reasoning(lark, reasoning, form.reasoning_is_open, budget))
+    return behind_reasoning(lark, reasoning, form.reasoning_is_open, budget)
 
 
 def bounds_reasoning(model: ServedModel, config: ServerConfig) -> bool:
