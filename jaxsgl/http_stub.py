@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from typing import Any
 
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
@@ -20,6 +21,7 @@ from jaxsgl.terminal import POLL_S, ClientError, HttpError
 
 LEAST_S = 2.0  # that a server far away, or busy, has to answer, however short the wait
 
+BROKEN = (OSError, HTTPException)  # a connection that fails, or an answer that is cut or no HTTP
 UNKNOWN_LENGTH = 2**31 - 1  # of the context, of servers that don't say it
 _REASONS = {"length": pb.FINISH_REASON_LENGTH, "abort": pb.FINISH_REASON_ABORT}
 
@@ -68,17 +70,16 @@ class HttpStub:
             return urllib.request.urlopen(request, timeout=timeout_s, context=self._trusted)
         except urllib.error.HTTPError as error:
             with error:
-                raise HttpError(error.code, _message_of(error.read())) from None
-        except OSError as error:
-            raise HttpError(0, f"no answer from {self._base}: {getattr(error, 'reason', error)}") from None
+                raise HttpError(error.code, _message_of(error)) from None
+        except BROKEN as error:
+            raise HttpError(0, f"no answer from {self._base}: {_cause(error)}") from None
 
     def _wait_for_model(self, url: str, wait_s: float) -> dict[str, Any]:
         deadline_s = time.monotonic() + wait_s
         while True:
             left_s = deadline_s - time.monotonic()
             try:
-                with self.open("/models", timeout_s=max(left_s, LEAST_S)) as response:
-                    return dict(json.load(response)["data"][0])
+                return dict(self._models(max(left_s, LEAST_S))["data"][0])
             except HttpError as error:
                 if error.status not in (0, 502, 503, 504):
                     raise
@@ -90,6 +91,13 @@ class HttpStub:
             except (ValueError, LookupError, TypeError):
                 raise ClientError(f"{self._base}/models lists no models: is {url} a server of OpenAI's API?") from None
             time.sleep(min(POLL_S, max(left_s, 0)))
+
+    def _models(self, timeout_s: float) -> Any:
+        with self.open("/models", timeout_s=timeout_s) as response:
+            try:
+                return json.load(response)
+            except BROKEN as error:
+                raise HttpError(0, f"the answer of {self._base} broke off: {_cause(error)}") from None
 
 
 class HttpCall:
@@ -108,8 +116,8 @@ class HttpCall:
             for line in self._response:
                 if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                     yield from _replies(json.loads(line.removeprefix(b"data: ")), end)
-        except (OSError, ValueError) as error:
-            raise HttpError(0, f"the answer broke off: {error}") from None
+        except (*BROKEN, ValueError) as error:
+            raise HttpError(0, f"the answer broke off: {_cause(error)}") from None
         yield end
 
     def cancel(self) -> None:
@@ -131,8 +139,17 @@ def _replies(event: dict[str, Any], end: pb.GenerateReply) -> Iterator[pb.Genera
             end.finish_reason = _REASONS.get(reason, pb.FINISH_REASON_STOP)
 
 
-def _message_of(body: bytes) -> str:
+def _cause(error: Exception) -> str:
+    """Returns what went wrong; with its kind where that says more than the text, as of bytes that are no HTTP."""
+    return repr(error) if isinstance(error, HTTPException) else str(getattr(error, "reason", error))
+
+
+def _message_of(response: urllib.error.HTTPError) -> str:
     """Returns the message of an error in OpenAI's form, or its beginning."""
+    try:
+        body = response.read()
+    except BROKEN as error:
+        return _cause(error)
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

@@ -13,8 +13,9 @@ import os
 import secrets
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -30,6 +31,7 @@ from jaxsgl.engine.adapters import EngineAdapters
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.stages.engine import StagedEngine
 from jaxsgl.engine.start.memory import free_host_bytes
+from jaxsgl.engine.weight_store import EngineWeightStore
 from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.hosts.passing import meet_neighbours
@@ -49,7 +51,7 @@ from jaxsgl.scheduler.serving import AnyScheduler, Serving
 from jaxsgl.scheduler.speculation.pace import MeasuredCosts, StepCosts
 from jaxsgl.scheduler.speculation.proposing import Drafters
 from jaxsgl.scheduler.state import RetractAlso
-from jaxsgl.weights import resolve_model_folder
+from jaxsgl.weights import resolve_model_folder, weight_files
 from pallas_kernels.own_folder import own_folder
 
 if TYPE_CHECKING:
@@ -140,7 +142,7 @@ def build_scheduler(
 ) -> AnyScheduler:
     """A scheduler with an empty cache for `engine`; the first arguments are those of `build`.
 
-    It takes over the adapters of `former`, if it comes in the place of that one, and the memory of its host tier.
+    If it comes in the place of `former` it takes over its adapters, the memory of its host tier, and its seeds.
     """
     scheduling = replace(config.scheduling, enable_mixed_chunk=config.mixes_steps)
     if not limited:
@@ -172,15 +174,18 @@ def build_scheduler(
             turns=InTurns(config.unread_steps + 1) if config.has_stages else AllAtOnce(),
         )
 
+    scheduler: AnyScheduler
     if num_ranks > 1:
         each = enumerate(grammars_of_ranks(grammars, num_ranks))
-        return RankedScheduler([of_rank(rank, own) for rank, own in each], grammars)
-    scheduler = of_rank(0, grammars)
-    _load_adapters(config, engine, scheduler, former)
-    if former is None:
-        _take_prefixes(config, engine, scheduler)
+        scheduler = RankedScheduler([of_rank(rank, own) for rank, own in each], grammars)
     else:
-        scheduler.cache.go_on_from(former.ranks[0].cache)
+        scheduler = of_rank(0, grammars)
+        _load_adapters(config, engine, scheduler, former)
+    if former is not None:
+        for own, of_former in zip(scheduler.ranks, former.ranks, strict=True):
+            own.go_on_from(of_former)
+    elif num_ranks == 1:
+        _take_prefixes(config, engine, scheduler.ranks[0])
     return scheduler
 
 
@@ -217,7 +222,7 @@ def serving_of(config: EngineConfig, engine: AnyEngine, scheduler: AnyScheduler)
         layout.dtype,
         layout.page_shape,
         layout.page_bytes,
-        _weights_name(config, engine),
+        _model_name(config, engine),
         0 if tower is None else tower.row_bytes,
         flags.disaggregation_transfer_backend,
     )
@@ -228,15 +233,34 @@ def serving_of(config: EngineConfig, engine: AnyEngine, scheduler: AnyScheduler)
     if listen is not None:
         logger.info("decode servers reach this prefill server at %s:%d", listen[0], wire.port)
     limits = RoomLimits(
-        layout.page_bytes, flags.staging_bytes, config.max_queued_requests, flags.disaggregation_bootstrap_timeout_s
+        layout.page_bytes,
+        flags.staging_bytes,
+        config.max_queued_requests,
+        flags.disaggregation_bootstrap_timeout_s,
+        config.max_queued_tokens,
+        config.scheduling.queue_timeout_s,
     )
     kind = PrefillSide if is_prefill else DecodeSide
-    return kind(scheduler, wire, layout, limits, lambda: engine.weight_store.weight_version)
+    return kind(scheduler, wire, layout, limits, version_of(engine.weight_store))
 
 
-def _weights_name(config: EngineConfig, engine: Engine) -> str:
-    """Of the model, and of what drafts for it: its part of a page is of use to the same weights alone."""
-    name = f"{engine.arch.name} with norms {norms_digest(engine.weight_store.params):08x}{_ropes(engine)}"
+def version_of(store: EngineWeightStore) -> Callable[[], str]:
+    """Gives the version of the weights of now, as prefill and decode servers compare it, with a digest of them.
+
+    Without a name of its own a version is a count of updates, which two servers may have made of other weights.
+    """
+
+    @lru_cache(maxsize=1)
+    def norms(num_updates: int) -> int:
+        return norms_digest(store.params)
+
+    norms(store.num_updates)  # now: weights may be released when a request comes
+    return lambda: f"{store.weight_version} of norms {norms(store.num_updates):08x}"
+
+
+def _model_name(config: EngineConfig, engine: Engine) -> str:
+    """With what drafts for it: its part of a page is of use to the same weights alone, which are never updated."""
+    name = f"{engine.arch.name}{_ropes(engine)}"
     if not config.speculation.is_from_weights:
         return name
     drafting = engine.programs.spec.drafting
@@ -265,7 +289,7 @@ def norms_digest(params: Params) -> int:
 
 def files_digest(folder: Path) -> str:
     """In words, what hosts with stages compare of weights: no two of them read the same tensors."""
-    sizes = [f"{file.name} {file.stat().st_size}" for file in _weight_files(folder)]
+    sizes = [f"{file.relative_to(folder)} {file.stat().st_size}" for file in weight_files(folder)]
     return f"{len(sizes)} files of names and sizes {zlib.crc32(' '.join(sizes).encode()):08x}"
 
 
@@ -381,7 +405,7 @@ def _retract_also() -> RetractAlso | None:
     return RetractEvery(steps)
 
 
-def file_of_prefixes(config: EngineConfig, engine: AnyEngine) -> Path | None:
+def file_of_prefixes(config: EngineConfig, engine: Engine) -> Path | None:
     """The file of `--kv-file`, whether it is there or not; None without the flag.
 
     Raises `ConfigError` if the folder can't be made, or other users can write to it.
@@ -397,7 +421,8 @@ def file_of_prefixes(config: EngineConfig, engine: AnyEngine) -> Path | None:
 
 def _take_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler) -> None:
     """Fills the host tier with what the last start has kept."""
-    path, tier = file_of_prefixes(config, engine), scheduler.cache.tier
+    tier = scheduler.cache.tier
+    path = None if tier is None else file_of_prefixes(config, whole(engine))
     if path is not None and tier is not None:
         kv_file.clear_unfinished(path.parent)
         start_s = time.monotonic()
@@ -408,7 +433,8 @@ def _take_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler
 def keep_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: AnyScheduler) -> None:
     """Writes all that is cached to the file, as far as host memory holds it. A failure is logged."""
     cache = scheduler.ranks[0].cache  # of several ranks none has a tier
-    path, tier = file_of_prefixes(config, engine), cache.tier
+    tier = cache.tier
+    path = None if tier is None else file_of_prefixes(config, whole(engine))
     if path is None or tier is None:
         return
     if not cache.is_original or engine.weight_store.released:
@@ -424,22 +450,13 @@ def keep_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: AnySchedul
     logger.info("%d pages of prefixes kept in %s, in %.1f s", count, path, time.monotonic() - start_s)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    return [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.gguf"))]
-
-
-def _fingerprint(config: EngineConfig, engine: AnyEngine) -> str:
-    """Hashes what KV depends on. Files of weights count by name, size and time of change."""
-    folder = Path(engine.info.model_path)
+def _fingerprint(config: EngineConfig, engine: Engine) -> str:
+    """Hashes what KV depends on. Files count as they were before the engine read them: others may lie there by now."""
     parts = [engine.page_layout.name, engine.info.dtype, str(config.quantization), config.load_format]
     parts.append("weight only" if config.weight_only else "")
     if config.disaggregation.disaggregation_mode == "decode":
         parts.append("of prefill servers")  # which may compute in other formats
     parts.append(str(config.made_up_seed) if config.load_format == "dummy" else "")
     parts.append(_ropes(engine))
-    parts.append((folder / "config.json").read_text())
-    heads = () if config.draft_model is None else resolve_model_folder(config.draft_model).glob("*.safetensors")
-    for file in (*_weight_files(folder), *sorted(heads)):
-        status = file.stat()
-        parts.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+    parts.append(engine.files)
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()

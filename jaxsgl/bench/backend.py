@@ -87,7 +87,7 @@ class Answer:
             self.texts.append(text)
             if not num_tokens or not self.chunks or num_tokens > self.chunks[-1][1]:
                 self.chunks.append((now_s, num_tokens))
-        elif num_tokens and not self.chunks:
+        elif not self.chunks and num_tokens > (self._silent[-1][1] if self._silent else 0):
             self._silent.append((now_s, num_tokens))
 
     def count(self, input_len: int, output_len: int, cached_len: int) -> None:

@@ -7,7 +7,6 @@ what measures the generator itself.
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -25,6 +24,7 @@ from jaxsgl.bench.traces import FORMATS, TraceConfig, made_up, replayed
 from jaxsgl.config.flags import flag
 from jaxsgl.config.server import API_KEY_VARIABLE
 from jaxsgl.errors import ConfigError
+from jaxsgl.frontend.listen import address_of, raise_file_limit
 
 DATASETS = ("random", "random-ids", "generated-shared-prefix", "multi-turn", *FORMATS)
 GRPC = "jaxsgl-grpc"
@@ -157,7 +157,7 @@ class ServingConfig:
 
 async def load(config: ServingConfig, asks: list[Ask]) -> Outcome:
     """Runs the warm-up and the load. Raises `BackendError`."""
-    _allow_many_connections()
+    raise_file_limit()  # each request has a connection, and the default is often 1,024
     backend = backend_of(config)
     try:
         served = await backend.describe()
@@ -177,7 +177,7 @@ async def load(config: ServingConfig, asks: list[Ask]) -> Outcome:
 def backend_of(config: ServingConfig) -> Backend:
     """The backend for the settings. Raises `ValueError` if the address is not valid."""
     key = config.api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("OPENAI_API_KEY")
-    address = f"{config.host}:{config.port or PORTS.get(config.backend, HTTP_PORT)}"
+    address = address_of(config.host.strip("[]"), config.port or PORTS.get(config.backend, HTTP_PORT))
     if config.backend == GRPC:
         return GrpcBackend(config.base_url or address, key, not config.disable_ignore_eos)
     server = HttpServer(config.base_url or f"http://{address}", key)
@@ -201,10 +201,7 @@ def settings(config: ServingConfig) -> dict[str, Any]:
 
 def num_turns(ask: Ask) -> int:
     """The number of turns of a conversation; 1 for a single request."""
-    return 1 if ask.then is None else 1 + num_turns(ask.then)
-
-
-def _allow_many_connections() -> None:
-    """Raises the limit of open files: each request has a connection, and the default is often 1,024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    count, turn = 1, ask.then
+    while turn is not None:
+        count, turn = count + 1, turn.then
+    return count

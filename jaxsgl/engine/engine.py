@@ -82,6 +82,7 @@ class Engine:
       compiled: all programs of the engine.
       programs: those of steps and of the vision tower among them.
       info: what the front end gets to know.
+      files: a note of the files that the first weights were read from, as they were before; see `note_of_files`.
       weight_store: parameters and KV pool, to be exchanged or released between steps.
       adapters: LoRA adapters; None: no flag asks for any.
     """
@@ -114,7 +115,7 @@ class Engine:
         dtype, activations, kv_dtype = precision
         own_devices = list(mesh.local_devices)
         device, platform, jax_share = opened.device, opened.platform, opened.jax_share
-        self.arch = opened.arch
+        self.arch, self.files = opened.arch, opened.files
         graphdef, shapes = abstract_model(self.arch, dtype, activations)
         check_weights_fit(device, jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
         kv_scales = None

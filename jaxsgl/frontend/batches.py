@@ -29,7 +29,10 @@ RETRY_STATUSES = (429, 503)  # for what passes, as a full queue
 MAX_TRIES = 30
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 10.0
 MAX_SHOWN_PROBLEMS = 5
+_ANSWER_ID = "batch_req_"
+_LINE_START = f'{{"id": "{_ANSWER_ID}'.encode()
 _ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
+_OTHER_OUTPUT = "name another file for the answers, or a new one"
 OPEN_STATES = ("in_progress", "finalizing", "cancelling")
 
 
@@ -64,18 +67,24 @@ class BatchFile:
 
     Attributes:
       path: the file.
-      num_requests: its lines that are not empty.
+      custom_ids: of its requests.
     """
 
     path: Path
-    num_requests: int
+    custom_ids: frozenset[str]
 
-    def requests(self) -> Iterator[BatchRequest]:
-        """Yields the requests in the file's order; the file may be larger than memory."""
-        with self.path.open("rb") as lines:
-            for line in lines:
-                if line.strip():
-                    yield _request_of(line)
+    @property
+    def num_requests(self) -> int:
+        """Its lines that are not empty."""
+        return len(self.custom_ids)
+
+
+def requests_of(path: Path) -> Iterator[BatchRequest]:
+    """Yields the requests of a file that has been checked, in its order; the file may be larger than memory."""
+    with path.open("rb") as lines:
+        for line in lines:
+            if line.strip():
+                yield _request_of(line)
 
 
 def check_file(path: Path, url: str | None = None, max_requests: int | None = None) -> BatchFile:
@@ -107,7 +116,7 @@ def check_file(path: Path, url: str | None = None, max_requests: int | None = No
         problems.append("the file holds no request: write one JSON object a line")
     if problems:
         raise InvalidRequest("; ".join(problems))
-    return BatchFile(path, len(seen))
+    return BatchFile(path, frozenset(seen))
 
 
 def _request_of(line: bytes) -> BatchRequest:
@@ -133,7 +142,10 @@ def _request_of(line: bytes) -> BatchRequest:
 
 
 class Results:
-    """The file of answers of a batch, to which a run appends. Raises `OSError`, also if another run has it open.
+    """The file of answers of a batch, to which a run appends.
+
+    Raises `OSError`, also if another run has it open, and `InvalidRequest` for a file that holds anything else, which
+    stays as it is.
 
     Attributes:
       done: the `custom_id` of each answer in the file.
@@ -149,15 +161,25 @@ class Results:
         except BlockingIOError:
             self._file.close()
             raise OSError(f"another run writes to {path}: wait for it, or name another file") from None
+        try:
+            self._file.truncate(self._read())
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read(self) -> int:
+        """Counts the answers in the file; returns where the last whole one ends."""
         self._file.seek(0)
         end = 0
-        for line in self._file:
+        for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
+                if not (line.startswith(_LINE_START) or _LINE_START.startswith(line)):
+                    raise InvalidRequest(f"line {number}, the last, is no part of an answer: {_OTHER_OUTPUT}")
                 break  # the run that wrote it was killed
-            found = json.loads(line)
-            self._count(found["custom_id"], found["response"]["status_code"])
+            if line.strip():
+                self._count(*_told_by(line, number))
             end += len(line)
-        self._file.truncate(end)
+        return end
 
     def add(self, request: BatchRequest, answered: Answered) -> None:
         """Appends an answer."""
@@ -175,6 +197,18 @@ class Results:
         self.num_failed += not is_success(status)
 
 
+def _told_by(line: bytes, number: int) -> tuple[str, int]:
+    """The `custom_id` and the status of an answer. Raises `InvalidRequest` if the line is none."""
+    try:
+        found = json.loads(line)
+        custom_id, status = found["custom_id"], found["response"]["status_code"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        custom_id, status = None, None
+    if not isinstance(custom_id, str) or not isinstance(status, int):
+        raise InvalidRequest(f"line {number} is no answer to a request of a batch: {_OTHER_OUTPUT}")
+    return custom_id, status
+
+
 def is_success(status: int) -> bool:
     """Whether a status of HTTP says that there is an answer."""
     return 200 <= status < 300
@@ -182,7 +216,7 @@ def is_success(status: int) -> bool:
 
 def _line_of(custom_id: str, answered: Answered) -> bytes:
     line: dict[str, Any] = {
-        "id": f"batch_req_{uuid.uuid4().hex}",
+        "id": f"{_ANSWER_ID}{uuid.uuid4().hex}",
         "custom_id": custom_id,
         "response": {
             "status_code": answered.status,
@@ -319,7 +353,10 @@ class BatchStore:
         return self._batches / f"{batch_id}.jsonl"
 
     def split_results(self, batch_id: str, tenant: str) -> tuple[str | None, str | None]:
-        """Makes files of the answers to a batch: successes and errors. Returns their ids; None: there are none."""
+        """Makes files of the answers to a batch: successes and errors. Returns their ids; None: there are none.
+
+        What was collected stays until `drop_results`: a server that is killed before the batch is kept does this again.
+        """
         paths = {True: self.new_file_path(), False: self.new_file_path()}
         with (
             self.results_path(batch_id).open("rb") as lines,
@@ -335,8 +372,11 @@ class BatchStore:
             else:
                 path.unlink()
                 ids.append(None)
-        self.results_path(batch_id).unlink()
         return ids[0], ids[1]
+
+    def drop_results(self, batch_id: str) -> None:
+        """Forgets the answers that were collected, of a batch that has ended."""
+        self.results_path(batch_id).unlink(missing_ok=True)
 
     # Objects.
 

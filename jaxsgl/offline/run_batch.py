@@ -20,7 +20,7 @@ from jaxsgl import logs
 from jaxsgl.config.flags import add_flags, from_flags
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, InvalidRequest, StartupError
-from jaxsgl.frontend.batches import BatchFile, Results, check_file, run
+from jaxsgl.frontend.batches import BatchFile, Results, check_file, requests_of, run
 from jaxsgl.frontend.engines.owned import ENGINE_COMMAND
 
 DEFAULT_CONCURRENCY = 256
@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
             raise ConfigError("--tokenizer-worker-num goes with servers: leave it out")
         if args.concurrency < 1:
             raise ConfigError(f"--concurrency is {args.concurrency}, but must be 1 and more")
-        file = check_file(Path(args.input_file))
+        file, output = check_file(Path(args.input_file)), Path(args.output_file)
+        if output.exists() and output.samefile(file.path):
+            raise InvalidRequest(f"{output} is this file, and answers would be written into it: name another")
     except (OSError, InvalidRequest) as error:
         print(f"error: {args.input_file}: {error}", file=sys.stderr)
         return 2
@@ -46,7 +48,10 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
         print(f"error: {error}", file=sys.stderr)
         return 1
     try:
-        return asyncio.run(_answer(config, file, Path(args.output_file), args.concurrency, engine_command))
+        return asyncio.run(_answer(config, file, output, args.concurrency, engine_command))
+    except InvalidRequest as error:
+        print(f"error: {output}: {error}", file=sys.stderr)
+        return 2
     except (OSError, StartupError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -83,22 +88,23 @@ async def _answer(
     results = Results(output)
     server = Server(config, engine_command)
     ask = InProcess(server.front_end).ask
-    with tqdm(total=file.num_requests, initial=len(results.done), desc="requests", unit="request") as bar:
+    num_known = file.num_requests - len(file.custom_ids - results.done)
+    with tqdm(total=file.num_requests, initial=num_known, desc="requests", unit="request") as bar:
 
         async def work() -> None:
             await server.serving.wait()
             try:
-                await run(file.requests(), results, ask, concurrency, bar.update)
+                await run(requests_of(file.path), results, ask, concurrency, bar.update)
             except Exception:  # the server ends as after a success; what is missing is said below
                 logger.exception("the batch stops")
 
         try:
-            if len(results.done) < file.num_requests:
+            if num_known < file.num_requests:
                 await live(server, work())
         finally:
             results.close()
-    missing = file.num_requests - len(results.done)
-    if missing > 0:
+    missing = len(file.custom_ids - results.done)
+    if missing:
         print(f"{missing} requests have no answer: the same command goes on from here", file=sys.stderr)
     if results.num_failed:
         print(f"{results.num_failed} answers are errors: see status_code in {output}", file=sys.stderr)

@@ -10,6 +10,7 @@ the token that begins a text, and that Llama 3 takes words of its vocabulary who
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -76,16 +77,32 @@ def folder_of_gguf(path: Path, beside: Path | None = None) -> Path:
     try:
         own_folder(folder.parent.parent)
         folder.parent.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent.parent) as made:
-            _write(paths, own, Path(made))
-            shutil.copytree(made, folder, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns(TABLE))
-            shutil.copyfile(Path(made, TABLE), folder / TABLE)  # the last: it says that the others are there
+        with tempfile.TemporaryDirectory(dir=folder.parent.parent) as beside_it:
+            made = Path(beside_it, "made")
+            made.mkdir()
+            _write(paths, own, made)
+            _put(made, folder)
     except OSError as error:
         raise CheckpointError(
             f"{path}: what it says of the model can't be kept in {folder} ({error}): name a cache with XDG_CACHE_HOME"
         ) from error
     logger.info("%s: config.json and tokenizer of its metadata are in %s", path, folder)
     return folder
+
+
+def _put(made: Path, folder: Path) -> None:
+    """Moves the folder `made` to its place, unless another process has put its own there meanwhile.
+
+    What is there without a table was left by a start that was killed, and goes with what is beside `made`.
+    """
+    if not (folder / TABLE).is_file():
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(made.with_name("remains"))
+    try:
+        made.rename(folder)
+    except OSError:
+        if not (folder / TABLE).is_file():
+            raise
 
 
 def _write(paths: list[Path], tokenizer: list[Path], folder: Path) -> None:

@@ -18,7 +18,8 @@ from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import ScriptedMailbox
-from jaxsgl.wiring import build, build_scheduler, keep_prefixes, whole
+from jaxsgl.weights import note_of_files
+from jaxsgl.wiring import build, build_scheduler, file_of_prefixes, keep_prefixes, whole
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Plain, greedy_programs
 
@@ -83,6 +84,25 @@ def test_sglangs_switch_takes_twice_the_pool(built: tuple[Engine, Scheduler], fl
     engine, _ = built
     scheduler = build_scheduler(replace(flags, host_kv=HostKvConfig(enable_hierarchical_cache=True)), engine)
     assert scheduler.load(0).host.total_tokens == 2 * 4 * engine.capacity.num_pages
+
+
+def test_prefixes_are_kept_for_the_files_that_were_read_whatever_lies_in_their_place(
+    built: tuple[Engine, Scheduler], flags: EngineConfig, tmp_path: Path
+) -> None:
+    """A checkpoint that is replaced while it is served finds nothing of the one before at the next start."""
+    engine, _ = built
+    flags = replace(flags, host_kv=replace(flags.host_kv, kv_file=str(tmp_path / "kept")))
+    at_start, folder = file_of_prefixes(flags, engine), Path(engine.info.model_path)
+    replaced = folder / "model.safetensors"
+    replaced.write_text("other weights")
+    try:
+        (scheduler,) = build_scheduler(flags, engine).ranks
+        answer(engine, scheduler, "kept", PROMPTS[0])
+        keep_prefixes(flags, engine, scheduler)
+        assert list((tmp_path / "kept").iterdir()) == [at_start]
+        assert note_of_files(folder) != engine.files
+    finally:
+        replaced.unlink()
 
 
 def test_a_scheduler_in_the_place_of_another_has_its_memory_and_knows_of_other_weights(

@@ -12,17 +12,24 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import openai
 import pytest
 from fake_engine_process import Script
+from fastapi import APIRouter
 from http_calls import connect, error_of
 from server_process import PATIENCE_S, ROOT, ServerProcess, wait_for
 
+from jaxsgl import logs
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.batches import Answered, BatchRequest, Results, check_file, run
+from jaxsgl.frontend.batches import Answered, BatchRequest, BatchStore, Results, check_file, requests_of, run
+from jaxsgl.frontend.http.in_process import InProcess
+from jaxsgl.frontend.http.openai import batches as of_server
+from jaxsgl.frontend.http.openai import routes
 from jaxsgl.frontend.http.openai.batches import boundary_of, read_form
+from jaxsgl.offline import run_batch
 from tests.grids import count as number_of
 
 Start = Callable[..., ServerProcess]
@@ -64,7 +71,7 @@ def test_a_file_is_refused_with_the_lines_that_are_wrong(tmp_path: Path, text: s
 
 def test_a_run_asks_what_is_missing_and_asks_again_what_was_refused_for_now(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("".join(line(f"r{at}", [at]) for at in range(9)))
-    file, asked = check_file(tmp_path / "in"), list[str]()
+    requests, asked = list(requests_of(tmp_path / "in")), list[str]()
 
     async def ask(request: BatchRequest) -> Answered:
         asked.append(request.custom_id)
@@ -72,18 +79,119 @@ def test_a_run_asks_what_is_missing_and_asks_again_what_was_refused_for_now(tmp_
         return Answered(429 if refused else 400 if request.custom_id == "r8" else 200, "id", b"{}")
 
     results = Results(tmp_path / "out")
-    asyncio.run(run(list(file.requests())[:4], results, ask, 2))
+    asyncio.run(run(requests[:4], results, ask, 2))
     with pytest.raises(OSError, match="another run writes to"):
         Results(tmp_path / "out")
     results.close()
     with (tmp_path / "out").open("a") as out:
-        out.write('{"custom_id": "r8", "respo')  # a run that was killed as it wrote
+        out.write('{"id": "batch_req_0f", "custom_id": "r8", "respo')  # a run that was killed as it wrote
     again = Results(tmp_path / "out")
-    asyncio.run(run(file.requests(), again, ask, 3))
+    asyncio.run(run(requests, again, ask, 3))
     again.close()
     assert sorted(each["custom_id"] for each in answers(tmp_path / "out")) == [f"r{at}" for at in range(9)]
     assert again.num_failed == 1
     assert {name: asked.count(name) for name in set(asked)} == {f"r{at}": 3 if at == 7 else 1 for at in range(9)}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1}', "line 1, the last, is no part of an answer: name another file"),
+        (line("a", [1]), "line 1 is no answer to a request of a batch"),
+        ('\n{"custom_id": "a", "response": {"status_code": "200"}}\n', "line 2 is no answer"),
+        ("hello\n", "line 1 is no answer"),
+        ("[]\n", "line 1 is no answer"),
+    ],
+)
+def test_a_file_that_holds_anything_but_answers_stays_as_it_is(
+    text: str, words: str, model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "in").write_text(line("a", [1]))
+    (tmp_path / "out").write_text(text)
+    assert run_status(monkeypatch, tmp_path / "in", tmp_path / "out", model_folder) == 2
+    assert f"out: {words}" in capsys.readouterr().err and (tmp_path / "out").read_text() == text
+
+
+def test_answers_are_not_written_into_the_file_of_requests(
+    model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its other name: a run would take its last line for an answer that was cut."""
+    source, text = tmp_path / "in", line("a", [1]).rstrip()
+    source.write_text(text)
+    (tmp_path / "hard").hardlink_to(source)
+    (tmp_path / "soft").symlink_to(source)
+    for name in ("in", "hard", "soft"):
+        assert run_status(monkeypatch, source, tmp_path / name, model_folder) == 2
+        assert f"{name} is this file, and answers would be written into it" in capsys.readouterr().err
+    assert source.read_text() == text
+
+
+def run_status(monkeypatch: pytest.MonkeyPatch, source: Path, output: Path, model: str) -> int:
+    monkeypatch.setattr(logs, "configure", lambda *_: None)  # this process has its own
+    return run_batch.main(["-i", str(source), "-o", str(output), "--model", model])
+
+
+def test_a_request_that_meets_a_fault_of_the_server_is_answered_500_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = APIRouter()
+
+    @api.post(COMPLETIONS)
+    async def complete(body: dict[str, Any]) -> dict[str, Any]:
+        return {"inverse": 1 / body["prompt"][0]}
+
+    monkeypatch.setattr(routes, "router", lambda _: api)
+    limits = SimpleNamespace(max_body_bytes=1 << 20, max_message_bytes=1 << 20)
+    front_end: Any = SimpleNamespace(engine=SimpleNamespace(refusal=None), config=limits)
+    (tmp_path / "in").write_text("".join(line(f"r{at}", [at - 2]) for at in range(5)))
+    results = Results(tmp_path / "out")
+    asyncio.run(run(requests_of(tmp_path / "in"), results, InProcess(front_end).ask, 1))
+    results.close()
+    found = {each["custom_id"]: each["response"] for each in answers(tmp_path / "out")}
+    assert {name: told["status_code"] for name, told in found.items()} == {
+        f"r{at}": 500 if at == 2 else 200 for at in range(5)
+    }
+    assert found["r2"]["body"]["error"]["message"].startswith("internal error: ZeroDivisionError")
+
+
+def test_a_batch_that_fails_has_the_answers_that_came_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(request: BatchRequest) -> Answered:
+        if request.custom_id == "r2":
+            raise OSError("No space left on device")
+        return Answered(200, "id", b"{}")
+
+    async def run_one(store: BatchStore, batch_id: str) -> None:
+        of_server.Batches(store, front_end)  # takes up what is in progress
+        while store.batch(batch_id, "")["status"] == "in_progress":
+            await asyncio.sleep(0.01)
+
+    front_end: Any = None
+    monkeypatch.setattr(of_server, "InProcess", lambda _: SimpleNamespace(ask=ask))
+    monkeypatch.setattr(of_server, "CONCURRENCY", 1)
+    store = BatchStore(tmp_path)
+    (tmp_path / "in").write_text("".join(line(f"r{at}", [at]) for at in range(5)))
+    file = store.add_file(tmp_path / "in", "in", "batch", "")["id"]
+    made = {"status": "in_progress", "input_file_id": file, "request_counts": {"total": 5}, "created_at": 0}
+    batch_id = store.add_batch(made, "")["id"]
+    asyncio.run(run_one(store, batch_id))
+    batch = store.batch(batch_id, "")
+    assert (batch["status"], batch["request_counts"]["completed"], batch["error_file_id"]) == ("failed", 2, None)
+    assert [each["custom_id"] for each in answers(store.content(batch["output_file_id"], ""))] == ["r0", "r1"]
+    assert not store.results_path(batch_id).exists()
+
+
+def test_answers_are_collected_until_the_batch_is_kept_with_their_files(tmp_path: Path) -> None:
+    """A server that is killed in between asks nothing again."""
+    store = BatchStore(tmp_path)
+    batch_id = store.add_batch({"created_at": 0}, "")["id"]
+    results = Results(store.results_path(batch_id))
+    results.add(BatchRequest("a", COMPLETIONS, b"{}"), Answered(200, "id", b"{}"))
+    results.close()
+    for _ in range(2):
+        output, errors = store.split_results(batch_id, "")
+        assert output is not None and errors is None
+        assert [each["custom_id"] for each in answers(store.content(output, ""))] == ["a"]
 
 
 def test_a_form_is_read_whatever_its_file_holds(tmp_path: Path) -> None:
@@ -119,16 +227,21 @@ def test_a_run_that_is_killed_goes_on_and_answers_all_once(model_folder: str, tm
     names = [f"r{at}" for at in range(60)]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(line(name, [at + 1, at + 2], max_tokens=20) for at, name in enumerate(names)))
+    others = Results(output)  # of another file, and more of them
+    for at in range(len(names) + 1):
+        others.add(BatchRequest(f"other{at}", COMPLETIONS, b""), Answered(200, "id", b"{}"))
+    others.close()
+    num_others = len(others.done)
     for kills in range(number_of(1, 2)):
         process = offline(model_folder, source, output, "--concurrency", "2")
-        wait_for(partial(has_lines, output, 12 * (kills + 1)), "some answers")
+        wait_for(partial(has_lines, output, num_others + 12 * (kills + 1)), "some answers")
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    assert output.read_bytes().count(b"\n") < len(names), "it was killed too late to show anything"
+    assert output.read_bytes().count(b"\n") < num_others + len(names), "it was killed too late to show anything"
     process = offline(model_folder, source, output)
     _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, log.decode()
-    found = answers(output)
+    found = answers(output)[num_others:]
     assert sorted(each["custom_id"] for each in found) == sorted(names)
     assert all(each["response"]["status_code"] == 200 for each in found)
     assert all(each["response"]["body"]["usage"]["prompt_tokens"] == 2 for each in found)

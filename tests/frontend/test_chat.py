@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -103,12 +106,54 @@ def test_an_answer_over_http_can_be_ended(server: ServerProcess) -> None:
 def test_what_is_no_server_of_openais_api_is_told(
     server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for url in ("127.0.0.1:1", "http://127.0.0.1:1", f"http://{server.http_address}/v2"):
+    for url in (
+        "127.0.0.1:1", "http://127.0.0.1:1", f"http://{server.http_address}/v2", f"http://{server.address}"
+    ):  # fmt: skip
         assert main(["--url", url, "--wait-s", "0"]) == 1
-    scheme, unreached, path = capsys.readouterr().err.splitlines()
+    scheme, unreached, path, of_grpc = capsys.readouterr().err.splitlines()
     assert scheme == "error: --url is 127.0.0.1:1, but must begin with http:// or https://"
     assert unreached.startswith("error: no server is ready at http://127.0.0.1:1 after 0 s (no answer from")
     assert path.startswith("error: 404: no such path")
+    assert "(no answer from" in of_grpc and "BadStatusLine" in of_grpc
+
+
+MODELS = b'{"data": [{"id": "m"}]}'
+EVENT = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n'
+
+
+def reply(length: int, body: bytes, status: str = "200 OK") -> bytes:
+    """An answer that is cut if its body is shorter than `length`."""
+    return b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status.encode(), length, body)
+
+
+@contextlib.contextmanager
+def answering(*replies: bytes) -> Iterator[str]:
+    """The URL of a server that gives each of its connections the next one of `replies`, and closes it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            for each in replies:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(each)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join(PATIENCE_S)
+
+
+def test_an_answer_over_http_that_breaks_off_is_an_error_of_its_turn(say: Say) -> None:
+    models = reply(len(MODELS), MODELS)
+    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n40\r\ndata:" % (len(EVENT), EVENT)
+    cut_refusal = reply(99, b"{", status="500 Internal Server Error")
+    with answering(reply(99, MODELS), models, chunked, cut_refusal, b"nonsense\r\n") as url:
+        status, out, err = say("a", "b", "c", flags=("--url", url))
+    assert (status, out) == (1, "hi\n\n\n")
+    first, *others = [line for line in err.splitlines() if not line.startswith("if the conversation")]
+    assert first.startswith("error: the answer broke off: IncompleteRead")
+    assert others[0].startswith("error: 500: IncompleteRead") and "BadStatusLine('nonsense" in others[1]
 
 
 def test_reset_forgets_the_turns_but_not_the_system(say: Say) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+from fastapi import FastAPI
 from http_calls import connect, error_of, events, generate_body, post
 from server_process import ServerProcess, ids_request
 from sglang_calls import sglang_stub
 from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
 
+from jaxsgl.config.server import ServerConfig
+from jaxsgl.frontend.http import errors
+from jaxsgl.frontend.http.sglang import admin
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 
@@ -89,6 +96,53 @@ def test_the_version_can_be_set_alone(http: httpx.Client) -> None:
     done = post(http, "/update_weight_version", new_version="mine", abort_all_requests=False)
     assert done == {"success": True, "message": "the weights are called mine now", "new_version": "mine"}
     assert http.get("/weight_version").json() == {"weight_version": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/update_weight_version", {"new_version": "mine"}),
+        ("/release_memory_occupation", {}),
+        ("/resume_memory_occupation", {}),
+    ],
+)
+def test_an_order_that_waits_is_given_up_when_its_client_leaves(path: str, body: dict[str, Any]) -> None:
+    arrived, given_up, statuses = asyncio.Event(), list[bool](), list[int]()
+
+    async def ask(*_: Any) -> None:
+        arrived.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.append(True)
+
+    async def abort_prefix(_: str) -> int:
+        return 0
+
+    async def call() -> None:
+        engine = SimpleNamespace(ask=ask, abort_prefix=abort_prefix)
+        front_end: Any = SimpleNamespace(engine=engine, config=ServerConfig())
+        app = FastAPI()
+        errors.add_handlers(app)
+        app.include_router(admin.router(front_end))
+        messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await arrived.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status", 0))
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        async with asyncio.timeout(10):
+            await app(scope, receive, send)
+
+    asyncio.run(call())
+    assert given_up and statuses[0] == errors.CLIENT_CLOSED_REQUEST
 
 
 def test_memory_is_released_and_resumed_by_tags(http: httpx.Client) -> None:

@@ -69,7 +69,7 @@ def test_half_characters_count_with_the_text_that_completes_them() -> None:
 
 
 def test_a_stream_without_text_is_timed_by_its_tokens() -> None:
-    answer = answer_of([(1.0, "", 1), (2.0, "", 3)], sent_s=0.5, input_len=1)
+    answer = answer_of([(1.0, "", 1), (2.0, "", 3), (9.0, "", 3)], sent_s=0.5, input_len=1)  # the last one is the usage
     assert (answer.ttft_s, answer.itls_s) == (0.5, [0.5, 0.5])
 
 

@@ -12,7 +12,7 @@ import pytest
 from jaxsgl.bench.backend import Answer, Served, Turn
 from jaxsgl.bench.http_backends import DIALECTS, HttpBackend, chat_body
 from jaxsgl.bench.http_stream import HttpServer
-from jaxsgl.bench.load import DatasetConfig
+from jaxsgl.bench.load import DatasetConfig, ServingConfig, backend_of, num_turns
 from jaxsgl.bench.requests import OUTPUT, Ask, prompt_ids, prompt_pieces
 from jaxsgl.bench.run import Outcome, Run
 
@@ -91,6 +91,14 @@ def test_a_turn_follows_its_answer_and_holds_it() -> None:
     assert second.prompt_ids() == [*first.prompt_ids(), 0, *second.prompt_ids()[-4:]]
     roles = [(message["role"], len(message["content"].split())) for message in chat_body(second, "m", True)["messages"]]
     assert roles == [("user", 5), ("assistant", 1), ("user", 4)]
+
+
+def test_a_conversation_may_have_any_number_of_turns() -> None:
+    config = DatasetConfig(
+        dataset_name="multi-turn", num_prompts=4000, turns=3000, turn_input_len=1, turn_output_len=1, turn_system_len=1
+    )
+    turns = [num_turns(ask) for ask in config.asks()]
+    assert sum(turns) == 4000 and max(turns) > 1000
 
 
 def test_a_failed_turn_ends_its_conversation_alone() -> None:
@@ -194,6 +202,13 @@ ERROR = b'data: {"error": {"message": "out of luck"}}\n\n'
 )
 def test_a_broken_answer_is_an_error_that_says_why(wire: bytes, told: str) -> None:
     assert told in answered(wire).error
+
+
+def test_an_address_of_version_6_is_one_with_and_without_its_brackets() -> None:
+    for host in ("::1", "[::1]"):
+        backend = backend_of(ServingConfig(host=host, port=7))
+        assert isinstance(backend, HttpBackend)
+        assert (backend._server._host, backend._server._port) == ("::1", 7)
 
 
 def test_an_address_without_a_scheme_is_refused() -> None:

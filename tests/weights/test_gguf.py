@@ -21,7 +21,7 @@ from jaxsgl.models import ModelArch
 from jaxsgl.models.matrix import part_name
 from jaxsgl.models.rope import inverse_frequencies
 from jaxsgl.text.tokenizer import load_tokenizer
-from jaxsgl.weights import load_params, resolve_model_folder
+from jaxsgl.weights import gguf_folder, load_params, resolve_model_folder
 from jaxsgl.weights.gguf_config import end_tokens
 from jaxsgl.weights.gguf_folder import save_tokenizer
 from tests.checkpoints import make_checkpoint
@@ -142,6 +142,32 @@ def test_a_model_in_several_files_is_one(tmp_path: Path) -> None:
     parts[-1].unlink()
     with pytest.raises(CheckpointError, match=rf"one of {len(parts)} parts, of which 1 are missing: {parts[-1].name}"):
         resolve_model_folder(str(parts[0]))
+
+
+def test_processes_that_start_with_a_file_at_once_have_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, path = files_of("qwen3", tmp_path)
+    write, others = gguf_folder._write, list[Path]()
+
+    def write_slowly(paths: list[Path], tokenizer: list[Path], folder: Path) -> None:
+        monkeypatch.setattr(gguf_folder, "_write", write)
+        others.append(resolve_model_folder(str(path)))  # of another process, which is faster
+        write(paths, tokenizer, folder)
+
+    monkeypatch.setattr(gguf_folder, "_write", write_slowly)
+    folder = resolve_model_folder(str(path))
+    assert others == [folder] and (folder / gguf_folder.TABLE).is_file()
+    assert [each.name for each in folder.parent.parent.iterdir()] == [folder.parent.name], "something is left beside it"
+
+
+def test_what_a_start_that_was_killed_has_left_is_made_anew(tmp_path: Path) -> None:
+    _, path = files_of("qwen3", tmp_path)
+    folder = resolve_model_folder(str(path))
+    (folder / gguf_folder.TABLE).unlink()
+    (folder / "config.json").unlink()
+    assert resolve_model_folder(str(path)) == folder
+    assert params_of(folder)
 
 
 def test_what_was_made_of_a_file_is_made_once_and_anew_if_the_file_changes(tmp_path: Path) -> None:

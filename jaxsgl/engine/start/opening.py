@@ -27,7 +27,7 @@ from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.hosts.group import Hosts
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, Precision, cpu_multiplies_bfloat16, resolve_precision
-from jaxsgl.weights import resolve_model_folder
+from jaxsgl.weights import note_of_files, resolve_model_folder
 from pallas_kernels import KernelChoice, device_multiplies_float8
 from pallas_kernels.gpu_compiler import choose_mosaic_ptxas, log_compilers, versions_key
 from pallas_kernels.native import library as native
@@ -39,6 +39,7 @@ class Opened(NamedTuple):
 
     Attributes:
       folder: of the model.
+      files: a note of what the folder, and that of what drafts, holds now; see `note_of_files`.
       arch: its shape, with weights as they are kept.
       kernels, verdicts: what operations run on, and what the test of kernels has found.
       tests_kernels: whether this machine's kernels need a test.
@@ -49,6 +50,7 @@ class Opened(NamedTuple):
     """
 
     folder: Path
+    files: str
     arch: ModelArch
     kernels: KernelChoice
     verdicts: tuple[Verdict, ...]
@@ -79,6 +81,7 @@ def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: 
     folder = resolve_model_folder(config.model, config.revision)
     arch = read_arch(config, folder)
     check_flags(config, arch)
+    files = note_of_files(folder, None if config.draft_model is None else resolve_model_folder(config.draft_model))
     kernels = asked_kernels(config, arch)
     reveal_devices(config)
     choose_mosaic_ptxas()
@@ -111,7 +114,7 @@ def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: 
         rounds_rows=rounds_rows,
     )
     tests_kernels = tester.platform is not None
-    return Opened(folder, kept, kernels, verdicts, tests_kernels, meshes, jax_share, precision, in_fixed_order)
+    return Opened(folder, files, kept, kernels, verdicts, tests_kernels, meshes, jax_share, precision, in_fixed_order)
 
 
 def in_words(info: EngineInfo, model: str, devices: str) -> str:

@@ -12,7 +12,7 @@ from starlette.types import Message
 from jaxsgl.frontend.batches import Answered, BatchRequest
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors
-from jaxsgl.frontend.http.middleware import BodyLimit
+from jaxsgl.frontend.http.middleware import REQUEST_ID_HEADER, BodyLimit, RequestIds
 from jaxsgl.frontend.http.openai import routes
 
 READY_POLL_S = 0.5
@@ -28,6 +28,7 @@ class InProcess:
         self._app.include_router(routes.router(front_end))
         config = front_end.config
         self._app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, max_plain_bytes=config.max_message_bytes)
+        self._app.add_middleware(RequestIds)  # the outermost: it answers what reaches no handler
 
     async def ask(self, request: BatchRequest) -> Answered:
         """Returns the whole answer; waits first while the engine takes no request, as at the start."""
@@ -52,8 +53,8 @@ class InProcess:
         scope: dict[str, Any] = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
             "path": request.url, "raw_path": request.url.encode(), "root_path": "", "query_string": b"",
-            "headers": [(b"content-type", b"application/json")], "client": None, "server": None,
-            "state": {"request_id": request_id},
+            "headers": [(b"content-type", b"application/json"), (REQUEST_ID_HEADER.encode(), request_id.encode())],
+            "client": None, "server": None,
         }  # fmt: skip
         await self._app(scope, receive, send)
         return Answered(status, request_id, b"".join(parts))

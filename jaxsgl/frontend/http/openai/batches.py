@@ -24,7 +24,7 @@ from starlette.responses import FileResponse, Response
 
 from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.access import Caller, current_tenant, enter
-from jaxsgl.frontend.batches import OPEN_STATES, BatchFile, BatchStore, Results, check_file, run
+from jaxsgl.frontend.batches import OPEN_STATES, BatchStore, Results, check_file, requests_of, run
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import Body, StrictJson
 from jaxsgl.frontend.http.in_process import InProcess
@@ -86,36 +86,45 @@ class Batches:
                 await asyncio.wait({task})
                 if not task.cancelled() and (error := task.exception()) is not None:
                     logger.error("batch %s failed", batch_id, exc_info=error)
-                    batch = self._store.batch(batch_id, tenant)
-                    problem = {"code": "server_error", "message": str(error), "param": None, "line": None}
-                    self._end(batch, tenant, "failed", errors={"object": "list", "data": [problem]})
+                    self._end(self._store.batch(batch_id, tenant), tenant, "failed", errors=_errors(error))
             finally:
                 task.cancel()
                 del self._running[batch_id]
 
     async def _run(self, batch_id: str, tenant: str) -> None:
-        """Answers all that is not answered, and makes files of the answers; also after a `cancel`."""
-        batch = self._store.batch(batch_id, tenant)
+        """Answers all that is not answered, and makes files of the answers; also after a `cancel` or a failure."""
+        batch, problems = self._store.batch(batch_id, tenant), None
         enter(Caller(tenant=tenant))
         results = self._counts[batch_id] = Results(self._store.results_path(batch_id))
         try:
             if batch["status"] == "in_progress":
                 content = self._store.content(batch["input_file_id"], tenant)
-                file = BatchFile(content, batch["request_counts"]["total"])
-                await run(file.requests(), results, self._ask, CONCURRENCY)
+                await run(requests_of(content), results, self._ask, CONCURRENCY)
         except asyncio.CancelledError:
             if self._store.batch(batch_id, tenant)["status"] != "cancelling":
                 raise  # the server ends: the next one goes on
+        except Exception as error:
+            logger.exception("batch %s failed", batch_id)
+            problems = _errors(error)
         finally:
             results.close()
             del self._counts[batch_id]
-        status = "cancelled" if self._store.batch(batch_id, tenant)["status"] == "cancelling" else "completed"
+        status = "completed" if problems is None else "failed"
+        if self._store.batch(batch_id, tenant)["status"] == "cancelling":
+            status = "cancelled"
         output, errors = self._store.split_results(batch_id, tenant)
-        counts = _counts(batch, results)
-        self._end(batch, tenant, status, output_file_id=output, error_file_id=errors, request_counts=counts)
+        files = {"output_file_id": output, "error_file_id": errors, "request_counts": _counts(batch, results)}
+        self._end(batch, tenant, status, errors=problems, **files)
+        self._store.drop_results(batch_id)
 
     def _end(self, batch: dict[str, Any], tenant: str, status: str, **changes: Any) -> None:
         self._store.keep_batch({**batch, **changes, "status": status, f"{status}_at": int(time.time())}, tenant)
+
+
+def _errors(error: BaseException) -> dict[str, Any]:
+    """What OpenAI's object of a batch says of the cause of its end."""
+    problem = {"code": "server_error", "message": str(error), "param": None, "line": None}
+    return {"object": "list", "data": [problem]}
 
 
 def _counts(batch: dict[str, Any], results: Results) -> dict[str, int]:

@@ -232,6 +232,7 @@ def _add_weights(router: APIRouter, front_end: FrontEnd) -> None:
         return {"weight_version": engine.load.weight_version}
 
     @router.post("/update_weight_version")
+    @while_connected
     async def update_weight_version(body: WeightVersionBody) -> Response:
         """Gives the weights that are served another version; requests end first, unless told otherwise."""
         if body.abort_all_requests is not False:
