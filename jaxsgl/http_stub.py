@@ -11,11 +11,13 @@ import json
 import ssl
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
 from typing import Any
 
+from jaxsgl.frontend.listen import is_loopback
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.terminal import POLL_S, ClientError, HttpError
 
@@ -37,9 +39,12 @@ class HttpStub:
         if args.api_key is not None:
             self._headers["authorization"] = f"Bearer {args.api_key}"
         try:
-            self._trusted = None if args.ca is None else ssl.create_default_context(cafile=args.ca)
+            trusted = None if args.ca is None else ssl.create_default_context(cafile=args.ca)
         except OSError as error:
             raise ClientError(f"--ca {args.ca} can't be read: {error.strerror or error}") from None
+        # A proxy that the environment names has a loopback address of its own.
+        proxies = [urllib.request.ProxyHandler({})] if _is_here(args.url) else []
+        self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=trusted), *proxies)
         self._model = self._wait_for_model(args.url, args.wait_s)
 
     def GetModelInfo(self, request: pb.GetModelInfoRequest) -> pb.ModelInfo:
@@ -67,7 +72,7 @@ class HttpStub:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._base + path, data, self._headers)
         try:
-            return urllib.request.urlopen(request, timeout=timeout_s, context=self._trusted)
+            return self._opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
             with error:
                 raise HttpError(error.code, _message_of(error)) from None
@@ -111,19 +116,32 @@ class HttpCall:
     def __iter__(self) -> Iterator[pb.GenerateReply]:
         """Raises `HttpError`."""
         self._response = self._stub.open("/chat/completions", self._body)
-        end = pb.GenerateReply()
+        end, is_done = pb.GenerateReply(), False
         try:
             for line in self._response:
-                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                if line.strip() == b"data: [DONE]":
+                    is_done = True
+                elif line.startswith(b"data: "):
                     yield from _replies(json.loads(line.removeprefix(b"data: ")), end)
         except (*BROKEN, ValueError) as error:
             raise HttpError(0, f"the answer broke off: {_cause(error)}") from None
+        if not is_done and not end.finish_reason:  # http.client takes a chunk that never came for the end
+            raise HttpError(0, "the answer broke off")
         yield end
 
     def cancel(self) -> None:
         """Ends the call, if it runs."""
         if self._response is not None:
             self._response.close()
+
+
+def _is_here(url: str) -> bool:
+    """Whether only this machine can reach `url`. Raises `ClientError` if it is no URL."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.port != 0 and is_loopback(parts.hostname or "")  # reading the port checks it
+    except ValueError as error:
+        raise ClientError(f"--url is {url}, which is no URL: {error}") from None
 
 
 def _replies(event: dict[str, Any], end: pb.GenerateReply) -> Iterator[pb.GenerateReply]:

@@ -349,10 +349,10 @@ def test_a_swap_that_fails_midway_leaves_weights_to_be_read_again(
         return put(*args, **kwargs)
 
     store = llm.engine.weight_store
-    staged = store.stage_weights(folders[1])
+    staged = store.stage_weights(str(folders[1]))
     monkeypatch.setattr(jax, "device_put", full)
     with pytest.raises(MemoryError):
-        store.swap_weights(staged)
+        store.swap_weights(staged, None)
     monkeypatch.undo()
     with pytest.raises(EngineUnavailable, match="the memory of weights is released"):
         answers(llm)

@@ -156,6 +156,27 @@ def test_an_answer_over_http_that_breaks_off_is_an_error_of_its_turn(say: Say) -
     assert others[0].startswith("error: 500: IncompleteRead") and "BadStatusLine('nonsense" in others[1]
 
 
+def test_an_answer_over_http_that_ends_between_two_events_broke_off_too(say: Say) -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with answering(reply(len(MODELS), MODELS), head + b"%x\r\n%s\r\n" % (len(EVENT), EVENT)) as url:
+        status, out, err = say("a", flags=("--url", url))
+    assert (status, out) == (1, "hi\n") and "error: the answer broke off" in err
+
+
+def test_a_proxy_is_not_asked_for_this_machine(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    done = EVENT + b"data: [DONE]\n\n"
+    with answering(reply(len(MODELS), MODELS), reply(len(done), done)) as url:
+        status, out, _ = say("a", flags=("--url", url))
+    assert (status, out) == (0, "hi\n")
+
+
+def test_an_address_that_is_no_url_is_named(say: Say) -> None:
+    status, _, err = say("a", flags=("--url", "http://127.0.0.1:abc"))
+    assert status == 1 and "--url is http://127.0.0.1:abc, which is no URL" in err
+
+
 def test_reset_forgets_the_turns_but_not_the_system(say: Say) -> None:
     status, out, _ = say("hello", "/reset", "and", flags=("--system", "be brief"))
     assert (status, out) == (0, "s(be brief)u(hello)\ns(be brief)u(and)\n")

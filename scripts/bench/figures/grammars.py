@@ -229,6 +229,7 @@ class Run(NamedTuple):
 
         from jaxsgl.messages.orders import News
         from jaxsgl.messages.replies import Replies
+        from jaxsgl.offline.interrupts import Interrupts
         from jaxsgl.offline.run import OfflineMailbox
         from jaxsgl.requests.request import Request
         from jaxsgl.scheduler.loop import run_loop
@@ -243,7 +244,7 @@ class Run(NamedTuple):
 
         pairs = enumerate(zip(prompts, params, strict=True))
         requests = [Request(str(i), ids, sampling) for i, (ids, sampling) in pairs]
-        mailbox = Mailbox(requests, llm.tokenizer, tqdm(disable=True))
+        mailbox = Mailbox(requests, llm.tokenizer, tqdm(disable=True), Interrupts())
         start_s, before = time.process_time(), llm._scheduler.num_steps
         run_loop(llm._scheduler, cast("ServedEngine", engine), mailbox, depth=1)
         cpu_s = (time.process_time() - start_s) / (llm._scheduler.num_steps - before)
