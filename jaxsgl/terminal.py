@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxsgl.config.server import API_KEY_VARIABLE
 from jaxsgl.errors import JaxsglError
+from jaxsgl.frontend.listen import is_loopback
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 
 POLL_S = 0.1
@@ -81,13 +82,16 @@ def connect(args: argparse.Namespace) -> Iterator[grpc.Channel]:
 
 
 def _channel(args: argparse.Namespace) -> grpc.Channel:
+    # A proxy, as the environment may name one, would look for a loopback address on its own machine.
+    is_here = is_loopback(args.addr.rpartition(":")[0].strip("[]"))
+    options = [*_CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_here else _CHANNEL_OPTIONS
     if not args.tls:
-        return grpc.insecure_channel(args.addr, options=_CHANNEL_OPTIONS)
+        return grpc.insecure_channel(args.addr, options=options)
     try:
         trusted = None if args.ca is None else Path(args.ca).read_bytes()
     except OSError as error:
         raise ClientError(f"--ca {args.ca} can't be read: {error.strerror}") from None
-    return grpc.secure_channel(args.addr, grpc.ssl_channel_credentials(trusted), options=_CHANNEL_OPTIONS)
+    return grpc.secure_channel(args.addr, grpc.ssl_channel_credentials(trusted), options=options)
 
 
 class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):

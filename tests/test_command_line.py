@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from jaxsgl.config.command_line import OTHER_VALUES, REFUSED, SETTINGS, SWITCHES, TOPICS, new_parser, parse, words_of
+from jaxsgl.config.command_line import (
+    LISTS,
+    OTHER_VALUES,
+    REFUSED,
+    SETTINGS,
+    SWITCHES,
+    TOPICS,
+    new_parser,
+    parse,
+    words_of,
+)
 from jaxsgl.config.flags import from_flags
 from jaxsgl.config.kernels import ATTENTION_BACKENDS
 from jaxsgl.config.server import ServerConfig
@@ -116,8 +126,9 @@ def test_flags_of_other_servers_mean_what_ours_do(pasted: str) -> None:
 
 def test_flags_without_effect_say_why() -> None:
     argv = [*SWITCHES, *(word for name in SETTINGS for word in (name, "1"))]
+    argv += [word for name in LISTS for word in (name, "1", "2")]
     lines = words_of(parse(argv).without_effect)
-    assert len(lines) == len(SWITCHES) + len(SETTINGS)
+    assert len(lines) == len(SWITCHES) + len(SETTINGS) + len(LISTS)
     assert lines[0].startswith("--trust-remote-code changes nothing here: code of a checkpoint is never run")
     lines = words_of(parse(["--attention-backend", "FLASHINFER", "--ep", "1"]).without_effect)
     assert lines == [
@@ -141,6 +152,36 @@ def test_a_number_of_experts_devices_names_the_way_out(argv: list[str]) -> None:
         parse(argv)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--model m --served-model-name a b", "b and --model m both name the model: give one"),
+        ("--api-key k b --model-path m", "if b belongs to the flag before it, that takes one value"),
+        ("m --model n", "m and --model n both name the model"),
+        ("--enable-prefix-caching false", "false would be the MODEL: switches take no value, so leave false out"),
+        ("--model m --enforce-eager True", "True would be the MODEL"),
+    ],
+)
+def test_a_word_too_many_does_not_become_the_model(flags: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(flags.split())
+    assert parse(["m", "--model", "m"]).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--decode-buckets 1,x", "argument --decode-buckets: '1,x' is no list of type int: give one as 1,2,4"),
+        ("--device-ids 0-3", "'0-3' is no list of type int"),
+        ("--cuda-graph-sizes 1 2 m", "argument --cuda-graph-sizes: invalid int value: 'm'"),
+    ],
+)
+def test_what_is_no_list_of_numbers_is_refused(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(flags.split())
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["k", "1.5K", "3kb", "1..5k", "x"])
 def test_what_is_no_number_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -151,7 +192,7 @@ def test_what_is_no_number_is_refused(text: str, capsys: pytest.CaptureFixture[s
 def test_no_flag_of_others_is_one_of_ours() -> None:
     assert not {name for names in OTHER_VALUES.values() for name in names} & set(ATTENTION_BACKENDS)
     new_parser()  # argparse refuses a name that is taken
-    assert not SWITCHES.keys() & SETTINGS.keys() | REFUSED.keys() & (SWITCHES | SETTINGS).keys()
+    assert not SWITCHES.keys() & SETTINGS.keys() | REFUSED.keys() & (SWITCHES | SETTINGS | LISTS).keys()
 
 
 LORA = ["--lora-paths", "a=x", "b=y"]
@@ -168,6 +209,8 @@ def test_a_file_holds_flags(tmp_path: Path) -> None:
     assert (
         config_of("--config", str(file), "n").engine.model == config_of("n", "--config", str(file)).engine.model == "n"
     )
+    file.write_text("enable-prefix-caching: false\ntrust-remote-code: false\ncuda-graph-bs: [1, 2]\n")
+    assert config_of("--config", str(file)) == config_of("--disable-radix-cache")
     for text, words in (("a: [", "is no YAML"), ("- a", "holds no flags"), ("config: x", "names another file")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):

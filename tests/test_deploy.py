@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import stat
 import subprocess
 import sys
 import tomllib
@@ -19,7 +20,8 @@ from jaxsgl.config.flags import add_flags, from_flags
 from jaxsgl.config.hosts import DIST_PORT, fill_in
 from jaxsgl.config.server import ServerConfig
 
-DEPLOY = Path(__file__).parent.parent / "deploy"
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted(DEPLOY.glob("*.yaml"))
 OF_HOSTS = {
     "lws-gpu": (2, "nvidia.com/gpu", 8),
@@ -30,12 +32,19 @@ SMG = Path(sys.executable).parent / "smg"
 SERVE = ["python", "-m", "jaxsgl.serve"]
 
 
+def pods(found: Any) -> Iterator[dict[str, Any]]:
+    """What a manifest says of pods."""
+    if isinstance(found, dict):
+        if "containers" in found:
+            yield found
+        for value in found.values():
+            yield from pods(value)
+
+
 def containers(found: Any) -> Iterator[dict[str, Any]]:
     """All containers of a manifest."""
-    if isinstance(found, dict):
-        yield from found.get("containers", [])
-        for value in found.values():
-            yield from containers(value)
+    for pod in pods(found):
+        yield from pod["containers"]
 
 
 def of_manifest(path: Path) -> list[Any]:
@@ -82,6 +91,22 @@ def test_servers_of_manifests_know_their_flags_and_are_probed_where_they_answer(
             assert container[probe]["httpGet"] == {"path": "/health", "port": "http"}
 
 
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_a_cache_in_an_empty_volume_is_a_folder_of_the_servers_user_alone(path: Path, tmp_path: Path) -> None:
+    """All users may write to an emptyDir, and `own_folder` takes nothing below such a folder."""
+    for pod in (each for document in of_manifest(path) for each in pods(document)):
+        empty = {volume["name"] for volume in pod.get("volumes", []) if "emptyDir" in volume}
+        for mount in (mount for container in pod["containers"] for mount in container.get("volumeMounts", [])):
+            if mount["name"] not in empty or not mount["mountPath"].endswith("/.cache"):
+                continue
+            (makes_it,) = pod["initContainers"]
+            assert [each["name"] for each in makes_it["volumeMounts"]] == [mount["name"]]
+            tmp_path.chmod(0o2777)
+            home = makes_it["volumeMounts"][0]["mountPath"]
+            subprocess.run([word.replace(home, str(tmp_path)) for word in makes_it["command"]], check=True)
+            assert stat.S_IMODE((tmp_path / mount["subPath"]).stat().st_mode) & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("name", OF_HOSTS)
 def test_hosts_of_a_set_have_as_many_devices_as_the_model_is_split_over(name: str, secret: Path) -> None:
     size, resource, each = OF_HOSTS[name]
@@ -125,12 +150,29 @@ def test_the_gateway_knows_the_flags_that_it_is_given() -> None:
         assert not word.startswith("--") or re.search(rf"{word}\b", known), word
 
 
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
 @pytest.mark.parametrize("name,extra", [("cpu", None), ("cuda13", "cuda13"), ("tpu", "tpu")])
 def test_images_install_what_the_package_offers_and_start_a_server(name: str, extra: str | None, secret: Path) -> None:
     text = (DEPLOY / f"{name}.Dockerfile").read_text()
-    extras = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = project()["project"]["optional-dependencies"]
     assert re.findall(r"/src\[(\w+)\]", text) == ([extra] if extra else []) and (extra is None or extra in extras)
     (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE)
     words = yaml.safe_load(entry)
     assert words[:3] == SERVE and config_of(words[3:], {}, secret).host == "0.0.0.0"
     assert f"docker build -f deploy/{name}.Dockerfile" in text and re.search(r"^USER \d+$", text, re.MULTILINE)
+    assert "COPY" not in text, "a layer would keep what a later one removes"
+    assert re.search(r"install -d -m 700 -o jaxsgl .*/home/jaxsgl/.cache$", text, re.MULTILINE), (
+        "root's, if a volume is"
+    )
+
+
+def test_images_are_built_from_what_the_package_needs_alone() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    kept = {line[1:] for line in lines if line.startswith("!")}
+    about, packages = project()["project"], project()["tool"]["setuptools"]["packages"]["find"]["include"]
+    needed = {"pyproject.toml", about["readme"], *about["license-files"], *(name.rstrip("*") for name in packages)}
+    assert kept == needed and all((ROOT / name).exists() for name in kept)
+    assert [line for line in lines if not line.startswith(("#", "!"))] == ["*", "**/__pycache__"]

@@ -83,7 +83,8 @@ TOPICS = {
     "media": Topic(
         "pictures and videos (docs/multimodal.md)",
         _words("language_only mm_enable_dp_encoder mm_pool_tokens mm_host_mib mm_max_patches allowed_media_domains"
-               " media_max_bytes media_max_pixels media_max_decode_bytes media_max_cpu_s media_timeout_s mm_hash_ids"),
+               " media_max_tokens media_max_bytes media_max_pixels media_max_decode_bytes media_max_cpu_s"
+               " media_timeout_s mm_hash_ids"),
     ),
     "network": Topic(
         "addresses, keys and limits of clients (docs/security.md)",
@@ -148,12 +149,16 @@ def new_parser(topics: Sequence[str] = tuple(TOPICS)) -> argparse.ArgumentParser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line and the file that it names. Raises `ConfigError` for a file that can't be used."""
+    """Parses the command line and the file that it names.
+
+    Raises `ConfigError` for a file that can't be used, and for a word that is not meant to be the MODEL.
+    """
     parser = new_parser()
     argv, others = _without_other_values(argv)
     args = _parse_all(parser, argv)
+    _check_model(args, parser.get_default("model"))
     if args.config is not None:
-        in_file, others_in_file = _without_other_values(_flags_in(args.config))
+        in_file, others_in_file = _without_other_values(_flags_in(args.config, parser))
         # Its own flag ends a list of words that the file may end with.
         args = _parse_all(parser, [*in_file, f"{CONFIG_FLAG}={args.config}", *argv], f" in {args.config}")
         others = [*others_in_file, *others]
@@ -161,6 +166,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.positional_model is not None:
         args.model = args.positional_model
     return args
+
+
+def _check_model(args: argparse.Namespace, default: str) -> None:
+    """Raises `ConfigError` if the word that would be the MODEL belongs to a flag, which takes no value or one."""
+    word = args.positional_model
+    if word is None:
+        return
+    if word.lower() in ("true", "false"):
+        raise ConfigError(f"{word} would be the MODEL: switches take no value, so leave {word} out")
+    if args.model not in (default, word):
+        raise ConfigError(
+            f"{word} and --model {args.model} both name the model: give one; if {word} belongs to the flag before it, "
+            "that takes one value"
+        )
 
 
 def _parse_all(parser: argparse.ArgumentParser, argv: Sequence[str], where: str = "") -> argparse.Namespace:
@@ -181,8 +200,8 @@ def near_flags(parser: argparse.ArgumentParser, words: Iterable[str]) -> list[st
     return shown
 
 
-def _flags_in(path: str) -> list[str]:
-    """Returns the command line that the file stands for. Raises `ConfigError`."""
+def _flags_in(path: str, parser: argparse.ArgumentParser) -> list[str]:
+    """Returns the command line that the file stands for, of flags of `parser`. Raises `ConfigError`."""
     import yaml
 
     try:
@@ -201,10 +220,12 @@ def _flags_in(path: str) -> list[str]:
             raise ConfigError(f"{CONFIG_FLAG} {path} names another file: put its flags here")
         if isinstance(value, list):
             words = list(map(str, value))
-            argv += [flag, *words] if flag in ("--lora-paths", "--lora-modules") else [flag, ",".join(words)]
+            argv += [flag, *words] if flag in _OF_WORDS else [flag, ",".join(words)]
         elif value is True:
             argv.append(flag)
-        elif value is not False and value is not None:
+        elif value is False:
+            argv += {f"--no-{flag[2:]}"} & parser._option_string_actions.keys()
+        elif value is not None:
             argv.append(f"{flag}={value}")
     return argv
 
@@ -265,7 +286,6 @@ SWITCHES = {
 # Flag with a value -> the same.
 SETTINGS = {
     "--cuda-graph-max-bs": _SIZES,
-    "--cuda-graph-sizes": _SIZES,
     "--torch-compile-max-bs": _SIZES,
     "--compilation-config": "give --decode-buckets and --extend-buckets to choose the compiled sizes",
     "--max-seq-len-to-capture": _COMPILED,
@@ -298,6 +318,9 @@ SETTINGS = {
     "--mm-encoder-tp-mode": "give --mm-enable-dp-encoder for data",
     "--mm-processor-cache-gb": "give --mm-host-mib for encoded images",
 }
+# Flag with several numbers -> the same.
+LISTS = {"--cuda-graph-bs": _SIZES, "--cuda-graph-sizes": _SIZES}
+_OF_WORDS = ("--lora-paths", "--lora-modules", *LISTS)
 # Flag -> what to do instead.
 REFUSED = {
     "--cpu-offload-gb": "weights stay on the device: give --quantization, or --tp with more devices",
@@ -309,7 +332,7 @@ REFUSED = {
     "--tokenizer-path": "the tokenizer is the model folder's: put its files there",
     "--device": "set JAX_PLATFORMS, as JAX_PLATFORMS=cpu",
     "--root-path": "have the proxy strip the prefix",
-    "--limit-mm-per-prompt": "give --media-max-bytes and --media-max-pixels (docs/multimodal.md)",
+    "--limit-mm-per-prompt": "give --media-max-tokens and --media-max-bytes (docs/multimodal.md)",
     "--allowed-local-media-path": "files come as data: URLs, or from --allowed-media-domains",
     "--dtype-kv-cache": "give --kv-cache-dtype",
     "--task": "give --is-embedding, or nothing for a model that generates",
@@ -367,17 +390,19 @@ class _Refused(argparse.Action):
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags; those without effect are listed in `without_effect` of the parsed flags."""
     parser.set_defaults(without_effect=[])
-    actions: list[tuple[Iterable[str], type[argparse.Action], int | str | None]] = [
-        (SWITCHES, _Ignored, 0), (SETTINGS, _Ignored, None), (REFUSED, _Refused, "?")
+    kinds: list[tuple[Iterable[str], dict[str, Any]]] = [
+        (SWITCHES, {"action": _Ignored, "nargs": 0}), (SETTINGS, {"action": _Ignored}),
+        (LISTS, {"action": _Ignored, "nargs": "+", "type": int}),  # a MODEL behind the numbers is no number
+        (REFUSED, {"action": _Refused, "nargs": "?"}),
     ]  # fmt: skip
     hidden = argparse.SUPPRESS
-    for flags, action, num_values in actions:
+    for flags, how in kinds:
         for name in flags:
-            parser.add_argument(name, action=action, nargs=num_values, dest=hidden, default=hidden, help=hidden)
+            parser.add_argument(name, **how, dest=hidden, default=hidden, help=hidden)
 
 
 def words_of(without_effect: Sequence[str]) -> list[str]:
     """Returns a line for each flag that has no effect."""
     backends = dict.fromkeys((f"--attention-backend {name}" for name in _OTHER_BACKENDS), _KERNELS)
-    why = SWITCHES | SETTINGS | backends | {"--ep 1": "each device has all experts without it"}
+    why = SWITCHES | SETTINGS | LISTS | backends | {"--ep 1": "each device has all experts without it"}
     return [f"{name} changes nothing here: {why[name]}" for name in dict.fromkeys(without_effect)]

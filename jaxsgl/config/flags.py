@@ -195,7 +195,12 @@ def _same_as(same: Mapping[str, str], parse: Callable[[str], Any], text: str) ->
 
 
 def _list_of(kind: type, text: str) -> tuple[Any, ...]:
-    return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+    """Reads values with commas between."""
+    try:
+        return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        message = f"{text!r} is no list of type {kind.__name__}: give one as 1,2,4"
+        raise argparse.ArgumentTypeError(message) from error
 
 
 def flag_name(field_name: str) -> str:

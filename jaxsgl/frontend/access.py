@@ -53,15 +53,18 @@ class Access:
         # By digest: a look-up of what a client sent takes as long whether it is nearly right or not.
         self._callers: dict[bytes, Caller] = {}
         if config.api_key_file is not None:
-            self._callers = {_digest_of(key): Caller(tenant=_tenant_of(key)) for key in _read_keys(config.api_key_file)}
+            self._callers = {
+                _digest_of(key.encode()): Caller(tenant=_tenant_of(key)) for key in _read_keys(config.api_key_file)
+            }
         if config.api_key is not None:
-            self._callers[_digest_of(config.api_key)] = Caller()
+            self._callers[_digest_of(config.api_key.encode())] = Caller()
         self._needs_key = bool(self._callers)
         self._has_admin = config.admin_api_key is not None
         if config.admin_api_key is not None:
-            if _digest_of(config.admin_api_key) in self._callers:
+            digest = _digest_of(config.admin_api_key.encode())
+            if digest in self._callers:
                 raise StartupError("--admin-api-key is also a key of clients: choose another")
-            self._callers[_digest_of(config.admin_api_key)] = Caller(is_admin=True)
+            self._callers[digest] = Caller(is_admin=True)
 
     @property
     def guards(self) -> bool:
@@ -69,12 +72,13 @@ class Access:
         return self._needs_key or self._has_admin
 
     def check(self, authorization: bytes, is_order: bool) -> Caller:
-        """Returns who sent the header `authorization`.
+        """Returns who sent the header `authorization`, whose first word may be in any case.
 
         Raises `Unauthenticated` if the call needs a key and this is none, and `Forbidden` if it needs the
         administrator's. `is_order` says that the call operates the server or shows what other clients do.
         """
-        caller = self._callers.get(hashlib.sha256(authorization).digest())
+        scheme, _, key = authorization.partition(b" ")
+        caller = self._callers.get(_digest_of(key)) if scheme.lower() == b"bearer" else None
         for_admin = is_order and self._has_admin
         if caller is None and (self._needs_key or for_admin):
             raise Unauthenticated(
@@ -116,8 +120,8 @@ def keys_in_file(path: str | None) -> list[str]:
     return []
 
 
-def _digest_of(key: str) -> bytes:
-    return hashlib.sha256(f"Bearer {key}".encode()).digest()
+def _digest_of(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def _tenant_of(key: str) -> str:

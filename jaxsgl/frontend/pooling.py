@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.frontend.generation import Generation, Generator, Pause, RequestOptions, prompted_all
 from jaxsgl.requests.outputs import Pooled, Pooling, PoolingSpec
 from jaxsgl.requests.request import POOLING_SAMPLING, Request
@@ -67,7 +67,7 @@ def spec_of(generator: Generator) -> PoolingSpec:
 async def pool(
     generator: Generator, prompts: Sequence[Prompt], call: PoolingCall, pooling: Pooling = Pooling()
 ) -> list[PoolingAnswer]:
-    """Returns what each prompt yields, in their order. Raises as `Generator.prepare_all` and `Generator.start`."""
+    """Returns what each prompt yields, in their order. Raises as `Generator.prepare_all` and `run`."""
     spec_of(generator)
     options = [replace(given, pooling=pooling) for given in call.options]
     each = options * len(prompts) if len(options) == 1 else options
@@ -76,7 +76,10 @@ async def pool(
 
 
 async def run(generator: Generator, requests: Sequence[Request], rank: int | None = None) -> list[PoolingAnswer]:
-    """Submits prepared requests for pooling together, and waits for all. Leaving before their end aborts them."""
+    """Submits prepared requests for pooling together, and waits for all. Leaving before their end aborts them.
+
+    Raises as `Generator.start`, and `EngineUnavailable` if an order aborts one.
+    """
     generations: list[Generation] = []
     pause = Pause()
     with contextlib.ExitStack() as stack:
@@ -90,7 +93,7 @@ async def _answer(generation: Generation) -> PoolingAnswer:
     await generation.whole()
     end = generation.ends[0]
     if generation.pooled is None:
-        raise InvalidRequest("the request was aborted")
+        raise EngineUnavailable("an order to the server has aborted the request: send it again")
     return PoolingAnswer(generation.pooled, end.prompt_tokens, end.cached_tokens)
 
 

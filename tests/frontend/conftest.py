@@ -44,10 +44,10 @@ def server(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="session")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server whose model answers each chat with its last message; the prompt may open the reasoning.
+def scripted_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """That of a model whose prompt ends with the last message, or opens the reasoning behind it.
 
-    The context of the fake engine holds 200 tokens, so the markers of calls are tokens of their own.
+    The markers of reasoning and calls are tokens of their own, as Qwen3's: the fake engine's context holds 200 tokens.
     """
     tokenizer = byte_level()
     head = '{"name": "weather", "arguments": '
@@ -57,7 +57,12 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
         [AddedToken(f"<|fim_{name}|>", special=False) for name in ("prefix", "suffix", "middle", "pad")]
     )
     template = "{{ messages[-1].content }}<|end|>{% if enable_thinking %}<think>{% endif %}"
-    folder = save(tokenizer, tmp_path_factory.mktemp("scripted_model"), template)
+    return save(tokenizer, tmp_path_factory.mktemp("scripted_model"), template)
+
+
+@pytest.fixture(scope="session")
+def scripted(scripted_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose model answers each chat with its last message; the prompt may open the reasoning."""
     flags = (
         "--tool-call-parser",
         "qwen25",
@@ -67,7 +72,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
         STATES_FLAG,
         TRUST_FLAG,
     )
-    server = ServerProcess(tmp_path_factory.mktemp("scripted_server"), folder, *flags)
+    server = ServerProcess(tmp_path_factory.mktemp("scripted_server"), scripted_folder, *flags)
     server.wait_until_ready()
     yield server
     server.end()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -15,7 +16,13 @@ from anthropic.types import ToolParam
 from http_calls import connect
 from server_process import ServerProcess
 
+from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.anthropic.conversation import MessagesRequest, chat_of
+from jaxsgl.frontend.http.anthropic.messages import Message
+from jaxsgl.requests.request import FinishReason
+from jaxsgl.text.answer import AnswerParser
+from jaxsgl.text.calls import FORMS
+from jaxsgl.text.sample import End, Piece
 
 PATH = "/v1/messages"
 WEATHER: ToolParam = {
@@ -101,6 +108,26 @@ def test_why_an_answer_ends(client: anthropic.Anthropic) -> None:
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 3)
     stopped = client.messages.create(**ask("Hello you", stop_sequences=["you", "xy"]))
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "you")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "as_far_as_it_came"),
+    [
+        ('{"city": "Kö', {"city": "Kö"}),
+        ('{"days": 3, "city', {"days": 3}),
+        (f'{{"days": {"1" * 5000}}}', {}),  # Python makes no integer of so many digits
+    ],
+)
+def test_the_input_of_a_call_is_what_can_be_read_of_its_arguments(
+    arguments: str, as_far_as_it_came: dict[str, Any]
+) -> None:
+    parser = AnswerParser(None, FORMS["hermes"], {"weather": {}}, constrained=True)
+    form: Any = SimpleNamespace(include=True, parser=lambda: parser, new_call_id=lambda: "call_a")
+    message = Message("msg_a", "default", form, ())
+    end = End(FinishReason.LENGTH, matched_stop=None, prompt_tokens=3, cached_tokens=0, completion_tokens=2)
+    message.take(Piece(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}', [5, 6], end), 3)
+    (block,) = message.whole()["content"]
+    assert (block["type"], block["input"]) == ("tool_use", as_far_as_it_came)
 
 
 def test_a_call_can_be_demanded(client: anthropic.Anthropic) -> None:
@@ -226,6 +253,15 @@ def test_a_request_of_claude_code_is_a_chat() -> None:
 def test_the_assistants_last_words_begin_the_answer() -> None:
     begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]
     assert chat_of(MessagesRequest.model_validate(ask("a") | {"messages": begun})).continue_final_message
+
+
+def test_a_picture_in_a_turn_of_the_assistant_is_refused() -> None:
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    for block in (picture, {"type": "search_result", "content": [picture]}):
+        said = {"role": "assistant", "content": [{"type": "text", "text": "Here it is:"}, block]}
+        body = ask("a") | {"messages": [{"role": "user", "content": "a"}, said]}
+        with pytest.raises(InvalidRequest, match=r"messages\[1\]\.content\[1\] has a picture, but turns of the assist"):
+            chat_of(MessagesRequest.model_validate(body))
 
 
 def test_what_the_body_says_of_choice_and_form_reaches_the_chat() -> None:

@@ -160,6 +160,14 @@ def test_without_a_server_it_gives_up_after_the_wait(capsys: pytest.CaptureFixtu
     assert "no server is ready at 127.0.0.1:1 after 0.3 s (nothing answers)" in err
 
 
+def test_no_proxy_is_asked_for_a_server_on_this_machine(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    assert ask("hello", "--raw", "--max-tokens", "1", "--wait-s", "1")[0] == 0
+
+
 def test_the_client_waits_for_a_server_that_still_loads(
     start_server: StartServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

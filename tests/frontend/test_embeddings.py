@@ -202,6 +202,19 @@ def test_a_client_that_leaves_aborts_its_inputs(server: ServerProcess, http: htt
     wait_for(lambda: num_running() == 0, "abort")
 
 
+def test_an_input_that_an_order_aborts_may_be_sent_again(server: ServerProcess) -> None:
+    def ask() -> httpx.Response:
+        with connect(server) as asking:
+            return asking.post(PATH, json={"input": [[Script.HANG]]})
+
+    with ThreadPoolExecutor() as pool, connect(server) as http:
+        asked = pool.submit(ask)
+        order = {"abort_all": True}
+        wait_for(lambda: http.post("/abort_request", json=order).json()["num_aborted"], "the input to abort")
+        answer = asked.result()
+    assert answer.status_code == 503 and "send it again" in answer.text
+
+
 def test_a_server_for_embeddings_says_so_and_generates_nothing(start_server: Callable[..., ServerProcess]) -> None:
     server = start_server("--is-embedding")
     server.wait_until_ready()

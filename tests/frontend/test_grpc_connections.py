@@ -176,8 +176,9 @@ def test_an_old_connection_has_as_long_as_a_request_may_take() -> None:
     assert options["grpc.max_connection_age_grace_ms"] > 7_200_000
     assert options["grpc.max_concurrent_streams"] > 120, "all requests of a gateway come over one connection"
     assert options["grpc.max_allowed_incoming_connections"] == 50
-    endless = dict(connection_options(ServerConfig(request_timeout_s=1e9), 50, Timeouts()))
-    assert endless["grpc.max_connection_age_grace_ms"] == 2**31 - 1
+    for timeout_s in (1e9, float("inf")):
+        endless = dict(connection_options(ServerConfig(request_timeout_s=timeout_s), 50, Timeouts()))
+        assert endless["grpc.max_connection_age_grace_ms"] == 2**31 - 1
 
 
 def test_one_connection_holds_few_endless_calls(server: ServerProcess) -> None:

@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from http_calls import connect, generate_body, until
 from server_process import PATIENCE_S, ServerProcess
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from tls_files import make_certificate
 from uvicorn.server import ServerState
 
@@ -39,6 +39,7 @@ CHUNKED = b"POST /read HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\ntransfe
 CHUNKED += b"8\r\n" + BODY + b"\r\n0\r\n\r\n"
 UNREAD = b"GET /unread HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\ncontent-length: 8\r\n\r\n" + BODY
 UPGRADE = b"GET /unread HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n"
+WEBSOCKET = "connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: dGVzdA=="
 JUNK = b"\x16\x03\x01\x02\r\n\r\n"
 REQUESTS = {
     "whole body": POST,
@@ -73,6 +74,14 @@ def new_app() -> FastAPI:
     @app.get("/large")
     async def large() -> Response:
         return Response(b"x" * (16 << 20))
+
+    @app.get("/stream")
+    async def stream() -> Response:
+        async def letters() -> AsyncIterator[bytes]:
+            for letter in (b"a", b"b", b"c"):
+                yield letter
+
+        return StreamingResponse(letters())
 
     app.add_middleware(BodyLimit, max_bytes=100, max_plain_bytes=100, stall_s=LIMIT_S)
     app.add_middleware(ApiKey, access=Access(ServerConfig(api_key="k")))
@@ -128,6 +137,57 @@ def test_a_client_that_falls_silent_after_any_byte_loses_its_connection(sent: by
             await asyncio.gather(*(answer_to(port, *pieces, pause_s=LIMIT_S / 6) for pieces in cuts))
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("pause_s", [0.0, LIMIT_S / 6], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("wish", ["connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c", WEBSOCKET], ids=["h2", "ws"])
+def test_a_request_that_would_change_the_protocol_is_answered_with_its_body(
+    wish: str, pause_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    head, _, body = POST.partition(b"\r\n\r\n")
+    asks = b"%s\r\n%s\r\n\r\n" % (head, wish.encode())
+    chunked = CHUNKED.replace(b"\r\n\r\n", b"\r\n%s\r\n\r\n" % wish.encode(), 1)
+    last = asks.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
+
+    async def scenario() -> bytes:
+        async with serving() as (port, _):
+            pieces = (asks, body[:3], body[3:], POST, chunked, asks + body + last, body)
+            return await answer_to(port, *(pieces if pause_s else [b"".join(pieces)]), pause_s=pause_s)
+
+    got = asyncio.run(scenario())
+    assert got.count(b"HTTP/1.1 200") == got.count(BODY) == 5 and got.count(b"HTTP/1.1") == 5
+    assert got.count(b"connection: close") == 1
+    assert not caplog.records
+
+
+def test_the_body_of_a_request_that_would_change_the_protocol_is_no_request() -> None:
+    async def scenario() -> bytes:
+        async with serving() as (port, _):
+            head = POST[: -len(BODY)].replace(b"content-length: 8", b"content-length: %d" % len(UNREAD))
+            return await answer_to(port, head.replace(b"\r\n", b"\r\n%s\r\n" % WEBSOCKET.encode(), 1) + UNREAD)
+
+    got = asyncio.run(scenario())
+    assert got.count(b"HTTP/1.1 ") == 1 and got.endswith(UNREAD)
+
+
+def test_no_tunnel_is_made() -> None:
+    async def scenario() -> bytes:
+        async with serving() as (port, _):
+            return await answer_to(port, b"CONNECT http://x/unread HTTP/1.1\r\nhost: x\r\n\r\n" + UNREAD)
+
+    got = asyncio.run(scenario())
+    assert got.startswith(b"HTTP/1.1 400") and got.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_client_of_http_1_0_gets_the_bytes_of_a_stream_alone() -> None:
+    async def scenario() -> tuple[bytes, bytes]:
+        async with serving() as (port, _):
+            head = b"GET /stream HTTP/1.%d\r\nhost: x\r\nauthorization: Bearer k\r\n\r\n"
+            return await answer_to(port, head % 0), await answer_to(port, head % 1)
+
+    old, new = asyncio.run(scenario())
+    assert b"connection: close" in old and b"transfer-encoding" not in old and old.endswith(b"\r\n\r\nabc")
+    assert b"transfer-encoding: chunked" in new and new.endswith(b"1\r\nc\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize("dripping", [b"\r\n", b"a"], ids=["lines", "letters"])

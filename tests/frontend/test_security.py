@@ -28,7 +28,7 @@ from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 
 KEY = "sk-it-is-me"
-WRONG = (None, "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", KEY, f"Basic {KEY}", "Bearer \xfc")
+WRONG = (None, "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", KEY, f"Basic {KEY}", f"Bearer{KEY}", "Bearer \xfc")
 
 
 @pytest.fixture(scope="module")

@@ -168,6 +168,8 @@ def test_pages_of_an_allowed_site_may_read_the_answers(start_server: Callable[..
         preflight = http.options("/generate", headers=friend | asks)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://chat.example.org"
+        deletes = friend | asks | {"access-control-request-method": "DELETE"}
+        assert http.options("/v1/responses/resp_a", headers=deletes).status_code == 200
         body = generate_body(5, max_new_tokens=1)
         answer = http.post("/generate", json=body, headers=friend | {"authorization": "Bearer k"})
         assert answer.status_code == 200

@@ -141,7 +141,8 @@ def test_an_administrators_key_alone_leaves_other_calls_open() -> None:
 
 def test_without_an_administrators_key_a_clients_key_grants_all() -> None:
     access = Access(ServerConfig(api_key=COMMON))
-    assert access.check(f"Bearer {COMMON}".encode(), is_order=True) == Caller()
+    for scheme in ("Bearer", "bearer", "BEARER"):
+        assert access.check(f"{scheme} {COMMON}".encode(), is_order=True) == Caller()
     assert not Access(ServerConfig()).guards
     with pytest.raises(StartupError, match="choose another"):
         Access(ServerConfig(api_key=COMMON, admin_api_key=COMMON))

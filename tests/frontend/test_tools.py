@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +14,19 @@ import httpx
 import openai
 import pytest
 from http_calls import chunks, connect, post, refusal, say
+from played_link import PlayedLink, front_end_of
 from server_process import ServerProcess
+from test_event_loop import INFO
 
+from jaxsgl.constraints.compiler import Compiler
+from jaxsgl.frontend.generation import ServedModel
+from jaxsgl.frontend.http.openai.chat import chat_prompt, prepare_chat
+from jaxsgl.frontend.http.openai.schemas import ChatRequest
 from jaxsgl.frontend.http.openai.tools import AnswerForm, ToolUse, constrained
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.text.call_stream import Part
 from jaxsgl.text.dialects import dialect_of
+from jaxsgl.text.tokenizer import load_tokenizer
 
 PATH = "/v1/chat/completions"
 WEATHER = {
@@ -133,8 +143,43 @@ def test_no_call_is_looked_for_in_json_that_was_asked_for(name: str) -> None:
     assert parser.finish() == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"tools": [WEATHER, NOW]}, f"<think>Hm</think>I look.\n{CALL}"),
+        ({"tools": [WEATHER, NOW], "tool_choice": "required"}, f"<think>Hm</think>{CALL_NOW}"),
+        ({"response_format": {"type": "json_object"}}, '<think>Hm</think>\n{"a": 1}'),
+        ({"tools": [NOW], "response_format": {"type": "json_object"}}, f"<think>Hm</think>{CALL_NOW}"),
+        ({"regex": "[0-9]+", "enable_thinking": True}, "Hm</think>12"),
+        ({"thinking_token_budget": 2}, "<think>H</think>Hello"),
+    ],
+)
+def test_the_engine_takes_grammars_of_answers_where_markers_are_tokens(
+    scripted_folder: str, fields: dict[str, Any], answer: str
+) -> None:
+    """Those markers are kept out of free text by an operator that no client may send."""
+    tokenizer = load_tokenizer(scripted_folder)
+    assert None not in map(tokenizer.unit_of, ("<think>", "</think>", "<tool_call>", "</tool_call>"))
+
+    async def grammar() -> Grammar | None:
+        with ThreadPoolExecutor(1) as threads:
+            model = ServedModel(INFO, tokenizer, dialect_of(None, "qwen25", "qwen3"))
+            body = ChatRequest.model_validate({"messages": say("a"), "max_tokens": 50} | fields)
+            request, _ = await prepare_chat(front_end_of(PlayedLink(), threads, model), body, "a")
+            return request.sampling.grammar
+
+    asked = asyncio.run(grammar())
+    assert asked is not None and asked.kind == "answer_grammar"
+    matcher = Compiler(Path(scripted_folder), 1000, [1]).compile(asked)
+    ids = tokenizer.encode(answer, add_special_tokens=False)
+    assert matcher.num_allowed(ids) == len(ids)
+    for token_id in ids:
+        matcher.advance(token_id)
+    assert matcher.accepts
+
+
 def test_reasoning_gets_a_budget(http: httpx.Client) -> None:
-    """The fake engine ignores grammars; tests/text/test_call_grammars.py asks llguidance."""
+    """The fake engine ignores grammars; tests/text/test_call_grammars.py asks the compiler."""
     for name in ("thinking_token_budget", "thinking_budget"):
         assert answer(http, "<think>Hm</think>Hello", **{name: 5})[0]["reasoning_content"] == "Hm"
         assert name in refusal(http, PATH, messages=say("a"), **{name: -1})["message"]
@@ -147,6 +192,27 @@ def test_functions_are_an_older_word_for_tools(http: httpx.Client) -> None:
     (choice,) = post(http, PATH, messages=say(CALL), **fields)["choices"]
     assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
     assert choice["finish_reason"] == "function_call"
+
+
+def test_the_template_sees_calls_of_functions_as_those_of_tools() -> None:
+    def call(city: str) -> dict[str, Any]:
+        return {"name": "weather", "arguments": json.dumps({"city": city})}
+
+    messages: list[Any] = [{"role": "user", "content": "a"}]
+    for city in ("Köln", "Bonn"):
+        messages.append({"role": "assistant", "content": None, "function_call": call(city)})
+        messages.append({"role": "function", "name": "weather", "content": f"rain in {city}"})
+    body = ChatRequest.model_validate({"messages": messages, "functions": [WEATHER["function"]]})
+    tokenizer: Any = SimpleNamespace(knows_role=lambda role: True)
+    turns: list[Any] = list(chat_prompt(body, tokenizer).messages)
+    ids = []
+    for asks, answers in (turns[1:3], turns[3:5]):
+        (made,) = asks["tool_calls"]
+        assert answers["role"] == "tool" and answers["name"] == "weather"
+        assert answers["tool_call_id"] == made["id"] and f"in {made['function']['arguments']['city']}" in str(answers)
+        ids.append(made["id"])
+    assert len(set(ids)) == 2 and all(len(each) == 9 and each.isalnum() for each in ids), "as Mistral's templates want"
+    assert chat_prompt(ChatRequest.model_validate({"messages": messages}), tokenizer).messages == turns
 
 
 def test_reasoning_has_a_field_of_its_own(http: httpx.Client) -> None:

@@ -80,7 +80,7 @@ def max_streams(config: ServerConfig) -> int:
 
 
 def _ms(seconds: float) -> int:
-    return min(round(seconds * 1000), (1 << 31) - 1)  # gRPC's largest number, which means forever
+    return round(min(seconds * 1000, (1 << 31) - 1))  # gRPC's largest number, which means forever
 
 
 class HeldStreams(grpc.aio.ServerInterceptor):

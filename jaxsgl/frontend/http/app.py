@@ -69,7 +69,7 @@ def build_app(front_end: FrontEnd) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=[origin.lower() for origin in front_end.config.allowed_origins],
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER],
         )

@@ -7,10 +7,12 @@ Knows no endpoint. app.py gives it to uvicorn; acceptor.py counts it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -95,9 +97,37 @@ class Connection(HttpToolsProtocol):
         """Parses `data`; throws it away if the connection is ending."""
         if self._client.is_closing():
             return
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            logger.warning("what a client has sent is no HTTP request: ending its connection")
+            self.send_400_response("Invalid HTTP request received.")
         if self._running is None and self._head_timer is None and not self._client.is_closing():
             self._await_head()  # uvicorn has stopped its own timer, be it for an empty line
+
+    def _parse(self, data: bytes) -> None:
+        """Parses `data`. A request that would change the protocol is answered as if it didn't say so (RFC 9110, 7.8).
+
+        httptools takes such a request to end with its head, and its body for something else: it gets the head again,
+        without that header, and then the body.
+        """
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as wish:
+                version = self.parser.get_http_version().encode()
+                lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+                lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+                data = b"\r\n".join([*lines, b"", data[wish.args[0] :]])
+                self.parser = self._new_parser()  # the old one takes no more after `connection: close`
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        """Returns one as uvicorn makes it."""
+        parser = httptools.HttpRequestParser(self)
+        with contextlib.suppress(AttributeError):  # httptools before 0.6.3
+            parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
 
     def on_message_begin(self) -> None:
         """A request starts."""
@@ -122,8 +152,14 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("this is no proxy")  # uvicorn answers 400 and closes
+        if self.parser.should_upgrade():
+            return  # `_parse` has the head come again
         self._end_head()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = _UntilClose
         self._may_keep_alive = self.cycle.keep_alive
         self.cycle.keep_alive = False  # an answer before the body ends the connection
         if not self.pipeline:
@@ -131,6 +167,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
+        if self.parser.should_upgrade():
+            return  # it isn't: `_parse` goes on with it
         self._receiving = False
         if not self.cycle.response_started:
             self.cycle.keep_alive = self._may_keep_alive
@@ -206,6 +244,22 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+class _UntilClose(RequestResponseCycle):
+    """An answer to HTTP/1.0, which knows no chunks: a body whose length is not known ends with the connection."""
+
+    _is_unsized = False
+
+    async def send(self, message: Any) -> None:
+        """Of ASGI."""
+        if message["type"] == "http.response.start":
+            self._is_unsized = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if self._is_unsized:
+                self.chunked_encoding = False
+        elif self._is_unsized:
+            self.expected_content_length = len(message.get("body", b""))  # each part is as long as it is
+        await super().send(message)
 
 
 class _Transport(asyncio.Transport):

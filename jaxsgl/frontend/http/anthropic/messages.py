@@ -142,8 +142,7 @@ class Message:
         kind, self._open = self._open.kind, None
         events: list[bytes] = []
         if kind == "call":
-            # Arguments that max_tokens has cut are as far as they came.
-            self._blocks[-1]["input"] = from_json("".join(self._arguments) or "{}", allow_partial=True)
+            self._blocks[-1]["input"] = _object_of("".join(self._arguments))
         if kind == "reasoning":  # clients send it back with the block; nothing here reads it
             self._blocks[-1]["signature"] = signature = uuid.uuid4().hex
             events.append(self._delta(type="signature_delta", signature=signature))
@@ -168,6 +167,15 @@ class Message:
 
     def _delta(self, **delta: Any) -> bytes:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+
+
+def _object_of(arguments: str) -> dict[str, Any]:
+    """Returns the arguments of a call, as far as they came before max_tokens cut them; {} for what no parser reads."""
+    try:
+        read: dict[str, Any] = from_json(arguments or "{}", allow_partial="trailing-strings")
+    except ValueError:  # as a number of thousands of digits
+        return {}
+    return read
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.bodies import (
@@ -240,6 +240,7 @@ class MessageBody(Body):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    function_call: Annotated[FunctionCall, Field(description="OpenAI's older word for one of tool_calls")] | None = None
 
 
 class PredictedContent(Body):
@@ -289,7 +290,23 @@ ToolChoice = Annotated[
 ]
 
 
-Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+def _in_newer_words(messages: list[MessageBody]) -> list[MessageBody]:
+    """Makes calls of `functions`, and what these returned, those of tools: chat templates know no others."""
+    call_id = None
+    for index, message in enumerate(messages):
+        if message.function_call is not None and not message.tool_calls:
+            call_id = f"call{index:05}"  # the same each time, or no prefix is cached; Mistral's have nine characters
+            message.tool_calls = [ToolCall(id=call_id, function=message.function_call)]
+        elif message.role == "function":
+            message.role, message.tool_call_id = "tool", message.tool_call_id or call_id
+    return messages
+
+
+Messages = Annotated[
+    list[MessageBody],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    AfterValidator(_in_newer_words),
+]
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
