@@ -74,11 +74,18 @@ class VisionConfig:
         None,
         "patches of one image at most, 4 of which are a token (of Gemma 9 or 16; default: 4096 on a CPU, else 16384)",
     )
+    media_max_tokens: int = flag(
+        32_768,
+        "tokens of all pictures and videos of a request at most, each of which takes some 6 KiB of host memory while "
+        "the request waits; one picture or pair of frames for each 32 of them",
+    )
 
     def __post_init__(self) -> None:
         for name, value in (("--mm-pool-tokens", self.mm_pool_tokens), ("--mm-max-patches", self.mm_max_patches)):
             require(value is None or value >= 16, name, value, "16 and more")
         require(self.mm_host_mib is None or self.mm_host_mib >= 0, "--mm-host-mib", self.mm_host_mib, "0 and more")
+        in_bounds = 256 <= self.media_max_tokens <= 1 << 20
+        require(in_bounds, "--media-max-tokens", self.media_max_tokens, "256 to 2**20")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from jaxsgl.messages.orders import (
 )
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.models import Params
-from jaxsgl.offline.media import has_parts, read_chat
+from jaxsgl.offline.media import read_chat
 from jaxsgl.offline.pooling import PoolingLLM
 from jaxsgl.offline.run import Encoded, Prompt, UseTqdm, as_list, per_prompt, text_of
 from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts
@@ -247,9 +247,10 @@ class LLM(PoolingLLM):
         self.close()
 
     def _encode_chat(self, turns: Conversation) -> Encoded:
-        if has_parts(turns):
-            return self._media.prepare(read_chat(turns, self.tokenizer), add_special_tokens=False)
-        return self.tokenizer.encode_chat([_message(turn) for turn in turns]), ()
+        said, files = read_chat(turns)
+        if files:
+            return self._media.prepare_chat(said, files)
+        return self.tokenizer.encode_chat([ChatMessage(turn["role"], turn["content"]) for turn in said]), ()
 
     def _encode_prediction(self, text: str) -> list[int]:
         if not text or not self.config.speculation.is_on:
@@ -336,9 +337,3 @@ def _completion(
         hidden_states=hidden,
         routed_experts=experts,
     )
-
-
-def _message(turn: Mapping[str, str]) -> ChatMessage:
-    if not ("role" in turn and "content" in turn):
-        raise InvalidRequest(f"a turn has the keys {sorted(turn)}, but needs role and content")
-    return ChatMessage(turn["role"], turn["content"])

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from jaxsgl.errors import InvalidRequest
 
 MAX_SAMPLES = 100_000  # of a track: half an hour at 60 frames a second
+MAX_SOUND_SAMPLES = 4 * MAX_SAMPLES  # of a track of sound, which is ignored: two hours of AAC
 MAX_TRACKS = 8
 MAX_FRAGMENTS = 10_000  # and entries of the indices that lead to them
 MAX_INDEX_ENTRIES = 10 * MAX_SAMPLES  # that FFmpeg makes for a track: its samples, once for each part of an edit list
@@ -59,7 +60,7 @@ def check_boxes(content: bytes, name: str) -> None:
                 tracks[-1].add(kind, content, at)
     _bound(len(tracks) - 1, MAX_TRACKS, "tracks", name)
     _bound(num_fragments, MAX_FRAGMENTS, "fragments", name)
-    _bound(num_samples, MAX_SAMPLES * max(1, len(tracks) - 1), "samples in fragments", name)
+    _bound(num_samples, max(MAX_SAMPLES, sum(track.most for track in tracks[1:])), "samples in fragments", name)
     num_bytes = sum(track.check() for track in tracks)
     if num_bytes > len(content):
         raise InvalidRequest(f"{name} declares {num_bytes} bytes of sound, but has {len(content)}: is it complete?")
@@ -72,18 +73,24 @@ class _Track:
         self.handlers: set[bytes] = set()  # what the track says that it is
         self._name = name
         self._samples = self._chunks = self._edits = 0
+        self._longest = (0, b"")  # entries of the longest table, and its kind
         self._sizes: list[int] = []  # of each table of sizes: that of all samples in bytes, or 0
         self._times: list[tuple[int, int]] = []  # of each table: entries, and ticks that a sample of the first lasts
         self._chunk_sizes: list[npt.NDArray[np.int64]] = []  # rows: the first chunk, samples in it and those after it
 
+    @property
+    def most(self) -> int:
+        """Samples that it may have."""
+        return MAX_SOUND_SAMPLES if self._is_sound else MAX_SAMPLES
+
     def add(self, kind: bytes, content: bytes, at: int) -> None:
-        """Notes a table whose body stands at `at`. Raises `InvalidRequest` if it has too many entries."""
+        """Notes a table whose body stands at `at`."""
         count = _number(content, at + _COUNTS_AT[kind])
         if kind in (b"stsz", b"stz2"):
             self._samples += count
             self._sizes.append(_number(content, at + 4) if kind == b"stsz" else 0)
             return
-        _bound(count, MAX_SAMPLES, f"entries in a box {kind.decode()}", self._name)
+        self._longest = max(self._longest, (count, kind))
         if kind in (b"stco", b"co64"):
             self._chunks += count
         elif kind == b"elst":
@@ -98,21 +105,26 @@ class _Track:
     def check(self) -> int:
         """Returns bytes of samples that FFmpeg joins, of which a file may have as many as fit into it.
 
-        Raises `InvalidRequest` if FFmpeg's index of the track would have too many entries.
+        Raises `InvalidRequest` if a table, or FFmpeg's index of the track, would have too many entries.
         """
+        count, kind = self._longest
+        _bound(count, self.most, f"entries in a box {kind.decode()}", self._name)
         entries, num_bytes = self._joined(), 0
         if self._is_joined():
             num_bytes = self._samples * self._sizes[0]
         else:
-            _bound(self._samples, MAX_SAMPLES, "samples in a track", self._name)
+            _bound(self._samples, self.most, "samples in a track", self._name)
             entries = max(entries, self._samples)
         _bound(entries * max(1, self._edits), MAX_INDEX_ENTRIES, "samples with its edits", self._name)
         return num_bytes
 
+    @property
+    def _is_sound(self) -> bool:
+        return b"soun" in self.handlers and b"vide" not in self.handlers
+
     def _is_joined(self) -> bool:
         """Whether samples are joined: those of sound without compression, of which a second has some ten thousand."""
-        is_sound = b"soun" in self.handlers and b"vide" not in self.handlers
-        return is_sound and len(self._sizes) == 1 and self._sizes[0] > 0 and self._times == [(1, 1)]
+        return self._is_sound and len(self._sizes) == 1 and self._sizes[0] > 0 and self._times == [(1, 1)]
 
     def _joined(self) -> int:
         """Entries for joined samples, at most."""

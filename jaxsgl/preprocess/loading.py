@@ -8,7 +8,8 @@ its own one. Never knows prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 from PIL import Image
@@ -16,17 +17,18 @@ from PIL import Image
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import pictures
 from jaxsgl.preprocess.decode_room import DecodeRoom
-from jaxsgl.preprocess.movies import Movie, is_movie
+from jaxsgl.preprocess.movies import KIND_NAMES, Movie, is_movie
 from jaxsgl.preprocess.patches import Pixels, frame_size, image_size, patches_of_frames
 from jaxsgl.preprocess.placeholders import Part, Visual
 from jaxsgl.preprocess.settings import BICUBIC, PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
-from jaxsgl.requests.media import MAX_LATER, digest_of
+from jaxsgl.requests.media import MAX_LATER, digest_of, too_many_patches
 
 MAX_PIXELS = 1 << 25  # of a picture: 8K
 MAX_REQUEST_PIXELS = 1 << 29  # that are decoded for a request: some seconds
 MAX_READ_FRAMES = 4096  # of an animation, of which some are taken
 DEFAULT_FPS = 24.0  # of an animation that doesn't say how long its frames are shown
+_READABLE = f"video that can be read: send {KIND_NAMES}, or an animated GIF, WebP or PNG"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Bounds:
 def load(files: Sequence[File], settings: ProcessorSettings, bounds: Bounds) -> list[Visual]:
     """Returns what `files` hold, in their order. Raises `InvalidRequest`."""
     loaded: list[Visual] = []
-    left = Left(bounds.max_request_patches, MAX_REQUEST_PIXELS)
+    left = Left(bounds.max_request_patches, settings.merge_size)
     for number, file in enumerate(files):
         if isinstance(file, ImageFile):
             part = _image(file, settings, bounds, left, f"image {number}")
@@ -61,11 +63,12 @@ def load(files: Sequence[File], settings: ProcessorSettings, bounds: Bounds) -> 
 
 
 class Left:
-    """What may still be loaded for a request: patches, and pixels to decode."""
+    """What may still be loaded for a request: patches, of which a square becomes a token, and pixels to decode."""
 
-    def __init__(self, num_patches: int, num_pixels: int) -> None:
+    def __init__(self, num_patches: int, merge_size: int) -> None:
         self._most = self._patches = num_patches
-        self._pixels = num_pixels
+        self._merge_size = merge_size
+        self._pixels = MAX_REQUEST_PIXELS
 
     def take_pixels(self, num_pixels: int, name: str) -> None:
         """Counts pixels that are to be decoded. Raises `InvalidRequest` if they are too many."""
@@ -78,12 +81,9 @@ class Left:
 
     def take_patches(self, num_patches: int) -> None:
         """Counts patches. Raises `InvalidRequest` if they are too many."""
-        if num_patches > self._patches:
-            raise InvalidRequest(
-                f"the images of the request have more than the {self._most} patches that it may have: send fewer or "
-                "smaller ones"
-            )
         self._patches -= num_patches
+        if self._patches < 0:
+            raise too_many_patches(self._most - self._patches, self._most, self._merge_size)
 
 
 def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> Part:
@@ -105,13 +105,26 @@ def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: L
         raise InvalidRequest(f"the request has {name}, but the model takes pictures alone: send some of its frames")
     if isinstance(file.content, tuple):
         return _parts(_frames(file, settings, bounds, left, name), settings, bounds, left)
+    settings = _with_fps(settings, file.fps, name)
     if is_movie(file.content):
         movie = Movie(file.content, bounds.max_pixels, name)
         with bounds.room.taken(movie.num_bytes, name):
             return _parts(_movie(movie, settings), settings, bounds, left)
-    animation = _opened(file.content, bounds.max_pixels, name)
+    animation = pictures.open_picture(file.content, bounds.max_pixels, name, _READABLE)
     with bounds.room.taken(pictures.animation_bytes(animation), name):  # which is open until its last frame is scaled
         return _parts(_animation(animation, settings, left, name), settings, bounds, left)
+
+
+def _with_fps(settings: ProcessorSettings, fps: float | None, name: str) -> ProcessorSettings:
+    """The settings for a file of which so many frames a second are asked for; None: as many as the model looks at."""
+    if fps is None:
+        return settings
+    if settings.num_frames is not None:
+        raise InvalidRequest(
+            f"{name} is a file with fps {fps:g}, but the model takes {settings.num_frames} frames of each file: leave "
+            "fps out, or send a list of the frames"
+        )
+    return replace(settings, video_fps=fps)
 
 
 def _parts(clip: Clip, settings: ProcessorSettings, bounds: Bounds, left: Left) -> tuple[Part, ...]:
@@ -204,16 +217,18 @@ def _animation(animation: Image.Image, settings: ProcessorSettings, left: Left, 
 
 
 def _movie(movie: Movie, settings: ProcessorSettings) -> Clip:
-    """A file of video, of which some frames are taken, in their order."""
+    """A file of video, of which some frames are taken, in their order; its size is that of the first one, upright."""
     taken = sampled_frames(movie.num_frames, movie.fps, settings)
-    frames = movie.frames(taken)
+    decoded = movie.frames(taken)
+    first = next(decoded)
+    frames = chain((first,), decoded)
 
     def pixels_of(number: int, size: tuple[int, int]) -> Pixels:
         height, width = size
         return np.asarray(pictures.scaled(next(frames), None, width, height))
 
     times_s = [number / movie.fps for number in taken]
-    return Clip(times_s, len(taken) / movie.num_frames * movie.fps, movie.height, movie.width, pixels_of)
+    return Clip(times_s, len(taken) / movie.num_frames * movie.fps, first.height, first.width, pixels_of)
 
 
 def sampled_frames(num_frames: int, fps: float, settings: ProcessorSettings) -> list[int]:

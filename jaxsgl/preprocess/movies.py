@@ -28,10 +28,12 @@ CODECS = ("av1", "h264", "hevc", "mpeg4", "vp8", "vp9")
 MAX_PACKETS = MAX_SAMPLES
 MAX_PROBED_BYTES = 1 << 20
 DEFAULT_FPS = 24.0  # of a file that doesn't say, as in transformers
+_NEAR = 0.05  # by such a part the rate that a file declares may differ from that of its frames
 _HELD_FRAMES = 18  # that a decoder keeps at most: 16 that others refer to, and some on their way
 _ALIGNMENT = 256  # a decoder's frames have so many more lines and columns than are seen, at most
-_RGB_BYTES = 10  # of a pixel: a frame in RGB, and its copy
+_RGB_BYTES = 12  # of a pixel: a frame in RGB, its copy that is upright, and the frame before
 _DECODERS = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx": "vp8", "libvpx-vp9": "vp9"}  # PyAV's names for codecs
+_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
 
 def is_movie(content: bytes) -> bool:
@@ -44,8 +46,8 @@ class Movie:
 
     Attributes:
       num_frames: that the file has packets for.
-      fps: frames a second.
-      width, height: by the header.
+      fps: frames a second, on average.
+      width, height: by the header, before frames are turned upright.
       num_bytes: memory that decoding takes at most.
     """
 
@@ -59,16 +61,14 @@ class Movie:
             self.width, self.height = context.width, context.height
             _check(context.name, self.width, self.height, max_pixels, name)
             self._bits = context.format.padded_bits_per_pixel if context.format is not None else 24
-            self.num_frames = self._count(container, stream)
-            self.fps = float(stream.average_rate or 0)
-        if not 0.01 <= self.fps <= 1000:
-            self.fps = DEFAULT_FPS
+            self.num_frames, span_s = self._count(container, stream)
+            self.fps = _frame_rate(float(stream.average_rate or 0), self.num_frames, span_s)
         self.num_bytes = math.ceil(
             (self.width + _ALIGNMENT) * (self.height + _ALIGNMENT) * (_HELD_FRAMES * self._bits / 8 + _RGB_BYTES)
         )
 
     def frames(self, wanted: Sequence[int]) -> Iterator[Image.Image]:
-        """Yields the frames with these ascending numbers as RGB; the last one again for those that the file lacks.
+        """Yields frames with these ascending numbers as RGB, upright; the last one again for those that the file lacks.
 
         Raises `InvalidRequest` for a file that can't be decoded.
         """
@@ -81,7 +81,7 @@ class Movie:
                 if frame.format.padded_bits_per_pixel > self._bits:
                     raise InvalidRequest(f"frame {number} of {self._name} has other pixels than the header says")
                 while done < len(wanted) and wanted[done] == number:
-                    last = Image.fromarray(frame.to_ndarray(format="rgb24"))
+                    last = _upright(Image.fromarray(frame.to_ndarray(format="rgb24")), frame.rotation)
                     yield last
                     done += 1
                 if done == len(wanted):
@@ -108,15 +108,36 @@ class Movie:
             reason = str(error)[:200] or type(error).__name__
             raise InvalidRequest(f"{self._name} can't be decoded ({reason}): is the file complete?") from None
 
-    def _count(self, container: InputContainer, stream: VideoStream) -> int:
-        count = 0
+    def _count(self, container: InputContainer, stream: VideoStream) -> tuple[int, float]:
+        """Frames, and the seconds from the first one's time to the last one's."""
+        count, times = 0, list[int]()
         for packet in container.demux(stream):
             count += bool(packet.size)
+            if packet.pts is not None:
+                times.append(packet.pts)
             if count > MAX_PACKETS:
                 raise InvalidRequest(f"{self._name} has more than {MAX_PACKETS} frames: send a shorter video")
         if count == 0:
             raise InvalidRequest(f"{self._name} has no frames: is the file complete?")
-        return count
+        ticks = max(times, default=0) - min(times, default=0)
+        return count, float(ticks * (stream.time_base or 0))
+
+
+def _frame_rate(declared: float, num_frames: int, span_s: float) -> float:
+    """Frames a second: as the file declares, or by their times where they come at another rate.
+
+    Browsers' recordings declare the rate of their fastest part, or none.
+    """
+    measured = (num_frames - 1) / span_s if span_s > 0 else declared
+    if abs(measured - declared) <= _NEAR * declared:
+        measured = declared
+    return measured if 0.01 <= measured <= 1000 else DEFAULT_FPS
+
+
+def _upright(frame: Image.Image, degrees: int) -> Image.Image:
+    """The frame as its file wants it seen: turned by so many degrees against the clock."""
+    turn = _TURNS.get(round(degrees / 90) * 90 % 360)
+    return frame if turn is None else frame.transpose(turn)
 
 
 def _options(most_pixels: int) -> dict[str, str]:

@@ -25,6 +25,8 @@ from jaxsgl.preprocess.jpegs import check_scans, has_several_scans
 
 FORMATS = tuple(plugin.format for plugin in (JPEG, PNG, WebP, GIF, BMP))  # their import registers them
 FORMAT_NAMES = "JPEG, PNG, WebP, GIF or BMP"
+MOST_PIXELS = 1 << 28  # of a picture, at most what callers allow
+_READABLE = f"picture that can be read: send {FORMAT_NAMES}"
 _ORIENTATION = 0x0112  # in EXIF
 _ANIMATION_BYTES = 22  # for each pixel: the canvas, the frames before and behind a change, their copies, scaled lines
 _STRIP_BYTES = 6 << 20  # some copies of a strip
@@ -41,10 +43,14 @@ _ON_ITS_SIDE = {_Turn.TRANSPOSE, _Turn.ROTATE_270, _Turn.TRANSVERSE, _Turn.ROTAT
 _FROM_THE_END = {_Turn.ROTATE_180, _Turn.FLIP_TOP_BOTTOM, _Turn.TRANSVERSE, _Turn.ROTATE_90}
 
 
-def open_picture(data: bytes, max_pixels: int, name: str) -> Image.Image:
+if Image.MAX_IMAGE_PIXELS is not None:  # Pillow's own limit, which is lower by default
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, MOST_PIXELS)
+
+
+def open_picture(data: bytes, max_pixels: int, name: str, readable: str = _READABLE) -> Image.Image:
     """Returns the picture in a file, of which only the header is read. Raises `InvalidRequest`.
 
-    `name` says in errors which one it is; `max_pixels` are those of the header.
+    `name` says in errors which one it is, `readable` what it should be; `max_pixels` are those of the header.
     """
     if data[:4] == b"RIFF":  # Pillow's decoder takes memory for the whole canvas when it opens it
         _check_pixels(*_webp_size(data), max_pixels, name)
@@ -55,9 +61,7 @@ def open_picture(data: bytes, max_pixels: int, name: str) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_large("far more", max_pixels, name) from None
     except Exception:  # decoders raise all kinds for what a client sends
-        raise InvalidRequest(
-            f"{name} is no picture that can be read: send {FORMAT_NAMES}, {len(data)} bytes came"
-        ) from None
+        raise InvalidRequest(f"{name} is no {readable}; {len(data)} bytes came") from None
     _check_pixels(*picture.size, max_pixels, name)
     return picture
 

@@ -29,6 +29,7 @@ _NUM_HASH_IDS = (1 << 31) - FIRST_HASH_ID
 _SGLANG_FIRST_PAD_ID = 1_000_000
 _SGLANG_PAD_IDS = 1 << 30
 _MAX_HEAD_BYTES = 128  # of a packed item without its pixels
+TOKENS_OF_ITEM = 32  # of --media-max-tokens, for each image that a request may have
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
 Grid: TypeAlias = tuple[int, int, int]
@@ -92,9 +93,9 @@ class MediaLimits(msgspec.Struct, frozen=True):
       image_token_id, video_token_id: the placeholder tokens of images, and of video frames; -1: there are no videos.
       patch_size, temporal_patch_size: pixels along the sides of a patch, and frames in it.
       merge_size: patches along the sides of the square that becomes one token.
-      max_items: images and temporal patches of videos of a request.
+      max_items: images and temporal patches of videos of a request, at each of which every plan of a step looks.
       max_patches: of one item.
-      max_request_patches: of all items of a request.
+      max_request_patches: of all items of a request, whose pixels host memory holds until they are encoded.
       has_lines: tokens end the lines of images, see `MediaItem.line_len`.
       image_side: patches along the sides of any image; 0: they differ.
       may_come_later: requests of two legs may lack them, or their pixels, here: the prefill server encodes them.
@@ -105,9 +106,9 @@ class MediaLimits(msgspec.Struct, frozen=True):
     patch_size: int = 16
     temporal_patch_size: int = 2
     merge_size: int = 2
-    max_items: int = 256
+    max_items: int = 1024
     max_patches: int = 16384
-    max_request_patches: int = 65536
+    max_request_patches: int = 131072
     has_lines: bool = False
     image_side: int = 0
     may_come_later: bool = False
@@ -202,7 +203,8 @@ def check_media(media: Sequence[MediaItem], prompt_ids: Sequence[int], limits: M
         return
     if len(media) > limits.max_items:
         raise InvalidRequest(
-            f"the request has {len(media)} images and frame pairs, but may have {limits.max_items}: send fewer"
+            f"the request has {len(media)} images and frame pairs, but may have {limits.max_items}, one for each "
+            f"{TOKENS_OF_ITEM} of --media-max-tokens: send fewer"
         )
     end = num_patches = 0
     for number, item in enumerate(media):
@@ -217,10 +219,7 @@ def check_media(media: Sequence[MediaItem], prompt_ids: Sequence[int], limits: M
         end = item.stop
         num_patches += item.num_patches
     if num_patches > limits.max_request_patches:
-        raise InvalidRequest(
-            f"the request's images have {num_patches} patches, but may have {limits.max_request_patches}: send fewer "
-            "or smaller ones"
-        )
+        raise too_many_patches(num_patches, limits.max_request_patches, limits.merge_size)
     placeholders = num_placeholders(prompt_ids, limits)
     expected = sum(item.num_rows for item in media)
     if placeholders != expected:
@@ -228,6 +227,16 @@ def check_media(media: Sequence[MediaItem], prompt_ids: Sequence[int], limits: M
             f"the prompt has {placeholders} placeholder tokens, but its images have {expected}: write no placeholders "
             "besides them"
         )
+
+
+def too_many_patches(num_patches: int, max_request_patches: int, merge_size: int) -> InvalidRequest:
+    """Returns the error of a request whose images have so many patches, or more, which are too many."""
+    found, most = (number // merge_size**2 for number in (num_patches, max_request_patches))
+    return InvalidRequest(
+        f"the pictures and videos of the request have {found} tokens or more, but may have {most} together (the least "
+        "of --media-max-tokens, the context and, with prompts extended whole, --mm-pool-tokens): send fewer or smaller "
+        "ones, or shorter videos"
+    )
 
 
 def _check_item(name: str, item: MediaItem, prompt_ids: Sequence[int], limits: MediaLimits) -> None:

@@ -10,13 +10,22 @@ import pytest
 
 import jaxsgl
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.layer_state import LayerStates, attention_state, layer_states
 from jaxsgl.engine.start.memory import HEADROOM, free_host_bytes, free_memory
-from jaxsgl.engine.start.sizing import choose_num_pages, choose_page_size, choose_pages, choose_states
+from jaxsgl.engine.start.sizing import (
+    choose_num_pages,
+    choose_page_size,
+    choose_pages,
+    choose_states,
+    media_limits,
+    tower_capacity,
+)
 from jaxsgl.engine.state import allocate_kv
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
+from jaxsgl.models.vision.arch import VisionArch
 from pallas_kernels.tpu.common import refuse_pages
 from tests.plain_model import mesh_of
 
@@ -168,3 +177,24 @@ def test_buffers_are_zeros_of_the_mesh_one_pair_per_layer() -> None:
     assert sum(leaf.nbytes for leaf in leaves) == 5 * states.page_bytes
     assert not any(leaf.any() for leaf in leaves)
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "max_tokens", "max_items"),
+    [
+        ({}, 32_768, 1024),
+        ({"context_length": 5000}, 5000, 1024),
+        ({"vision": VisionConfig(media_max_tokens=115_200)}, 100_000, 3600),
+        ({"vision": VisionConfig(media_max_tokens=2000)}, 2000, 256),
+        ({"chunked_prefill_size": -1, "vision": VisionConfig(mm_pool_tokens=8192)}, 8192, 1024),
+    ],
+)
+def test_pictures_of_a_request_may_fill_its_context_within_the_flag(
+    flags: dict[str, Any], max_tokens: int, max_items: int
+) -> None:
+    """And within the pool of embeddings, if a step extends the whole prompt."""
+    tower = VisionArch(1, 8, 1, 8, BUNDLED.hidden_size, 16, 2, 3, 2, 8, (), image_token_id=1, video_token_id=2)
+    config, arch = EngineConfig(**flags), replace(BUNDLED, vision=tower, max_context=100_000)
+    limits = media_limits(config, arch, tower_capacity(config, arch, "cpu"))
+    assert limits is not None
+    assert (limits.max_request_patches, limits.max_items) == (4 * max_tokens, max_items)

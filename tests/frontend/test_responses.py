@@ -125,6 +125,37 @@ def test_a_conversation_is_a_chat() -> None:
     assert (chat.max_completion_tokens, chat.reasoning_effort, chat.temperature) == (5, "low", 0.5)
 
 
+SENT = [{"type": "output_text", "text": "a"}, {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]
+SHOWN = [
+    {"type": "text", "text": "a"},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+]
+
+
+@pytest.mark.parametrize(
+    ("contents", "joined"),
+    [
+        (["a", "b"], "a\nb"),
+        (["a", None, "b"], "a\nb"),
+        ([None, None], None),
+        (["a", SENT], [SHOWN[0], *SHOWN]),
+        ([SENT, "a"], [*SHOWN, SHOWN[0]]),
+        ([SENT, None], SHOWN),
+    ],
+)
+def test_what_the_assistant_said_in_a_row_is_one_content(contents: list[Any], joined: Any) -> None:
+    items = [{"role": "assistant", "content": content} for content in contents]
+    (message,) = chat_of(ResponsesRequest.model_validate({"input": items})).messages
+    assert message.model_dump(exclude_unset=True)["content"] == joined
+
+
+def test_a_content_of_the_assistant_that_is_none_is_refused_beside_another_too() -> None:
+    for contents in (["a", 5], [5, "a"], [[], 5]):
+        items = [{"role": "assistant", "content": content} for content in contents]
+        with pytest.raises(InvalidRequest, match=r"messages\.0\.content"):
+            chat_of(ResponsesRequest.model_validate({"input": items}))
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

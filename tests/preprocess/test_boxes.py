@@ -119,12 +119,23 @@ def test_sound_without_compression_may_have_as_many_samples_as_fit_into_the_file
         mp4(sound(minutes, 48_000, 180), after=box(b"mdat", bytes(minutes)))
         + sound(minutes, 48_000, 180): "bytes of sound, but has",
         mp4(sound(200_000, 99, 99, b"vide"), after=box(b"mdat", bytes(200_000))): "declares 200000 samples in a track",
-        mp4(sound(200_000, 99, 99, each=0), after=box(b"mdat", bytes(200_000))): "declares 200000 samples in a track",
+        mp4(sound(500_000, 99, 99, each=0), after=box(b"mdat", bytes(500_000))): "declares 500000 samples in a track",
         mp4(sound(10, 0x7FFFFFFF, 20)): r"declares \d+ samples with its edits, but may have 1000000",
         mp4(sound(10, 99, 20) + table(b"stsc", numbers(1, 1, 0x7FFFFFFF, 1))): r"declares \d+ samples with its edits",
     }.items():  # fmt: skip
         with pytest.raises(InvalidRequest, match=words):
             check_boxes(content, "video 0")
+
+
+def test_sound_may_last_as_long_as_the_frames_of_its_video() -> None:
+    """40 minutes at 25 frames a second have 112,500 samples of AAC, and may have a chunk for each."""
+    frames, heard = track(60_000), sound(112_500, 1, 112_500, each=0)
+    check_boxes(mp4(frames, heard), "video 0")
+    check_boxes(mp4(track(10), heard, fragment(60_000) + fragment(112_500)), "video 0")
+    with pytest.raises(InvalidRequest, match="declares 112500 entries in a box stco, but may have 100000"):
+        check_boxes(mp4(frames, sound(112_500, 1, 112_500, b"vide", each=0)), "video 0")
+    with pytest.raises(InvalidRequest, match="declares 600000 samples in fragments, but may have 500000"):
+        check_boxes(mp4(track(10), heard, fragment(600_000)), "video 0")
 
 
 def test_edits_may_show_a_short_track_some_times() -> None:

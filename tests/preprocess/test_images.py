@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from functools import cache
 
 import numpy as np
@@ -17,6 +19,7 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.loading import Bounds, load, sampled_frames
+from jaxsgl.preprocess.pictures import open_picture
 from jaxsgl.preprocess.placeholders import Part
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageFile, VideoFile
@@ -145,6 +148,16 @@ def test_frames_of_gemma_4_are_those_of_transformers(count: int) -> None:
 def test_a_picture_of_mistral_3_that_is_too_large_for_the_tower_is_scaled_down() -> None:
     part = part_of(picture(640, 480), IN_LINES, Bounds(64, 1 << 20))
     assert part.grid == (1, 6, 8)
+
+
+def test_a_picture_may_have_as_many_pixels_as_its_limit_says() -> None:
+    """Pillow's own limit is 178,956,970."""
+    header = bytearray(file_of(Image.new("1", (8, 8))))
+    header[16:24] = struct.pack(">II", 1 << 14, 1 << 14)
+    header[29:33] = struct.pack(">I", zlib.crc32(bytes(header[12:29])))
+    assert open_picture(bytes(header), 1 << 28, "image 0").size == (1 << 14, 1 << 14)
+    with pytest.raises(InvalidRequest, match=r"16384 x 16384 = 268435456 pixels, but may have 268435455"):
+        open_picture(bytes(header), (1 << 28) - 1, "image 0")
 
 
 def test_pictures_larger_than_the_limit_are_scaled_down() -> None:

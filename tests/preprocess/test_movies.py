@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import io
+import struct
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,55 @@ def test_a_file_of_video_is_sampled_as_the_processor_does(kind: str, codec: str)
     assert [part.time_s for part in video.parts] == pytest.approx(np.mean(np.reshape(times, (-1, 2)), axis=1).tolist())
 
 
+def test_of_a_file_of_video_as_many_frames_a_second_are_taken_as_are_asked_for() -> None:
+    (video,) = load([VideoFile(movie(), fps=1.0)], SMALL, BOUNDS)
+    assert len(video.parts) == 2
+
+
+@pytest.mark.parametrize(
+    ("turned", "turn"),
+    [
+        ((0, 1, -1, 0), Image.Transpose.ROTATE_270),  # as phones that are held upright write it
+        ((0, -1, 1, 0), Image.Transpose.ROTATE_90),
+        ((-1, 0, 0, -1), Image.Transpose.ROTATE_180),
+        ((1, 0, 0, 1), None),
+    ],
+)
+def test_frames_are_turned_upright_as_the_file_says(turned: tuple[int, ...], turn: Image.Transpose | None) -> None:
+    content = movie(num_frames=8)
+    frames = [frame if turn is None else frame.transpose(turn) for frame in frames_of(content)]
+    at = content.index(b"tkhd") + 44
+    a, b, c, d = (number << 16 for number in turned)
+    content = content[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + content[at + 36 :]
+    taken = sampled_frames(8, 5.0, SMALL)
+    (expected,) = load([VideoFile(tuple(frames[number] for number in taken), fps=2.0)], SMALL, BOUNDS)
+    video = loaded(content)
+    assert [part.digest for part in video.parts] == [part.digest for part in expected.parts]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_frames_that_come_at_another_rate_than_is_declared_have_their_own_times(declared: bool) -> None:
+    """30 frames in a second and 20 in as many seconds, of which the file says 30 a second, or nothing."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="webm") as container:
+        stream = container.add_stream("libvpx", rate=30)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.codec_context.time_base = stream.time_base = Fraction(1, 1000)
+        for time_s in [*(number / 30 for number in range(30)), *range(1, 21)]:
+            frame = av.VideoFrame.from_image(picture(64, 48, seed=round(30 * time_s)))
+            frame.pts, frame.time_base = round(1000 * time_s), Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    content = file.getvalue()
+    at = content.index(b"\x23\xe3\x83")  # the duration of a frame
+    if not declared:
+        length = content[at + 3] & 0x7F
+        content = content[:at] + bytes([0xEC, 0x80 | length + 2]) + bytes(length + 2) + content[at + 4 + length :]
+    video = loaded(content)
+    assert len(video.parts) == 20, "two frames a second, by pairs"
+    assert video.parts[-1].time_s == pytest.approx(19.8, abs=0.1)
+
+
 def test_a_file_that_ends_early_gives_the_frames_that_it_has() -> None:
     content = movie("matroska")
     video = loaded(content[: len(content) // 2])
@@ -61,7 +112,8 @@ def test_a_file_that_ends_early_gives_the_frames_that_it_has() -> None:
 BAD = {
     b"\0\0\0\x18ftypisom" + bytes(400): "video 0 can't be decoded|has no video",
     b"\x1a\x45\xdf\xa3" + bytes(400): "video 0 can't be decoded|has no video",
-    b"#EXTM3U\nhttp://a.example/b.ts\n": "video 0 is no picture that can be read",
+    b"#EXTM3U\nhttp://a.example/b.ts\n": "video 0 is no video that can be read: send MP4, MOV, MKV or WebM, or an anim",
+    b"RIFF\0\0\0\0AVI LIST" + bytes(100): "video 0 is no video that can be read: send MP4, MOV, MKV or WebM, or",
 }
 
 

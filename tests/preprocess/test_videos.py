@@ -17,7 +17,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.loading import Bounds, load, sampled_frames
 from jaxsgl.preprocess.patches import frame_size
 from jaxsgl.preprocess.sources import VideoFile
-from tests.preprocess.pictures import IN_LINES, OLDER, SETTINGS, SMALL, animation, file_of, picture
+from tests.preprocess.pictures import FILLED, IN_LINES, OLDER, SETTINGS, SMALL, animation, file_of, picture
 
 pytestmark = pytest.mark.device  # imports torch
 
@@ -134,6 +134,15 @@ def test_an_animation_is_sampled_by_its_own_times(kind: str) -> None:
         assert [part.digest for part in video.parts] == [part.digest for part in expected.parts]
 
 
+def test_of_a_file_as_many_frames_a_second_are_taken_as_are_asked_for() -> None:
+    content = animation([picture(40, 24, seed=i) for i in range(24)], 200, "PNG")
+    for fps, count in ((None, 9), (2.0, 9), (5.0, 24), (1.0, 4)):
+        (video,) = load([VideoFile(content, fps)], SMALL, BOUNDS)
+        assert len(video.parts) == (count + 1) // 2
+    with pytest.raises(InvalidRequest, match="video 0 is a file with fps 2, but the model takes 32 frames of each"):
+        load([VideoFile(content, 2.0)], FILLED, BOUNDS)
+
+
 def test_the_same_frames_in_two_videos_have_equal_digests() -> None:
     frames = [file_of(picture(40, 24, seed=i)) for i in range(4)]
     a, b = load([VideoFile(tuple(frames)), VideoFile((*frames[2:], *frames[:2]))], SMALL, BOUNDS)
@@ -151,7 +160,7 @@ def test_too_many_frames_patches_or_pixels_are_refused() -> None:
         load([VideoFile((frame,) * 769)], SMALL, BOUNDS)
     with pytest.raises(InvalidRequest, match="must have 1 to 768"):
         load([VideoFile(())], SMALL, BOUNDS)
-    with pytest.raises(InvalidRequest, match="more than the 100 patches"):
+    with pytest.raises(InvalidRequest, match=r"have 30 tokens or more, but may have 25 together .*--media-max-tokens"):
         load([VideoFile((frame,) * 4)], SMALL, Bounds(65536, 100))
     wide = file_of(Image.new("1", (5000, 5000)))
     with pytest.raises(InvalidRequest, match=r"with video 0 the request has more than \d+ pixels to decode"):

@@ -23,7 +23,7 @@ from jaxsgl.engine.tables import edit_table_bytes, page_table_bytes
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import KvHeads
-from jaxsgl.requests.media import MediaLimits
+from jaxsgl.requests.media import TOKENS_OF_ITEM, MediaLimits
 from jaxsgl.requests.outputs import StatesSpec
 from pallas_kernels.kept_heads import KeptHeads
 
@@ -43,6 +43,7 @@ OTHER_MAX_PATCHES = 16384
 SLICED_PATCHES = 4096  # an image in calls of this size or more may be encoded in parts
 POOL_TOKENS = {"cpu": 4096}  # of images whose embeddings are kept
 OTHER_POOL_TOKENS = 16384
+MIN_ITEMS = 256  # images of a request, however few tokens all of them may have
 HOST_MIB = {"cpu": 1024}  # for embeddings in host memory
 OTHER_HOST_MIB = 4096
 STEP_SHARE = 0.015  # of the memory, for a step before its programs are compiled
@@ -178,7 +179,7 @@ def plan_capacity(
         generates=arch.generates,
         max_adapters=adapters.max_adapters,
         adapter_columns=adapters.num_columns,
-        media=_media_limits(config, arch, tower),
+        media=media_limits(config, arch, tower),
         tower=tower,
         has_axes=arch.has_axes and tower is not None,
         sees_ahead=arch.vision is not None and arch.vision.sees_ahead,
@@ -256,9 +257,16 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
     )
 
 
-def _media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | None) -> MediaLimits | None:
+def media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | None) -> MediaLimits | None:
+    """What pictures and videos a request may have; None if the model has no tower.
+
+    All of them are tokens of its context. Where a step extends whole prompts, it has the rows of all of them at once.
+    """
     if arch.vision is None or tower is None:
         return None
+    most = config.vision.media_max_tokens
+    at_once = tower.num_rows if config.chunked_prefill_size == UNLIMITED else most
+    max_tokens = min(most, at_once, choose_context_length(config, arch))
     return MediaLimits(
         image_token_id=arch.vision.image_token_id,
         video_token_id=arch.vision.video_token_id,
@@ -267,7 +275,9 @@ def _media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | 
         merge_size=arch.vision.merge_size,
         has_lines=arch.vision.has_lines,
         image_side=arch.vision.image_side,
+        max_items=max(MIN_ITEMS, most // TOKENS_OF_ITEM),
         max_patches=tower.image_tokens * arch.vision.merge_size**2,
+        max_request_patches=max_tokens * arch.vision.merge_size**2,
         may_come_later=config.disaggregation.disaggregation_mode == "decode",
     )
 

@@ -269,7 +269,12 @@ def _assistant_turn(index: int, message: AnthropicMessage) -> dict[str, Any]:
                     {"id": block.get("id"), "type": "function", "function": function}
                 )
             case _:
-                texts += [part["text"] for part in _parts(name, block) if part["type"] == "text"]
+                parts = _parts(name, block)
+                if any(part["type"] != "text" for part in parts):
+                    raise InvalidRequest(
+                        f"{name} has a picture, but turns of the assistant have none: send it in a turn of the user"
+                    )
+                texts += [part["text"] for part in parts]
     if texts or len(turn) == 1:
         turn["content"] = "\n".join(texts)
     return turn

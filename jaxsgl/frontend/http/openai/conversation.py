@@ -200,8 +200,7 @@ def _assistant_turn(messages: list[dict[str, Any]], kind: str) -> dict[str, Any]
 
 def _add_to_turn(turn: dict[str, Any], number: int, kind: str, item: dict[str, Any]) -> None:
     if kind == "message":
-        content = _content(number, item.get("content"))
-        turn["content"] = content if "content" not in turn else f"{turn['content']}\n{content}"
+        turn["content"] = _joined(turn.get("content"), _content(number, item.get("content")))
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
@@ -209,6 +208,21 @@ def _add_to_turn(turn: dict[str, Any], number: int, kind: str, item: dict[str, A
     else:
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+
+
+def _joined(said: Any, content: Any) -> Any:
+    """Returns two contents of the assistant as one, without those that are None; chat refuses what is no content."""
+    contents = [each for each in (said, content) if each is not None]
+    if len(contents) < 2:
+        return contents[0] if contents else None
+    if all(isinstance(each, str) for each in contents):
+        return "\n".join(contents)
+    joined: list[Any] = []
+    for each in contents:
+        if not isinstance(each, str | list):
+            return each
+        joined += [{"type": "text", "text": each}] if isinstance(each, str) else each
+    return joined
 
 
 def _content(number: int, content: Any) -> Any:

@@ -1,0 +1,57 @@
+"""Conversations that `LLM.chat` gets become turns of the chat template and files, as in servers, or are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.offline.media import read_chat
+from jaxsgl.preprocess.sources import ImageFile, VideoFile
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def test_texts_of_several_parts_are_joined_by_line_breaks_unless_there_are_pictures_among_them() -> None:
+    turns = [user("Hi"), user([text("a"), text("b")]), user([text("a"), {"type": "image", "image": b"x"}]), user([])]
+    said, files = read_chat([*turns, {"role": "assistant", "content": None}])
+    assert [turn["content"] for turn in said] == ["Hi", "a\nb", [text("a"), {"type": "image"}], "", ""]
+    assert files == [ImageFile(b"x")]
+
+
+def test_frames_a_second_may_stand_in_a_part_or_beside_its_url() -> None:
+    parts = [
+        {"type": "video", "video": [b"a", b"b"], "fps": 4},
+        {"type": "video_url", "video_url": {"url": b"c", "fps": 0.5}},
+        {"type": "video", "video": b"d"},
+    ]
+    _, files = read_chat([user(parts)])
+    assert files == [VideoFile((b"a", b"b"), 4.0), VideoFile(b"c", 0.5), VideoFile(b"d")]
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ("hi", "a turn is a str, but must be"),
+        ({"role": "user"}, r"a turn has the keys \['role'\], but needs role and content"),
+        (user(5), "a content is a int, but must be a text or a list of parts"),
+        (user(["hi"]), "a part is a str, but must be as"),
+        (user([{"type": "text"}]), "a part is of type text without a text"),
+        (user([{"type": "text", "text": 5}]), "a part is of type text without a text"),
+        (user([{"type": "audio"}]), "a part is of type 'audio', but must be text, image"),
+        (user([{"type": "image"}]), "a picture is a NoneType, but must be a PIL image"),
+        (user([{"type": "video", "video": [b"x"], "fps": "2"}]), r"fps is '2', but must be a number of 0\.001 to 1000"),
+        (user([{"type": "video", "video": [b"x"], "fps": 0}]), "fps is 0, but must be"),
+        (user([{"type": "video", "video": [b"x"], "fps": True}]), "fps is True, but must be"),
+    ],
+)
+def test_what_is_no_turn_or_part_is_refused(turn: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        read_chat([turn])
