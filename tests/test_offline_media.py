@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.offline.media import read_chat
+from jaxsgl.offline.chat import read_chat
 from jaxsgl.preprocess.sources import ImageFile, VideoFile
 
 
@@ -36,11 +36,30 @@ def test_frames_a_second_may_stand_in_a_part_or_beside_its_url() -> None:
     assert files == [VideoFile((b"a", b"b"), 4.0), VideoFile(b"c", 0.5), VideoFile(b"d")]
 
 
+def test_calls_and_their_results_reach_the_template_with_arguments_as_objects() -> None:
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    calls = [{"id": "1", "type": "function", "function": function}, {"function": {"name": "g"}}]
+    turns = [
+        {"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": calls},
+        {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"},
+    ]
+    said, _ = read_chat(turns)
+    first, second = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
+    read = [{"id": "1", "type": "function", "function": first}, {"type": "function", "function": second}]
+    assert said == [{"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": read}, turns[1]]
+
+
 @pytest.mark.parametrize(
     ("turn", "words"),
     [
         ("hi", "a turn is a str, but must be"),
         ({"role": "user"}, r"a turn has the keys \['role'\], but needs role and content"),
+        ({"role": "user", "content": "a", "text": "b"}, "but needs role and content, or tool_calls, and may have name"),
+        ({"role": "assistant", "tool_calls": ["a"]}, "a call must be as .*, not 'a'"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+            "of f are no JSON object",
+        ),
         (user(5), "a content is a int, but must be a text or a list of parts"),
         (user(["hi"]), "a part is a str, but must be as"),
         (user([{"type": "text"}]), "a part is of type text without a text"),

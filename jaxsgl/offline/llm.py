@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,17 +29,15 @@ from jaxsgl.messages.orders import (
 )
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.models import Params
-from jaxsgl.offline.media import read_chat
+from jaxsgl.offline.chat import Conversation, read_chat
 from jaxsgl.offline.pooling import PoolingLLM
 from jaxsgl.offline.run import Encoded, Prompt, UseTqdm, as_list, per_prompt, text_of
 from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.text.prompts import encode_prediction, with_bad_word_ids
 from jaxsgl.text.sample import Piece, Speculated, join
-from jaxsgl.text.tokenizer import ChatMessage
+from jaxsgl.text.tokenizer import TemplateOptions
 from jaxsgl.wiring import keep_prefixes, whole
-
-Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
 MEMORY_TAGS = tuple(tag.value for tag in MemoryTag)
 
@@ -145,18 +143,36 @@ class LLM(PoolingLLM):
         adapter: str | Sequence[str] = "",
         speculative: bool | Sequence[bool] = True,
         prediction: str | Sequence[str] = "",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: UseTqdm = True,
     ) -> list[Completion]:
         """Like `generate`, for one or many conversations, each a list of `{"role": ..., "content": ...}`.
 
         A content with pictures is a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": ...}`.
+        Other keys of OpenAI's messages are `tool_calls`, `tool_call_id`, `name` and `reasoning_content`.
+
+        Args:
+          tools: descriptions of functions in OpenAI's form, which the template shows to the model.
+          add_generation_prompt: begin the assistant's turn.
+          continue_final_message: the model goes on with the last message; with add_generation_prompt=False.
+          chat_template: takes the place of the model's.
+          chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
         """
         if isinstance(conversations, str):
             raise InvalidRequest("conversations are a text, but a conversation is a list of turns: write "
                                  '[{"role": "user", "content": ...}], or call generate')  # fmt: skip
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         many = cast(Sequence[Conversation], [conversations] if one else conversations)
-        encoded = [self._encode_chat(turns) for turns in many]
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequest("continue_final_message is true, and so is add_generation_prompt: set that to false")
+        options = TemplateOptions(
+            tools or (), add_generation_prompt, continue_final_message, chat_template_kwargs or {}, chat_template or ""
+        )
+        encoded = [self._encode_chat(turns, options) for turns in many]
         given = Given([None] * len(encoded), priority, cache_salt, adapter, speculative, prediction)
         return self._run(encoded, sampling_params, given, use_tqdm)
 
@@ -246,11 +262,11 @@ class LLM(PoolingLLM):
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _encode_chat(self, turns: Conversation) -> Encoded:
+    def _encode_chat(self, turns: Conversation, options: TemplateOptions) -> Encoded:
         said, files = read_chat(turns)
         if files:
-            return self._media.prepare_chat(said, files)
-        return self.tokenizer.encode_chat([ChatMessage(turn["role"], turn["content"]) for turn in said]), ()
+            return self._media.prepare_chat(said, files, options)
+        return self.tokenizer.encode_rendered(self.tokenizer.render_chat(said, options)), ()
 
     def _encode_prediction(self, text: str) -> list[int]:
         if not text or not self.config.speculation.is_on:

@@ -1,8 +1,7 @@
 """Pictures and videos of offline prompts: PIL images, files, paths and data: URLs. `LLM` calls it.
 
 A prompt with media is `{"prompt": ..., "multi_modal_data": {"image": ..., "video": ...}}` as in vLLM, with a
-placeholder for each picture in the text; in chats, contents have parts such as `{"type": "image", "image": ...}`.
-Nothing is fetched.
+placeholder for each picture in the text; chat.py reads those of chats. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -40,18 +39,9 @@ def read_prompt(given: Mapping[str, Any]) -> OfflinePrompt:
     data = given.get("multi_modal_data") or {}
     if set(data) - {"image", "video"}:
         raise InvalidRequest(f"multi_modal_data has the keys {sorted(data)}, but may have image and video")
-    files: list[File] = [ImageFile(_content(image)) for image in _as_list(data.get("image"))]
-    files += [_video(video) for video in _as_list(data.get("video"))]
+    files: list[File] = [ImageFile(content_of(image)) for image in _as_list(data.get("image"))]
+    files += [video_of(video) for video in _as_list(data.get("video"))]
     return OfflinePrompt(given["prompt"] if "prompt" in given else given["prompt_token_ids"], files)
-
-
-def read_chat(turns: Sequence[Mapping[str, Any]]) -> tuple[list[Turn], list[File]]:
-    """Returns `turns` as chat templates take them, and their files. Raises `InvalidRequest`.
-
-    Texts of several parts are joined by line breaks, as servers do, unless there are pictures or videos among them.
-    """
-    files: list[File] = []
-    return [_turn(turn, files) for turn in turns], files
 
 
 class OfflineMedia:
@@ -80,68 +70,26 @@ class OfflineMedia:
             ids = expand_placeholders(given.prompt, visuals, settings, lambda text: self._tokenizer.encode(text, False))
         return expand(ids, visuals, settings)
 
-    def prepare_chat(self, turns: Sequence[Turn], files: list[File]) -> tuple[list[int], tuple[MediaItem, ...]]:
+    def prepare_chat(
+        self, turns: Sequence[Turn], files: list[File], options: TemplateOptions
+    ) -> tuple[list[int], tuple[MediaItem, ...]]:
         """The same for the text that the chat template makes of `turns`, to whose placeholders `files` belong."""
         if self._limits is None:  # before a template that knows no parts fails
             raise InvalidRequest(_TEXT_ALONE)
-        text = self._tokenizer.render_chat(turns, TemplateOptions())
+        text = self._tokenizer.render_chat(turns, options)
         return self.prepare(OfflinePrompt(text, files), add_special_tokens=False)
 
 
-def _turn(turn: Any, files: list[File]) -> Turn:
-    if not isinstance(turn, Mapping):
-        raise InvalidRequest(f'a turn is a {type(turn).__name__}, but must be {{"role": ..., "content": ...}}')
-    if not ("role" in turn and "content" in turn):
-        raise InvalidRequest(f"a turn has the keys {sorted(turn)}, but needs role and content")
-    role, content = turn["role"], turn["content"]
-    if content is None or isinstance(content, str):
-        return {"role": role, "content": content or ""}
-    if not isinstance(content, list | tuple):
-        raise InvalidRequest(f"a content is a {type(content).__name__}, but must be a text or a list of parts")
-    parts = [_part(part, files) for part in content]
-    if all(part["type"] == "text" for part in parts):
-        return {"role": role, "content": "\n".join(part["text"] for part in parts)}
-    return {"role": role, "content": parts}
-
-
-def _part(part: Any, files: list[File]) -> dict[str, Any]:
-    if not isinstance(part, Mapping):
-        raise InvalidRequest(f'a part is a {type(part).__name__}, but must be as {{"type": "text", "text": ...}}')
-    kind = part.get("type")
-    if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise InvalidRequest('a part is of type text without a text: give {"type": "text", "text": ...}')
-        return {"type": "text", "text": part["text"]}
-    if kind not in ("image", "image_url", "video", "video_url"):
-        raise InvalidRequest(f"a part is of type {kind!r}, but must be text, image, image_url, video or video_url")
-    given, fps = part.get(kind), part.get("fps")
-    if isinstance(given, Mapping):
-        fps = given.get("fps", fps)
-        given = given.get("url")
-    if kind.startswith("image"):
-        files.append(ImageFile(_content(given)))
-        return {"type": "image"}
-    files.append(_video(given, _fps(fps)))
-    return {"type": "video"}
-
-
-def _fps(given: Any) -> float | None:
-    if given is None:
-        return None
-    if isinstance(given, bool) or not (isinstance(given, int | float) and 0.001 <= given <= 1000):
-        raise InvalidRequest(f"fps is {given!r:.100}, but must be a number of 0.001 to 1000")
-    return float(given)
-
-
-def _video(given: Any, fps: float | None = None) -> VideoFile:
+def video_of(given: Any, fps: float | None = None) -> VideoFile:
+    """Returns a file of video, or its frames in a list. Raises `InvalidRequest`."""
     if isinstance(given, list | tuple):
-        return VideoFile(tuple(_content(frame) for frame in given), fps)
-    content = _content(given, ("video", "image"))
+        return VideoFile(tuple(content_of(frame) for frame in given), fps)
+    content = content_of(given, ("video", "image"))
     return VideoFile(content if isinstance(content, bytes) else (content,), fps)
 
 
-def _content(given: Any, kinds: tuple[str, ...] = ("image",)) -> Any:
-    """Returns a picture as it is, or the content of a file."""
+def content_of(given: Any, kinds: tuple[str, ...] = ("image",)) -> Any:
+    """Returns a picture as it is, or the content of a file. Raises `InvalidRequest`."""
     if hasattr(given, "getbands") or isinstance(given, bytes):
         return given
     if isinstance(given, str) and given[:5].lower() == "data:":

@@ -59,6 +59,20 @@ def test_vllms_first_example_runs_unchanged(llm: LLM) -> None:
     assert (answer.prompt, answer.prompt_token_ids) == (None, same.prompt_token_ids)
 
 
+def test_a_chat_takes_what_its_template_takes(llm: LLM) -> None:
+    turns = [{"role": "user", "content": "3 + 4"}, {"role": "assistant", "content": "3 + 4 ="}]
+    tokenizer = llm.get_tokenizer()
+    for options in ({"add_generation_prompt": False, "continue_final_message": True}, {"add_generation_prompt": False}):
+        (answer,) = llm.chat(turns, GREEDY, use_tqdm=False, **options)
+        assert answer.prompt_token_ids == tokenizer.apply_chat_template(turns, tokenize=True, **options)["input_ids"]
+    template = "{{ word }}{% for tool in tools %}{{ tool.name }}{% endfor %}{{ messages[0].content }}"
+    given: Any = {"chat_template": template, "tools": [{"name": "f"}], "chat_template_kwargs": {"word": "say "}}
+    (answer,) = llm.chat(turns[:1], GREEDY, use_tqdm=False, **given)
+    assert answer.prompt_token_ids == llm.tokenizer.encode("say f3 + 4")
+    with pytest.raises(InvalidRequest, match="continue_final_message is true, and so is add_generation_prompt"):
+        llm.chat(turns, GREEDY, continue_final_message=True)
+
+
 def test_a_prompt_that_was_served_before_is_cached_in_whole_pages(llm: LLM) -> None:
     prompt = list(range(40, 90))
     first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
