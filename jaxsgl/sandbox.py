@@ -47,7 +47,9 @@ START_S = 120.0  # that the helper may take until it is ready
 GRACE_S = 10.0  # after a call's time is over: for the helper to report how its child ended
 MAX_TEXT_CHARS = 2000
 _KEPT_VARIABLES = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "VIRTUAL_ENV")
-_LIMIT_OF_SIGNAL: dict[int, LimitKind] = {signal.SIGPROF: "processor time", signal.SIGALRM: "time"}
+_LIMIT_OF_SIGNAL: dict[int, LimitKind] = {
+    signal.SIGPROF: "processor time", signal.SIGXCPU: "processor time", signal.SIGALRM: "time",
+}  # fmt: skip
 _HEAD = struct.Struct("<cQ")  # what it is, and bytes that follow
 _REPLY, _INVALID, _MEMORY, _RAISED = b"R", b"I", b"M", b"E"
 
@@ -84,6 +86,10 @@ class SandboxLimit(SandboxError):
 
 class SandboxCrash(SandboxError):
     """The function raised what it shouldn't, or its process ended by itself; the text says how."""
+
+
+class SandboxKilled(SandboxCrash):
+    """Something else ended the process of the call, or the helper, as the kernel does where memory runs out."""
 
 
 class Sandbox:
@@ -233,7 +239,7 @@ def _told_by(verdict: socket.socket, limits: Limits) -> SandboxError:
     try:
         _, message = _receive(verdict)
     except (EOFError, TimeoutError, ConnectionResetError):
-        return SandboxCrash("the helper process ended during the call")
+        return SandboxKilled("the helper process ended during the call")
     status, stderr = json.loads(message)
     if -status in _LIMIT_OF_SIGNAL:
         kind = _LIMIT_OF_SIGNAL[-status]
@@ -242,7 +248,8 @@ def _told_by(verdict: socket.socket, limits: Limits) -> SandboxError:
     if "memory allocation of" in stderr or "MemoryError" in stderr:  # as Rust and Python end without memory
         return SandboxLimit("memory", _of_memory(limits))
     how = f"signal {-status}" if status < 0 else f"exit status {status}"
-    return SandboxCrash(f"its process ended by {how}: {stderr}" if stderr else f"its process ended by {how}")
+    crash = SandboxKilled if status == -signal.SIGKILL else SandboxCrash
+    return crash(f"its process ended by {how}: {stderr}" if stderr else f"its process ended by {how}")
 
 
 def _of_memory(limits: Limits) -> str:
@@ -361,8 +368,9 @@ def _run(function: Function, limits: Limits, data: socket.socket, output: int) -
         be_killed_with_parent()  # an owner that ends wants no reply
         signal.setitimer(signal.ITIMER_REAL, limits.time_s)
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
-        # A library may change the timers, but not this.
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limits.cpu_s) + 1,) * 2)
+        # A library may change the timers, but not this. SIGXCPU comes a second before SIGKILL.
+        most_s = math.ceil(limits.cpu_s) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s + 1))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         os.dup2(output, 1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,15 +24,13 @@ from jaxsgl.preprocess.placeholders import Visual
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
 from jaxsgl.requests.media import MediaLimits
-from jaxsgl.sandbox import Limits, Sandbox, SandboxCrash, SandboxLimit
+from jaxsgl.sandbox import Limits, Sandbox, SandboxCrash, SandboxKilled, SandboxLimit
 
 MAX_DECODING = 2  # requests whose pictures are decoded at a time
 SPARE_BYTES = 64 << 20  # of a child: FFmpeg's tables, the allocator, a thread's stack
 _COPIES = 3  # of files and of patches, on their way
 _TIME_PER_CPU = 10  # seconds by the clock for each of processor time, on a machine that has other work
 _LEAST_TIME_S = 60.0
-# Of `SandboxCrash`: something else ended it, as the kernel does where memory runs out.
-_KILLED = re.compile(r"the helper process |its process ended by signal 9\b")
 
 logger = logging.getLogger(__name__)
 
@@ -121,13 +118,14 @@ class Decoder:
                 break
             try:
                 return self._sandbox.call(request, limits)
+            except SandboxKilled as crash:
+                logger.error("pictures or videos of a request were not decoded: %s", crash)
             except SandboxCrash as crash:
                 logger.error("pictures or videos of a request could not be decoded: %s", crash)
-                if not _KILLED.match(str(crash)):
-                    raise InvalidRequest(
-                        "the pictures and videos of the request can't be decoded, for their decoder ended: are they "
-                        "damaged? The server's log says more"
-                    ) from None
+                raise InvalidRequest(
+                    "the pictures and videos of the request can't be decoded, for their decoder ended: are they "
+                    "damaged? The server's log says more"
+                ) from None
         raise EngineUnavailable(
             "the pictures and videos of the request could not be decoded, for the process that does it was killed or "
             "does not start, perhaps for lack of memory: try again later"

@@ -181,7 +181,7 @@ class MediaUrl(Body):
 
     url: str
     detail: Annotated[str, Field(description="has no effect: the model's processor decides")] | None = None
-    fps: Annotated[float, Field(ge=0.001, le=1000, description="of frames that come one by one")] | None = None
+    fps: Annotated[float, Field(ge=0.001, le=1000, description="frames a second, of a list or to take")] | None = None
 
 
 Frames = Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)]
@@ -204,7 +204,7 @@ class ContentPart(Body):
         ]
         | None
     ) = None
-    fps: Annotated[float, Field(ge=0.001, le=1000, description="of the frames in video")] | None = None
+    fps: Annotated[float, Field(ge=0.001, le=1000, description="as in video_url")] | None = None
 
 
 Content = Annotated[
