@@ -20,6 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -35,6 +36,10 @@ from jaxsgl.shared_mailbox import SharedMailbox
 PREFIX, LOCK, MARK = "jaxsgl-", "lock", "mask_mark"
 MAX_SOCKET_PATH = 100  # Linux allows 107 bytes, macOS 103
 FINAL_MESSAGE_MS = 1000  # a closing engine waits so long for its final message to leave
+
+MessageT = TypeVar("MessageT")
+
+logger = logging.getLogger(__name__)
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -149,15 +154,10 @@ class EngineMailbox:
         self._poller.register(fd, zmq.POLLIN)
 
     def receive(self, block: bool) -> list[ToEngine]:
-        """Returns all messages that wait, in order; if `block`, waits for at least one."""
+        """Returns all messages that wait, in order; if `block`, waits for at least one. Drops what it can't read."""
         if block:
             self._poller.poll()
-        messages: list[ToEngine] = []
-        while True:
-            try:
-                messages.append(self._decoder.decode(self._in.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return messages
+        return _all_waiting(self._in, self._decoder)
 
     def send(self, news: News) -> None:
         """Sends the news of a step, or the answer to a command."""
@@ -226,12 +226,7 @@ class EngineLines:
         """See `Transport`."""
         if block:
             self._poller.poll()
-        messages: list[ToMailbox] = []
-        while True:
-            try:
-                messages.append(self._decoder.decode(self._in.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return messages
+        return _all_waiting(self._in, self._decoder)
 
     def connect(self, line: int) -> None:
         """See `Transport`. The process may bind its socket later."""
@@ -303,6 +298,21 @@ class EngineLine:
         self._in.close(linger=0)
         self._out.close(linger=0)
         self._context.term()
+
+
+def _all_waiting(socket: zmq.Socket[bytes], decoder: msgspec.msgpack.Decoder[MessageT]) -> list[MessageT]:
+    """Returns all messages that wait, in order.
+
+    One that can't be read, by a fault of the front end, is dropped with a line in the log: it must not end all others.
+    """
+    messages: list[MessageT] = []
+    while True:
+        try:
+            messages.append(decoder.decode(socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return messages
+        except msgspec.MsgspecError:
+            logger.exception("a message of the front end can't be read, and is dropped")
 
 
 def _poller(socket: zmq.Socket[bytes]) -> zmq.Poller:

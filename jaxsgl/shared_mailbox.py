@@ -162,7 +162,10 @@ class SharedMailbox:
                 return []
             case CloseLine(line):
                 return self._close(line)
-            case Abort() | Shutdown():
+            case Abort(engine_id, index):
+                self._free_id(engine_id, index)
+                return [message]
+            case Shutdown():
                 return [message]
             case Withdraw(number):
                 self._unanswered.discard(number)
@@ -186,6 +189,12 @@ class SharedMailbox:
         self._running[request.request_id] = _Running(line, client_id, request.sampling.n)
         self._by_client_id[client_id] = request.request_id
         return [request]
+
+    def _free_id(self, engine_id: str, index: int | None) -> None:
+        """Lets any line use a client's id again, since all that is left of its request is to be cleared up."""
+        run = self._running.get(engine_id)
+        if run is not None and (index is None or run.samples == 1):
+            self._drop_id(engine_id, run)
 
     def _abort_matching(self, command: AbortMatching) -> list[ToEngine]:
         """Aborts requests of any line by their clients' ids, and answers how many there are."""
@@ -242,9 +251,11 @@ class SharedMailbox:
             self._forget(reply.request_id)
 
     def _forget(self, engine_id: str) -> None:
-        client_id = self._running.pop(engine_id).client_id
-        if self._by_client_id.get(client_id) == engine_id:  # its client may have used the id again
-            del self._by_client_id[client_id]
+        self._drop_id(engine_id, self._running.pop(engine_id))
+
+    def _drop_id(self, engine_id: str, run: _Running) -> None:
+        if self._by_client_id.get(run.client_id) == engine_id:  # its client may have used the id again
+            del self._by_client_id[run.client_id]
 
     def _tell_load(self) -> None:
         """Tells the load to lines that know an older one."""

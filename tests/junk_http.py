@@ -131,6 +131,7 @@ def _wrong_value(rng: random.Random) -> Junk:
     path, _ = _good(rng)
     body = dict(GOOD_BODIES[path])
     names = [*body, "temperature", "seed", "top_p", "stream", "logit_bias", "model", "echo", "tools", "stream_options"]
+    names += ["bootstrap_port", "bootstrap_room"]
     for name in rng.sample(names, rng.randint(1, 2)):
         body[name] = "JUNK"
     text = re.sub('"JUNK"', lambda _: rng.choice(VALUES), json.dumps(body))

@@ -167,6 +167,24 @@ def test_an_id_that_runs_on_another_line_is_refused() -> None:
     assert lines.come(request(2, "a", 5)) == [], "the second one still runs"
 
 
+def test_an_id_is_free_on_every_line_while_the_engine_clears_up_what_had_it() -> None:
+    """The front end lets its client use it again, as the last sample has ended or its client has left."""
+    lines = two_lines()
+    left, stopped, other = request(1, "a"), request(1, "b", 1), request(1, "c", 2, n=2)
+    lines.come(left, stopped, other)
+    aborts = [Abort(left.request_id), Abort(stopped.request_id, 0), Abort(other.request_id, 1)]
+    assert lines.come(*aborts) == aborts
+    again = [request(2, "a"), request(2, "b", 1)]
+    assert lines.come(*again) == again
+    assert lines.come(request(2, "c", 2)) == [], "its sample 0 runs"
+    lines.mailbox.send(Replies([Reply(other.request_id, (), FinishReason.ABORT, index=1)]))
+    last = Abort(other.request_id, 0)
+    assert lines.come(last, third := request(2, "c", 3)) == [last, third]
+    lines.mailbox.send(Replies([Reply(each.request_id, (), FinishReason.ABORT) for each in (left, stopped, other)]))
+    assert lines.mailbox.num_running == 3
+    assert lines.come(request(1, "a", 5)) == [], "it runs on the other line"
+
+
 def test_requests_of_all_lines_are_aborted_by_the_ids_of_their_clients() -> None:
     lines = two_lines()
     requests = [request(1, "a"), request(2, "ab"), request(2, "a/0", 1)]

@@ -156,11 +156,10 @@ def placement(environ: Mapping[str, str]) -> Placement | None:
 
 
 def first_of(nodes: str) -> str:
-    """The first host of a list as Slurm writes it: gpu[003-007,009],cpu1 begins with gpu003."""
-    prefix, bracket, rest = nodes.partition(",")[0].partition("[")
-    if not bracket:
-        return prefix
-    return prefix + re.split(r"[-,\]]", rest)[0] + nodes.partition("]")[2].partition(",")[0]
+    """The first host of a list as Slurm writes it: r[1-2]n[03-07,09],cpu1 begins with r1n03."""
+    first = re.match(r"([^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None, "any text matches"
+    return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", first[0])
 
 
 def _of(environ: Mapping[str, str], name: str) -> str:

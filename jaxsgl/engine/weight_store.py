@@ -124,6 +124,7 @@ class EngineWeightStore:
     Attributes:
       leaves: the parameters as programs take them; empty while they are released.
       weight_version, released: see `WeightStore`.
+      num_updates: how often other weights took the place of those before.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class EngineWeightStore:
         self._backup: list[Any] | None = None
         self._compiles = compiles
         self._set_pool = set_pool
-        self._num_updates = 0
+        self.num_updates = 0
 
     @property
     def params(self) -> Params:
@@ -183,8 +184,8 @@ class EngineWeightStore:
         """Serves what `stage_weights` returned from now on; see `WeightStore`."""
         assert isinstance(staged, Staged)
         self._fill(staged)
-        self._num_updates += 1
-        self.weight_version = str(self._num_updates) if version is None else version
+        self.num_updates += 1
+        self.weight_version = str(self.num_updates) if version is None else version
 
     def release_memory(self, tag: MemoryTag) -> None:
         """Gives the memory of the weights or of the KV pool back. See --enable-weights-cpu-backup for the weights."""

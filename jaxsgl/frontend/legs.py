@@ -13,21 +13,36 @@ import msgspec
 
 from jaxsgl.config.features import ALL_IN_ONE, networks_and_names
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.requests.request import Rendezvous, SamplingParams
+from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.request import Rendezvous, Request, SamplingParams, check_integer
 
 MAX_HOST_CHARS = 255
 MAX_ROOM = (1 << 63) - 1
 
 
 def rendezvous(host: str, port: int, number: int) -> Rendezvous:
-    """Returns where the legs meet. Raises `InvalidRequest` for an address or a number that can't be one."""
+    """Returns where the legs meet. Raises `InvalidRequest` for an address or a number that can't be one.
+
+    An IPv6 address may stand in brackets, as gateways write it.
+    """
+    check_integer("bootstrap_port", port, optional=False)
+    check_integer("bootstrap_room", number, optional=False)
     if not 1 <= len(host) <= MAX_HOST_CHARS:
         raise InvalidRequest(f"bootstrap_host has {len(host)} characters, but must have 1 to {MAX_HOST_CHARS}")
     if not 1 <= port <= 65535:
         raise InvalidRequest(f"bootstrap_port is {port}, but must be 1 to 65535")
     if not 0 <= number <= MAX_ROOM:
         raise InvalidRequest(f"bootstrap_room is {number}, but must be 0 to {MAX_ROOM}")
-    return Rendezvous(host, port, number)
+    return Rendezvous(_without_brackets(host), port, number)
+
+
+def _without_brackets(host: str) -> str:
+    inner = host[1:-1]
+    try:
+        ipaddress.IPv6Address(inner)
+    except ValueError:
+        return host
+    return inner if host == f"[{inner}]" else host
 
 
 class PrefillHosts:
@@ -78,3 +93,10 @@ def leg_sampling(sampling: SamplingParams, mode: str) -> SamplingParams:
     return SamplingParams(
         temperature=0.0, max_tokens=1, logprobs=sampling.logprobs, prompt_logprobs=sampling.prompt_logprobs
     )
+
+
+def with_grammar(request: Request, grammar: Grammar | None, mode: str) -> Request:
+    """Returns `request` with another grammar; one with a room on the server of mode "prefill" has none at all."""
+    if request.room is not None and mode == "prefill":
+        return request
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))

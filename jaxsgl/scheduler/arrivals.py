@@ -64,7 +64,7 @@ class Arrivals:
         return refusal if refusal is not None else self._queue_limits.refusal(request, self._requests)
 
     def receive(self, message: Request | Abort, since_s: float | None = None) -> list[Reply]:
-        """Queues or refuses a request, which waits since now or `since_s`, or aborts one; returns the replies so far."""
+        """Queues or refuses a request, which waits since now or `since_s`, or aborts one; returns immediate replies."""
         if isinstance(message, Request):
             return self._enqueue(message, since_s)
         samples = self._requests.samples_of(message.request_id)

@@ -19,6 +19,7 @@ go first.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -85,9 +86,13 @@ class RequestTable:
 
     def add(self, samples: list[Req], since_s: float | None = None) -> None:
         """Adds all samples of a request that has arrived, now or `since_s`, at the end of the queue."""
-        request_id = samples[0].request_id
+        request_id, since = samples[0].request_id, self._waiting_since
         self._samples[request_id] = samples
-        self._waiting_since[request_id] = arrived_s = self._clock() if since_s is None else since_s
+        arrived_s = self._clock() if since_s is None else since_s
+        younger = list(itertools.takewhile(lambda other: since[other] > arrived_s, reversed(since)))
+        since[request_id] = arrived_s
+        for other in reversed(younger):  # which stay behind it: the first is due first
+            since.move_to_end(other)
         for req in samples:
             self._arrived_s[req.key] = arrived_s
             self._enqueue(req)
@@ -190,7 +195,7 @@ class RequestTable:
         """The requests that have waited or run for too long, each with what to tell its client."""
         found: list[tuple[str, Refusal]] = []
         for limit_s, since, refuse in (
-            (self._queue_timeout_s, self._waiting_since, _waited),
+            (self._queue_timeout_s, self._waiting_since, waited),
             (self._running_timeout_s, self._running_since, _ran),
         ):
             if limit_s is None:
@@ -254,7 +259,8 @@ class RequestTable:
             self._running_since.pop(req.request_id, None)
 
 
-def _waited(limit_s: float) -> Refusal:
+def waited(limit_s: float) -> Refusal:
+    """The refusal of a request that was not admitted within `limit_s` seconds."""
     text = f"the request waited for admission longer than {limit_s:g} s (--queue-timeout-s): try again later"
     return Refusal(RefusalKind.WAITED, text)
 

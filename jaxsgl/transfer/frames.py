@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_MESSAGE_BYTES = 1 << 16
 FRAME_BYTES = 16 << 20  # of pages in a frame, or one page if that is larger
 _MAGIC = 0x4C47534A
@@ -53,7 +53,7 @@ class Geometry(msgspec.Struct, frozen=True):
       dtype: of the KV pool.
       page_shape: of one page on the host, `[layers, 2, K, page_size, H]`.
       page_bytes: its size.
-      weights: a name or digest of the model.
+      weights: a name of the model, whose weights of now each request's version names.
       image_row_bytes: of the embedding of an image's token; 0: it takes no images.
       backend: how the bytes travel, "tcp" or "nixl".
     """
@@ -162,7 +162,7 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
 
 
 class Fail(msgspec.Struct, frozen=True, tag="fail"):
-    """The sender has given `room` up, because of `text`.
+    """The sender has given `room` up, because of `text`; decode perhaps before it opened that.
 
     `kind` is the value of the `RefusalKind` that the client gets; None if the client has left.
     """

@@ -172,7 +172,8 @@ def _bound(address: tuple[str, int]) -> socket.socket:
     host, port = address
     try:
         family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        return socket.create_server(address, family=family, backlog=128)
+        takes_both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # as the server's other ports do at ::
+        return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=takes_both)
     except OSError as error:
         raise StartupError(
             f"{host}:{port} can't be bound for KV transfers ({error}): choose another --disaggregation-bootstrap-port"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Executor
 
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.features import ALL_IN_ONE, DisaggregationConfig
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.engines.link import MAX_UNREAD, EngineLink
@@ -26,11 +27,11 @@ class PlayedLink(EngineLink):
         self.sent.append(message)
 
 
-def front_end_of(link: EngineLink, threads: Executor, model: ServedModel) -> FrontEnd:
-    """A front end that serves `model`."""
-    config = ServerConfig(EngineConfig(), port=0, grpc_port=0)
+def front_end_of(link: EngineLink, threads: Executor, model: ServedModel, mode: str = ALL_IN_ONE) -> FrontEnd:
+    """A front end that serves `model`, with --disaggregation-mode `mode`."""
+    config = ServerConfig(EngineConfig(disaggregation=DisaggregationConfig(mode)), port=0, grpc_port=0)
     engine = Replicas([link])
     metrics = Metrics(lambda: link.load)
-    generator = Generator(engine, threads, metrics, timeout_s=600.0)
+    generator = Generator(engine, threads, metrics, timeout_s=600.0, mode=mode)
     generator.serve(model)
     return FrontEnd(config, Access(config), engine, generator, metrics, Profiles(config, engine))

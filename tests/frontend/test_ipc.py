@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from jaxsgl.config.engine import Limits
@@ -77,6 +78,27 @@ def test_messages_arrive_whole_and_in_order_both_ways(endpoints: Endpoints) -> N
             assert heard == [Replies([]), *map(Replies, replies)]
 
     asyncio.run(scenario())
+
+
+def test_a_message_that_can_not_be_read_is_dropped_and_all_others_arrive(
+    endpoints: Endpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        heard: list[FromEngine] = []
+        with line_to(endpoints, heard) as line, contextlib.closing(EngineMailbox(endpoints)) as mailbox:
+            mailbox.send(Replies([]))
+            await until(lambda: len(heard) == 1)
+            for message in (REQUEST, msgspec.structs.replace(REQUEST, priority=True), Abort("r")):
+                line.send(message)
+            received: list[ToEngine] = []
+            while len(received) < 2:
+                received += mailbox.receive(block=True)
+            assert received == [REQUEST, Abort("r")]
+
+    asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records] == [
+        "a message of the front end can't be read, and is dropped"
+    ]
 
 
 def test_the_final_message_arrives_although_the_engine_closes_at_once(endpoints: Endpoints) -> None:

@@ -16,8 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from played_link import PlayedLink
 from server_process import ServerProcess, ids_request
 
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable
-from jaxsgl.frontend.engines.watchdog import TICKS, Watchdog
+from jaxsgl.frontend.engines.replicas import Replicas
+from jaxsgl.frontend.engines.watchdog import TICKS, Watchdog, watch
 from jaxsgl.mask_mark import MaskMark
 from jaxsgl.messages.orders import Answer, Ping
 from jaxsgl.messages.replies import Load, Replies, Totals
@@ -168,6 +171,22 @@ def test_an_engine_that_stays_stuck_ends_the_server_unless_it_is_to_be_kept() ->
     assert reason == "the engine has given no sign of life for 0.1 s"
     with pytest.raises(TimeoutError):
         asyncio.run(outcome(Engine(limit_s=0.02, keep_alive=True)))
+
+
+def test_the_engine_that_dies_last_says_why_the_server_ends() -> None:
+    links = [PlayedLink() for _ in range(3)]
+
+    async def outcome() -> str:
+        async def nothing() -> None:
+            pass
+
+        watching = asyncio.create_task(watch(Replicas(links), ServerConfig(EngineConfig()), nothing))
+        for rank in (2, 0, 1):
+            await asyncio.sleep(0.01)
+            links[rank].died(f"engine {rank} died")
+        return await watching
+
+    assert asyncio.run(outcome()) == "engine 1 died"
 
 
 def test_a_server_whose_engine_hangs_shows_both_processes_and_ends(start_server: Start) -> None:

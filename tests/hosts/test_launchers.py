@@ -45,6 +45,8 @@ def test_launchers_say_how_many_hosts_there_are_and_which_one_this_is(
         ("gpu[003-007,009],cpu1", "gpu003"),
         ("n[1,3]-ib,x", "n1-ib"),
         ("r1-n[07]", "r1-n07"),
+        ("r[1-2]n[01-10],x", "r1n01"),
+        ("r[1,3]n[01,02]", "r1n01"),
     ],
 )
 def test_the_first_host_of_slurms_lists(nodes: str, first: str) -> None:

@@ -62,7 +62,14 @@ class Worker:
             kwargs |= {"tier": tier, "loads": LoadRule(0.0, 5.0, least_tokens=1)}
         self.scheduler = CheckedScheduler(sizes, buckets, kwargs.pop("eos", ()), clock=clock, **kwargs)
         kind = DecodeSide if address is None else PrefillSide
-        limits = RoomLimits(layout.page_bytes, staging_pages * layout.page_bytes, max_rooms, 30.0)
+        limits = RoomLimits(
+            layout.page_bytes,
+            staging_pages * layout.page_bytes,
+            max_rooms,
+            30.0,
+            kwargs.get("max_queued_tokens"),
+            self.scheduler.state.config.queue_timeout_s,
+        )
         self.side: DecodeSide | PrefillSide = kind(
             self.scheduler, self.wire, layout, limits, lambda: getattr(self.engine, "weight_version", ""), clock
         )

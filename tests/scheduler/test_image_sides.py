@@ -167,10 +167,16 @@ def test_images_of_cached_prompts_are_encoded_again_if_their_embeddings_are_nowh
     decode.check_empty()
 
 
-def test_a_decode_worker_refuses_images_that_it_can_not_have() -> None:
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_decode_worker_refuses_images_that_it_can_not_have(first: str) -> None:
     network = Network()
     prefill, decode = pair_of(network, host_rows=20)
-    send(network, prefill, decode, asked("large", [3, (1, 12), 2, (2, 9), 1]), 1)
+    large = asked("large", [3, (1, 12), 2, (2, 9), 1])
+    leg = msgspec.structs.replace(large, sampling=SamplingParams(temperature=0.0, max_tokens=1))
+    legs = [(prefill, leg), (decode, large)]
+    for worker, of_leg in legs if first == "prefill" else reversed(legs):
+        worker.receive(at(of_leg, 1))
+        run(network, prefill, decode)
     assert set(prefill.ended.values()) == set(decode.ended.values()) == {RefusalKind.INVALID}
     assert decode.replies[-1].refusal is not None and "--mm-host-mib" in decode.replies[-1].refusal.text
     decode.receive(asked("whole", [3, (1, 12), 2]))

@@ -33,7 +33,7 @@ def test_forged_rooms_take_no_room_from_requests_nor_from_a_real_peer() -> None:
 
 
 def test_clients_get_one_text_for_all_reasons_of_a_lost_connection() -> None:
-    rooms = DecodeRooms(LIMITS, lambda _: 0, lambda _: Version("v"))
+    rooms = DecodeRooms(LIMITS, lambda _: 0, lambda _: Version("v"), lambda: 0.0)
     texts = set()
     for number in range(2):
         rooms.arrived(request(number), Room(number, 0), peer=number, num_pages=1)

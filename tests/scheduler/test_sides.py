@@ -209,6 +209,153 @@ def test_a_prompt_that_prefill_refuses_is_not_generated_by_decode() -> None:
         pair.check_empty()
 
 
+@pytest.mark.parametrize("refused_first", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "kind"), [({"decode_pages": 10}, RefusalKind.INVALID), ({"max_rooms": 1}, RefusalKind.OVERLOADED)]
+)
+def test_a_prompt_that_decode_refuses_is_not_computed_by_prefill(
+    sizes: dict[str, Any], kind: RefusalKind, refused_first: bool
+) -> None:
+    pair = Pair(**sizes)
+    pair.decode.receive(at(request("first", range(30), 4), 1))
+    leg, whole = at(request("a", range(60), 1), 2), at(request("a", range(60), 4), 2)
+    first, second = (pair.decode, pair.prefill) if refused_first else (pair.prefill, pair.decode)
+    first.receive(whole if refused_first else leg)
+    pair.network.deliver_all()
+    pair.prefill.turn()
+    second.receive(leg if refused_first else whole)
+    pair.run()
+    assert pair.decode.ended["a", 0] is pair.prefill.ended["a", 0] is kind
+    of_decode, of_prefill = pair.decode.replies[-1].refusal, pair.prefill.replies[-1].refusal
+    assert of_decode is not None and of_prefill is not None and of_prefill.text == f"decode: {of_decode.text}"
+    pair.prefill.receive(at(request("first", range(30), 1), 1))
+    pair.run()
+    assert pair.decode.outputs["first", 0] == expected(range(30), 4)
+    assert pair.prefill.scheduler.state.totals.extend_tokens == 30
+    pair.check_empty()
+
+
+@pytest.mark.parametrize("refused_first", [True, False])
+def test_a_prompt_for_which_prefill_has_no_room_is_refused_by_decode_at_once(refused_first: bool) -> None:
+    network = Network()
+    prefill, decode = Worker(network, PREFILL, capacity(), max_rooms=1), Worker(network, None, capacity())
+    prefill.receive(at(request("first", range(30), 1), 1))
+    leg, whole = at(request("a", range(60), 1), 2), at(request("a", range(60), 4), 2)
+    first, second = (prefill, decode) if refused_first else (decode, prefill)
+    first.receive(leg if refused_first else whole)
+    network.deliver_all()
+    prefill.turn()
+    second.receive(whole if refused_first else leg)
+    run(network, prefill, decode)
+    assert decode.ended["a", 0] is prefill.ended["a", 0] is RefusalKind.OVERLOADED
+    decode.receive(at(request("first", range(30), 4), 1))
+    run(network, prefill, decode)
+    assert decode.outputs["first", 0] == expected(range(30), 4)
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_a_second_request_of_a_room_that_is_refused_ends_none_that_runs_there() -> None:
+    pair = Pair()
+    for worker, num_tokens in ((pair.prefill, 1), (pair.decode, 4)):
+        asked = request("a", range(30), num_tokens)
+        worker.receive(at(asked, 1))
+        worker.receive(at(changed(asked, request_id="twin", adapter="unknown"), 1))
+        assert worker.ended == {("twin", 0): RefusalKind.INVALID}
+    pair.run()
+    assert pair.decode.outputs["a", 0] == expected(range(30), 4)
+    for worker, num_tokens in ((pair.decode, 4), (pair.prefill, 1)):
+        worker.receive(at(request("later", range(30), num_tokens), 1))
+        pair.run()
+    assert pair.decode.outputs["later", 0] == expected(range(30), 4)
+    pair.check_empty()
+
+
+def test_prompts_in_rooms_count_toward_the_limit_of_waiting_tokens() -> None:
+    network = Network()
+    prefill, decode = (Worker(network, address, capacity(), max_queued_tokens=100) for address in (PREFILL, None))
+    for number in range(8):
+        asked = request(f"r{number}", range(number, 30 + number), 4)
+        prefill.receive(at(changed(asked, sampling=leg_sampling(asked.sampling, "prefill")), number))
+        decode.receive(at(asked, number))
+    for worker in (prefill, decode):
+        assert list(worker.ended.values()) == [RefusalKind.OVERLOADED] * 4
+        assert "prompts of 120 tokens" in str(worker.replies[-1].refusal)
+        assert worker.side.load(0).waiting_tokens == 120
+    run(network, prefill, decode)
+    for worker in (prefill, decode):
+        assert list(worker.ended.values()).count(FinishReason.LENGTH) == 4
+        assert worker.side.load(0).waiting_tokens == 0
+        worker.check_empty()
+
+
+@pytest.mark.parametrize("short_of", ["rows at decode", "staging memory at decode", "staging memory at prefill"])
+def test_time_in_a_room_counts_toward_the_limit_of_the_queue(short_of: str) -> None:
+    """The first request runs, or holds what the second one waits for."""
+    now_s, network, config = [0.0], Network(), SchedulingConfig(queue_timeout_s=5.0)
+    at_prefill, at_decode = (8 if short_of == f"staging memory at {side}" else 1000 for side in ("prefill", "decode"))
+    rows = 1 if "rows" in short_of else 4
+    prefill = Worker(network, PREFILL, capacity(), lambda: now_s[0], config=config, staging_pages=at_prefill)
+    decode = Worker(network, None, capacity(rows=rows), lambda: now_s[0], config=config, staging_pages=at_decode)
+    prefill.holds_gathers = "memory" in short_of  # pages stay in staging memory
+    for number, name in enumerate("ab"):
+        asked = request(name, range(number, 30 + number), 60)
+        prefill.receive(at(changed(asked, sampling=leg_sampling(asked.sampling, "prefill")), number))
+        decode.receive(at(asked, number))
+    for seconds in (0.0, 5.0):
+        now_s[0] = seconds
+        for _ in range(20):
+            network.deliver_all()
+            prefill.turn()
+            decode.turn()
+        assert ("b", 0) not in decode.ended, "not a moment too soon"
+    now_s[0] = 5.6
+    for _ in range(3):
+        network.deliver_all()
+        prefill.turn()
+        decode.turn()
+    assert decode.ended["b", 0] is RefusalKind.WAITED
+    assert prefill.ended["b", 0] is (FinishReason.LENGTH if "rows" in short_of else RefusalKind.WAITED)
+    prefill.holds_gathers = False
+    run(network, prefill, decode)
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_a_request_is_due_by_the_time_of_its_room_whatever_came_to_the_queue_before() -> None:
+    now_s, network, config = [0.0], Network(), SchedulingConfig(queue_timeout_s=5.0)
+    prefill = Worker(network, PREFILL, capacity(rows=1), lambda: now_s[0], config=config)
+    decode = Worker(network, None, capacity(), lambda: now_s[0])
+    prefill.receive(at(request("in room", range(30), 1), 1))
+    now_s[0] = 2.0
+    for name in ("runs", "queued"):
+        prefill.receive(request(name, range(9), 90))
+        prefill.turn()
+    decode.receive(at(request("in room", range(30), 4), 1))
+    for seconds in (2.0, 5.5):
+        now_s[0] = seconds
+        for _ in range(5):
+            network.deliver_all()
+            prefill.turn()
+            decode.turn()
+    assert prefill.ended == {("in room", 0): RefusalKind.WAITED}
+    run(network, prefill, decode)
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_time_in_a_room_is_shown_as_time_in_the_queue() -> None:
+    pair = Pair()
+    asked = request("a", range(60), 4)
+    pair.decode.receive(at(asked, 1))
+    pair.run()
+    pair.now_s = 20.0
+    pair.prefill.receive(at(changed(asked, sampling=leg_sampling(asked.sampling, "prefill")), 1))
+    pair.run()
+    queue_s = [[reply.times.queue_s for reply in side.replies if reply.times] for side in (pair.decode, pair.prefill)]
+    assert queue_s == [[20.0], [0.0]]
+
+
 def test_a_request_that_is_retracted_on_decode_finishes_or_can_be_aborted() -> None:
     pair = Pair(retract_also=RetractEvery(3))
     for name in "abc":
@@ -398,12 +545,10 @@ def test_a_prompt_is_computed_with_its_adapter_and_shared_among_equal_loadings_o
         pair.run()
     weights = generate(range(40), 5, frozenset(), VOCAB, weights=1000)
     assert pair.decode.outputs == {("a", 0): weights, ("b", 0): expected(range(40), 5), ("c", 0): weights}
-    assert pair.decode.ended["d", 0] is RefusalKind.INVALID, "decode has no adapter two"
+    assert pair.decode.ended["d", 0] is pair.prefill.ended["d", 0] is RefusalKind.INVALID, "decode has no adapter two"
     assert pair.computed_by_decode <= 3 * 4
     cached = {reply.request_id: reply.cached_tokens for reply in pair.decode.replies if reply.finish_reason}
     assert cached == {"a": 36, "b": 36, "c": 36}, "pages from prefill, but for the last"
-    pair.now_s += 100.0  # prefill waits for decode's leg of d no longer
-    pair.run()
     pair.check_empty()
 
 

@@ -263,6 +263,17 @@ def test_a_worker_that_is_not_there_is_told_at_once() -> None:
         assert "not reachable" in reason(until(decode, left))
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_port_at_all_addresses_of_ipv6_takes_those_of_ipv4_too() -> None:
+    """As the ports for clients do with --host ::."""
+    prefill = TcpWire("prefill", GEOMETRY, ("::", 0), secret=SECRET)
+    for host in ("127.0.0.1", "::1"):
+        with contextlib.closing(TcpWire("decode", GEOMETRY, secret=SECRET)) as decode:
+            decode.send(decode.connect(host, prefill.port), Open(ROOM))
+            assert messages(until(prefill, lambda events: bool(messages(events)))) == [Open(ROOM)]
+    prefill.close()
+
+
 def test_a_port_that_is_taken_fails_the_start() -> None:
     with pair() as (prefill, _), pytest.raises(StartupError, match="--disaggregation-bootstrap-port"):
         TcpWire("prefill", GEOMETRY, ("127.0.0.1", prefill.port))

@@ -118,7 +118,9 @@ async def watch(replicas: Replicas, config: ServerConfig, report: Callable[[], A
     Awaits `report` when one gets stuck, works again or dies.
     """
 
-    async def follow(link: EngineLink) -> str:
+    reasons: list[str] = []  # of deaths, in their order
+
+    async def follow(link: EngineLink) -> None:
         watchdog = Watchdog(link, config.watchdog_s, config.keep_stuck_server)
         death, verdict = asyncio.create_task(link.death()), asyncio.create_task(watchdog.run(report))
         try:
@@ -129,12 +131,12 @@ async def watch(replicas: Replicas, config: ServerConfig, report: Callable[[], A
         if not death.done():
             link.kill()
             link.died(verdict.result())
+        reasons.append(await link.death())
         await report()
-        return await link.death()
 
     following = [asyncio.create_task(follow(link)) for link in replicas.links]
     try:
-        reasons = await asyncio.gather(*following)
+        await asyncio.gather(*following)
     finally:
         for task in following:
             task.cancel()

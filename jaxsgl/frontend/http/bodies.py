@@ -286,27 +286,33 @@ def in_rooms(options: list[RequestOptions], body: Body) -> list[RequestOptions]:
     given = body.model_extra or {}
     if given.get("bootstrap_room") is None and given.get("bootstrap_host") is None:
         return options
+    num_samples = getattr(body, "n", None) or 1
+    hosts, ports, rooms = (
+        _entries(name, given.get(name), len(options), num_samples)
+        for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+    )
     of_prompts = []
-    for number, of_prompt in enumerate(options):
-        host, port, room = (
-            _entry(name, given.get(name), number, len(options))
-            for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-        )
-        if not isinstance(host, str) or not isinstance(room, int) or not isinstance(port, int | None):
-            raise InvalidRequest("bootstrap_host must be a text, bootstrap_port and bootstrap_room integers")
-        of_prompts.append(replace(of_prompt, room=rendezvous(host, port or BOOTSTRAP_PORT, room)))
+    for of_prompt, host, port, room in zip(options, hosts, ports, rooms, strict=True):
+        if not isinstance(host, str):
+            raise InvalidRequest(f"bootstrap_host is {host!r:.100}, but must be a text")
+        of_prompts.append(replace(of_prompt, room=rendezvous(host, BOOTSTRAP_PORT if port is None else port, room)))
     return of_prompts
 
 
-def _entry(name: str, given: object, number: int, num_prompts: int) -> object:
-    """Returns the value of a prompt: gateways send one for all, or a list."""
+def _entries(name: str, given: Any, num_prompts: int, num_samples: int) -> list[Any]:
+    """Returns a value for each prompt. Gateways send one for all, or a list with one for each prompt or each sample.
+
+    The samples of a prompt share a room: the first one.
+    """
     if not isinstance(given, list):
         if num_prompts > 1 and name == "bootstrap_room":
             raise InvalidRequest(f"one bootstrap_room is given for {num_prompts} prompts: send a list of them")
+        return [given] * num_prompts
+    if len(given) == num_prompts:
         return given
-    if len(given) != num_prompts:
-        raise InvalidRequest(f"{name} has {len(given)} entries for {num_prompts} prompts: send one per prompt")
-    return given[number]
+    if len(given) == num_prompts * num_samples:
+        return given[::num_samples]
+    raise InvalidRequest(f"{name} has {len(given)} entries for {num_prompts} prompts: send one per prompt")
 
 
 # From JSON's form of a field to that of `SamplingParams`.

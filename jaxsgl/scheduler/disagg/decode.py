@@ -31,8 +31,8 @@ from jaxsgl.scheduler.disagg.rooms import (
     lost,
     refusal_of,
     taken,
-    too_many,
 )
+from jaxsgl.scheduler.request_table import waited
 from jaxsgl.transfer.frames import Ack, Done, Fail, Grant, Media, Open, Pages, Room, Rows
 from jaxsgl.transfer.wire import Bytes, Peer
 
@@ -53,6 +53,7 @@ class _Leg:
     request: Request
     room: Room
     peer: Peer
+    since_s: float
     num_pages: int  # of its prompt that may come
     state: DecodeState = DecodeState.BOOTSTRAPPING
     first: int = 0
@@ -67,10 +68,12 @@ class _Leg:
 class Received(NamedTuple):
     """A request whose pages first .. first + n - 1 are here, as `parts` in their order; computed by `weight_version`.
 
-    No pages if the weights have changed on the way: the scheduler computes the prompt itself then.
+    It waits since `since_s`. No pages if the weights have changed on the way: the scheduler computes the prompt itself
+    then.
     """
 
     request: Request
+    since_s: float
     first: int
     num_pages: int
     parts: tuple[Bytes, ...]
@@ -84,8 +87,12 @@ class DecodeRooms:
       limits: what they may take.
       num_cached: gives how many leading pages of a request's prompt are cached now.
       version_of: gives the version of weights and adapter that would compute a request here.
+      clock: gives seconds.
       media_limits: of the images that prefill may send; None: the model takes text alone.
       rows: what is held and lacking of images' embeddings; None likewise.
+
+    Attributes:
+      num_waiting_tokens: prompt tokens of all requests here.
     """
 
     def __init__(
@@ -93,18 +100,21 @@ class DecodeRooms:
         limits: RoomLimits,
         num_cached: Callable[[Request], int],
         version_of: Callable[[Request], Version],
+        clock: Callable[[], float],
         media_limits: MediaLimits | None = None,
         rows: LackingRows | None = None,
     ) -> None:
         self._limits = limits
         self._num_cached = num_cached
         self._version_of = version_of
+        self._clock = clock
         self._legs: dict[Room, _Leg] = {}
         self._rooms: dict[str, Room] = {}
         self._lacking = Lacking(media_limits)
         self._rows = rows
         self._queue: deque[Room] = deque()  # BOOTSTRAPPING, in order of arrival
         self._ready: OrderedDict[Room, None] = OrderedDict()  # in order of completion
+        self.num_waiting_tokens = 0
         self._staged = 0  # pages that are granted and not handed over
         self._staged_rows = 0  # bytes of embeddings that are granted and not kept yet
 
@@ -149,20 +159,24 @@ class DecodeRooms:
 
     # The request.
 
-    def check(self, request: Request, room: Room) -> list[Action]:
-        """Refuses a request that can't have a room."""
-        if room in self._legs:
-            return [Refuse(request.request_id, taken(room))]
-        if self.num_rooms >= self._limits.max_rooms:
-            return [Refuse(request.request_id, too_many(self._limits.max_rooms))]
-        return []
+    def refusal(self, room: Room) -> Refusal | None:
+        """Why a request can't have `room`; None: it can."""
+        return taken(room) if room in self._legs else self._limits.refusal(self.num_rooms, self.num_waiting_tokens)
+
+    def refused_at_arrival(self, room: Room, peer: Peer, refusal: Refusal) -> list[Action]:
+        """A request of `room` was refused before it had a leg: prefill, at `peer`, must not wait for that.
+
+        Another one that runs in that room goes on.
+        """
+        return [] if room in self._legs else [Send(peer, Fail(room, refusal.text, refusal.kind.value))]
 
     def arrived(self, request: Request, room: Room, peer: Peer, num_pages: int) -> list[Action]:
         """The gateway has sent the decode leg of a checked request, whose prefill is at `peer`."""
         images = hash_for_prefill(request, self._lacking.limits)
         request = msgspec.structs.replace(request, media=of_source(request.media, request.kv_source))
-        leg = self._legs[room] = _Leg(request, room, peer, num_pages)
+        leg = self._legs[room] = _Leg(request, room, peer, self._clock(), num_pages)
         self._rooms[request.request_id] = room
+        self.num_waiting_tokens += len(request.prompt_ids)
         if images is None:
             leg.state = DecodeState.LACKING
             self._lacking.add(room)
@@ -175,9 +189,16 @@ class DecodeRooms:
         leg = self._leg_of(request_id)
         if leg is None:
             return []
-        self._remove(leg)
-        told = Send(leg.peer, Fail(leg.room, "the client has left"))
-        return [told, Drop(request_id, leg.request.sampling.n), *self._grant_waiting()]
+        return [*self._end(leg, "the client has left", None), Drop(request_id, leg.request.sampling.n)]
+
+    def expire(self) -> list[Action]:
+        """Refuses requests that have waited too long to be admitted."""
+        limit_s = self._limits.queue_timeout_s
+        if limit_s is None:
+            return []
+        due_s = self._clock() - limit_s
+        late = [leg for leg in self._legs.values() if leg.since_s < due_s]
+        return [action for leg in late for action in self._give_up(leg, waited(limit_s))]
 
     def media(self, peer: Peer, media: Media, payload: Bytes) -> list[Action]:
         """A part of the request's images has come; with the last one it waits for memory like others."""
@@ -240,9 +261,9 @@ class DecodeRooms:
             return None
         leg = self._legs[next(iter(self._ready))]
         if not self._is_of_now(leg):
-            return Received(leg.request, leg.first, 0, (), leg.version.name)
+            return Received(leg.request, leg.since_s, leg.first, 0, (), leg.version.name)
         parts = tuple(leg.parts[first] for first in sorted(leg.parts))
-        return Received(leg.request, leg.first, leg.num_received, parts, leg.version.name)
+        return Received(leg.request, leg.since_s, leg.first, leg.num_received, parts, leg.version.name)
 
     def _is_of_now(self, leg: _Leg) -> bool:
         """Whether what has come of a leg was all computed by the weights of now: none were exchanged meanwhile."""
@@ -332,9 +353,13 @@ class DecodeRooms:
         return [Send(leg.peer, Ack(leg.room))]
 
     def _give_up(self, leg: _Leg, refusal: Refusal) -> list[Action]:
+        return [*self._end(leg, refusal.text, refusal.kind.value), Refuse(leg.request.request_id, refusal)]
+
+    def _end(self, leg: _Leg, text: str, kind: str | None) -> list[Action]:
+        """Removes a leg and tells prefill, unless that has done its part."""
         self._remove(leg)
-        told = Send(leg.peer, Fail(leg.room, refusal.text, refusal.kind.value))
-        return [told, Refuse(leg.request.request_id, refusal), *self._grant_waiting()]
+        told = [] if leg.state is DecodeState.READY else [Send(leg.peer, Fail(leg.room, text, kind))]
+        return [*told, *self._grant_waiting()]
 
     def _end_rows(self, leg: _Leg) -> None:
         """Keeps the embeddings that have come, if weights have not been exchanged since they were asked for."""
@@ -346,6 +371,7 @@ class DecodeRooms:
 
     def _remove(self, leg: _Leg) -> None:
         del self._legs[leg.room], self._rooms[leg.request.request_id]
+        self.num_waiting_tokens -= len(leg.request.prompt_ids)
         self._ready.pop(leg.room, None)
         self._lacking.discard(leg.room)
         if leg.state is DecodeState.RECEIVING:

@@ -11,12 +11,12 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import full_pages
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import Load, Reply, TransferLoad
+from jaxsgl.messages.replies import Load, Refusal, Reply, TransferLoad
 from jaxsgl.requests.media import without_pixels
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.disagg.decode import DecodeRooms, Received
 from jaxsgl.scheduler.disagg.images import LackingRows
-from jaxsgl.scheduler.disagg.rooms import Action, Start
+from jaxsgl.scheduler.disagg.rooms import Action, Refuse, Start
 from jaxsgl.scheduler.disagg.sides import Side, room_of_request, with_rooms
 from jaxsgl.transfer.frames import Done, Fail, Media, Pages, Rows
 from jaxsgl.transfer.wire import Event, Left, News
@@ -33,7 +33,7 @@ class DecodeSide(Side):
         if capacity.tower is not None and self._host_images is not None and not capacity.tower.encodes:
             rows = LackingRows(self._host_images, capacity.tower.row_bytes)
         self.rooms: DecodeRooms = DecodeRooms(
-            self._limits, self._num_cached, self._kv_names.version, capacity.media, rows
+            self._limits, self._num_cached, self._kv_names.version, self._clock, capacity.media, rows
         )
         self._ended: set[str] = set()  # requests with a last reply, of one sample at least, that may hold images
         self._aborts: dict[str, list[Abort]] = {}  # of single samples of requests that have a room
@@ -60,7 +60,7 @@ class DecodeSide(Side):
         waiting, receiving = self.rooms.num_bootstrapping, self.rooms.num_receiving
         load = self.scheduler.load(recompiles, leaks, weight_version)
         transfer = TransferLoad("decode", waiting, receiving, self.rooms.staged_bytes, self._num_bytes)
-        return with_rooms(load, waiting + receiving, transfer)
+        return with_rooms(load, waiting + receiving, self.rooms.num_waiting_tokens, transfer)
 
     def take_replies(self) -> list[Reply]:
         """All replies since the last call. Images that ended requests held may leave host memory then."""
@@ -91,7 +91,7 @@ class DecodeSide(Side):
                 self.scheduler.ops.submit(InsertOp(tuple(pages[start : start + len(data)]), data))
             place += count
             self._num_bytes += part.nbytes
-        self._carry_out([Start(request), *self.rooms.taken(request.request_id)])
+        self._carry_out([Start(request, received.since_s), *self.rooms.taken(request.request_id)])
         self.scheduler.receive(self._aborts.pop(request.request_id, ()))
 
     def _num_cached(self, request: Request) -> int:
@@ -115,9 +115,9 @@ class DecodeSide(Side):
     def _arrived(self, request: Request) -> list[Action]:
         assert request.room is not None
         room = room_of_request(request)
-        refused = self.rooms.check(request, room)
-        if refused:
-            return refused
+        refusal = self.rooms.refusal(room)
+        if refusal is not None:
+            return [*self._refused_at_arrival(request, refusal), Refuse(request.request_id, refusal)]
         self.scheduler.expect(request)  # compiles its grammar while prefill computes
         host, port = request.room.host, request.room.port
         peer = self.wire.connect(host, port)
@@ -125,6 +125,11 @@ class DecodeSide(Side):
         request = msgspec.structs.replace(request, media=without_pixels(request.media), kv_source=source)
         page_size = self.scheduler.cache.page_size
         return self.rooms.arrived(request, room, peer, full_pages(len(request.prompt_ids) - 1, page_size))
+
+    def _refused_at_arrival(self, request: Request, refusal: Refusal) -> list[Action]:
+        assert request.room is not None
+        peer = self.wire.connect(request.room.host, request.room.port)
+        return self.rooms.refused_at_arrival(room_of_request(request), peer, refusal)
 
     def _heard(self, event: Event) -> list[Action]:
         match event:

@@ -35,11 +35,12 @@ from jaxsgl.scheduler.disagg.rooms import (
     taken,
     too_many,
 )
+from jaxsgl.scheduler.request_table import waited
 from jaxsgl.transfer.frames import FRAME_BYTES, Done, Fail, Grant, Room, Rows, page_frames
 from jaxsgl.transfer.wire import Peer, Sent
 
 CHANGED = ""  # the version of pages that were computed while weights or adapters were exchanged: that of none
-MAX_REFUSED = 1024  # rooms that ended before decode asked for them, and are remembered
+MAX_ENDED = 1024  # rooms of each side that ended before the other one's leg came, and are remembered
 
 
 class PrefillState(enum.Enum):
@@ -100,8 +101,10 @@ class PrefillRooms:
         self._legs: dict[Room, Leg] = {}
         self._rooms: dict[str, Room] = {}
         self._num_in: Counter[PrefillState] = Counter()
+        self._tokens_in: Counter[PrefillState] = Counter()  # of their prompts
         self._orphans: OrderedDict[Room, Orphan] = OrderedDict()  # in order of time
-        self._refused: OrderedDict[Room, Fail] = OrderedDict()  # before decode has asked for them
+        self._refused: OrderedDict[Room, Fail] = OrderedDict()  # here, before decode has asked for them
+        self._failed: OrderedDict[Room, Fail] = OrderedDict()  # by decode, before their request has come
         self._queue: deque[Room] = deque()  # WAITING, in order of their grants
         self._promised = 0  # pages that started requests may still have copied
         self._gathering = 0  # pages that are being copied, of ended requests too
@@ -117,6 +120,11 @@ class PrefillRooms:
     def num_bootstrapping(self) -> int:
         """Requests that are not computed yet, since decode has not granted them memory, or there is none here."""
         return self._num_in[PrefillState.BOOTSTRAPPING] + self._num_in[PrefillState.WAITING]
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of these."""
+        return self._tokens_in[PrefillState.BOOTSTRAPPING] + self._tokens_in[PrefillState.WAITING]
 
     @property
     def num_sending(self) -> int:
@@ -148,12 +156,16 @@ class PrefillRooms:
         """The gateway has sent the prefill leg of a request."""
         if room in self._legs:
             return [Refuse(request.request_id, taken(room))]
-        if len(self._legs) >= self._limits.max_rooms:
-            return [Refuse(request.request_id, too_many(self._limits.max_rooms))]
+        failed = self._failed.pop(room, None)
+        if failed is not None:
+            return [Refuse(request.request_id, _of_decode(failed))]
+        refusal = self._limits.refusal(len(self._legs), self.num_waiting_tokens)
+        if refusal is not None:
+            return [*self.refused_at_arrival(room, refusal), Refuse(request.request_id, refusal)]
         self._refused.pop(room, None)
         leg = self._legs[room] = Leg(request, room, self._clock())
         self._rooms[request.request_id] = room
-        self._num_in[leg.state] += 1
+        self._count(leg, 1)
         orphan = self._orphans.pop(room, None)
         if orphan is None:
             return []
@@ -171,7 +183,12 @@ class PrefillRooms:
         )
 
     def refused_at_arrival(self, room: Room, refusal: Refusal) -> list[Action]:
-        """A request of `room` was refused before it had a leg: decode must not wait for it, nor generate."""
+        """A request of `room` was refused before it had a leg: decode must not wait for it, nor generate.
+
+        Another one that runs in that room goes on.
+        """
+        if room in self._legs or self._failed.pop(room, None) is not None:
+            return []
         orphan = self._orphans.pop(room, None)
         return self._tell(None if orphan is None else orphan.peer, Fail(room, refusal.text, refusal.kind.value))
 
@@ -309,14 +326,18 @@ class PrefillRooms:
         return [Answer(leg.request.request_id)]
 
     def failed(self, peer: Peer, fail: Fail) -> list[Action]:
-        """Decode has given the request up."""
-        orphan, leg = self._orphans.get(fail.room), self._legs.get(fail.room)
-        if orphan is not None and orphan.peer == peer:
-            del self._orphans[fail.room]
-        if leg is None or leg.peer != peer:
+        """Decode has given the request up, perhaps before it asked for the room, or before the request came here."""
+        leg, orphan = self._legs.get(fail.room), self._orphans.get(fail.room)
+        known = leg or orphan
+        if known is not None and known.peer not in (peer, None):
             return []
-        self._remove(leg)
-        return [Refuse(leg.request.request_id, refusal_of(fail.kind, f"decode: {fail.text}")), *self._start_waiting()]
+        if leg is not None:
+            self._remove(leg)
+            return [Refuse(leg.request.request_id, _of_decode(fail)), *self._start_waiting()]
+        self._orphans.pop(fail.room, None)
+        if self._refused.pop(fail.room, None) is None:
+            _remember(self._failed, fail)
+        return []
 
     def left(self, peer: Peer) -> list[Action]:
         """There is no connection to `peer` any more."""
@@ -332,16 +353,15 @@ class PrefillRooms:
     def expire(self) -> list[Action]:
         """Ends legs that decode has not opened, and rooms that no request came for, within `partner_s`.
 
-        A leg that decode has opened may wait for its grant as long as decode lives.
+        A leg that decode has opened may wait for its grant as long as decode lives, unless the queue has a time limit.
         """
-        due_s, text = self._clock() - self._limits.partner_s, f"within {self._limits.partner_s:g} s"
-        actions: list[Action] = []
-        for leg in list(self._legs.values()):  # in order of time
-            if leg.since_s > due_s:
-                break
-            if leg.peer is None:
-                reason = lost(f"no decode worker has asked for bootstrap_room {leg.room.number} {text}")
-                actions += [*self._give_up(leg, reason.text, reason.kind.value), Refuse(leg.request.request_id, reason)]
+        now_s, actions = self._clock(), list[Action]()
+        for leg in list(self._legs.values()):
+            refusal = self._overdue(leg, now_s - leg.since_s)
+            if refusal is not None:
+                told = self._give_up(leg, refusal.text, refusal.kind.value)
+                actions += [*told, Refuse(leg.request.request_id, refusal)]
+        due_s, text = now_s - self._limits.partner_s, f"within {self._limits.partner_s:g} s"
         while self._orphans and next(iter(self._orphans.values())).since_s <= due_s:
             room, orphan = self._orphans.popitem(last=False)
             actions.append(
@@ -354,6 +374,17 @@ class PrefillRooms:
     def _leg_of(self, request_id: str) -> Leg | None:
         room = self._rooms.get(request_id)
         return None if room is None else self._legs[room]
+
+    def _overdue(self, leg: Leg, waited_s: float) -> Refusal | None:
+        """Why a leg that is `waited_s` seconds old must end; None: it may go on."""
+        limit_s, partner_s = self._limits.queue_timeout_s, self._limits.partner_s
+        is_waiting = leg.state in (PrefillState.BOOTSTRAPPING, PrefillState.WAITING)
+        if is_waiting and limit_s is not None and waited_s > limit_s:
+            return waited(limit_s)
+        if leg.peer is None and waited_s >= partner_s:
+            number = leg.room.number
+            return lost(f"no decode worker has asked for bootstrap_room {number} within {partner_s:g} s")
+        return None
 
     def _compare_images(self, leg: Leg, images: int | None) -> list[Action]:
         """Sends its images to a decode worker that lacks them; refuses the request if that worker has others."""
@@ -395,7 +426,7 @@ class PrefillRooms:
             self._promised += leg.end - leg.next
             self._move(leg, PrefillState.EXTENDING)
             leg.version = self._version_of(leg.request)  # the adapter stays the same from now on
-            actions.append(Start(leg.request))
+            actions.append(Start(leg.request, leg.since_s))
         return actions
 
     def _done(self, leg: Leg) -> list[Action]:
@@ -422,23 +453,35 @@ class PrefillRooms:
         """Tells decode of the end of a room: now, or when it asks for it."""
         if peer is not None:
             return [Send(peer, fail)]
-        self._refused[fail.room] = fail
-        if len(self._refused) > MAX_REFUSED:
-            self._refused.popitem(last=False)
+        _remember(self._refused, fail)
         return []
 
+    def _count(self, leg: Leg, sign: int) -> None:
+        self._num_in[leg.state] += sign
+        self._tokens_in[leg.state] += sign * len(leg.request.prompt_ids)
+
     def _move(self, leg: Leg, state: PrefillState) -> None:
-        self._num_in[leg.state] -= 1
-        self._num_in[state] += 1
+        self._count(leg, -1)
         leg.state = state
+        self._count(leg, 1)
 
     def _remove(self, leg: Leg) -> None:
-        self._num_in[leg.state] -= 1
+        self._count(leg, -1)
         del self._legs[leg.room], self._rooms[leg.request.request_id]
         if leg.state is PrefillState.WAITING:
             self._queue.remove(leg.room)
         elif leg.state is PrefillState.EXTENDING:
             self._promised -= leg.end - leg.next
+
+
+def _of_decode(fail: Fail) -> Refusal:
+    return refusal_of(fail.kind, f"decode: {fail.text}")
+
+
+def _remember(ended: OrderedDict[Room, Fail], fail: Fail) -> None:
+    ended[fail.room] = fail
+    if len(ended) > MAX_ENDED:
+        ended.popitem(last=False)
 
 
 def _fail(peer: Peer, room: Room, refusal: Refusal) -> Send:

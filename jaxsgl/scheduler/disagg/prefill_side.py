@@ -24,8 +24,6 @@ from jaxsgl.scheduler.disagg.sides import Side, room_of_request, with_rooms
 from jaxsgl.transfer.frames import Ack, Fail, Grant, Open
 from jaxsgl.transfer.wire import Event, Left, News, Sent
 
-EXPIRE_S = 0.5  # between two looks for rooms that have waited too long
-
 
 class PrefillSide(Side):
     """Has prompts computed, and sends their pages to decode servers."""
@@ -35,7 +33,6 @@ class PrefillSide(Side):
         self.rooms: PrefillRooms = PrefillRooms(self._limits, self._kv_names.version, self._clock)
         self._held: dict[str, Reply] = {}  # answers that wait for decode
         self._ended: set[str] = set()  # requests that this side has ended since replies were taken
-        self._expire_s = 0.0
         self._images = self.scheduler.state.images
         if self.scheduler.kept_images is not None:
             self.scheduler.kept_images.on_rows = self._rows_came
@@ -43,9 +40,6 @@ class PrefillSide(Side):
     def launch(self) -> StepInputs | None:
         """Starts legs, decides the next step, and has the pages that it completes copied after it."""
         self._hear()
-        if self._clock() >= self._expire_s:
-            self._carry_out(self.rooms.expire())
-            self._expire_s = self._clock() + EXPIRE_S
         inputs = self.scheduler.launch()
         if inputs is not None:
             self._gather_chunks()
@@ -57,7 +51,7 @@ class PrefillSide(Side):
         load = self.scheduler.load(recompiles, leaks, weight_version)
         moved = self._num_bytes, self.rooms.hidden_bytes
         transfer = TransferLoad("prefill", waiting, sending, self.rooms.staged_bytes, *moved)
-        return with_rooms(load, waiting, transfer)
+        return with_rooms(load, waiting, self.rooms.num_waiting_tokens, transfer)
 
     def _passes(self, reply: Reply) -> bool:
         """Whether a reply may leave now; the state machine hears what it means."""
@@ -119,9 +113,9 @@ class PrefillSide(Side):
         self._ended.clear()
         return replies
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request, since_s: float) -> None:
         """Sends rows that are there already of images that decode lacks, and has those of others computed."""
-        super()._start(request)
+        super()._start(request, since_s)
         images = self._images
         if images is None or not self.scheduler.has(request.request_id):
             return

@@ -45,9 +45,10 @@ NO_VERSION = Version("")  # of a leg that has not begun
 
 
 class Start(NamedTuple):
-    """Give `request` to the scheduler, as if it had just arrived."""
+    """Give `request` to the scheduler, as one that waits since `since_s`."""
 
     request: Request
+    since_s: float
 
 
 class Send(NamedTuple):
@@ -99,17 +100,34 @@ class RoomLimits:
       staging_bytes: of pages on the host at once, on their way.
       max_rooms: requests that wait for their other leg, or are being sent or received.
       partner_s: seconds that a leg waits for a sign of the other one.
+      max_tokens: a request that finds prompts of so many tokens waiting here is refused; None: no limit.
+      queue_timeout_s: seconds that a request waits for its admission, in its room and in the scheduler's queue; None:
+        no limit.
     """
 
     page_bytes: int
     staging_bytes: int
     max_rooms: int
     partner_s: float
+    max_tokens: int | None = None
+    queue_timeout_s: float | None = None
 
     @property
     def staging_pages(self) -> int:
         """The most pages that one request may have in staging memory; the rest it computes itself."""
         return self.staging_bytes // self.page_bytes
+
+    def refusal(self, num_rooms: int, num_tokens: int) -> Refusal | None:
+        """Why a request is refused that finds so many here, and so many prompt tokens waiting; None: it is taken."""
+        if num_rooms >= self.max_rooms:
+            return too_many(self.max_rooms)
+        if self.max_tokens is not None and num_tokens >= self.max_tokens:
+            text = (
+                f"prompts of {num_tokens} tokens wait for prefill or decode, and --max-queued-tokens is "
+                f"{self.max_tokens}: try again later"
+            )
+            return Refusal(RefusalKind.OVERLOADED, text)
+        return None
 
 
 class Rooms(Protocol):
@@ -121,6 +139,10 @@ class Rooms(Protocol):
 
     def aborted(self, request_id: str) -> list[Action]:
         """The client of a request, which may have a room, has left."""
+        ...
+
+    def expire(self) -> list[Action]:
+        """Ends what has waited for too long."""
         ...
 
 

@@ -43,6 +43,8 @@ from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.transfer.frames import Pages, Room, Rows, room_of
 from jaxsgl.transfer.wire import Event, Wire
 
+EXPIRE_S = 0.5  # between two looks for what has waited too long
+
 
 class KvNames:
     """Names by the weights and adapters of this moment.
@@ -114,6 +116,7 @@ class Side(ABC):
         self._clock = clock
         self._replies: list[Reply] = []  # that are not the scheduler's
         self._num_bytes = 0  # of pages moved so far
+        self._expire_s = 0.0
 
     @property
     def wake_fd(self) -> int | None:
@@ -161,15 +164,18 @@ class Side(ABC):
         """The scheduler's, and that of the rooms."""
 
     def _hear(self) -> None:
-        """Takes what the wire has."""
+        """Takes what the wire has, and ends what has waited for too long."""
         for event in self.wire.poll():
             self._carry_out(self._heard(event))
+        if self._clock() >= self._expire_s:
+            self._carry_out(self.rooms.expire())
+            self._expire_s = self._clock() + EXPIRE_S
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
-                case Start(request):
-                    self._start(request)
+                case Start(request, since_s):
+                    self._start(request, since_s)
                 case Send(peer, message, payload):
                     self.wire.send(peer, message, payload)
                     self._num_bytes += (
@@ -195,12 +201,13 @@ class Side(ABC):
     @abstractmethod
     def _arrived(self, request: Request) -> list[Action]: ...
 
+    @abstractmethod
     def _refused_at_arrival(self, request: Request, refusal: Refusal) -> list[Action]:
-        return []
+        """The other side must not wait for a request that was refused here."""
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request, since_s: float) -> None:
         """Gives a request to the scheduler, which may refuse it."""
-        self.scheduler.receive([request])
+        self.scheduler.receive([request], since_s)
 
     def _passes(self, reply: Reply) -> bool:
         """Whether a reply of the scheduler may leave now."""
@@ -219,11 +226,15 @@ def room_of_request(request: Request) -> Room:
     return room_of(request.room.number, request.prompt_ids)
 
 
-def with_rooms(load: Load, num_waiting: int, transfer: TransferLoad) -> Load:
-    """A scheduler's load, and that of `num_waiting` requests that it hasn't got yet, and owes no step."""
+def with_rooms(load: Load, num_waiting: int, num_tokens: int, transfer: TransferLoad) -> Load:
+    """A scheduler's load, and that of requests that it hasn't got yet, and owes no step.
+
+    `num_waiting` is how many they are, `num_tokens` how many tokens their prompts have.
+    """
     return msgspec.structs.replace(
         load,
         num_waiting=load.num_waiting + num_waiting,
+        waiting_tokens=load.waiting_tokens + num_tokens,
         num_blocked=load.num_blocked + num_waiting,
         transfer=transfer,
     )

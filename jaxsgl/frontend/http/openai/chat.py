@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from msgspec import UNSET, UnsetType
-from msgspec.structs import replace
 from pydantic_core import from_json
 from starlette.responses import Response
 
@@ -54,6 +53,7 @@ from jaxsgl.frontend.http.openai.tools import (
     template_variables,
     tool_use,
 )
+from jaxsgl.frontend.legs import with_grammar
 from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.text.answer import PlainParser
@@ -104,7 +104,7 @@ async def prepare_chat(
     budget = reasoning_budget(body, generator.model, config)
     form, grammar = constrained(form, sampling.grammar, free_calls, budget)
     if grammar != sampling.grammar:
-        request = replace(request, sampling=replace(request.sampling, grammar=grammar))
+        request = with_grammar(request, grammar, config.engine.disaggregation.disaggregation_mode)
     return request, form
 
 

@@ -1,0 +1,78 @@
+"""Rooms in the bodies of requests, and what each side's server makes of a request that has one."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+from played_link import PlayedLink, front_end_of
+from test_event_loop import INFO
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.generation import RequestOptions, ServedModel
+from jaxsgl.frontend.http.bodies import in_rooms
+from jaxsgl.frontend.http.openai.chat import prepare_chat
+from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest
+from jaxsgl.frontend.legs import rendezvous
+from jaxsgl.messages.orders import ToEngine
+from jaxsgl.requests.request import Rendezvous, Request, SamplingParams
+from jaxsgl.text.tokenizer import Tokenizer
+
+ROOM = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 5}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+CALL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def rooms_of(body: ChatRequest | CompletionRequest, num_prompts: int = 1) -> list[Rendezvous | None]:
+    return [options.room for options in in_rooms([RequestOptions()] * num_prompts, body)]
+
+
+@pytest.mark.parametrize("name", ROOM)
+@pytest.mark.parametrize("value", [True, False, 1.0, -1, 1 << 64, "5" * 300, "", [5, 6], {}, [True]])
+def test_a_room_that_is_none_is_refused_before_the_engine_must_read_it(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        rooms_of(ChatRequest.model_validate({**CHAT, **ROOM, name: value}))
+
+
+def test_the_engine_reads_the_rooms_that_are_taken() -> None:
+    for given in (ROOM, {**ROOM, "bootstrap_port": None}, {**ROOM, "bootstrap_host": "[::1]", "bootstrap_room": 0}):
+        (room,) = rooms_of(ChatRequest.model_validate({**CHAT, **given}))
+        request = Request("a/1", [5], SamplingParams(), room=room)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=ToEngine) == request
+    assert room == rendezvous("::1", 8998, 0)
+
+
+def test_the_samples_of_a_prompt_share_the_first_of_their_rooms() -> None:
+    """smg's HTTP router names a room for each sample of a chat."""
+
+    def given(count: int) -> dict[str, Any]:
+        return {"bootstrap_host": ["a"] * count, "bootstrap_port": [8998] * count, "bootstrap_room": [*range(count)]}
+
+    assert rooms_of(ChatRequest.model_validate({**CHAT, "n": 3, **given(3)})) == [rendezvous("a", 8998, 0)]
+    two = {"prompt": ["a", "b"], "n": 2}
+    for count, numbers in ((2, (0, 1)), (4, (0, 2))):
+        body = CompletionRequest.model_validate({**two, **given(count)})
+        assert rooms_of(body, 2) == [rendezvous("a", 8998, number) for number in numbers]
+    with pytest.raises(InvalidRequest, match="3 entries for 2 prompts"):
+        rooms_of(CompletionRequest.model_validate({**two, **given(3)}), 2)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"tools": [CALL], "tool_choice": "required"}, {"response_format": {"type": "json_object"}}]
+)
+def test_the_grammar_of_a_chat_is_left_to_decode(tokenizer: Tokenizer, asked: dict[str, Any]) -> None:
+    """Prefill yields one token that no client sees, and needs no package for grammars."""
+    body = ChatRequest.model_validate({**CHAT, **ROOM, **asked, "max_tokens": 9})
+
+    async def sampling(mode: str) -> SamplingParams:
+        with ThreadPoolExecutor(1) as threads:
+            front_end = front_end_of(PlayedLink(), threads, ServedModel(INFO, tokenizer), mode)
+            request, _ = await prepare_chat(front_end, body, "a")
+            return request.sampling
+
+    at_prefill, at_decode = (asyncio.run(sampling(mode)) for mode in ("prefill", "decode"))
+    assert at_prefill == SamplingParams(temperature=0.0, max_tokens=1)
+    assert at_decode.grammar is not None and at_decode.max_tokens == 9
