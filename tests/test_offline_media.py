@@ -39,7 +39,7 @@ def test_frames_a_second_may_stand_in_a_part_or_beside_its_url() -> None:
 def test_calls_and_their_results_reach_the_template_with_arguments_as_objects() -> None:
     function = {"name": "f", "arguments": '{"a": 1}'}
     calls = [{"id": "1", "type": "function", "function": function}, {"function": {"name": "g"}}]
-    turns = [
+    turns: list[dict[str, Any]] = [
         {"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": calls},
         {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"},
     ]

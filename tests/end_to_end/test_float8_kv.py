@@ -21,7 +21,8 @@ from jaxsgl.models.layers import Queries
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
 from pallas_kernels.paged_kv import FLOAT8, to_format
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoint_kinds import VOCAB_SIZE
+from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import outputs, serve, small_pool
 from tests.engine.driving import Driver
 from tests.plain_model import causal_attention, mesh_of

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import BLOCK_KINDS, HYBRID_KINDS, make_checkpoint, two_layers
+from tests.checkpoint_kinds import BLOCK_KINDS, HYBRID_KINDS, two_layers
+from tests.checkpoints import make_checkpoint
 from tests.grids import NIGHTLY
 
 # Unoptimized, since each device's program takes minutes to compile otherwise.

@@ -20,7 +20,8 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import ScriptedMailbox
-from tests.checkpoints import HYBRID_KINDS, make_checkpoint, two_layers
+from tests.checkpoint_kinds import HYBRID_KINDS, two_layers
+from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import ends, first_logits, new_scheduler, outputs, serve
 from tests.end_to_end.test_families import ATOL, NEW_TOKENS, logits_of, prompts
 from tests.grids import NIGHTLY, daily

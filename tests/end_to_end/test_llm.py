@@ -62,7 +62,8 @@ def test_vllms_first_example_runs_unchanged(llm: LLM) -> None:
 def test_a_chat_takes_what_its_template_takes(llm: LLM) -> None:
     turns = [{"role": "user", "content": "3 + 4"}, {"role": "assistant", "content": "3 + 4 ="}]
     tokenizer = llm.get_tokenizer()
-    for options in ({"add_generation_prompt": False, "continue_final_message": True}, {"add_generation_prompt": False}):
+    go_on: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    for options in (go_on, {"add_generation_prompt": False}):
         (answer,) = llm.chat(turns, GREEDY, use_tqdm=False, **options)
         assert answer.prompt_token_ids == tokenizer.apply_chat_template(turns, tokenize=True, **options)["input_ids"]
     template = "{{ word }}{% for tool in tools %}{{ tool.name }}{% endfor %}{{ messages[0].content }}"

@@ -21,7 +21,8 @@ from jaxsgl.models import ModelArch
 from jaxsgl.offline.llm import LLM
 from jaxsgl.weights.adapters import AdapterFolder
 from jaxsgl.wiring import whole
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoint_kinds import VOCAB_SIZE
+from tests.checkpoints import make_checkpoint
 from tests.weights.peft_adapters import ATTENTION, MLP, adapted_logits, make_adapter
 
 pytestmark = pytest.mark.device

@@ -14,7 +14,8 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoint_kinds import VOCAB_SIZE
+from tests.checkpoints import make_checkpoint
 from tests.end_to_end.lora_answers import ALLOWED
 from tests.end_to_end.servers import RunningServer, check_log, running_server
 from tests.grids import NIGHTLY, count

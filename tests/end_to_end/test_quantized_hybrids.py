@@ -17,7 +17,7 @@ from jaxsgl.models import abstract_model
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import ScriptedMailbox
-from tests.checkpoints import DELTA_KINDS
+from tests.checkpoint_kinds import DELTA_KINDS
 from tests.end_to_end.offline import ends, first_logits, new_scheduler, outputs, serve
 from tests.end_to_end.test_families import ATOL, NEW_TOKENS, logits_of
 from tests.grids import daily

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.checkpoints import OF_FAMILIES, VOCAB_SIZE, make_checkpoint
+from tests.checkpoint_kinds import OF_FAMILIES, VOCAB_SIZE
+from tests.checkpoints import make_checkpoint
 from tests.end_to_end.servers import check_log, running_server
 from tests.end_to_end.test_families import logits_of
 from tests.grids import NIGHTLY, count

@@ -21,7 +21,8 @@ from jaxsgl.scheduler.speculation.drafter import drafts_nothing
 from jaxsgl.scheduler.speculation.speculation import Speculating
 from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.testing.grammars import compile_fake
-from tests.checkpoints import DELTA_KINDS, HYBRID_KINDS, make_checkpoint, two_layers
+from tests.checkpoint_kinds import DELTA_KINDS, HYBRID_KINDS, two_layers
+from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.end_to_end.test_hybrids import copying_states
 from tests.end_to_end.test_speculation import FLAGS, requests

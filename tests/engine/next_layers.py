@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import load_reference, make_checkpoint, two_layers
+from tests.checkpoint_kinds import two_layers
+from tests.checkpoints import load_reference, make_checkpoint
 
 NUM_LAYERS = 2
 # What a checkpoint of a draft head calls the tensors around its layer.

@@ -16,15 +16,8 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, RopeParams
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.rope import inverse_frequencies, split_half_order
-from tests.checkpoints import (
-    BLOCK_KINDS,
-    CHECKPOINT_KINDS,
-    CONV_KINDS,
-    DELTA_KINDS,
-    FAMILY_KINDS,
-    HYBRID_KINDS,
-    configuration,
-)
+from tests.checkpoint_kinds import BLOCK_KINDS, CHECKPOINT_KINDS, CONV_KINDS, DELTA_KINDS, FAMILY_KINDS, HYBRID_KINDS
+from tests.checkpoints import configuration
 from tests.models.test_arch import LLAMA, read
 
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

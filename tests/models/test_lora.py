@@ -22,7 +22,8 @@ from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.lora import ActiveAdapters, adaptable_modules, pool_arrays
 from jaxsgl.weights import load_params
 from jaxsgl.weights.adapters import AdapterFolder
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoint_kinds import VOCAB_SIZE
+from tests.checkpoints import make_checkpoint
 from tests.grids import daily
 from tests.plain_model import causal_attend, mesh_of
 from tests.weights.peft_adapters import ATTENTION, MLP, adapted_logits, make_adapter

@@ -23,7 +23,8 @@ from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.models import Params, abstract_model, resolve_precision
 from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
 from pallas_kernels import KernelChoice
-from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, configuration
+from tests.checkpoint_kinds import CHECKPOINT_KINDS, FAMILY_KINDS
+from tests.checkpoints import configuration
 from tests.grids import NIGHTLY, daily
 from tests.pallas_kernels.lower_everything import CUSTOM_CALLS, TARGETS, on_a_device
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import HYBRID_KINDS, make_checkpoint
+from tests.checkpoint_kinds import HYBRID_KINDS
+from tests.checkpoints import make_checkpoint
 from tests.grids import NIGHTLY
 from tests.weights.stored_weights import fp8_blocks, hybrid_in_fp8, quantize_folder
 from tests.weights.test_experts import pack

@@ -18,7 +18,8 @@ from jaxsgl.models.layer_spec import ShortConv
 from jaxsgl.weights import load_params
 from jaxsgl.weights.recipe import sizes
 from tests.agreement import check_agreement
-from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, OF_FAMILIES, VOCAB_SIZE, make_checkpoint, reference_logits
+from tests.checkpoint_kinds import CHECKPOINT_KINDS, FAMILY_KINDS, OF_FAMILIES, VOCAB_SIZE
+from tests.checkpoints import make_checkpoint, reference_logits
 from tests.exact_model import exact_logits
 from tests.plain_model import causal_attend, checkpoint_logits, mesh_of, plain_recur
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.weights import as_stored, load_params
-from tests.checkpoints import CHECKPOINT_KINDS, make_checkpoint, reference_logits
+from tests.checkpoint_kinds import CHECKPOINT_KINDS
+from tests.checkpoints import make_checkpoint, reference_logits
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 
 

@@ -27,7 +27,8 @@ from jaxsgl.models.quantization import FORMATS_AT_LOAD, WeightFormat, weight_for
 from jaxsgl.weights import as_stored, load_params, random_params
 from pallas_kernels.native import library as native_library
 from pallas_kernels.packed import FLOAT8, FRAGMENTS
-from tests.checkpoints import DELTA_KINDS, make_checkpoint
+from tests.checkpoint_kinds import DELTA_KINDS
+from tests.checkpoints import make_checkpoint
 from tests.grids import count, daily
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 from tests.vision_models import make_model

@@ -22,7 +22,8 @@ from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
 from jaxsgl.weights import load_params, random_params
 from jaxsgl.weights.assembly import size
 from jaxsgl.weights.sharding import check_divisible, param_sharding
-from tests.checkpoints import CHECKPOINT_KINDS, make_checkpoint
+from tests.checkpoint_kinds import CHECKPOINT_KINDS
+from tests.checkpoints import make_checkpoint
 from tests.grids import daily
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 
