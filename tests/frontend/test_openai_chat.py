@@ -212,6 +212,26 @@ def test_tools_are_left_out_if_none_may_be_called(telling: Tokenizer) -> None:
         assert len(chat_prompt(body, telling, tool_use(body).shown).options.tools) == num_told
 
 
+def test_what_a_tool_lacks_is_filled_in_for_the_template(tmp_path: Path) -> None:
+    template = (
+        "{% for tool in tools %}{{ tool.function.description + '|' }}{{ tool.function.parameters.type }}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(save(byte_level(), tmp_path, template))
+    for function in ({"name": "f"}, {"name": "f", "description": None, "parameters": None}):
+        prompt = prompt_of(tokenizer, messages=say("hi"), tools=[{"type": "function", "function": function}])
+        assert tokenizer.render_chat(prompt.messages, prompt.options) == "|object"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_earlier_reasoning_reaches_the_template_by_either_name(telling: Tokenizer, name: str) -> None:
+    turn = {"role": "assistant", "content": "Yes", name: "Hm"}
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    prompt = prompt_of(telling, messages=[turn, {"role": "assistant", name: "Hm", "tool_calls": [call]}])
+    said, called = prompt.messages
+    assert said == {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
+    assert called["reasoning_content"] == called["thinking"] == "Hm"  # type: ignore[index]
+
+
 def test_arguments_of_a_call_may_be_empty_or_an_object(telling: Tokenizer) -> None:
     for given, expected in (("", {}), (None, {}), ({"x": 1}, {"x": 1})):
         calls = [{"function": {"name": "f", "arguments": given}}]

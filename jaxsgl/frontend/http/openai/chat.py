@@ -50,6 +50,7 @@ from jaxsgl.frontend.http.openai.tools import (
     answer_form,
     constrained,
     reasoning_budget,
+    shown_tool,
     template_variables,
     tool_use,
 )
@@ -131,7 +132,7 @@ def chat_prompt(
             "--trust-request-chat-template"
         )
     options = TemplateOptions(
-        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if tools is None else tools,
+        tools=[shown_tool(tool) for tool in body.tools or ()] if tools is None else tools,
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         variables=template_variables(body) if isinstance(body, ChatRequest) else body.chat_template_kwargs or {},
@@ -149,6 +150,10 @@ def _turn(index: int, message: MessageBody, knows_developer: bool, media: list[S
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             turn[name] = value
+    if isinstance(message.reasoning, str):
+        turn.setdefault("reasoning_content", message.reasoning)
+    if message.tool_calls and not turn["content"] and "reasoning_content" in turn:
+        turn["thinking"] = turn["reasoning_content"]  # gpt-oss's word, for reasoning before a call alone
     if message.tool_calls:
         turn["tool_calls"] = [_tool_call(index, call) for call in message.tool_calls]
     return turn

@@ -238,6 +238,7 @@ class MessageBody(Body):
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: Annotated[Any, Field(description="a text: as reasoning_content, under the name of other servers")] = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     function_call: Annotated[FunctionCall, Field(description="OpenAI's older word for one of tool_calls")] | None = None

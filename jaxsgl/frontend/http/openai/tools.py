@@ -75,13 +75,24 @@ def tool_use(body: ChatRequest) -> ToolUse:
     if mode == "none":
         return ToolUse()
     return ToolUse(
-        [tool.model_dump(exclude_unset=True) for tool in tools],
+        [shown_tool(tool) for tool in tools],
         {name: schemas[name] for name in names},
         frozenset(tool.function.name for tool in tools if tool.function.strict),
         mode == "required",
         1 if legacy or is_named or body.parallel_tool_calls is False else MAX_CALLS,
         legacy,
     )
+
+
+def shown_tool(tool: Tool) -> dict[str, Any]:
+    """Returns a tool as templates get it, many of which fail without a description or parameters."""
+    shown: dict[str, Any] = tool.model_dump(exclude_unset=True)
+    function = shown["function"]
+    if function.get("description") is None:
+        function["description"] = ""
+    if function.get("parameters") is None:
+        function["parameters"] = dict(NO_PARAMETERS)
+    return shown
 
 
 def _choice(given: str | dict[str, Any] | None, names: list[str]) -> tuple[Mode, list[str]]:
