@@ -74,6 +74,7 @@ HERMES = CallForm("json", opens=("<tool_call>",), close="</tool_call>", space="\
 FORMS: dict[str, CallForm] = {
     "hermes": HERMES,
     "qwen3_coder": CallForm("tagged", opens=("<tool_call>",), close="</tool_call>", space="\n"),
+    "seed_oss": CallForm("tagged", opens=("<seed:tool_call>",), close="</seed:tool_call>", space="\n"),
     "glm45": CallForm("keyed", opens=("<tool_call>",), close="</tool_call>"),
     "llama3": CallForm(
         "json", opens=("<|python_tag|>",), bare="{", arguments_key="parameters", one_by_one=False, separator="; "

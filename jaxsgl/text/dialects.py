@@ -6,6 +6,7 @@ requests beyond their tools; the HTTP endpoints use it.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +18,15 @@ from jaxsgl.text.calls import FORMS, CallForm, Tools
 from jaxsgl.text.harmony import MARKERS, HarmonyParser
 from jaxsgl.text.response_template import TemplateParser, is_readable, markers_of
 
+logger = logging.getLogger(__name__)
+
 AUTO, NONE, HARMONY = "auto", "none", "gpt-oss"
 THINK = ReasoningForm("<think>", "</think>")
 REASONING_FORMS = {
     "think": THINK,
     "think_always": ReasoningForm("<think>", "</think>", opens_itself=True),
     "mistral": ReasoningForm("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningForm("<seed:think>", "</seed:think>"),
     "granite": ReasoningForm("Here is my thought process:", "Here is my response:"),
     "gemma4": ReasoningForm("<|channel>thought\n", "<channel|>"),
 }
@@ -51,6 +55,7 @@ _CALL_SIGNS = (
     (re.compile(r"<｜tool▁sep｜>(?s:.*)```json|```json(?s:.*)<｜tool▁sep｜>"), "deepseek_v3"),
     (re.compile(r"<｜tool▁sep｜>"), "deepseek_v31"),
     (re.compile(r"<minimax:tool_call>"), "minimax_m2"),
+    (re.compile(r"<seed:tool_call>"), "seed_oss"),
     (re.compile(r"<function="), "qwen3_coder"),
     (re.compile(r"<arg_key>"), "glm45"),
     (re.compile(r"<function_calls>"), "olmo3"),
@@ -64,9 +69,12 @@ _CALL_SIGNS = (
     (re.compile(r"\[func_name1\("), "pythonic"),
     (re.compile(r'"parameters": dictionary|<\|python_tag\|>'), "llama3"),
 )
+# Special tokens that show a form where the template has none of the signs.
+_CALL_TOKENS = {"<|tool_call_start|>": "lfm2", "<|/tool_call|>": "phi4_mini"}
 _REASONING_SIGNS = (
     (re.compile(r"<\|channel\|>"), HARMONY),
-    (re.compile(r"</think>"), "think"),
+    (re.compile(r"</?seed:think>"), "seed_oss"),
+    (re.compile(r"</think>|add_generation_prompt(?s:.*)<think>"), "think"),
     (re.compile(r"\[/THINK\]"), "mistral"),
     (re.compile(r"<\|channel>thought"), "gemma4"),
 )
@@ -179,12 +187,14 @@ def dialect_of(
     reasoning = _named("--reasoning-parser", reasoning_parser, REASONING_PARSERS, _REASONING_NAMES)
     template = chat_template or ""
     if calls == AUTO:
-        calls = next((name for sign, name in _CALL_SIGNS if sign.search(template)), NONE)
+        by_token = next((_CALL_TOKENS[token] for token in special_tokens if token in _CALL_TOKENS), NONE)
+        calls = next((name for sign, name in _CALL_SIGNS if sign.search(template)), by_token)
     if reasoning == AUTO:
         reasoning = next((name for sign, name in _REASONING_SIGNS if sign.search(template)), NONE)
     unknown = is_auto and calls == reasoning == NONE
     if unknown and response_template is not None and is_readable(response_template):
         return Dialect(template=response_template, template_markers=markers_of(response_template, special_tokens))
+    logger.info("reasoning is read as %s, tool calls as %s", reasoning, calls)
     return Dialect(
         REASONING_FORMS.get(reasoning),
         FORMS.get(calls),

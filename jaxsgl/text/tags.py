@@ -205,6 +205,6 @@ def _shape_of(kind: str, close: str, constrained: bool) -> _Shape:
     ends = [_tag(*before, end, _GAP, follower) for follower in (pair[0], tail)]
     if kind == "tagged" and not constrained:
         ends += [_tag(*before, text, _GAP, close) for text in (end, tail)]
-        ends.append(_tag(*before, close, _GAP, "<tool_call>"))  # the next call begins
+        ends.append(_tag(*before, close, _GAP, close.replace("/", "", 1)))  # the next call begins
         ends.append(_tag("\n<parameter=", _WORD, ">"))
     return _Shape(_tag(*head), _tag(*pair), _tag(tail), _tag(close), end, _any(*ends), kind == "tagged")

@@ -544,10 +544,26 @@ def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_v11", None),
         ('{"name": function name, "parameters": dictionary of argument', "llama3", None),
         ("in the format of [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", None),
+        ("<seed:think>{{ thought }}</seed:think><seed:tool_call>\n<function=", "seed_oss", "seed_oss"),
+        ("{% if add_generation_prompt %}{{ '<|assistant|>\n<think>' }}{% endif %}", None, "think"),
     ],
 )
 def test_the_forms_are_found_in_the_chat_template(template: str, calls: str | None, reasoning: str | None) -> None:
     assert dialect_of(template) == dialect_of(None, calls or "none", reasoning or "none")
+
+
+@pytest.mark.parametrize(("token", "calls"), [("<|tool_call_start|>", "lfm2"), ("<|/tool_call|>", "phi4_mini")])
+def test_a_special_token_shows_a_form_that_the_template_hides(token: str, calls: str) -> None:
+    assert dialect_of("{{ messages }}", special_tokens=("<pad>", token)) == dialect_of(None, calls, "none")
+    assert dialect_of("<tool_call>", special_tokens=(token,)) == dialect_of(None, "hermes", "none")
+
+
+def test_seed_oss_thinks_and_calls_in_words_of_its_own() -> None:
+    call = "<seed:tool_call>\n<function=weather>\n<parameter=city>\nParis</parameter>\n</function>\n</seed:tool_call>"
+    parser = dialect_of(None, "seed_oss", "seed_oss").parser(TOOLS)
+    assert result(parser, list(f"<seed:think>Hm</seed:think>I look.\n{call}")) == (
+        "Hm", "I look.", [("weather", '{"city":"Paris"}')],
+    )  # fmt: skip
 
 
 def test_names_of_other_servers_are_understood_and_unknown_ones_refused() -> None:
