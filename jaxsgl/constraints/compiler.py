@@ -52,7 +52,8 @@ class Compiler:
 
     Args:
       folder: of the model.
-      vocab_size: V of the model's logits, which may be more than the tokenizer's tokens.
+      vocab_size: V of the model's logits, which may be more than the tokenizer's tokens. Added tokens beyond, as a
+        picture's in Gemma 3 1B or a [PAD], can't come, and are text in grammars.
       eos_token_ids: tokens that end a text.
 
     Raises:
@@ -64,8 +65,11 @@ class Compiler:
         if not path.exists():
             raise InvalidRequest("the model folder has no tokenizer.json, which grammars need: leave the grammar out")
         try:
-            tokenizer = Tokenizer.from_file(str(path))
-            self._tokenizer = LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+            tokenizer, source = Tokenizer.from_file(str(path)), str(path)
+            if max(tokenizer.get_added_tokens_decoder(), default=0) >= vocab_size:
+                source = _tokens_below(vocab_size, path)
+                tokenizer = Tokenizer.from_str(source)
+            self._tokenizer = LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except Exception as error:  # tokenizers raises bare Exception
             raise InvalidRequest(f"grammars can't be used with the model's tokenizer: {_short(error)}") from None
         self._special: SpecialTokens = {
@@ -139,6 +143,13 @@ class LlMatcher:
             raise InvalidRequest(
                 f"the grammar can't be followed any further: {_short(self._matcher.get_error())}: simplify it"
             )
+
+
+def _tokens_below(vocab_size: int, path: Path) -> str:
+    """Returns tokenizer.json without added tokens from `vocab_size` on: the model has no logits for them."""
+    content = json.loads(path.read_text("utf-8"))
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
+    return json.dumps(content)
 
 
 def _short(reason: object) -> str:

@@ -20,9 +20,12 @@ from jaxsgl.errors import CheckpointError, InvalidRequest
 from jaxsgl.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, TokenBytes, WindowDetokenizer
 from jaxsgl.text.templates import ClientTemplates, SplitSpecial, refusal
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "tekken.json",
+)  # fmt: skip
 _MIN_MAX_TOKEN_BYTES = 64
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_TEMPLATES = ("tool_use", "default")  # the names that transformers chooses by
 _ANY_TEXT = "a"
 _SPACE_MARK = "▁"  # what SentencePiece writes for a space
 
@@ -222,7 +225,10 @@ class Tokenizer:
             names = tokenizer.special_tokens_map
             return self._client_templates.render(turns, {**names, **arguments, "chat_template": options.template})
         try:
-            text: str = tokenizer.apply_chat_template(list(turns), tokenize=False, **arguments)
+            try:
+                text: str = tokenizer.apply_chat_template(list(turns), tokenize=False, **arguments)
+            except TypeError:
+                text = tokenizer.apply_chat_template(_with_spelled_calls(turns), tokenize=False, **arguments)
         except Exception as error:  # a program that comes with the model works on what the client sent
             raise InvalidRequest(refusal("model", error)) from None
         return text
@@ -240,9 +246,11 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template, if there is one template and no choice of several."""
+        """The template. Of several with names: the one for tools, and behind it the one for the rest."""
         template = None if self._tokenizer is None else self._tokenizer.chat_template
-        return template if isinstance(template, str) else None
+        if isinstance(template, dict):
+            template = "\n".join(template[name] for name in _TEMPLATES if name in template)
+        return template
 
     @property
     def response_template(self) -> dict[str, Any] | None:
@@ -347,6 +355,19 @@ def is_gguf(model: str) -> bool:
     return path.suffix == ".gguf" and path.is_file()
 
 
+def _with_spelled_calls(turns: Sequence[Turn]) -> list[Turn]:
+    """Returns `turns` with the arguments of calls as JSON texts, to which DeepSeek's own templates add others."""
+
+    def spelled(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [
+        {**turn, "tool_calls": [spelled(call) for call in turn["tool_calls"]]} if turn.get("tool_calls") else turn
+        for turn in turns
+    ]
+
+
 def load_tokenizer(
     model: str, revision: str | None = None, split_special_tokens: bool = False, chat_template: str | None = None
 ) -> Tokenizer:
@@ -362,10 +383,10 @@ def load_tokenizer(
         return Tokenizer(None)
     if not folder.exists() and (folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1):
         raise CheckpointError(f"the model folder {model} does not exist")
-    from transformers import AutoTokenizer
+    from jaxsgl.text.tokenizer_files import TokenizerFiles
 
     try:
-        found = AutoTokenizer.from_pretrained(model, revision=revision or "main", trust_remote_code=False)
+        found = TokenizerFiles(model, revision).tokenizer()
         if chat_template is not None:
             found.chat_template = chat_template
         return Tokenizer(found, split_special_tokens)

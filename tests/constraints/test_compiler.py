@@ -50,8 +50,8 @@ def formatted(element: dict[str, Any]) -> Grammar:
     return Grammar.structural_tag({"type": "structural_tag", "format": element})
 
 
-def mask_of(matcher: LlMatcher) -> list[int]:
-    words = np.zeros(-(-VOCAB // 32), dtype=np.uint32)
+def mask_of(matcher: LlMatcher, vocab: int = VOCAB) -> list[int]:
+    words = np.zeros(-(-vocab // 32), dtype=np.uint32)
     matcher.mask_into(words)
     found: list[int] = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
     return found
@@ -232,6 +232,23 @@ def test_added_tokens_in_angle_brackets_are_tokens_in_structural_tags(tmp_path: 
     grammar = formatted({"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [called]})
     assert read(compiler, tokenizer, grammar, 'hi <tool_call>{"a": 1}</tool_call>') == "complete"
     assert read(compiler, tokenizer, grammar, "hi <tool_call>1") == "refused"
+
+
+@pytest.mark.parametrize("vocab", [1024, 1026])
+def test_added_tokens_beyond_the_models_vocabulary_never_come(vocab: int, tmp_path: Path) -> None:
+    """As Gemma 3 1B's token for a picture, or a [PAD] that training added: here the tokenizer has 1,027 tokens."""
+    backend = Tokenizer.from_file(str(Path(BUNDLED_MODEL) / "tokenizer.json"))
+    backend.add_tokens([AddedToken(name, special=name != "<b>") for name in ("<a>", "<b>", "[PAD]")])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    compiler = Compiler(tmp_path, vocab, EOS)
+    matcher = compiler.compile(Grammar.regex("(.|\n)*"))
+    for token_id in backend.encode('{"a": 1}', add_special_tokens=False).ids:
+        assert token_id in mask_of(matcher, vocab)
+        matcher.advance(token_id)
+    assert matcher.accepts
+    assert len(mask_of(matcher, vocab)) > 900 and max(mask_of(matcher, vocab)) < 1024
+    begins = mask_of(compiler.compile(formatted(const("<a>"))), vocab)
+    assert begins == [1024] if vocab > 1024 else backend.token_to_id("<") in begins, "beyond, its name is text"
 
 
 def walk(compiler: Compiler, grammar: Grammar, num_tokens: int, seed: int = 0) -> LlMatcher:

@@ -217,7 +217,8 @@ def test_what_a_tool_lacks_is_filled_in_for_the_template(tmp_path: Path) -> None
         "{% for tool in tools %}{{ tool.function.description + '|' }}{{ tool.function.parameters.type }}{% endfor %}"
     )
     tokenizer = load_tokenizer(save(byte_level(), tmp_path, template))
-    for function in ({"name": "f"}, {"name": "f", "description": None, "parameters": None}):
+    functions: list[dict[str, Any]] = [{"name": "f"}, {"name": "f", "description": None, "parameters": None}]
+    for function in functions:
         prompt = prompt_of(tokenizer, messages=say("hi"), tools=[{"type": "function", "function": function}])
         assert tokenizer.render_chat(prompt.messages, prompt.options) == "|object"
 
@@ -239,6 +240,14 @@ def test_arguments_of_a_call_may_be_empty_or_an_object(telling: Tokenizer) -> No
         (turn,) = prompt.messages
         assert isinstance(turn, dict)
         assert turn["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": expected}}]
+
+
+def test_a_template_that_joins_arguments_to_text_gets_them_as_text(tmp_path: Path) -> None:
+    template = "{% for call in messages[0].tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+    tokenizer = load_tokenizer(save(byte_level(), tmp_path, template))
+    call = {"function": {"name": "f", "arguments": '{"x": "\u00e9"}'}}
+    prompt = prompt_of(tokenizer, messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert tokenizer.render_chat(prompt.messages, prompt.options) == 'f{"x": "\u00e9"}'
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "tools", "conversation", "return_tensors"])

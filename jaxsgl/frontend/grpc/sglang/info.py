@@ -32,6 +32,7 @@ _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 _TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
     "merges.txt", "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "spiece.model",
+    "tekken.json", "tiktoken.model",
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "video_preprocessor_config.json", "vocab.json",
     "vocab.txt",
 )  # fmt: skip

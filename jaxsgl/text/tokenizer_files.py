@@ -1,0 +1,90 @@
+"""The tokenizer that a model's files hold, as one of transformers, which alone doesn't find some or gets them wrong.
+
+Programs in the model's folder are never run. Takes seconds: it imports transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import cached_file
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.json_file import read_object
+from jaxsgl.text.kimi_tokenizer import CLASS, KimiTokenizer, kimi_tokenizer
+
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+
+
+class TokenizerFiles:
+    """Files of a local folder, or of a hub id at `revision`."""
+
+    def __init__(self, model: str, revision: str | None) -> None:
+        self._model = model
+        self._revision = revision or "main"
+
+    def tokenizer(self) -> Any:
+        """Returns the tokenizer. Raises `CheckpointError`, and whatever transformers and tokenizers raise."""
+        config = self._json("tokenizer_config.json")
+        if config.get("tokenizer_class") == CLASS:
+            found = self._kimi(config)
+        elif self._path("tokenizer.json") is None and self._path("tekken.json") is not None:
+            found = self._tekken()
+        else:
+            self._check_sentencepiece()
+            found = AutoTokenizer.from_pretrained(self._model, revision=self._revision, trust_remote_code=False)
+        template = self._json("chat_template.json").get("chat_template")
+        if found.chat_template is None and isinstance(template, str):  # processors keep it there, tokenizers don't
+            found.chat_template = template
+        return found
+
+    def _kimi(self, config: dict[str, Any]) -> Any:
+        if self._path("tokenizer.json") is not None:
+            return KimiTokenizer.from_pretrained(self._model, revision=self._revision)
+        ranks, template = self._path("tiktoken.model"), self._path("chat_template.jinja")
+        if ranks is None:
+            raise CheckpointError(
+                f"{self._model} has neither a tiktoken.model nor a tokenizer.json, which its {CLASS} "
+                "needs: put one there"
+            )
+        return kimi_tokenizer(ranks, config, None if template is None else template.read_text("utf-8"))
+
+    def _tekken(self) -> Any:
+        try:
+            importlib.import_module("transformers.integrations.mistral.tokenizer")
+        except ImportError:  # older ones give other tokens, without a word
+            raise CheckpointError(
+                f"{self._model} has a tokenizer in tekken.json alone, which transformers {transformers.__version__} "
+                "can't read: install 5.23 or a newer one, or put a tokenizer.json there"
+            ) from None
+        unsaid = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}  # as Mistral's own program has it
+        return PreTrainedTokenizerFast.from_pretrained(self._model, revision=self._revision, **unsaid)
+
+    def _check_sentencepiece(self) -> None:
+        """Raises `CheckpointError`; transformers would take the file for another format, and blame its first line."""
+        if importlib.util.find_spec("sentencepiece") is not None or self._path("tokenizer.json") is not None:
+            return
+        for name in _SENTENCEPIECE:
+            path = self._path(name)
+            if path is not None and path.read_bytes()[:1] == b"\n":  # the others are text
+                raise CheckpointError(
+                    f"{self._model} has a tokenizer in {name} alone, for which the package sentencepiece is missing: "
+                    "pip install sentencepiece, or put a tokenizer.json there"
+                )
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """Returns what a file holds, {} if there is none."""
+        path = self._path(name)
+        return {} if path is None else read_object(path)
+
+    def _path(self, name: str) -> Path | None:
+        try:
+            found = cached_file(self._model, name, revision=self._revision)
+        except OSError:  # for hub ids AutoTokenizer then says what is wrong
+            return None
+        return None if found is None else Path(found)
