@@ -15,18 +15,30 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.grammar import MAX_GRAMMAR_CHARS, Grammar
 from jaxsgl.requests.json_blanks import with_bounded_blanks
 from jaxsgl.text.answer import ReasoningForm
 from jaxsgl.text.calls import CallForm, Tools
-from jaxsgl.text.parameters import alternatives, choices_of, definition, definitions, is_text, types_of
+from jaxsgl.text.parameters import (
+    alternatives,
+    beyond_parameters,
+    choices_of,
+    definition,
+    parameters_of,
+    part_of,
+    takes_any,
+    takes_texts,
+    takes_texts_alone,
+    types_of,
+    without_annotations,
+)
+from jaxsgl.text.text_patterns import LOOKAROUND, TextLimits, in_slashes, text_limits
 
 TokenOf: TypeAlias = Callable[[str], int | None]  # the id of a marker that is a token of its own
 _JSON_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-_SPACE_BEHIND = r"/[ \n]{0,4}/"  # the reasoning
+_SPACE = r"/[ \n]{0,4}/"  # around the reasoning
 WITHOUT_PLACE = frozenset({"ebnf", "lark", "structural_tag"})  # kinds of grammars that can't be a part of another
-_LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 _MAX_NESTED = 30  # schemas in schemas that "unquoted" is held to
 _TELLING = frozenset({"type", "enum", "const", "properties", "additionalProperties", "items", "prefixItems"})
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -56,19 +68,28 @@ def call_grammar(form: CallForm, calls: Calls, token_of: TokenOf, content: Gramm
 
 
 def harmony_grammar(calls: Calls, token_of: TokenOf, content: Grammar | None = None) -> Grammar:
-    """Returns the grammar of an answer in Harmony: reasoning, a preamble, and a call or a final message."""
+    """Returns the grammar of an answer in Harmony: reasoning, and a call or a final message.
+
+    A preamble may come before a call, and before a final message that is free: it counts as the answer's text.
+    """
     lark = Lark(token_of)
     channel, message = lark.mark("<|channel|>"), lark.mark("<|message|>")
     again = f'{lark.until("<|end|>")} {lark.mark("<|start|>")} "assistant"'
-    endings = [
+    made = [
         f'{literal(f"commentary to=functions.{name} ")} {lark.mark("<|constrain|>")} "json" {message} '
         f"{lark.json(_schema(calls, name), lenient=name not in calls.strict)}"
         for name in calls.tools
     ]
-    if not calls.required:
-        endings.append(f'"final" {message} {lark.free("TEXT") if content is None else lark.of(content)}')
-    begun = f'({channel} "analysis" {message} {again})? ({channel} "commentary" {message} {again})?'
-    return lark.grammar(f"{begun} {channel} {lark.rule(' | '.join(endings))}")
+    thought = f'({channel} "analysis" {message} {again})?'
+    preamble = f'({channel} "commentary" {message} {again})?'
+    final = f'"final" {message} {lark.free("TEXT") if content is None else lark.of(content)}'
+    if content is None and calls.tools:
+        endings = made if calls.required else [*made, final]
+        return lark.grammar(f"{thought} {preamble} {channel} {lark.rule(' | '.join(endings))}")
+    if not made:
+        return lark.grammar(f"{thought} {channel} {final}")
+    called = lark.rule(f"{preamble} {channel} {lark.rule(' | '.join(made))}")
+    return lark.grammar(f"{thought} {lark.rule(f'{called} | {channel} {final}')}")
 
 
 def content_grammar(content: Grammar, token_of: TokenOf) -> Lark:
@@ -95,8 +116,8 @@ def behind_reasoning(lark: Lark, reasoning: ReasoningForm | None, is_open: bool,
         return lark.grammar(lark.start)
     thought = lark.until(reasoning.close, "THOUGHT", budget)
     if is_open or reasoning.opens_itself:
-        return lark.grammar(f"{thought} {_SPACE_BEHIND} {lark.start}")
-    return lark.grammar(f"({lark.marks(reasoning.open)} {thought} {_SPACE_BEHIND})? {lark.start}")
+        return lark.grammar(f"{thought} {_SPACE} {lark.start}")
+    return lark.grammar(f"({_SPACE} {lark.marks(reasoning.open)} {thought} {_SPACE})? {lark.start}")
 
 
 class Lark:
@@ -105,6 +126,9 @@ class Lark:
     def __init__(self, token_of: TokenOf) -> None:
         self.start = ""
         self._rules: list[str] = []
+        self._made: dict[tuple[str, str], str] = {}  # an expression and its attribute -> its rule
+        self._parts: dict[tuple[int, str, bool], str] = {}  # a root's id, a schema in it, lenience -> its rule
+        self._length = 0  # of all rules, in characters
         self._terminals: dict[str, str] = {}
         self._token_of = token_of
 
@@ -114,8 +138,20 @@ class Lark:
         return Grammar("answer_grammar", "\n".join([f"start: {start}", *terminals, *self._rules]))
 
     def rule(self, expression: str, attribute: str = "") -> str:
-        """Adds a rule and returns its name. `attribute` is llguidance's, as lazy."""
-        name = f"r{len(self._rules)}"
+        """Returns the name of a rule, which is added if no other is the same. `attribute` is llguidance's, as lazy.
+
+        Raises `InvalidRequest` if the grammar gets too long.
+        """
+        made = self._made.get((expression, attribute))
+        if made is not None:
+            return made
+        self._length += len(expression)
+        if self._length > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(
+                f"the answer_grammar has {self._length} characters or more, but {MAX_GRAMMAR_CHARS} are the most: send "
+                "fewer tools, or shorter schemas"
+            )
+        name = self._made[expression, attribute] = f"r{len(self._rules)}"
         self._rules.append(f"{name}{f'[{attribute}]' if attribute else ''}: {expression}")
         return name
 
@@ -160,13 +196,28 @@ class Lark:
             return f"{self.free(name, marker)} {self.mark(marker)}"
         return self.rule(f"{self.free(name)} {literal(marker)}", "lazy")
 
+    def within(self, limits: TextLimits, marker: str) -> str:
+        """Returns the expression of a text that holds to `limits`, up to and with `marker`."""
+        is_token = self._token_of(marker) is not None
+        text = self.terminal(f"WITHIN{len(self._terminals)}", limits.without_end(marker.strip(), is_token))
+        return f"{text} {self.mark(marker)}" if is_token else self.rule(f"{text} {literal(marker)}", "lazy")
+
     def json(self, schema: Mapping[str, Any] | bool, lenient: bool = False) -> str:
         """Returns the expression of JSON by a schema, with no more space than models write."""
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
-        schema = dict(_without_lookaround(schema) if lenient else schema)
+        if not isinstance(schema, Mapping):
+            schema = {"not": {}} if schema is False else {}
+        told = without_annotations(schema)
+        told = _without_lookaround(told) if lenient else told
         guidance = {**_JSON_SPACES, **({"lenient": True} if lenient else {})}
-        return "%json " + json.dumps({**schema, "x-guidance": guidance})
+        return "%json " + json.dumps({**told, "x-guidance": guidance})
+
+    def json_in(self, root: Mapping[str, Any], value: Any, lenient: bool) -> str:
+        """Returns the rule of JSON by the schema `value`, which stands in `root`."""
+        value = without_annotations(value)
+        place = (id(root), json.dumps(value), lenient)
+        if place not in self._parts:
+            self._parts[place] = self.rule(self.json(part_of(root, value), lenient))
+        return self._parts[place]
 
     def unquoted(self, quote: str) -> str:
         """Adds a rule of any value, as JSON but with bare keys and texts between `quote`; returns its name."""
@@ -182,9 +233,13 @@ class Lark:
         """Returns the expression of what stands in an object of `unquoted`."""
         return self.pairs(self.unquoted(quote))
 
+    def key(self) -> str:
+        """Adds the terminal of any key of arguments that no schema names; returns its name."""
+        return self.terminal("KEY", "/[A-Za-z0-9_.-]{1,64}/")
+
     def pairs(self, value: str) -> str:
         """Returns the expression of bare keys, each with a `value`."""
-        pair = f'{self.terminal("KEY", "/[A-Za-z0-9_.-]{1,64}/")} ":" {value}'
+        pair = f'{self.key()} ":" {value}'
         return f'({pair} ("," {pair})*)?'
 
     def of(self, grammar: Grammar) -> str:
@@ -199,7 +254,7 @@ class Lark:
             case "choice":
                 return self.rule(" | ".join(literal(text) or '""' for text in _parsed(grammar.text)))
             case "regex":
-                return self.terminal("PATTERN", _pattern(grammar.text))
+                return self.terminal("PATTERN", in_slashes(grammar.text))
         raise InvalidRequest(
             f"a {grammar.kind} can't begin behind reasoning or stand beside tools: turn the reasoning off "
             "(enable_thinking: false) and send no tools, or use a JSON schema"
@@ -212,22 +267,9 @@ def _without_lookaround(schema: Any) -> Any:
         return {
             key: _without_lookaround(value)
             for key, value in schema.items()
-            if not (key == "pattern" and isinstance(value, str) and _LOOKAROUND.search(value))
+            if not (key == "pattern" and isinstance(value, str) and LOOKAROUND.search(value))
         }
     return [_without_lookaround(value) for value in schema] if isinstance(schema, list) else schema
-
-
-def _pattern(text: str) -> str:
-    """Returns a client's regular expression between slashes, which nothing in it ends. Raises `InvalidRequest`."""
-    ends_escaped = len(text) - len(text.rstrip("\\"))
-    if ends_escaped % 2:
-        raise InvalidRequest("the regex ends with a backslash that escapes nothing: leave it out, or write two")
-    return "/" + re.sub(r"\\?[/\n]|\\.", _in_slashes, text) + "/"
-
-
-def _in_slashes(match: re.Match[str]) -> str:
-    ascii_digits = {r"\d": "[0-9]", r"\D": "[^0-9]"}  # as in patterns that stand alone
-    return ascii_digits.get(match[0]) or {"/": r"\/", "\n": r"\n"}.get(match[0][-1], match[0])
 
 
 def _parsed(text: str) -> Any:
@@ -273,9 +315,8 @@ class _Writer:
         close = self._close()
         if calls.required or self._content is not None:
             opened = f"{lark.mark(self._opening)} {body} {close}"
-            separator = '"\\n"' if form.close and not form.section and form.kind != "unquoted" else ""
-            several = f"{opened} ({separator} {opened}){{0,{more}}}" if form.one_by_one and more else opened
-            several = f"{self._begin_section()} {several} {self._end_section()}"
+            several = self._several(opened) if form.one_by_one else opened
+            several = f"{self._begin_section()} {several} {self._end_section() or self._line()}"
             others = "" if self._content is None else f" | {lark.of(self._content)}"
             lark.start = lark.rule(several + others)
         elif self._opening:
@@ -283,7 +324,7 @@ class _Writer:
             excluded = (self._opening,) if self._is_token(self._opening) else ()
             if form.section is not None:
                 begins, opened = form.section[0], f"{lark.mark(self._opening)} {body} {close}"
-                several = f"{opened} ({opened}){{0,{more}}} {self._end_section()}"
+                several = f"{self._several(opened)} {self._end_section()}"
                 excluded = (begins,) if self._is_token(begins) else ()
                 lark.start = f"({lark.until(begins, 'TEXT')} {several})? {lark.free('TEXT', *excluded)}"
                 return lark
@@ -292,6 +333,15 @@ class _Writer:
             plain = lark.terminal("PLAIN", rf"/[ \n]*([^ \n{_regex(form.bare)}](.|\n)*)?/")
             lark.start = lark.rule(f"{body} {close} | {plain}")
         return lark
+
+    def _several(self, opened: str) -> str:
+        """Returns the expression of calls that are opened one by one."""
+        more = self._calls.max_calls - 1
+        return f"{opened} ({self._line()} {opened}){{0,{more}}}" if more > 0 else opened
+
+    def _line(self) -> str:
+        """Returns the expression of what may follow a closed call: some models end it with a line break."""
+        return '"\\n"?' if self._form.close and self._form.kind != "unquoted" else ""
 
     def _begin_section(self) -> str:
         return "" if self._form.section is None else self._lark.mark(self._form.section[0])
@@ -343,14 +393,14 @@ class _Writer:
 
     def _tagged_call(self, name: str) -> str:
         def parameter(key: str, value: str) -> str:
-            return f"{literal(f'<parameter={key}>' + chr(10))} {value}"
+            return f'"<parameter=" {key} ">\\n" {value}'
 
         parts = self._in_order(name, parameter, "\n</parameter>\n")
         return f"{literal(f'{chr(10)}<function={name}>{chr(10)}')} {parts} {literal('</function>')}"
 
     def _invoked_call(self, name: str) -> str:
         def parameter(key: str, value: str) -> str:
-            return f"{literal(f'<parameter name={json.dumps(key)}>')} {value}"
+            return f"{literal('<parameter name=' + chr(34))} {key} {literal(chr(34) + '>')} {value}"
 
         head = f"<invoke name={json.dumps(name)}>\n"
         parts = self._in_order(name, parameter, "</parameter>", '"\\n"')
@@ -361,7 +411,7 @@ class _Writer:
         ends = [lark.mark("<arg_key>"), lark.mark("</arg_key>"), lark.mark("<arg_value>"), lark.mark("</arg_value>")]
 
         def parameter(key: str, value: str) -> str:
-            return f"{ends[0]} {literal(key)} {ends[1]} {line} {ends[2]} {value}"
+            return f"{ends[0]} {key} {ends[1]} {line} {ends[2]} {value}"
 
         return f"{literal(name)} {line} {self._in_order(name, parameter, '</arg_value>', line)}"
 
@@ -372,40 +422,74 @@ class _Writer:
 
         A tool without strict arguments, which need not be called, takes them in any order.
         """
-        lark, schema = self._lark, self._calls.tools[name]
-        properties, required = _properties(schema)
-        parts: list[str] = []
-        for key, value in properties.items():
-            if is_text(schema, key):
-                one = _one_of(choices_of(value, schema))
-                expression = f"{lark.rule(one)} {lark.mark(end)}" if one else lark.until(end, "VALUE")
-            else:
-                lenient = name not in self._calls.strict
-                value = {**value, **definitions(schema)} if isinstance(value, dict) else value
-                expression = f"{lark.json(value, lenient)} {lark.mark(end)}"
-            parts.append(f"{write(key, expression)} {behind}")
+        schema, is_strict = self._calls.tools[name], name in self._calls.strict
+        properties, required = self._parameters(name)
+        if not is_strict and takes_any(schema):
+            return f"({write(self._lark.key(), self._lark.until(end, 'VALUE'))} {behind})*"
+        parts = [
+            f"{write(literal(key), self._tagged_value(value, schema, key, end, is_strict))} {behind}"
+            for key, value in properties.items()
+        ]
         if not parts:
             return ""
-        if not self._calls.required and name not in self._calls.strict:
+        if not self._calls.required and not is_strict:
             return f"({' | '.join(parts)})*"
         return " ".join(part if key in required else f"({part})?" for key, part in zip(properties, parts, strict=True))
 
+    def _tagged_value(self, value: Any, root: Mapping[str, Any], key: str, end: str, is_strict: bool) -> str:
+        """Returns the expression of a parameter's value and of `end`, which ends it.
+
+        `value`: its schema. Texts stand bare, others as JSON.
+        """
+        lark, is_bare = self._lark, takes_texts_alone(value, root)
+        takes = is_bare or takes_texts(value, root)
+        one = _one_of(choices_of(value, root)) if takes else ""
+        if is_bare and one:
+            return f"{lark.rule(one)} {lark.mark(end)}"
+        if takes and not one and not is_strict:
+            return lark.until(end, "VALUE")
+        others = (types_of(value, root) or frozenset()) - {"string"}
+        if takes and not one and others <= {"null"}:
+            limits = text_limits(value, root, key)
+            text = lark.until(end, "VALUE") if limits is None else lark.within(limits, end)
+            return lark.rule(f'{text} | "null" {lark.mark(end)}') if others else text
+        spelled = lark.json_in(root, value, lenient=not is_strict)
+        if one and (others <= {"null"} or not is_strict):  # else a bare text may be read as another type's
+            spelled = lark.rule(f"{one} | {spelled}")
+        return f"{spelled} {lark.mark(end)}"
+
+    def _parameters(self, name: str) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """Returns the parameters of a tool. Raises `InvalidRequest` if it is strict and says more of them together."""
+        schema = self._calls.tools[name]
+        properties, required = parameters_of(schema)
+        said = ["required"] if required - properties.keys() else beyond_parameters(schema)
+        if name in self._calls.strict and said:
+            raise InvalidRequest(
+                f"the tool {name:.100} is strict, and its parameters have {said[0]}, to which this model's form of "
+                "calls can't be held: leave it out, or send strict: false"
+            )
+        return properties, required
+
     def _python_call(self, name: str) -> str:
-        lark, schema = self._lark, self._calls.tools[name]
-        properties, required = _properties(schema)
-        lenient = name not in self._calls.strict
-        arguments = []
-        for key, value in properties.items():
-            value = {**value, **definitions(schema)} if isinstance(value, dict) else value
-            arguments.append(f"{literal(f'{key}=')} {lark.json(value, lenient)}")
+        lark, schema, lenient = self._lark, self._calls.tools[name], name not in self._calls.strict
+        properties, required = self._parameters(name)
+        if lenient and takes_any(schema):
+            pair = f'{lark.terminal("NAME", "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/")} "=" {lark.rule(lark.json({}))}'
+            return f'{literal(f"{name}(")} ({pair} (", " {pair})*)? ")"'
+        arguments = [
+            f"{literal(f'{key}=')} {lark.json_in(schema, value, lenient)}" for key, value in properties.items()
+        ]
         listed = _listed(lark, arguments, [key in required for key in properties])
         return f"{literal(f'{name}(')} {listed} {literal(')')}"
 
     def _unquoted_call(self, name: str) -> str:
         form, schema = self._form, self._calls.tools[name]
         in_order = self._calls.required or name in self._calls.strict
-        written = _Unquoted(self._lark, form.quote, schema, in_order)
-        return f"{literal(f'{form.prefix}{name}{{')} {written.arguments()} {literal('}')}"
+        if not in_order or name in self._calls.strict or not takes_any(schema):
+            written = _Unquoted(self._lark, form.quote, schema, in_order).arguments()
+        else:
+            written = self._lark.unquoted_pairs(form.quote)
+        return f"{literal(f'{form.prefix}{name}{{')} {written} {literal('}')}"
 
 
 class _Unquoted:
@@ -421,9 +505,9 @@ class _Unquoted:
 
     def arguments(self) -> str:
         """Returns the expression of what stands between the brackets of the arguments."""
-        properties, required = _properties(self._root)
+        properties, required = parameters_of(self._root)
         values = {
-            key: self._text(value) if is_text(self._root, key) else self._value(value)
+            key: self._text(value) if takes_texts_alone(value, self._root) else self._value(value)
             for key, value in properties.items()
         }
         if not values and self._in_order:
@@ -472,7 +556,7 @@ class _Unquoted:
             held = {"type": plain, **{word: schema[word] for word in _OF_NUMBERS if word in schema}}
             if isinstance(listed, list):
                 held = {"enum": [value for value in listed if not isinstance(value, str | list | dict)]}
-            yield self._lark.json(held, lenient=True)
+            yield self._lark.rule(self._lark.json(held, lenient=True))
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:
         properties, required = _properties(schema)
@@ -501,7 +585,7 @@ def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Iterable[
 def _listed(lark: Lark, items: Sequence[str], required: Sequence[bool], comma: str = ", ") -> str:
     """Returns the expression of items between commas, of which those that aren't required may be left out."""
     tail, head = "", '""'
-    for item, needed in zip(reversed(items), reversed(required), strict=True):
+    for item, needed in zip(map(lark.rule, reversed(items)), reversed(required), strict=True):
         new_head = lark.rule(f"{item} {tail}" if needed else f"{item} {tail} | {head}")
         tail = lark.rule(f'"{comma}" {item} {tail}' if needed else f'("{comma}" {item})? {tail}')
         head = new_head

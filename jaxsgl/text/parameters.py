@@ -14,6 +14,14 @@ from jaxsgl.text.json_text import BROKEN, decoded
 
 _MAX_DEPTH = 50  # of schemas that are looked into; what lies deeper counts as unknown
 _DEFINITIONS = ("$defs", "definitions")
+_JOINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
+_ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment"})
+_OF_OBJECTS = (
+    "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
+    "dependentSchemas", "dependencies",
+)  # fmt: skip
+_VALUES = frozenset({"const", "enum"})  # what they hold is no schema
+_NAMING = frozenset({"properties", "patternProperties", "dependentSchemas", *_DEFINITIONS})  # their keys are names
 
 
 def as_typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
@@ -32,15 +40,95 @@ def as_typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
 
 def is_text(parameters: Mapping[str, Any], key: str) -> bool:
     """Returns whether the schema of `key` takes texts and nothing else."""
-    schema = schema_of(parameters, key)
-    types = types_of(schema, parameters)
+    return takes_texts_alone(schema_of(parameters, key), parameters)
+
+
+def takes_texts_alone(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Returns whether a schema takes texts and nothing else; one that says nothing of types counts as such."""
+    types = types_of(schema, root)
     return types == frozenset({"string"}) or (types is None and isinstance(schema, dict) and bool(schema))
+
+
+def takes_texts(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Returns whether a schema takes texts, perhaps among others."""
+    return _takes(schema, root, "string")
+
+
+def _takes(schema: Any, root: Mapping[str, Any], kind: str) -> bool:
+    types = types_of(schema, root)
+    return schema is not False if types is None else kind in types
 
 
 def schema_of(parameters: Mapping[str, Any], key: str) -> Any:
     """Returns the schema of a tool's parameter `key`, or None if `parameters` describe none of that name."""
     properties = parameters.get("properties")
-    return properties.get(key) if isinstance(properties, dict) else None
+    if not parameters.keys().isdisjoint(_JOINING):
+        properties = parameters_of(parameters)[0]
+    return (properties if isinstance(properties, dict) else {}).get(key, parameters.get("additionalProperties"))
+
+
+def parameters_of(root: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """Returns the schemas of a tool's parameters by name, and the names of those that must be given.
+
+    They may stand behind the `$ref` of `root`, and in the schemas of its `allOf`, `anyOf` and `oneOf`.
+    """
+    found: dict[str, list[Any]] = {}
+    required: set[str] = set()
+    uncertain: set[str] = set()
+    for schema, must_hold in parts_of(root, root, "object"):
+        properties = schema.get("properties")
+        for key, value in properties.items() if isinstance(properties, dict) else ():
+            if value not in found.setdefault(key, []):
+                found[key].append(value)
+            if not must_hold:
+                uncertain.add(key)
+        if must_hold:
+            required.update(key for key in _items(schema, "required") if isinstance(key, str))
+    one = {
+        key: values[0] if len(values) == 1 else {"anyOf" if key in uncertain else "allOf": values}
+        for key, values in found.items()
+    }
+    return one, frozenset(required)
+
+
+def takes_any(root: Mapping[str, Any]) -> bool:
+    """Returns whether a tool takes parameters although its schema names none."""
+    parts = [schema for schema, _ in parts_of(root, root, "object")]
+    if any(schema.get("properties") or schema.get("additionalProperties") is False for schema in parts):
+        return False
+    says_more = any("additionalProperties" in schema or "patternProperties" in schema for schema in parts)
+    return says_more or not any("properties" in schema for schema in parts)
+
+
+def beyond_parameters(root: Mapping[str, Any]) -> list[str]:
+    """Returns the words by which a tool's schema says more of its parameters than which there are and must be."""
+    parts = list(parts_of(root, root, "object"))
+    words = [word for schema, _ in parts for word in _OF_OBJECTS if word in schema]
+    return words + ["anyOf"] * any(not must_hold for _, must_hold in parts)
+
+
+def parts_of(schema: Any, root: Mapping[str, Any], kind: str) -> Iterator[tuple[Mapping[str, Any], bool]]:
+    """Yields the schemas of which `schema` is made, each with whether values of the type `kind` must hold to it."""
+    return _parts_of(schema, root, kind, set(), True, 0)
+
+
+def _parts_of(
+    schema: Any, root: Mapping[str, Any], kind: str, seen: set[tuple[str, bool]], must_hold: bool, depth: int
+) -> Iterator[tuple[Mapping[str, Any], bool]]:
+    """`seen`: the references that were followed."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return
+    yield schema, must_hold
+    others = [(other, must_hold) for other in _items(schema, "allOf")]
+    for several in alternatives(schema):
+        fitting = [other for other in several if _takes(other, root, kind)]
+        others += [(other, must_hold and len(fitting) == 1) for other in fitting]
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (reference, must_hold) not in seen:
+        seen.add((reference, must_hold))
+        others.append((definition(reference, root), must_hold))
+    for other, must in others:
+        yield from _parts_of(other, root, kind, seen, must, depth + 1)
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
@@ -97,8 +185,9 @@ def _choices_of(
         if (found := _choices_of(other, root, known, depth + 1)) is not None:
             return found
     for others in alternatives(schema):
-        several = [_choices_of(other, root, known, depth + 1) for other in others]
-        if None not in several:
+        of_texts = [other for other in others if takes_texts(other, root)]
+        several = [_choices_of(other, root, known, depth + 1) for other in of_texts]
+        if several and None not in several:
             return list(dict.fromkeys(text for found in several for text in found or ()))
     return None
 
@@ -113,9 +202,45 @@ def definition(reference: object, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def definitions(root: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a part of `root` must hold so that its references are known there, too."""
-    return {word: root[word] for word in _DEFINITIONS if word in root}
+def part_of(root: Mapping[str, Any], part: Any) -> Any:
+    """Returns a schema in `root` as one that stands alone, with the definitions that it reaches."""
+    found: dict[str, dict[str, Any]] = {}
+    todo = [part]
+    while todo:
+        for reference in _references(todo.pop()):
+            _, word, name, *_ = [*reference.split("/"), "", ""]
+            schema, name = definition(f"#/{word}/{name}", root), name.replace("~1", "/").replace("~0", "~")
+            if schema is not None and name not in found.get(word, {}):
+                found.setdefault(word, {})[name] = schema
+                todo.append(schema)
+    return {**part, **found} if isinstance(part, dict) else part
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        if isinstance(reference := schema.get("$ref"), str):
+            yield reference
+        schema = list(schema.values())
+    for part in schema if isinstance(schema, list) else ():
+        yield from _references(part)
+
+
+def without_annotations(schema: Any) -> Any:
+    """Returns a schema without what tells readers of values but allows and forbids none."""
+    if isinstance(schema, list):
+        return [without_annotations(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+    return {key: _without_annotations_in(key, value) for key, value in kept.items()}
+
+
+def _without_annotations_in(word: str, value: Any) -> Any:
+    if word in _VALUES:
+        return value
+    if word in _NAMING and isinstance(value, dict):
+        return {name: without_annotations(part) for name, part in value.items()}
+    return without_annotations(value)
 
 
 def alternatives(schema: Mapping[str, Any]) -> Iterator[list[Any]]:

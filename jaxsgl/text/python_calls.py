@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxsgl.text.json_text import BROKEN, MAX_DEPTH, JsonScanner, Scan, decoded
+from jaxsgl.text.parameters import parameters_of
 
 _NAME = re.compile(r"\s*([^\s()\[\]{},='\"]+)\s*\(\s*")
 _KEY = re.compile(r"([^()\[\]{},='\"]+?)\s*=(?!=)\s*")
@@ -57,8 +58,7 @@ def read_python(text: str, tools: Mapping[str, Mapping[str, Any]]) -> list[tuple
 
 def _arguments(text: str, place: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int] | None:
     """Returns the arguments that begin at `place`, and the place behind their closing bracket."""
-    properties = schema.get("properties")
-    known = properties if isinstance(properties, dict) else {}
+    known, _ = parameters_of(schema)
     arguments: dict[str, Any] = {}
     while not text.startswith(")", place):
         match = _KEY.match(text, place)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from server_process import ServerProcess
 from test_event_loop import INFO
 
 from jaxsgl.constraints.compiler import Compiler
+from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.http.openai.chat import chat_prompt, prepare_chat
 from jaxsgl.frontend.http.openai.schemas import ChatRequest
@@ -128,6 +130,19 @@ def test_a_call_that_is_demanded_goes_before_a_format(http: httpx.Client) -> Non
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     message, reason = answer(http, CALL, tool_choice="required", response_format=form)
     assert (message["tool_calls"][0]["function"]["name"], reason) == ("weather", "tool_calls")
+
+
+def test_calls_are_free_where_their_grammar_would_be_too_long() -> None:
+    model: Any = SimpleNamespace(
+        dialect=dialect_of(None, "qwen3_coder"), tokenizer=SimpleNamespace(unit_of=lambda text: None, has_grammars=True)
+    )
+    properties = {f"{'p' * 90}{i}": {"type": "string"} for i in range(3_000)}
+    tools = {"f": {"type": "object", "properties": properties}}
+    form = AnswerForm(model, ToolUse(callable=tools), reasoning_is_open=False, separate=True)
+    assert constrained(form, None, free_calls=False) == (form, None)
+    for use in (ToolUse(callable=tools, required=True), ToolUse(callable=tools, strict=frozenset({"f"}))):
+        with pytest.raises(InvalidRequest, match="the answer_grammar has"):
+            constrained(replace(form, use=use), None, free_calls=False)
 
 
 @pytest.mark.parametrize("name", ["llama3", "json"])

@@ -298,6 +298,37 @@ def test_there_is_one_call_if_calls_may_not_be_parallel() -> None:
         assert not of.allows(lark_of(of, name, required=True, max_calls=1), TEXTS[name][-1]), name
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_answers_with_one_call_at_most_have_a_grammar_in_every_form(name: str) -> None:
+    of = grammars(True)
+    for asked in ({}, {"required": True}, {"strict": frozenset({"weather"})}):
+        of.compiler.compile(lark_of(of, name, max_calls=1, **asked))
+
+
+# Several calls as the templates of the models write them again.
+_DEEPSEEK = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "x"}\n```<｜tool▁call▁end｜>'
+_NEMOTRON = "<tool_call>\n<function=weather>\n<parameter=city>\nx\n</parameter>\n</function>\n</tool_call>\n"
+_GLM = "<tool_call>weather<arg_key>city</arg_key><arg_value>x</arg_value></tool_call>"
+SEVERAL = {
+    "DeepSeek R1": ("deepseek_v3", f"<｜tool▁calls▁begin｜>{_DEEPSEEK}\n{_DEEPSEEK}<｜tool▁calls▁end｜>"),
+    "Nemotron 3": ("qwen3_coder", _NEMOTRON * 2),
+    "Qwen3-Coder": ("qwen3_coder", (_NEMOTRON * 2).strip()),
+    "GLM-4.7": ("glm45", _GLM * 2),
+    "GLM-4.5": ("glm45", f"{_GLM}\n{_GLM}"),
+}
+
+
+@pytest.mark.parametrize("model", SEVERAL)
+@pytest.mark.parametrize("required", [False, True])
+def test_several_calls_stand_as_the_templates_write_them(model: str, required: bool) -> None:
+    of, (name, text) = grammars(True), SEVERAL[model]
+    assert of.allows(lark_of(of, name, required=required), text)
+    parser = Dialect(calls=FORMS[name]).parser(TOOLS, constrained=True)
+    parts = parser.feed(text) + parser.finish()
+    assert [part.text for part in parts if part.kind == "call"] == ["weather", "weather"]
+    assert not [part for part in parts if part.kind == "content"]
+
+
 def test_a_marker_that_is_a_token_cannot_be_spelled_out() -> None:
     of = grammars(True)
     ids = of.backend.encode("<tool").ids + of.backend.encode("_call").ids + of.backend.encode(">").ids
@@ -314,6 +345,8 @@ def test_a_grammar_begins_behind_the_reasoning(with_markers: bool) -> None:
     may_open = lark_of(of, "hermes", THINK, required=True)
     assert of.allows(may_open, f"<think>Hm.</think>{call}")
     assert of.allows(may_open, call)
+    for asked in (may_open, lark_of(of, "hermes", THINK)):
+        assert of.allows(asked, f"\n<think>Hm.</think>\n{call}"), "GLM-4.5 breaks the line before it thinks"
     schema = Grammar.json_schema({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
     for grammar, good in (
         (schema, '{"x": 1}'),
@@ -322,6 +355,8 @@ def test_a_grammar_begins_behind_the_reasoning(with_markers: bool) -> None:
         (Grammar.choice(["a/b", 'c"']), 'c"'),
         (Grammar.regex("[a-c]+/\\d"), "ab/1"),
     ):
+        may_open = behind_reasoning(content_grammar(grammar, of.tokenizer.unit_of), THINK, False)
+        assert of.allows(may_open, f"\n<think>Hm.</think>\n{good}"), grammar
         lark = behind_reasoning(content_grammar(grammar, of.tokenizer.unit_of), THINK, True)
         assert of.allows(lark, f"Hm.</think>\n{good}"), grammar
         assert not of.allows(lark, f"Hm.</think>\nno{good}"), grammar
@@ -407,3 +442,19 @@ def test_harmony_ends_with_a_call_or_a_final_message() -> None:
     by_schema = harmony_grammar(Calls({}), of.tokenizer.unit_of, Grammar.json_object())
     assert of.allows(by_schema, f"{thought}<|channel|>final<|message|>{{}}")
     assert not of.allows(by_schema, thought + final)
+
+
+def test_harmony_has_a_preamble_where_it_is_no_part_of_a_format() -> None:
+    of = grammars(True)
+    preamble = "<|channel|>commentary<|message|>Well.<|end|><|start|>assistant"
+    call = f"{preamble}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{}}"
+    final = f"{preamble}<|channel|>final<|message|>{{}}"
+    may = harmony_grammar(Calls(TOOLS), of.tokenizer.unit_of)
+    assert of.allows(may, call)
+    assert of.allows(may, final)
+    beside_calls = harmony_grammar(Calls(TOOLS), of.tokenizer.unit_of, Grammar.json_object())
+    assert of.allows(beside_calls, call)
+    alone = harmony_grammar(Calls({}), of.tokenizer.unit_of, Grammar.json_object())
+    for lark in (beside_calls, alone):
+        assert of.allows(lark, final.removeprefix(preamble))
+        assert not of.allows(lark, final)

@@ -227,8 +227,14 @@ def constrained(
     is_free = call_form.bare or (budget is None and (free_calls or not _has_grammars(form)))
     if is_free and not must and asked is None:
         return form, _behind_reasoning(form, None, budget)
-    lark = call_grammar(call_form, calls, token_of, asked)
-    return replace(form, constrained=True), behind_reasoning(lark, dialect.reasoning, form.reasoning_is_open, budget)
+    try:
+        lark = call_grammar(call_form, calls, token_of, asked)
+        held = behind_reasoning(lark, dialect.reasoning, form.reasoning_is_open, budget)
+    except InvalidRequest:  # too long, for very many tools
+        if must or asked is not None:
+            raise
+        return form, _behind_reasoning(form, None, budget)
+    return replace(form, constrained=True), held
 
 
 def _leaves_no_calls(form: CallForm, asked: Grammar) -> bool:

@@ -1,0 +1,224 @@
+"""What grammars say of a tool's parameters: any schema has a grammar that models can follow, and none is too long."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.requests.grammar import Grammar
+from jaxsgl.text.call_grammar import Calls, behind_reasoning, call_grammar
+from jaxsgl.text.calls import FORMS
+from jaxsgl.text.dialects import Dialect
+from jaxsgl.text.parameters import without_annotations
+from tests.text.test_call_grammars import grammars
+
+OF_PARAMETERS = ("qwen3_coder", "glm45", "minimax_m2", "olmo3", "lfm2", "gemma4")  # forms that write them one by one
+TAGGED = ("qwen3_coder", "glm45", "minimax_m2")
+Schema = dict[str, Any]
+
+
+def lark_of(name: str, schema: Schema, **calls: Any) -> Grammar:
+    """Returns the grammar of calls of `f`, whose parameters hold to `schema`."""
+    lark = call_grammar(FORMS[name], Calls({"f": schema}, **calls), grammars(True).tokenizer.unit_of)
+    return behind_reasoning(lark, None, False)
+
+
+def call_of(name: str, **arguments: str) -> str:
+    """Returns a call of `f` as models write it; of texts in tags, as they stand there."""
+    match name:
+        case "qwen3_coder":
+            inner = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items())
+            return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
+        case "glm45":
+            pairs = arguments.items()
+            inner = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in pairs)
+            return f"<tool_call>f\n{inner}</tool_call>"
+        case "minimax_m2":
+            inner = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in arguments.items())
+            return f'<minimax:tool_call>\n<invoke name="f">\n{inner}</invoke>\n</minimax:tool_call>'
+        case "gemma4":
+            inner = ",".join(f'{key}:<|"|>{text}<|"|>' for key, text in arguments.items())
+            return f"<|tool_call>call:f{{{inner}}}<tool_call|>"
+    inner = ", ".join(f"{key}={json.dumps(text)}" for key, text in arguments.items())
+    return {
+        "olmo3": f"<function_calls>\nf({inner})\n</function_calls>",
+        "lfm2": f"<|tool_call_start|>[f({inner})]<|tool_call_end|>",
+    }[name]
+
+
+def read(name: str, schema: Schema, text: str) -> Any:
+    """Returns the arguments in the call `text`, which a stream and a whole answer agree on."""
+    found = []
+    for constrained in (False, True):
+        parser = Dialect(calls=FORMS[name]).parser({"f": schema}, constrained=constrained)
+        parts = [part for char in text for part in parser.feed(char)] + parser.finish()
+        found.append(json.loads("".join(part.text for part in parts if part.kind == "arguments")))
+    assert found[0] == found[1]
+    return found[0]
+
+
+def wide_tool(number: int) -> Schema:
+    """Returns a schema as of an agent's tools: ten parameters that are described at length, and shared definitions."""
+    kinds = ("string", "integer", "boolean", "number")
+    properties: Schema = {f"p{i}": {"type": kinds[i % 4], "description": "x" * 80} for i in range(10)}
+    properties |= {f"d{i}": {"$ref": f"#/$defs/D{i}", "title": f"Own {number}"} for i in range(8)}
+    filled = {f"q{i}": {"type": "string", "description": "y" * 60} for i in range(8)}
+    shared = {f"D{i}": {"type": "object", "description": "z" * 100, "properties": filled} for i in range(8)}
+    return {"type": "object", "properties": properties, "required": ["p0"], "$defs": shared}
+
+
+@pytest.mark.parametrize("name", OF_PARAMETERS)
+@pytest.mark.parametrize("required", [False, True])
+def test_grammars_of_a_hundred_tools_stay_short(name: str, required: bool) -> None:
+    of = grammars(True)
+    tools = {f"server__tool_{i}": wide_tool(i) for i in range(100)}
+    lark = call_grammar(FORMS[name], Calls(tools, required=required), of.tokenizer.unit_of)
+    grammar = behind_reasoning(lark, None, False)
+    assert len(grammar.text) < 140_000
+    assert "xxx" not in grammar.text
+
+
+def test_annotations_are_left_out_but_nothing_that_bears_their_name() -> None:
+    told = {"title": "T", "description": "D", "default": 1, "examples": [1], "$comment": "C"}
+    kept: Schema = {
+        "type": "object",
+        "properties": {"title": {"type": "string"}, "default": {"enum": [{"title": "x"}]}},
+        "items": [{"const": {"description": "x"}}],
+    }
+    properties = {key: value | told for key, value in kept["properties"].items()}
+    given = told | kept | {"properties": properties, "items": [kept["items"][0] | told]}
+    assert without_annotations(given) == kept
+
+
+# Texts among other types, and what a model writes for them: in tags, texts stand bare.
+OPTIONAL: dict[str, Schema] = {
+    "anyOf": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "types": {"type": ["string", "integer"]},
+    "anything": {},
+    "choices": {"anyOf": [{"enum": ["hi", "ho"]}, {"type": "null"}]},
+}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("kind", OPTIONAL)
+@pytest.mark.parametrize("required", [False, True])
+def test_texts_among_other_types_stand_bare_in_tags(name: str, kind: str, required: bool) -> None:
+    of, schema = grammars(True), {"type": "object", "properties": {"q": OPTIONAL[kind]}}
+    lark = lark_of(name, schema, required=required)
+    other: tuple[str, Any] = ("5", 5) if kind in ("types", "anything") else ("null", None)
+    for text, value in (("hi", "hi"), ('"hi"', "hi"), other):
+        call = call_of(name, q=text)
+        assert of.allows(lark, call), text
+        assert read(name, schema, call) == {"q": value}
+    assert of.allows(lark, call_of(name, q="hey")) == (kind != "choices")
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_optional_texts_of_strict_tools_stand_bare_in_tags(name: str) -> None:
+    of = grammars(True)
+    unlimited: Schema = {}
+    for limits in (unlimited, {"maxLength": 2}):
+        schema = {"type": "object", "properties": {"q": {"type": ["string", "null"], **limits}}, "required": ["q"]}
+        lark = lark_of(name, schema, strict=frozenset({"f"}))
+        assert of.allows(lark, call_of(name, q="hi"))
+        assert of.allows(lark, call_of(name, q="null"))
+        assert of.allows(lark, call_of(name, q="hello")) == (not limits)
+
+
+Q: Schema = {"q": {"type": "string"}}
+# Schemas whose root doesn't name the parameter q.
+ODD: dict[str, Schema] = {
+    "anything": {"type": "object"},
+    "additionalProperties": {"type": "object", "additionalProperties": {"type": "string"}},
+    "patternProperties": {"type": "object", "patternProperties": {"^q": {"type": "string"}}},
+    "$ref": {"$ref": "#/definitions/X", "definitions": {"X": {"properties": Q, "required": ["q"]}}},
+    "allOf": {"allOf": [{"properties": Q}, {"required": ["q"]}]},
+    "anyOf": {"anyOf": [{"properties": Q, "required": ["q"]}, {"properties": {"z": {"type": "integer"}}}]},
+}
+
+
+@pytest.mark.parametrize("name", OF_PARAMETERS)
+@pytest.mark.parametrize("kind", ODD)
+def test_parameters_that_the_root_does_not_name_can_be_given(name: str, kind: str) -> None:
+    of, call = grammars(True), call_of(name, q="hi")
+    for required in (False, True):
+        lark = lark_of(name, ODD[kind], required=required)
+        assert of.allows(lark, call), required
+        if required:
+            assert of.allows(lark, call_of(name)) == (kind not in ("$ref", "allOf")), "what must be given is given"
+    assert read(name, ODD[kind], call) == {"q": "hi"}
+    if kind in ("additionalProperties", "$ref", "allOf", "anyOf") and name in TAGGED:
+        assert read(name, ODD[kind], call_of(name, q="12")) == {"q": "12"}, "its type is known"
+
+
+@pytest.mark.parametrize("name", OF_PARAMETERS)
+def test_a_tool_without_parameters_gets_none(name: str) -> None:
+    lark = lark_of(name, {"type": "object", "properties": {}}, required=True)
+    assert grammars(True).allows(lark, call_of(name))
+    assert not grammars(True).allows(lark, call_of(name, q="hi"))
+
+
+# Limits of texts, with texts that hold to them and texts that don't.
+LIMITS: list[tuple[Schema, list[str], list[str]]] = [
+    ({"pattern": "^[0-9]+$"}, ["12"], ["xy", "1x", "x1"]),
+    ({"pattern": "[0-9]"}, ["1", "x1\ny"], ["xy"]),
+    ({"pattern": "^(a|b)/"}, ["a/", "b/c"], ["/", "xa/"]),
+    ({"pattern": r"^\$[$^]"}, ["$$", "$^ "], ["$", "x$$"]),
+    ({"minLength": 3}, ["xyz", "äöü"], ["xy"]),
+    ({"maxLength": 2}, ["", "xy", "äö"], ["xyz"]),
+    ({"minLength": 1, "maxLength": 10_000}, ["a <b>\n</b>"], [""]),
+    ({"minLength": 3, "maxLength": 5}, ["xyz", "<b>xy"], ["xy"]),
+    ({"pattern": "^/", "maxLength": 1_000}, ["/" + "x y\n" * 100], ["x", "/" * 1_001]),
+    ({"minLength": 500}, ["x" * 500], ["x" * 490]),
+    ({"minLength": 1, "pattern": "^[a-z]*$"}, ["xy"], ["", "12"]),
+    ({"format": "date"}, ["2026-02-28", "2026-12-31"], ["xy", "2026-02-30", "2026-13-01"]),
+    ({"format": "date-time"}, ["2026-02-28T12:30:00Z", "2026-02-28T12:30:00.5+02:00"], ["2026-02-28"]),
+    ({"format": "uuid"}, ["01234567-89ab-cdef-0123-456789abcdef"], ["0123"]),
+    ({"format": "email"}, ["ann.lee@example.org"], ["ann", "@example.org"]),
+    ({"format": "hostname"}, ["localhost", "a-b.example.org"], ["-a", "a..b", ""]),
+    ({"format": "ipv4"}, ["127.0.0.1", "255.255.255.0"], ["1.2.3", "256.0.0.1"]),
+    ({"format": "uri"}, ["https://example.org:80/a/b?c=d&e#f", "s3://x/%20"], ["/a", "http://", "http://a b"]),
+]
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_texts_of_strict_tools_hold_to_their_limits(name: str) -> None:
+    of = grammars(True)
+    for limits, good, bad in LIMITS:
+        text = {"type": "string", **limits}
+        for part in (text, {"$ref": "#/$defs/T"}, {"anyOf": [text, {"type": "null"}]}):
+            schema = {"type": "object", "properties": {"q": part}, "required": ["q"], "$defs": {"T": text}}
+            lark = lark_of(name, schema, strict=frozenset({"f"}))
+            for value in good:
+                assert of.allows(lark, call_of(name, q=value)), (part, value)
+                assert read(name, schema, call_of(name, q=value))
+            for value in bad:
+                call = call_of(name, q=value)
+                told, is_whole = of.follow(lark, of.backend.encode(call).ids)
+                before_end = call[: call.rindex("</", 0, call.rindex("</"))]
+                assert not is_whole
+                assert told <= len(of.backend.encode(before_end).ids), (part, value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"properties": {"q": {"type": "string", "pattern": "^a|b$"}}}, "pattern '^a|b$'"),
+        ({"properties": {"q": {"type": "string", "pattern": "(?=a)b"}}}, "pattern '(?=a)b'"),
+        ({"properties": {"q": {"type": "string", "pattern": "(^a|b)"}}}, "pattern '(^a|b)'"),
+        ({"properties": {"q": {"type": "string", "format": "iri"}}}, "format 'iri'"),
+        ({"properties": {"q": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "string"}]}}}, "alternatives"),
+        ({"properties": {**Q, **{"z": {}}}, "anyOf": [{"required": ["q"]}, {"required": ["z"]}]}, "have anyOf"),
+        ({"properties": Q, "minProperties": 1}, "have minProperties"),
+        ({"properties": Q, "required": ["z"]}, "have required"),
+    ],
+)
+def test_what_calls_in_tags_cannot_hold_to_is_refused_of_strict_tools(schema: Schema, words: str) -> None:
+    for name in TAGGED:
+        lark_of(name, schema, required=True)
+        with pytest.raises(InvalidRequest, match=rf"{re.escape(words)}.* strict: false"):
+            lark_of(name, schema, strict=frozenset({"f"}))
