@@ -39,6 +39,12 @@ def prompt_of(tokenizer: Tokenizer, **body: Any) -> ChatPrompt:
     return chat_prompt(parsed, tokenizer)
 
 
+def rendered(tokenizer: Tokenizer, **body: Any) -> str:
+    prompt = prompt_of(tokenizer, **body)
+    turns: Any = prompt.messages
+    return tokenizer.render_chat(turns, prompt.options)
+
+
 def test_an_answer_has_all_fields_of_openai(http: httpx.Client, model_folder: str, tokenizer: Tokenizer) -> None:
     answer = post(http, PATH, messages=say("hello"), model=model_folder)
     assert answer["id"].startswith("chatcmpl-")
@@ -219,8 +225,8 @@ def test_what_a_tool_lacks_is_filled_in_for_the_template(tmp_path: Path) -> None
     tokenizer = load_tokenizer(save(byte_level(), tmp_path, template))
     functions: list[dict[str, Any]] = [{"name": "f"}, {"name": "f", "description": None, "parameters": None}]
     for function in functions:
-        prompt = prompt_of(tokenizer, messages=say("hi"), tools=[{"type": "function", "function": function}])
-        assert tokenizer.render_chat(prompt.messages, prompt.options) == "|object"
+        tools = [{"type": "function", "function": function}]
+        assert rendered(tokenizer, messages=say("hi"), tools=tools) == "|object"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
@@ -246,8 +252,7 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_text(tmp_path: Pat
     template = "{% for call in messages[0].tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
     tokenizer = load_tokenizer(save(byte_level(), tmp_path, template))
     call = {"function": {"name": "f", "arguments": '{"x": "\u00e9"}'}}
-    prompt = prompt_of(tokenizer, messages=[{"role": "assistant", "tool_calls": [call]}])
-    assert tokenizer.render_chat(prompt.messages, prompt.options) == 'f{"x": "\u00e9"}'
+    assert rendered(tokenizer, messages=[{"role": "assistant", "tool_calls": [call]}]) == 'f{"x": "\u00e9"}'
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "tools", "conversation", "return_tensors"])
