@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,19 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, but must hold an object")
     return values
+
+
+def read_value(path: Path, key: str) -> Any:
+    """Returns the value after the first `key` in an object that `path` holds; None without one.
+
+    What follows the value is not parsed, as a vocabulary of megabytes. Raises `CheckpointError` as `read_object`.
+    """
+    try:
+        text = _read(path).decode()
+        found = re.search(rf'"{key}"\s*:\s*', text)
+        return None if found is None else json.JSONDecoder().raw_decode(text, found.end())[0]
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read as JSON: {error}") from error
 
 
 def _read(path: Path) -> bytes:

@@ -18,6 +18,9 @@ def test_an_embedding_is_cut_before_it_is_normalized() -> None:
     assert embedding_of(HIDDEN, spec).tolist() == pytest.approx([3 / 13, 4 / 13, 12 / 13])
     assert embedding_of(HIDDEN, spec, 2).tolist() == pytest.approx([0.6, 0.8])
     assert embedding_of(HIDDEN, PoolingSpec(dimension=3, normalize=False), 2).tolist() == [3.0, 4.0]
+    short = PoolingSpec(dimension=3, matryoshka=True, default_dimensions=2)
+    assert embedding_of(HIDDEN, short).tolist() == embedding_of(HIDDEN, spec, 2).tolist(), "as the folder says"
+    assert embedding_of(HIDDEN, short, 3).tolist() == embedding_of(HIDDEN, spec).tolist()
     assert embedding_of(Pooled(bytes(12)), spec).tolist() == [0.0, 0.0, 0.0], "no NaN"
 
 

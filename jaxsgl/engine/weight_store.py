@@ -46,7 +46,9 @@ from jaxsgl.weights.converted import is_converted
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
 
 # What may differ between checkpoints that are served one after the other: the server keeps what it began with.
-_FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context", "folder_pooling", "pooling", "next_layer")
+_FREE_FIELDS = (
+    "dtype", "names_dtype", "eos_token_ids", "kv_cache_dtype", "max_context", "folder_pooling", "pooling", "next_layer",
+)  # fmt: skip
 
 Tree: TypeAlias = Params | Mapping[Any, Any] | Sequence[Any]
 

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
+
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.frontend.generation import Generation, Generator, Pause, RequestOptions, prompted_all
-from jaxsgl.requests.outputs import Pooled, Pooling, PoolingSpec
+from jaxsgl.requests.outputs import Pooled, Pooling, PoolingSpec, class_scores, embedding_of
 from jaxsgl.requests.request import POOLING_SAMPLING, Request
 from jaxsgl.text.prompts import IdsPrompt, Prompt
 from jaxsgl.text.ranking import Pair, ranking_of
@@ -53,15 +55,18 @@ class Scores:
     cached_tokens: int
 
 
-def spec_of(generator: Generator) -> PoolingSpec:
-    """How the model pools. Raises `InvalidRequest` if the server gives no embeddings."""
+def spec_of(generator: Generator, use_activation: bool = True) -> PoolingSpec:
+    """How the model pools; scores are logits without `use_activation`.
+
+    Raises `InvalidRequest` if the server gives no embeddings.
+    """
     limits = generator.model.info.limits
     if limits.pooling is None:
         raise InvalidRequest(
             "the server gives no embeddings or scores: start it with --enable-embeddings, or with --is-embedding for "
             "nothing else"
         )
-    return limits.pooling
+    return limits.pooling if use_activation else msgspec.structs.replace(limits.pooling, activation="none")
 
 
 async def pool(
@@ -97,15 +102,24 @@ async def _answer(generation: Generation) -> PoolingAnswer:
     return PoolingAnswer(generation.pooled, end.prompt_tokens, end.cached_tokens)
 
 
+def vector_of(answer: PoolingAnswer, spec: PoolingSpec, dimensions: int | None = None) -> list[float]:
+    """What SGLang calls an embedding: the scores of a classification head's classes, of other models the embedding."""
+    if spec.labels:
+        return class_scores(answer.pooled.logits, spec.activation)
+    vector: list[float] = embedding_of(answer.pooled, spec, dimensions).tolist()
+    return vector
+
+
 async def scores_of_pairs(
     generator: Generator,
+    spec: PoolingSpec,
     pairs: Sequence[Pair],
     call: PoolingCall,
     instruction: str | None = None,
     truncation: Truncation | None = None,
 ) -> Scores:
-    """How well the second text of each pair answers the first: from 0 to 1, of embeddings from -1 to 1."""
-    spec, model = spec_of(generator), generator.model
+    """How well the second text of each pair answers the first, by a model that pools as `spec` says."""
+    model = generator.model
     context_length = model.info.limits.context_length
     work = partial(ranking_of, model.tokenizer, spec, pairs, instruction, context_length, truncation)
     ranking = await generator.off_loop(sum(len(text) for pair in pairs for text in pair), work)

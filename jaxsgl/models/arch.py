@@ -21,6 +21,7 @@ from msgspec.structs import replace as replace_struct
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
+from jaxsgl.models.end_tokens import end_token_of_tokenizer, read_end_tokens
 from jaxsgl.models.families import BY_DECODER, FAMILIES
 from jaxsgl.models.family import Family, NormPlaces, OutputGate, QkNorm
 from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
@@ -40,6 +41,7 @@ from jaxsgl.requests.outputs import LAST_TOKEN, PoolingSpec
 from pallas_kernels.options import AttentionOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
+UNTOLD_DTYPE = "bfloat16"  # of models since about 2023, where neither config.json nor tensors tell it
 MODELOPT_FILE = "hf_quant_config.json"
 
 Activation: TypeAlias = Literal["silu", "gelu_tanh", "relu2"]
@@ -66,6 +68,7 @@ class ModelArch:
       rotates_first: whether heads are normalized after their rotation; else before.
       max_context: the most tokens of one sequence that the model was made for.
       dtype: name of the checkpoint's dtype.
+      names_dtype: config.json says so; else it is a guess, which the tensors correct (`weights/as_stored.py`).
       eos_token_ids: ids that end a generation; may be empty.
       norms: where a layer has norms.
       norm_offset: added to the scales of all norms when they are loaded. Unless it is 0, they are float32 parameters.
@@ -120,6 +123,7 @@ class ModelArch:
     max_context: int
     dtype: str
     eos_token_ids: tuple[int, ...]
+    names_dtype: bool = True
     rotates_first: bool = False
     norms: NormPlaces = "pre"
     norm_offset: int = 0
@@ -352,6 +356,9 @@ class ModelArch:
         generation_path = folder / "generation_config.json"
         generation = ConfigFile(generation_path) if generation_path.is_file() else None
         arch = _read_arch(config, generation)
+        end = end_token_of_tokenizer(folder, arch.vocab_size)
+        if end is not None and end not in arch.eos_token_ids:
+            arch = replace(arch, eos_token_ids=(*arch.eos_token_ids, end))
         labels = read_labels(config) if arch.head == "labels" else ()
         spec = read_pooling(folder, config, arch.hidden_size, labels)
         spec = replace_struct(spec, made_for_it=spec.made_for_it or arch.head != "vocabulary")
@@ -397,7 +404,7 @@ def _what_it_has(folder: Path) -> str:
 
 
 def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
-    told = (whole.get("architectures") or [None])[0]
+    told = _read_architecture(whole)
     name, head = _family_of(told)
     if name in BY_DECODER:
         name = BY_DECODER[name].get(_decoder_type(whole), name)
@@ -426,6 +433,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         value = config.number(key, 1.0) if family.multipliers else 1.0
         return None if value == 1.0 else value
 
+    dtype = _read_dtype(whole, config)
     scales_embedding = family.scales_embedding and _holds(config, family.scales_embedding_key)
     return ModelArch(
         name=name,
@@ -447,8 +455,9 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         layer_factors=family.layer_factors,
         layer_vocab_size=config.get("vocab_size_per_layer_input", 0) if layers.specs[0].embedding_size else 0,
         max_context=layers.max_context,
-        dtype=_read_dtype(whole, config),
-        eos_token_ids=_read_eos(generation, whole, config),
+        dtype=dtype or UNTOLD_DTYPE,
+        names_dtype=dtype is not None,
+        eos_token_ids=read_end_tokens(generation, whole, config),
         norms=family.norms if _holds(config, family.norms_key) else "pre",
         norm_offset=family.norm_offset,
         activation=_read_activation(config, family),
@@ -465,6 +474,14 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         vision=None if family.vision is None else read_vision(whole, family.vision, hidden_size, rms_norm_eps),
         next_layer=layers.next_spec,
     )
+
+
+def _read_architecture(whole: ConfigFile) -> str | None:
+    """The name in config.json; None: there is none."""
+    told = whole.get("architectures") or []
+    if not isinstance(told, list) or not all(isinstance(each, str) for each in told):
+        raise CheckpointError(f'{whole.path}: architectures is {told!r}, but must be a list, as ["LlamaForCausalLM"]')
+    return told[0] if told else None
 
 
 def _decoder_of(whole: ConfigFile, name: str, family: Family) -> ConfigFile:
@@ -551,6 +568,7 @@ def _read_quantization(
     for path, values in told:
         if not isinstance(values, dict):
             raise CheckpointError(f"{path}: quantization_config holds {values}, but must be an object")
+        quantization.check_groups(path, values)
     kv_cache = next(filter(None, (quantization.kv_cache_dtype(values) for _, values in told)), None)
     quantized = [each for each in told if quantization.weights_are_quantized(each[1])]
     expert_format = None
@@ -561,21 +579,12 @@ def _read_quantization(
     return kv_cache, expert_format, None
 
 
-def _read_dtype(*configs: ConfigFile) -> str:
-    """The dtype that the first of them names."""
-    name = next(
-        (config.get(key) for config in configs for key in ("dtype", "torch_dtype") if config.get(key)), "float32"
-    )
-    if name not in DTYPES:
+def _read_dtype(*configs: ConfigFile) -> str | None:
+    """The dtype that the first of them names; None: none does."""
+    name = next((config.get(key) for config in configs for key in ("dtype", "torch_dtype") if config.get(key)), None)
+    if name is not None and name not in DTYPES:
         raise CheckpointError(f"{configs[0].path}: dtype {name} is not supported; supported are {', '.join(DTYPES)}")
-    return str(name)
-
-
-def _read_eos(*configs: ConfigFile | None) -> tuple[int, ...]:
-    """The ids (a number or a list) that the first of them names, generation_config.json before config.json; or none."""
-    told = (config.get("eos_token_id") for config in configs if config is not None)
-    ids: int | list[int] = next((each for each in told if each is not None), [])
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    return name
 
 
 def serve_as(arch: ModelArch, *, is_embedding: bool, enable_embeddings: bool, matryoshka: bool) -> ModelArch:

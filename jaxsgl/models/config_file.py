@@ -75,10 +75,15 @@ class ConfigFile:
         return float(value)
 
     def section(self, key: str) -> ConfigFile | None:
-        """The object at `key`; the family's default, else None, where it is missing, null or empty."""
+        """The object at `key`; the family's default, else None, where it is missing, null or empty.
+
+        Raises `CheckpointError` for anything else.
+        """
         values = self.get(key) or self.defaults.get(key)
-        if not isinstance(values, dict) or not values:
+        if not values:
             return None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{self.path}: {self._within}{key} is {_short(values)}, but must be an object")
         self._sections.append(ConfigFile(self.path, values, f"{self._within}{key}."))
         return self._sections[-1]
 

@@ -1,8 +1,10 @@
 """How a model folder says that hidden states are pooled: sentence-transformers' files, and what config.json adds.
 
-    modules.json              which modules follow the transformer: Pooling, Normalize, LogitScore
-    1_Pooling/config.json     last token or mean (the folder's name is in modules.json)
-    config.json               labels of a classification head; whether embeddings may be cut
+    modules.json                        which modules follow the transformer: Pooling, Normalize, LogitScore
+    1_Pooling/config.json               last token or mean (the folder's name is in modules.json)
+    config_sentence_transformers.json   what scores go through; to what length embeddings are cut
+    sentence_bert_config.json           whether the template of a pair begins an answer
+    config.json                         labels of a classification head; whether embeddings may be cut
 
 A folder without these files is pooled at its last token and normalized, as vLLM and SGLang do. Owns these files' keys;
 never knows requests. `arch` calls it.
@@ -10,6 +12,7 @@ never knows requests. `arch` calls it.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.requests.outputs import Activation, PoolingKind, PoolingSpec
 
 MODULES_FILE = "modules.json"
+SETTINGS_FILE, TRANSFORMER_FILE = "config_sentence_transformers.json", "sentence_bert_config.json"
 _DEFAULT_FOLDER = "1_Pooling"
 _KINDS: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean"}
 _OLD_KEYS = {  # of pooling configurations before sentence-transformers 5
@@ -29,6 +33,8 @@ _OLD_KEYS = {  # of pooling configurations before sentence-transformers 5
 }  # fmt: skip
 _ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}  # PyTorch's
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize", "LogitScore")
+
+logger = logging.getLogger(__name__)
 
 
 def read_pooling(folder: Path, config: ConfigFile, hidden_size: int, labels: tuple[str, ...]) -> PoolingSpec:
@@ -40,14 +46,18 @@ def read_pooling(folder: Path, config: ConfigFile, hidden_size: int, labels: tup
     scores = modules.get("LogitScore")
     pools = modules.get("Pooling") or (folder / _DEFAULT_FOLDER if (folder / _DEFAULT_FOLDER).is_dir() else None)
     sizes = tuple(config.get("matryoshka_dimensions") or ())
+    settings = _settings(folder)
+    cut_to = min(settings.count("truncate_dim", hidden_size), hidden_size)
     return PoolingSpec(
         kind="last" if pools is None else _kind(ConfigFile(pools / "config.json")),
         dimension=hidden_size,
         normalize=not modules or "Normalize" in modules,
-        matryoshka=bool(config.get("is_matryoshka")) or bool(sizes),
+        begins_answer=_begins_answer(modules.get("Transformer", folder)),
+        default_dimensions=None if cut_to == hidden_size else cut_to,
+        matryoshka=bool(config.get("is_matryoshka")) or bool(sizes) or cut_to != hidden_size,
         dimensions=sizes,
         labels=labels,
-        activation=_activation(config, len(labels)),
+        activation=_activation(config, settings, len(labels)),
         made_for_it=pools is not None or scores is not None or bool(labels),
         answer_ids=() if scores is None else _answer_ids(ConfigFile(scores / "config.json")),
     )
@@ -78,6 +88,29 @@ def _modules(folder: Path) -> dict[str, Path]:
     return found
 
 
+def _settings(folder: Path) -> ConfigFile:
+    """What sentence-transformers' models say besides their modules; empty for any other model."""
+    path = folder / SETTINGS_FILE
+    settings = ConfigFile(path, None if path.is_file() else {})
+    name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
+    prompt = prompts.get(name) if isinstance(prompts, dict) else None
+    if prompt:
+        logger.warning(
+            "%s puts the prompt %r before each text by default, which is not done here: put it before the texts that "
+            "you send",
+            path,
+            prompt,
+        )
+    return settings
+
+
+def _begins_answer(folder: Path) -> bool:
+    path = folder / TRANSFORMER_FILE
+    told = ConfigFile(path, None if path.is_file() else {}).get("processing_kwargs")
+    of_template = told.get("chat_template") if isinstance(told, dict) else None
+    return isinstance(of_template, dict) and bool(of_template.get("add_generation_prompt"))
+
+
 def _kind(config: ConfigFile) -> PoolingKind:
     given = config.get("pooling_mode")
     modes = [given] if isinstance(given, str) else list(given or ())
@@ -100,19 +133,20 @@ def _answer_ids(config: ConfigFile) -> tuple[int, ...]:
     return int(config.get("true_token_id")), int(no)
 
 
-def _activation(config: ConfigFile, num_labels: int) -> Activation:
-    """What a cross-encoder of sentence-transformers names, in its object or, in older folders, next to it; else what
-    transformers' pipelines choose.
+def _activation(config: ConfigFile, settings: ConfigFile, num_labels: int) -> Activation:
+    """What a cross-encoder of sentence-transformers names: in its settings, in older folders within config.json, in an
+    object or next to it; else what transformers' pipelines choose.
     """
     told = config.get("sentence_transformers")
-    name = told.get("activation_fn") if isinstance(told, dict) else None
-    name = name or config.get("sbert_ce_default_activation_function")
+    older = told.get("activation_fn") if isinstance(told, dict) else None
+    older = older or config.get("sbert_ce_default_activation_function")
+    name = settings.get("activation_fn") or older
     if name is not None:
         kind = str(name).rpartition(".")[2]
         if kind not in _ACTIVATIONS:
+            path = settings.path if settings.get("activation_fn") else config.path
             raise CheckpointError(
-                f"{config.path}: scores go through {name}, which is not supported: supported are "
-                f"{', '.join(_ACTIVATIONS)}"
+                f"{path}: scores go through {name}, which is not supported: supported are {', '.join(_ACTIVATIONS)}"
             )
         return _ACTIVATIONS[kind]
     problem_type = config.get("problem_type")

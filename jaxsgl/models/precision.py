@@ -11,6 +11,7 @@ The engine calls `resolve_precision` at start-up; the layers call `product`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +40,8 @@ MANY_INPUTS = 2048  # of which XLA cuts sums for more rows than a tile has
 FEW_ROWS = 128  # up to as many rows, packing the weights costs more than the multiplications save
 FEW_OUTPUTS = 1024  # weights that cost little to pad, and those of float32 that C++ multiplies: XLA is faster with many
 
+logger = logging.getLogger(__name__)
+
 
 class Precision(NamedTuple):
     """The formats of one engine."""
@@ -54,7 +57,7 @@ def resolve_precision(
     """The formats for the flags `--dtype` and `--kv-cache-dtype` on a platform ("cpu", "gpu", "tpu").
 
     auto: the checkpoint's; on a CPU float32, unless the checkpoint is bfloat16 and the CPU multiplies that fast. The KV
-    cache follows the weights, unless the checkpoint was calibrated for a float8 one.
+    cache follows the weights, unless the checkpoint was calibrated for a float8 one and the cache holds no latents.
     `cpu_multiplies_bfloat16` is called only if its answer matters, since it may compile kernels.
 
     Raises `ConfigError` for a KV cache that the kernels of an accelerator can't multiply with the activations.
@@ -82,7 +85,11 @@ def resolve_precision(
 def _kv_numbers(flag: str, arch: ModelArch, weights: jnp.dtype) -> jnp.dtype:
     """What the numbers of the KV cache are, however they are kept."""
     if flag == "auto":
-        flag = arch.kv_cache_dtype or weights.name
+        told = arch.kv_cache_dtype
+        if told is not None and arch.latent is not None:
+            logger.info("%s is calibrated for a KV cache of %s; its latents stay %s", arch.name, told, weights.name)
+            told = None
+        flag = told or weights.name
     return jnp.dtype(FLOAT8 if flag == FP8_E4M3 else flag)
 
 

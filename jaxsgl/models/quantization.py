@@ -11,9 +11,10 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from jaxsgl.errors import ConfigError
+from jaxsgl.errors import CheckpointError, ConfigError
 from pallas_kernels import packed
 
 FP8_E4M3 = "fp8_e4m3"
@@ -251,7 +252,7 @@ def kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
         return None
     is_float8 = [algo == "FP8"] if algo else []
     if scheme:
-        is_float8.append((scheme.get("num_bits"), scheme.get("type")) == (8, "float") and not scheme.get("dynamic"))
+        is_float8.append(_is_float8(scheme))
     is_float8 += [output.get("dtype") == FP8_E4M3 and not output.get("is_dynamic") for output in outputs]
     if all(is_float8):
         return FP8_E4M3
@@ -261,6 +262,23 @@ def kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
         scheme or algo or outputs, FP8_E4M3,
     )  # fmt: skip
     return None
+
+
+def _is_float8(scheme: Any) -> bool:
+    """Whether `kv_cache_scheme` is `FP8_E4M3` with static scales: told as an object, or as a word in FP8 releases."""
+    if not isinstance(scheme, Mapping):
+        return str(scheme).lower() in ("static", "fp8")
+    return (scheme.get("num_bits"), scheme.get("type")) == (8, "float") and not scheme.get("dynamic")
+
+
+def check_groups(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` if descriptions of groups of layers, in the file `path`, are no objects by name."""
+    for key in ("config_groups", "layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config"):
+        told = config.get(key) or {}
+        if not isinstance(told, Mapping) or not all(isinstance(each or {}, Mapping) for each in told.values()):
+            raise CheckpointError(
+                f"{path}: quantization_config: {key} is {str(told)[:60]}, but must be an object of objects"
+            )
 
 
 def modelopt_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

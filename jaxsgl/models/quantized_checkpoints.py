@@ -115,6 +115,14 @@ def _whole_names(module: str) -> list[str]:
     return [module] if module.startswith(NEXT_MODULE) else [prefix + module for prefix in _PREFIXES]
 
 
+def _spellings(spec: LayerSpec, matrix: str) -> tuple[tuple[str, ...], ...]:
+    """Those that files may have of a matrix of `spec`. Of experts next to an MLP none is within that MLP."""
+    spellings = _MODULES[matrix]
+    if matrix != "experts" or spec.experts is None:
+        return spellings
+    return tuple(each for each in spellings if each[0].startswith("experts."))
+
+
 def _layer_names(num_layers: int, draft_head: bool) -> list[str]:
     names = [f"layers.{layer}" for layer in range(num_layers)]
     return [*names[:-1], NEXT_MODULE] if draft_head else names
@@ -140,7 +148,7 @@ def read_quantized(
         {
             name: fmt
             for name in sorted(spec.matrices - left)
-            if (fmt := _format_of(path, groups, layer, name)) is not None
+            if (fmt := _format_of(path, groups, layer, _spellings(spec, name))) is not None
         }
         for layer, spec, left in zip(names, layers, excepted, strict=True)
     ]
@@ -170,15 +178,17 @@ def _most_useful(formats: Sequence[Mapping[str, WeightFormat]]) -> WeightFormat 
     return max(counts, key=lambda fmt: counts[fmt], default=None)
 
 
-def _format_of(path: Path, groups: Sequence[_Group], layer: str, matrix: str) -> WeightFormat | None:
+def _format_of(
+    path: Path, groups: Sequence[_Group], layer: str, spellings: tuple[tuple[str, ...], ...]
+) -> WeightFormat | None:
     """The format of the first of `groups` that the matrix of a named layer is of; None: of none, or not quantized.
 
-    Of a matrix that files may have in several spellings, the one counts that an earlier group names.
+    Of the `spellings` that files may have of the matrix, the one counts that an earlier group names.
 
     Raises `CheckpointError` if what is multiplied at once is of several.
     """
     first = len(groups)
-    for spelling in _MODULES[matrix]:
+    for spelling in spellings:
         modules = [f"{layer}.{module}" for module in spelling]
         places = [
             next((i for i, group in enumerate(groups) if any(map(group.has, _whole_names(each)))), None)
@@ -373,7 +383,7 @@ def read_unquantized(
     if not told and targets is None:
         return [frozenset()] * len(layers)
     return [
-        frozenset(name for name in spec.matrices if is_kept(layer, _MODULES[name]))
+        frozenset(name for name in spec.matrices if is_kept(layer, _spellings(spec, name)))
         for layer, spec in zip(_layer_names(len(layers), draft_head), layers, strict=True)
     ]
 
@@ -439,11 +449,11 @@ class _Reader:
 def _fp8(config: _Reader) -> WeightFormat:
     """FP8 releases: DeepSeek's and Qwen's blocks with `weight_scale_inv`, or one `weight_scale` for a tensor."""
     config.one_of("fmt", "e4m3", "float8_e4m3fn", default="e4m3")
-    block = config.values.get("weight_block_size")
-    if block is None:
+    if config.values.get("weight_block_size") is None:
         return WeightFormat("fp8", "float8_e4m3fn", storage=Storage("plain", scale="weight_scale"))
-    storage = Storage("plain", scale="weight_scale_inv", block_rows=int(block[0]))
-    return WeightFormat("fp8", "float8_e4m3fn", group=int(block[1]), storage=storage)
+    rows, columns = _block(config, "weight_block_size")
+    storage = Storage("plain", scale="weight_scale_inv", block_rows=rows)
+    return WeightFormat("fp8", "float8_e4m3fn", group=columns, storage=storage)
 
 
 def _gguf(config: _Reader) -> WeightFormat:
@@ -479,8 +489,8 @@ def _compressed_tensors(config: _Reader) -> WeightFormat:
                 f"{config.path}: weights of {bits} bits of type float are not supported as {form}: give "
                 f"{' or '.join(FP4_FORMATS)}"
             )
-        rows, columns = _block(weights) if strategy == "block" else (1, group)
-        storage = Storage("plain", scale="weight_scale", block_rows=int(rows))
+        rows, columns = _block(weights, "block_structure") if strategy == "block" else (1, group)
+        storage = Storage("plain", scale="weight_scale", block_rows=rows)
         return WeightFormat("compressed-tensors", "float8_e4m3fn", group=columns, storage=storage)
     packed = form == "pack-quantized"
     if strategy == "block" or (bits == 4 and not packed):
@@ -507,13 +517,13 @@ def _refuse_what_weights_lack(config: _Reader) -> None:
         )
 
 
-def _block(weights: _Reader) -> tuple[int, int]:
+def _block(weights: _Reader, key: str) -> tuple[int, int]:
     """Outputs and inputs that share a scale; older folders write "128x128"."""
-    told = weights.values.get("block_structure")
+    told = weights.values.get(key)
     sides = told.split("x") if isinstance(told, str) else told
     if not isinstance(sides, list) or len(sides) != 2 or not all(str(side).isdecimal() for side in sides):
         raise CheckpointError(
-            f"{weights.path}: quantization_config: block_structure is {told}, but must be two numbers, as [128, 128]"
+            f"{weights.path}: quantization_config: {key} is {told}, but must be two numbers, as [128, 128]"
         )
     return int(sides[0]), int(sides[1])
 

@@ -71,7 +71,7 @@ class PoolingLLM(Offline):
     ) -> list[Embedding]:
         """The pooled hidden state of each prompt as it is, neither cut nor normalized; otherwise like `embed`."""
         spec = replace(self._spec, normalize=False)
-        return self._embeddings(prompts, spec, None, cache_salt, adapter, use_tqdm)
+        return self._embeddings(prompts, spec, spec.dimension, cache_salt, adapter, use_tqdm)
 
     def score(
         self,

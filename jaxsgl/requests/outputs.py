@@ -40,6 +40,8 @@ class PoolingSpec(msgspec.Struct, frozen=True):
       made_for_it: the folder says how the model pools, or the model has no vocabulary head.
       token_logits: the model has a vocabulary head, so requests may ask for logits of tokens.
       answer_ids: the tokens of a reranker's answers, "yes" first; (): the folder doesn't say.
+      begins_answer: prompts that the model's own template makes of a pair end where the assistant's turn begins.
+      default_dimensions: numbers of an embedding where a request doesn't say; None: all.
     """
 
     kind: PoolingKind = "last"
@@ -52,6 +54,8 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     made_for_it: bool = False
     token_logits: bool = True
     answer_ids: tuple[int, ...] = ()
+    begins_answer: bool = False
+    default_dimensions: int | None = None
 
 
 LAST_TOKEN = PoolingSpec()
@@ -114,7 +118,7 @@ def check_dimensions(spec: PoolingSpec, dimensions: int | None) -> None:
 
 def embedding_of(pooled: Pooled, spec: PoolingSpec, dimensions: int | None = None) -> Floats:
     """The embedding `[dimensions]` float32: cut before it is normalized, so that it has the length 1 if any has."""
-    hidden = np.frombuffer(pooled.hidden, np.float32)[:dimensions].astype(np.float64)
+    hidden = np.frombuffer(pooled.hidden, np.float32)[: dimensions or spec.default_dimensions].astype(np.float64)
     if spec.normalize:
         hidden = hidden / max(float(np.linalg.norm(hidden)), 1e-12)
     return hidden.astype(np.float32)

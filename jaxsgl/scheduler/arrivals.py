@@ -221,6 +221,10 @@ class QueueLimits:
             check_request(request, self._limits)
         except InvalidRequest as error:
             return Refusal(RefusalKind.INVALID, str(error))
+        return self.full(requests)
+
+    def full(self, requests: RequestTable) -> Refusal | None:
+        """Why the queue takes no request at all now; None: it takes one."""
         waits = [
             (self._max_requests, len(requests.waiting), "", "--max-queued-requests"),
             (self._max_tokens, requests.num_waiting_tokens, " prompt tokens", "--max-queued-tokens"),

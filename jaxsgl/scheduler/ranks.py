@@ -139,7 +139,7 @@ class RankedScheduler:
                 self.ranks[self._place(message)].receive([message])
 
     def _place(self, request: Request) -> int:
-        """The rank for `request`: what it asks for, else by cached prefix and loads."""
+        """The rank for `request`: what it asks for, else by cached prefix and loads of those whose queue takes it."""
         if request.rank is not None and request.rank < len(self.ranks):
             return request.rank
         try:
@@ -150,7 +150,10 @@ class RankedScheduler:
         cached = [rank.cache.peek(ids, namespace).num_pages for rank in self.ranks]
         loads = [rank.place_load for rank in self.ranks]
         busy = [(rank.num_pending_tokens, load.num_requests) for rank, load in zip(self.ranks, loads, strict=True)]
-        return placement.choose(full_pages(len(ids), self._capacity.page_size), cached, loads, busy)
+        full = [rank.queue_limits.full(rank.state.requests) is not None for rank in self.ranks]
+        usable = [None if skip else load for skip, load in zip(full, loads, strict=True)]
+        num_pages = full_pages(len(ids), self._capacity.page_size)
+        return placement.choose(num_pages, cached, loads if all(full) else usable, busy)
 
     def launch(self) -> StepInputs | None:
         """Decides the next step of all ranks and counts it as launched; None if no rank has anything to do."""

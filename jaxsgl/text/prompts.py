@@ -1,7 +1,8 @@
 """What clients send as texts, and their token ids: prompts, and the bad words of sampling parameters.
 
 Tokenizing takes time and memory in proportion to the prompt and can't be interrupted, so a prompt that could never fit
-into the context is refused before any work goes into it. Never knows requests or protocols; generation.py calls it.
+into the context is refused before any work goes into it, or loses most of what is to be cut of it. Never knows
+requests or protocols; generation.py calls it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jaxsgl.text.infill import infill_ids
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, Turn, num_bytes_of
 
 INLINE_CHARS = 1000  # about a millisecond on the event loop; longer prompts are tokenized in a thread
+CUT_MARGIN = 1024  # bytes that are tokenized beside those that are kept, which tokens at a cut depend on
 SLICE = 32  # prompts of a batch that a thread takes at a time
 
 MAX_CALL_IDS = 4 * MAX_ALLOWED_TOKEN_IDS  # of all requests of a call, each of which carries its own
@@ -158,12 +160,26 @@ def _turn(message: PromptMessage | Turn) -> Turn:
 
 def encode_text(prompt: TextPrompt, tokenizer: Tokenizer, context_length: int) -> list[int]:
     """Returns the ids of a text. Raises `InvalidRequest` at once if it can't fit."""
-    num_bytes = num_bytes_of(prompt.text) + num_bytes_of(prompt.suffix)
-    check_bytes("prompt's text", num_bytes, tokenizer, context_length)
+    text = prompt.text
+    if prompt.truncation is not None and not prompt.suffix:
+        text = cut_text(text, tokenizer, context_length, prompt.truncation)
+    else:
+        num_bytes = num_bytes_of(text) + num_bytes_of(prompt.suffix)
+        check_bytes("prompt's text", num_bytes, tokenizer, context_length)
     if prompt.suffix:
-        return infill_ids(tokenizer, prompt.text, prompt.suffix, prompt.add_special_tokens, prompt.truncation)
-    text = prompt.text if prompt.rewrite is None else prompt.rewrite(prompt.text)
+        return infill_ids(tokenizer, text, prompt.suffix, prompt.add_special_tokens, prompt.truncation)
+    text = text if prompt.rewrite is None else prompt.rewrite(text)
     return tokenizer.encode(text, prompt.add_special_tokens, prompt.truncation)
+
+
+def cut_text(text: str, tokenizer: Tokenizer, context_length: int, truncation: Truncation) -> str:
+    """Returns a part of a long text that holds all that `truncation` keeps. Raises `InvalidRequest` for bad Unicode."""
+    most = context_length * tokenizer.max_token_bytes + CUT_MARGIN
+    if num_bytes_of(text) <= most:
+        return text
+    whole = text.encode()
+    part = whole[:most] if truncation.first else whole[-most:]
+    return part.decode(errors="ignore")  # without half a character at the cut
 
 
 def encode_prediction(text: str, tokenizer: Tokenizer, context_length: int) -> list[int]:

@@ -246,7 +246,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{folder}: bias is {config['bias']}, but an adapter can't change biases here: use none")
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(_CHANGE_THE_BASE):
+    if isinstance(start, str) and start.lower().startswith(_CHANGE_THE_BASE):  # PEFT ignores case, too
         raise CheckpointError(
             f"{folder}: init_lora_weights is {start}, which changes the base model, too: save the adapter with "
             "path_initial_model_for_weight_conversion"

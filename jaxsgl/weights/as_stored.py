@@ -2,8 +2,9 @@
 
 Matrices that are not quantized: software that quantizes modules leaves a stack of experts, which is a parameter of its
 own, as it is, and excepts it nowhere (llm-compressor); that for GPTQ and AWQ may leave out modules without a word. An
-output head that is not the embedding, or that is quantized, though both are said to be tied. Owns these two rules.
-Called where a configuration was read, before anything is made of it.
+output head that is not the embedding, or that is quantized, though both are said to be tied. The dtype, which not all
+configurations name (gpt-oss). Owns these three rules. Called where a configuration was read, before anything is made of
+it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from jaxsgl.models import ModelArch
+from jaxsgl.models.arch import DTYPES
 from jaxsgl.models.layer_spec import RECURRENT_NETS, LayerSpec, MoeMlp, RecurrentNet
 from jaxsgl.models.matrix import part_name
 from jaxsgl.weights import stored_matrix
-from jaxsgl.weights.converted import is_converted, params_of
+from jaxsgl.weights.converted import is_converted, params_of, read_manifest
 from jaxsgl.weights.experts import ShapeOf, recipe_of_experts
 from jaxsgl.weights.gguf_tensors import has_tensors, open_tensors
 from jaxsgl.weights.names import recipe_of
@@ -37,7 +39,19 @@ def as_stored(arch: ModelArch, folder: Path) -> ModelArch:
     """`arch` as the tensors of `folder` show it, if there are any. Raises `CheckpointError` for broken files."""
     if not is_converted(folder) and not has_tensors(folder):
         return arch
-    return _with_own_head(_with_plain_matrices(arch, folder), folder)
+    return _with_own_head(_with_plain_matrices(_with_own_dtype(arch, folder), folder), folder)
+
+
+def _with_own_dtype(arch: ModelArch, folder: Path) -> ModelArch:
+    """`arch` with the dtype of the tensors, if its configuration names none."""
+    if arch.names_dtype:
+        return arch
+    if is_converted(folder):
+        found = read_manifest(folder)["params"].get("embedding", {}).get("dtype")
+        return replace(arch, dtype=found) if found in DTYPES else arch
+    tensors = open_tensors(folder)
+    found = tensors.main_dtype() if isinstance(tensors, TensorFiles) else None
+    return replace(arch, dtype=found or arch.dtype)
 
 
 def _with_own_head(arch: ModelArch, folder: Path) -> ModelArch:

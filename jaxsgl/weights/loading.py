@@ -194,6 +194,8 @@ def _draw(
 
 # Configuration, weights, tokenizer, chat template; no other weight formats, no code.
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+# The same weights once more, in other layouts.
+NOT_FROM_HUB = ("original/*", "metal/*", "consolidated*")
 HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 
 
@@ -228,7 +230,8 @@ def resolve_model_folder(name_or_path: str, revision: str | None = None) -> Path
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(HUB_FILES)))
+        allowed, ignored = list(HUB_FILES), list(NOT_FROM_HUB)
+        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         what = name_or_path if revision is None else f"{name_or_path} at revision {revision}"

@@ -20,6 +20,7 @@ import math
 import mmap
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DRAFT_HEAD = "mtp."  # what names of its tensors begin with
-FLOAT_DTYPES = ("F32", "BF16", "F16")
+DRAFT_HEADS = {"Ernie4_5_MoeForCausalLM": "model.mtp_"}  # and in these architectures' files
+FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # and their names in config.json
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself
 DTYPES: dict[str, npt.DTypeLike] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -158,6 +160,18 @@ class TensorFiles:
         """Names of all tensors."""
         return list(self._file_of)
 
+    def main_dtype(self) -> str | None:
+        """The dtype of most numbers in matrices of floats, as config.json names it; None: there are none.
+
+        Scales are left out. Of several dtypes the others are those of routers and the like.
+        """
+        counts = Counter[str]()
+        for name, file in self._file_of.items():
+            stored = file.tensors[name]
+            if stored.dtype in FLOAT_DTYPES and len(stored.shape) > 1 and "scale" not in name:
+                counts[FLOAT_DTYPES[stored.dtype]] += math.prod(stored.shape)
+        return max(counts, key=lambda dtype: counts[dtype], default=None)
+
     def scale(self, name: str) -> npt.NDArray[np.float32]:
         """A small tensor of any float dtype and shape, in float32."""
         return self._file_of[name].array(name).astype(np.float32)
@@ -169,11 +183,12 @@ class TensorFiles:
     def refuse_unread(self, arch: ModelArch) -> None:
         """Raises `CheckpointError` for tensors that nothing was made of, except harmless ones; logs draft heads."""
         unread = sorted(name for name in self._unread if not is_harmless(name, arch))
-        if num_drafting := sum(name.startswith(DRAFT_HEAD) for name in self._unread):
+        start = DRAFT_HEADS.get(arch.name, DRAFT_HEAD)
+        if num_drafting := sum(name.startswith(start) for name in self._unread):
             use = "--speculative-algorithm NEXTN drafts with it" if arch.draft_head else f"{arch.name} drafts with none"
             logger.info(
                 "%s: %d tensors of a draft head (%s*) are no part of the model: %s",
-                self.folder, num_drafting, DRAFT_HEAD, use,
+                self.folder, num_drafting, start, use,
             )  # fmt: skip
         if unread:
             more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
@@ -296,7 +311,9 @@ _KV_SCALES = {
     "kv_scale": "kv", "attn.kv_scale": "kv",
 }  # fmt: skip
 _UNUSED_SCALES = ("q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale")
-_OF_ATTENTION = re.compile(r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d+)\.self_attn\.(.+)")
+_OF_ATTENTION = re.compile(
+    r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d+)\.(?:self_attn|mixer)\.(.+)"
+)
 _OF_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Architectures whose checkpoints have layers behind the last one, which predict further tokens.
@@ -326,7 +343,7 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
     of_keys = _OF_KEYS.match(name)
     if of_keys is not None and int(of_keys[1]) - arch.stage.layers_before in arch.reading_layers:
         return True
-    if name.startswith(DRAFT_HEAD) or name.endswith("rotary_emb.inv_freq"):
+    if name.startswith(DRAFT_HEADS.get(arch.name, DRAFT_HEAD)) or name.endswith("rotary_emb.inv_freq"):
         return True
     of_layer, before, after = _OF_LAYER.match(name), arch.stage.layers_before, arch.stage.layers_after
     if of_layer is not None:

@@ -281,6 +281,33 @@ def test_a_cross_encoder_names_what_its_scores_go_through(decoder: Path, tmp_pat
     assert activation(sbert_ce_default_activation_function="torch.nn.modules.activation.Sigmoid") == "sigmoid"
     with pytest.raises(CheckpointError, match=r"scores go through torch\.nn\.modules\.activation\.Tanh, which is not"):
         activation(sbert_ce_default_activation_function="torch.nn.modules.activation.Tanh")
+    newest = tmp_path / "config_sentence_transformers.json"
+    newest.write_text(json.dumps({"activation_fn": "torch.nn.modules.linear.Identity"}))
+    assert activation() == "none"
+    newest.write_text(json.dumps({"activation_fn": "torch.nn.modules.activation.Tanh"}))
+    with pytest.raises(CheckpointError, match=r"config_sentence_transformers.json: scores go through .*Tanh"):
+        activation(sentence_transformers=newer)
+
+
+def test_a_folder_says_whether_the_prompt_of_a_pair_begins_an_answer(last_token: Path, tmp_path: Path) -> None:
+    shutil.copytree(last_token, tmp_path, dirs_exist_ok=True)
+    assert not ModelArch.from_folder(tmp_path).folder_pooling.begins_answer
+    template = {"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(template))
+    assert ModelArch.from_folder(tmp_path).folder_pooling.begins_answer
+
+
+def test_a_folder_says_to_what_length_its_embeddings_are_cut(
+    last_token: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ModelArch.from_folder(last_token).folder_pooling.default_dimensions is None and not caplog.text
+    shutil.copytree(last_token, tmp_path, dirs_exist_ok=True)
+    settings = {"truncate_dim": 16, "prompts": {"query": "Find: "}, "default_prompt_name": "query"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    expected = SentenceTransformer(str(tmp_path), device="cpu").encode([TEXTS[0]], prompt_name="query")
+    spec = ModelArch.from_folder(tmp_path).folder_pooling
+    assert spec.matryoshka and spec.default_dimensions == expected.shape[1] == 16
+    assert "puts the prompt 'Find: ' before each text by default, which is not done here" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ from jaxsgl.shared_mailbox import SharedMailbox
 VOCAB_SIZE = 1000
 STATES = StatesSpec(hidden=True, experts=True, hidden_size=2, num_layers=1, top_k=1)
 POOLING = PoolingSpec(dimension=4, matryoshka=True, made_for_it=True)
+CLASSES = ("good",)
 LIMITS = Limits(vocab_size=VOCAB_SIZE, context_length=200, pool_tokens=160, pooling=POOLING)
 EOS_ID = 1  # <|end|> of small_tokenizers
 
@@ -97,6 +98,7 @@ class Script:
     START_DIES = 12  # exits with status 7 at start
     START_HANGS = 13  # never ready
     START_SLOW_WORDS = 14  # SIGKILL at start; its EngineFailed arrives a little later
+    CLASSIFIES = 15  # the model has a classification head, whose logit is a prompt's last id
 
 
 @dataclass
@@ -118,12 +120,17 @@ class FakeEngine:
         max_requests: int,
         mark: MaskMark | NoMark,
         speculates: bool = False,
+        classes: Sequence[str] = (),
     ) -> None:
-        """Requests beyond `max_requests` at once are refused; `speculates`: tokens come of runs of drafts."""
+        """Requests beyond `max_requests` at once are refused; `speculates`: tokens come of runs of drafts.
+
+        `classes` are those of a classification head.
+        """
         self.mailbox = mailbox
         self.mark = mark
         self.max_requests = max_requests
         self.speculates = speculates
+        self.classes = classes
         self.running: dict[tuple[str, int], Running] = {}
         self.num_seen = 0
         self.num_aborts = 0
@@ -307,7 +314,8 @@ class FakeEngine:
         sign = -1 if request.adapter else 1
         hidden = array("f", [sign * part for part in (sum(ids), len(ids), ids[0], ids[-1])]).tobytes()
         labels = request.pooling.label_ids if request.pooling else ()
-        pooled = Pooled(b"", tuple(sign * label / 8 for label in labels), 8.0) if labels else Pooled(hidden)
+        classes = (float(ids[-1]),) if self.classes else ()
+        pooled = Pooled(b"", tuple(sign * label / 8 for label in labels), 8.0) if labels else Pooled(hidden, classes)
         return Reply(request.request_id, (), FinishReason.LENGTH, len(ids) // 2, pooled=pooled)
 
     def step(self, run: Running) -> Reply | None:
@@ -401,12 +409,16 @@ def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
             return 7
         case Script.START_HANGS:
             mailbox.receive(block=True)
+    classes = CLASSES if launch.config.random_seed == Script.CLASSIFIES else ()
+    pooling = msgspec.structs.replace(POOLING, labels=classes, activation="sigmoid")
     states = STATES if launch.config.enable_return_hidden_states else None
     info = EngineInfo(
         model_path=launch.config.model,
         architecture="FakeForCausalLM",
         dtype="float32",
-        limits=msgspec.structs.replace(LIMITS, generates=not launch.config.is_embedding, states=states),
+        limits=msgspec.structs.replace(
+            LIMITS, generates=not launch.config.is_embedding, states=states, pooling=pooling
+        ),
         eos_token_ids=(EOS_ID,),
         page_size=16,
         max_running_requests=8,
@@ -419,7 +431,7 @@ def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
     )
     mailbox.announce(info)
     speculates = launch.config.speculation.is_on
-    FakeEngine(mailbox, launch.config.max_queued_requests, launch.endpoints.mask_mark(), speculates).run()
+    FakeEngine(mailbox, launch.config.max_queued_requests, launch.endpoints.mask_mark(), speculates, classes).run()
     return 0
 
 

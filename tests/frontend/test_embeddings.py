@@ -17,6 +17,7 @@ import pytest
 from fake_engine_process import VOCAB_SIZE, Script
 from http_calls import connect, post, refusal, say
 from server_process import PATIENCE_S, ServerProcess, wait_for
+from sglang_calls import sglang_stub
 from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 
@@ -37,6 +38,10 @@ def expected(ids: list[int], dimensions: int = 4, normalize: bool = True) -> lis
     hidden = [float(sum(ids)), float(len(ids)), float(ids[0]), float(ids[-1])][:dimensions]
     length = hypot(*hidden) if normalize else 1.0
     return [pytest.approx(value / length, rel=1e-6) for value in hidden]
+
+
+def sigmoid(logit: float) -> float:
+    return 1.0 / (1.0 + exp(-logit))
 
 
 def vectors(answer: dict[str, Any]) -> list[Any]:
@@ -110,6 +115,8 @@ def test_the_openai_client_reads_them(server: ServerProcess) -> None:
         ({"input": "x", "dimensions": 5}, "dimensions is 5, but must be 1 to 4"),
         ({"input": "x", "dimensions": 0}, "dimensions"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "x", "embed_dtype": "float16"}, "embed_dtype: must be float32"),
+        ({"input": "x", "endianness": "big"}, "endianness: must be little"),
         ({"input": [Script.REFUSE, 0]}, "the scheduler refuses this"),
         ({"input": "x", "lora_path": "a"}, "lora_path"),
     ],
@@ -146,10 +153,31 @@ def test_label_tokens_are_scored_in_sglangs_form(http: httpx.Client) -> None:
     assert "send both in one form" in refusal(http, "/v1/score", **body | {"query": "x"})["message"]
     assert "needs text_1 and text_2" in refusal(http, "/v1/score", query="x")["message"]
     assert "label_token_ids" in str(refusal(http, "/v1/score", **body | {"label_token_ids": [1] * 17}))
+    assert "items is an empty list" in refusal(http, "/v1/score", **body | {"query": "x", "items": []})["message"]
+    assert "text is empty" in refusal(http, "/v1/score", text_1="", text_2="x")["message"]
 
 
 def test_a_model_without_classes_classifies_nothing(http: httpx.Client) -> None:
     assert "no classification head" in refusal(http, "/classify", input="x")["message"]
+
+
+def test_a_head_scores_texts_through_its_activation_or_without(
+    start_server: Callable[..., ServerProcess], model_folder: str, tokenizer: Tokenizer
+) -> None:
+    server = start_server("--random-seed", str(Script.CLASSIFIES), model=model_folder)
+    server.wait_until_ready()
+    with connect(server) as http, sglang_stub(server) as sglang:
+        raw = float(tokenizer.encode_pair("hello", "dog")[-1])
+        texts, pair = {"query": "hello", "documents": ["dog"]}, {"text_1": "hello", "text_2": "dog"}
+        for asked, expected_of in (({}, sigmoid), ({"use_activation": False}, float), ({"activation": False}, float)):
+            (classified,) = post(http, "/classify", input=[50, 3], **asked)["data"]
+            assert classified["probs"] == [pytest.approx(expected_of(3.0))] and classified["label"] == "good"
+            (ranked,) = post(http, "/v1/rerank", **texts, **asked)["results"]
+            (scored,) = post(http, "/v1/score", **pair, **asked)["data"]
+            assert ranked["relevance_score"] == scored["score"] == pytest.approx(expected_of(raw))
+        request = sglang_pb.EmbedRequest(request_id="r", tokenized=sglang_pb.TokenizedInput(input_ids=[50, 3]))
+        scores = post(http, "/encode", input_ids=[50, 3])["embedding"]
+        assert list(sglang.Embed(request).embedding) == pytest.approx(scores) == [pytest.approx(sigmoid(3.0))]
 
 
 def test_sglangs_encode(http: httpx.Client) -> None:
@@ -163,6 +191,7 @@ def test_sglangs_encode(http: httpx.Client) -> None:
         expected([60]),
     ]
     assert "either text or input_ids" in refusal(http, "/encode", rid="x")["message"]
+    assert "input_ids: must be a list of token ids" in refusal(http, "/encode", input_ids="abc")["message"]
 
 
 def test_our_service_embeds(stub: pb_grpc.JaxsglStub) -> None:

@@ -38,7 +38,7 @@ def read(folder: Path, generation: dict[str, Any] | None = None, **changes: Any)
 
 def test_missing_values_take_the_defaults_of_the_family(tmp_path: Path) -> None:
     llama = read(tmp_path)
-    assert (llama.num_kv_heads, llama.head_dim, llama.dtype, llama.rms_norm_eps) == (4, 16, "float32", 1e-6)
+    assert (llama.num_kv_heads, llama.head_dim, llama.dtype, llama.rms_norm_eps) == (4, 16, "bfloat16", 1e-6)
     assert not llama.attention_bias and not llama.qk_norm and not llama.tie_embeddings
     qwen2 = read(tmp_path, architectures=["Qwen2ForCausalLM"])
     assert qwen2.attention_bias and not qwen2.attention_out_bias
@@ -85,11 +85,52 @@ def test_eos_ids_come_from_the_generation_config_else_the_config(
     assert read(tmp_path, in_generation, eos_token_id=in_config).eos_token_ids == expected
 
 
+def listed(*tokens: str) -> list[dict[str, Any]]:
+    """Added tokens of a tokenizer.json, with ids from 7."""
+    return [{"id": 7 + i, "content": token, "special": True} for i, token in enumerate(tokens)]
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "expected"),
+    [
+        ({"eos_token": "<end>", "added_tokens_decoder": {"7": {"content": "<end>"}}}, None, (2, 7)),
+        ({"eos_token": {"content": "<end>"}}, {"added_tokens": listed("<a>", "<end>"), "model": {}}, (2, 8)),
+        ({"eos_token": "<end>"}, {"added_tokens": listed("<a>"), "model": {"vocab": {"<end>": 9}}}, (2, 9)),
+        ({"eos_token": "<end>"}, {"added_tokens": [], "model": {"vocab": [["a", 0.0], ["<end>", -1.0]]}}, (2, 1)),
+        ({"eos_token": "<end>"}, {"added_tokens": [], "model": {"vocab": {"<end>": 2}}}, (2,)),
+        ({"eos_token": "<end>"}, {"added_tokens": [], "model": {"vocab": {"<end>": 256}}}, (2,)),
+        ({"eos_token": "<end>"}, {"added_tokens": [], "model": {"vocab": {"a": 0}}}, (2,)),
+        ({"eos_token": "<end>"}, None, (2,)),
+        ({"eos_token": None}, {"added_tokens": listed("<end>")}, (2,)),
+    ],
+)
+def test_the_token_that_the_tokenizer_ends_texts_with_ends_a_generation_too(
+    config: dict[str, Any], tokenizer: dict[str, Any] | None, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    """If the vocabulary of 256 tokens has it."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if tokenizer is not None:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert read(tmp_path, eos_token_id=2).eos_token_ids == expected
+
+
+def test_a_vocabulary_is_not_parsed_for_an_added_token(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens" : [{"id": 7, "content": "<end>"}], "model": {"vocab": ')
+    assert read(tmp_path, eos_token_id=2).eos_token_ids == (2, 7)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2", "Qwen3"]),
         ({"architectures": None}, ["LlamaForCausalLM"]),
+        ({"architectures": [3]}, ["architectures is [3], but must be a list"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id is '</s>', but must be a token's id"]),
+        ({"eos_token_id": 2.0}, ["eos_token_id is 2.0"]),
+        ({"eos_token_id": [2, None]}, ["eos_token_id is [2, None]"]),
+        ({"rope_scaling": "linear"}, ['rope_scaling is "linear", but must be an object']),
+        ({"rope_parameters": [1]}, ["rope_parameters is [1], but must be an object"]),
         ({"rope_parameters": {"rope_type": "spiral", "factor": 4.0}}, ["spiral", "linear", "llama3"]),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}, ["rope_parameters.mrope_section"]),
         ({"rope_scaling": {"type": "linear"}}, ["linear", "factor"]),

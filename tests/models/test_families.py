@@ -266,6 +266,7 @@ def test_gpt_oss_as_it_is_published_is_understood(tmp_path: Path) -> None:
     assert windows(arch) == [128, None, 128, None]
     assert arch.sinks and arch.attention_bias and arch.attention_out_bias and arch.weight_format is None
     assert (arch.max_context, arch.head_dim) == (131072, 64)
+    assert arch.dtype == "bfloat16"  # which the file doesn't name
     (rope,) = arch.ropes
     yarn = {**GPT_OSS["rope_scaling"], "rope_theta": 150000.0}
     frequencies, amplitude = ROPE_INIT_FUNCTIONS["yarn"](GptOssConfig(head_dim=64, rope_parameters=yarn))

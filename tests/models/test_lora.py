@@ -137,6 +137,14 @@ def test_what_is_no_adapter_of_the_model_says_what_it_is(tmp_path: Path) -> None
             AdapterFolder(tmp_path, arch)
 
 
+@pytest.mark.parametrize("start", ["olora", "OLoRA", "pissa_niter_4"])
+def test_adapters_whose_training_began_with_a_change_of_the_base_are_refused(tmp_path: Path, start: str) -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "init_lora_weights": start}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"init_lora_weights is {start}, which changes the base model"):
+        AdapterFolder(tmp_path, ModelArch.from_folder(BUNDLED))
+
+
 def test_gates_of_attention_are_not_taken_for_those_of_an_mlp_of_the_same_size(tmp_path: Path) -> None:
     arch = ModelArch.from_folder(make_checkpoint("afmoe", tmp_path / "model", intermediate_size=8 * 20))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,16 @@ def test_a_product_is_the_sum_over_the_last_axis(num_rows: int, dtype: str, head
 def test_latents_are_not_kept_in_float8(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fp8_e4m3 does not go with DeepseekV3ForCausalLM, whose cache holds latents"):
         formats(tmp_path, "auto", "gpu", kv="fp8_e4m3", **DEEPSEEK)
+
+
+def test_latents_keep_the_weights_format_though_a_checkpoint_was_calibrated_for_float8(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As nvidia/DeepSeek-V3.1-NVFP4 was."""
+    calibrated: dict[str, Any] = {"quantization_config": {"quant_method": "modelopt", "kv_cache_scheme": FLOAT8_SCHEME}}
+    with caplog.at_level(logging.INFO):
+        assert formats(tmp_path, "auto", "gpu", **DEEPSEEK, **calibrated) == (BF16, BF16, BF16)
+    assert "calibrated for a KV cache of fp8_e4m3; its latents stay bfloat16" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ QUARK = {
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": None}}}, None),
         ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": FLOAT8}, "fp8_e4m3"),
         ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}, "fp8_e4m3"),
+        ({"quant_method": "fp8", "kv_cache_scheme": "static"}, "fp8_e4m3"),
+        ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": "FP8"}, "fp8_e4m3"),
         (QUARK, "fp8_e4m3"),
         ({**QUARK, "export": {"kv_cache_group": []}}, None),
     ],
@@ -102,11 +104,13 @@ def test_weights_and_kv_cache_may_both_be_float8(tmp_path: Path) -> None:
     assert (arch.weight_format.numbers, arch.weight_format.group) == ("float8_e4m3fn", None)
 
 
-@pytest.mark.parametrize("changes", [{"num_bits": 4}, {"type": "int"}, {"dynamic": True}])
+@pytest.mark.parametrize(
+    "scheme", [{**FLOAT8, "num_bits": 4}, {**FLOAT8, "type": "int"}, {**FLOAT8, "dynamic": True}, "dynamic"]
+)
 def test_another_kv_cache_is_left_unquantized_with_a_warning(
-    changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    scheme: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = {"quant_method": "compressed-tensors", "kv_cache_scheme": {**FLOAT8, **changes}}
+    config = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
     assert read(tmp_path, quantization_config=config).kv_cache_dtype is None
     assert "supported is fp8_e4m3 with static scales" in caplog.text
 
@@ -157,6 +161,19 @@ def test_experts_next_to_an_mlp_are_excepted_by_their_own_names(exception: str, 
     assert [layer.unquantized for layer in arch.layers[:2]] == [set(), {"experts"}]
 
 
+def test_exceptions_of_an_mlp_leave_the_experts_next_to_it_quantized(tmp_path: Path) -> None:
+    """As nvidia/Gemma-4-26B-A4B-NVFP4 is published."""
+    exceptions = ["model.language_model.layers.0.mlp*", "model.language_model.layers.0.self_attn*"]
+    for config in (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": exceptions},
+        {**INT4, "ignore": [f"re:.*{each.removesuffix('*')}.*" for each in exceptions]},
+    ):
+        values = {**configuration("gemma4_moe"), "quantization_config": config}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        layer = ModelArch.from_folder(tmp_path).layers[0]
+        assert layer.matrices - layer.unquantized == {"experts"}
+
+
 def test_sparse_weights_and_rotated_activations_are_refused_and_what_weights_hold_is_taken(tmp_path: Path) -> None:
     group = {"targets": ["Linear"], "weights": {**FLOAT8, "strategy": "channel"}}
     config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": group}}
@@ -189,6 +206,17 @@ def test_blocks_are_two_numbers_in_either_spelling(tmp_path: Path) -> None:
     assert block([64, 128]) == block("64x128") == (128, 64)
     with pytest.raises(CheckpointError, match=r"block_structure is None, but must be two numbers"):
         block(None)
+    for told in ([128], 128, ["a", 128]):
+        with pytest.raises(CheckpointError, match=r"weight_block_size is .*, but must be two numbers"):
+            read(tmp_path, quantization_config={**FP8_BLOCKS, "weight_block_size": told})
+    fmt = read(tmp_path, quantization_config={**FP8_BLOCKS, "weight_block_size": "64x32"}).weight_format
+    assert fmt is not None and fmt.storage is not None and (fmt.storage.block_rows, fmt.group) == (64, 32)
+
+
+@pytest.mark.parametrize("told", [[1], "all", {"group_0": 1}])
+def test_groups_that_are_no_objects_are_refused(told: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config_groups is .*, but must be an object of objects"):
+        read(tmp_path, quantization_config={**INT4, "config_groups": told})
 
 
 def numbers(arch: ModelArch, layer: int) -> dict[str, tuple[str, int, int | None]]:

@@ -191,6 +191,20 @@ def test_orders_that_cannot_be_carried_out_say_why_and_change_nothing() -> None:
     assert mailbox.refusal("r").startswith("no adapter named no is loaded: loaded are one, n7")
 
 
+def test_a_name_or_an_id_stands_for_one_adapter_alone() -> None:
+    def load_as(number: int, name: str, alias: str, replace: bool = False) -> LoadAdapter:
+        return LoadAdapter(number, name, f"{number}r4", False, replace, alias)
+
+    orders: list[ToEngine] = [load_as(1, "sql", "id-1")]
+    more: list[ToEngine] = [load_as(2, "poet", "id-1"), load_as(3, "id-1", "id-2"), load_as(4, "poet", "sql")]
+    more += [load_as(5, "same", "same"), load_as(6, "sql", "id-1", replace=True), load_as(7, "poet", "id-2")]
+    mailbox, _, _ = serve([orders, ANSWERED, more, ANSWERED])
+    told = {number: answer.text for number, answer in mailbox.answers.items() if not answer.ok}
+    assert told.keys() == {2, 3, 4}
+    assert told[2] == told[3] == told[4].replace("sql names", "id-1 names")
+    assert told[2].startswith("id-1 names the adapter sql already: unload that first")
+
+
 def test_without_adapters_orders_and_requests_for_them_are_refused() -> None:
     sizes = capacity()
     scheduler, engine = CheckedScheduler(sizes, BucketSet.derive(sizes), ()), FakeEngine(sizes)

@@ -206,9 +206,14 @@ class Steps(RankedScheduler):
 MIXED = SchedulingConfig(enable_mixed_chunk=True)
 
 
-def ranked(sizes: Capacity, num_ranks: int, config: SchedulingConfig = MIXED) -> Steps:
+def ranked(
+    sizes: Capacity, num_ranks: int, config: SchedulingConfig = MIXED, max_queued_requests: int | None = None
+) -> Steps:
     buckets = BucketSet.derive(sizes, num_ranks=num_ranks)
-    return Steps([CheckedScheduler(sizes, buckets, (), config) for _ in range(num_ranks)])
+    made = [
+        CheckedScheduler(sizes, buckets, (), config, max_queued_requests=max_queued_requests) for _ in range(num_ranks)
+    ]
+    return Steps(made)
 
 
 def serve(scheduler: Steps, sizes: Capacity, script: Sequence[Sequence[Request | Abort]]) -> ScriptedMailbox:
@@ -278,6 +283,18 @@ def test_a_prompt_goes_where_its_prefix_is_and_others_where_least_is_to_be_compu
     scheduler.receive([to(0, request("waits", [3] * 30))])
     assert scheduler._place(request("other", [900, 901])) == 1
     assert scheduler._place(to(2, request("asked", [900, 901]))) == 2
+
+
+def test_no_request_is_refused_while_the_queue_of_another_rank_takes_it() -> None:
+    sizes = serving.capacity()
+    scheduler = ranked(sizes, 3, max_queued_requests=2)
+    shared = list(range(1, 41))
+    serve(scheduler, sizes, [[to(1, request("first", shared))]])
+    scheduler.receive([request(f"r{i}", [*shared, i]) for i in range(6)])
+    assert not scheduler.take_replies() and [rank.num_waiting for rank in scheduler.ranks] == [2, 2, 2]
+    scheduler.receive([request("late", shared)])
+    (reply,) = scheduler.take_replies()
+    assert reply.refusal is not None and "the queue is full" in reply.refusal.text
 
 
 def test_a_request_that_lacks_pages_in_its_rank_moves_to_an_idle_one() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.text.prompts import INLINE_CHARS, ChatPrompt, IdsPrompt, Prompt, TextPrompt, tokenize
-from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
+from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, Truncation, load_tokenizer
 from tests.text.small_tokenizers import byte_level, save
 
 
@@ -83,6 +83,24 @@ def test_the_longest_text_that_could_fit_is_tokenized(tokenizer: Tokenizer, thre
     assert ids_of(TextPrompt(text), tokenizer, threads, context_length=100) == tokenizer.encode(text)
     with pytest.raises(InvalidRequest, match="bytes"):
         ids_of(TextPrompt(text + "龘"), tokenizer, threads, context_length=100)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_text_that_is_cut_may_have_any_length(
+    tokenizer: Tokenizer, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    text, cut = "日本語も dogs " * 20_000, Truncation(10, first)
+    expected = tokenizer.encode(text, truncation=cut)
+    lengths: list[int] = []
+    encode = tokenizer.encode
+
+    def note(text: str, *rest: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, *rest)
+
+    monkeypatch.setattr(tokenizer, "encode", note)
+    assert ids_of(TextPrompt(text, truncation=cut), tokenizer, threads, context_length=10) == expected
+    assert max(lengths) < len(text) / 20, "most of it is not even tokenized"
 
 
 def test_a_chat_that_its_template_makes_too_long_is_not_tokenized(tmp_path: Path, threads: ThreadPoolExecutor) -> None:

@@ -23,10 +23,11 @@ from tokenizers.models import WordLevel
 
 from jaxsgl.convert import convert as convert_folder
 from jaxsgl.errors import CheckpointError
+from jaxsgl.json_file import read_object
 from jaxsgl.models import ModelArch
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
 from jaxsgl.text.tokenizer import load_tokenizer
-from jaxsgl.weights import is_converted, load_kv_scales, load_params, save_converted
+from jaxsgl.weights import as_stored, is_converted, load_kv_scales, load_params, save_converted
 from jaxsgl.weights.converted import LAYOUT_VERSION, MANIFEST, restore_groups
 from tests.checkpoints import make_checkpoint
 from tests.grids import daily
@@ -140,6 +141,14 @@ def test_quantized_weights_are_restored_in_the_format_that_a_device_keeps(name: 
         assert {path: array.dtype for path, array in restored.items()} == {path: loaded[path].dtype for path in loaded}
         for path, array in restored.items():
             np.testing.assert_array_equal(array, loaded[path], err_msg=str(path))
+
+
+def test_a_dtype_that_the_configuration_leaves_out_is_the_parameters(tmp_path: Path) -> None:
+    original = make_checkpoint("llama_tied", tmp_path / "original", dtype=torch.float16)
+    values = {key: value for key, value in read_object(original / "config.json").items() if "dtype" not in key}
+    (original / "config.json").write_text(json.dumps(values))
+    convert_folder(str(original), tmp_path / "converted", "auto")
+    assert as_stored(ModelArch.from_folder(tmp_path / "converted"), tmp_path / "converted").dtype == "float16"
 
 
 def test_scales_of_the_kv_cache_come_along(tmp_path: Path) -> None:

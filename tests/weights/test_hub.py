@@ -7,8 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -94,6 +97,28 @@ def test_a_hub_id_in_the_cache_needs_no_network(tmp_path: Path) -> None:
     snapshot = snapshot_of(tmp_path, COMMIT, "main")
     done = run_offline(RESOLVE, tmp_path, "someone/some-model")
     assert done.stdout.strip() == str(snapshot), done.stderr
+
+
+def test_weights_are_fetched_once_though_a_repository_has_them_in_other_layouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: dict[str, list[str]] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(options)
+        return name
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model_folder("someone/some-model")
+    once = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "1_Pooling/config.json"]
+    again = [
+        "original/model.safetensors",
+        "original/params.json",
+        "metal/model.safetensors",
+        "consolidated.safetensors",
+    ]
+    patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects([*once, *again, "model.bin"], **patterns)) == once
 
 
 def test_weights_and_tokenizer_are_of_the_revision(tmp_path: Path) -> None:

@@ -66,6 +66,16 @@ def test_scales_of_a_decoder_within_a_larger_model_are_found(tmp_path: Path) -> 
     assert told(scales) == [None, 0.5, None, 0.5]
 
 
+def test_scales_in_nemotron_hs_own_names_are_found(tmp_path: Path) -> None:
+    """As ModelOpt writes them; the attention is the checkpoint's fourth layer."""
+    folder = make_checkpoint("nemotron_h", tmp_path)
+    of_k, of_v = (f"backbone.layers.3.mixer.{part}_proj.{part}_scale".replace(".", "__") for part in "kv")
+    rewrite(folder, **{of_k: torch.tensor(0.5), of_v: torch.tensor(0.25)})
+    arch = ModelArch.from_folder(folder)
+    load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+    assert told(load_kv_scales(folder, arch)) == [0.5, 0.25]
+
+
 def test_a_scale_of_one_costs_nothing(tmp_path: Path) -> None:
     names: dict[str, Any] = {LAYER.format(layer) + part: 1.0 for layer in range(2) for part in ("k_scale", "v_scale")}
     assert load(tmp_path, names) == KvScales.of_one(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 
 from jaxsgl.errors import CheckpointError
+from jaxsgl.json_file import read_object
 from jaxsgl.models import ModelArch
 from jaxsgl.weights import as_stored, load_params
 from tests.checkpoint_kinds import CHECKPOINT_KINDS
@@ -126,6 +128,36 @@ def test_tensors_that_mean_nothing_may_be_left_over(tmp_path: Path) -> None:
     names = ("lm_head__weight", "model__layers__0__self_attn__rotary_emb__inv_freq", "mtp__layers__0__mlp__weight")
     rewrite(folder, **{name: torch.zeros(8) for name in names})
     load(folder)
+
+
+def test_layers_that_predict_further_tokens_may_be_left_over_in_ernies_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_checkpoint("ernie4_5_moe", tmp_path)
+    names = ("block__0__mlp__gate_proj", "emb_norm__0", "hidden_norm__0", "linear_proj__0")
+    rewrite(folder, **{f"model__mtp_{name}__weight": torch.zeros(8) for name in names})
+    with caplog.at_level(logging.INFO):
+        load(folder)
+    assert "4 tensors of a draft head (model.mtp_*) are no part of the model" in caplog.text
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_a_dtype_that_the_configuration_leaves_out_is_that_of_the_matrices(stored: str, tmp_path: Path) -> None:
+    """Of most of them: some routers are of another one, and so are norms and scales."""
+    folder = make_checkpoint("llama_tied", tmp_path, dtype=getattr(torch, stored))
+    other = torch.float16 if stored == "float32" else torch.float32
+    rewrite(
+        folder,
+        model__layers__0__self_attn__k_proj__weight=torch.zeros(32, 64, dtype=other),
+        model__norm__weight=torch.ones(10**6, dtype=other),
+        model__layers__0__mlp__up_proj__weight_scale_inv=torch.ones(1000, 1000, dtype=other),
+    )
+    arch = ModelArch.from_folder(folder)
+    assert as_stored(arch, folder).dtype == stored
+    values = {key: value for key, value in read_object(folder / "config.json").items() if "dtype" not in key}
+    (folder / "config.json").write_text(json.dumps(values))
+    assert ModelArch.from_folder(folder).dtype == "bfloat16"
+    assert as_stored(ModelArch.from_folder(folder), folder).dtype == stored
 
 
 @pytest.mark.parametrize("is_own", [False, True])

@@ -106,7 +106,7 @@ class AdapterOrders:
             return
         match order:
             case LoadAdapter(name=name):
-                why_not = table.why_not(name, 0, order.pinned, order.replace)
+                why_not = table.why_not(name, 0, order.pinned, order.replace, order.alias)
                 if why_not is not None:
                     self._answer(Answer(order.number, False, why_not))
                 else:
@@ -155,7 +155,7 @@ class AdapterOrders:
             self._answer(Answer(order.number, False, f"{type(error).__name__}: {words}"))
             return
         assert self._store is not None
-        why_not = self._table.why_not(order.name, staged.rank, order.pinned, order.replace)
+        why_not = self._table.why_not(order.name, staged.rank, order.pinned, order.replace, order.alias)
         if why_not is None:
             load(self._table, self._store, order, staged, self._replaced)
             logger.info("adapter %s of %s is loaded, rank %d", order.name, order.folder, staged.rank)

@@ -75,9 +75,13 @@ class AdapterTable(Resource):
         """Those that requests may name, in order of their loading."""
         return tuple(self.by_name)
 
-    def why_not(self, name: str, rank: int, pinned: bool, replace: bool) -> str | None:
+    def why_not(self, name: str, rank: int, pinned: bool, replace: bool, alias: str = "") -> str | None:
         """Why an adapter can't be loaded; None if it can."""
         same = self.by_name.get(name)
+        for given in (name, alias):
+            meant = self.named(given)
+            if meant is not None and meant.name != name:
+                return f"{given} names the adapter {meant.name} already: unload that first, or take another name and id"
         if same is not None and not replace:
             return f"an adapter named {name} is loaded already: unload it first, or send load_inplace"
         if rank > self.max_rank:

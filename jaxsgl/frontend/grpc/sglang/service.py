@@ -29,9 +29,8 @@ from jaxsgl.frontend.grpc.sglang.convert import Responses, options_of
 from jaxsgl.frontend.grpc.sglang.info import chunks, model_info, server_info, zip_tokenizer
 from jaxsgl.frontend.grpc.sglang.kv_events import KvLog, KvStream
 from jaxsgl.frontend.grpc.sglang.loads import Busy, check_loads_request, loads_response
-from jaxsgl.frontend.pooling import PoolingCall, pool, spec_of
+from jaxsgl.frontend.pooling import PoolingCall, pool, spec_of, vector_of
 from jaxsgl.messages.orders import FlushCache
-from jaxsgl.requests.outputs import class_scores, embedding_of
 from jaxsgl.text.prompts import IdsPrompt
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SglangScheduler"].full_name
@@ -192,8 +191,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         spec = spec_of(self._generator)
         prompt = IdsPrompt(request.tokenized.input_ids)
         (answer,) = await pool(self._generator, [prompt], PoolingCall(request.request_id or uuid.uuid4().hex))
-        pooled = answer.pooled
-        vector = class_scores(pooled.logits, spec.activation) if spec.labels else embedding_of(pooled, spec).tolist()
+        vector = vector_of(answer, spec)
         return pb.EmbedResponse(embedding_dim=len(vector), embedding=vector, prompt_tokens=answer.prompt_tokens)
 
     @answers_errors

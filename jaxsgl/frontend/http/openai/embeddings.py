@@ -22,6 +22,7 @@ from jaxsgl.frontend.http.bodies import (
     LoraPaths,
     Priority,
     Truncated,
+    one_error,
     options_of,
     refuse_others,
     truncation_of,
@@ -47,6 +48,22 @@ class EmbeddingRequest(Truncated):
     chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: (
+        Annotated[
+            Literal["float32"],
+            one_error("must be float32: no other numbers are written"),
+            Field(description="of base64"),
+        ]
+        | None
+    ) = None
+    endianness: (
+        Annotated[
+            Literal["native", "little"],
+            one_error("must be little: the bytes of numbers stand in that order"),
+            Field(description="of base64"),
+        ]
+        | None
+    ) = None
     dimensions: (
         Annotated[int, Field(ge=1, le=MAX_INT, description="only of models whose embeddings may be cut")] | None
     ) = None

@@ -39,19 +39,23 @@ from jaxsgl.frontend.http.openai.embeddings import answering, prompt_usage, usag
 from jaxsgl.frontend.http.openai.replies import encode, json_response, new_head
 from jaxsgl.frontend.http.openai.schemas import Prompts, Texts
 from jaxsgl.frontend.pooling import PoolingAnswer, PoolingCall, pool, scores_of_pairs, spec_of
-from jaxsgl.requests.outputs import MAX_LABELS, Pooling, class_scores
+from jaxsgl.requests.outputs import MAX_LABELS, Pooling, PoolingSpec, class_scores
 from jaxsgl.text.prompts import IdsPrompt, TextPrompt
 from jaxsgl.text.tokenizer import Truncation
 
 
 class _Common(Truncated):
-    """What the endpoints share."""
+    """What the endpoints share, but for SGLang's form of /v1/score, which has `apply_softmax`."""
 
     model: str | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     extra_key: Annotated[CacheSalt, Field(description="SGLang's word for cache_salt")] | None = None
     lora_path: LoraPath | None = None
+    use_activation: Annotated[bool, Field(description="false: scores are logits as the model yields them")] | None = (
+        None
+    )
+    activation: Annotated[bool, Field(description="vLLM's older word for use_activation")] | None = None
 
 
 class ScoreRequest(_Common):
@@ -111,6 +115,11 @@ def _truncation(front_end: FrontEnd, body: _Common) -> Truncation | None:
     return truncation_of(body, front_end.generator.model.info.limits)
 
 
+def _spec(front_end: FrontEnd, body: _Common) -> PoolingSpec:
+    """How the model pools, and makes scores of logits or, for this body, leaves them as they are."""
+    return spec_of(front_end.generator, body.use_activation is not False and body.activation is not False)
+
+
 async def answer_rerank(front_end: FrontEnd, body: RerankRequest) -> Response:
     """Returns the documents, best first; equally good ones in their order."""
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
@@ -118,7 +127,8 @@ async def answer_rerank(front_end: FrontEnd, body: RerankRequest) -> Response:
     pairs = [(body.query, text) for text in texts]
     instruction = body.instruction or body.instruct
     truncation = _truncation(front_end, body)
-    scores = await scores_of_pairs(front_end.generator, pairs, call, instruction, truncation)
+    spec = _spec(front_end, body)
+    scores = await scores_of_pairs(front_end.generator, spec, pairs, call, instruction, truncation)
     order = sorted(range(len(texts)), key=lambda index: -scores.values[index])[: body.top_n or None]
     results: list[dict[str, Any]] = []
     for index in order:
@@ -140,7 +150,8 @@ async def answer_score(front_end: FrontEnd, body: ScoreRequest) -> Response:
     pairs = _pairs(body)
     check_num_choices(len(pairs), 1)
     truncation = _truncation(front_end, body)
-    scores = await scores_of_pairs(front_end.generator, pairs, call, body.instruction, truncation)
+    spec = _spec(front_end, body)
+    scores = await scores_of_pairs(front_end.generator, spec, pairs, call, body.instruction, truncation)
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores.values)]
     usage = prompt_usage(scores.prompt_tokens, scores.cached_tokens)
     return json_response(encode({**_head(front_end, call), "data": data, "usage": usage}))
@@ -148,7 +159,8 @@ async def answer_score(front_end: FrontEnd, body: ScoreRequest) -> Response:
 
 def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
     """The pairs: one text with each of the others, or as many of both."""
-    first, second = body.text_1 or body.queries, body.text_2 or body.documents
+    first = body.queries if body.text_1 is None else body.text_1
+    second = body.documents if body.text_2 is None else body.text_2
     if first is None or second is None:
         raise InvalidRequest(
             "the request needs text_1 and text_2 (or queries and documents), or SGLang's query, items and "
@@ -170,6 +182,8 @@ async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, call: PoolingC
     spec_of(generator)
     if body.query is None or body.items is None or body.label_token_ids is None:
         raise InvalidRequest("SGLang's form needs query, items and label_token_ids: send all of them")
+    if body.items == []:
+        raise InvalidRequest("items is an empty list: send at least one item")
     if not body.apply_softmax and not generator.model.info.limits.generates:
         raise InvalidRequest(
             "apply_softmax is false, which needs the whole vocabulary, but the server computes no logits of it: set it "
@@ -210,7 +224,7 @@ def _shares(answer: PoolingAnswer, among_labels: bool) -> list[float]:
 async def answer_classify(front_end: FrontEnd, body: ClassifyRequest) -> Response:
     """Returns the probabilities of a classification head's classes for each input."""
     call = _call(front_end, body, "classify")
-    spec = spec_of(front_end.generator)
+    spec = _spec(front_end, body)
     if not spec.labels:
         raise InvalidRequest("the model has no classification head: ask for embeddings, scores or ranks")
     prompts = prompts_of(body.input, body.add_special_tokens is not False, _truncation(front_end, body))

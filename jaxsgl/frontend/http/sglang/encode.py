@@ -1,4 +1,7 @@
-"""SGLang's POST /encode: the embedding of a prompt, or of each of several. app.py includes the router."""
+"""SGLang's POST /encode: the embedding of a prompt, or the scores of its classes; of each of several.
+
+app.py includes the router.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,9 @@ from jaxsgl.frontend.http.calls import while_connected
 from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.openai.schemas import Prompts
-from jaxsgl.frontend.pooling import PoolingAnswer, PoolingCall, pool, spec_of
-from jaxsgl.requests.outputs import check_dimensions, embedding_of
+from jaxsgl.frontend.http.sglang.schemas import InputIds
+from jaxsgl.frontend.pooling import PoolingAnswer, PoolingCall, pool, spec_of, vector_of
+from jaxsgl.requests.outputs import check_dimensions
 
 NOT_BUILT = frozenset({"audio_data", "image_data", "video_data"})
 
@@ -36,7 +40,7 @@ class EncodeBody(Body):
     """Body of /encode."""
 
     text: Prompts | None = None
-    input_ids: Prompts | None = None
+    input_ids: InputIds | None = None
     rid: str | None = None
     dimensions: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     priority: Priority | None = None
@@ -74,7 +78,7 @@ def router(front_end: FrontEnd) -> APIRouter:
                 "prompt_tokens": answer.prompt_tokens,
                 "cached_tokens": answer.cached_tokens,
             }
-            return {"embedding": embedding_of(answer.pooled, spec, body.dimensions).tolist(), "meta_info": meta}
+            return {"embedding": vector_of(answer, spec, body.dimensions), "meta_info": meta}
 
         def write() -> bytes:
             written = [one(answer) for answer in answers]

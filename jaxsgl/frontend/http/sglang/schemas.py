@@ -88,18 +88,16 @@ FilesOfPrompts = Annotated[
     str | Annotated[list[str | Files | None], Field(max_length=MAX_TEXTS, fail_fast=True)],
     one_error("must be a URL or base64, a list of these, or for several prompts a list with an entry for each"),
 ]
+InputIds = Annotated[
+    TokenIds | IdLists, one_error(f"must be a list of token ids, or a list of 1 to {MAX_TEXTS} such lists")
+]
 
 
 class GenerateBody(Body):
     """Body of /generate: one prompt or several, as text or as token ids."""
 
     text: Annotated[str | TextList, one_error(f"must be a text, or a list of 1 to {MAX_TEXTS} texts")] | None = None
-    input_ids: (
-        Annotated[
-            TokenIds | IdLists, one_error(f"must be a list of token ids, or a list of 1 to {MAX_TEXTS} such lists")
-        ]
-        | None
-    ) = None
+    input_ids: InputIds | None = None
     sampling_params: SamplingOfPrompts | None = None
     image_data: Annotated[FilesOfPrompts, Field(description="pictures, each with a placeholder")] | None = None
     video_data: Annotated[FilesOfPrompts, Field(description="videos, likewise")] | None = None
