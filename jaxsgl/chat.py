@@ -20,6 +20,7 @@ from jaxsgl import terminal
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.http_stub import HttpStub
+from jaxsgl.interrupts import Interrupts
 from jaxsgl.terminal import CALL_ERRORS, ClientError, HttpError
 
 HELP = """\
@@ -103,19 +104,6 @@ def _talk_by_lines(conversation: Conversation) -> int:
     return status
 
 
-@contextlib.contextmanager
-def _interrupted_after() -> Iterator[None]:
-    """Lets Ctrl-C wait for the end of the block: a call that is interrupted while it starts can't be cancelled."""
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        signal.raise_signal(signal.SIGINT)
-
-
 class Conversation:
     """The turns so far, and the options with which the next one is sent.
 
@@ -164,7 +152,7 @@ class Conversation:
         said: list[str] = []
         last, call = pb.GenerateReply(), None
         try:
-            with _interrupted_after():
+            with Interrupts():
                 call = self._stub.Generate(request)
             for last in call:
                 said.append(last.text)

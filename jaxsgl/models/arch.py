@@ -477,7 +477,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
 
 
 def _read_architecture(whole: ConfigFile) -> str | None:
-    """The name in config.json; None: there is none."""
+    """The architecture that config.json names first, or None if it names none. Raises `CheckpointError`."""
     told = whole.get("architectures") or []
     if not isinstance(told, list) or not all(isinstance(each, str) for each in told):
         raise CheckpointError(f'{whole.path}: architectures is {told!r}, but must be a list, as ["LlamaForCausalLM"]')

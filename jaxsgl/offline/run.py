@@ -18,9 +18,9 @@ from tqdm import tqdm
 from jaxsgl.config.engine import BUNDLED_MODEL, EngineConfig
 from jaxsgl.config.flags import fields_of
 from jaxsgl.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
+from jaxsgl.interrupts import Interrupts
 from jaxsgl.messages.orders import Abort, Answer, Command, News, Shutdown, ToEngine
 from jaxsgl.messages.replies import RefusalKind, Replies
-from jaxsgl.offline.interrupts import Interrupts
 from jaxsgl.offline.media import OfflineMedia, read_prompt
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.outputs import Pooled

@@ -78,7 +78,7 @@ class TokenizerFiles:
                 )
 
     def _json(self, name: str) -> dict[str, Any]:
-        """Returns what a file holds, {} if there is none."""
+        """Returns the object in the model's file `name`; an empty one if the model has no such file."""
         path = self._path(name)
         return {} if path is None else read_object(path)
 

@@ -234,9 +234,10 @@ def test_earlier_reasoning_reaches_the_template_by_either_name(telling: Tokenize
     turn = {"role": "assistant", "content": "Yes", name: "Hm"}
     call = {"function": {"name": "f", "arguments": "{}"}}
     prompt = prompt_of(telling, messages=[turn, {"role": "assistant", name: "Hm", "tool_calls": [call]}])
-    said, called = prompt.messages
+    turns: Any = prompt.messages
+    said, called = turns
     assert said == {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
-    assert called["reasoning_content"] == called["thinking"] == "Hm"  # type: ignore[index]
+    assert called["reasoning_content"] == called["thinking"] == "Hm"
 
 
 def test_arguments_of_a_call_may_be_empty_or_an_object(telling: Tokenizer) -> None:

@@ -227,9 +227,9 @@ class Run(NamedTuple):
         """Serves the batch by the loop of every server, and notes when tokens come."""
         from tqdm import tqdm
 
+        from jaxsgl.interrupts import Interrupts
         from jaxsgl.messages.orders import News
         from jaxsgl.messages.replies import Replies
-        from jaxsgl.offline.interrupts import Interrupts
         from jaxsgl.offline.run import OfflineMailbox
         from jaxsgl.requests.request import Request
         from jaxsgl.scheduler.loop import run_loop

@@ -1,7 +1,8 @@
 """`Interrupts`: Ctrl-C waits for a moment at which nothing is half done.
 
 A program that is called gives its arguments' memory away, and what it returns is kept a moment later: an exception
-between the two, which a signal handler may raise anywhere, would leave an engine without its cache. Called by run.py.
+between the two, which a signal handler may raise anywhere, would leave an engine without its cache. A call to a server
+that is interrupted while it starts can't be cancelled. Called by offline/run.py and chat.py.
 """
 
 from __future__ import annotations
