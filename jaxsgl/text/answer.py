@@ -23,11 +23,13 @@ class ReasoningForm:
 
     Attributes:
       opens_itself: the answer begins with reasoning though neither prompt nor answer says so.
+      frames: what may begin and end the text behind it; none of it is text of the answer.
     """
 
     open: str
     close: str
     opens_itself: bool = False
+    frames: tuple[tuple[str, str], ...] = ()
 
 
 class Parser(Protocol):
@@ -76,6 +78,9 @@ class AnswerParser:
         """
         self._reasoning = reasoning
         self._form = calls
+        of_calls = () if calls is None else (*calls.opens, *(calls.section or ()))
+        frames = reasoning.frames if reasoning is not None and separate else ()
+        self._markers = (*of_calls, *(text for frame in frames for text in frame))
         self._tools = tools
         self._constrained = constrained
         self._max_calls = max_calls
@@ -137,16 +142,14 @@ class AnswerParser:
 
     def _read_content(self, parts: list[Part], final: bool) -> bool:
         form = self._form
-        if form is None:
-            return self._read_until(parts, "content", [], final)
-        if self._may_be_bare and form.bare:
+        if form is not None and self._may_be_bare and form.bare:
             text = self._buffer.lstrip()
             if not text:
                 return self._read_until(parts, "content", [], final) if final else False
             if text[0] == form.bare:
                 self._open(form, self._buffer[: len(self._buffer) - len(text)], text)
                 return True
-        return self._read_until(parts, "content", (*form.opens, *(form.section or ())), final)
+        return self._read_until(parts, "content", self._markers, final)
 
     def _read_until(self, parts: list[Part], kind: PartKind, markers: Sequence[str], final: bool) -> bool:
         """Writes the text before the first of `markers`; returns whether it came."""
@@ -169,8 +172,7 @@ class AnswerParser:
                 self._may_be_bare = True
         else:
             self._write(parts, kind, text[:place])
-            assert self._form is not None
-            if marker not in self._form.opens:  # the calls begin or end here
+            if self._form is None or marker not in self._form.opens:  # calls or the text begin or end here
                 self._buffer = behind
                 self._strip, self._spaces = True, ""
                 return True

@@ -114,10 +114,14 @@ def behind_reasoning(lark: Lark, reasoning: ReasoningForm | None, is_open: bool,
     """
     if reasoning is None:
         return lark.grammar(lark.start)
+    start = lark.start
+    if reasoning.frames:
+        begins, ends = (lark.rule(" | ".join(map(lark.mark, texts))) for texts in zip(*reasoning.frames, strict=True))
+        start = f"{begins}? {start} {ends}?"
     thought = lark.until(reasoning.close, "THOUGHT", budget)
     if is_open or reasoning.opens_itself:
-        return lark.grammar(f"{thought} {_SPACE} {lark.start}")
-    return lark.grammar(f"({_SPACE} {lark.marks(reasoning.open)} {thought} {_SPACE})? {lark.start}")
+        return lark.grammar(f"{thought} {_SPACE} {start}")
+    return lark.grammar(f"({_SPACE} {lark.marks(reasoning.open)} {thought} {_SPACE})? {start}")
 
 
 class Lark:
@@ -372,16 +376,24 @@ class _Writer:
         if form.one_by_one:
             return f"{literal(form.space)} {one}" if form.kind == "json" else one
         more = max(self._calls.max_calls - 1, 0)
-        several = f"{one} ({literal(form.separator or ', ')} {one}){{0,{more}}}" if more else one
+        separator = f",{form.indent}" if form.indent else form.separator or ", "
+        several = f"{one} ({literal(separator)} {one}){{0,{more}}}" if more else one
         if form.kind == "json" and form.bare == "{":
             return several if form.separator else one
         if form.kind in ("python", "invoked") and form.separator == "\n":
             return f'"\\n" {several} "\\n"'
+        if form.indent:
+            return f'"[" {literal(form.indent)} {several} {literal(chr(10))} "]"'
         return f'/ ?\\[/ {several} "]"'
 
     def _json_call(self, name: str) -> str:
-        head = f'{{"name": {json.dumps(name)}, "{self._form.arguments_key}": '
-        return f'{literal(head)} {self._arguments(name)} "}}"'
+        form = self._form
+        head = f'"{form.name_key}": {json.dumps(name)}, "{form.arguments_key}": '
+        before = literal(f"{{{head}")
+        if form.id_key:
+            begin, end = literal(f'{{"{form.id_key}": "'), literal(f'", {head}')
+            before = f"{begin} /[0-9]{{1,3}}/ {end}"
+        return f'{before} {self._arguments(name)} "}}"'
 
     def _named_call(self, name: str) -> str:
         form, lark = self._form, self._lark

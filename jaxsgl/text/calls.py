@@ -35,7 +35,9 @@ class CallForm:
       opens: each of these texts opens calls, wherever it stands.
       close: ends what `opens` has opened; "": the calls end with their own brackets.
       bare: a bracket that opens calls if the answer begins with it; "": none does.
-      arguments_key: what the JSON object calls the arguments.
+      name_key, arguments_key: what the JSON object calls the name and the arguments.
+      id_key: what it calls a number of the call that comes first; "": it has none.
+      indent: what stands before each call of a list, whose bracket is closed on a line of its own; "": nothing does.
       space: what the model writes after `opens` and before `close`.
       between: what stands between name and arguments.
       one_by_one: several calls are opened one by one; else they stand in one list, or follow after `separator`.
@@ -51,7 +53,10 @@ class CallForm:
     opens: tuple[str, ...] = ()
     close: str = ""
     bare: str = ""
+    name_key: str = "name"
     arguments_key: str = "arguments"
+    id_key: str = ""
+    indent: str = ""
     space: str = ""
     between: str = ""
     one_by_one: bool = True
@@ -115,6 +120,16 @@ FORMS: dict[str, CallForm] = {
     ),
     "granite": CallForm("json", opens=("<|tool_call|>", "<tool_call>"), one_by_one=False),
     "phi4_mini": CallForm("json", opens=("<|tool_call|>",), close="<|/tool_call|>", one_by_one=False),
+    "cohere": CallForm(
+        "json",
+        opens=("<|START_ACTION|>",),
+        close="<|END_ACTION|>",
+        name_key="tool_name",
+        arguments_key="parameters",
+        id_key="tool_call_id",
+        indent="\n    ",
+        one_by_one=False,
+    ),
     "olmo3": CallForm(
         "python", opens=("<function_calls>",), close="</function_calls>", one_by_one=False, separator="\n"
     ),
@@ -149,19 +164,22 @@ def header_pattern(form: CallForm) -> re.Pattern[str] | None:
     if form.kind != "json":
         return None
     keys = "|".join(_KEYS)
-    return re.compile(rf'[\s\[\]}},;]*\{{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:{keys})"\s*:\s*(?=\S)')
+    text = r'"(?:[^"\\]|\\.)*"'
+    number = rf'(?:"{form.id_key}"\s*:\s*(?:{text}|\d+)\s*,\s*)?' if form.id_key else ""
+    name = rf'"{form.name_key}"\s*:\s*(?P<name>{text})\s*,\s*'
+    return re.compile(rf'[\s\[\]}},;]*\{{\s*{number}{name}"(?:{keys})"\s*:\s*(?=\S)')
 
 
 def _read_json(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
     value = decoded(text)
     found: list[Call] = []
     for item in value if isinstance(value, list) else [value]:
-        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        if not isinstance(item, dict) or not isinstance(item.get(form.name_key), str):
             return None
         arguments: Any = next((item[key] for key in _KEYS if key in item), {})
         if not isinstance(arguments, dict):
             return None
-        found.append(Call(item["name"], encoded(arguments)))
+        found.append(Call(item[form.name_key], encoded(arguments)))
     header = header_pattern(form)
     assert header is not None
     if len(found) == 1 and (match := header.match(text)) is not None:

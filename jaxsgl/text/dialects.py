@@ -28,15 +28,21 @@ REASONING_FORMS = {
     "mistral": ReasoningForm("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningForm("<seed:think>", "</seed:think>"),
     "granite": ReasoningForm("Here is my thought process:", "Here is my response:"),
+    "cohere": ReasoningForm(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        frames=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
+    ),
     "gemma4": ReasoningForm("<|channel>thought\n", "<channel|>"),
 }
 # The names that SGLang and vLLM have for the same forms.
+_OF_COHERE = ("cohere_command3", "cohere_command4")
 _REASONING_NAMES = {
     "qwen3": "think", "deepseek-v3": "think", "deepseek_v3": "think", "glm45": "think", "hunyuan_a13b": "think",
     "interns1": "think", "kimi_k2": "think", "nano_v3": "think", "olmo3": "think", "smollm3": "think",
     "deepseek-r1": "think_always", "deepseek_r1": "think_always", "qwen3-thinking": "think_always",
     "step3": "think_always", "minimax": "think_always", "minimax_m2": "think_always",
-    "openai_gptoss": HARMONY,
+    "openai_gptoss": HARMONY, **dict.fromkeys(_OF_COHERE, "cohere"),
 }  # fmt: skip
 _CALL_NAMES = {
     "qwen": "hermes", "qwen25": "hermes", "smollm3": "hermes",
@@ -44,6 +50,7 @@ _CALL_NAMES = {
     "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic",
     "minimax-m2": "minimax_m2", "deepseek-v3": "deepseek_v3", "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31", "phi4_mini_json": "phi4_mini", "openai": HARMONY,
+    **dict.fromkeys(_OF_COHERE, "cohere"),
 }  # fmt: skip
 TOOL_CALL_PARSERS = (AUTO, NONE, *FORMS, HARMONY, *_CALL_NAMES)
 REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMS, HARMONY, *_REASONING_NAMES)
@@ -58,6 +65,7 @@ _CALL_SIGNS = (
     (re.compile(r"<seed:tool_call>"), "seed_oss"),
     (re.compile(r"<function="), "qwen3_coder"),
     (re.compile(r"<arg_key>"), "glm45"),
+    (re.compile(r"<\|START_ACTION\|>"), "cohere"),
     (re.compile(r"<function_calls>"), "olmo3"),
     (re.compile(r"<\|tool_(?:list|call)_start\|>"), "lfm2"),
     (re.compile(r"<\|/tool_call\|>"), "phi4_mini"),
@@ -74,6 +82,7 @@ _CALL_TOKENS = {"<|tool_call_start|>": "lfm2", "<|/tool_call|>": "phi4_mini"}
 _REASONING_SIGNS = (
     (re.compile(r"<\|channel\|>"), HARMONY),
     (re.compile(r"</?seed:think>"), "seed_oss"),
+    (re.compile(r"<\|START_(?:THINKING|RESPONSE)\|>"), "cohere"),
     (re.compile(r"</think>|add_generation_prompt(?s:.*)<think>"), "think"),
     (re.compile(r"\[/THINK\]"), "mistral"),
     (re.compile(r"<\|channel>thought"), "gemma4"),
@@ -117,6 +126,7 @@ class Dialect:
         found: tuple[str, ...] = self.template_markers
         if self.reasoning is not None:
             found += (self.reasoning.open, self.reasoning.close, *_tags_in(self.reasoning.open))
+            found += tuple(text for frame in self.reasoning.frames for text in frame)
         if self.calls is not None:
             found += (*self.calls.opens, self.calls.close, self.calls.between, self.calls.quote, "[CALL_ID]")
             found += (*(self.calls.section or ()), *_tags_in(self.calls.prefix))

@@ -196,6 +196,15 @@ VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
     ("granite", '<|tool_call|>[{"name": "now", "arguments": {}}]', "", "", [("now", {})]),
     ("phi4_mini", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", "", [("now", {})]),
     (
+        "cohere",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
+        '{"city": "Paris", "days": 2}},\n'
+        '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+        "",
+        "",
+        [("weather", PARIS), ("now", {})],
+    ),
+    (
         "pythonic",
         "[weather(city='Pa)ris', days=2, exact=true, units=None), now()]",
         "",
@@ -515,6 +524,17 @@ def test_gemmas_reasoning_is_told_from_its_answer() -> None:
     assert "<|channel>" in dialect_of(None, "gemma4", "gemma4").markers
 
 
+@pytest.mark.parametrize("tools", [TOOLS, {}])
+def test_what_frames_coheres_answers_is_no_text_of_them(tools: dict[str, Any]) -> None:
+    """With and without reasoning, and where the prompt has opened it."""
+    dialect = dialect_of("<|START_THINKING|><|START_RESPONSE|><|START_ACTION|>")
+    thought, answer = "Hm.<|END_THINKING|>", "<|START_RESPONSE|>Hi <b>!<|END_RESPONSE|>"
+    for text, is_open in ((thought + answer, True), (f"<|START_THINKING|>{thought}\n{answer}", False)):
+        assert result(dialect.parser(tools, reasoning_is_open=is_open), list(text)) == ("Hm.", "Hi <b>!", [])
+    assert result(dialect.parser(tools), [answer.replace("RESPONSE", "TEXT")]) == ("", "Hi <b>!", [])
+    assert {"<|START_RESPONSE|>", "<|END_ACTION|>"} <= {*dialect.markers}
+
+
 def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
     dialect = dialect_of(None, "hermes", "qwen3")
     assert dialect.reasoning_is_open_after("<|im_start|>assistant\n<think>\n")
@@ -539,6 +559,7 @@ def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
         ("name + '<｜tool▁sep｜>' + arguments", "deepseek_v31", None),
         ("</think>{{ '<minimax:tool_call>' }}<invoke name=", "minimax_m2", "think"),
         ("<|channel>thought\n{{ '<|tool_call>call:' + name }}", "gemma4", "gemma4"),
+        ("<|START_THINKING|>{{ plan }}<|START_ACTION|>[", "cohere", "cohere"),
         ("'List of tools: <|tool_list_start|>[' + tool", "lfm2", None),
         ("[TOOL_CALLS] [", "mistral", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_v11", None),

@@ -76,6 +76,10 @@ TEXTS = {
     ],
     "granite": ['<|tool_call|>[{"name": "now", "arguments": {}}]'],
     "phi4_mini": ['<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'],
+    "cohere": [
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "x"}},\n'
+        '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>'
+    ],
     "pythonic": ['[weather(city="x", unit="C"), now()]'],
     "olmo3": ['<function_calls>\nweather(city="x", days=2)\nnow()\n</function_calls>'],
     "lfm2": ['<|tool_call_start|>[weather(city="x", unit="C"), now()]<|tool_call_end|>'],
@@ -87,6 +91,7 @@ TEXTS = {
 PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 SPECIAL = (
     "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", *MARKERS,
+    "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_ACTION|>",
     "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|tool_call_start|>", "<|tool_call_end|>",
     *{
         mark: None
@@ -388,6 +393,15 @@ def test_reasoning_may_open_with_a_token_and_a_text(with_markers: bool) -> None:
         lark = behind_reasoning(free_text(of.tokenizer.unit_of), form, False, budget=4)
         assert of.allows(lark, f"{thought}Hello")
         assert not of.allows(lark, f"{thought.replace('Hm', 'Hm, a, b')}Hello")
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+def test_an_answer_may_stand_in_its_frame(with_markers: bool) -> None:
+    of, form = grammars(with_markers), REASONING_FORMS["cohere"]
+    lark = behind_reasoning(content_grammar(Grammar.json_object(), of.tokenizer.unit_of), form, False)
+    for begin, end in (("", ""), *form.frames):
+        assert of.allows(lark, f"<|START_THINKING|>Hm.<|END_THINKING|>{begin}{{}}{end}")
+    assert not of.allows(lark, "<|START_RESPONSE|>Hi<|END_RESPONSE|>")
 
 
 def test_reasoning_ends_after_its_budget() -> None:
