@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.experts import Choices
 from pallas_kernels.parts import whole
-from pallas_kernels.sums import mean_squares
+from pallas_kernels.sums import mean_squares, means
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +43,12 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, mean_square: jax.Array 
     return ((x32 * inverse_rms).astype(jnp.promote_types(x.dtype, scale.dtype)) * scale).astype(x.dtype)
 
 
+def centred(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The last axis of x less its mean, in `dtype`; the mean is float32. RMSNorm of that is LayerNorm of x."""
+    x32 = x.astype(jnp.float32)
+    return (x32 - means(x32)).astype(dtype)
+
+
 def scale_of(stack: jax.Array, row: int, dtype: jnp.dtype) -> jax.Array:
     """Row `row` of the scales of norms, for numbers in `dtype`: not narrowed, since some scales need float32."""
     return row_of(stack, row, jnp.promote_types(stack.dtype, dtype))
@@ -59,7 +65,7 @@ def add_then_norm(x: jax.Array, update: Update, scales: jax.Array, row: int, eps
     return x, rms_norm(x, scale_of(scales, row, x.dtype), eps)
 
 
-def sum_parts(update: Update, x: jax.Array) -> jax.Array:
+def sum_parts(update: Update, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """An update of x as one array in x's dtype, the sum of its parts where it comes in parts."""
     if isinstance(update, Choices):
         return update.total()

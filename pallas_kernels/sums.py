@@ -60,6 +60,11 @@ def row_sums(x: jax.Array, *, keepdims: bool = False) -> jax.Array:
     return sums[..., None] if keepdims else sums
 
 
+def means(x: jax.Array) -> jax.Array:
+    """The means of `x [.., n]` float32 over its last axis, `[.., 1]`."""
+    return row_sums(x, keepdims=True) / x.shape[-1]
+
+
 def mean_squares(x: jax.Array) -> jax.Array:
     """The means of the squares of `x [.., n]` float32 over its last axis, `[.., 1]`."""
     adder = _adder(x)

@@ -12,6 +12,10 @@ from transformers import (
     ArceeForCausalLM,
     BambaConfig,
     BambaForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     CwmConfig,
     CwmForCausalLM,
     DeepseekV2Config,
@@ -46,6 +50,10 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -90,8 +98,12 @@ from transformers import (
     Olmo3ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -114,6 +126,10 @@ from transformers import (
     SmolLM3ForCausalLM,
     SolarOpenConfig,
     SolarOpenForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
     YoutuConfig,
     YoutuForCausalLM,
 )
@@ -235,6 +251,9 @@ _HYBRID_MOE = {
     "moe_intermediate_size": 52,
     "shared_expert_intermediate_size": 72,
 }
+
+_EQUALLY_MANY = {"head_dim": 16, "num_key_value_heads": 8}  # kv heads and heads, of D numbers together
+_COHERE = {"logit_scale": 0.7, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 
 _MAMBA = {
     "mamba_expand": 3,
@@ -451,6 +470,40 @@ FAMILIES: dict[str, Kind] = {
             },
         },
     ),
+    # With LayerNorm.
+    "cohere": (CohereConfig, CohereForCausalLM, {**_COHERE, "use_qk_norm": True, "attention_bias": True}),
+    "cohere2": (
+        Cohere2Config,
+        Cohere2ForCausalLM,
+        {**_COHERE, "head_dim": 16, "sliding_window": WINDOW, "layer_types": _MIXED_TYPES},
+    ),
+    "starcoder2": (
+        Starcoder2Config,
+        Starcoder2ForCausalLM,
+        {"num_hidden_layers": 2, "sliding_window": WINDOW, "tie_word_embeddings": False},
+    ),
+    "stable_lm": (
+        StableLmConfig,
+        StableLmForCausalLM,
+        {
+            "head_dim": 16,
+            "partial_rotary_factor": 0.5,
+            "use_qkv_bias": True,
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+        },
+    ),
+    "phi": (PhiConfig, PhiForCausalLM, {"partial_rotary_factor": 0.5}),
+    "gpt_neox": (
+        GPTNeoXConfig,
+        GPTNeoXForCausalLM,
+        {
+            **_EQUALLY_MANY,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gpt2": (GPT2Config, GPT2LMHeadModel, {**_EQUALLY_MANY, "intermediate_size": None, "n_inner": 112}),
+    "opt": (OPTConfig, OPTForCausalLM, {**_EQUALLY_MANY, "intermediate_size": None, "ffn_dim": 112}),
     # Others of these mechanisms.
     "cwm": (
         CwmConfig,
@@ -691,6 +744,7 @@ FAMILIES: dict[str, Kind] = {
     ),
 }
 FAMILY_KINDS = tuple(FAMILIES)
+OF_D_NUMBERS = ("cohere2", "stable_lm", "gpt_neox", "gpt2", "opt")  # whose heads have D numbers together
 DELTA_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, the ones with gated delta-nets
 BLOCK_KINDS = ("nemotron_h", "nemotron_h_latent")  # whose layers are a mixer or an MLP alone
 CONV_KINDS = ("lfm2", "lfm2_moe", "lfm3")  # with short convolutions

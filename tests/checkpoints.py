@@ -33,7 +33,9 @@ def make_checkpoint(
     model = model_class(config_class(**{**values, **config_changes})).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # away from the initial ones, zeros and near-uniform logits, so that each one matters
+            if (
+                "norm" in name or ".ln_" in name
+            ):  # away from the initial ones, zeros and near-uniform logits, so that each one matters
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * torch.randn_like(parameter))

@@ -9,6 +9,7 @@ layers, and `weights/names.py` for the names of tensors.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.end_tokens import end_token_of_tokenizer, read_end_tokens
 from jaxsgl.models.families import BY_DECODER, FAMILIES
-from jaxsgl.models.family import Family, NormPlaces, OutputGate, QkNorm
+from jaxsgl.models.family import Family, NormPlaces, OutputGate, Parallel, QkNorm
 from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
 from jaxsgl.models.layer_spec import WHOLE, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, RecurrentNet, Stage
 from jaxsgl.models.pooling import read_labels, read_pooling
@@ -44,12 +45,18 @@ DTYPES = ("float32", "bfloat16", "float16")
 UNTOLD_DTYPE = "bfloat16"  # of models since about 2023, where neither config.json nor tensors tell it
 MODELOPT_FILE = "hf_quant_config.json"
 
-Activation: TypeAlias = Literal["silu", "gelu_tanh", "relu2"]
+Activation: TypeAlias = Literal["silu", "gelu_tanh", "relu2", "relu", "gelu", "gelu_new"]
 Head: TypeAlias = Literal["vocabulary", "labels", "none"]
 _OTHER_HEADS: dict[str, Head] = {"ForSequenceClassification": "labels", "Model": "none"}  # transformers' classes
 # config.json's words -> ours, of MLPs with gates and of those without
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-WITHOUT_GATES: dict[str, Activation] = {"relu2": "relu2"}
+WITHOUT_GATES: dict[str, Activation] = {
+    "relu2": "relu2",
+    "relu": "relu",
+    "gelu": "gelu",
+    # Names of one approximation.
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_new"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class ModelArch:
       vocab_size, hidden_size, num_heads, num_kv_heads, head_dim: V, D, N, K, H, the last two of what the cache holds.
       layers: what each layer is made of.
       ropes: rotary position embeddings, which layers name by index.
-      rms_norm_eps: added to the mean square in every RMSNorm.
+      rms_norm_eps: added to the mean square in every norm.
       tie_embeddings: the embedding is also the output head.
       attention_bias: q, k and v have biases.  attention_out_bias, mlp_bias: so have the output projection, the MLP.
       qk_norm: whether q and k are normalized, per head or over all heads.
@@ -71,12 +78,18 @@ class ModelArch:
       names_dtype: config.json says so; else it is a guess, which the tensors correct (`weights/as_stored.py`).
       eos_token_ids: ids that end a generation; may be empty.
       norms: where a layer has norms.
+      centred: norms are LayerNorm. What goes into the residual stream has no mean, so that RMSNorm of it is that.
+      norm_bias: the layers' norms and the last one add a bias.
+      parallel: the MLP runs next to the mixer, and what it reads then; None: it runs after it.
       norm_offset: added to the scales of all norms when they are loaded. Unless it is 0, they are float32 parameters.
       activation: of the MLPs' gates, or of their units if these have none.
       embedding_scale: factor on embeddings; None: 1.
       rounds_embedding_scale: that is rounded to the weights' dtype first.
       residual_scale: factor on what a block adds to the residual stream; None: 1.
       logits_divisor: what logits are divided by; None: 1.
+      head_bias: the output head has a bias.
+      num_positions: rows of the table of learned positions, as the checkpoint has it; 0: there is none.
+      rows_before_positions: how many of these come before that of the first position.
       attention_scale: factor on q . k before the softmax; None: 1 / sqrt(H).
       attention_cap, logits_cap: soft caps of scores and of logits: x becomes cap * tanh(x / cap).
       sinks: query heads have attention sinks.
@@ -126,12 +139,18 @@ class ModelArch:
     names_dtype: bool = True
     rotates_first: bool = False
     norms: NormPlaces = "pre"
+    centred: bool = False
+    norm_bias: bool = False
+    parallel: Parallel | None = None
     norm_offset: int = 0
     activation: Activation = "silu"
     embedding_scale: float | None = None
     rounds_embedding_scale: bool = False
     residual_scale: float | None = None
     logits_divisor: float | None = None
+    head_bias: bool = False
+    num_positions: int = 0
+    rows_before_positions: int = 0
     attention_scale: float | None = None
     attention_cap: float | None = None
     logits_cap: float | None = None
@@ -412,7 +431,8 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         raise CheckpointError(f"{whole.path}: {why_unserved(told, whole.values, FAMILIES)}")
     family = FAMILIES[name]
     config = _decoder_of(whole, name, family)
-    config.defaults = family.defaults
+    config.defaults, config.keys = family.defaults, family.keys
+    _refuse_unbuilt(config, family)
     hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
     latent = read_latent(config) if family.latent else None
     if latent is not None:
@@ -433,6 +453,12 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         value = config.number(key, 1.0) if family.multipliers else 1.0
         return None if value == 1.0 else value
 
+    logits_divisor = factor("logits_scaling")
+    if family.scales_logits and (scale := config.number("logit_scale", 1.0)) != 1.0:
+        logits_divisor = 1.0 / scale
+    num_positions = 0
+    if family.rows_before_positions is not None:
+        num_positions = family.rows_before_positions + config.count("max_position_embeddings")
     dtype = _read_dtype(whole, config)
     scales_embedding = family.scales_embedding and _holds(config, family.scales_embedding_key)
     return ModelArch(
@@ -459,13 +485,19 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         names_dtype=dtype is not None,
         eos_token_ids=read_end_tokens(generation, whole, config),
         norms=family.norms if _holds(config, family.norms_key) else "pre",
+        centred=family.centred,
+        norm_bias=family.norm_bias,
+        parallel=family.parallel if _holds(config, family.parallel_key) else None,
         norm_offset=family.norm_offset,
         activation=_read_activation(config, family),
         embedding_scale=math.sqrt(hidden_size) if scales_embedding else factor("embedding_multiplier"),
         rounds_embedding_scale=family.rounds_embedding_scale,
         attention_scale=_read_attention_scale(config, family, latent),
         residual_scale=factor("residual_multiplier"),
-        logits_divisor=factor("logits_scaling"),
+        logits_divisor=logits_divisor,
+        head_bias=family.head_bias,
+        num_positions=num_positions,
+        rows_before_positions=family.rows_before_positions or 0,
         attention_cap=_read_cap(config, family.caps, "attn_logit_softcapping"),
         logits_cap=_read_cap(config, family.caps or family.caps_logits, "final_logit_softcapping"),
         sinks=family.sinks,
@@ -496,6 +528,18 @@ def _decoder_of(whole: ConfigFile, name: str, family: Family) -> ConfigFile:
     return config or whole
 
 
+def _refuse_unbuilt(config: ConfigFile, family: Family) -> None:
+    """Raises `CheckpointError` for a form of the family that isn't built."""
+    for key, required in family.required.items():
+        value = config.get(key)
+        expected = config.get(required, required) if isinstance(required, str) else required
+        if value is not None and value != expected:
+            raise CheckpointError(
+                f"{config.path}: {key} is {json.dumps(value)}, but of this family only models are served where it is "
+                f"{json.dumps(expected)}"
+            )
+
+
 def _decoder_type(whole: ConfigFile) -> str:
     """The `model_type` of the decoder in a larger model."""
     decoder = whole.get("text_config")
@@ -507,16 +551,18 @@ def _holds(config: ConfigFile, key: str | None) -> bool:
     return key is None or bool(config.get(key, False))
 
 
-_SPELLED = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}  # names in published folders that aren't transformers' own
+# Names in published folders that aren't transformers' own; and one there that doesn't end as others do.
+_SPELLED = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM", "GPT2ForCausalLM": "GPT2LMHeadModel"}
 
 
 def _family_of(architecture: str | None) -> tuple[str, Head]:
     """The name in `FAMILIES` of an architecture, which may be the decoder with another head or none, and its head."""
     for suffix, head in _OTHER_HEADS.items():
-        if architecture is not None and architecture.endswith(suffix):
+        if architecture is not None and architecture not in FAMILIES and architecture.endswith(suffix):
             stem = architecture.removesuffix(suffix)
             # Where the whole model sees images, too, the decoder's class is called so: Gemma3TextModel.
-            return stem.removesuffix("Text") + "ForCausalLM", head
+            name = stem.removesuffix("Text") + "ForCausalLM"
+            return _SPELLED.get(name, name), head
     return _SPELLED.get(str(architecture), str(architecture)), "vocabulary"
 
 

@@ -45,6 +45,7 @@ class ConfigFile:
         """Reads the file, unless `values` are given: those of the object at `within`, as in "rope_scaling."."""
         self.path = path
         self.defaults: Mapping[str, Any] = {}
+        self.keys: Mapping[str, str] = {}  # what the file calls keys that it doesn't call as readers do
         self.values: Mapping[str, Any] = read_object(path) if values is None else values
         self._within = within
         self._asked: set[str] = set()
@@ -52,9 +53,14 @@ class ConfigFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value; `default` where it is null; the family's default, else `default`, where it is missing."""
+        key = self.told_as(key)
         self._asked.add(key)
         value = self.values.get(key) if key in self.values else self.defaults.get(key)
         return default if value is None else value
+
+    def told_as(self, key: str) -> str:
+        """What the file calls the key."""
+        return self.keys.get(key, key)
 
     def skip(self, *keys: str) -> None:
         """Takes keys for asked: beside the other values they mean nothing, to the family's own code either."""
@@ -64,14 +70,16 @@ class ConfigFile:
         """A positive integer; an error where it is missing without a default."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{self.path}: {self._within}{key} is {value}, but must be an integer of 1 and more")
+            raise CheckpointError(
+                f"{self.path}: {self._within}{self.told_as(key)} is {value}, but must be an integer of 1 and more"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number; an error where it is missing without a default."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{self.path}: {self._within}{key} is {value}, but must be a number")
+            raise CheckpointError(f"{self.path}: {self._within}{self.told_as(key)} is {value}, but must be a number")
         return float(value)
 
     def section(self, key: str) -> ConfigFile | None:

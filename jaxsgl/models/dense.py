@@ -2,7 +2,7 @@
 
 Token-flat: all sequences of a step lie one after another on one axis T, and the caller's `Attend` tells them apart. The
 engine merges the model with parameters inside its jitted step. Products are computed in the parameters' dtype, what
-lies between them in `activations`; RMSNorm statistics, rope and logits are float32.
+lies between them in `activations`; norms' statistics, rope and logits are float32.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from jaxsgl.models.layers import (
     Attention,
     LayerRows,
     LayerVectors,
+    Norm,
     Recur,
     Row,
     no_states,
@@ -50,7 +51,7 @@ from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
-from pallas_kernels.norm import Update, rms_norm, row_of, scale_of, sum_parts
+from pallas_kernels.norm import Update, centred, rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.short_conv import ConvTokens
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
@@ -87,6 +88,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = _mlp(arch, spec.mlp, dtype, format_of)
         self.experts = None if spec.experts is None else MoE(arch, spec.experts, dtype, format_of("experts"), None)
         self.embedding_gate = EmbeddingGate(arch, spec, dtype) if spec.embedding_size else None
+        self._shares_norm = arch.parallel == "shared norm"
 
     @property
     def mixer(self) -> Attention | LatentAttention | SharedKeysAttention | RecurrentMixer | None:
@@ -95,12 +97,16 @@ class DecoderLayer(nnx.Module):
         found = getattr(self, self._mixer, None)
         return found
 
-    def reader(self, kernels: KernelChoice) -> Weights | None:
-        """The only matrix that multiplies what the layer reads; None: there are several."""
-        return self.mlp_reader(kernels) if self.mixer is None else self.mixer.reader(kernels)
+    def readers(self, kernels: KernelChoice) -> tuple[Weights | None, ...]:
+        """What multiplies what the layer reads: of its mixer, its MLP or both the only matrix; None: it has several."""
+        of_mlp = self.mlp_reader(kernels)
+        if self.mixer is None:
+            return (of_mlp,)
+        of_mixer = self.mixer.reader(kernels)
+        return (of_mixer, of_mlp) if self._shares_norm else (of_mixer,)
 
     def mlp_reader(self, kernels: KernelChoice) -> Weights | None:
-        """The same of its MLP."""
+        """The only matrix that multiplies what its MLP reads; None: there are several."""
         return self.mlp.matrix("gate_up", kernels) if isinstance(self.mlp, MLP) else None
 
 
@@ -138,7 +144,10 @@ class DecoderLayers(Matrices):
         self.layers = nnx.List([DecoderLayer(arch, spec, dtype) for spec in arch.layers])
         self.vectors = LayerVectors(arch, dtype)
         norm_shape = (arch.hidden_size,)
-        self.final_norm = vector(norm_shape, (None,), norm_dtype(arch, dtype), mean=1.0) if arch.stage.is_last else None
+        self.final_norm, self.final_norm_bias = (
+            vector(norm_shape, (None,), norm_dtype(arch, dtype), mean=mean) if exists else None
+            for exists, mean in ((arch.stage.is_last, 1.0), (arch.stage.is_last and arch.norm_bias, 0.0))
+        )
 
     def run(
         self,
@@ -164,8 +173,8 @@ class DecoderLayers(Matrices):
         rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
         ranks = TokensOfRanks(is_token, mlp_tokens)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
-        first = rows.of(vectors.attention_norm, 0)
-        read_TD: Rows = x_TD if first is None else rms_norm(x_TD, scale_of(*first, x_TD.dtype), arch.rms_norm_eps)
+        first = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, 0)
+        read_TD: Rows = x_TD if first is None else first(x_TD, arch.rms_norm_eps)
         for index, layer in enumerate(self.layers):
             _note(streams, index, x_TD)
             place, mixer = arch.places[index], layer.mixer
@@ -176,10 +185,16 @@ class DecoderLayers(Matrices):
             elif mixer is not None:
                 table = tables[self._rope_of(arch.layers[index])]
                 update_TD = mixer(read_TD, vectors, rows, table, place, attend, mine, kernels)
+            beside: tuple[Update, ...] = ()
             if mixer is not None and layer.mlp is not None:
-                out_norm, next_norm = rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index)
-                reader = None if mine is not None else layer.mlp_reader(kernels)
-                x_TD, read_TD = self._add(x_TD, update_TD, out_norm, next_norm, kernels, reader)
+                out_norm = rows.of(vectors.attention_out_norm, index)
+                next_norm = rows.norm(vectors.mlp_norm, vectors.mlp_norm_bias, index)
+                if arch.parallel is not None:
+                    beside = (update_TD,)
+                    read_TD = read_TD if next_norm is None else next_norm(x_TD, arch.rms_norm_eps)
+                else:
+                    readers = () if mine is not None else (layer.mlp_reader(kernels),)
+                    x_TD, read_TD = self._add(x_TD, (update_TD,), out_norm, next_norm, kernels, readers)
             told = experts if layer.experts is None else None
             if layer.mlp is not None:
                 update_TD = self._mlp(layer.mlp, read_TD, ranks, mine, told, kernels)
@@ -191,19 +206,19 @@ class DecoderLayers(Matrices):
                 update_TD = sum_parts(update_TD, x_TD) + images.part(index + 1).astype(x_TD.dtype)
             is_last = index == arch.num_layers - 1
             if is_last:
-                next_norm = None if self.final_norm is None else (self.final_norm[...][None], 0)
+                next_norm = self._last_norm()
             else:
-                next_norm = rows.of(vectors.attention_norm, index + 1)
-            reader = None
+                next_norm = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, index + 1)
+            readers = ()
             if not is_last and adapters is None:
-                reader = self.layers[index + 1].reader(kernels)
+                readers = self.layers[index + 1].readers(kernels)
             out_norm = rows.of(vectors.mlp_out_norm, index)
             if vectors.layer_factor is None:
-                x_TD, read_TD = self._add(x_TD, update_TD, out_norm, next_norm, kernels, reader)
+                x_TD, read_TD = self._add(x_TD, (*beside, update_TD), out_norm, next_norm, kernels, readers)
                 continue
-            x_TD, _ = self._add(x_TD, update_TD, out_norm, None, kernels, None)
+            x_TD, _ = self._add(x_TD, (*beside, update_TD), out_norm, None, kernels, ())
             x_TD = self._ended(layer, index, x_TD, rows, embeddings, kernels)
-            read_TD = x_TD if next_norm is None else rms_norm(x_TD, scale_of(*next_norm, x_TD.dtype), arch.rms_norm_eps)
+            read_TD = x_TD if next_norm is None else next_norm(x_TD, arch.rms_norm_eps)
         _note(streams, arch.num_layers, x_TD)
         assert isinstance(read_TD, jax.Array), "heads read rows as they are"
         return read_TD
@@ -313,21 +328,34 @@ class DecoderLayers(Matrices):
         """The ropes that layers have, in order."""
         return dict.fromkeys(self._rope_of(self.arch.layers[layer]) for layer in self.arch.attention_layers)
 
+    def _last_norm(self) -> Norm | None:
+        """The norm after the last layer, if this stage has it."""
+        if self.final_norm is None:
+            return None
+        bias = None if self.final_norm_bias is None else (self.final_norm_bias[...][None], 0)
+        return Norm((self.final_norm[...][None], 0), bias)
+
     def _add(
         self,
         x_TD: jax.Array,
-        update: Update,
+        updates: Sequence[Update],
         out_norm: Row | None,
-        next_norm: Row | None,
+        next_norm: Norm | None,
         kernels: KernelChoice,
-        reader: Weights | None,
+        readers: Sequence[Weights | None],
     ) -> tuple[jax.Array, Rows]:
-        """The residual stream with an update, scaled and normalized by `out_norm` if there are such, and what is read.
+        """The residual stream with updates, scaled and normalized by `out_norm` if there are such, and what is read.
 
-        That is the stream by `next_norm`, or as it is; rounded if the only `reader`, a matrix, takes it so. `update` is
+        That is the stream by `next_norm`, or as it is; rounded if all `readers`, matrices, take it so. Each update is
         `[T, D]` or in parts, as `add_and_norm` takes it.
         """
         eps, scale = self.arch.rms_norm_eps, self.arch.residual_scale
+        update = updates[0]
+        if self.arch.centred or len(updates) > 1:
+            wide = jax.ShapeDtypeStruct(x_TD.shape, jnp.float32)
+            total = sum(sum_parts(each, wide).astype(wide.dtype) for each in updates)
+            assert isinstance(total, jax.Array), "there is an update"
+            update = centred(total, x_TD.dtype) if self.arch.centred else total.astype(x_TD.dtype)
         if scale is not None:
             update = _scaled(sum_parts(update, x_TD), scale)
         if out_norm is not None:
@@ -335,9 +363,11 @@ class DecoderLayers(Matrices):
         if next_norm is None:
             x_TD = x_TD + sum_parts(update, x_TD)
             return x_TD, x_TD
-        if reader is not None and rounds_rows(x_TD.dtype, reader):
-            return add_and_norm_in_float8(x_TD, update, *next_norm, eps, backend=kernels.add_and_norm)
-        return add_and_norm(x_TD, update, *next_norm, eps, backend=kernels.add_and_norm)
+        take_rounded = [each is not None and rounds_rows(x_TD.dtype, each) for each in readers]
+        if take_rounded and all(take_rounded) and next_norm.bias is None:
+            return add_and_norm_in_float8(x_TD, update, *next_norm.scale, eps, backend=kernels.add_and_norm)
+        x_TD, normed_TD = add_and_norm(x_TD, update, *next_norm.scale, eps, backend=kernels.add_and_norm)
+        return x_TD, next_norm.biased(normed_TD)
 
 
 class Decoder(DecoderLayers):
@@ -349,11 +379,15 @@ class Decoder(DecoderLayers):
         fmt = None if arch.weight_format is None else arch.weight_format.of_vocabulary
         if arch.has_embedding:
             self.declare("embedding", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
+        if arch.num_positions and arch.stage.is_first:
+            self.declare("positions", (arch.num_positions, d), (None, None), dtype, None, fan_in=d)
         self.layer_embeddings = LayerEmbeddings(arch, dtype, activations) if arch.embedding_size else None
         if arch.head == "labels":
             self.declare("score", (len(arch.folder_pooling.labels), d), (None, None), dtype, None, fan_in=d)
         elif arch.head == "vocabulary" and not arch.tie_embeddings:
             self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
+        has_bias = arch.head_bias and arch.head == "vocabulary"
+        self.head_bias = vector((v,), ("vocab",), dtype, mean=0.0) if has_bias else None
         has_tower = arch.vision is not None and arch.vision.has_tower
         self.visual = Tower(arch.vision, dtype, activations) if arch.vision is not None and has_tower else None
 
@@ -383,7 +417,7 @@ class Decoder(DecoderLayers):
         layer, each item becomes the residual stream `[T, D]` before that layer, or after the last one. `mlp_tokens`:
         places for the tokens of all ranks in MLPs; 0: those of all their batches.
         """
-        x_TD = self._embed(token_ids) if self.arch.stage.is_first else token_ids
+        x_TD = self._embed(token_ids, positions) if self.arch.stage.is_first else token_ids
         if images is not None:
             x_TD = jnp.where(images.is_image[:, None], images.part(0).astype(x_TD.dtype), x_TD)
         own = None
@@ -397,8 +431,17 @@ class Decoder(DecoderLayers):
         """The rows of the embedding `[T, D]`, without the factor that some models have."""
         return self._rows(self.matrix("embedding"), token_ids)
 
-    def _embed(self, token_ids: jax.Array) -> jax.Array:
-        """`[T, D]`; the factor is rounded to the weights' dtype where the model was trained so."""
+    def _embed(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """What goes into the residual stream `[T, D]`: embeddings, with those of positions if the model has such."""
+        rows_TD = self._scaled_rows(token_ids)
+        if self.arch.num_positions:
+            places = positions + self.arch.rows_before_positions
+            of_positions = self.matrix("positions").at[places].get(mode="clip")
+            rows_TD = rows_TD.astype(jnp.float32) + of_positions.astype(jnp.float32)
+        return centred(rows_TD, self.activations) if self.arch.centred else rows_TD.astype(self.activations)
+
+    def _scaled_rows(self, token_ids: jax.Array) -> jax.Array:
+        """Embeddings `[T, D]`; their factor is rounded to the weights' dtype where the model was trained so."""
         embedding = self.matrix("embedding")
         rows_TD, dtype = self._rows(embedding, token_ids), getattr(embedding, "dtype", self.activations)
         scale = self.arch.embedding_scale
@@ -432,7 +475,10 @@ class Decoder(DecoderLayers):
 
         Those of padding behind the vocabulary are -inf.
         """
-        logits = self._capped(product(hidden, self._head(), jnp.float32))
+        logits = product(hidden, self._head(), jnp.float32)
+        if self.head_bias is not None:
+            logits = logits + self.head_bias[...].astype(jnp.float32)
+        logits = self._capped(logits)
         if self.arch.vocab_padding:
             first = part_index() * logits.shape[-1]
             is_token = first + jnp.arange(logits.shape[-1]) < self.arch.vocab_size
@@ -442,9 +488,11 @@ class Decoder(DecoderLayers):
     def logits_of(self, hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
         """Logits `[R, L]` float32 of the tokens `[R, L]` alone, for `hidden [R, D]`: reads these rows of the head."""
         rows_RLD = self._rows(self._head(), token_ids.reshape(-1)).reshape(*token_ids.shape, -1)
-        return self._capped(
-            jnp.einsum("rd,rld->rl", hidden, rows_RLD, precision="highest", preferred_element_type=jnp.float32)
-        )
+        logits = jnp.einsum("rd,rld->rl", hidden, rows_RLD, precision="highest", preferred_element_type=jnp.float32)
+        if self.head_bias is not None:
+            biases = self._rows(self.head_bias[...][:, None], token_ids.reshape(-1))
+            logits = logits + biases.reshape(token_ids.shape).astype(jnp.float32)
+        return self._capped(logits)
 
     def class_logits(self, hidden: jax.Array) -> jax.Array:
         """Logits `[R, C]` float32 of the classes of a classification head."""

@@ -14,8 +14,12 @@ from pallas_kernels.routing import Score
 
 # Which norms a layer has: before attention and MLP; after them, before the sum; or both.
 NormPlaces: TypeAlias = Literal["pre", "post", "sandwich"]
-# Over what queries and keys are normalized before rope: each head, or all heads at once.
-QkNorm: TypeAlias = Literal["head", "all"]
+# Over what queries and keys are normalized before rope: each head, all heads at once, or each head less its mean, by
+# scales of its own.
+QkNorm: TypeAlias = Literal["head", "all", "centred head"]
+# What an MLP reads that runs next to the layer's mixer, where the updates of both are added at once: what the mixer
+# reads, or the same stream by a norm of its own.
+Parallel: TypeAlias = Literal["shared norm", "own norm"]
 # What makes a token of a square of patches: an MLP; a matrix, and two that bring it to the decoder's size; their mean,
 # normalized, and a matrix; or that mean in another scale, normalized without scales, and a matrix.
 Merging: TypeAlias = Literal["mlp", "projected", "pooled", "scaled"]
@@ -145,6 +149,10 @@ class Family:
       norms: places of the norms.
       norms_key: the key that says whether `norms` are "sandwich"; else they are "pre". None: they are as told here.
       norm_eps_key: the key of what is added to mean squares.
+      centred: norms take the mean of a row away first (LayerNorm); else they don't (RMSNorm).
+      norm_bias: norms add a bias.
+      parallel: see `ModelArch`.
+      parallel_key: the key that says whether `parallel` holds; None: it does.
       norm_offset: added to the norms' scales when they are loaded: 1 where a checkpoint holds w for 1 + w.
       qk_norm: whether and over what every q and k is normalized (RMSNorm).
       qk_norm_key: the key that says whether `qk_norm` holds; None: it does.
@@ -159,8 +167,14 @@ class Family:
       scales_embedding_key: the key that says whether they are; None: they are.
       rounds_embedding_scale: that root is rounded to the weights' dtype first.
       multipliers: `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` hold.
+      scales_logits: logits are multiplied by `logit_scale`.
+      head_bias: the output head has a bias.
+      rows_before_positions: learned positions are added to embeddings, by a table with so many rows before that of the
+        first position; None: there is none.
+      context_key: the key of the longest sequence where it is there; else `max_position_embeddings` says it.
       activation_key: the key of the MLP's activation.
       gated: see `ModelArch`.
+      ffn_factor: an MLP's F is so many times D where no key says it; None: a key does.
       cut_ffn: an MLP's F is two thirds of the number told, if `block_auto_adjust_ff_dim`.
       activations: words for it that mean another one in this family.
       windows: "none": attention is full. "always": `sliding_window` holds. "flag": it holds if `use_sliding_window`,
@@ -177,7 +191,8 @@ class Family:
       alpha_stretches: `alpha` of a dynamic rope holds; else it means nothing.
       grows_queries: `llama_4_scaling_beta` of the rope holds.
       turned_layers: which layers have a rope. "told": as `no_rope_layers` says. "windows": those with windows; all, if
-        none has one. "type": all if `position_embedding_type` is "rope", else none. "none": none has.
+        none has one. "windows alone": those with windows. "type": all if `position_embedding_type` is "rope", else
+        none. "none": none has.
       caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
       caps_logits: logits alone may have a soft cap.
       attention_scale: factor on scores where no key says one; None: 1 / sqrt(H).
@@ -202,13 +217,20 @@ class Family:
       draft_head: the first of these is called `mtp`, not as a layer (`weights/stored_names.py`).
       vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`); None: it
         doesn't, or the tower is left out.
-      defaults: values of keys that config.json may leave out.
+      keys: what keys are called, if not as in Llama, by their names there.
+      required: what keys must say, where they are there, since nothing else is built; a text is another key, with whose
+        value it must agree.
+      defaults: values of keys that config.json may leave out, as it calls them.
       ignored: keys that the family's reference code ignores, too.
     """
 
     norms: NormPlaces = "pre"
     norms_key: str | None = None
     norm_eps_key: str = "rms_norm_eps"
+    centred: bool = False
+    norm_bias: bool = False
+    parallel: Parallel | None = None
+    parallel_key: str | None = None
     norm_offset: int = 0
     qk_norm: QkNorm | None = None
     qk_norm_key: str | None = None
@@ -223,8 +245,13 @@ class Family:
     scales_embedding_key: str | None = None
     rounds_embedding_scale: bool = False
     multipliers: bool = False
+    scales_logits: bool = False
+    head_bias: bool = False
+    rows_before_positions: int | None = None
+    context_key: str | None = None
     activation_key: str = "hidden_act"
     gated: bool = True
+    ffn_factor: int | None = None
     cut_ffn: bool = False
     activations: Mapping[str, str] = field(default_factory=dict)
     windows: Literal["none", "always", "flag", "even by flag", "all by flag", "late", "listed"] = "none"
@@ -235,7 +262,7 @@ class Family:
     sliding_theta: str | float | None = None
     alpha_stretches: bool = False
     grows_queries: bool = False
-    turned_layers: Literal["all", "told", "windows", "type", "none"] = "all"
+    turned_layers: Literal["all", "told", "windows", "windows alone", "type", "none"] = "all"
     caps: bool = False
     caps_logits: bool = False
     attention_scale: float | None = None
@@ -257,5 +284,7 @@ class Family:
     next_layers_key: str | None = None
     draft_head: bool = False
     vision: VisionFamily | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    required: Mapping[str, bool | float | str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()

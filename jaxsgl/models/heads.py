@@ -79,6 +79,11 @@ class EagleArch:
                 f"{path}: architectures is {names}, but a head of EAGLE-3 is LlamaForCausalLMEagle3, or has "
                 "speculators_model_type eagle3"
             )
+        if target.centred:
+            raise CheckpointError(
+                f"{path}: a head reads the residual stream with its mean, and that of {target.name} is kept without: "
+                "serve it without a head, or draft with --speculative-algorithm NGRAM"
+            )
         for key in ("norm_before_fc", "fc_norm"):
             if values.get(key):
                 raise CheckpointError(f"{path}: {key} is {values[key]}, but heads with norms before fc can't be used")

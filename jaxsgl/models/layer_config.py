@@ -57,6 +57,8 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     types = _read_types(config, family, is_turned) if blocks is None else blocks
     if family.turned_layers == "windows" and config.get("sliding_window") is not None:
         is_turned = [each == SLIDING for each in types]
+    if family.turned_layers == "windows alone":
+        is_turned = [each == SLIDING and config.get("sliding_window") is not None for each in types]
     if family.own_parts:
         types = read_own_types(config, types, FULL)
         check_own_ropes(config, types)
@@ -66,7 +68,7 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     if latent is not None and latent.q_rank is None and any(rope.query_growth for rope in ropes):
         raise CheckpointError(f"{config.path}: llama_4_scaling_beta needs q_lora_rank, which is null")
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
-    max_context = max(config.count("max_position_embeddings"), *stretched, 0)
+    max_context = max(_read_max_context(config, family), *stretched, 0)
     window = _read_window(config, family, max_context)
     mlps = read_mlps(config, family, num_layers) if blocks is None else _read_mlps_of(config, family.moe, blocks)
     experts = _read_beside(config, family.moe)
@@ -101,6 +103,11 @@ def _read_next(config: ConfigFile, family: Family, specs: tuple[LayerSpec, ...])
         return None
     spec = next(spec for spec in reversed(specs) if not isinstance(spec.mixer, RecurrentNet))
     return spec if family.moe is None else replace(spec, mlp=_read_mixture(config, family.moe))
+
+
+def _read_max_context(config: ConfigFile, family: Family) -> int:
+    told = config.count("max_position_embeddings")
+    return told if family.context_key is None else config.count(family.context_key, told)
 
 
 def _read_turned(config: ConfigFile, family: Family, num_layers: int) -> list[bool]:
@@ -263,6 +270,8 @@ def read_mlps(config: ConfigFile, family: Family, num_layers: int) -> Sequence[D
 
 def _read_ffn_size(config: ConfigFile, family: Family) -> int:
     """F of an MLP without experts."""
+    if family.ffn_factor is not None:
+        return config.count("intermediate_size", family.ffn_factor * config.count("hidden_size"))
     if not family.cut_ffn:
         return config.count("intermediate_size")
     config.skip("intermediate_size", "block_multiple_of", "block_ffn_dim_multiplier")

@@ -9,8 +9,9 @@ accelerators multiply both forms equally fast. They may be quantized (`matrix.py
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +26,38 @@ from jaxsgl.models.precision import gated_product, product, product_in_parts, pr
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.rope import RopeTables, reorders_heads
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
+from jaxsgl.models.units import unit_of
 from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
-from pallas_kernels.experts import unit_of
-from pallas_kernels.norm import Biased, Update, rms_norm, row_of, scale_of, sum_parts
+from pallas_kernels.norm import Biased, Update, centred, rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.short_conv import ConvTokens
 from pallas_kernels.sums import mean_squares
 from pallas_kernels.target import target_device
 
 Row: TypeAlias = tuple[jax.Array, int]  # a stack of vectors `[L, ...]`, and which of them
+
+
+class Norm(NamedTuple):
+    """A norm of rows `[T, D]`.
+
+    Attributes:
+      scale: what they are multiplied by.
+      bias: what is added to them then; None: nothing is.
+    """
+
+    scale: Row
+    bias: Row | None = None
+
+    def __call__(self, x_TD: jax.Array, eps: float) -> jax.Array:
+        """The rows, normalized."""
+        return self.biased(rms_norm(x_TD, scale_of(*self.scale, x_TD.dtype), eps))
+
+    def biased(self, normed_TD: jax.Array) -> jax.Array:
+        """What is normalized already, with the bias."""
+        if self.bias is None:
+            return normed_TD
+        return (normed_TD.astype(jnp.float32) + row_of(*self.bias, jnp.dtype(jnp.float32))).astype(normed_TD.dtype)
 
 
 class LayerRows:
@@ -53,6 +76,11 @@ class LayerRows:
         """Row `layer` of a stack `[L, ...]`; None where the model has no such vectors."""
         vectors = self.stack(stack, layer)
         return None if vectors is None else (vectors, self.row(layer))
+
+    def norm(self, scales: nnx.Param[jax.Array] | None, biases: nnx.Param[jax.Array] | None, layer: int) -> Norm | None:
+        """The norm of `layer` in these stacks; None where the model has no such norms."""
+        scale = self.of(scales, layer)
+        return None if scale is None else Norm(scale, self.of(biases, layer))
 
     def stack(self, stack: nnx.Param[jax.Array] | None, layer: int) -> jax.Array | None:
         """The stack, or what is left of it for `layer`; which row that layer has in it, `row` says."""
@@ -154,7 +182,11 @@ class LayerVectors(nnx.Module):
         self.attention_out_norm = self._norms(arch, after)
         # The row of a layer that is an MLP alone, as of one that is a mixer alone, is in `attention_norm`.
         has_two = any(layer.mixer is not None and layer.mlp is not None for layer in arch.layers)
-        self.mlp_norm = self._norms(arch, before and has_two)
+        self.mlp_norm = self._norms(arch, before and has_two and arch.parallel != "shared norm")
+        self.attention_norm_bias, self.mlp_norm_bias = (
+            None if norm is None or not arch.norm_bias else self._norms(arch, True, mean=0.0)
+            for norm in (self.attention_norm, self.mlp_norm)
+        )
         self.mlp_out_norm = self._norms(arch, after)
         attending = len(arch.attention_layers) + len(arch.reading_layers)
         self.q_norm = self._head_norms(arch, attending, arch.num_heads // arch.num_kv_heads)
@@ -205,11 +237,11 @@ class LayerVectors(nnx.Module):
         axes = None, "key_heads", None, None
         return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, mean=0.0, std=net.taps**-0.5)
 
-    def _norms(self, arch: ModelArch, exists: bool) -> nnx.Param[jax.Array] | None:
+    def _norms(self, arch: ModelArch, exists: bool, mean: float = 1.0) -> nnx.Param[jax.Array] | None:
         """`[L, D]`."""
         if not exists:
             return None
-        return vector((arch.num_layers, arch.hidden_size), (None, None), self._norm_dtype, mean=1.0)
+        return vector((arch.num_layers, arch.hidden_size), (None, None), self._norm_dtype, mean=mean)
 
     def _head_norms(self, arch: ModelArch, num_layers: int, groups: int) -> nnx.Param[jax.Array] | None:
         """`[L, H]`, the same for all heads; or of all heads, `[L, K, groups, H]`."""
@@ -224,8 +256,10 @@ class LayerVectors(nnx.Module):
 
 
 def norm_dtype(arch: ModelArch, dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of the norms' scales, if that of the weights is `dtype`: 1 + w would lose most of w in 16 bits."""
-    return jnp.dtype(jnp.float32) if arch.norm_offset else dtype
+    """The dtype of the norms' scales, if that of the weights is `dtype`: 1 + w would lose most of w in 16 bits, and
+    LayerNorm rounds once, after it has multiplied.
+    """
+    return jnp.dtype(jnp.float32) if arch.norm_offset or arch.centred else dtype
 
 
 def qkv_heads(arch: ModelArch) -> tuple[int, int, int]:
@@ -242,8 +276,8 @@ class Attention(Matrices):
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
         arch = arch.with_heads_of(spec)
         d, n, h = arch.hidden_size, arch.num_heads, arch.head_dim
-        self.eps, self.rotates_first, self.normalizes_values = (
-            arch.rms_norm_eps, arch.rotates_first, arch.normalizes_values,
+        self.eps, self.rotates_first, self.normalizes_values, self.qk_norm = (
+            arch.rms_norm_eps, arch.rotates_first, arch.normalizes_values, arch.qk_norm,
         )  # fmt: skip
         axes = ("kv_heads", None, None, None)
         num_kv_heads, num_rows, _ = qkv_heads(arch)
@@ -298,7 +332,7 @@ class Attention(Matrices):
             factors = _of_queries(growth, qkv.product.shape[-2])
             qkv = replace(qkv, product=qkv.product * factors.astype(qkv.product.dtype))
         if q_norm is not None and q_norm.ndim > 2:
-            qkv = _normalize_all_heads(qkv)
+            qkv = _normalized_in_stacks(qkv, _of_each_head if self.qk_norm == "centred head" else _over_all_heads)
         out_TNH = attend(place, qkv, None if self.sinks is None else self.sinks[...])
         out = out_TNH.reshape(len(x_TD), -1)
         if self.num_gates:
@@ -322,27 +356,39 @@ def own_scales(stack: jax.Array | None, head_dim: int) -> jax.Array | None:
     return stack if stack is None or stack.shape[-1] == head_dim else stack[..., :head_dim]
 
 
-def _normalize_all_heads(qkv: FusedQkv) -> FusedQkv:
-    """The product with its bias added, and with queries and keys normalized over all their heads.
+# Queries `[T, K, G, H]` and keys `[T, K, 1, H]`, their scales `[K, G, H]` and `[K, 1, H]`, and eps -> both, normalized.
+_Normalize: TypeAlias = Callable[[Sequence[jax.Array], Sequence[jax.Array], float], Sequence[jax.Array]]
 
-    Kernels work head by head, so XLA does it. Devices that share the heads add up their squares, in one sum for both.
+
+def _normalized_in_stacks(qkv: FusedQkv, normalize: _Normalize) -> FusedQkv:
+    """The product with its bias added, and with queries and keys normalized, by scales of all heads.
+
+    Kernels have scales that heads share, so XLA does it.
     """
-    fused, q_norm, k_norm, layer, eps = qkv.whole, qkv.q_norm, qkv.k_norm, qkv.layer, qkv.eps
+    fused, q_norm, k_norm, layer = qkv.whole, qkv.q_norm, qkv.k_norm, qkv.layer
     assert q_norm is not None and k_norm is not None
     if qkv.bias is not None:
         fused = fused + row_of(qkv.bias, layer, fused.dtype)
+    heads, values = (fused[:, :, :-2], fused[:, :, -2:-1]), fused[:, :, -1:]
+    normed = normalize(heads, [scale_of(each, layer, fused.dtype) for each in (q_norm, k_norm)], qkv.eps)
+    return replace(qkv.with_heads(jnp.concatenate([*normed, values], axis=2)), bias=None, q_norm=None, k_norm=None)
 
-    def normalized(heads: jax.Array, scales: jax.Array, squares: jax.Array | None) -> jax.Array:
-        rows = heads.reshape(len(heads), -1)
-        scale = scale_of(scales, layer, heads.dtype).reshape(-1)
-        return rms_norm(rows, scale, eps, squares).reshape(heads.shape)
 
-    queries, keys, values = fused[:, :, :-2], fused[:, :, -2:-1], fused[:, :, -1:]
+def _of_each_head(heads: Sequence[jax.Array], scales: Sequence[jax.Array], eps: float) -> Sequence[jax.Array]:
+    """LayerNorm of each head by itself."""
+    pairs = zip(heads, scales, strict=True)
+    return [rms_norm(centred(each, jnp.dtype(jnp.float32)), scale, eps).astype(each.dtype) for each, scale in pairs]
+
+
+def _over_all_heads(heads: Sequence[jax.Array], scales: Sequence[jax.Array], eps: float) -> Sequence[jax.Array]:
+    """RMSNorm over all heads; devices that share these add up their squares, in one sum for both."""
     squares: tuple[jax.Array | None, ...] = (None, None)
     if num_parts() > 1:
-        squares = tuple(sum_of_parts(jnp.stack([mean_square(each) for each in (queries, keys)])) / num_parts())
-    parts = [normalized(queries, q_norm, squares[0]), normalized(keys, k_norm, squares[1]), values]
-    return replace(qkv.with_heads(jnp.concatenate(parts, axis=2)), bias=None, q_norm=None, k_norm=None)
+        squares = tuple(sum_of_parts(jnp.stack([mean_square(each) for each in heads])) / num_parts())
+    return [
+        rms_norm(each.reshape(len(each), -1), scale.reshape(-1), eps, of_all).reshape(each.shape)
+        for each, scale, of_all in zip(heads, scales, squares, strict=True)
+    ]
 
 
 def mean_square(heads: jax.Array) -> jax.Array:

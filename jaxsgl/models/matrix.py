@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxsgl.models.quantization import FLOAT4, WeightFormat
 from jaxsgl.models.tensor_parallel import all_parts, num_parts, part_index
+from jaxsgl.models.units import unit_of
 from pallas_kernels import (
     KernelChoice,
     ScaledMatrix,
@@ -34,7 +35,6 @@ from pallas_kernels import (
 )
 from pallas_kernels import quantized_product as product_of_groups
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
-from pallas_kernels.experts import unit_of
 from pallas_kernels.native import packed_product
 from pallas_kernels.native import product as native_product
 from pallas_kernels.packed import PackedMatrix

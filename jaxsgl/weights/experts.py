@@ -18,6 +18,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.weights.mxfp4 import Mxfp4, Mxfp4Scales
+from jaxsgl.weights.pieces import of_transposed
 from jaxsgl.weights.recipe import Path, Piece, Recipe, Source, Tensor, shape_of
 from jaxsgl.weights.stored_names import stored_name
 from pallas_kernels import Router
@@ -264,7 +265,7 @@ class _OfLayer:
             axes = (axes[0], axes[2], axes[1])
         pieces = self._gate_up if name == "gate_up" else _whole
         source = Source(self.block + tensor, axes, is_transposed=is_transposed)
-        return Recipe((source,), partial(_transposed, pieces) if is_transposed else pieces)
+        return Recipe((source,), partial(of_transposed, pieces) if is_transposed else pieces)
 
     def _packed(self, name: str) -> Recipe:
         """Of a stack in MXFP4, which is `[E, out, in]`."""
@@ -372,9 +373,3 @@ def _of_units(unit_rows: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> I
     """Of each expert its gate, if it has one, then its up."""
     for index, tensor in enumerate(tensors):
         yield Piece(divmod(index, unit_rows), tensor)
-
-
-def _transposed(
-    pieces: Callable[[ModelArch, tuple[Tensor, ...]], Iterator[Piece]], arch: ModelArch, tensors: tuple[Tensor, ...]
-) -> Iterator[Piece]:
-    yield from pieces(arch, tuple(tensor.swapaxes(1, 2) for tensor in tensors))

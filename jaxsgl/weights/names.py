@@ -14,7 +14,7 @@ from functools import partial
 
 from jaxsgl.models import ModelArch
 from jaxsgl.weights import pieces
-from jaxsgl.weights.recipe import Path, Recipe, Source
+from jaxsgl.weights.recipe import Path, Pieces, Recipe, Source
 from jaxsgl.weights.stored_names import stored_name
 
 _ATTENTION = "model.layers.{}.self_attn."
@@ -27,6 +27,9 @@ _BLOCK = "model.layers.{}.mixer."  # of layers that are one block
 OF_MODEL: dict[Path, Recipe] = {
     ("embedding",): Recipe((Source("model.embed_tokens.weight", ("V", "D")),), pieces.as_is),
     ("final_norm",): Recipe((Source("model.norm.weight", ("D",)),), pieces.norm),
+    ("final_norm_bias",): Recipe((Source("model.norm.bias", ("D",)),), pieces.as_is),
+    ("positions",): Recipe((Source("model.embed_positions.weight", ("T", "D")),), pieces.as_is),
+    ("head_bias",): Recipe((Source("lm_head.bias", ("V",)),), pieces.as_is),
     ("lm_head",): Recipe((Source("lm_head.weight", ("V", "D")),), pieces.as_is),
     ("score",): Recipe((Source("score.weight", ("C", "D")),), pieces.as_is),
 }
@@ -43,6 +46,10 @@ OF_NEXT_LAYER: dict[Path, Recipe] = {
 OF_ALL_LAYERS: dict[Path, Recipe] = {
     ("vectors", "attention_norm"): Recipe((Source("model.layers.{}.input_layernorm.weight", ("D",)),), pieces.norm),
     ("vectors", "mlp_norm"): Recipe((Source("model.layers.{}.post_attention_layernorm.weight", ("D",)),), pieces.norm),
+    ("vectors", "attention_norm_bias"): Recipe((Source("model.layers.{}.input_layernorm.bias", ("D",)),), pieces.as_is),
+    ("vectors", "mlp_norm_bias"): Recipe(
+        (Source("model.layers.{}.post_attention_layernorm.bias", ("D",)),), pieces.as_is
+    ),
     ("vectors", "q_norm"): Recipe((Source(_ATTENTION + "q_norm.weight", ("H",)),), pieces.head_norm),
     ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "k_norm.weight", ("H",)),), pieces.head_norm),
     ("vectors", "qkv_bias"): Recipe(
@@ -305,6 +312,72 @@ _AFMOE: dict[Path, Recipe] = {
         pieces.fuse_heads_and_gates,
     ),
 }
+_COHERE: dict[Path, Recipe] = {
+    ("vectors", "q_norm"): Recipe((Source(_ATTENTION + "q_norm.weight", ("N", "H")),), pieces.all_heads_norm),
+    ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "k_norm.weight", ("K", "H")),), pieces.all_keys_norm),
+}
+
+
+def _with_bias(
+    path: Path, matrix: str, axes: tuple[str, str], of_rows: Pieces, *, is_transposed: bool = False
+) -> dict[Path, Recipe]:
+    """A matrix of a layer and its bias; of attention's inputs that is in a stack."""
+    of_matrix = partial(pieces.of_transposed, of_rows) if is_transposed else of_rows
+    source = Source(
+        f"model.layers.{{}}.{matrix}.weight", axes[::-1] if is_transposed else axes, is_transposed=is_transposed
+    )
+    bias = ("vectors", "qkv_bias") if path == ("attention", "qkv") else (path[0], f"{path[1]}_bias")
+    return {
+        path: Recipe((source,), of_matrix),
+        bias: Recipe((Source(f"model.layers.{{}}.{matrix}.bias", axes[:1]),), of_rows),
+    }
+
+
+def _without_gates(up: str, down: str, *, is_transposed: bool = False) -> dict[Path, Recipe]:
+    """An MLP of two matrices with these names."""
+    return {
+        **_with_bias(("mlp", "gate_up"), up, ("F", "D"), pieces.stacked, is_transposed=is_transposed),
+        **_with_bias(("mlp", "down"), down, ("D", "F"), pieces.as_is, is_transposed=is_transposed),
+    }
+
+
+def _biased_norms(**names: str) -> dict[Path, Recipe]:
+    """`_layer_norms`, and their biases."""
+    biases = {
+        ("vectors", f"{ours}_bias"): Recipe((Source(f"model.layers.{{}}.{theirs}.bias", ("D",)),), pieces.as_is)
+        for ours, theirs in names.items()
+    }
+    return {**_layer_norms(**names), **biases}
+
+
+_STABLE_LM: dict[Path, Recipe] = {
+    ("vectors", f"{part}_norm"): Recipe(
+        (Source(_ATTENTION + f"{part}_layernorm.norms.*.weight", ("H",)),), partial(pieces.norms_of_heads, of_all)
+    )
+    for part, of_all in (("q", pieces.all_heads_norm), ("k", pieces.all_keys_norm))
+}
+_PHI: dict[Path, Recipe] = {
+    **_with_bias(("attention", "o"), "self_attn.dense", ("D", "NH"), pieces.as_is),
+    **_without_gates("mlp.fc1", "mlp.fc2"),
+    ("final_norm",): Recipe((Source("model.final_layernorm.weight", ("D",)),), pieces.norm),
+    ("final_norm_bias",): Recipe((Source("model.final_layernorm.bias", ("D",)),), pieces.as_is),
+}
+_GPT_NEOX: dict[Path, Recipe] = {
+    **_with_bias(("attention", "qkv"), "attention.query_key_value", ("QKV", "D"), pieces.heads_by_head),
+    **_with_bias(("attention", "o"), "attention.dense", ("D", "NH"), pieces.as_is),
+    **_without_gates("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+}
+_GPT2: dict[Path, Recipe] = {
+    **_biased_norms(attention_norm="ln_1", mlp_norm="ln_2"),
+    **_with_bias(("attention", "qkv"), "attn.c_attn", ("QKV", "D"), pieces.fuse_split_heads, is_transposed=True),
+    **_with_bias(("attention", "o"), "attn.c_proj", ("D", "NH"), pieces.as_is, is_transposed=True),
+    **_without_gates("mlp.c_fc", "mlp.c_proj", is_transposed=True),
+}
+_OPT: dict[Path, Recipe] = {
+    **_biased_norms(attention_norm="self_attn_layer_norm", mlp_norm="final_layer_norm"),
+    **_with_bias(("attention", "o"), "self_attn.out_proj", ("D", "NH"), pieces.as_is),
+    **_without_gates("fc1", "fc2"),
+}
 _SHARED_MLP = "model.layers.{}.shared_mlp."
 _GRANITE_HYBRID: dict[Path, Recipe] = {
     **_OF_MAMBA,
@@ -338,6 +411,13 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Mistral4ForConditionalGeneration": _LATENT,
     "Glm4MoeLiteForCausalLM": _LATENT,
     "BambaForCausalLM": _BAMBA,
+    "CohereForCausalLM": _COHERE,
+    "Starcoder2ForCausalLM": _without_gates("mlp.c_fc", "mlp.c_proj"),
+    "StableLmForCausalLM": _STABLE_LM,
+    "PhiForCausalLM": _PHI,
+    "GPTNeoXForCausalLM": _GPT_NEOX,
+    "GPT2LMHeadModel": _GPT2,
+    "OPTForCausalLM": _OPT,
     "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": _LFM2,
@@ -362,7 +442,11 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
 
     def named(sources: tuple[Source, ...], layer: int | None = None) -> tuple[Source, ...]:
         place = arch.stage.layers_before + (layer or 0)
-        return tuple(Source(stored_name(source.name.format(place), arch), source.axes, layer) for source in sources)
+        return tuple(
+            replace(each, name=stored_name(each.name.format(place), arch), layer=layer)
+            for source in sources
+            for each in _of_heads(source, arch)
+        )
 
     if path[0] == "vectors":
         recipe = own.get(path) or OF_ALL_LAYERS[path]
@@ -380,9 +464,17 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     if spec.keys_from is not None or spec.values_are_keys:
         own |= _VALUES_ARE_KEYS if spec.values_are_keys else _READS_KEYS
     recipe = own.get(path[2:]) or OF_LAYER[path[2:]]
-    if not arch.gated and path[2] == "mlp" and str(path[3]).startswith("gate_up"):
+    if not arch.gated and path[2] == "mlp" and str(path[3]).startswith("gate_up") and len(recipe.sources) > 1:
         recipe = replace(recipe, sources=recipe.sources[1:])  # up alone
     return Recipe(named(recipe.sources, path[1]), recipe.pieces, recipe.computed)
+
+
+def _of_heads(source: Source, arch: ModelArch) -> tuple[Source, ...]:
+    """The source, or one of each query or kv head where its name has a place for that."""
+    if "*" not in source.name:
+        return (source,)
+    number = arch.num_heads if ".q_" in source.name else arch.stored_kv_heads
+    return tuple(replace(source, name=source.name.replace("*", str(head))) for head in range(number))
 
 
 def path_in_model(path: Path, arch: ModelArch) -> Path:

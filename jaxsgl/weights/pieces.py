@@ -55,6 +55,24 @@ def all_keys_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piec
     yield from _copied(arch, _turned(arch, (slice(None),), scales, axis=2))
 
 
+def norms_of_heads(of_all: Pieces, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """What `of_all` makes of the scales of all heads, of which each is a tensor `[H]`."""
+    yield from of_all(arch, (np.stack(tensors),))
+
+
+def of_transposed(of_rows: Pieces, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """What `of_rows` makes of matrices `[out, in]`, which come as `[in, out]`."""
+    yield from of_rows(arch, tuple(each.swapaxes(-1, -2) for each in tensors))
+
+
+def heads_by_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """`fuse_heads` of one tensor `[N * 3 * H]`: query, key and value of each head, to `[N, 3, H]`; D stays."""
+    (fused,) = tensors
+    heads = fused.reshape(arch.num_heads, 3, arch.head_dim, *fused.shape[1:])
+    yield from _turned(arch, (slice(None), slice(0, 2)), heads[:, :2], axis=2)
+    yield Piece((slice(None), slice(2, 3)), heads[:, 2:])
+
+
 def _with_offset(arch: ModelArch, scales: Tensor) -> Tensor:
     return scales if arch.norm_offset == 0 else scales.astype(np.float32) + np.float32(arch.norm_offset)
 

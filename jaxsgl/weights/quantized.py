@@ -95,6 +95,11 @@ def _stored_name(source: Source, part: str, fmt: WeightFormat, shape_of: ShapeOf
     """
     assert fmt.storage is not None
     is_stack = len(source.axes or ()) > 2
+    if source.is_transposed and not is_stack:
+        raise CheckpointError(
+            f"tensor {source.name} is a matrix [in, out], of which quantized ones are not read: serve the model as it "
+            "was before, with --quantization int8 or fp8"
+        )
     names = names_in_stack(source.name, part) if is_stack else (source.name.removesuffix("weight") + part,)
     if part == "weight_scale":
         names += tuple(f"{name}_inv" for name in names)

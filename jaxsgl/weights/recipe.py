@@ -107,7 +107,7 @@ class Recipe:
 
 def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones; EL
-    numbers of a latent that experts read; C are the classes of a classification head.
+    numbers of a latent that experts read; C are the classes of a classification head, T rows of learned positions.
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, pixels, a
     patch, a head; rows of its table of positions, those of an axis, and axes. Those with L are of a latent: what
@@ -172,6 +172,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "F": ffn_size,
         "H": arch.head_dim,
         "N": arch.num_heads,
+        "K": arch.stored_kv_heads,
         "NH": arch.num_heads * arch.head_dim,
         "KH": arch.stored_kv_heads * arch.head_dim,
         "QKV": (arch.num_heads + 2 * arch.stored_kv_heads) * arch.head_dim,
@@ -184,6 +185,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "C": len(arch.folder_pooling.labels),
         "SF": mixture.shared_ffn_size if mixture else 0,
         "2SF": 2 * mixture.shared_ffn_size if mixture else 0,
+        "T": arch.num_positions,
         "P": arch.embedding_size,
         "PV": arch.layer_vocab_size,
         "PL": arch.num_layers * arch.embedding_size,

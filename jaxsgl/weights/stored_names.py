@@ -7,7 +7,7 @@ opens no file. Called by `tensor_files.py` for all names of a folder, and by tho
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from jaxsgl.models import ModelArch
 
@@ -45,6 +45,36 @@ _DRAFT_HEAD = {
     "shared_head.norm.": "mtp.norm.",
 }
 
+# Decoders that call their parts otherwise: what names may begin with, the table that shows the form, and how recipes
+# have what they begin with then.
+_OTHER_WORDS = (
+    (
+        ("gpt_neox.", ""),
+        "embed_in.weight",
+        {
+            "embed_in.": "model.embed_tokens.",
+            "layers.": "model.layers.",
+            "final_layer_norm.": "model.norm.",
+            "embed_out.": "lm_head.",
+        },
+    ),
+    (
+        ("transformer.", ""),
+        "wpe.weight",
+        {
+            "wte.": "model.embed_tokens.",
+            "wpe.": "model.embed_positions.",
+            "h.": "model.layers.",
+            "ln_f.": "model.norm.",
+        },
+    ),
+    (
+        ("model.decoder.", "decoder."),
+        "embed_positions.weight",
+        {"embed_": "model.embed_", "layers.": "model.layers.", "final_layer_norm.": "model.norm."},
+    ),
+)
+
 _HEADS = ("lm_head.", "score.")
 _OF_LAYER = re.compile(r"model\.layers\.\d+\.")
 _LISTED = re.compile(r"(\.experts)\.(gate_proj|up_proj|down_proj)\.(\d+)\.")
@@ -57,9 +87,9 @@ _GATES_IN_MEMORY, _GATES = ".self_attn.g_proj.", ".self_attn.gate_proj."
 
 def as_in_recipes(names: Iterable[str]) -> dict[str, str]:
     """The files' names by those that recipes have: decoders saved without a head lack the first part, for which
-    Nemotron-H has another word, older folders of decoders with a tower have the parts in another order, ModelOpt lists
-    Qwen3-VL's experts by what they are, a stack of experts may be called as a module is, and transformers has another
-    word for LFM3's gates in memory.
+    Nemotron-H has another word, GPT-2, GPT-NeoX and OPT have words of their own, older folders of decoders with a tower
+    have the parts in another order, ModelOpt lists Qwen3-VL's experts by what they are, a stack of experts may be
+    called as a module is, and transformers has another word for LFM3's gates in memory.
     """
     by_names = {
         _STACKED.sub(_of_stack, _LISTED.sub(r"\1.\3.\2.", name))
@@ -74,7 +104,17 @@ def _of_stack(name: re.Match[str]) -> str:
     return name[1] if name[2] == "weight" else f"{name[1]}_{name[2]}"
 
 
+def _in_words_of_recipes(name: str, start: str, words: Mapping[str, str]) -> str:
+    part = name.removeprefix(start)
+    theirs = next((each for each in words if part.startswith(each)), None)
+    return name if theirs is None else words[theirs] + part.removeprefix(theirs)
+
+
 def _of_decoder(stored: list[str]) -> dict[str, str]:
+    for starts, table, words in _OTHER_WORDS:
+        start = next((each for each in starts if each + table in stored), None)
+        if start is not None:
+            return {_in_words_of_recipes(name, start, words): name for name in stored}
     if not {"embed_tokens.weight", "embeddings.weight"}.isdisjoint(stored):
         return {name if name.startswith(_HEADS) else f"model.{name}": name for name in stored}
     if "backbone.embeddings.weight" in stored:

@@ -320,6 +320,13 @@ _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PREDICT_MORE = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 
 
+# Rope's, and masks.
+_CONSTANTS = (
+    "rotary_emb.inv_freq",
+    *(f".{kind}.{mask}" for kind in ("attention", "attn") for mask in ("bias", "masked_bias")),
+)
+
+
 def kv_scale_of(name: str) -> tuple[int, str] | None:
     """The layer, and "k", "v" or "kv" for both, whose cache a tensor of that name scales; None for any other tensor."""
     match = _OF_ATTENTION.fullmatch(name)
@@ -327,7 +334,7 @@ def kv_scale_of(name: str) -> tuple[int, str] | None:
 
 
 def is_harmless(name: str, arch: ModelArch) -> bool:
-    """Whether a tensor may be left unread: rope's constants, a head that nothing reads, what predicts further tokens,
+    """Whether a tensor may be left unread: constants, a head that nothing reads, what predicts further tokens,
     scales, what would make keys that another layer makes, the parts beside the decoder, and those of other pipeline
     stages.
 
@@ -343,7 +350,7 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
     of_keys = _OF_KEYS.match(name)
     if of_keys is not None and int(of_keys[1]) - arch.stage.layers_before in arch.reading_layers:
         return True
-    if name.startswith(DRAFT_HEADS.get(arch.name, DRAFT_HEAD)) or name.endswith("rotary_emb.inv_freq"):
+    if name.startswith(DRAFT_HEADS.get(arch.name, DRAFT_HEAD)) or name.endswith(_CONSTANTS):
         return True
     of_layer, before, after = _OF_LAYER.match(name), arch.stage.layers_before, arch.stage.layers_after
     if of_layer is not None:
@@ -351,8 +358,10 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
         is_behind = arch.name in _PREDICT_MORE and place >= arch.num_layers
         if is_behind or -before <= place < 0 or 0 <= place - arch.num_layers < after:
             return True
-    if (name == "model.embed_tokens.weight" and not arch.has_embedding) or (name == "model.norm.weight" and after):
-        return True  # another stage reads it
+    if name == "model.embed_tokens.weight" and not arch.has_embedding:
+        return True  # another stage reads it, as the next ones
+    if (name.startswith("model.norm.") and after) or (name == "model.embed_positions.weight" and before):
+        return True
     fmt = arch.weight_format
     if fmt is not None and fmt.storage is not None and stored_matrix.is_unused(name, fmt):
         return True

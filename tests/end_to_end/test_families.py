@@ -36,6 +36,7 @@ KINDS = (
     "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "gemma4", "gemma4_small", "gemma4_moe", "glm",
     "ernie4_5", "granite_moe", "granite_moe_shared", "granite_hybrid_dense", "arcee",
     "helium", "flex_olmo", "afmoe",
+    "cohere", "cohere2", "starcoder2", "stable_lm", "phi", "gpt_neox", "gpt2", "opt",
     "cwm", "ministral", "ministral3", "mistral4", "youtu", "mellum", "dots1", "solar_open", "exaone_moe",
 )  # fmt: skip
 assert {*KINDS, *HYBRID_KINDS} == set(FAMILY_KINDS)  # the latter are in test_hybrids.py

@@ -18,7 +18,7 @@ from jaxsgl.models.layer_spec import ShortConv
 from jaxsgl.weights import load_params
 from jaxsgl.weights.recipe import sizes
 from tests.agreement import check_agreement
-from tests.checkpoint_kinds import CHECKPOINT_KINDS, FAMILY_KINDS, OF_FAMILIES, VOCAB_SIZE
+from tests.checkpoint_kinds import CHECKPOINT_KINDS, FAMILY_KINDS, OF_D_NUMBERS, OF_FAMILIES, VOCAB_SIZE
 from tests.checkpoints import make_checkpoint, reference_logits
 from tests.exact_model import exact_logits
 from tests.plain_model import causal_attend, checkpoint_logits, mesh_of, plain_recur
@@ -49,7 +49,7 @@ def test_logits_of_every_family_equal_those_of_transformers(kind: str, tmp_path:
     if isinstance(arch.recurrent_net, ShortConv):  # all channels are D
         axes = {name: length for name, length in axes.items() if not name.startswith("G") or name == "GT"}
     lengths = [*filter(None, axes.values())]
-    assert kind in ("phi3", "olmoe", "helium") or len(set(lengths)) == len(lengths), (
+    assert kind in (*OF_D_NUMBERS, "phi3", "olmoe", "helium") or len(set(lengths)) == len(lengths), (
         "else axes could be mistaken for each other"
     )
     prompt = [token % OF_FAMILIES["vocab_size"] for token in PROMPT[:80]]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from jaxsgl.models.families.dense import DENSE
 from jaxsgl.models.families.latents import LATENTS
+from jaxsgl.models.families.layer_norms import LAYER_NORMS
 from jaxsgl.models.families.mixtures import MIXTURES
 from jaxsgl.models.families.recurrent import RECURRENT
 from jaxsgl.models.family import Family
 
-FAMILIES: dict[str, Family] = {**DENSE, **MIXTURES, **LATENTS, **RECURRENT}
+FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORMS, **MIXTURES, **LATENTS, **RECURRENT}
 # Where one architecture has different decoders: the name in `FAMILIES` by the decoder's `model_type`.
 BY_DECODER = {
     "Mistral3ForConditionalGeneration": {
