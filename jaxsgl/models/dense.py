@@ -186,6 +186,7 @@ class DecoderLayers(Matrices):
                 table = tables[self._rope_of(arch.layers[index])]
                 update_TD = mixer(read_TD, vectors, rows, table, place, attend, mine, kernels)
             beside: tuple[Update, ...] = ()
+            readers: tuple[Weights | None, ...] = ()
             if mixer is not None and layer.mlp is not None:
                 out_norm = rows.of(vectors.attention_out_norm, index)
                 next_norm = rows.norm(vectors.mlp_norm, vectors.mlp_norm_bias, index)
@@ -435,9 +436,10 @@ class Decoder(DecoderLayers):
         """What goes into the residual stream `[T, D]`: embeddings, with those of positions if the model has such."""
         rows_TD = self._scaled_rows(token_ids)
         if self.arch.num_positions:
-            places = positions + self.arch.rows_before_positions
-            of_positions = self.matrix("positions").at[places].get(mode="clip")
-            rows_TD = rows_TD.astype(jnp.float32) + of_positions.astype(jnp.float32)
+            table = self.matrix("positions")
+            assert isinstance(table, jax.Array), "tables of positions aren't quantized"
+            added_TD = table.at[positions + self.arch.rows_before_positions].get(mode="clip")
+            rows_TD = rows_TD.astype(jnp.float32) + added_TD.astype(jnp.float32)
         return centred(rows_TD, self.activations) if self.arch.centred else rows_TD.astype(self.activations)
 
     def _scaled_rows(self, token_ids: jax.Array) -> jax.Array:

@@ -51,7 +51,8 @@ MECHANISMS: tuple[tuple[str, tuple[_Sign, ...]], ...] = (
     ("an embedding for each layer", (_has("hidden_size_per_layer_input"),)),
     ("heads of two sizes", (_has("global_head_dim", "per_layer_config"),)),
     ("several residual streams", (_has("altup_num_inputs", "hc_mult"),)),
-    ("positions by ALiBi, learned or none", (_has("alibi", "n_positions", "position_embedding_type"),)),
+    ("positions by ALiBi", (lambda config: config.get("position_embedding_type") == "alibi", _has("alibi"))),
+    ("learned positions", (_has("n_positions"),)),
     ("LayerNorm with a mean", (_has("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),)),
     ("audio", (_has("audio_config", "audio_token_id"),)),
     ("experts", (_has("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),)),
@@ -67,6 +68,8 @@ SERVED_BY_OTHERS = frozenset(
         "keys and values that layers share",
         "an embedding for each layer",
         "heads of two sizes",
+        "learned positions",
+        "LayerNorm with a mean",
     }
 )
 # The family that comes nearest where the names don't show it, by what a name begins with.

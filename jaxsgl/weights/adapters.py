@@ -48,9 +48,14 @@ _WORDS = {
 # Ways to begin a training that change the base model's weights as well.
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TENSOR = re.compile(  # those of a decoder that was adapted without its head begin with layers
-    r"(?:base_model\.model\.)?(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers\.(\d+)\."
-    r"(?:self_attn\.(?!gate_proj)|mlp\.)(\w+)\.lora_(A|B)\.weight"  # attention's gates are no MLP's
+    r"(?:base_model\.model\.)?(?:language_model\.)?(?:model\.)?(?:language_model\.|decoder\.)?layers\.(\d+)\."
+    r"(?:self_attn\.(?!gate_proj)|mlp\.|(?=fc[12]\.))(\w+)\.lora_(A|B)\.weight"  # attention's gates are no MLP's
 )
+# Of Phi, OPT and StarCoder 2, which have no gates.
+_OTHER_WORDS = {
+    "dense": "o_proj", "out_proj": "o_proj", "fc1": "up_proj", "fc2": "down_proj", "c_fc": "up_proj",
+    "c_proj": "down_proj",
+}  # fmt: skip
 _FUSED = {"qkv_proj": QKV, "gate_up_proj": ("gate_proj", "up_proj")}  # of Phi and GLM
 
 
@@ -158,13 +163,13 @@ class AdapterFolder:
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _find_pairs(self) -> dict[tuple[int, str], dict[str, str]]:
-        """The names of A and B, by layer and module as the checkpoint calls it; checks that nothing else is there."""
+        """The names of A and B, by layer and module, fused ones as the checkpoint calls them; all tensors are checked."""
         pairs: dict[tuple[int, str], dict[str, str]] = {}
         for name in self._file.tensors:
             match = _TENSOR.fullmatch(name)
             if match is None or int(match[1]) >= self._arch.num_layers:
                 raise CheckpointError(f"{self.folder}: tensor {name} {_why_not(name, self._arch)}{self._base()}")
-            pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = name
+            pairs.setdefault((int(match[1]), _OTHER_WORDS.get(match[2], match[2])), {})[match[3]] = name
         if not pairs:
             raise CheckpointError(f"{self.folder} holds no tensors")
         for (layer, module), names in pairs.items():

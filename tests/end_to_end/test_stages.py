@@ -25,6 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4": {},
     "olmo2": {},
+    "opt": {"num_hidden_layers": 4},
     "deepseek_v3": {},
     "gpt_oss": {},
     "qwen3_moe": {"num_experts": 16, "num_hidden_layers": 4},

@@ -47,6 +47,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "gemma4": {},
     "gemma4_small": {},
+    "cohere2": {"vocab_size": 201},
+    "phi": {"vocab_size": 201},
+    "opt": {},
     **EXPERTS,
 }
 # Further kinds in ranks: with groups of experts, and with sinks, windows and biases.
@@ -72,9 +75,11 @@ class Case:
     def sums(self) -> int:
         """How many sums over devices a step has: of the embedding, of each attention and each MLP; of OLMo's norm.
 
-        XLA adds up both embeddings of a token at once, and an MLP's results with those of experts next to it.
+        XLA adds up both embeddings of a token at once, and an MLP's results with those of experts or attention next to
+        it.
         """
-        return 1 + (3 if self.kind in ("olmo2", "olmoe") else 2) * self.num_layers
+        in_layer = 3 if self.kind in ("olmo2", "olmoe") else 1 if self.kind in ("cohere2", "phi") else 2
+        return 1 + in_layer * self.num_layers
 
     @property
     def num_layers(self) -> int:

@@ -123,7 +123,7 @@ def test_a_vocabulary_is_not_parsed_for_an_added_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2", "Qwen3"]),
+        ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "LlamaForCausalLM", "Qwen2", "Qwen3"]),
         ({"architectures": None}, ["LlamaForCausalLM"]),
         ({"architectures": [3]}, ["architectures is [3], but must be a list"]),
         ({"eos_token_id": "</s>"}, ["eos_token_id is '</s>', but must be a token's id"]),

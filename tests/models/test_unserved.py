@@ -27,7 +27,13 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
         "tells of what is not built here: several residual streams",
         "Gemma3ForConditionalGeneration",
     ),
-    ("GPT2LMHeadModel", {"n_positions": 1024, "layer_norm_epsilon": 1e-5}, "ALiBi, learned or none, LayerNorm", None),
+    (
+        "JAISLMHeadModel",
+        {"position_embedding_type": "alibi", "layer_norm_epsilon": 1e-5},
+        "here: positions by ALiBi",
+        None,
+    ),
+    ("GPTBigCodeForCausalLM", {"n_positions": 8192}, "no family of its form has learned positions", None),
     ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder", None),
     ("Exaone4MoeForCausalLM", {"num_experts": 8}, "no family of its form has experts", "Exaone4ForCausalLM"),
 ]
