@@ -163,7 +163,7 @@ class AdapterFolder:
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _find_pairs(self) -> dict[tuple[int, str], dict[str, str]]:
-        """The names of A and B, by layer and module, fused ones as the checkpoint calls them; all tensors are checked."""
+        """The names of A and B, by layer and module, fused ones as the checkpoint calls them; all are checked."""
         pairs: dict[tuple[int, str], dict[str, str]] = {}
         for name in self._file.tensors:
             match = _TENSOR.fullmatch(name)

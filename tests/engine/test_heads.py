@@ -279,6 +279,12 @@ def test_configurations_that_no_head_of_the_model_has_are_refused(
         EagleArch.from_folder(folder, target)
 
 
+def test_heads_are_refused_where_the_stream_has_no_mean(tmp_path: Path, target: ModelArch) -> None:
+    folder = write_specforge(tmp_path, random_head(0, 101))
+    with pytest.raises(CheckpointError, match="with its mean, and that of Qwen3ForCausalLM is kept without"):
+        EagleArch.from_folder(folder, replace(target, centred=True))
+
+
 @pytest.mark.parametrize(
     ("layer", "tensors", "message"),
     [

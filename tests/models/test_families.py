@@ -446,3 +446,80 @@ def test_a_part_of_a_head_that_turns_comes_to_split_halves(interleaved: bool) ->
     assert pairs[:3] == ([(0, 1), (2, 3), (4, 5)] if interleaved else [(0, 3), (1, 4), (2, 5)])
     assert np.all(inverse_frequencies(rope, 10)[3:] == 0)
     assert split_half_order(RopeParams(), 10) is None
+
+
+# As their folders are published, but for sizes.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Cohere2ForCausalLM": {
+        "cache_implementation": "hybrid", "head_dim": 128, "hidden_act": "silu", "layer_norm_eps": 1e-05,
+        "layer_switch": 4, "logit_scale": 0.25, "max_position_embeddings": 8192, "model_max_length": 131072,
+        "num_key_value_heads": 2, "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj", "rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0,
+        "sliding_window": 4096, "sliding_window_pattern": 4, "use_embedding_sharing": True,
+        "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": False,
+        "use_qk_norm": False,
+    },
+    "Starcoder2ForCausalLM": {
+        "attention_softmax_in_fp32": True, "embedding_dropout": 0.1, "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_epsilon": 1e-05, "max_position_embeddings": 16384, "mlp_type": "default", "norm_epsilon": 1e-05,
+        "norm_type": "layer_norm", "num_key_value_heads": 2, "residual_dropout": 0.1, "rope_theta": 999999.44,
+        "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True, "sliding_window": 4096, "use_bias": True,
+    },
+    "GPTNeoXForCausalLM": {
+        "hidden_act": "gelu", "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "rotary_emb_base": 10000,
+        "rotary_pct": 0.25, "tie_word_embeddings": False, "use_parallel_residual": True,
+    },
+    "OPTForCausalLM": {
+        "_remove_final_layer_norm": False, "activation_dropout": 0.0, "activation_function": "relu",
+        "do_layer_norm_before": True, "dropout": 0.1, "ffn_dim": 3072, "init_std": 0.02, "intermediate_size": None,
+        "max_position_embeddings": 2048, "prefix": "</s>", "word_embed_proj_dim": 512,
+    },
+}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+    "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+}  # fmt: skip
+
+
+def test_models_with_layer_norm_as_they_are_published_are_understood(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_hidden_layers": 5, "head_dim": None}
+    read_as = {
+        name: read(tmp_path, None, architectures=[name], **{**sizes, "rms_norm_eps": None, **told})
+        for name, told in PUBLISHED.items()
+    }
+    cohere = read_as["Cohere2ForCausalLM"]
+    assert windows(cohere) == [4096, 4096, 4096, None, 4096] and cohere.max_context == 131072
+    assert [layer.rope for layer in cohere.layers] == [0, 0, 0, None, 0] and cohere.ropes[0].interleaved
+    assert (cohere.logits_divisor, cohere.parallel, cohere.norm_bias, cohere.tie_embeddings) == (
+        4,
+        "shared norm",
+        False,
+        True,
+    )
+    assert (read_as["GPTNeoXForCausalLM"].activation, read_as["GPTNeoXForCausalLM"].ropes[0].rotary_dim) == ("gelu", 32)
+    assert (read_as["OPTForCausalLM"].num_positions, read_as["OPTForCausalLM"].ffn_size) == (2050, 3072)
+    assert all(arch.centred for arch in read_as.values())
+    gpt2 = arch_of(tmp_path, GPT2)
+    assert gpt2 is not None and (gpt2.ffn_size, gpt2.num_positions, gpt2.max_context) == (4 * 768, 1024, 1024)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is false, but .* where it is true"),
+        ("opt", {"word_embed_proj_dim": 64}, "word_embed_proj_dim is 64, but .* where it is 128"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is false"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm is true"),
+    ],
+)
+def test_forms_of_a_family_that_are_not_built_are_refused_by_name(
+    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(configuration(kind) | changes))
+    with pytest.raises(CheckpointError, match=message):
+        ModelArch.from_folder(tmp_path)

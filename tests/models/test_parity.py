@@ -124,6 +124,25 @@ def test_gates_of_lfm3_go_by_their_name_in_memory_too(tmp_path: Path) -> None:
     np.testing.assert_array_equal(checkpoint_logits(folder, PROMPT[:5]), expected)
 
 
+@pytest.mark.parametrize(
+    ("kind", "start", "mask"),
+    [
+        ("gpt2", "transformer.", "h.0.attn.bias"),
+        ("gpt_neox", "gpt_neox.", "layers.0.attention.masked_bias"),
+        ("opt", "model.", None),
+    ],
+)
+def test_a_decoder_that_was_saved_without_its_head_has_its_names_without_a_start(
+    kind: str, start: str, mask: str | None, tmp_path: Path
+) -> None:
+    """GPT-2 and OPT are published so, and older folders hold constant masks, too."""
+    folder = make_checkpoint(kind, tmp_path)
+    expected = checkpoint_logits(folder, PROMPT[:5])
+    stored = {key.removeprefix(start): each for key, each in load_file(folder / "model.safetensors").items()}
+    save_file(stored | ({} if mask is None else {mask: torch.ones(2, 2)}), folder / "model.safetensors")
+    np.testing.assert_array_equal(checkpoint_logits(folder, PROMPT[:5]), expected)
+
+
 def test_the_text_of_a_gemma_4_that_hears_is_its_decoders(tmp_path: Path) -> None:
     """The part for sound is left out, and so is what would make the keys that layers take from others."""
     folder = make_checkpoint("gemma4_small", tmp_path / "text")
@@ -151,7 +170,7 @@ def test_rope_scaling_of_the_test_checkpoints_changes_their_logits(tmp_path: Pat
         assert np.abs(scaled - unscaled).max() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "starcoder2"])
 def test_bfloat16_compute_stays_near_float32_and_returns_float32_logits(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path, dtype=torch.bfloat16)
     prompt = [token % OF_FAMILIES["vocab_size"] for token in PROMPT[:40]]
