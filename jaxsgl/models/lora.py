@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.models.precision import product
+from pallas_kernels.dots import dot_precision
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # PEFT's names
 QKV, GATE_UP = MODULES[:3], MODULES[4:6]
@@ -163,5 +164,7 @@ class LayerAdapters:
         """Rows of all adapters, cut down to each token's own, times B `[R, ...]`: `[T, ...]` in the rows' dtype."""
         mine_TR = jnp.where(self.is_mine_TR, rows_TR, jnp.zeros_like(rows_TR))
         b = self.weights[name][: self.num_columns]
-        out = jnp.einsum("tr,rn->tn", mine_TR, b.reshape(self.num_columns, -1), preferred_element_type=rows_TR.dtype)
+        flat = b.reshape(self.num_columns, -1)
+        precision = dot_precision(rows_TR)
+        out = jnp.einsum("tr,rn->tn", mine_TR, flat, precision=precision, preferred_element_type=rows_TR.dtype)
         return out.reshape(len(rows_TR), *b.shape[1:])

@@ -35,6 +35,7 @@ from pallas_kernels import (
 )
 from pallas_kernels import quantized_product as product_of_groups
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
+from pallas_kernels.dots import dot_precision
 from pallas_kernels.native import packed_product
 from pallas_kernels.native import product as native_product
 from pallas_kernels.packed import PackedMatrix
@@ -301,7 +302,8 @@ def quantized_product(x_TD: Rows, weights: Matrix, dtype: DTypeLike, *, in_parts
         if native_product.refuse_float(rows, numbers) is None:
             out = native_product.float_product(rows, numbers)
         else:
-            out = jnp.einsum("td,nd->tn", rows, numbers, preferred_element_type=jnp.float32)
+            precision = dot_precision(rows)
+            out = jnp.einsum("td,nd->tn", rows, numbers, precision=precision, preferred_element_type=jnp.float32)
         out = out * weights.scale.reshape(-1)
     return out.astype(dtype).reshape(len(x_TD), *weights.shape[:-1])
 

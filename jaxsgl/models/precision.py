@@ -25,6 +25,7 @@ from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.matrix import Matrix, Rows, Weights, gated_rows, native_gated_product, quantized_product
 from jaxsgl.models.quantization import FP8_E4M3
 from pallas_kernels import ordered_product
+from pallas_kernels.dots import dot_precision
 from pallas_kernels.native import library as native_library
 from pallas_kernels.native import product as native_product
 from pallas_kernels.order import is_order_fixed
@@ -107,7 +108,8 @@ def cpu_multiplies_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
 def product(x_TD: Rows, weights: Weights, dtype: DTypeLike | None = None) -> jax.Array:
     """`x [T, D]` times `weights [..., D]`, as checkpoints store them: `[T, ...]` in `dtype` (default: x's).
 
-    Multiplies in the weights' format and adds up in `dtype`; quantized weights as `quantized_product` says.
+    Multiplies in the weights' format and adds up in `dtype`; quantized weights as `quantized_product` says. Rows in
+    float32 are multiplied as such on any device.
     """
     dtype = dtype or x_TD.dtype
     if isinstance(weights, Matrix):
@@ -123,7 +125,7 @@ def product(x_TD: Rows, weights: Weights, dtype: DTypeLike | None = None) -> jax
     elif target_device().platform == "cpu" and len(rows) <= FEW_ROWS:
         out = weights_first(rows, matrix, dtype)
     else:
-        out = jnp.einsum("td,nd->tn", rows, matrix, preferred_element_type=dtype)
+        out = jnp.einsum("td,nd->tn", rows, matrix, precision=dot_precision(x_TD), preferred_element_type=dtype)
     return out.reshape(len(rows), *weights.shape[:-1])
 
 

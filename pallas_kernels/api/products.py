@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import choose_kernel, choose_kernel_or_xla, has_kernel, refusals_of
+from pallas_kernels.dots import dot_precision
 from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.packed import MXFP4_FRAGMENTS, ON_ACCELERATORS, SIDES, PackedMatrix
 from pallas_kernels.paged_kv import FLOAT8
@@ -179,4 +180,6 @@ def ordered_product(
     if kernel is not None:
         return kernel(x, weights, result, in_parts, interpret)
     rows = x.astype(weights.dtype)
-    return jnp.einsum("td,nd->tn", rows, weights, preferred_element_type=jnp.float32).astype(result)
+    precision = dot_precision(x)
+    out = jnp.einsum("td,nd->tn", rows, weights, precision=precision, preferred_element_type=jnp.float32)
+    return out.astype(result)

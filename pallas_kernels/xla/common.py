@@ -48,11 +48,6 @@ def soft_cap(scores: jax.Array, options: AttentionOptions) -> jax.Array:
     return options.logit_soft_cap * jnp.tanh(scores / options.logit_soft_cap)
 
 
-def dot_precision(q: jax.Array) -> lax.Precision | None:
-    """The precision of dot products for q's dtype: float32 stays float32 also where the default would round it."""
-    return lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-
-
 def gather_tiles(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
     """The pages `page_ids [..., n]` of `[num_pages, K, page_size, H]` as `[..., K, n * page_size, H]`."""
     _, num_kv_heads, page_size, head_dim = pages.shape

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tuning
+from pallas_kernels.dots import dot_precision
 from pallas_kernels.options import AttentionOptions, with_sinks
 from pallas_kernels.paged_kv import PagedKv
-from pallas_kernels.xla.common import UNSEEN, dot_precision, take
+from pallas_kernels.xla.common import UNSEEN, take
 from pallas_kernels.xla.decode_shared import attend_shared, find_groups
 from pallas_kernels.xla.decode_tiles import State, merge, no_softmaxes, read_tiles, tile_scores, tile_softmax
 

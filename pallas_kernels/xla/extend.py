@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tuning
+from pallas_kernels.dots import dot_precision
 from pallas_kernels.options import AttentionOptions, with_sinks
 from pallas_kernels.paged_kv import BITS, PagedKv
-from pallas_kernels.xla.common import UNSEEN, as_bits, dot_precision, from_bits, gather_tiles, soft_cap, take
+from pallas_kernels.xla.common import UNSEEN, as_bits, from_bits, gather_tiles, soft_cap, take
 
 # As slices, more pages than this take longer to compile than they save.
 _MOST_SLICES = 8

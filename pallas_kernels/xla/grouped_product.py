@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.dots import dot_precision
 from pallas_kernels.experts import Groups, product_dtype, result_dtype, row_tiles, with_bias
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows, widened
@@ -93,7 +94,8 @@ def _by_tiles(
         of_place = groups.tokens.at[places].get(mode="clip") if of_tokens else places
         tile = rows.at[of_place].get(mode="clip")
         matrix = matrix_of(tiles.experts[index]).astype(rows.dtype)
-        out = jnp.einsum("ri,oi->ro", tile, matrix, preferred_element_type=jnp.float32).astype(dtype)
-        return y.at[jnp.where(is_mine, places, num_places)].set(out, mode="drop")
+        precision = dot_precision(rows)
+        out = jnp.einsum("ri,oi->ro", tile, matrix, precision=precision, preferred_element_type=jnp.float32)
+        return y.at[jnp.where(is_mine, places, num_places)].set(out.astype(dtype), mode="drop")
 
     return lax.fori_loop(0, num_tiles, multiply, jnp.zeros((num_places, num_out), dtype))

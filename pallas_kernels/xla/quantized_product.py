@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.dots import dot_precision
 from pallas_kernels.native import product as native
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.scaled import ScaledMatrix, widened
@@ -30,14 +31,17 @@ def quantized_product(
         return native.float_product(x, values).astype(dtype)
     # Sums in float32 would be rounded by a kernel of their own where XLA takes cuBLAS.
     sums = jnp.float32 if target_device().platform == "cpu" else dtype
-    return jnp.einsum("td,nd->tn", x, values, preferred_element_type=sums).astype(dtype)
+    out = jnp.einsum("td,nd->tn", x, values, precision=dot_precision(x), preferred_element_type=sums)
+    return out.astype(dtype)
 
 
 def _from_sums_of_groups(x_TD: jax.Array, weights: ScaledMatrix) -> jax.Array:
     """`[T, N]` float32."""
     groups = weights.scale.shape[-1]
     x_TGI, w_NGI = (of.reshape(len(of), groups, -1) for of in (x_TD, weights.numbers.astype(x_TD.dtype)))
-    sums_GTN = jnp.einsum("tgi,ngi->gtn", x_TGI, w_NGI, preferred_element_type=jnp.float32)
+    sums_GTN = jnp.einsum(
+        "tgi,ngi->gtn", x_TGI, w_NGI, precision=dot_precision(x_TD), preferred_element_type=jnp.float32
+    )
     if weights.zero is not None:
         sums_TG = jnp.sum(x_TGI, axis=-1, dtype=jnp.float32)
         sums_GTN = sums_GTN - sums_TG.T[:, :, None] * weights.zero.T[:, None, :]

@@ -37,9 +37,9 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 NIGHTS = [(platform, method) for platform in TARGETS for method in ("", *QUANTIZED)]
 
 
-def steps_of(kind: str, platform: str, folder: Path, method: str = "") -> dict[str, str]:
-    """The text of a decode and an extend of the family by their names, in bfloat16 or quantized by a method."""
-    values = {**configuration(kind), "dtype": "bfloat16"}
+def steps_of(kind: str, platform: str, folder: Path, method: str = "", dtype: str = "bfloat16") -> dict[str, str]:
+    """The text of a decode and an extend of the family by their names, in `dtype`, or quantized by a method."""
+    values = {**configuration(kind), "dtype": dtype}
     if method:
         values["quantization_config"] = {"quant_method": method, **QUANTIZED[method]}
     (folder / "config.json").write_text(json.dumps(values))
@@ -47,10 +47,10 @@ def steps_of(kind: str, platform: str, folder: Path, method: str = "") -> dict[s
     arch, engine = read_arch(config, folder), ENGINE_PLATFORM[platform]
     mesh = Mesh(np.array(jax.devices("cpu")[:1]).reshape(1, 1), (DATA_AXIS, TENSOR_AXIS))
     with on_a_device(engine, *TARGETS[platform][:2]):
-        dtype, _, kv_dtype = resolve_precision("bfloat16", "auto", arch, engine, cpu_multiplies_bfloat16=lambda: False)
+        numbers, _, kv_dtype = resolve_precision(dtype, "auto", arch, engine, cpu_multiplies_bfloat16=lambda: False)
         states = choose_states(config, arch, engine, kv_dtype, 1)
         capacity = plan_capacity(config, arch, states, Memory(engine, 1 << 30, 1 << 31))
-        graphdef, params = abstract_model(arch, dtype)
+        graphdef, params = abstract_model(arch, numbers)
         state = abstract_state(states, capacity, mesh, None)
         spec = ProgramSpec(graphdef, _on_mesh(params, mesh), state, KernelChoice(), mesh)
         buckets = buckets_of(config, capacity)
@@ -78,6 +78,14 @@ def check(texts: dict[str, str]) -> None:
 @pytest.mark.parametrize("kind", daily(KINDS, every=3))
 def test_a_familys_steps_lower_for_gpus_with_kernels_in_them(kind: str, tmp_path: Path) -> None:
     check(steps_of(kind, "cuda", tmp_path))
+
+
+@pytest.mark.parametrize("method", daily(("", *QUANTIZED), every=2))
+def test_a_model_in_float32_is_multiplied_in_float32(method: str, tmp_path: Path) -> None:
+    for text in steps_of("qwen3_moe", "cuda", tmp_path, method, "float32").values():
+        products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+        assert products
+        assert [line for line in products if "precision = [HIGHEST, HIGHEST]" not in line] == []
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="each family for both platforms in three formats; by day for GPUs in bfloat16")

@@ -25,6 +25,7 @@ from flax import nnx
 from jaxsgl.models.matrix import Matrices
 from jaxsgl.models.precision import product
 from jaxsgl.models.vision.arch import VisionArch
+from pallas_kernels.dots import dot_precision
 
 
 class Patches(NamedTuple):
@@ -367,9 +368,11 @@ def segment_attention(
         of_queries = jax.lax.dynamic_slice_in_dim(segments, start, block)
         first = jnp.clip(start - (span - block) // 2, 0, count - span)
         keys, values, of_keys = (jax.lax.dynamic_slice_in_dim(each, first, span) for each in (k_PNH, v_PNH, segments))
-        scores = jnp.einsum("qnh,knh->nqk", queries, keys, preferred_element_type=jnp.float32) * scale
+        precision = dot_precision(queries)
+        scores = jnp.einsum("qnh,knh->nqk", queries, keys, precision=precision, preferred_element_type=jnp.float32)
+        scores = scores * scale
         shares = jax.nn.softmax(jnp.where(of_queries[:, None] == of_keys, scores, FAR), axis=-1)
-        return jnp.einsum("nqk,knh->qnh", shares.astype(values.dtype), values)
+        return jnp.einsum("nqk,knh->qnh", shares.astype(values.dtype), values, precision=precision)
 
     if count == block:
         return of_block(jnp.int32(0))
