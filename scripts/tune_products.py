@@ -30,6 +30,7 @@ from typing import Any, TextIO
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench.kernels.inputs import layers_beyond_cache
 from bench.kernels.measure import first_line
 from bench.kernels.runners import JaxRunner, Prepared, time_alone
 from bench.output import command_parser, write_json
@@ -59,7 +60,7 @@ Layers = list[tuple[Any, ...]]  # the arrays of each layer
 PACKED_EXPERTS = ("gated_packed_product", "grouped_packed_product")
 MOST_SHARED_KIB = 224  # of a multiprocessor of a Hopper
 MOST_DIFFERENCE, COMPARED_ROWS = 2e-2, 256
-LAYERS = 2  # larger together than any cache
+EXPERT_LAYERS = 2  # that have weights of their own; further ones choose others of these experts
 SHUFFLE = 7  # coprime to most counts: neighbours in a grid are far from each other in time
 
 
@@ -268,7 +269,7 @@ def _whole(product: Product, out: jax.Array) -> np.ndarray:
 
 
 def arrays(product: Product) -> tuple[Callable[..., jax.Array], Layers]:
-    """The product as a function of a layer's arrays, and those of `LAYERS` layers."""
+    """The product as a function of a layer's arrays, and those of so many layers that no cache holds their weights."""
     keys = jax.random.split(jax.random.key(0), 2)
     if product.op in PACKED_EXPERTS:
         return _packed_experts(product, keys)
@@ -276,17 +277,16 @@ def arrays(product: Product) -> tuple[Callable[..., jax.Array], Layers]:
         return _scaled(product, keys)
     if product.op == "product":
         x = jax.random.normal(keys[0], (product.rows, product.inputs), jnp.bfloat16)
-        matrices = [_weights(layer, (product.outputs, product.inputs), product.dtype) for layer in range(LAYERS)]
-        return functools.partial(jnp.einsum, "td,nd->tn"), [(x, each) for each in matrices]
+        return functools.partial(jnp.einsum, "td,nd->tn"), [(x, each) for each in _matrices(product)]
     of_tokens = product.op == "gated_product" or product.outputs < product.inputs  # else it is the second product
-    x, groups = _chosen(product, keys, of_tokens=of_tokens)
+    x, choices = _chosen(product, keys, of_tokens=of_tokens)
     shape = EXPERTS, product.outputs, product.inputs
-    own: Layers = [(x, _weights(layer, shape, product.dtype)) for layer in range(LAYERS)]
+    weights_of = [_weights(layer, shape, product.dtype) for layer in range(EXPERT_LAYERS)]
     in_float8 = product.op == "grouped_float8_product"
     scale = jnp.ones((*shape[:2], shape[2] // product.group), jnp.float32) if in_float8 else None
     rounded = float8_rows(x) if in_float8 else None
 
-    def call(x: jax.Array, weights: jax.Array) -> jax.Array:
+    def call(x: jax.Array, groups: Groups, weights: jax.Array) -> jax.Array:
         if rounded is not None and scale is not None:
             matrices = ScaledMatrix(weights, scale, None, product.group, product.group)
             return grouped_float8_product(rounded, groups, matrices, of_tokens=of_tokens, backend=product.backend)
@@ -294,30 +294,47 @@ def arrays(product: Product) -> tuple[Callable[..., jax.Array], Layers]:
             return gated_product(x, groups, weights, "silu", of_tokens=True, backend=product.backend)
         return grouped_product(x, groups, weights, backend=product.backend)
 
-    return call, own
+    return call, [(x, groups, weights_of[layer % EXPERT_LAYERS]) for layer, groups in enumerate(choices)]
 
 
-def _chosen(product: Product, keys: jax.Array, *, of_tokens: bool) -> tuple[jax.Array, Groups]:
-    """Rows of tokens or places, and which experts take them."""
+def _chosen(product: Product, keys: jax.Array, *, of_tokens: bool) -> tuple[jax.Array, list[Groups]]:
+    """Rows of tokens or places, and which experts take them in each layer."""
     num_rows = product.rows * (1 if of_tokens else CHOICES)
     x = jax.random.normal(keys[0], (num_rows, product.inputs), jnp.bfloat16)
-    chosen = jax.lax.top_k(jax.random.normal(keys[1], (product.rows, EXPERTS)), CHOICES)[1]
-    return x, jax.jit(group_by_expert, static_argnums=1)(chosen, EXPERTS)
+
+    def chosen_by(layer: int) -> jax.Array:
+        return jax.lax.top_k(jax.random.normal(jax.random.fold_in(keys[1], layer), (product.rows, EXPERTS)), CHOICES)[1]
+
+    num_layers = layers_beyond_cache(len(np.unique(np.asarray(chosen_by(0)))) * _num_bytes(product))
+    grouped = jax.jit(group_by_expert, static_argnums=1)
+    return x, [grouped(chosen_by(layer), EXPERTS) for layer in range(num_layers)]
+
+
+def _num_bytes(product: Product) -> int:
+    """Of one matrix."""
+    bits = 4 if product.dtype == "mxfp4" else jax.dtypes.itemsize_bits(product.dtype)
+    return product.outputs * product.inputs * bits // 8
+
+
+def _matrices(product: Product) -> list[jax.Array]:
+    """Of all layers of a product that isn't experts'."""
+    shape = product.outputs, product.inputs
+    return [_weights(layer, shape, product.dtype) for layer in range(layers_beyond_cache(_num_bytes(product)))]
 
 
 def _packed_experts(product: Product, keys: jax.Array) -> tuple[Callable[..., jax.Array], Layers]:
     is_gated = product.op == "gated_packed_product"
     packing = packed.FRAGMENTS if product.dtype == "int4" else packed.MXFP4_FRAGMENTS
-    x, groups = _chosen(product, keys, of_tokens=is_gated)
-    shape = EXPERTS, product.outputs, product.inputs
-    matrices = [packed_weights(packing, shape, product.group, product.dtype == "int4", seed=i) for i in range(LAYERS)]
+    x, choices = _chosen(product, keys, of_tokens=is_gated)
+    shape, has_zeros = (EXPERTS, product.outputs, product.inputs), product.dtype == "int4"
+    own = [packed_weights(packing, shape, product.group, has_zeros, seed=layer) for layer in range(EXPERT_LAYERS)]
 
-    def call(x: jax.Array, weights: PackedMatrix) -> jax.Array:
+    def call(x: jax.Array, groups: Groups, weights: PackedMatrix) -> jax.Array:
         if is_gated:
             return gated_packed_product(x, groups, weights, GatedUnit("silu"), of_tokens=True)
         return grouped_packed_product(x, groups, weights)
 
-    return call, [(x, each) for each in matrices]
+    return call, [(x, groups, own[layer % EXPERT_LAYERS]) for layer, groups in enumerate(choices)]
 
 
 def _scaled(product: Product, keys: jax.Array) -> tuple[Callable[..., jax.Array], Layers]:
@@ -343,7 +360,7 @@ def _scaled(product: Product, keys: jax.Array) -> tuple[Callable[..., jax.Array]
             return float8_product(rows, weights, **options)
         return quantized_product(x, weights, **options)
 
-    return call, [(x, _weights(layer, (product.outputs, product.inputs), product.dtype)) for layer in range(LAYERS)]
+    return call, [(x, each) for each in _matrices(product)]
 
 
 @functools.cache

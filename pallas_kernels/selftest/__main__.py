@@ -120,13 +120,22 @@ def _verdict_of(
     for backend in _backends(op, request):
         if backend == XLA:
             return Verdict(op, XLA, UNTESTED, "what others are compared with")
-        say(Begun(op, backend))
+        calls = _said(make(shapes), lambda name, backend=backend: say(Begun(op, backend, name)))
         try:
-            return Verdict(op, backend, *_outcome(make(shapes), backend, request.interpret))
+            return Verdict(op, backend, *_outcome(calls, backend, request.interpret))
         except ImpossibleBackend as error:
             if _asked(op, request) != AUTO:
                 return Verdict(op, backend, RAISED, _short(error))
     raise AssertionError("xla comes last")
+
+
+def _said(calls: Iterable[Case], say: Callable[[str], None]) -> Iterator[Case]:
+    """The cases, each with a word before its arrays are made, and before it is handed out."""
+    say("arrays")
+    for case in calls:
+        say(case.name)
+        yield case
+        say("arrays")
 
 
 def _asked(op: str, request: Request) -> str:

@@ -1,4 +1,4 @@
-"""What the testing process is asked, and what it says: one JSON object a line, before and after each operation.
+"""What the testing process is asked, and what it says: one JSON object a line, before each case and after an operation.
 
 Imports no JAX. Written by `__main__`, read by whoever started that.
 """
@@ -68,10 +68,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """The process is about to run an operation on a backend."""
+    """The process is about to compile and run one case of an operation on a backend."""
 
     op: str
     backend: str
+    case: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.hosts import HostsConfig
 from jaxsgl.engine.start import devices, memory
 from jaxsgl.engine.start.devices import accelerator, accelerator_name, device_variables, tpu_variables
 from jaxsgl.errors import ConfigError
@@ -64,10 +66,31 @@ def test_the_name_of_a_gpu_changes_with_the_driver(monkeypatch: pytest.MonkeyPat
     assert len(names) == 2 and all("NVIDIA H200" in name and "IRQ" not in name for name in names)
 
 
-@pytest.mark.parametrize(("visible", "child"), [("", "2"), ("4,5,6,7", "6")])
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        (EngineConfig(), "0"),
+        (EngineConfig(tp=2, pp_size=2), "0,1,2,3"),
+        (EngineConfig(tp=2, device_ids=(4, 6)), "4,6"),
+        (EngineConfig(tp=2, hosts=HostsConfig(nnodes=2, node_rank=1, dist_init_addr="127.0.0.1:2000")), None),
+    ],
+)
+def test_jax_sees_the_gpus_of_the_engine_alone_so_that_others_keep_their_memory(
+    config: EngineConfig, shown: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(devices, "is_running", lambda: False)
+    monkeypatch.setattr(
+        devices, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms="", update=told.__setitem__))
+    )
+    devices.reveal_devices(config)
+    assert told.get("jax_cuda_visible_devices") == shown
+
+
+@pytest.mark.parametrize(("visible", "first", "child"), [("", "0", "2"), ("4,5,6,7", "4", "6")])
 def test_the_process_that_tests_kernels_sees_the_engines_first_gpu(
-    visible: str, child: str, monkeypatch: pytest.MonkeyPatch
+    visible: str, first: str, child: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert device_variables(EngineConfig()) == {}
+    assert device_variables(EngineConfig()) == {"CUDA_VISIBLE_DEVICES": first}
     assert device_variables(EngineConfig(tp=2, device_ids=(2, 3))) == {"CUDA_VISIBLE_DEVICES": child}

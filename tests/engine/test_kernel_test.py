@@ -62,7 +62,7 @@ def outcome_of(tester: KernelTester, config: EngineConfig) -> tuple[KernelChoice
     [
         ("wrong", "wrong", "ragged: error .* of a row's norm, allowed 2e-02"),
         ("raises", "raised", "ragged: RuntimeError: no such instruction"),
-        ("crashes", "crashed", "its process ended with signal 11"),
+        ("crashes", "crashed", "ragged: its process ended with signal 11"),
     ],
 )
 def test_a_kernel_that_fails_is_named_and_xla_takes_its_place(
@@ -112,7 +112,7 @@ HANGS = """
 import json, sys, time
 op, backend = sys.argv[1:]
 if not json.loads(sys.stdin.readline())["known"]:
-    print(json.dumps({"kind": "Begun", "op": op, "backend": backend}), flush=True)
+    print(json.dumps({"kind": "Begun", "op": op, "backend": backend, "case": "ragged"}), flush=True)
     time.sleep(600)
 print(json.dumps({"kind": "Verdict", "op": op, "backend": "xla", "verdict": "untested"}), flush=True)
 print(json.dumps({"kind": "Ended"}), flush=True)
@@ -130,7 +130,44 @@ def test_an_engine_whose_kernel_hangs_is_ready_and_its_tokens_are_right(
             found[backend] = Driver(engine).generate(prompts, 4)
             assert engine.programs.spec.kernels.paged_extend_attention == backend
     assert found["xla"] == found["auto"]
-    assert f"{EXTEND} on native failed its test (hung: no answer within 3 s): xla takes its place" in caplog.text
+    assert (
+        f"{EXTEND} on native failed its test (hung: ragged: no answer within 3 s): xla takes its place" in caplog.text
+    )
+
+
+SLOW = """
+import sys, time
+from pallas_kernels.selftest.report import Begun, Ended, Verdict, news_line
+sys.stdin.readline()
+for case in ("ragged", "one token", "long"):
+    sys.stdout.write(news_line(Begun("store_kv", "triton", case)))
+    sys.stdout.flush()
+    time.sleep(4)
+sys.stdout.write(news_line(Verdict("store_kv", "triton", "passed")) + news_line(Ended()))
+"""
+
+
+def test_a_kernel_of_many_cases_may_take_longer_than_one_may(config: EngineConfig) -> None:
+    tester = KernelTester("cpu", (sys.executable, "-c", SLOW), limit_s=10)
+    assert outcome_of(tester, config) == (KernelChoice(), (Verdict("store_kv", "triton", "passed"),))
+
+
+KILLED = """
+import os, signal, sys
+from pallas_kernels.selftest.report import Begun, news_line
+sys.stdin.readline()
+sys.stdout.write(news_line(Begun("store_kv", "triton", "ragged")))
+sys.stdout.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_the_system_kills_is_no_kernels_fault_and_is_not_remembered(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert outcome_of(KernelTester("cpu", (sys.executable, "-c", KILLED)), config) == (KernelChoice(), ())
+    assert "not all kernels could be tested" in caplog.text and "signal 9" in caplog.text
+    assert not list(Path(config.compilation_cache_dir or "").rglob("*.json"))
 
 
 HOPPER = """
@@ -144,7 +181,7 @@ def say(news):
 if not tried:
     say(Verdict(op, "mosaic_gpu", "wrong", "error 4e-01"))
 elif tried == ["mosaic_gpu"]:
-    say(Begun(op, "triton"))
+    say(Begun(op, "triton", "ragged"))
     os._exit(3)
 else:
     say(Verdict(op, "xla", "untested"))
@@ -225,6 +262,6 @@ def test_a_process_that_hangs_ends_with_the_one_that_started_it(config: EngineCo
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(tester.request(config, arch, KernelChoice()).line().encode() + b"\n")
         process.stdin.flush()
-        assert parse_news(process.stdout.readline().decode()) == Begun(EXTEND, "native")
+        assert parse_news(process.stdout.readline().decode()) == Begun(EXTEND, "native", "arrays")
         process.stdin.close()
         assert process.wait(20) == 1

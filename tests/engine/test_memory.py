@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from jaxsgl.engine.start.memory import (
     HEADROOM,
     JAX_SHARE,
     SHARE_VARIABLES,
+    check_weights_fit,
     free_memory,
     keep_small_places,
     loading_weights,
@@ -113,6 +115,55 @@ def test_the_static_fraction_ends_where_jax_may_use_no_more() -> None:
 def test_the_share_is_one_of_gpus_only() -> None:
     tpu: Any = Accelerator(limit=16 * GIB, used=0, platform="tpu")
     assert free_memory(tpu, 0.5, GPU_SHARE).static_bytes == 8 * GIB
+
+
+CUDA = """
+#include <stddef.h>
+static int pushed;
+int cuInit(unsigned flags) { return flags; }
+int cuDeviceGet(int *device, int ordinal) { *device = 10 + ordinal; return ordinal > 1; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(size_t)device; return 0; }
+int cuCtxPushCurrent_v2(void *context) { pushed = (int)(size_t)context; return 0; }
+int cuMemGetInfo_v2(size_t *free, size_t *total) {
+    *free = (size_t)(pushed == 11 ? 60 : 20) << 30;
+    *total = (size_t)80 << 30;
+    return pushed == 0;
+}
+int cuCtxPopCurrent_v2(void **context) { *context = (void *)(size_t)pushed; pushed = 0; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return device; }
+"""
+
+
+class Untold(Accelerator):
+    """A GPU whose allocator keeps no account; `used` is its number."""
+
+    @property
+    def local_hardware_id(self) -> int:
+        return self.used
+
+    def memory_stats(self) -> Any:
+        return None
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="this machine has no C compiler for the driver's stand-in")
+def test_the_driver_tells_the_memory_that_jax_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cuda.c").write_text(CUDA)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "libcuda.so.1", "cuda.c"], cwd=tmp_path, check=True)
+    monkeypatch.setattr("jaxsgl.engine.start.cuda_memory.LIBRARY", str(tmp_path / "libcuda.so.1"))
+    second: Any = Untold(limit=0, used=1)
+    left = free_memory(second, 0.5, 0.95)
+    assert left.static_bytes == 20 * GIB
+    assert left.all_bytes == int(80 * GIB * (1 - HEADROOM)) - 20 * GIB
+    with pytest.raises(ConfigError, match=r"90.00 GiB on each of 1 devices, but JAX may use 80.00 GiB"):
+        check_weights_fit(second, 0.95, 90 * GIB, 1)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_an_accelerator_whose_memory_nobody_tells_is_refused(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxsgl.engine.start.cuda_memory.LIBRARY", "no-such-library")
+    untold: Any = Untold(limit=0, used=0, platform=platform)
+    with pytest.raises(StartupError, match="no KV pool can be sized: unset XLA_PYTHON_CLIENT_ALLOCATOR"):
+        free_memory(untold, 0.85)
 
 
 def test_too_little_for_a_pool_is_an_error_that_accounts_for_the_memory() -> None:

@@ -46,7 +46,7 @@ from pallas_kernels.selftest.report import CRASHED, HUNG, UNTESTED, Begun, Ended
 logger = logging.getLogger(__name__)
 
 FOLDER = "kernel-tests"  # next to compiled programs
-LIMIT_S = 90.0  # for one operation, and for the start of the process
+LIMIT_S = 120.0  # for one case, which is compiled too, and for the start of the process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +241,7 @@ class Watched(NamedTuple):
 def watch(command: Sequence[str], env: Mapping[str, str], request: Request, limit_s: float) -> Watched:
     """Runs the process until it ends, or says nothing for `limit_s` seconds: then it is killed."""
     verdicts: list[Verdict] = []
-    begun: Begun | None = None
+    begun: Begun | None = None  # the last case
     with tempfile.TemporaryFile() as log, _started(command, env, log) as process:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -256,8 +256,11 @@ def watch(command: Sequence[str], env: Mapping[str, str], request: Request, limi
                 begun = None
                 verdicts.append(each)
         how, note = _end_of(process, log, limit_s)
+        was_killed = how == CRASHED and process.returncode == -signal.SIGKILL
+    if begun is not None and was_killed:  # by the system, for lack of memory, or by hand: no kernel does that
+        return Watched(tuple(verdicts), note)
     if begun is not None:
-        verdicts.append(Verdict(begun.op, begun.backend, how, note))
+        verdicts.append(Verdict(begun.op, begun.backend, how, f"{begun.case}: {note}"))
     elif not (verdicts and verdicts[-1].failed):
         return Watched(tuple(verdicts), note)
     return Watched(tuple(verdicts), "")

@@ -32,9 +32,10 @@ _TPU_PORT = 8476  # libtpu's own; each process has one
 
 
 def reveal_devices(config: EngineConfig) -> None:
-    """Before JAX starts: asks for virtual devices of a CPU, and for those GPUs or TPU chips alone that are named.
+    """Before JAX starts: asks for virtual devices of a CPU, and for no more GPUs than the engine takes.
 
-    JAX takes memory of every GPU that it sees, and a TPU chip belongs to one process. Does nothing once JAX runs.
+    JAX takes memory of every GPU that it sees, and a TPU chip belongs to one process, so where chips are named it sees
+    no others. Does nothing once JAX runs.
 
     Raises `ConfigError` if JAX_PLATFORMS asks for a GPU and no package of one is installed, before anything is tested.
     """
@@ -45,8 +46,9 @@ def reveal_devices(config: EngineConfig) -> None:
     number = 1 + max(config.device_ids, default=config.num_own_devices - 1)
     if number > 1 and _HOST_DEVICES not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", number)
+    if not config.hosts.are_several:
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, _ids_of(config))))
     if config.device_ids:
-        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, config.device_ids)))
         for name, value in tpu_variables(config.device_ids).items():
             os.environ.setdefault(name, value)
 
@@ -132,12 +134,15 @@ def device_variables(config: EngineConfig) -> dict[str, str]:
 
     Those that choose chips of a TPU it has from this process.
     """
-    if not config.device_ids:
-        return {}
-    first = config.device_ids[0]
+    first = _ids_of(config)[0]
     visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     # The numbers count those that are visible to this process.
     return {"CUDA_VISIBLE_DEVICES": visible[first] if first < len(visible) else str(first)}
+
+
+def _ids_of(config: EngineConfig) -> tuple[int, ...]:
+    """The engine's devices on this host: those that are named, or the first ones."""
+    return config.device_ids or tuple(range(config.num_own_devices))
 
 
 def _is_installed(package: str) -> bool:
@@ -203,7 +208,7 @@ def meshes_of(config: EngineConfig) -> tuple[Mesh, ...]:
 def _chosen(config: EngineConfig, devices: Sequence[jax.Device]) -> list[jax.Device]:
     # Where JAX shows the named GPUs or chips alone, it numbers them anew.
     are_shown_alone = len(devices) == config.num_own_devices and devices[0].platform != "cpu"
-    ids = config.device_ids if config.device_ids and not are_shown_alone else tuple(range(config.num_own_devices))
+    ids = tuple(range(config.num_own_devices)) if are_shown_alone else _ids_of(config)
     if max(ids) >= len(devices):
         asked = f"--tp {config.tp}" + (f" --pp-size {config.pp_size}" if config.has_stages else "")
         if config.hosts.are_several:

@@ -12,10 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from jaxsgl.engine.start.cuda_memory import driver_memory
 from jaxsgl.errors import ConfigError, StartupError
 from pallas_kernels.jax_internals import is_running
 
@@ -110,18 +112,44 @@ def free_memory(device: jax.Device, mem_fraction_static: float, jax_share: float
 
     `mem_fraction_static` is a fraction of the whole device, as in SGLang; `jax_share` is what JAX may use of a GPU.
     """
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats or "bytes_limit" not in stats:
+    if device.platform == "cpu":
         free_bytes = free_host_bytes()
         return Memory(device.platform, free_bytes, free_bytes)
-    limit, used = int(stats["bytes_limit"]), int(stats["bytes_in_use"])
-    whole = round(limit / jax_share) if device.platform == "gpu" else limit
+    told = _told_by(device, jax_share)
+    if told is None:
+        raise StartupError(
+            f"neither JAX nor a driver tells the memory of {device}, so no KV pool can be sized: unset "
+            "XLA_PYTHON_CLIENT_ALLOCATOR"
+        )
+    limit, used, whole = told
     account = (
         f"JAX may use {_gib(limit)} of the device's {_gib(whole)}, the weights take {_gib(used)}, and "
         f"--mem-fraction-static {mem_fraction_static:g} allows {_gib(mem_fraction_static * whole)} for weights and pool"
     )
     all_bytes = int(limit * (1 - HEADROOM)) - used
     return Memory(device.platform, min(int(whole * mem_fraction_static) - used, all_bytes), all_bytes, account)
+
+
+class _Told(NamedTuple):
+    """Bytes of an accelerator: what JAX may use, what is in use, and all that it has."""
+
+    limit: int
+    used: int
+    whole: int
+
+
+def _told_by(device: jax.Device, jax_share: float) -> _Told | None:
+    """The memory of an accelerator; None: it isn't told.
+
+    The allocator "platform" keeps no account and no share: then a GPU's driver tells what any program has taken.
+    """
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        limit = int(stats["bytes_limit"])
+        whole = round(limit / jax_share) if device.platform == "gpu" else limit
+        return _Told(limit, int(stats["bytes_in_use"]), whole)
+    told = driver_memory(device.local_hardware_id) if device.platform == "gpu" else None
+    return None if told is None else _Told(told.total, told.total - told.free, told.total)
 
 
 def keep_small_places(devices: Sequence[jax.Device]) -> list[jax.Array]:
@@ -147,15 +175,15 @@ def check_weights_fit(device: jax.Device, jax_share: float, weight_bytes: int, n
 
     A device that doesn't tell its memory, as a CPU, passes.
     """
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats or "bytes_limit" not in stats:
+    told = None if device.platform == "cpu" else _told_by(device, jax_share)
+    if told is None:
         return
-    limit = int(stats["bytes_limit"])
+    limit = told.limit
     usable = int(limit * (1 - HEADROOM))
     if weight_bytes <= usable:
         return
     needed = num_devices * -(-weight_bytes // usable)
-    whole = f"the device's {_gib(limit / jax_share if device.platform == 'gpu' else limit)}"
+    whole = f"the device's {_gib(told.whole)}"
     raise ConfigError(
         f"the weights take {_gib(weight_bytes)} on each of {num_devices} devices, but JAX may use {_gib(limit)} of "
         f"{whole}: give --tp {needed} or more, --quantization, or a smaller model"

@@ -7,6 +7,7 @@ share lengths, page table and slots. With enough layers, no cache on the chip ho
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from pallas_kernels.selftest.batches import normal, pages_of, scattered_pages, s
 
 _ROTATED_BYTES = 1 << 30  # many times the largest L2, and so long a program that starting it costs nothing
 _MIN_LAYERS, _MAX_LAYERS = 4, 32
+_CACHED_BYTES = 200e6  # several times the L2 of a GPU
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +54,11 @@ def layers_for(case: KernelCase, platform: str) -> int:
     if platform == "cpu":
         return 1
     return min(_MAX_LAYERS, max(_MIN_LAYERS, -(-_ROTATED_BYTES // work_of(case).num_bytes)))
+
+
+def layers_beyond_cache(num_bytes: float) -> int:
+    """So many layers of products, which read `num_bytes` each, that no cache holds what all of them read."""
+    return min(_MAX_LAYERS, max(2, math.ceil(_CACHED_BYTES / num_bytes)))
 
 
 def make_inputs(case: KernelCase, num_layers: int = 1, seed: int = 0, *, adverse: bool = False) -> Inputs:

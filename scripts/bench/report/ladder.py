@@ -141,7 +141,7 @@ def _start(dry: bool) -> Rung:
         "has_head_norms": True, "attention": [{}], "experts": products, "matrices": matrices, "states": [state],
         **heads, **formats,
     }  # fmt: skip
-    return Rung("kernels as a start tests them", "start", shapes, 120)
+    return Rung("kernels as a start tests them", "start", shapes, 300)
 
 
 def _products(dry: bool) -> list[Rung]:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.kernels.inputs import layers_beyond_cache
 from bench.kernels.measure import first_line
 from bench.kernels.runners import JaxRunner, Prepared, time_all
 from bench.output import write_json
@@ -44,7 +45,7 @@ FORMATS = {
 # Next to those that round rows from some number on: what they gain by it, and from which number on.
 AS_THEY_ARE = ", activations as they are"
 ROUNDED_ROWS = (64, 96, 128, 256)
-LAYERS = 2  # larger together than any cache
+EXPERT_LAYERS = 2  # that have weights of their own; further ones choose others of these experts
 # A product of rows `[T, in]` of one layer: the function of its own arrays, these, bytes and FLOPs.
 Made = tuple[Callable[..., jax.Array], Sequence[tuple[jax.Array, ...]], float, float]
 
@@ -97,15 +98,22 @@ def _numbers(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def _experts(tokens: int, dtype: str, num: int, top: int, inputs: int, outputs: int) -> Made:
-    keys = jax.random.split(jax.random.key(0), 2 + LAYERS)
+    keys = jax.random.split(jax.random.key(0), 2 + EXPERT_LAYERS)
     x = jax.random.normal(keys[0], (tokens, inputs), jnp.bfloat16)
-    chosen = jax.lax.top_k(jax.random.normal(keys[1], (tokens, num)), top)[1]
-    own = [(x, chosen, _numbers(key, (num, outputs, inputs), dtype)) for key in keys[2:]]
+    weights = [_numbers(key, (num, outputs, inputs), dtype) for key in keys[2:]]
+
+    def chosen_by(layer: int) -> jax.Array:
+        return jax.lax.top_k(jax.random.normal(jax.random.fold_in(keys[1], layer), (tokens, num)), top)[1]
+
+    of_expert = outputs * inputs * jnp.dtype(dtype).itemsize
+    num_layers = layers_beyond_cache(len(np.unique(np.asarray(chosen_by(0)))) * of_expert)
+    choices = [chosen_by(layer) for layer in range(num_layers)]
+    own = [(x, chosen, weights[layer % EXPERT_LAYERS]) for layer, chosen in enumerate(choices)]
 
     def call(x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         return grouped_product(x, group_by_expert(chosen, num), weights, of_tokens=True)
 
-    read = len(np.unique(np.asarray(chosen))) * outputs * inputs * jnp.dtype(dtype).itemsize
+    read = float(np.mean([len(np.unique(np.asarray(chosen))) for chosen in choices])) * of_expert
     places = tokens * top
     return call, own, read + 2 * places * (inputs + outputs), 2 * places * inputs * outputs
 
@@ -113,12 +121,13 @@ def _experts(tokens: int, dtype: str, num: int, top: int, inputs: int, outputs: 
 def _product(rows: int, dtype: str, group: int, inputs: int, outputs: int, float8: str = "auto") -> Made:
     from jaxsgl.models.matrix import Matrix, quantized_product  # needs flax, and grouped products don't
 
-    keys = jax.random.split(jax.random.key(0), 1 + LAYERS)
+    num_bytes = inputs * outputs * jax.dtypes.itemsize_bits(dtype) // 8
+    keys = jax.random.split(jax.random.key(0), 1 + layers_beyond_cache(num_bytes))
     x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
     matrices = [_numbers(key, (outputs, inputs), dtype) for key in keys[1:]]
     packing = packed.FRAGMENTS if dtype == "int4" else ""
     flops = 2 * rows * inputs * outputs
-    moved = inputs * outputs * jax.dtypes.itemsize_bits(dtype) // 8 + 2 * rows * (inputs + outputs)
+    moved = num_bytes + 2 * rows * (inputs + outputs)
     if dtype == "bfloat16":
         return functools.partial(jnp.einsum, "td,nd->tn"), [(x, each) for each in matrices], moved, flops
     scale, blocks = jnp.ones((outputs, inputs // (group or inputs)), jnp.float32), group or 1
