@@ -5,6 +5,7 @@ It ends after a failure, since a device or a driver may not recover from one, an
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -120,13 +121,17 @@ def _verdict_of(
     for backend in _backends(op, request):
         if backend == XLA:
             return Verdict(op, XLA, UNTESTED, "what others are compared with")
-        calls = _said(make(shapes), lambda name, backend=backend: say(Begun(op, backend, name)))
+        calls = _said(make(shapes), functools.partial(_say_begun, say, op, backend))
         try:
             return Verdict(op, backend, *_outcome(calls, backend, request.interpret))
         except ImpossibleBackend as error:
             if _asked(op, request) != AUTO:
                 return Verdict(op, backend, RAISED, _short(error))
     raise AssertionError("xla comes last")
+
+
+def _say_begun(say: Callable[[News], None], op: str, backend: str, case: str) -> None:
+    say(Begun(op, backend, case))
 
 
 def _said(calls: Iterable[Case], say: Callable[[str], None]) -> Iterator[Case]:
