@@ -61,6 +61,7 @@ PACKED_EXPERTS = ("gated_packed_product", "grouped_packed_product")
 MOST_SHARED_KIB = 224  # of a multiprocessor of a Hopper
 MOST_DIFFERENCE, COMPARED_ROWS = 2e-2, 256
 EXPERT_LAYERS = 2  # that have weights of their own; further ones choose others of these experts
+MOST_JOBS, GPU_SHARE = 12, 0.9  # all products' arrays take a process some 6 GB, and as much again while they are made
 SHUFFLE = 7  # coprime to most counts: neighbours in a grid are far from each other in time
 
 
@@ -170,11 +171,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="gets every time, again while it runs")
     parser.add_argument("--match", default="", metavar="REGEX", help="only products in whose names it is found")
     parser.add_argument("--budget-s", type=float, default=150, help="for everything (150)")
-    parser.add_argument("--jobs", type=int, default=max(1, num_cores() - 2), help="processes (cores less 2)")
+    parser.add_argument(
+        "--jobs", type=int, default=min(MOST_JOBS, max(1, num_cores() - 2)), help="processes (cores less 2)"
+    )
     options = parser.parse_args()
     deadline = time.time() + options.budget_s
     products = [product for product in PRODUCTS if re.search(options.match, product.name)]
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{GPU_SHARE / options.jobs:.3f}")
     context = multiprocessing.get_context("spawn")
     tasks, found = context.Queue(), context.Queue()
     for task in spread(products):
@@ -229,7 +233,9 @@ def work(tasks: Any, found: Any, lock_file: str, deadline: float) -> None:
             try:
                 if index not in made:
                     call, own = arrays(product)
-                    made[index] = call, own, _whole(product, jax.jit(call)(*own[0]))
+                    usual = jax.jit(call).lower(*own[0]).compile()
+                    with _alone(lock):
+                        made[index] = call, own, _whole(product, usual(*own[0]))
                 call, own, right = made[index]
                 told |= measured(product, sizes, call, own, right, lock)
             except Exception as error:  # sizes that a compiler refuses
@@ -248,18 +254,25 @@ def measured(
     """Microseconds of a call with these sizes, if its result is right."""
     with tuning.override(product.op, "triton", sizes):
         runner = JaxRunner(Prepared.of(call, own))
-    begin = time.monotonic()
-    out = _whole(product, runner.check())
-    told = {"compile_s": round(time.monotonic() - begin, 2)}
-    difference = float(np.linalg.norm(out - right) / np.linalg.norm(right))
-    if not difference < MOST_DIFFERENCE:
-        return {**told, "note": f"differs by {difference:.2g}"}
+    assert runner.program is not None  # compiled while others measure
+    told = {"compile_s": round(runner.compile_s, 2)}
+    with _alone(lock):
+        out = _whole(product, runner.check())
+        difference = float(np.linalg.norm(out - right) / np.linalg.norm(right))
+        if not difference < MOST_DIFFERENCE:
+            return {**told, "note": f"differs by {difference:.2g}"}
+        timing = time_alone(runner, repeats=5, target_s=0.015)
+    return {**told, "us": round(timing.seconds * 1e6, 2), "least_us": round(timing.fastest * 1e6, 2)}
+
+
+@contextlib.contextmanager
+def _alone(lock: TextIO) -> Iterator[None]:
+    """No other process runs a product on the GPU meanwhile."""
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        timing = time_alone(runner, repeats=5, target_s=0.015)
+        yield
     finally:
         fcntl.flock(lock, fcntl.LOCK_UN)
-    return {**told, "us": round(timing.seconds * 1e6, 2), "least_us": round(timing.fastest * 1e6, 2)}
 
 
 def _whole(product: Product, out: jax.Array) -> np.ndarray:
