@@ -4,6 +4,7 @@ A state holds all tokens before it, so a cached prefix is of use up to the deepe
 there (`SnapshotCache`). Pages beyond are kept: they tell where prompts part. `Snapshots` hands out the places: each one
 is free, in one node of the tree, or a border of one lease, the state of a running sequence at a page border. Taking one
 where none is free drops the snapshot that was unused for longest, but none that a request just admitted is to read.
+Borders have at most half of all places: however many sequences run, the rest stays for prefixes.
 
 A place that came free may be handed out at once: steps run in order, and the step that reads it is launched already.
 Owns places and their order of use; knows no requests. `manager.py` calls it.
@@ -12,7 +13,7 @@ Owns places and their order of use; knows no requests. `manager.py` calls it.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import cast
 
 import numpy as np
@@ -131,6 +132,8 @@ class Snapshots(SnapshotBooks):
         self._page_size = page_size
         self._all = sorted(tree.free)
         self._pins: Counter[int] = Counter()
+        self._num_borders = 0
+        self._most_borders = len(self._all) // 2
 
     @property
     def num_places(self) -> int:
@@ -155,7 +158,7 @@ class Snapshots(SnapshotBooks):
             lease.source = None
 
     def take(self) -> int | None:
-        """A place for a new state; None if all are pinned or borders of running sequences."""
+        """A place for a new state; None if all are pinned, or borders of running sequences."""
         if self._tree.free:
             return self._tree.free.pop()
         place = self._tree.drop_oldest(self._pins)
@@ -172,23 +175,26 @@ class Snapshots(SnapshotBooks):
             self.give_back(place)
 
     def border(self, lease: Lease, num_tokens: int) -> int | None:
-        """A place for the state of a sequence after `num_tokens` tokens, whole pages; None if all places are in use.
+        """A place for the state of a sequence after `num_tokens` tokens, whole pages; None if there is none for it.
 
-        It takes the place of the older one of `BORDERS`.
+        It takes the place of the older one of `BORDERS`, or of the only one, once borders have half of their places.
         """
         borders = [each for each in lease.borders if each[0] != num_tokens]
         again = [place for at, place in lease.borders if at == num_tokens]  # a step that was not launched
-        while len(borders) >= BORDERS:
+        most = BORDERS if self._num_borders < self._most_borders // 2 else 1
+        while len(borders) >= most:
             self.give_back(borders.pop(0)[1])
-        place = again[0] if again else self.take()
-        lease.borders = tuple(borders) if place is None else (*borders, (num_tokens, place))
+        self._set_borders(lease, borders)
+        place = again[0] if again else self.take() if self._num_borders < self._most_borders else None
+        if place is not None:
+            self._set_borders(lease, [*borders, (num_tokens, place)])
         return place
 
     def release(self, lease: Lease, num_tokens: int) -> None:
         """See `SnapshotBooks`."""
         newest = next((each for each in reversed(lease.borders) if each[0] <= num_tokens), None)
         if newest is not None:
-            lease.borders = tuple(each for each in lease.borders if each is not newest)
+            self._set_borders(lease, [each for each in lease.borders if each is not newest])
             self.keep(lease, *newest)
 
     def drop(self, lease: Lease) -> None:
@@ -196,7 +202,11 @@ class Snapshots(SnapshotBooks):
         self.read(lease)
         for _, place in lease.borders:
             self.give_back(place)
-        lease.borders = ()
+        self._set_borders(lease, ())
+
+    def _set_borders(self, lease: Lease, borders: Sequence[tuple[int, int]]) -> None:
+        self._num_borders += len(borders) - len(lease.borders)
+        lease.borders = tuple(borders)
 
     def wrong(self, leases: Iterable[Lease]) -> list[str]:
         """See `SnapshotBooks`."""
@@ -205,10 +215,13 @@ class Snapshots(SnapshotBooks):
             in_tree = self._tree.places()
         except AssertionError as error:
             return [f"snapshots are broken: {error}"]
-        counts = Counter([*self._tree.free, *in_tree, *(place for lease in leases for _, place in lease.borders)])
+        borders = [place for lease in leases for _, place in lease.borders]
+        counts = Counter([*self._tree.free, *in_tree, *borders])
         found = [
             f"place {place} of a snapshot is in {counts[place]} places" for place in self._all if counts[place] != 1
         ]
+        if len(borders) != self._num_borders:
+            found.append(f"{self._num_borders} borders are counted, but leases have {len(borders)}")
         pins = Counter(lease.source for lease in leases if lease.source is not None)
         if pins != +self._pins:
             found.append(f"snapshots {dict(+self._pins)} are pinned, but leases are to read {dict(pins)}")

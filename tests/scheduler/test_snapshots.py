@@ -139,6 +139,21 @@ def test_the_snapshot_that_was_unused_for_longest_goes_first() -> None:
     assert server.books.num_kept == 2 and server.books.num_dropped == 2
 
 
+def test_running_answers_leave_half_of_the_places_to_prefixes() -> None:
+    server = Server(num_snapshots=8)
+    assert [server.cached([*SYSTEM, i, 1, 2, 7]) for i in range(3)] == [0, 0, 20]
+    server.ask([1, 2], [3, 4], [5, 6], [7, 8], max_tokens=60)
+    assert server.cached([*SYSTEM, 9, 1, 2, 7]) == 20
+
+
+def test_turns_begin_where_the_answers_before_ended_although_each_has_one_place_only() -> None:
+    server = Server(num_snapshots=8)
+    prompts = [[1, 2], [3, 4], [5, 6], [7, 8]]
+    answers = server.ask(*prompts, max_tokens=9)
+    turns = [[*prompt, *answer, 9] for prompt, (answer, _) in zip(prompts, answers, strict=True)]
+    assert [cached for _, cached in server.ask(*turns)] == [8] * 4
+
+
 def test_requests_run_without_a_free_place() -> None:
     server = Server(num_snapshots=1)
     prompts = [[i, *SYSTEM] for i in range(4)]
