@@ -297,6 +297,8 @@ class _Planner(PlanBuilder):
         config = self.view.config
         if not config.enable_priority_scheduling:
             return False
+        prefix = self.peek(waiting)
+        self.ledger.lock(prefix)  # what it shares with a running request doesn't come free for it
         chosen = policy.victims(
             self.view.policy.rank,
             waiting,
@@ -305,6 +307,7 @@ class _Planner(PlanBuilder):
             pages_short,
             lambda req: self.ledger.num_exclusive(Claim.held(req)),
         )
+        self.ledger.unlock(prefix)
         if chosen:
             self._preempting[waiting] = None
         self._take_back(chosen, self._preempt)

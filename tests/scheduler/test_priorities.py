@@ -110,6 +110,23 @@ def test_no_request_is_preempted_for_its_row_if_pages_are_lacking_too() -> None:
         assert scheduler.last_plan is not None and not scheduler.last_plan.preempt
 
 
+def test_no_request_is_preempted_for_pages_that_the_waiting_one_shares() -> None:
+    """The prefix of both would stay locked, and what else the running one holds doesn't suffice."""
+    sizes = capacity(page_size=4, num_pages=100, rows=4, context=400, max_extend_tokens=256)
+    config = SchedulingConfig(enable_priority_scheduling=True)
+    scheduler, engine = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config), FakeEngine(sizes)
+    document = list(range(240))
+    low = replace(of("low", 0, 0, max_tokens=30), prompt_ids=[*document, 5])
+    high = replace(of("high", 0, 50, max_tokens=150), prompt_ids=[*document, 6])
+    scheduler.receive([replace(of("other", 300, 50, max_tokens=100)), low])
+    for _ in range(6):
+        turn(scheduler, engine)
+    scheduler.receive([high])
+    while not scheduler.is_idle:
+        turn(scheduler, engine)
+        assert scheduler.last_plan is not None and not scheduler.last_plan.preempt
+
+
 def test_an_urgent_request_is_admitted_behind_one_that_was_preempted_for_it() -> None:
     """Once its victim is gone it outranks no running request any more, and is admitted nevertheless."""
     scheduler, engine = optimist(100, 4)
