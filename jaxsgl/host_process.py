@@ -6,6 +6,7 @@ engine_process.py calls it where --nnodes asks for several hosts. Knows no clien
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from typing import Any
@@ -82,7 +83,7 @@ def follow(config: EngineConfig, mailbox: EngineMailbox | SharedMailbox, hosts: 
 def _take_orders(mailbox: EngineMailbox | SharedMailbox, hosts: Follower) -> None:
     """Has all hosts stop if this one is asked to; says that the process lives."""
     while True:
-        for order in mailbox.receive(block=True):
+        for order in mailbox.receive(math.inf):
             if isinstance(order, Shutdown):
                 hosts.leave()
             elif isinstance(order, Ping):

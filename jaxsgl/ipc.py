@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import itertools
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -35,6 +36,7 @@ from jaxsgl.shared_mailbox import SharedMailbox
 
 PREFIX, LOCK, MARK = "jaxsgl-", "lock", "mask_mark"
 MAX_SOCKET_PATH = 100  # Linux allows 107 bytes, macOS 103
+MAX_POLL_MS = 2**31 - 1  # 24 days
 FINAL_MESSAGE_MS = 1000  # a closing engine waits so long for its final message to leave
 
 MessageT = TypeVar("MessageT")
@@ -153,10 +155,9 @@ class EngineMailbox:
         """Lets `receive` return, perhaps without a message, when the file descriptor `fd` is readable."""
         self._poller.register(fd, zmq.POLLIN)
 
-    def receive(self, block: bool) -> list[ToEngine]:
-        """Returns all messages that wait, in order; if `block`, waits for at least one. Drops what it can't read."""
-        if block:
-            self._poller.poll()
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        """Returns all messages that wait, in order; waits up to `wait_s` seconds for one. Drops what it can't read."""
+        _wait(self._poller, wait_s)
         return _all_waiting(self._in, self._decoder)
 
     def send(self, news: News) -> None:
@@ -222,10 +223,9 @@ class EngineLines:
         """See `EngineMailbox`."""
         self._poller.register(fd, zmq.POLLIN)
 
-    def receive(self, block: bool) -> list[ToMailbox]:
+    def receive(self, wait_s: float) -> list[ToMailbox]:
         """See `Transport`."""
-        if block:
-            self._poller.poll()
+        _wait(self._poller, wait_s)
         return _all_waiting(self._in, self._decoder)
 
     def connect(self, line: int) -> None:
@@ -319,6 +319,12 @@ def _poller(socket: zmq.Socket[bytes]) -> zmq.Poller:
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     return poller
+
+
+def _wait(poller: zmq.Poller, wait_s: float) -> None:
+    """Waits until there is something to read, up to `wait_s` seconds."""
+    if wait_s:
+        poller.poll(math.ceil(min(1000 * wait_s, MAX_POLL_MS)))
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

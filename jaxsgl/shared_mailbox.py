@@ -48,8 +48,8 @@ LOAD_S = 0.1  # a line without replies hears of the load so often while the engi
 class Transport(Protocol):
     """Carries the messages; knows no meaning. A line that is not connected takes no messages."""
 
-    def receive(self, block: bool) -> Sequence[ToMailbox]:
-        """Returns what has come over all lines, each line's in order; if `block`, waits for at least one."""
+    def receive(self, wait_s: float) -> Sequence[ToMailbox]:
+        """Returns what has come over all lines, each line's in order; waits up to `wait_s` seconds for at least one."""
         ...
 
     def wake_at(self, fd: int) -> None:
@@ -121,11 +121,11 @@ class SharedMailbox:
         """Lets `receive` return, perhaps without a message, when the file descriptor `fd` is readable."""
         self._transport.wake_at(fd)
 
-    def receive(self, block: bool) -> list[ToEngine]:
-        """Returns the messages for the scheduler that wait, in order; if `block`, waits for a message of any kind."""
-        if block:
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        """Returns the messages for the scheduler, in order; waits up to `wait_s` seconds for one of any kind."""
+        if wait_s:
             self._tell_load()
-        return [out for message in self._transport.receive(block) for out in self._take(message)]
+        return [out for message in self._transport.receive(wait_s) for out in self._take(message)]
 
     def send(self, news: News) -> None:
         """Sends each line its part of `news`."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from jaxsgl.config.engine import Limits
@@ -51,7 +52,7 @@ class Lines:
         self.sent: dict[int, list[FromEngine]] = {}
         self.mailbox = SharedMailbox(self, lambda: self.now_s)
 
-    def receive(self, block: bool) -> Sequence[ToMailbox]:
+    def receive(self, wait_s: float) -> Sequence[ToMailbox]:
         coming, self.coming = self.coming, []
         return coming
 
@@ -70,7 +71,7 @@ class Lines:
     def come(self, *messages: ToMailbox) -> list[object]:
         """Has messages arrive; returns what the scheduler receives."""
         self.coming += messages
-        return list(self.mailbox.receive(block=False))
+        return list(self.mailbox.receive(0.0))
 
     def heard(self, line: int) -> list[FromEngine]:
         """What a line was sent since the last call."""
@@ -109,9 +110,9 @@ def test_lines_without_replies_hear_the_load_now_and_then_and_before_the_engine_
     assert lines.heard(2) == [Replies([], Load(waiting_tokens=3))], "one in three steps"
     lines.mailbox.send(Replies([Reply(mine.request_id, (9,), LENGTH)], Load()))
     assert lines.heard(2) == []
-    lines.mailbox.receive(block=True)
+    lines.mailbox.receive(math.inf)
     assert lines.heard(2) == lines.heard(PARENT_LINE)[-1:] == [Replies([], Load())]
-    lines.mailbox.receive(block=True)
+    lines.mailbox.receive(math.inf)
     assert lines.heard(2) == [], "the load has not changed"
 
 

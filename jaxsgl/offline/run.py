@@ -183,11 +183,11 @@ class OfflineMailbox:
         self.pieces: dict[tuple[str, int], list[Piece]] = {key: [] for key in self._samples}
         self.pooled: dict[str, Pooled] = {}
 
-    def receive(self, block: bool) -> list[ToEngine]:
+    def receive(self, wait_s: float) -> list[ToEngine]:
         """Returns all requests, later aborts, and `Shutdown` when the loop would wait. Ctrl-C comes through here."""
         self._interrupts.check()
         messages, self._messages = self._messages, []
-        return messages or ([Shutdown()] if block else [])
+        return messages or ([Shutdown()] if wait_s else [])
 
     def send(self, news: News) -> None:
         """Keeps the pieces of samples that have not ended."""

@@ -24,8 +24,8 @@ from jaxsgl.scheduler.serving import AnyScheduler, Serving
 class Mailbox(Protocol):
     """The loop's only contact with the outside."""
 
-    def receive(self, block: bool) -> list[ToEngine]:
-        """All messages that have come; with `block`, waits for at least one."""
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        """All messages that have come; waits up to `wait_s` seconds for at least one, 0: not at all, or infinity."""
         ...
 
     def send(self, news: News) -> None:
@@ -47,7 +47,7 @@ def run_loop(
     leak_check = LeakCheck(scheduler)
     weights, control = engine.weight_store, Control(serving, engine, leak_check)
     while True:
-        for message in mailbox.receive(block=serving.is_idle and not control.is_polling):
+        for message in mailbox.receive(serving.due_in_s if serving.is_idle and not control.is_polling else 0.0):
             if isinstance(message, Shutdown):
                 return
             elif isinstance(message, Request | Abort):

@@ -90,8 +90,13 @@ class RankedScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can happen before the next message."""
+        """Whether nothing can happen before the next message, or within `due_in_s`."""
         return not self._in_flight and all(rank.is_idle for rank in self.ranks)
+
+    @property
+    def due_in_s(self) -> float:
+        """See `Serving`."""
+        return min(rank.due_in_s for rank in self.ranks)
 
     @property
     def is_paused(self) -> bool:

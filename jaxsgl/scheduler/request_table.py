@@ -20,6 +20,7 @@ go first.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -194,17 +195,25 @@ class RequestTable:
     def overdue(self) -> list[tuple[str, Refusal]]:
         """The requests that have waited or run for too long, each with what to tell its client."""
         found: list[tuple[str, Refusal]] = []
-        for limit_s, since, refuse in (
-            (self._queue_timeout_s, self._waiting_since, waited),
-            (self._running_timeout_s, self._running_since, _ran),
-        ):
-            if limit_s is None:
-                continue
+        for limit_s, since, refuse in self._timeouts():
             for request_id, since_s in since.items():
                 if self._clock() - since_s <= limit_s:
                     break
                 found.append((request_id, refuse(limit_s)))
         return found
+
+    @property
+    def due_in_s(self) -> float:
+        """Seconds until a request is overdue, 0 if one is; infinity: none will be."""
+        firsts = ((limit_s, next(iter(since.values()), math.inf)) for limit_s, since, _ in self._timeouts())
+        return max(min((since_s + limit_s - self._clock() for limit_s, since_s in firsts), default=math.inf), 0.0)
+
+    def _timeouts(self) -> Iterator[tuple[float, OrderedDict[str, float], Callable[[float], Refusal]]]:
+        """Each limit that is set, since when requests are subject to it, and how they are refused."""
+        if self._queue_timeout_s is not None:
+            yield self._queue_timeout_s, self._waiting_since, waited
+        if self._running_timeout_s is not None:
+            yield self._running_timeout_s, self._running_since, _ran
 
     def check(self) -> None:
         """Raises AssertionError if a request is missing, stands where it doesn't belong, or is miscounted."""

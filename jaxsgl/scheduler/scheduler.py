@@ -253,12 +253,17 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can happen before the next message."""
+        """Whether nothing can happen before the next message, or within `due_in_s`."""
         has_work = (self._requests.waiting or self._requests.admitted) and not self._pauses
         for resource in self._resources:
             has_work = has_work or resource.has_work(bool(self._pauses))
         ops = self.state.ops
         return not (has_work or ops.queued or ops.waiting or self.state.steps_in_flight or self._replies)
+
+    @property
+    def due_in_s(self) -> float:
+        """See `Serving`."""
+        return self._requests.due_in_s
 
     @property
     def is_paused(self) -> bool:

@@ -34,7 +34,12 @@ class Serving(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can happen before the next message, or before `wake_fd` is readable."""
+        """Whether nothing can happen before the next message, before `wake_fd` is readable, or within `due_in_s`."""
+        ...
+
+    @property
+    def due_in_s(self) -> float:
+        """Seconds until a request has waited or run for too long, unless it ends before; infinity: none will have."""
         ...
 
     def receive(self, messages: Sequence[Request | Abort]) -> None:

@@ -567,15 +567,15 @@ class ScriptedMailbox:
         self.other_news: list[News] = []
         self.num_calls = 0
 
-    def receive(self, block: bool) -> list[ToEngine]:
-        """The next entry of the script; `Shutdown` once the loop would block and the script has ended."""
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        """The next entry of the script; `Shutdown` once the loop would wait and the script has ended."""
         self.num_calls += 1
         busy_until = time.perf_counter() + self._host_work_s
         while time.perf_counter() < busy_until:
             pass
         if self._script:
             return list(self._script.popleft())
-        return [Shutdown()] if block else []
+        return [Shutdown()] if wait_s else []
 
     def send(self, news: News) -> None:
         """Keeps the replies, and what else was said."""

@@ -134,15 +134,15 @@ class TracedMailbox:
         self._mailbox = EngineMailbox(self._endpoints)
         self.num_tokens: Counter[str] = Counter()
 
-    def receive(self, block: bool) -> list[ToEngine]:
+    def receive(self, wait_s: float) -> list[ToEngine]:
         """Messages of the real mailbox; when the loop is idle, the next request comes first."""
-        if block:
+        if wait_s:
             if not self._requests:
                 return [Shutdown()]
             self._to_engine.send(msgspec.msgpack.encode(self._requests.pop(0)))
             if not self._requests:
                 self._trace.start()
-        return self._mailbox.receive(block)
+        return self._mailbox.receive(wait_s)
 
     def send(self, news: News) -> None:
         """Sends the news; the last reply of the last request ends the count."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -148,7 +149,7 @@ class FakeEngine:
     def run(self) -> None:
         while True:
             idle = self.paused or all(run.hangs for run in self.running.values())
-            for message in self.mailbox.receive(block=idle):
+            for message in self.mailbox.receive(math.inf if idle else 0.0):
                 if isinstance(message, Shutdown):
                     return
                 self.handle(message)
@@ -408,7 +409,7 @@ def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
         case Script.START_DIES:
             return 7
         case Script.START_HANGS:
-            mailbox.receive(block=True)
+            mailbox.receive(math.inf)
     classes = CLASSES if launch.config.random_seed == Script.CLASSIFIES else ()
     pooling = msgspec.structs.replace(POOLING, labels=classes, activation="sigmoid")
     states = STATES if launch.config.enable_return_hidden_states else None

@@ -180,9 +180,9 @@ class EngineThread:
         self.ended = True
         self._fronts_turn.release()
 
-    def receive(self, block: bool) -> Sequence[ToMailbox]:
+    def receive(self, wait_s: float) -> Sequence[ToMailbox]:
         """See `Transport`: the front ends' turn begins here and ends."""
-        self._blocks = block
+        self._blocks = wait_s > 0
         self._fronts_turn.release()
         self._engines_turn.acquire()
         if self._killed:
@@ -209,8 +209,8 @@ class _Mailbox:
     def __init__(self, engine: EngineThread) -> None:
         self._engine = engine
 
-    def receive(self, block: bool) -> list[ToEngine]:
-        return list(self._engine.receive(block))  # type: ignore[arg-type]
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        return list(self._engine.receive(wait_s))  # type: ignore[arg-type]
 
     def send(self, news: News) -> None:
         self._engine.send(PARENT_LINE, news)

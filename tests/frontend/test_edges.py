@@ -64,8 +64,8 @@ class ThreadMailbox:
     def put(self, message: object) -> None:
         self._arrived.put(msgspec.msgpack.encode(message))
 
-    def receive(self, block: bool) -> list[ToEngine]:
-        messages = [self._to_engine.decode(self._arrived.get())] if block else []
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        messages = [self._to_engine.decode(self._arrived.get())] if wait_s else []
         while not self._arrived.empty():
             messages.append(self._to_engine.decode(self._arrived.get()))
         return messages

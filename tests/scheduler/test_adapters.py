@@ -32,13 +32,13 @@ class Served(ScriptedMailbox):
         self._asked: set[int] = set()
         self.ends: list[str] = []  # ids in the order of their ends
 
-    def receive(self, block: bool) -> list[ToEngine]:
+    def receive(self, wait_s: float) -> list[ToEngine]:
         if self._script and self._script[0] is ANSWERED:
             if self._asked - self.answers.keys():
                 time.sleep(0.02)  # another thread loads; requests go on meanwhile, turn by turn
                 return []
             self._script.popleft()
-        messages = super().receive(block)
+        messages = super().receive(wait_s)
         orders = (LoadAdapter, UnloadAdapter, ListAdapters)
         self._asked |= {message.number for message in messages if isinstance(message, orders)}
         return messages

@@ -275,10 +275,10 @@ def test_a_request_that_waits_for_its_grammar_lets_others_pass_and_is_served_the
         return compile_fake(grammar, VOCAB)
 
     class Mailbox(ScriptedMailbox):
-        def receive(self, block: bool) -> list[ToEngine]:
+        def receive(self, wait_s: float) -> list[ToEngine]:
             if any(reply.request_id == "free" and reply.finish_reason for reply in self.replies):
                 may_compile.set()
-            return super().receive(block)
+            return super().receive(wait_s)
 
     sizes = capacity(rows=1)
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), EOS, grammars=GrammarQueue(compile, 30.0))

@@ -198,8 +198,8 @@ class WaitingMailbox(ScriptedMailbox):
     engine: SlowDisk
     tokens_before = 0
 
-    def receive(self, block: bool) -> list[ToEngine]:
-        messages = super().receive(block)
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        messages = super().receive(wait_s)
         if not self._script and not self.engine.may_write.is_set():
             self.tokens_before = len(self.replies)
             self.engine.may_write.set()

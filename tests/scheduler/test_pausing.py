@@ -42,9 +42,9 @@ class Blocking(ScriptedMailbox):
         super().__init__(script)
         self.blocked: list[bool] = []
 
-    def receive(self, block: bool) -> list[ToEngine]:
-        self.blocked.append(block)
-        return super().receive(block)
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        self.blocked.append(wait_s > 0)
+        return super().receive(wait_s)
 
 
 def run(script: Script, overlap: bool, **config: object) -> tuple[Blocking, CheckedScheduler]:
@@ -119,14 +119,14 @@ def test_a_pause_that_retracts_reopens_admission() -> None:
     class PausedAtFirstRetraction(ScriptedMailbox):
         paused = False
 
-        def receive(self, block: bool) -> list[ToEngine]:
+        def receive(self, wait_s: float) -> list[ToEngine]:
             if self.loads and self.loads[-1].totals.retractions and not self.paused:
                 self.paused = True
                 return [PauseGeneration(1, PauseMode.RETRACT)]
             if self.loads and self.loads[-1].paused:
                 return [ContinueGeneration(2)]
             assert self.num_calls < 2000, "no request is admitted any more"
-            return super().receive(block)
+            return super().receive(wait_s)
 
     sizes = capacity(num_pages=60)
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), SchedulingConfig(schedule_conservativeness=0.01))

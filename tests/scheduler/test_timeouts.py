@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import pytest
@@ -9,11 +10,12 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.orders import Abort, PauseGeneration, PauseMode, ToEngine
 from jaxsgl.messages.replies import RefusalKind, Reply
 from jaxsgl.requests.request import FinishReason, Request, SamplingParams
+from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing.engine import FakeEngine, FakeHandle
+from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox
 from tests.scheduler.serving import capacity, expected, request
 
 PROMPT = list(range(40))
@@ -117,6 +119,29 @@ def test_time_after_a_retraction_is_running_time() -> None:
     served.now_s = 10.1
     served.turns(1)
     assert served.refusals() == {"a": RefusalKind.RAN}, "paused or not"
+
+
+class Patient(ScriptedMailbox):
+    """Has a clock, which moves on by as long as the loop waits after the script."""
+
+    now_s = 0.0
+
+    def receive(self, wait_s: float) -> list[ToEngine]:
+        if self._script or wait_s in (0.0, math.inf):
+            return super().receive(wait_s)
+        self.now_s += wait_s + 0.001
+        return []
+
+
+def test_the_loop_of_a_paused_engine_wakes_when_a_request_is_due() -> None:
+    script: list[list[ToEngine]] = [[request("runs", PROMPT, 60)], [], [PauseGeneration(1, PauseMode.IN_PLACE)]]
+    mailbox = Patient([*script, [request("waits", PROMPT)]])
+    sizes, config = capacity(), SchedulingConfig(queue_timeout_s=5.0, running_timeout_s=10.0)
+    scheduler = Scheduler(sizes, BucketSet.derive(sizes), (), config, clock=lambda: mailbox.now_s)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, 1)
+    refused = [(reply.request_id, reply.refusal.kind) for reply in mailbox.replies if reply.refusal is not None]
+    assert refused == [("waits", RefusalKind.WAITED), ("runs", RefusalKind.RAN)]
+    assert mailbox.now_s == pytest.approx(10.0, abs=0.01), "not later than it has to"
 
 
 def test_a_request_of_several_samples_runs_from_its_first_and_ends_as_one() -> None:

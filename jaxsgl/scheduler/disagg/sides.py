@@ -125,8 +125,13 @@ class Side(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can happen before the next message, or the next news of the wire."""
+        """Whether nothing can happen before the next message, the next news of the wire, or within `due_in_s`."""
         return self.scheduler.is_idle and not self._replies
+
+    @property
+    def due_in_s(self) -> float:
+        """The scheduler's: for what waits in rooms, the wire wakes the loop."""
+        return self.scheduler.due_in_s
 
     def receive(self, messages: Sequence[Request | Abort]) -> None:
         """Takes requests and aborts; those with a room go to the state machine."""

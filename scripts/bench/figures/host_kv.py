@@ -57,10 +57,10 @@ class Round:
         self._messages: list[ToEngine] = list(requests)
         self.outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
 
-    def receive(self, block: bool) -> list[ToEngine]:
+    def receive(self, wait_s: float) -> list[ToEngine]:
         """See `Mailbox`."""
         messages, self._messages = self._messages, []
-        return messages or ([Shutdown()] if block else [])
+        return messages or ([Shutdown()] if wait_s else [])
 
     def send(self, news: News) -> None:
         """Keeps the tokens."""

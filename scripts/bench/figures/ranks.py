@@ -15,6 +15,7 @@ gaps between tokens and times to the first token.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -148,7 +149,7 @@ def serve_by_replicas(replicas: Sequence[Replica], clients: Clients, clock: Cloc
         busy = [replica for replica in replicas if not replica.scheduler.is_idle]
         if busy:
             clock.now_s = min(clients.next_due_s, *(replica.now_s for replica in busy))
-        for message in clients.receive(block=not busy):
+        for message in clients.receive(0.0 if busy else math.inf):
             if isinstance(message, Shutdown):
                 return
             assert isinstance(message, Request)

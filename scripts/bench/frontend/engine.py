@@ -6,6 +6,7 @@ the stream. The engine never waits for the front end; when it is late for a step
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import Counter
@@ -74,7 +75,7 @@ class FakeEngine:
         self._mailbox.send(Replies([Reply(request_id, (self._plan.token(0, 0),), FinishReason.LENGTH)], load))
 
     def _take_messages(self, block: bool) -> None:
-        for message in self._mailbox.receive(block):
+        for message in self._mailbox.receive(math.inf if block else 0.0):
             match message:
                 case Request() if message.sampling.max_tokens == 1 < self._plan.num_tokens:
                     self._answer_probe(message.request_id)

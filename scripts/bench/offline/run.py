@@ -118,13 +118,13 @@ class RecordedMailbox:
         self._half_tokens = sum(request.sampling.max_tokens or 0 for request in requests) // 2
         self.sent: list[bytes] = []
 
-    def receive(self, block: bool) -> list[ToEngine]:
+    def receive(self, wait_s: float) -> list[ToEngine]:
         """The requests or commands that are waiting; if there is none and the loop is idle, `Shutdown`."""
         self._recording.turn_begins()
         waiting, self._waiting = self._waiting, []
         messages = [self._decoder.decode(message) for message in waiting]
         self._recording.turns[-1].received_s = time.perf_counter()
-        return messages or ([Shutdown()] if block else [])
+        return messages or ([Shutdown()] if wait_s else [])
 
     def send(self, news: News) -> None:
         """Encodes the message and keeps it."""

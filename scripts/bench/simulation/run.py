@@ -59,13 +59,13 @@ class Clients:
         self._full_until_s = 0.0  # until then, `max_concurrency` requests were open
         self._idle_calls = (-1.0, 0)
 
-    def receive(self, block: bool) -> list[ToEngine]:
+    def receive(self, wait_s: float) -> list[ToEngine]:
         """All requests that are due.
 
-        If `block`, moves the clock to the next one, or returns `Shutdown` if there is none.
+        If it may wait, moves the clock to the next one, or returns `Shutdown` if there is none.
         """
         self._collect_due()
-        if block and not self._due:
+        if wait_s and not self._due:
             if self.next_due_s == float("inf"):
                 assert not self._open, f"the engine is idle, but {len(self._open)} requests have not ended"
                 return [Shutdown()]
