@@ -349,8 +349,9 @@ class Applier:
             resource.admitted(req)
         self._requests.moved(req)
         state.num_admitted += 1
-        state.totals.prompt_tokens += req.prompt_len
-        state.totals.cached_prompt_tokens += req.cached_tokens
+        if req.on_first_lease:
+            state.totals.prompt_tokens += req.prompt_len
+            state.totals.cached_prompt_tokens += req.cached_tokens
 
     def _extend(self, plan: StepPlan) -> StepInputs:
         try:

@@ -280,6 +280,11 @@ class Req:
         return self.num_launched == len(self.output_ids)
 
     @property
+    def on_first_lease(self) -> bool:
+        """Whether it was admitted and never retracted: what it finds in a cache is not its own work."""
+        return self.lease_number == 1
+
+    @property
     def is_complete(self) -> bool:
         """Whether its grammar has ended its output, without a stop token."""
         return self.constraint is not None and self.constraint.ended and self.output_ids[-1] not in self.stop_ids
@@ -318,9 +323,9 @@ class Req:
         self.lease = lease
         self.kv_len = cached_tokens
         self.extend_to = self.prompt_len + len(self.output_ids)
-        if not self.output_ids:
-            self.cached_tokens = cached_tokens
         self.lease_number += 1
+        if self.on_first_lease:
+            self.cached_tokens = cached_tokens
 
     def begin_loading(self, to_load: Iterable[HostPage], until_s: float) -> None:
         """Waits for the pages `to_load` until then; right after its admission."""
@@ -331,7 +336,7 @@ class Req:
         """Counts `num_pages` more of its prefix, which hold `num_tokens` tokens, as loaded."""
         del self.to_load[:num_pages]
         self.kv_len += num_tokens
-        if not self.output_ids:
+        if self.on_first_lease:
             self.cached_tokens += num_tokens
         if not self.to_load:
             self._move(State.EXTENDING)

@@ -150,6 +150,36 @@ def test_a_request_that_found_no_room_has_no_cached_tokens() -> None:
     assert (reply.finish_reason, reply.cached_tokens) == (FinishReason.ABORT, 0)
 
 
+@pytest.mark.parametrize("turns", [1, 6])
+def test_a_retracted_request_has_the_cached_tokens_that_it_found_at_first(turns: int) -> None:
+    """What it computed itself is cached when it comes back, before its first token or later."""
+    sizes = capacity(max_extend_tokens=16)
+    scheduler, engine = CheckedScheduler(sizes, BucketSet.derive(sizes), ()), FakeEngine(sizes)
+    cached: dict[str, int] = {}
+
+    def turn() -> None:
+        inputs = scheduler.launch()
+        if inputs is not None:
+            scheduler.collect(engine.submit(inputs).tokens())
+        cached.update((reply.request_id, reply.cached_tokens) for reply in scheduler.take_replies())
+
+    for name, prompt in (("before", range(12)), ("again", range(60))):
+        scheduler.receive([forgetful(name, prompt, 9)])
+        for _ in range(turns if name == "again" else 20):
+            turn()
+    for _ in range(3):
+        scheduler.pause()
+        scheduler.retract_all()
+        scheduler.resume()
+        turn()
+    while not scheduler.is_idle:
+        turn()
+    totals = scheduler.load(0).totals
+    assert totals.retractions == 3
+    assert cached == {"before": 0, "again": 12}
+    assert (totals.prompt_tokens, totals.cached_prompt_tokens) == (72, 12)
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_the_ratio_falls_once_a_decode_step_and_not_in_idle_turns(mixed: bool) -> None:
     sizes = capacity()

@@ -265,7 +265,7 @@ class HostCopies(Resource):
         self.tier.host.end_load(host_pages)
         num_tokens = self.cache.tokens_of(load.num_pages)
         req.loaded(load.num_pages, num_tokens)
-        if not req.output_ids:
+        if req.on_first_lease:
             self._totals.cached_prompt_tokens += num_tokens
         if req.state is State.EXTENDING:
             self.requests.moved(req)
