@@ -128,8 +128,8 @@ class ExtendBuilder:
         self._seqs_left = view.capacity.num_rows - len(mixed)
         if view.config.prefill_max_requests is not None:
             self._seqs_left = min(self._seqs_left, view.config.prefill_max_requests)
-        self._sizes = [size - len(mixed) for size in view.buckets.extend_sizes if size > len(mixed)]
-        self._score_sizes = view.buckets.score_sizes
+        self._buckets = view.buckets
+        self._num_mixed = len(mixed)
         self._whole_prompts = view.capacity.whole_prompts
         self._spent_s = 0.0  # of the budget, for resources
         for draft in self._drafts:
@@ -355,13 +355,19 @@ class ExtendBuilder:
         """Leaves the tail of the last chunk to the next step where that costs less than the padding."""
         claim, count = next(reversed(self._chunks.items()))
         total = sum(self._chunks.values())
-        few_sizes = any(claim.req.in_few_sizes for claim in self._chunks)
-        better = without_much_padding(total, self._score_sizes if few_sizes else self._sizes, count - 1)
+        better = without_much_padding(total, self._sizes(), count - 1)
         kept = self._cache.page_floor(claim.kv_len + count - (total - better)) - claim.kv_len
         for draft in self._drafts:
             kept = draft.ends(claim.req, claim.kv_len, kept, kept)
         if better < total and kept > 0:
             self._chunks[claim] = kept
+
+    def _sizes(self) -> list[int]:
+        """Tokens that its chunks may have in a step of each size, next to decodes; a step that scores takes none."""
+        in_few = any(claim.req.in_few_sizes for claim in self._chunks)
+        num_mixed = 0 if any(claim.req.scores_prompt for claim in self._chunks) else self._num_mixed
+        sizes = self._buckets.score_sizes if in_few else self._buckets.extend_sizes
+        return [size - num_mixed for size in sizes if size > num_mixed]
 
 
 def new_pages(claim: Claim, count: int, cache: CacheManager) -> int:

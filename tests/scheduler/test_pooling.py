@@ -63,6 +63,15 @@ def test_chunked_whole_and_cached_prompts_pool_the_same(kind: PoolingKind, gener
         assert cached == ([0, 96, 48] if kind == "last" else [0, 0, 0]), "a mean needs all tokens"
 
 
+def test_pooled_prompts_next_to_decodes_leave_a_tail_instead_of_padding() -> None:
+    """Next to the decodes 508 tokens are a few too many for 512: those come in the next step."""
+    sizes = pooling_capacity(num_pages=1000, context=600, max_extend_tokens=2048)
+    running: Script = [[request(f"g{i}", [i, 2], 9) for i in range(6)], [], []]
+    _, scheduler = serve(sizes, [*running, [pooled("e", list(range(508)))]], enable_mixed_chunk=True)
+    mixed = [step for step in scheduler.launched if step.bucket.kind == "extend" and step.num_tokens > 400]
+    assert [(step.num_tokens > 500, step.bucket.num_tokens) for step in mixed] == [(True, 512)]
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_pooling_and_generation_share_steps_and_prefixes(mixed: bool) -> None:
     scored = Request("scored", PROMPT, SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=0))
