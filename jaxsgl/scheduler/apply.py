@@ -158,9 +158,6 @@ class Applier:
             num_tokens = self._collect_tokens(step, tokens, outputs, replies, ends)
         state.speculation.collected(step, runs, drafts)
         state.totals.output_tokens += num_tokens
-        for place, reply in enumerate(replies[: step.num_chunks]):
-            if reply.token_ids and (times := self._requests.first_token((reply.request_id, reply.index))):
-                replies[place] = msgspec.structs.replace(reply, times=times)
         replies += ends
         return replies
 
@@ -173,7 +170,7 @@ class Applier:
         ends: list[Reply],
     ) -> int:
         """`collect` for steps that yield as many tokens for each request; returns how many were taken."""
-        num_tokens, silent = 0, step.silent
+        num_tokens, silent, num_chunks = 0, step.silent, step.num_chunks
         for place, req, sampled in step.yielded(tokens):
             try:
                 collectors = req.outputs
@@ -190,7 +187,8 @@ class Applier:
                     continue
                 token_ids, reason = req.take(sampled)
                 num_tokens += len(token_ids)
-                reply = Reply(req.request_id, token_ids, reason, req.cached_tokens, None, req.index)
+                times = self._requests.first_token(req.key) if place < num_chunks else None
+                reply = Reply(req.request_id, token_ids, reason, req.cached_tokens, None, req.index, times=times)
                 if collectors:
                     reply = with_outputs(reply, collectors)
                 if reason is not None:

@@ -233,6 +233,7 @@ class RequestTable:
         lacking = {key for key, req in self.waiting.items() if req.lacks_grammar}
         assert self._without_grammar == lacking, "requests without their grammar"
         assert self._retracted <= self.waiting.keys(), "a retracted request doesn't wait"
+        assert self._queue_s.keys() <= self._arrived_s.keys() <= known, "times of requests that have ended"
         assert self._waiting_since.keys() | self._running_since.keys() == self._samples.keys(), "a request has no time"
 
     def _enqueue(self, req: Req) -> None:
@@ -257,9 +258,8 @@ class RequestTable:
             self._queue_s[req.key] = now_s - self._arrived_s[req.key]
 
     def _remove(self, req: Req) -> None:
-        if not req.output_ids:  # the times of one with its first token are still to be asked for
-            self._arrived_s.pop(req.key, None)
-            self._queue_s.pop(req.key, None)
+        self._arrived_s.pop(req.key, None)
+        self._queue_s.pop(req.key, None)
         samples = self._samples[req.request_id]
         samples.remove(req)
         if not samples:

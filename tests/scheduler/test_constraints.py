@@ -208,6 +208,22 @@ def test_a_hostile_grammar_ends_only_its_request() -> None:
     assert scheduler.state.totals.failed_requests == 0, "no fault of ours"
 
 
+def test_a_request_whose_first_token_ends_it_by_a_failure_leaves_nothing_behind() -> None:
+    class Limited(FakeMatcher):
+        """Is beyond its limits with any token."""
+
+        def copy(self) -> FakeMatcher:
+            return Limited(self._seed, self.length, self._vocab_size)
+
+        def advance(self, token_id: int) -> None:
+            raise InvalidRequest("the grammar goes beyond its limits")
+
+    mailbox, scheduler = served([[asking("a", [1, 2], fake(2, 10))]], compile=lambda given: Limited(2, 10, VOCAB))
+    assert refusal(mailbox, "a") == "invalid: the grammar goes beyond its limits"
+    scheduler.check()
+    assert not scheduler.state.requests._arrived_s, "its times"
+
+
 def test_a_token_that_the_mask_allowed_and_the_grammar_refuses_is_our_fault(caplog: pytest.LogCaptureFixture) -> None:
     class Wrong(FakeMatcher):
         """Its masks allow other tokens than it takes."""
