@@ -199,7 +199,7 @@ class NewTokenRatio:
     """The share of their max_tokens that running requests are expected to use (SGLang's new_token_ratio).
 
     Most requests end long before their max_tokens, so reserving all of it would leave the pool half empty. The ratio
-    begins high, falls with every decode step that finds its pages, and is set again by what a retraction shows.
+    begins high, falls with every decode step that finds its pages, and is raised to what a retraction shows.
     apply.py moves it.
 
     Args:
@@ -221,11 +221,12 @@ class NewTokenRatio:
         return np.maximum(self.value - num_steps * self._step, self._least)
 
     def retracted(self, running: Iterable[Req]) -> None:
-        """Sets the ratio by the requests that go on after pages ran out."""
+        """Raises the ratio to what the requests show that go on after pages ran out."""
         reqs = list(running)
         done = sum(len(req.output_ids) for req in reqs)
-        most = sum(req.max_new_tokens for req in reqs)
-        self.value = min((done + TOKENS_AHEAD * len(reqs)) / (most + 1), 1.0)
+        most = sum(min(req.max_new_tokens, CLIP_TOKENS) for req in reqs)
+        shown = (done + TOKENS_AHEAD * len(reqs)) / (most + 1)
+        self.value = max(self.value, min(shown, 1.0))
 
     def reset(self) -> None:
         """Starts over: no request runs, so what was learnt says nothing about the next requests."""

@@ -100,8 +100,19 @@ def test_the_ratio_falls_with_every_good_step_and_learns_from_a_retraction() -> 
     assert ratio.value == pytest.approx(0.7 * 0.14)
     ratio.retracted(list(reqs_with((10, 30), (10, 10))))
     assert ratio.value == pytest.approx((40 + 2 * 20) / 201)
+    ratio.retracted(list(reqs_with((10, 3), (10, 1))))
+    assert ratio.value == pytest.approx((40 + 2 * 20) / 201), "a retraction never lowers it"
     ratio.reset()
     assert ratio.value == pytest.approx(0.7)
+
+
+def test_the_ratio_learns_from_requests_that_leave_max_tokens_out() -> None:
+    """Not more of their max_tokens counts than is held for them."""
+    ratio = NewTokenRatio(0.01)
+    (req,) = reqs_with((10, 2000))
+    req.max_new_tokens = 100_000
+    ratio.retracted([req])
+    assert ratio.value == pytest.approx(2020 / 4097)
 
 
 def test_admission_opens_when_the_last_running_request_is_retracted_without_need() -> None:
