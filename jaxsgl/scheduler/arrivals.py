@@ -89,10 +89,10 @@ class Arrivals:
         return [self._refuse(request_id, refusal) for request_id, refusal in self._requests.overdue()]
 
     def _enqueue(self, request: Request, since_s: float | None) -> list[Reply]:
-        refusal, lowest = self.refusal(request), None
+        refusal, displaced = self.refusal(request), list[Req]()
         if refusal is not None and refusal.kind is RefusalKind.OVERLOADED:
-            lowest = self._lower_than(request)
-        if refusal is not None and lowest is None:
+            displaced = self._displaced_by(request)
+        if refusal is not None and not displaced:
             return [Reply(request.request_id, refusal=refusal)]
         answer = None
         if request.sampling.masked:
@@ -104,7 +104,7 @@ class Arrivals:
             self._constrain(samples, answer)
         for resource in self._state.resources:
             resource.arrived(samples)  # first, as it may fail at a request, which no list may hold then
-        replies = [] if refusal is None or lowest is None else [self._refuse(lowest.request_id, refusal)]
+        replies = [] if refusal is None else [self._refuse(req.request_id, refusal) for req in displaced]
         self.take_over(samples, since_s)
         return replies
 
@@ -167,13 +167,19 @@ class Arrivals:
         known = f"loaded are {', '.join(adapters.by_name)}" if adapters.by_name else "none is"
         return Refusal(RefusalKind.INVALID, f"no adapter named {name:.256} is loaded: {known:.500}")
 
-    def _lower_than(self, request: Request) -> Req | None:
-        """The waiting request to refuse in place of `request`, of lower priority; None: there is none."""
+    def _displaced_by(self, request: Request) -> list[Req]:
+        """One sample of each waiting request to refuse in place of `request`; []: they don't make room for it."""
         if not self._state.config.enable_priority_scheduling:
-            return None
-        policy = self._state.policy
-        lowest = policy.lowest(self._requests.never_admitted())
-        return None if lowest is None or policy.rank(lowest) <= policy.rank(request) else lowest
+            return []
+        displaced: list[Req] = []
+        num_samples = num_tokens = 0
+        for req in self._state.policy.lower_than(request, self._requests.never_admitted()):
+            displaced.append(req)
+            count = len(self._requests.samples_of(req.request_id))
+            num_samples, num_tokens = num_samples + count, num_tokens + count * req.prompt_len
+            if self._queue_limits.takes_for(num_samples, num_tokens, request, self._requests):
+                return displaced
+        return []
 
     def _refuse(self, request_id: str, refusal: Refusal) -> Reply:
         """Ends all samples of a request that have not ended; one reply tells of all."""
@@ -234,3 +240,12 @@ class QueueLimits:
                 text = f"the queue is full: {count}{what} wait for admission, and {flag} is {most}: try again later"
                 return Refusal(RefusalKind.OVERLOADED, text)
         return None
+
+    def takes_for(self, num_samples: int, num_tokens: int, request: Request, requests: RequestTable) -> bool:
+        """Whether the queue takes `request` in place of so many samples: it isn't full then, or gets no longer."""
+        n = request.sampling.n
+        waits = [
+            (self._max_requests, len(requests.waiting), num_samples, n),
+            (self._max_tokens, requests.num_waiting_tokens, num_tokens, n * len(request.prompt_ids)),
+        ]
+        return all(most is None or count - less < most or less >= more for most, count, less, more in waits)

@@ -59,7 +59,7 @@ class Latency(Timing):
         self._max_itl_s = max_itl_s
         self._buckets = buckets
         self._page_size = page_size
-        self._times = {"extend": StepTimes(), "decode": StepTimes()}
+        self._times = {"extend": StepTimes(), "decode": StepTimes(), "verify": StepTimes()}
         self._in_flight: deque[tuple[Bucket, float, float, int, int]] = deque()  # KV, pairs, patches, embeddings
         self._patch_s: deque[float] = deque(maxlen=OUTLIERS_FROM)  # of recent calls of the vision tower
         self._embedding_s: deque[float] = deque(maxlen=OUTLIERS_FROM)  # of recent copies back from host memory
@@ -102,18 +102,18 @@ class Latency(Timing):
         """Learns from the oldest program in flight, which took `seconds`."""
         bucket, kv_tokens, pairs, num_patches, num_restored = self._in_flight.popleft()
         times = self._times.get(bucket.kind)
+        if times is None:
+            return  # steps that score prompts are rare, and not bounded
         if num_patches or num_restored:
-            known_s = (
-                0.0 if times is None else (times.base(bucket.num_tokens) or 0.0) + times.attention(kv_tokens, pairs)
-            )
+            known_s = (times.base(bucket.num_tokens) or 0.0) + times.attention(kv_tokens, pairs)
             of_images_s = max(seconds - known_s, 0.0)
             if not num_restored:
                 self._patch_s.append(of_images_s / num_patches)
             elif not num_patches:  # of both together it isn't known how much is whose
                 self._embedding_s.append(of_images_s / num_restored)
-        elif bucket.kind in self._times:  # steps that score prompts are rare, and not bounded
+        else:
             of_step_s = seconds / bucket.num_steps
-            self._times[bucket.kind].measured(bucket.num_tokens, kv_tokens / bucket.num_steps, pairs, of_step_s)
+            times.measured(bucket.num_tokens, kv_tokens / bucket.num_steps, pairs, of_step_s)
 
     def encode_s(self, num_patches: int) -> float | None:
         """Seconds that the vision tower takes for so many patches at most; None before any were measured."""

@@ -84,9 +84,10 @@ class Policy:
         most = MAX_OVERTAKEN if on_device else MAX_OVERTAKEN_OFF_DEVICE
         return bool(req.output_ids) or num_admitted - req.num_ahead > most
 
-    def lowest(self, reqs: Sequence[Req]) -> Req | None:
-        """The request of the lowest priority; of several, the one that came last."""
-        return max(reversed(reqs), key=self.rank, default=None)
+    def lower_than(self, request: Request, reqs: Sequence[Req]) -> list[Req]:
+        """Those of `reqs`, in order of arrival, that have a lower priority: the lowest first, the newest of equals."""
+        lower = [req for req in reversed(reqs) if self.rank(req) > self.rank(request)]
+        return sorted(lower, key=self.rank, reverse=True)
 
     def rank(self, req: Req | Request) -> int:
         """Its priority, as a number of which the lowest goes first; 0 for all if priorities are off."""

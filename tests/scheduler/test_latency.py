@@ -17,7 +17,7 @@ from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.budget import TokenBudget
-from jaxsgl.scheduler.latency import FIT_EVERY, FORGET_AFTER, StepTimes
+from jaxsgl.scheduler.latency import FIT_EVERY, FORGET_AFTER, Latency, StepTimes
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, ScriptedMailbox
 from tests.checked import CheckedScheduler
@@ -171,6 +171,18 @@ def test_one_slow_step_among_many_does_not_count_and_old_sizes_are_forgotten() -
     for _ in range(FORGET_AFTER + FIT_EVERY):
         times.measured(64, 0, 0, 1.0)
     assert times.base(128) == 2.0
+
+
+def test_images_cost_what_a_step_takes_beyond_others_of_its_kind() -> None:
+    """A step that verifies drafts is one of them; of steps that score a prompt it isn't known."""
+    buckets = BucketSet.derive(SIZES, max_drafts=4)
+    latency = Latency(1.0, buckets, page_size=4)
+    for num_patches, seconds in ((0, 2.0), (0, 2.0), (10, 3.0)):
+        latency.launched(buckets.verify(8), 0.0, 0.0, num_patches)
+        latency.collected(seconds)
+    latency.launched(buckets.score(8), 0.0, 0.0, 10)
+    latency.collected(50.0)
+    assert latency.encode_s(10) == pytest.approx(1.0)
 
 
 @given(

@@ -31,13 +31,14 @@ class Serving:
     def __init__(self, policy: str = "fcfs", rows: int = 1, num_pages: int = 400, **config: Any) -> None:
         sizes = capacity(rows=rows, num_pages=num_pages)
         config = {"schedule_policy": policy, **config}
-        max_queued = config.pop("max_queued", None)
+        max_queued, max_queued_tokens = config.pop("max_queued", None), config.pop("max_queued_tokens", None)
         self.scheduler: Scheduler = CheckedScheduler(
             sizes,
             BucketSet.derive(sizes),
             (),
             SchedulingConfig(**config),
             max_queued_requests=max_queued,
+            max_queued_tokens=max_queued_tokens,
         )
         self.engine = FakeEngine(sizes)
         self.order: list[str] = []
@@ -154,6 +155,27 @@ def test_a_full_queue_refuses_the_lowest_priority() -> None:
     assert refused == ["a", "d"]
     assert all(reply.refusal and reply.refusal.kind is RefusalKind.OVERLOADED for reply in serving.replies)
     assert serving.serve() == ["c", "b"]
+
+
+def test_an_arrival_displaces_as_many_as_make_room_for_it() -> None:
+    """All wait behind one that takes the only row; the queue takes what comes as long as fewer than 100 tokens wait."""
+    serving = Serving(enable_priority_scheduling=True, max_queued_tokens=100)
+    serving.scheduler.receive([of("runs", A, 30, 9)])
+    serving.step()
+    serving.scheduler.receive([of("a", A, 4, 1), of("b", A, 4, 2), of("c", A, 4, 1)])
+    serving.scheduler.receive([of("large", range(100), 4, 3), of("larger", range(120), 4, 4)])
+    serving.hear()
+    assert [reply.request_id for reply in serving.replies if reply.refusal] == ["c", "a", "b", "large"]
+
+
+def test_an_arrival_displaces_none_if_they_do_not_make_room_for_it() -> None:
+    serving = Serving(enable_priority_scheduling=True, max_queued_tokens=100)
+    serving.scheduler.receive([of("runs", A, 30, 9)])
+    serving.step()
+    serving.scheduler.receive([of("low", A, 4, 1), of("high", range(110), 4, 5)])
+    serving.scheduler.receive([of("longer", range(41), 4, 3), of("as long", A, 4, 3)])
+    serving.hear()
+    assert [reply.request_id for reply in serving.replies if reply.refusal] == ["longer", "low"]
 
 
 def test_a_request_that_found_no_room_can_still_be_refused_for_a_higher_priority() -> None:
