@@ -312,27 +312,6 @@ def _biases(architecture: str, tensors: Mapping[str, GgufTensor]) -> dict[str, b
     return {key: f"blk.0.{name}.bias" in tensors for of_family, key, name in told if of_family is None}
 
 
-# Tokens that end a text, a turn or a message, however they are called in a file; in Harmony one ends a part of it.
-_ENDS = frozenset({
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<turn|>", "<|endoftext|>", "<|end_of_text|>",
-    "<|return|>", "<|call|>",
-})  # fmt: skip
-_HARMONY, _END_OF_PART = frozenset({"<|return|>", "<|call|>"}), "<|end|>"
-_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
-
-
-def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    """Ids that end an answer: those that a file names, and those whose spelling says so, as in llama.cpp."""
-    told = [metadata.get(f"tokenizer.ggml.{word}_token_id") for word in ("eos", "eot", "eom")]
-    told += metadata.get("tokenizer.ggml.eos_token_ids") or ()
-    tokens, kinds = (metadata.get(f"tokenizer.ggml.{word}") or () for word in ("tokens", "token_type"))
-    spelled = {token: number for number, token in enumerate(tokens) if token in _ENDS}
-    if spelled.keys() >= _HARMONY:
-        spelled.pop(_END_OF_PART, None)
-    told += [each for each in spelled.values() if each >= len(kinds) or kinds[each] in (_CONTROL, _USER_DEFINED)]
-    return sorted({int(each) for each in told if each is not None})
-
-
 def _dtype(kind: str) -> str:
     """The dtype of a model whose embedding is stored so; that of quantized ones was mostly bfloat16."""
     return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")

@@ -22,8 +22,6 @@ from jaxsgl.models.matrix import part_name
 from jaxsgl.models.rope import inverse_frequencies
 from jaxsgl.text.tokenizer import load_tokenizer
 from jaxsgl.weights import gguf_folder, load_params, resolve_model_folder
-from jaxsgl.weights.gguf_config import end_tokens
-from jaxsgl.weights.gguf_folder import save_tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.grids import daily
 from tests.plain_model import mesh_of
@@ -234,64 +232,3 @@ def test_a_file_that_cannot_be_served_is_refused_with_its_cause(
     bad.write_bytes(whole)
     with pytest.raises(CheckpointError, match=r"need the gguf package: pip install 'jaxsgl\[gguf\]'"):
         resolve_model_folder(str(bad))
-
-
-def test_a_tokenizer_that_is_not_known_names_the_way_out(tmp_path: Path) -> None:
-    metadata = {"general.architecture": "qwen3", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]}
-    with pytest.raises(CheckpointError, match=r"into words as poro.*tokenizer.json and tokenizer_config.json next to"):
-        save_tokenizer({**metadata, "tokenizer.ggml.pre": "poro"}, tmp_path, "x.gguf")
-    with pytest.raises(CheckpointError, match="no tokenizer can be made of its metadata"):
-        save_tokenizer({**metadata, "tokenizer.ggml.model": "rwkv"}, tmp_path, "x.gguf")
-
-
-@pytest.mark.parametrize(
-    ("words", "told", "begins"),
-    [("llama-bpe", None, True), ("llama-bpe", False, False), ("default", None, False), ("default", True, True)],
-)
-def test_texts_begin_with_the_token_that_the_model_was_trained_with(
-    words: str, told: bool | None, begins: bool, tmp_path: Path
-) -> None:
-    metadata = {
-        "general.architecture": "llama",
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": words,
-        "tokenizer.ggml.tokens": ["<s>", "a", "b", "ab"],
-        "tokenizer.ggml.token_type": [3, 1, 1, 1],
-        "tokenizer.ggml.merges": [],
-        "tokenizer.ggml.bos_token_id": 0,
-        **({} if told is None else {"tokenizer.ggml.add_bos_token": told}),
-    }
-    save_tokenizer(metadata, tmp_path, "x.gguf")
-    ids = load_tokenizer(str(tmp_path)).encode("ab")
-    assert ids == [0] * begins + ([3] if words == "llama-bpe" else [1, 2])  # Llama 3 takes whole words
-
-
-def test_a_vocabulary_of_sentencepiece_keeps_its_spaces_and_its_first_token(tmp_path: Path) -> None:
-    metadata = {
-        "general.architecture": "gemma2",
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": ["<pad>", "<eos>", "<bos>", "<unk>", "  ", "▁", "a", "▁a"],
-        "tokenizer.ggml.token_type": [3, 3, 3, 2, 4, 1, 1, 1],
-        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, 0.0, -1.0, -2.0, -3.0, -4.0],
-        **{f"tokenizer.ggml.{word}_token_id": i for i, word in enumerate(("padding", "eos", "bos", "unknown"))},
-    }
-    save_tokenizer(metadata, tmp_path, "x.gguf")
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert [tokenizer.encode(text) for text in ("a", "a a", "a  a")] == [[2, 6], [2, 6, 7], [2, 6, 4, 6]]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "kinds", "ids"),
-    [
-        (["a", "<|endoftext|>", "<|end|>"], [1, 3, 4], [1, 2]),  # Phi 3
-        (["<eos>", "<end_of_turn>", "<turn|>"], [3, 3, 1], [0, 1]),  # the last one is a word
-        (["<|return|>", "<|end|>", "<|call|>"], [3, 3, 3], [0, 2]),  # Harmony, where one ends a part of an answer
-        (["<|im_end|>"], [], [0]),
-    ],
-)
-def test_tokens_that_end_an_answer_are_known_by_their_spelling(
-    tokens: list[str], kinds: list[int], ids: list[int]
-) -> None:
-    told = {"eos_token_id": ids[0], "tokens": tokens, "token_type": kinds}
-    assert end_tokens({f"tokenizer.ggml.{name}": value for name, value in told.items()}) == ids
-    assert end_tokens({"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eos_token_ids": [7, 5]}) == [5, 7]
