@@ -106,7 +106,8 @@ class _Metadata:
     def refuse_unread(self) -> None:
         """Raises `CheckpointError` for a key that may change results and that was not asked for."""
         for key, value in self._values.items():
-            if key not in self._asked and key not in _HARMLESS and value not in (None, False, 0, "", []):
+            is_so_anyhow = value in (None, False, 0, "", []) or value == _SO_ANYHOW.get(key)
+            if key not in self._asked and key not in _HARMLESS and not is_so_anyhow:
                 raise CheckpointError(
                     f"{self._where}: {self.name}.{key} is {str(value)[:60]}, which may change results, and is not "
                     "supported: serve the checkpoint in safetensors that the file was made of"
@@ -119,8 +120,16 @@ _KV_HEADS = "attention.head_count_kv"
 _NORM_EPS = "attention.layer_norm_rms_epsilon"
 _NEVER_QUANTIZED = ("ffn_gate_inp", "shortconv.conv.")  # with more than one axis: routers and convolutions
 _PATTERN = "attention.sliding_window_pattern"
+_POOLING = "pooling_type"
+_POOLINGS = {1: "mean", 3: "lasttoken"}  # llama.cpp's numbers, with sentence-transformers' names
+_NORMALIZES = "norm_topk_prob"
 # Read elsewhere, or of no effect on what a decoder computes.
-_HARMLESS = frozenset({"vocab_size", "rope.scaling.finetuned", "attention.causal", "tensor_data_layout"})
+_HARMLESS = frozenset({"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", _POOLING})
+# Values that say what is so without them: weights of experts of a softmax, normalized and not scaled, of one group.
+_SO_ANYHOW: dict[str, Any] = {
+    "expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_gating_func": 1, "expert_group_count": 1,
+    "expert_group_used_count": 1,
+}  # fmt: skip
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _GEMMA = {"attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"}
 _NO_WINDOW = {"use_sliding_window": False}
@@ -190,7 +199,7 @@ FAMILIES: dict[str, GgufFamily] = {
         "Qwen2MoeForCausalLM",
         "Qwen2MoeForCausalLM",
         keys=_EXPERTS,
-        values={**_NO_WINDOW, "norm_topk_prob": False},
+        values={**_NO_WINDOW, _NORMALIZES: False},
         further=_shared_ffn,
     ),
     "qwen3": GgufFamily("Qwen3ForCausalLM", values=_NO_WINDOW),
@@ -198,7 +207,7 @@ FAMILIES: dict[str, GgufFamily] = {
         "Qwen3MoeForCausalLM",
         "Qwen3MoeForCausalLM",
         keys=_EXPERTS,
-        values={**_NO_WINDOW, "norm_topk_prob": True},
+        values={**_NO_WINDOW, _NORMALIZES: True},
         further=_experts_ffn,
     ),
     "gemma": GgufFamily("GemmaForCausalLM"),
@@ -210,7 +219,7 @@ FAMILIES: dict[str, GgufFamily] = {
     "gemma3": GgufFamily("Gemma3ForCausalLM", keys=_GEMMA, further=_gemma3),
     "phi3": GgufFamily("Phi3ForCausalLM", rotary_share=True, further=_phi3),
     "olmo2": GgufFamily("Olmo2ForCausalLM"),
-    "olmoe": GgufFamily("OlmoeForCausalLM", "OlmoeForCausalLM", keys=_EXPERTS, values={"norm_topk_prob": False}),
+    "olmoe": GgufFamily("OlmoeForCausalLM", "OlmoeForCausalLM", keys=_EXPERTS, values={_NORMALIZES: False}),
     "granite": GgufFamily(
         "GraniteForCausalLM",
         in_pairs=True,
@@ -267,8 +276,9 @@ def config_of(
     family = family_of(metadata, where)
     said = _Metadata(metadata, tensors, where)
     head_dim, has_experts = said.head_dim(), "blk.0.ffn_gate_exps.weight" in tensors
-    if said.get("attention.value_length", head_dim) != head_dim:
-        raise said.refuse("attention.value_length")
+    for key, value in _must_be(said, head_dim).items():
+        if said.get(key, value) != value:
+            raise said.refuse(key)
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{where}: tensor token_embd.weight is missing: is it a part of a model?")
     architecture = family.of_experts if has_experts and family.of_experts else family.architecture
@@ -276,6 +286,7 @@ def config_of(
         **{ours: said.number(theirs) for theirs, ours in _KEYS.items()},
         **{ours: said.get(theirs) for theirs, ours in family.keys.items()},
         **family.values,
+        **_normalizes(said, family),
         **family.further(said),
         **_rope(said, family, head_dim, factors),
         "architectures": [architecture],
@@ -288,6 +299,32 @@ def config_of(
     }
     said.refuse_unread()
     return {**config, **_biases(architecture, tensors), **_quantization(tensors)}
+
+
+def _must_be(said: _Metadata, head_dim: int) -> dict[str, Any]:
+    """Keys that may have one value alone, if they are there."""
+    sizes = {"attention.value_length": head_dim, "embedding_length_out": said.number("embedding_length")}
+    return {**sizes, "attention.causal": True}
+
+
+def _normalizes(said: _Metadata, family: GgufFamily) -> dict[str, bool]:
+    """Whether weights of experts are normalized where it depends: as the file says, else as llama.cpp knows."""
+    if _NORMALIZES not in family.values:
+        return {}
+    return {_NORMALIZES: bool(said.get("expert_weights_norm", family.values[_NORMALIZES]))}
+
+
+def pooling_of(metadata: Mapping[str, Any], where: str) -> str | None:
+    """How a model that was made for embeddings pools, by sentence-transformers' name; None: it was not.
+
+    Raises `CheckpointError` for pooling that a causal decoder can't do.
+    """
+    key = f"{metadata['general.architecture']}.{_POOLING}"
+    kind = metadata.get(key) or 0
+    if kind and kind not in _POOLINGS:
+        told = ", ".join(f"{number} ({name})" for number, name in _POOLINGS.items())
+        raise CheckpointError(f"{where}: {key} is {kind}; supported are {told}")
+    return _POOLINGS.get(kind)
 
 
 def _quantization(tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
@@ -326,20 +363,22 @@ def _rope(said: _Metadata, family: GgufFamily, head_dim: int, factors: Callable[
     if family.rotary_share:
         found["partial_rotary_factor"] = turned / head_dim
     original = said.get("rope.scaling.original_context_length", said.number("context_length"))
-    kind = said.get("rope.scaling.type", "none")
-    factor, amplitude = said.get("rope.scaling.factor"), said.get("rope.scaling.attn_factor", 1.0)
+    kind = said.get("rope.scaling.type", "linear")
+    factor, amplitude = said.get("rope.scaling.factor") or 1.0, said.get("rope.scaling.attn_factor", 1.0)
     names = ("rope_factors_short.weight", "rope_factors_long.weight")
     if "rope_freqs.weight" in said.tensors:
-        names, amplitude = ("rope_freqs.weight", "rope_freqs.weight"), 1.0
-    if names[0] in said.tensors:
-        short, long = (factors(name) for name in names)
+        names = ("rope_freqs.weight", "rope_freqs.weight")
+    has_factors = names[0] in said.tensors
+    if kind not in ("none", "linear", "longrope", "yarn") or (has_factors and kind == "yarn"):
+        raise said.refuse("rope.scaling.type")
+    if has_factors:
+        stretch = 1.0 if kind == "none" else factor  # of all pairs alike, beside each one's own
+        short, long = ([stretch * each for each in factors(name)] for name in names)
         section = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": amplitude}
         found["rope_scaling"] = {**section, "original_max_position_embeddings": original}
-    elif kind == "linear":
+    elif kind == "linear" and factor != 1.0:
         found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
         section = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         found["rope_scaling"] = section | ({} if amplitude == 1.0 else {"attn_factor": amplitude})
-    elif kind not in ("none", "longrope"):
-        raise said.refuse("rope.scaling.type")
     return found

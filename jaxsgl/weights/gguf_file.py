@@ -68,9 +68,7 @@ class GgufFiles:
         for index, path in enumerate(paths):
             reader = _open(gguf, path)
             if index == 0:
-                self.metadata = {
-                    key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
-                }
+                self.metadata = _values(reader, path)
             for tensor in reader.tensors:
                 shape = tuple(int(length) for length in reversed(tensor.shape))
                 kind, start, num_bytes = tensor.tensor_type.name, int(tensor.data_offset), int(tensor.n_bytes)
@@ -78,6 +76,25 @@ class GgufFiles:
         count = self.metadata.get("split.count", 1)
         if count not in (0, len(paths)):
             raise CheckpointError(f"{paths[0]} says that it is one of {count} files, but its name names no parts")
+
+
+def _values(reader: Any, path: Path) -> dict[str, Any]:
+    """The metadata, without texts that only tell people something and can't be read.
+
+    Raises `CheckpointError` for any other text that isn't in UTF-8.
+    """
+    values = {}
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF."):
+            continue
+        try:
+            values[key] = field.contents()
+        except UnicodeDecodeError as error:
+            if not key.startswith("general.") or key == "general.architecture":
+                raise CheckpointError(
+                    f"{path}: {key} is no text in UTF-8 ({error}): convert the model again"
+                ) from error
+    return values
 
 
 def _open(gguf: ModuleType, path: Path) -> Any:
@@ -89,9 +106,15 @@ def _open(gguf: ModuleType, path: Path) -> Any:
                 f"{path} is not a GGUF file: it begins with {begin!r} and not with {MAGIC!r}; fetch it again, since a "
                 "page or a pointer of Git LFS may have been saved in its place"
             )
-        return gguf.GGUFReader(path)
+        reader = gguf.GGUFReader(path)
     except (OSError, ValueError, KeyError, IndexError, OverflowError, TypeError) as error:
         raise CheckpointError(f"{path} is truncated or not a GGUF file ({error}): fetch it again") from error
+    if reader.byte_order == "S":
+        raise CheckpointError(
+            f"{path} has its numbers in the other byte order than this machine (big-endian, mostly): fetch a file in "
+            "this one, or convert the model again"
+        )
+    return reader
 
 
 def is_of_parts(key: str) -> bool:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.weights.gguf_config import config_of
+from jaxsgl.models.pooling import MODULES_FILE
+from jaxsgl.weights.gguf_config import config_of, pooling_of
 from jaxsgl.weights.gguf_file import GgufFiles, files_of, gguf_package
 from jaxsgl.weights.gguf_tokenizer import end_tokens, save_tokenizer
 from pallas_kernels.own_folder import own_folder
@@ -104,6 +105,7 @@ def _write(paths: list[Path], tokenizer: list[Path], folder: Path) -> None:
     config = config_of(files.metadata, files.tensors, factors, where)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"eos_token_id": end_tokens(files.metadata)})
+    _write_pooling(pooling_of(files.metadata, where), folder)
     if tokenizer:
         for path in tokenizer:
             shutil.copyfile(path, folder / path.name)
@@ -116,7 +118,17 @@ def _write(paths: list[Path], tokenizer: list[Path], folder: Path) -> None:
     _write_json(folder / TABLE, table)
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def _write_pooling(kind: str | None, folder: Path) -> None:
+    """Says as sentence-transformers' folders do how embeddings are pooled, unless the model wasn't made for them."""
+    if kind is None:
+        return
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": ""}
+    (folder / paths["Pooling"]).mkdir()
+    _write_json(folder / paths["Pooling"] / "config.json", {"pooling_mode": kind})
+    _write_json(folder / MODULES_FILE, [{"type": name, "path": path} for name, path in paths.items()])
+
+
+def _write_json(path: Path, values: dict[str, Any] | list[Any]) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 

@@ -6,9 +6,11 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +73,64 @@ def test_every_family_has_the_parameters_and_the_arithmetic_of_its_checkpoint(ki
     assert replace(ours, **{name: getattr(theirs, name) for name in same}) == theirs
     for mine, other in zip(params_of(found), params_of(folder), strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-6)  # norms with an offset are rounded twice
+
+
+def test_pairs_with_factors_of_their_own_are_stretched_alike_besides(tmp_path: Path) -> None:
+    folder, path = files_of("llama_untied_llama3_rope", tmp_path)
+    told = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    stretched = write_gguf(folder, tmp_path / "stretched.gguf", "llama", metadata=told)
+    plain, ours = (ModelArch.from_folder(resolve_model_folder(str(each))) for each in (path, stretched))
+    rotations = [inverse_frequencies(arch.ropes[0], arch.head_dim) for arch in (plain, ours)]
+    np.testing.assert_allclose(rotations[1] * 8, rotations[0], rtol=1e-6)
+
+
+def test_values_that_say_what_is_so_anyhow_change_nothing(tmp_path: Path) -> None:
+    folder, path = files_of("qwen3_moe", tmp_path)
+    plain = ModelArch.from_folder(resolve_model_folder(str(path)))
+    told = {"expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_gating_func": 1, "expert_group_count": 1}
+    told["embedding_length_out"] = plain.hidden_size
+    write_gguf(folder, path, "qwen3moe", metadata=told)
+    assert ModelArch.from_folder(resolve_model_folder(str(path))) == plain
+    write_gguf(folder, path, "qwen3moe", metadata={"expert_weights_norm": False})
+    other = ModelArch.from_folder(resolve_model_folder(str(path))).mixture
+    assert plain.mixture is not None and other is not None
+    assert (plain.mixture.router.renormalize, other.router.renormalize) == (True, False)
+
+
+def test_a_file_says_that_it_is_made_for_embeddings(tmp_path: Path) -> None:
+    folder, path = files_of("qwen3", tmp_path)
+    assert not ModelArch.from_folder(resolve_model_folder(str(path))).folder_pooling.made_for_it
+    for number, kind in ((3, "last"), (1, "mean")):
+        write_gguf(folder, path, "qwen3", metadata={"pooling_type": number})
+        pooling = ModelArch.from_folder(resolve_model_folder(str(path))).folder_pooling
+        assert (pooling.kind, pooling.normalize, pooling.made_for_it) == (kind, True, True)
+
+
+def test_a_text_that_only_tells_people_something_may_be_in_any_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = ["general.author"]
+
+    class Latin(gguf.GGUFWriter):
+        def write_header_to_file(self, path: Path | None = None) -> None:
+            self.add_key_value(name[0], "José".encode("latin-1"), gguf.GGUFValueType.STRING)
+            super().write_header_to_file(path)
+
+    monkeypatch.setattr(gguf, "GGUFWriter", Latin)
+    _, path = files_of("qwen3", tmp_path)
+    assert params_of(resolve_model_folder(str(path)))
+    name[0] = "qwen3.some_key"
+    write_gguf(tmp_path / "checkpoint", path, "qwen3")
+    with pytest.raises(CheckpointError, match=r"qwen3\.some_key is no text in UTF-8"):
+        resolve_model_folder(str(path))
+
+
+def test_numbers_in_another_byte_order_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = gguf.GGUFEndian.BIG if sys.byteorder == "little" else gguf.GGUFEndian.LITTLE
+    monkeypatch.setattr(gguf, "GGUFWriter", partial(gguf.GGUFWriter, endianess=other))
+    _, path = files_of("qwen3", tmp_path)
+    with pytest.raises(CheckpointError, match=r"some-model\.gguf has its numbers in the other byte order"):
+        resolve_model_folder(str(path))
 
 
 # "llama" has rows in another order. The package can't write the last three formats: theirs is any other numbers'.
@@ -209,6 +269,9 @@ def test_a_file_that_cannot_be_served_is_refused_with_its_cause(
         ({"attention.value_length": 8}, r"attention\.value_length is 8, which is not supported"),
         ({"rope.dimension_count": 8}, r"rope\.dimension_count is 8, which is not supported"),
         ({"rope.scaling.type": "other"}, r"rope\.scaling\.type is other, which is not supported"),
+        ({"attention.causal": False}, r"attention\.causal is False, which is not supported"),
+        ({"embedding_length_out": 8}, r"embedding_length_out is 8, which is not supported"),
+        ({"pooling_type": 2}, r"qwen3\.pooling_type is 2; supported are 1 \(mean\), 3 \(lasttoken\)"),
         ({"block_count": None}, "block_count is None, but must be a number"),
         ({"attention.head_count_kv": [2, 1]}, "head_count_kv differs by layer"),
         ({"block_count": 1}, "tensors are not part of Qwen3ForCausalLM as its metadata describes it"),
