@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,7 @@ from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import (
     EXPERTS_IN_MXFP4,
     Quantized,
+    described,
     has_quantized_experts,
     read_quantized,
 )
@@ -43,7 +44,6 @@ from pallas_kernels.options import AttentionOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
 UNTOLD_DTYPE = "bfloat16"  # of models since about 2023, where neither config.json nor tensors tell it
-MODELOPT_FILE = "hf_quant_config.json"
 
 Activation: TypeAlias = Literal["silu", "gelu_tanh", "relu2", "relu", "gelu", "gelu_new"]
 Head: TypeAlias = Literal["vocabulary", "labels", "none"]
@@ -374,6 +374,7 @@ class ModelArch:
         config = ConfigFile(folder / "config.json")
         generation_path = folder / "generation_config.json"
         generation = ConfigFile(generation_path) if generation_path.is_file() else None
+        quantizations = described(folder, config)
         arch = _read_arch(config, generation)
         end = end_token_of_tokenizer(folder, arch.vocab_size)
         if end is not None and end not in arch.eos_token_ids:
@@ -382,7 +383,7 @@ class ModelArch:
         spec = read_pooling(folder, config, arch.hidden_size, labels)
         spec = replace_struct(spec, made_for_it=spec.made_for_it or arch.head != "vocabulary")
         arch = replace(arch, folder_pooling=spec)
-        kv_cache_dtype, expert_format, quantized = _read_quantization(config, folder / MODELOPT_FILE, arch)
+        kv_cache_dtype, expert_format, quantized = _read_quantization(quantizations, arch)
         arch = replace(arch, kv_cache_dtype=kv_cache_dtype, expert_format=expert_format)
         if quantized is not None:
             layers = [
@@ -602,18 +603,12 @@ def _all_layers(arch: ModelArch) -> tuple[LayerSpec, ...]:
 
 
 def _read_quantization(
-    config: ConfigFile, modelopt_path: Path, arch: ModelArch
+    told: Sequence[tuple[Path, Mapping[str, Any]]], arch: ModelArch
 ) -> tuple[str | None, WeightFormat | None, Quantized | None]:
     """The KV cache that the checkpoint was calibrated for, how its experts are quantized if nothing else is, and how
     the matrices of all layers are.
     """
-    sources = [(config.path, config.get("quantization_config"))]
-    if modelopt_path.is_file():
-        sources.append((modelopt_path, ConfigFile(modelopt_path).values))
-    told = [(path, values) for path, values in sources if values]
     for path, values in told:
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{path}: quantization_config holds {values}, but must be an object")
         quantization.check_groups(path, values)
     kv_cache = next(filter(None, (quantization.kv_cache_dtype(values) for _, values in told)), None)
     quantized = [each for each in told if quantization.weights_are_quantized(each[1])]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxsgl.errors import CheckpointError
+from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.layer_spec import LayerSpec
 from jaxsgl.models.quantization import Storage, WeightFormat, modelopt_part
 from pallas_kernels.packed import MXFP4_GROUP
@@ -39,6 +40,15 @@ _CHANGES, _EXCEPTS = "+:", "-:"  # before an expression for modules with other n
 AS_GPTQ = ("auto_round:auto_gptq", "auto_round:gptq", "auto_gptq")
 AS_AWQ = ("auto_round:auto_awq", "auto_round:awq", "auto_awq")
 AUTO_ROUND = "auto_round"
+GPTQ_FORMS = ("gptq", "gptq_v2")  # of the first one, zero points are stored less one
+MODELOPT_FILE = "hf_quant_config.json"
+_FILES = ("quantize_config.json", "quant_config.json")  # of GPTQ's and AWQ's software, where config.json says nothing
+# Keys that tell the method of a configuration which names none; those that several have come last.
+_TOLD_BY = {
+    "packing_format": "auto-round", "autoround_version": "auto-round", "config_groups": "compressed-tensors",
+    "w_bit": "awq", "zero_point": "awq", "desc_act": "gptq", "damp_percent": "gptq", "weight_block_size": "fp8",
+    "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes", "sym": "gptq",
+}  # fmt: skip
 _UNQUANTIZED_BITS = 16  # and more, of AutoRound's modules
 # Matrices of a layer, by the names of `LayerSpec.matrices`, and the modules that make each, in every spelling.
 _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -108,6 +118,37 @@ class Quantized:
     unquantized: tuple[frozenset[str], ...]
     stored_in: tuple[tuple[tuple[str, WeightFormat], ...], ...]
     head: WeightFormat | None = None
+
+
+def described(folder: Path, config: ConfigFile) -> list[tuple[Path, Mapping[str, Any]]]:
+    """What files of `folder` say of quantization, each with its path: config.json, else the files of GPTQ's and AWQ's
+    software; and ModelOpt's.
+
+    Raises `CheckpointError` for what is no object, and for MLX's numbers.
+    """
+    of_mlx = config.values.get("quantization")
+    if isinstance(of_mlx, dict) and "group_size" in of_mlx:
+        raise CheckpointError(
+            f"{config.path}: weights quantized by MLX are not supported; supported are {SUPPORTED}. Serve the "
+            "checkpoint that they were made of"
+        )
+    found = [(config.path, config.get("quantization_config") or config.get("compression_config"))]
+    others = _FILES if not found[0][1] else ()
+    paths = [folder / name for name in (*others, MODELOPT_FILE)]
+    found += [(path, ConfigFile(path).values) for path in paths if path.is_file()]
+    told = [(path, values) for path, values in found if values]
+    for path, values in told:
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: quantization_config holds {values}, but must be an object")
+    return [(path, _with_method(values)) for path, values in told]
+
+
+def _with_method(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values with a method, if they name none and their keys tell one."""
+    method = next((method for key, method in _TOLD_BY.items() if key in values), None)
+    if values.get("quant_method") or method is None or "quant_algo" in values:
+        return values
+    return {**values, "quant_method": method}
 
 
 def _whole_names(module: str) -> list[str]:
@@ -546,7 +587,6 @@ def _modelopt(config: _Reader) -> WeightFormat:
 def _awq(config: _Reader) -> WeightFormat:
     bits = config.one_of("bits" if "bits" in config.values else "w_bit", 4)
     config.one_of("version", "gemm", "GEMM", default="gemm")
-    config.one_of("zero_point", True, default=True)
     group = config.group("group_size" if "group_size" in config.values else "q_group_size")
     return WeightFormat(
         "awq", "int4", group=group, has_zeros=True, storage=Storage("awq", bits, "scales", has_zeros=True)
@@ -554,21 +594,31 @@ def _awq(config: _Reader) -> WeightFormat:
 
 
 def _auto_round(config: _Reader) -> WeightFormat:
-    """AutoRound packs as GPTQ's or AWQ's software does, but for zero points of its own form."""
+    """AutoRound packs as GPTQ's or AWQ's software does, but for zero points of its own form.
+
+    Folders of old versions name a `backend`, which may be the packing.
+    """
     config.one_of("data_type", "int", default="int")
-    packing = config.one_of("packing_format", *AS_GPTQ, *AS_AWQ, AUTO_ROUND)
+    key = "packing_format" if config.values.get("packing_format") or not config.values.get("backend") else "backend"
+    packing = config.one_of(key, *AS_GPTQ, *AS_AWQ, AUTO_ROUND, default=AS_GPTQ[0])
     form = "gptq_v2" if packing == AUTO_ROUND else "gptq"
-    values = {"zero_point": True, "version": "gemm", "desc_act": False, "checkpoint_format": form}
+    values = {"version": "gemm", "desc_act": False, "checkpoint_format": form, "format": form}
     return replace((_awq if packing in AS_AWQ else _gptq)(config.with_values(values)), method="auto-round")
 
 
 def _gptq(config: _Reader) -> WeightFormat:
     """Numbers of 2 and 3 bits are kept in 4."""
     bits = config.one_of("bits", 2, 3, 4, 8)
-    one_less = config.one_of("checkpoint_format", "gptq", "gptq_v2", default="gptq") == "gptq"
+    form = config.one_of("format", *GPTQ_FORMS, default=GPTQ_FORMS[0])
+    of_files = config.one_of("checkpoint_format", *GPTQ_FORMS, default=form)
+    if config.values.get("format") and of_files != form:
+        raise CheckpointError(
+            f"{config.path}: quantization_config: format is {form} and checkpoint_format is {of_files}, which store "
+            "zero points otherwise: leave the one that is right"
+        )
     has_zeros = not config.one_of("sym", True, False, default=True)
     group = config.group()
-    storage = Storage("gptq", bits, "scales", has_zeros=has_zeros, zeros_one_less=one_less)
+    storage = Storage("gptq", bits, "scales", has_zeros=has_zeros, zeros_one_less=of_files == GPTQ_FORMS[0])
     reorders = group is not None and bool(config.values.get("desc_act"))
     numbers = "int8" if bits == 8 else "int4"
     return WeightFormat("gptq", numbers, group=group, has_zeros=has_zeros, reorders=reorders, storage=storage)

@@ -35,6 +35,7 @@ from jaxsgl.weights.stored_matrix import (
     StoredMatrix,
     most_scale_of,
     names_in_stack,
+    order_name,
     tensor_names,
 )
 from pallas_kernels import packed
@@ -74,12 +75,22 @@ def _of_stored(recipe: Recipe, fmt: WeightFormat, part: str, shape_of: ShapeOf) 
 def _of_several(recipe: Recipe, formats: tuple[WeightFormat | None, ...], part: str, shape_of: ShapeOf) -> Recipe:
     """The part of matrices whose sources are stored in these formats; None: not quantized."""
     sources: list[Source] = []
+    parts: list[tuple[str, ...]] = []
     for source, fmt in zip(recipe.sources, formats, strict=True):
+        parts.append(() if fmt is None else _names_beside(source, fmt, shape_of))
         if fmt is None:
             sources.append(source)
         else:
-            sources += [Source(_stored_name(source, name, fmt, shape_of), None) for name in _names_of(fmt)]
-    return Recipe(tuple(sources), StoredPieces(recipe, formats, part))
+            sources += [Source(_stored_name(source, name, fmt, shape_of), None) for name in parts[-1]]
+    return Recipe(tuple(sources), StoredPieces(recipe, formats, tuple(parts), part))
+
+
+def _names_beside(source: Source, fmt: WeightFormat, shape_of: ShapeOf) -> tuple[str, ...]:
+    """The tensors of a matrix by `tensor_names`, and an order of inputs that the format says nothing of."""
+    assert fmt.storage is not None
+    order = order_name(fmt.storage)
+    has_order = not fmt.reorders and shape_of(source.name.removesuffix("weight") + order) is not None
+    return (*_names_of(fmt), order) if has_order else _names_of(fmt)
 
 
 def _names_of(fmt: WeightFormat) -> tuple[str, ...]:
@@ -230,11 +241,14 @@ def quantize(weights: jax.Array, numbers: str, group: int | None = None) -> tupl
 class StoredPieces:
     """The pieces of a part of matrices that are stored quantized, in the format of each source of `whole`.
 
+    `parts_of` are each source's tensors by `tensor_names`, () of one that is not quantized.
+
     `whole` arranges the rows of a matrix. It is asked to arrange their indices, and the rows are computed by these.
     """
 
     whole: Recipe
     formats: tuple[WeightFormat | None, ...]
+    parts_of: tuple[tuple[str, ...], ...]
     part: str
 
     def __call__(self, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
@@ -242,14 +256,14 @@ class StoredPieces:
         matrices: list[StoredMatrix | PlainMatrix] = []
         indices: list[npt.NDArray[np.intp]] = []
         first, left = 0, iter(tensors)
-        for source, fmt in zip(self.whole.sources, self.formats, strict=True):
+        for source, fmt, parts in zip(self.whole.sources, self.formats, self.parts_of, strict=True):
             if fmt is None:
                 matrices.append(PlainMatrix(next(left)))
                 indices.append(np.arange(first, first + matrices[-1].shape[0])[:, None])
                 first += matrices[-1].shape[0]
                 continue
             *stack, num_rows, num_columns = axes_lengths(source, arch)
-            named = dict(zip(_names_of(fmt), left, strict=False))
+            named = dict(zip(parts, left, strict=False))
             found = [named] if not stack else _of_each_matrix(named, stack[0], source, fmt)
             shape = (num_columns, num_rows) if source.is_transposed else (num_rows, num_columns)
             matrices += [StoredMatrix(fmt, each, shape, source.name) for each in found]

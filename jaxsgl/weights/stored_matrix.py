@@ -23,6 +23,7 @@ Rows: TypeAlias = slice | npt.NDArray[np.intp]
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight outputs in a word, from its lowest bits
 WORD_BITS = 32
+_WORDS = ("int32", "uint32")  # dtypes
 # Floats of 4 bits: the tensors of numbers, and of the scale that all scales of the matrix have.
 FP4_NAMES = {"fp4": ("weight", "weight_scale_2"), "packed_fp4": ("weight_packed", "weight_global_scale")}
 MXFP4 = "packed_mxfp4"  # those whose scales are powers of two
@@ -41,8 +42,13 @@ def tensor_names(storage: Storage, reorders: bool) -> tuple[str, ...]:
     if storage.has_zeros or in_words:
         names.append("qzeros" if in_words else "weight_zero_point")
     if reorders:
-        names.append("g_idx" if in_words else "weight_g_idx")
+        names.append(order_name(storage))
     return tuple(names)
+
+
+def order_name(storage: Storage) -> str:
+    """The tensor that says of which group each input is, if there is one."""
+    return "g_idx" if storage.kind in ("awq", "gptq") else "weight_g_idx"
 
 
 def names_in_stack(stack: str, part: str) -> tuple[str, ...]:
@@ -97,7 +103,8 @@ class StoredMatrix:
 
     Args:
       fmt: in which it is to be kept; its `storage` says how it is stored.
-      tensors: by the names of `tensor_names`; cutting one reads only the part.
+      tensors: by the names of `tensor_names`; cutting one reads only the part. With one of `order_name` it is checked
+        that inputs are in the order that `fmt` says.
       shape: `(out, in)`.
       name: of the matrix, for errors.
 
@@ -108,7 +115,7 @@ class StoredMatrix:
       scale_dtype: of what `scale` returns.
 
     Raises:
-      CheckpointError: a tensor has another shape or dtype than the configuration says.
+      CheckpointError: a tensor has another shape, dtype or order than the configuration says.
     """
 
     def __init__(self, fmt: WeightFormat, tensors: Mapping[str, Array], shape: tuple[int, int], name: str) -> None:
@@ -125,10 +132,14 @@ class StoredMatrix:
         self._scale = others[0]
         if self._scale.ndim == 4 and self._scale.shape[1::2] == (1, 1):  # ModelOpt's scales of blocks
             self._scale = self._scale[:, 0, :, 0]
+        if self._storage.kind == MXFP4 and self._scale.dtype == ml_dtypes.float8_e8m0fnu:
+            self._scale = self._scale.view(np.uint8)  # the same bits
         has_zeros = self._storage.has_zeros or self._storage.kind in ("awq", "gptq")
         self._zeros = others[1] if has_zeros else None
         self._scale_of_scales = others[1] if self._storage.kind in FP4_NAMES else None
         self._check()
+        self._check_zeros()
+        self._check_order()
 
     def numbers(self, rows: Rows) -> Array:
         """`[R, in]` in the dtype of the format, columns in their order; packed MXFP4 as it is stored, `[R, in / 2]`."""
@@ -166,16 +177,22 @@ class StoredMatrix:
         else:
             scale = self._scale.reshape(out, self.num_groups)[rows]
         if self._scale_of_scales is not None:
-            whole = np.float32(self._scale_of_scales.reshape(()))
+            stored = self._scale_of_scales.reshape(()).astype(np.float32)
+            whole = np.float32(self._finite(stored, FP4_NAMES[self._storage.kind][1]))
             # Of numbers that are doubled. compressed-tensors has the reciprocal.
-            scale = scale.astype(np.float32) * (whole if self._storage.kind == "fp4" else 1 / whole) / 2
-        return np.ascontiguousarray(scale, np.float32)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                scale = scale.astype(np.float32) * (whole if self._storage.kind == "fp4" else 1 / whole) / 2
+        return self._finite(np.ascontiguousarray(scale, np.float32), self._storage.scale)
 
     def zero(self, rows: Rows) -> npt.NDArray[np.int8]:
         """`[R, G]` int8: what stands for 0 among `numbers`."""
         assert self._zeros is not None
         bits, middle = self._storage.bits, 1 << (self._storage.bits - 1)
-        if self._storage.kind == "plain":
+        if self._has_whole_zeros:
+            if self._zeros.size == 1:
+                return np.broadcast_to(self._zeros.reshape(1, 1), (self.shape[0], self.num_groups))[rows].astype(
+                    np.int8
+                )
             zeros: Array = self._zeros.reshape(self.shape[0], self.num_groups)[rows]
             return zeros.astype(np.int8)
         if self._storage.kind == "packed":  # eight rows in a word
@@ -198,7 +215,9 @@ class StoredMatrix:
 
     def order(self) -> npt.NDArray[np.int32]:
         """`[in]`: the input of each column. Raises `CheckpointError` unless every group has equally many inputs."""
-        index = self._tensors[tensor_names(self._storage, True)[-1]].reshape(-1)
+        index = self._tensors[order_name(self._storage)].reshape(-1)
+        if (index < 0).any():  # as compressed-tensors writes one that it has not set
+            return np.arange(self.shape[1], dtype=np.int32)
         sizes = np.bincount(index, minlength=self.num_groups)
         if len(sizes) != self.num_groups or (sizes[:-1] != self._group).any():
             raise CheckpointError(
@@ -206,6 +225,26 @@ class StoredMatrix:
                 f"{self._group}"
             )
         return np.argsort(index, kind="stable").astype(np.int32)
+
+    @property
+    def _has_whole_zeros(self) -> bool:
+        """Whether zero points are numbers and not words of them, as older compressed-tensors has those of int4, too."""
+        assert self._zeros is not None
+        return self._storage.kind == "plain" or (self._storage.kind == "packed" and self._zeros.dtype == np.int8)
+
+    def _sibling(self, part: str) -> str:
+        """The name of the tensor that `part` of `tensor_names` means."""
+        return self._name.removesuffix("weight") + part
+
+    def _finite(self, scale: Array, part: str) -> Array:
+        """`scale`, of the tensor that `part` of `tensor_names` means. Raises `CheckpointError` if it isn't finite."""
+        is_finite = np.isfinite(scale)
+        if not is_finite.all():
+            raise CheckpointError(
+                f"{self._sibling(part)} holds {scale[~is_finite][0]}, but scales must be finite: fetch the file again, "
+                "or quantize the model anew"
+            )
+        return scale
 
     def _sorted(self, numbers: Array) -> Array:
         return numbers[:, self.order()] if self.fmt.reorders else numbers
@@ -234,31 +273,63 @@ class StoredMatrix:
             "plain": (out, num_in), "packed": (out, words), "gptq": (words, out),
             "awq": (num_in, out * bits // WORD_BITS), **dict.fromkeys((*FP4_NAMES, MXFP4), (out, num_in // 2)),
         }[kind]  # fmt: skip
-        self._refuse_unless(self._numbers.shape == expected, "numbers", self._numbers, expected)
+        wanted = {
+            "plain": ("int8", "float8_e4m3fn"), **dict.fromkeys((*FP4_NAMES, MXFP4), ("uint8",))
+        }.get(kind, _WORDS)  # fmt: skip
+        self._refuse_unless(self._numbers.shape == expected, "numbers", self._numbers, expected, wanted)
         rows = -(-out // self._storage.block_rows)
         of_scale: set[tuple[int, ...]] = {(groups, out)} if kind in ("awq", "gptq") else {(rows, groups)}
         if groups == 1 and kind in ("plain", "packed"):
             of_scale |= {(out,), (), (1,), (1, 1)}
-        self._refuse_unless(self._scale.shape in of_scale, "scales", self._scale, sorted(of_scale)[-1])
         is_float = np.issubdtype(self._scale.dtype, np.floating) or self._scale.dtype.kind == "V"
         is_right = self._scale.dtype == np.uint8 if kind == MXFP4 else is_float
-        self._refuse_unless(is_right, "scales", self._scale, sorted(of_scale)[-1])
-        wanted = {"plain": (np.int8, ml_dtypes.float8_e4m3fn), **dict.fromkeys((*FP4_NAMES, MXFP4), (np.uint8,))}
         self._refuse_unless(
-            self._numbers.dtype in wanted.get(kind, (np.int32, np.uint32)), "numbers", self._numbers, expected
-        )
+            self._scale.shape in of_scale and is_right, "scales", self._scale, sorted(of_scale)[-1],
+            ("uint8", "float8_e8m0fnu") if kind == MXFP4 else ("floats",),
+        )  # fmt: skip
+        self._refuse_unless(self._numbers.dtype.name in wanted, "numbers", self._numbers, expected, wanted)
         if self._scale_of_scales is not None:
-            self._refuse_unless(self._scale_of_scales.size == 1, "scales of scales", self._scale_of_scales, (1,))
-        if self._zeros is not None and not self._storage.has_zeros and self.zero(slice(None)).any():
+            self._refuse_unless(
+                self._scale_of_scales.size == 1, "scales of scales", self._scale_of_scales, (1,), ("floats",)
+            )
+
+    def _check_zeros(self) -> None:
+        zeros, (out, _), groups = self._zeros, self.shape, self.num_groups
+        if zeros is None:
+            return
+        words = -(-out * self._storage.bits // WORD_BITS)
+        wanted: tuple[str, ...]
+        expected = (words, groups) if self._storage.kind == "packed" else (groups, words)
+        wanted = ("int8", *_WORDS) if self._storage.kind == "packed" else _WORDS
+        fits = zeros.shape == expected and zeros.dtype.name in _WORDS
+        if self._has_whole_zeros:
+            expected, wanted = (out, groups), ("int8",)
+            fits = zeros.dtype.kind in "iu" and zeros.size in (1, out * groups)
+        self._refuse_unless(fits, "zero points", zeros, expected, wanted)
+        if not self._storage.has_zeros and self.zero(slice(None)).any():
             raise CheckpointError(
                 f"{self._name}: quantization_config says symmetric, but the stored zero points differ"
             )
 
-    def _refuse_unless(self, fits: bool, what: str, tensor: Array, expected: tuple[int, ...]) -> None:
+    def _check_order(self) -> None:
+        """Raises `CheckpointError` if inputs are in an order that the configuration says nothing of."""
+        index = self._tensors.get(order_name(self._storage))
+        if self.fmt.reorders or index is None or (index < 0).any():
+            return
+        if not np.array_equal(index.reshape(-1), np.arange(self.shape[1]) // self._group):
+            raise CheckpointError(
+                f"{self._sibling(order_name(self._storage))} has inputs in another order than their groups, but "
+                'quantization_config says nothing of it: give it desc_act true, or actorder "group" in '
+                "compressed-tensors, if the model was quantized so"
+            )
+
+    def _refuse_unless(
+        self, fits: bool, what: str, tensor: Array, expected: tuple[int, ...], dtypes: tuple[str, ...]
+    ) -> None:
         if not fits:
             raise CheckpointError(
-                f"{self._name}: {what} are {tensor.dtype} {tensor.shape}, but config.json asks for {expected} "
-                f"({self._storage.kind}, {self._storage.bits} bits, groups of {self._group})"
+                f"{self._name}: {what} are {tensor.dtype} {tensor.shape}, but config.json asks for {expected} of "
+                f"{' or '.join(dtypes)} ({self._storage.kind}, {self._storage.bits} bits, groups of {self._group})"
             )
 
 

@@ -95,8 +95,13 @@ class MappedFile(MappedBytes):
             raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); fetch it again") from error
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """A tensor's numbers; reads nothing."""
+        """A tensor's numbers; reads nothing. Raises `CheckpointError` for a dtype that NumPy has no numbers of."""
         stored = self.tensors[name]
+        if stored.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is {stored.dtype}; supported are {', '.join(DTYPES)}: store numbers of 4 "
+                "bits two in a byte, as U8"
+            )
         return self.part(stored.start, stored.num_bytes).view(DTYPES[stored.dtype]).reshape(stored.shape)
 
 

@@ -162,6 +162,72 @@ def test_a_quantized_checkpoint_is_its_dequantized_weights(name: str, on_cpu: st
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
+def test_an_order_that_the_configuration_says_nothing_of_is_found_in_the_files(tmp_path: Path) -> None:
+    config, quantize = FORMATS["gptq desc_act"]
+    form = {**config, "desc_act": False}, quantize
+    folder = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain"), tmp_path / "stored", form)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.\S+\.g_idx has inputs in another order"):
+        load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+
+
+# A file, or a key of config.json, that describes the format; what of it is left out.
+ELSEWHERE = [
+    ("gptq", "quantize_config.json", ("quant_method",)),
+    ("awq", "quant_config.json", ("quant_method",)),
+    ("gptq", "quantization_config", ("quant_method", "desc_act")),
+    ("auto-round", "quantization_config", ("quant_method",)),
+    ("compressed-tensors int8", "compression_config", ()),
+    ("fp8 in blocks", "quantization_config", ("quant_method",)),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "left_out"), ELSEWHERE)
+def test_older_software_describes_its_formats_elsewhere(
+    name: str, place: str, left_out: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = json.loads((make_checkpoint("qwen3", tmp_path) / "config.json").read_text())
+
+    def written(values: dict[str, Any], key: str) -> ModelArch:
+        if key.endswith(".json"):
+            (tmp_path / key).write_text(json.dumps(values))
+        told = {} if key.endswith(".json") else {key: values}
+        (tmp_path / "config.json").write_text(json.dumps({**config, **told}))
+        return ModelArch.from_folder(tmp_path)
+
+    told = FORMATS[name][0]
+    elsewhere = written({key: value for key, value in told.items() if key not in left_out}, place)
+    assert elsewhere.weight_format is not None and elsewhere == written(told, "quantization_config")
+
+
+def test_formats_that_name_no_method_are_refused_by_the_name_of_their_software(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    of_mlx = {"group_size": 64, "bits": 4}
+    cases = (
+        ({"quantization": of_mlx, "quantization_config": of_mlx}, "quantized by MLX are not supported"),
+        ({"quantization_config": {"load_in_4bit": True}}, "quantized by bitsandbytes are not supported"),
+    )
+    for told, words in cases:
+        path.write_text(json.dumps({**config, **told}))
+        with pytest.raises(CheckpointError, match=words):
+            ModelArch.from_folder(tmp_path)
+
+
+def test_numbers_of_a_dtype_that_numpy_lacks_are_refused_by_name(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight_packed"
+    form = FORMATS["compressed-tensors nvfp4"]
+    folder = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain"), tmp_path / "stored", form)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header[name]["dtype"] = "F4"
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(CheckpointError, match=rf"tensor {name} is F4; supported are F64, .* as U8"):
+        load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+
+
 def test_one_scale_of_a_tensor_goes_by_the_name_of_scales_of_blocks_too(tmp_path: Path) -> None:
     folder = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain"), tmp_path / "stored", STATIC_FP8)
     arch, plain, dtype = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant"), jnp.dtype("float32")

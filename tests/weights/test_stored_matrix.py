@@ -12,14 +12,15 @@ import torch
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, MoeMlp
-from jaxsgl.models.quantization import WeightFormat
+from jaxsgl.models.quantization import Storage, WeightFormat
 from jaxsgl.models.quantized_checkpoints import read_format, read_unquantized
 from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
 from pallas_kernels import Router
-from tests.weights.stored_weights import FORMATS, Tensors
+from tests.weights.stored_weights import FORMATS, GROUP, Tensors, compressed
 
 SHAPE = (72, 128)
 PATH = Path("config.json")
+INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 
 
 def as_numpy(tensors: Tensors) -> dict[str, Any]:
@@ -78,6 +79,75 @@ def test_a_symmetric_checkpoint_with_other_offsets_is_refused() -> None:
         stored("gptq", read_format(PATH, config))
 
 
+def with_tensors(name: str, **config: Any) -> tuple[dict[str, Any], np.ndarray, WeightFormat]:
+    """The tensors of a matrix in a format, what they mean, and the format by its configuration with `config`."""
+    told, quantize = FORMATS[name]
+    rng = np.random.default_rng(3)
+    tensors, meant = quantize(rng.standard_normal(SHAPE).astype(np.float32), rng)
+    return as_numpy(tensors), meant, read_format(PATH, {**told, **config})
+
+
+def test_an_order_of_inputs_that_the_configuration_says_nothing_of_is_refused() -> None:
+    tensors, _, fmt = with_tensors("gptq desc_act", desc_act=False)
+    with pytest.raises(CheckpointError, match=r"q_proj\.g_idx has inputs in another order .*: give it desc_act true"):
+        StoredMatrix(fmt, tensors, SHAPE, "q_proj.weight")
+    tensors, meant, fmt = with_tensors("compressed-tensors int4")
+    tensors["weight_g_idx"] = np.full(SHAPE[1], -1, np.int32)  # one that was never set
+    ordered = read_format(PATH, compressed("pack-quantized", **INT4, actorder="group"))
+    for each in (fmt, ordered):
+        np.testing.assert_allclose(StoredMatrix(each, tensors, SHAPE, "q_proj").weights(slice(None)), meant, rtol=1e-6)
+    tensors["weight_g_idx"] = np.arange(SHAPE[1], dtype=np.int32)[::-1] // GROUP
+    with pytest.raises(CheckpointError, match=r'weight_g_idx has inputs in another order .*actorder "group"'):
+        StoredMatrix(fmt, tensors, SHAPE, "q_proj.weight")
+
+
+@pytest.mark.parametrize("name", ["fp8 in blocks", "awq", "compressed-tensors int8", "modelopt nvfp4"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_scale_that_is_not_finite_is_refused_by_its_name(name: str, value: float) -> None:
+    tensors, _, fmt = with_tensors(name)
+    assert fmt.storage is not None
+    whole = "weight_scale_2" if "weight_scale_2" in tensors else fmt.storage.scale  # float8 has no infinity
+    tensors[whole] = tensors[whole].copy()
+    tensors[whole][(0,) * tensors[whole].ndim] = value
+    with pytest.raises(CheckpointError, match=rf"q_proj\.{whole} holds (nan|inf), but scales must be finite"):
+        StoredMatrix(fmt, tensors, SHAPE, "q_proj.weight").weights(slice(None))
+
+
+def test_zero_points_of_4_bits_may_be_bytes_as_older_software_has_them() -> None:
+    tensors, meant, fmt = with_tensors("compressed-tensors int4 asymmetric")
+    zeros = StoredMatrix(fmt, tensors, SHAPE, "q_proj").zero(slice(None))
+    matrix = StoredMatrix(fmt, {**tensors, "weight_zero_point": zeros}, SHAPE, "q_proj")
+    np.testing.assert_allclose(matrix.weights(slice(None)), meant, rtol=1e-6, atol=1e-9)
+    with pytest.raises(CheckpointError, match=r"zero points are int8 \(72, 3\), but .* asks for \(72, 4\) of int8"):
+        StoredMatrix(fmt, {**tensors, "weight_zero_point": zeros[:, :3]}, SHAPE, "q_proj")
+    with pytest.raises(CheckpointError, match=r"zero points are float32 .* asks for \(9, 4\) of int8 or int32"):
+        StoredMatrix(fmt, {**tensors, "weight_zero_point": zeros.astype(np.float32)}, SHAPE, "q_proj")
+
+
+def test_scales_of_mxfp4_may_have_a_dtype_of_their_own() -> None:
+    tensors, meant, fmt = with_tensors("compressed-tensors mxfp4")
+    scales = tensors["weight_scale"].view(ml_dtypes.float8_e8m0fnu)
+    matrix = StoredMatrix(fmt, {**tensors, "weight_scale": scales}, SHAPE, "q_proj")
+    np.testing.assert_array_equal(matrix.weights(slice(None)), meant)
+    with pytest.raises(CheckpointError, match=r"scales are float32 .* of uint8 or float8_e8m0fnu"):
+        StoredMatrix(fmt, {**tensors, "weight_scale": scales.astype(np.float32)}, SHAPE, "q_proj")
+
+
+@pytest.mark.parametrize("told", [{"checkpoint_format": "gptq_v2"}, {"format": "gptq_v2"}])
+def test_either_key_says_that_zero_points_of_gptq_are_stored_as_they_are(told: dict[str, Any]) -> None:
+    def storage(**config: Any) -> Storage | None:
+        return read_format(PATH, {**FORMATS["gptq"][0], **config}).storage
+
+    plain, second = storage(), storage(**told)
+    assert plain is not None and second is not None
+    assert (plain.zeros_one_less, second.zeros_one_less) == (True, False)
+
+
+def test_awq_without_zero_points_is_read_by_those_that_it_stores() -> None:
+    tensors, meant, fmt = with_tensors("awq", zero_point=False)
+    np.testing.assert_allclose(StoredMatrix(fmt, tensors, SHAPE, "q").weights(slice(None)), meant, rtol=1e-6, atol=1e-9)
+
+
 def test_the_tensors_of_a_format_replace_weight_in_its_name() -> None:
     def names(name: str) -> tuple[str, ...]:
         fmt = read_format(PATH, FORMATS[name][0])
@@ -104,6 +174,8 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
         ({**FORMATS["modelopt nvfp4"][0], "group_size": 32}, "group_size is 32; supported are 16"),
         ({**FORMATS["awq"][0], "version": "gemv"}, "version is gemv; supported are gemm"),
         ({**FORMATS["awq"][0], "bits": 3}, "bits is 3; supported are 4"),
+        ({**FORMATS["gptq"][0], "format": "gptq_v2", "checkpoint_format": "gptq"}, "checkpoint_format is gptq,"),
+        ({**FORMATS["auto-round"][0], "packing_format": None, "backend": "auto_round:exllamav2"}, "backend is auto_"),
         ({**FORMATS["gptq"][0], "bits": 5}, "bits is 5; supported are 2, 3, 4, 8"),
         ({**COMPRESSED, "format": "mxfp8-pack-quantized"}, "format is mxfp8-pack-quantized"),
         ({**COMPRESSED, "format": "marlin-24"}, "format is marlin-24"),
