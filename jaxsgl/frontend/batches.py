@@ -9,8 +9,10 @@ http/openai/batches.py those of a server's clients.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
+import logging
 import os
 import re
 import time
@@ -34,6 +36,9 @@ _LINE_START = f'{{"id": "{_ANSWER_ID}'.encode()
 _ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
 _OTHER_OUTPUT = "name another file for the answers, or a new one"
 OPEN_STATES = ("in_progress", "finalizing", "cancelling")
+LEFT_S = 3600.0  # a file that is no object's, and was not written for so long, is of a server that was killed
+
+logger = logging.getLogger(__name__)
 
 
 class BatchRequest(NamedTuple):
@@ -270,9 +275,11 @@ class BatchStore:
         files/ID.json       what is known of it
         batches/ID.json     a batch
         batches/ID.jsonl    its answers so far
+        batches/ID.lock     locked by the server that runs it
 
-    Each object is written to a file beside it and moved there, so that none is ever half a one. A tenant sees its own
-    alone. Runs nothing. Raises `StartupError` if the folder can't be used.
+    Each object is written to a file beside it and moved there, so that none is ever half a one; one that can't be read
+    all the same is left out, with a line in the log. A tenant sees its own alone. Several servers may share the folder.
+    Runs nothing. Raises `StartupError` if the folder can't be used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -282,6 +289,11 @@ class BatchStore:
                 each.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise StartupError(f"--batch-dir {folder} can't be used: {error.strerror}") from None
+        for path in [*self._files.iterdir(), *self._batches.glob("*.new")]:
+            is_whole = _ID.fullmatch(path.stem) and path.suffix != ".new" and path.with_suffix(".json").exists()
+            with contextlib.suppress(OSError):  # another server may be faster
+                if not is_whole and path.stat().st_mtime < time.time() - LEFT_S:
+                    path.unlink()
 
     # Files.
 
@@ -301,6 +313,7 @@ class BatchStore:
             "purpose": purpose,
             "status": "processed",
         }
+        _keep_bytes(written)
         written.replace(self._files / file_id)
         self._write(self._files / f"{file_id}.json", found, tenant)
         return found
@@ -345,8 +358,22 @@ class BatchStore:
 
     def open_batches(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Yields each batch that has not ended, and its tenant; the oldest first."""
-        kept = sorted((self._load(path) for path in self._batches.glob("*.json")), key=lambda each: _age(each[0]))
+        kept = sorted(self._load_all(self._batches), key=lambda each: _age(each[0]))
         yield from ((batch, tenant) for batch, tenant in kept if batch["status"] in OPEN_STATES)
+
+    @contextlib.contextmanager
+    def claimed(self, batch_id: str) -> Iterator[bool]:
+        """Keeps a batch from other servers while the block runs; yields False if one of them has it."""
+        with self._lock_path(batch_id).open("wb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+
+    def _lock_path(self, batch_id: str) -> Path:
+        return self._batches / f"{batch_id}.lock"
 
     def results_path(self, batch_id: str) -> Path:
         """Where the answers to a batch are collected."""
@@ -377,29 +404,43 @@ class BatchStore:
     def drop_results(self, batch_id: str) -> None:
         """Forgets the answers that were collected, of a batch that has ended."""
         self.results_path(batch_id).unlink(missing_ok=True)
+        self._lock_path(batch_id).unlink(missing_ok=True)  # who gets the lock later finds that the batch has ended
 
     # Objects.
 
     def _write(self, path: Path, found: dict[str, Any], tenant: str) -> None:
         beside = path.with_suffix(".new")
         beside.write_text(json.dumps({"tenant": tenant, "object": found}))
+        _keep_bytes(beside)
         beside.replace(path)
 
-    def _load(self, path: Path) -> tuple[dict[str, Any], str]:
-        kept = json.loads(path.read_text())
-        return kept["object"], kept["tenant"]
+    def _load(self, path: Path) -> tuple[dict[str, Any], str] | None:
+        try:
+            kept = json.loads(path.read_text())
+            return kept["object"], kept["tenant"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            logger.warning("%s can't be read, and is left out: %r: delete it, or restore it", path, error)
+            return None
+
+    def _load_all(self, folder: Path) -> list[tuple[dict[str, Any], str]]:
+        return [kept for path in folder.glob("*.json") if (kept := self._load(path)) is not None]
 
     def _read(self, folder: Path, object_id: str, tenant: str) -> dict[str, Any]:
         path = folder / f"{object_id}.json"
-        if _ID.fullmatch(object_id) and path.exists():
-            found, owner = self._load(path)
+        if _ID.fullmatch(object_id) and path.exists() and (kept := self._load(path)) is not None:
+            found, owner = kept
             if owner == tenant:
                 return found
         raise NotFound(f"there is no {folder.name.removesuffix('es').removesuffix('s')} {object_id[:100]}")
 
     def _all(self, folder: Path, tenant: str) -> list[dict[str, Any]]:
-        kept = [self._load(path) for path in folder.glob("*.json")]
-        return sorted((found for found, owner in kept if owner == tenant), key=_age, reverse=True)
+        return sorted((found for found, owner in self._load_all(folder) if owner == tenant), key=_age, reverse=True)
+
+
+def _keep_bytes(path: Path) -> None:
+    """Has the disk take what was written: a machine that loses its power may keep a move and lose the bytes."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _age(found: dict[str, Any]) -> tuple[int, str]:

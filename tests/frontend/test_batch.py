@@ -23,7 +23,7 @@ from http_calls import connect, error_of
 from server_process import PATIENCE_S, ROOT, ServerProcess, wait_for
 
 from jaxsgl import logs
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.batches import Answered, BatchRequest, BatchStore, Results, check_file, requests_of, run
 from jaxsgl.frontend.http.in_process import InProcess
 from jaxsgl.frontend.http.openai import batches as of_server
@@ -34,6 +34,7 @@ from tests.grids import count as number_of
 
 Start = Callable[..., ServerProcess]
 COMPLETIONS: Final = "/v1/completions"
+ENDED: Final = {"status": "completed", "created_at": 0}
 OFFLINE = """
 import sys
 from jaxsgl.offline.run_batch import main
@@ -179,6 +180,56 @@ def test_a_batch_that_fails_has_the_answers_that_came_before(tmp_path: Path, mon
     assert (batch["status"], batch["request_counts"]["completed"], batch["error_file_id"]) == ("failed", 2, None)
     assert [each["custom_id"] for each in answers(store.content(batch["output_file_id"], ""))] == ["r0", "r1"]
     assert not store.results_path(batch_id).exists()
+
+
+def test_a_batch_that_another_server_runs_waits_and_is_taken_up_when_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(_: BatchRequest) -> Answered:
+        return Answered(200, "id", b"{}")
+
+    monkeypatch.setattr(of_server, "InProcess", lambda _: SimpleNamespace(ask=ask))
+    monkeypatch.setattr(of_server, "RETRY_S", 0.02)
+    store, front_end = BatchStore(tmp_path), Any
+    (tmp_path / "in").write_text(line("a", [5]))
+    file = store.add_file(tmp_path / "in", "in", "batch", "")["id"]
+    made = {"status": "in_progress", "input_file_id": file, "request_counts": {"total": 1}, "created_at": 0}
+    left, done = (store.add_batch(made, "") for _ in range(2))
+
+    async def scenario() -> None:
+        with store.claimed(left["id"]), store.claimed(done["id"]):
+            batches = of_server.Batches(BatchStore(tmp_path), front_end)
+            await asyncio.sleep(0.2)
+            assert {store.batch(each["id"], "")["status"] for each in (left, done)} == {"in_progress"}
+            store.keep_batch({**done, "status": "completed", "output_file_id": "the other server's"}, "")
+        while store.batch(left["id"], "")["status"] == "in_progress" or batches._running or batches._waiting.qsize():
+            await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+    assert store.batch(left["id"], "")["status"] == "completed"
+    assert store.batch(done["id"], "")["output_file_id"] == "the other server's"
+
+
+def test_what_a_server_that_was_killed_has_left_is_cleared_and_what_cannot_be_read_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = BatchStore(tmp_path)
+    (tmp_path / "in").write_text("x")
+    kept, batch = store.add_file(tmp_path / "in", "in", "batch", "")["id"], store.add_batch(ENDED, "")
+    left = [store.new_file_path(), tmp_path / "batches" / f"{batch['id']}.new", tmp_path / "files" / f"file-{'0' * 32}"]
+    for path in (*left, written := store.new_file_path()):
+        path.touch()
+    for path in (*left, tmp_path / "files" / kept, tmp_path / "files" / f"{kept}.json"):
+        os.utime(path, (0, 0))
+    for name in ("files/file", "batches/batch"):
+        (tmp_path / f"{name}-{'1' * 32}.json").touch()
+    again = BatchStore(tmp_path)
+    assert not any(path.exists() for path in left) and written.exists()
+    assert again.content(kept, "").read_text() == "x"
+    assert list(again.open_batches()) == [] and again.batches("") == [batch]
+    assert f"batch-{'1' * 32}.json can't be read, and is left out" in caplog.text
+    with pytest.raises(NotFound):
+        again.file(f"file-{'1' * 32}", "")
 
 
 def test_answers_are_collected_until_the_batch_is_kept_with_their_files(tmp_path: Path) -> None:

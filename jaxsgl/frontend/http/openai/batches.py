@@ -11,6 +11,7 @@ import asyncio
 import email.parser
 import logging
 import mmap
+import os
 import re
 import time
 from email.message import Message
@@ -32,6 +33,7 @@ from jaxsgl.frontend.http.in_process import InProcess
 MAX_FILE_BYTES = 200 << 20  # as OpenAI's
 MAX_REQUESTS = 50_000
 CONCURRENCY = 128  # requests of one batch at once; batches run one after the other
+RETRY_S = 3.0  # until a batch that another server runs is looked at again
 FILES_PATH = "/v1/files"
 
 logger = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ class Batches:
     async def _work(self) -> None:
         while True:
             batch_id, tenant = await self._waiting.get()
-            task = self._running[batch_id] = asyncio.create_task(self._run(batch_id, tenant))
+            task = self._running[batch_id] = asyncio.create_task(self._run_if_free(batch_id, tenant))
             try:
                 await asyncio.wait({task})
                 if not task.cancelled() and (error := task.exception()) is not None:
@@ -90,6 +92,14 @@ class Batches:
             finally:
                 task.cancel()
                 del self._running[batch_id]
+
+    async def _run_if_free(self, batch_id: str, tenant: str) -> None:
+        """Runs a batch, or has it wait: another server on the folder may run it, and may end before it does."""
+        with self._store.claimed(batch_id) as free:
+            if not free:
+                asyncio.get_running_loop().call_later(RETRY_S, self.add, batch_id, tenant)
+            elif self._store.batch(batch_id, tenant)["status"] in OPEN_STATES:
+                await self._run(batch_id, tenant)
 
     async def _run(self, batch_id: str, tenant: str) -> None:
         """Answers all that is not answered, and makes files of the answers; also after a `cancel` or a failure."""
@@ -293,6 +303,8 @@ def read_form(body: Path, boundary: bytes, content: Path) -> Form:
                 with content.open("wb") as out:
                     for at in range(first, end, CHUNK_BYTES):
                         out.write(data[at : min(at + CHUNK_BYTES, end)])
+                    out.flush()
+                    os.fsync(out.fileno())  # here, on a thread; `add_file` then has little to wait for
             else:
                 fields[name] = data[first : min(end, first + MAX_FIELD_BYTES)].decode(errors="replace")
             start = end + 2
