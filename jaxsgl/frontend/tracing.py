@@ -12,11 +12,14 @@ from OpenTelemetry's variables: `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` (grpc, the 
 from __future__ import annotations
 
 import os
+import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.metrics.measurements import Timing
@@ -29,6 +32,8 @@ SERVICE_NAME = "jaxsgl"  # unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES 
 PARENT_HEADERS = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context/
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 PROTOCOLS = ("grpc", "http/protobuf")
+HTTP_SCHEMES = ("http", "https")
+GRPC_SCHEMES = (*HTTP_SCHEMES, "grpc")  # as in vLLM's examples
 FLUSH_MS = 2000  # for the last spans to reach the collector at the end
 
 _parent: ContextVar[Mapping[str, str]] = ContextVar("trace parent")
@@ -127,7 +132,10 @@ class OtlpTracer:
 
     def flush(self) -> None:
         """See `Tracer`."""
-        self._provider.force_flush(FLUSH_MS)
+        # The SDK takes no heed of the time, if a collector takes the connection and doesn't answer.
+        flushing = threading.Thread(target=self._provider.force_flush, args=(FLUSH_MS,), daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_MS / 1000)
 
 
 def attributes_of(
@@ -161,12 +169,27 @@ def tracer_of(endpoint: str | None, model_name: str) -> Tracer:
 
 def _exporter(endpoint: str) -> Any:
     protocol = next(filter(None, map(os.environ.get, PROTOCOL_VARIABLES)), PROTOCOLS[0])
+    if protocol not in PROTOCOLS:
+        raise StartupError(f"{PROTOCOL_VARIABLES[0]} is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}")
+    _check_endpoint(endpoint, protocol)
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
         return GrpcExporter(endpoint=endpoint, insecure=None if "://" in endpoint else True)
-    if protocol == "http/protobuf":
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
-        return HttpExporter(endpoint=endpoint)
-    raise StartupError(f"{PROTOCOL_VARIABLES[0]} is {protocol!r}, but must be one of {', '.join(PROTOCOLS)}")
+    return HttpExporter(endpoint=endpoint)
+
+
+def _check_endpoint(endpoint: str, protocol: str) -> None:
+    """Raises `StartupError` for what can't be an address; the SDK would only log, at the first span."""
+    schemes = GRPC_SCHEMES if protocol == "grpc" else HTTP_SCHEMES
+    bare = protocol == "grpc" and "://" not in endpoint  # HOST:PORT
+    try:
+        parts = urlsplit(f"//{endpoint}" if bare else endpoint)
+        is_whole = parts.port is not None if bare else parts.scheme in schemes and (parts.port or 1) > 0
+    except ValueError:  # of a port that is none, or of brackets
+        is_whole = False
+    if not is_whole or parts.hostname is None or re.search(r"\s", endpoint):
+        form = "http://HOST:4317 or HOST:4317" if protocol == "grpc" else "http://HOST:4318/v1/traces"
+        raise StartupError(f"{FLAG} is {endpoint!r}, but must be an address such as {form} ({protocol})")

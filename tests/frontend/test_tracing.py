@@ -163,6 +163,35 @@ def test_a_start_without_the_packages_names_them(monkeypatch: pytest.MonkeyPatch
     assert tracing.tracer_of(None, "small") is tracing.NO_TRACER
 
 
+@pytest.mark.parametrize(
+    ("protocol", "good", "bad"),
+    [
+        ("grpc", ["http://a:4317", "https://[::1]:4317", "grpc://a:4317", "a:4317"], ["a", "ftp://a:1", "a:99999"]),
+        ("http/protobuf", ["http://a:4318/v1/traces", "https://a"], ["a:4317", "ftp://a:1", "grpc://a:4317"]),
+    ],
+)
+def test_an_endpoint_that_is_no_address_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, good: list[str], bad: list[str]
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
+    for endpoint in good:
+        tracing._exporter(endpoint).shutdown()
+    for endpoint in [*bad, "", "http://", "http://a:99999", "a b c", "http://a b:1", "http://[::1"]:
+        with pytest.raises(StartupError, match=r"--otlp-traces-endpoint is '.*', but must be an address such as"):
+            tracing._exporter(endpoint)
+
+
+def test_a_collector_that_does_not_answer_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "FLUSH_MS", 50)
+    tracer = tracing.OtlpTracer("http://localhost:4317", "small")
+    answers = threading.Event()
+    monkeypatch.setattr(tracer._provider, "force_flush", lambda _: answers.wait(60))
+    start_s = time.monotonic()
+    tracer.flush()
+    assert 0.05 <= time.monotonic() - start_s < 30
+    answers.set()
+
+
 def test_a_protocol_that_nobody_speaks_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
     with pytest.raises(StartupError, match="is 'http/json', but must be one of grpc, http/protobuf"):
