@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -24,9 +25,9 @@ from uvicorn.server import ServerState
 
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.frontend.access import Access
-from jaxsgl.frontend.http import acceptor, errors
+from jaxsgl.frontend.http import acceptor, connection, errors
 from jaxsgl.frontend.http.app import HttpServer
-from jaxsgl.frontend.http.connection import MAX_PIPELINED, Connection
+from jaxsgl.frontend.http.connection import MAX_HEAD_BYTES, MAX_PIPELINED, Connection
 from jaxsgl.frontend.http.middleware import ApiKey, BodyLimit
 from tests.grids import daily
 
@@ -70,6 +71,12 @@ def new_app() -> FastAPI:
     @app.get("/unread")
     async def unread() -> Response:
         return Response(b"early")
+
+    @app.get("/hang")
+    async def hang(request: Request) -> Response:
+        while not await request.is_disconnected():
+            await asyncio.sleep(0.01)
+        return Response()
 
     @app.get("/large")
     async def large() -> Response:
@@ -177,6 +184,37 @@ def test_no_tunnel_is_made() -> None:
 
     got = asyncio.run(scenario())
     assert got.startswith(b"HTTP/1.1 400") and got.count(b"HTTP/1.1 ") == 1
+    assert b"this server is no proxy" in got
+
+
+def test_a_head_that_is_too_large_is_told_so() -> None:
+    async def scenario() -> bytes:
+        async with serving() as (port, _):
+            return await answer_to(
+                port, b"GET /unread HTTP/1.1\r\nhost: x\r\ncookie: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n"
+            )
+
+    head, _, body = asyncio.run(scenario()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large")
+    error = json.loads(body)["error"]
+    assert error["message"] == "the request's head has more than 65536 bytes: send shorter headers"
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_client_that_leaves_while_a_further_request_waits_ends_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LEFT_S", 0.05)
+
+    async def scenario() -> None:
+        async with serving() as (port, connections):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /hang HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n\r\n" + POST)
+            await until(lambda: any(each.pipeline for each in connections))
+            await asyncio.sleep(0.2)
+            assert connections, "it stays as long as its client does"
+            writer.close()
+            await until(lambda: not connections)
+
+    asyncio.run(scenario())
 
 
 def test_a_client_of_http_1_0_gets_the_bytes_of_a_stream_alone() -> None:
@@ -266,7 +304,8 @@ def test_a_client_may_not_send_many_requests_ahead() -> None:
         async with serving() as (port, _):
             return await answer_to(port, POST * (MAX_PIPELINED + 2))
 
-    assert b"HTTP/1.1 400" in asyncio.run(scenario())
+    got = asyncio.run(scenario())
+    assert b"HTTP/1.1 400" in got and b"more than 64 requests wait" in got
 
 
 def test_past_the_cap_only_probes_are_answered(start_server: Callable[..., ServerProcess]) -> None:

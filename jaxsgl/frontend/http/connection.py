@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import select
 from collections.abc import Callable
-from typing import Any
+from http import HTTPStatus
+from typing import Any, NoReturn
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from jaxsgl.frontend.http.errors import answer
+from jaxsgl.frontend.http.errors import answer, body_of
 from jaxsgl.frontend.http.middleware import OPEN_PATHS
 
 MAX_HEAD_BYTES = 64 << 10
@@ -26,6 +29,8 @@ MIN_BYTES_PER_S = 1024  # a client that takes less of an answer that waits for i
 # the side that ends it must be the one that sends requests, or one that is on its way is lost.
 KEEP_ALIVE_S = 75
 PROBE_S = 5.0  # for each wait on a connection past the cap
+LEFT_S = 1.0  # between looks for the end of a client whose further requests wait unread
+_LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +65,8 @@ class Connection(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
     _linger_timer: asyncio.TimerHandle | None = None
+    _left_timer: asyncio.TimerHandle | None = None
+    _refusal: tuple[int, str] | None = None  # of what has come, with the status that says so
     _receiving = False  # a request has begun and is not complete
     _may_keep_alive = False  # after the answer to the request that is being received
     _running: RequestResponseCycle | None = None  # the request being answered; those in `pipeline` wait
@@ -74,6 +81,11 @@ class Connection(HttpToolsProtocol):
         """Whether no request is being answered."""
         return self._running is None
 
+    @property
+    def owes(self) -> bool:
+        """Whether a request is being answered, or an answer waits for its client to read it."""
+        return self._running is not None or self._client.get_write_buffer_size() > 0
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts waiting for the first head."""
         self._client = _Transport(transport, self._end)
@@ -82,7 +94,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells the request being answered, too."""
-        for timer in (self._head_timer, self._read_timer, self._linger_timer):
+        for timer in (self._head_timer, self._read_timer, self._linger_timer, self._left_timer):
             if timer is not None:
                 timer.cancel()
         self._leave_running()
@@ -100,9 +112,10 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
-        except httptools.HttpParserError:
-            logger.warning("what a client has sent is no HTTP request: ending its connection")
-            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserError as error:
+            status, words = self._refusal or (400, f"what came is no HTTP request: {error}")
+            logger.warning("refusing what a client has sent, and ending its connection: %s", words)
+            self._answer_and_end(status, words)
         if self._running is None and self._head_timer is None and not self._client.is_closing():
             self._await_head()  # uvicorn has stopped its own timer, be it for an empty line
 
@@ -132,7 +145,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request starts."""
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise ValueError(f"more than {MAX_PIPELINED} requests wait")  # uvicorn answers 400 and closes
+            self._refuse(400, f"more than {MAX_PIPELINED} requests wait for their answers: read those first")
         super().on_message_begin()
         self._head_bytes = 0
         self._receiving = True
@@ -153,7 +166,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is complete."""
         if self.parser.get_method() == b"CONNECT":
-            raise ValueError("this is no proxy")  # uvicorn answers 400 and closes
+            self._refuse(400, "this server is no proxy: send requests to it without CONNECT")
         if self.parser.should_upgrade():
             return  # `_parse` has the head come again
         self._end_head()
@@ -162,7 +175,9 @@ class Connection(HttpToolsProtocol):
             self.cycle.__class__ = _UntilClose
         self._may_keep_alive = self.cycle.keep_alive
         self.cycle.keep_alive = False  # an answer before the body ends the connection
-        if not self.pipeline:
+        if self.pipeline:
+            self._watch_leaving()
+        else:
             self._running = self.cycle
 
     def on_message_complete(self) -> None:
@@ -180,10 +195,20 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         self._watch_reading()
 
-    def send_400_response(self, msg: str) -> None:
-        """What has come is no request, and more of it may be on its way."""
+    def _refuse(self, status: int, words: str) -> NoReturn:
+        """Ends the parsing; `data_received` answers."""
+        self._refusal = (status, words)
+        raise ValueError(words)
+
+    def _answer_and_end(self, status: int, words: str) -> None:
+        """Answers what is no request, of which more may be on its way."""
         self._receiving = True
-        super().send_400_response(msg)
+        body = json.dumps(body_of("", status, words)).encode()
+        headers = [*self.server_state.default_headers, (b"content-type", b"application/json")]
+        headers += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        lines = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
+        self.transport.write(b"\r\n".join([*lines, *(b"%s: %s" % header for header in headers), b"", body]))
+        self.transport.close()
 
     def shutdown(self) -> None:
         """Ends the connection, with the answer that is being written."""
@@ -211,6 +236,18 @@ class Connection(HttpToolsProtocol):
         else:
             self._watch_reading()
 
+    def _watch_leaving(self) -> None:
+        """Looks for the client's end: uvicorn reads nothing while a request waits, so that it would not be seen."""
+        if self._left_timer is None:
+            self._left_timer = self.loop.call_later(LEFT_S, self._look_for_end)
+
+    def _look_for_end(self) -> None:
+        self._left_timer = None
+        if self.pipeline and _has_left(self._client.get_extra_info("socket").fileno()):
+            self._client.abort()
+        elif self.pipeline:
+            self._watch_leaving()
+
     def _end(self) -> None:
         """Closes the connection in the client's time: it may still be sending, or reading."""
         self._end_head()
@@ -235,7 +272,7 @@ class Connection(HttpToolsProtocol):
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise ValueError(f"the head has more than {MAX_HEAD_BYTES} bytes")  # uvicorn answers 400 and closes
+            self._refuse(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes: send shorter headers")
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(self.head_s, self._close)
@@ -244,6 +281,13 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+def _has_left(fd: int) -> bool:
+    """Whether the other end of a socket sends nothing more, though what it has sent may be still to read."""
+    poll = select.poll()
+    poll.register(fd, _LEFT)
+    return bool(poll.poll(0))
 
 
 class _UntilClose(RequestResponseCycle):
