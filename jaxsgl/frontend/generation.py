@@ -33,7 +33,14 @@ from jaxsgl.frontend.workers.channel import Counts
 from jaxsgl.messages.replies import EngineInfo, RefusalKind, Reply
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.outputs import Pooled, Pooling
-from jaxsgl.requests.request import Rendezvous, Request, SamplingParams, check_num_scores, check_request
+from jaxsgl.requests.request import (
+    Rendezvous,
+    Request,
+    SamplingParams,
+    check_cache_salt,
+    check_num_scores,
+    check_request,
+)
 from jaxsgl.text.detokenizer import Detokenizer, NoText
 from jaxsgl.text.dialects import Dialect
 from jaxsgl.text.prompts import IdsPrompt, Prompt, encode_prediction, num_bad_chars, tokenize_all, with_bad_word_ids
@@ -180,7 +187,11 @@ class Generation:
         while not self._pieces:
             if len(self.ends) == len(self._samples):
                 raise StopAsyncIteration
-            self._take(await self._stream.next())
+            try:
+                self._take(await self._stream.next())
+            except Exception as error:
+                self._timing.failed(error)
+                raise
         return self._pieces.popleft()
 
     async def whole(self) -> list[Piece]:
@@ -321,6 +332,7 @@ class Generator:
             if self._mode == "decode":
                 self._prefill_hosts.check(options.room.host)
             sampling = leg_sampling(sampling, self._mode)
+        check_cache_salt(options.cache_salt)  # its namespace is short, whatever it is
         return Request(
             prompted.request_id,
             ids,

@@ -400,7 +400,7 @@ def check_request(request: Request, limits: Limits) -> None:
     """
     check_integer("priority", request.priority)
     check_bounds("priority", request.priority, PRIORITY_BOUNDS)
-    _check_cache_salt(request.cache_salt)
+    check_cache_salt(request.cache_salt)
     prompt_len = len(request.prompt_ids)
     if prompt_len == 0:
         raise InvalidRequest("the prompt is empty: send at least one token")
@@ -499,7 +499,8 @@ def _num_scores(num_likely: int | None) -> int:
     return 0 if num_likely is None else 1 + num_likely
 
 
-def _check_cache_salt(salt: object) -> None:
+def check_cache_salt(salt: object) -> None:
+    """Raises `InvalidRequest` for a salt that is too long, or is no text."""
     if not isinstance(salt, str):
         raise InvalidRequest(f"cache_salt is {salt!r}, but must be a text")
     check(len(salt) <= MAX_CACHE_SALT_CHARS, "the length of cache_salt", len(salt), f"0 to {MAX_CACHE_SALT_CHARS}")

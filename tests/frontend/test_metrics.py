@@ -264,6 +264,23 @@ def test_only_requests_that_clients_left_count_as_aborted() -> None:
     assert (samples[f"{E2E}_count"], samples[lengths]) == (1, 2), "aborted samples have no latency and no length"
 
 
+def test_an_error_of_one_request_of_a_call_is_counted_once_and_aborts_the_others() -> None:
+    metrics = metrics_of()
+    with (
+        pytest.raises(ValueError, match="odd"),
+        Timing(metrics, 2) as ended,
+        Timing(metrics, 1) as odd,
+        Timing(metrics, 2),
+    ):
+        for index in range(2):
+            ended.sample_ended(index, End(FinishReason.LENGTH, None, 5, 0, 2))
+        error = ValueError("odd")
+        odd.failed(error)
+        raise error
+    assert metrics.errors == {"ValueError": 1}
+    assert metrics.finished == {"stop": 0, "length": 2, "abort": 2}
+
+
 def test_a_histogram_agrees_with_prometheus_clients_own() -> None:
     bounds = one_two_five(1e-3, 10)
     ours = Histogram(bounds)

@@ -159,9 +159,16 @@ class Metrics:
     def _load_of(self, rank: int) -> Load:
         return self._replicas()[rank].load
 
-    def failed(self, error: Exception) -> None:
-        """Counts a request that ended with `error`."""
+    def failed(self, error: Exception) -> bool:
+        """Counts a request that ended with `error`, and returns True.
+
+        It ends all other requests of its call too, for which it isn't counted again.
+        """
+        if vars(error).get(_IS_COUNTED):
+            return False
+        vars(error)[_IS_COUNTED] = True
         self.errors[type(error).__name__] += 1
+        return True
 
     @contextlib.contextmanager
     def counting_errors(self) -> Iterator[None]:
@@ -171,6 +178,9 @@ class Metrics:
         except Exception as error:
             self.failed(error)
             raise
+
+
+_IS_COUNTED = "_is_counted"  # an attribute of errors
 
 
 class Timing:
@@ -188,6 +198,7 @@ class Timing:
         self._last_s: list[float | None] = [None] * num_samples
         self._prefill_s = [0.0] * num_samples
         self._num_running = num_samples
+        self._failed = False
         self.first_token_s: float | None = None
         self.stages: StageTimes | None = None
 
@@ -233,14 +244,21 @@ class Timing:
             metrics.prompt_tokens.observe(end.prompt_tokens)
             metrics.output_tokens.observe(end.completion_tokens)
 
+    def failed(self, error: Exception) -> None:
+        """Counts that `error` has ended the request."""
+        self._failed = self._metrics.failed(error)
+
     def __enter__(self) -> Timing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Ends the request, with or without an error; samples that the client left count as aborted."""
-        if isinstance(error, Exception):
-            self._metrics.failed(error)
-        else:
+        """Ends the request, with or without an error.
+
+        Samples that the client left count as aborted, and those that an error of another request of the call has ended.
+        """
+        if isinstance(error, Exception) and not self._failed:
+            self._failed = self._metrics.failed(error)
+        if not self._failed:
             self._metrics.finished[FinishReason.ABORT.value] += self._num_running
 
 
