@@ -35,6 +35,7 @@ from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Hosts
 from jaxsgl.shared_mailbox import SharedMailbox
 
 PREFIX, LOCK, MARK = "jaxsgl-", "lock", "mask_mark"
+MESSAGES_A_TURN = 64  # of the event loop; then those who wait for their replies get their turn
 MAX_SOCKET_PATH = 100  # Linux allows 107 bytes, macOS 103
 MAX_POLL_MS = 2**31 - 1  # 24 days
 FINAL_MESSAGE_MS = 1000  # a closing engine waits so long for its final message to leave
@@ -96,8 +97,10 @@ class Endpoints(msgspec.Struct, frozen=True):
 
     def hold(self) -> int:
         """Locks the folder for as long as the returned file descriptor is open; child processes don't inherit it."""
-        lock = os.open(Path(self.folder, LOCK), os.O_WRONLY | os.O_CREAT, 0o600)
+        new = Path(self.folder, f"{LOCK}.new")
+        lock = os.open(new, os.O_WRONLY | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
+        new.rename(new.with_name(LOCK))  # when it is locked: another server would take it for that of a dead one
         return lock
 
     def remove(self) -> None:
@@ -271,16 +274,19 @@ class EngineLine:
         self.drain()
 
     def drain(self) -> None:
-        """Hands over all messages that have arrived.
+        """Hands over all messages that have arrived, in this turn of the event loop and in those that follow.
 
         ZeroMQ's file descriptor is edge-triggered, so every wake-up must read until no message is left.
         """
-        while self._receiver is not None:
+        for _ in range(MESSAGES_A_TURN):
+            if self._receiver is None:
+                return
             try:
                 message = self._in.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._receiver(self._decoder.decode(message))
+        asyncio.get_running_loop().call_soon(self.drain)
 
     def send(self, message: ToMailbox) -> None:
         """Sends without waiting. Raises `EngineUnavailable` if no engine is connected."""

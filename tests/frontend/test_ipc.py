@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import math
 import os
 import shutil
@@ -9,15 +10,25 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from jaxsgl.config.engine import Limits
 from jaxsgl.errors import EngineUnavailable
-from jaxsgl.ipc import MAX_SOCKET_PATH, Endpoints, EngineLine, EngineLines, EngineMailbox
+from jaxsgl.ipc import (
+    LOCK,
+    MAX_SOCKET_PATH,
+    MESSAGES_A_TURN,
+    Endpoints,
+    EngineLine,
+    EngineLines,
+    EngineMailbox,
+    _remove_left,
+)
 from jaxsgl.messages.orders import Abort, FromEngine, OpenLine, Shutdown, ToEngine, first_number
-from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Refusal, RefusalKind, Replies, Reply
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Load, Refusal, RefusalKind, Replies, Reply
 from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.shared_mailbox import SharedMailbox
 
@@ -176,6 +187,37 @@ def test_folders_that_lost_their_holder_are_cleared_and_no_others(
     os.close(lock)
     found = {folder.name for folder in tmp_path.iterdir()}
     assert found == {"jaxsgl-held", "jaxsgl-new", "jaxsgl-link", "elsewhere", Path(endpoints.folder).name}
+
+
+def test_a_folder_is_locked_as_soon_as_it_has_its_lock(endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a server that starts at the same moment takes it for that of a dead one."""
+    locks = fcntl.flock
+
+    def flock(file: Any, how: int) -> None:
+        monkeypatch.undo()
+        _remove_left([Path(endpoints.folder).parent])  # as another server does
+        locks(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = endpoints.hold()
+    assert Path(endpoints.folder, LOCK).exists()
+    os.close(lock)
+
+
+def test_who_waits_for_replies_gets_a_turn_between_many(endpoints: Endpoints) -> None:
+    num_messages = 3 * MESSAGES_A_TURN
+
+    async def scenario() -> None:
+        heard: list[FromEngine] = []
+        with contextlib.closing(EngineLine(endpoints)) as line, contextlib.closing(EngineMailbox(endpoints)) as mailbox:
+            for _ in range(num_messages):
+                mailbox.send(Replies([], Load()))
+            await asyncio.sleep(0.5)  # for them to arrive
+            line.listen(heard.append)
+            assert len(heard) <= MESSAGES_A_TURN
+            await until(lambda: len(heard) == num_messages)
+
+    asyncio.run(scenario())
 
 
 def test_a_long_temporary_path_does_not_make_sockets_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
