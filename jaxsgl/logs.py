@@ -34,6 +34,7 @@ _NOISY = (
 )
 OF_CLIENTS = {"of_clients": True}  # `extra` of lines below warnings that a client causes as often as it likes
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord(OF_CLIENTS))) | {"message", "asctime", "request_id", "taskName"}
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs, and line breaks of stacks
 _BEARER = re.compile(r"\b(bearer)\s+[^\s'\"\\,;)\]}]+", re.IGNORECASE)
 
 _request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
@@ -259,8 +260,8 @@ class _Text(logging.Formatter):
         self._clean = clean
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line, and a traceback on lines of its own."""
-        return self._clean(super().format(record))
+        """Returns the line, and a traceback on lines of its own; a terminal obeys nothing that a client has sent."""
+        return self._clean(_CONTROL.sub(lambda found: ascii(found[0])[1:-1], super().format(record)))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Returns the line without a traceback that may follow. The id is a client's: line breaks in it are escaped."""

@@ -6,7 +6,9 @@ import asyncio
 import gzip
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -64,8 +66,9 @@ def test_a_body_may_be_compressed(http: httpx.Client) -> None:
     plain = http.post("/generate", content=body, headers=JSON).json()
     squeezed = gzip.compress(body)
     parts = (squeezed[place : place + 7] for place in range(0, len(squeezed), 7))
-    for content in (squeezed, parts):
-        assert http.post("/generate", content=content, headers=GZIP).json()["output_ids"] == plain["output_ids"]
+    for content, name in ((squeezed, "gzip"), (parts, "gzip"), (squeezed, "GZIP")):
+        answer = http.post("/generate", content=content, headers=JSON | {"content-encoding": name})
+        assert answer.json()["output_ids"] == plain["output_ids"]
     refused = http.post("/generate", content=squeezed, headers=JSON | {"content-encoding": "br"})
     assert refused.status_code == 400
     assert "it is compressed (content-encoding: br): send it as it is, or in gzip" in error_of(refused)["message"]
@@ -115,8 +118,9 @@ def test_a_body_that_grows_too_large_is_refused_as_it_grows() -> None:
 
 
 def test_health_answers_head(http: httpx.Client) -> None:
-    response = http.head("/health")
-    assert (response.status_code, response.content) == (200, b"")
+    for path in ("/health", "/ping"):
+        response = http.head(path)
+        assert (response.status_code, response.content) == (200, b"")
     assert http.get("/health").json() == {"status": "ok"}, "over the same connection"
 
 
@@ -215,10 +219,27 @@ def test_refusals_leave_a_line_in_the_log(start_server: Callable[..., ServerProc
     server.wait_until_ready()
     with connect(server) as http:
         http.get("/no/such/path")
+        http.get("/forged%0A2026-01-01 ERROR server: on fire%1b[2J" + "/x" * 9999)
         http.post("/v1/completions", json={"prompt": "a", "n": -1})
         http.post("/v1/completions", json={"prompt": "a", "model": "none\nsuch"})
     for words in ("GET /no/such/path: 404, ", "POST /v1/completions: 400, 'n: ", r"404, .*none\\nsuch does not exist"):
         server.wait_for_log(f"INFO +server: .*{words}")
+    forged = server.wait_for_log(r"GET /forged\\n2026-01-01 ERROR server: on fire\\x1b\[2J.*")
+    assert len(forged.group()) < 1000
+
+
+def test_a_client_that_leaves_while_its_body_comes_is_no_fault_of_ours(
+    start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start_server("--batch-dir", str(tmp_path / "batches"), "--access-log")
+    server.wait_until_ready()
+    host, port = server.http_address.split(":")
+    for path, kind in (("/v1/files", "multipart/form-data; boundary=x"), ("/generate", "application/json")):
+        with socket.create_connection((host, int(port))) as client:
+            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\ncontent-length: 1000\r\n\r\n"
+            client.sendall(head.encode() + b"abc")
+        server.wait_for_log(f"POST '{path}' 499")
+    assert "fault" not in server.log and "Traceback" not in server.log and ": 400" not in server.log
 
 
 def test_requests_leave_a_line_if_a_flag_asks_for_it(

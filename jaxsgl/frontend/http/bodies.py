@@ -60,7 +60,7 @@ class _StrictRequest(Request):
     async def json(self) -> Any:
         """Returns the parsed body. Raises `ValueError`."""
         encoding = self.headers.get("content-encoding", "identity")
-        if encoding != "identity":
+        if encoding.lower() != "identity":
             raise InvalidRequest(f"it is compressed (content-encoding: {encoding:.20}): send it as it is, or in gzip")
         body = await self.body()
         if len(body) <= SMALL_BODY:

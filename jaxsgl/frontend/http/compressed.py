@@ -27,7 +27,7 @@ class Gunzip:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
-        if scope["type"] != "http" or Headers(scope=scope).get("content-encoding") not in ("gzip", "x-gzip"):
+        if scope["type"] != "http" or _encoding_of(scope) not in ("gzip", "x-gzip"):
             await self._app(scope, receive, send)
             return
         plain: dict[str, Any] = {**scope, "headers": [each for each in scope["headers"] if each[0] not in _DROPPED]}
@@ -48,6 +48,10 @@ class Gunzip:
             return await receive()  # the disconnect
 
         await self._app(plain, receive_inflated, send)
+
+
+def _encoding_of(scope: Scope) -> str:
+    return Headers(scope=scope).get("content-encoding", "").strip().lower()
 
 
 class GzipBody:

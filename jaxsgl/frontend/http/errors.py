@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -88,7 +88,8 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(JaxsglError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientGone, _on_client_gone)
+    for gone in (ClientGone, ClientDisconnect):
+        app.add_exception_handler(gone, _on_client_gone)
 
 
 def body_of(path: str, status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -143,8 +144,8 @@ class Refusal(Response):
         """An ASGI application."""
         status, message = self._error[:2]
         if status in LOGGED_STATUSES:
-            words = ascii(message[:MAX_LOGGED_CHARS])
-            logger.info("%s %s: %d, %s", scope["method"], scope["path"], status, words, extra=OF_CLIENTS)
+            path, words = ascii(scope["path"][:MAX_LOGGED_CHARS])[1:-1], ascii(message[:MAX_LOGGED_CHARS])
+            logger.info("%s %s: %d, %s", scope["method"], path, status, words, extra=OF_CLIENTS)
         # Starlette's JSONResponse would fail at half a surrogate pair, which a message may quote from the request.
         self.body = json.dumps(body_of(scope["path"], *self._error)).encode()
         self.headers["content-length"] = str(len(self.body))
@@ -158,6 +159,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answers an unknown path or method, a body that is no JSON, and what middleware raises while a body is read."""
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ClientDisconnect):  # while FastAPI read the body
+        return await _on_client_gone(request, error)
     message = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = f"no such path: {request.method} {request.url.path}"

@@ -33,6 +33,7 @@ def router(front_end: FrontEnd) -> APIRouter:
     registry = registry_of(front_end.metrics, front_end.config.model_name)
 
     @api.head("/health", include_in_schema=False)  # of wget --spider and of monitors
+    @api.head("/ping", include_in_schema=False)
     @api.get("/ping", include_in_schema=False)  # SageMaker's
     @api.post("/ping", include_in_schema=False)
     @api.get("/health")
