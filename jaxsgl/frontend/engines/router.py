@@ -70,10 +70,6 @@ class PrefixIndex:
         while len(pages) > self._max_pages[rank]:
             pages.popitem(last=False)
 
-    def forget(self, rank: int) -> None:
-        """Notes that replica `rank` has nothing cached any more."""
-        self._pages[rank].clear()
-
 
 def choose(names: Sequence[int], index: PrefixIndex, loads: Sequence[PlaceLoad | None]) -> int:
     """Returns the rank of the replica that a prompt goes to; of equally loaded ones, the one that was sent least.
