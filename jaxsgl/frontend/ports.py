@@ -30,6 +30,11 @@ class Ports:
         """Sets what gRPC's health checks answer from now on."""
         await self._grpc.set_serving(serving)
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether HTTP requests are being answered, or clients have answers to read."""
+        return self._http.is_answering
+
     async def stop(self) -> None:
         """Closes all connections."""
         await asyncio.gather(self._grpc.stop(), self._http.stop())

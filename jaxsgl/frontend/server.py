@@ -150,6 +150,11 @@ class ClosedPorts:
     async def set_serving(self, serving: bool) -> None:
         """Has no one to tell."""
 
+    @property
+    def is_answering(self) -> bool:
+        """Nothing comes."""
+        return False
+
     async def stop(self) -> None:
         """Has nothing to stop."""
 
@@ -223,7 +228,8 @@ class Server:
     async def start(self) -> Addresses:
         """Starts everything; returns the addresses when requests may come. Raises `StartupError`."""
         await self.engine.start()
-        starting = asyncio.create_task(self.engine.ready())  # now, so that an engine that dies meanwhile ends the start
+        ready = self.engine.some_ready() if self._is_late else self.engine.ready()
+        starting = asyncio.create_task(ready)  # now, so that an engine that dies meanwhile ends the start
         try:
             return await self._open(starting)
         finally:
@@ -249,14 +255,17 @@ class Server:
         return at
 
     async def drain(self) -> None:
-        """Refuses new calls, gives the open ones `--drain-s` seconds to finish, and ends those that are left."""
+        """Refuses new calls, gives the open ones `--drain-s` seconds to finish, and ends those that are left.
+
+        A call is finished when its client has read the answer.
+        """
         reason = SHUTTING_DOWN
         drain_s = self._config.drain_s
         logger.info("stopping: %d open calls get %.0f s to finish", self.engine.num_open, drain_s)
         self.engine.refuse(reason)
         await self.report_health()
         deadline_s = time.monotonic() + drain_s
-        while self.engine.num_open and time.monotonic() < deadline_s:
+        while (self.engine.num_open or self._ports.is_answering) and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
         await self._end_calls(reason)
 

@@ -17,6 +17,16 @@ match os.environ["WORKER_DOES"]:
         channel.send(b'{"type":"ready"}\n')
         while b"ask_counts" not in channel.recv(1 << 16):  # the parent asks once the whole server is ready
             pass
+    case "fail late":  # number 1 dies once, and can't start again
+        launch = channel.recv(1 << 16)
+        if b'"is_late":true' in launch:
+            channel.send(b'{"type":"start_failed","message":"no such tokenizer"}\n')
+        else:
+            channel.send(b'{"type":"ready"}\n')
+            while b"ask_counts" not in (heard := channel.recv(1 << 16)) or b'"number":2' in launch:
+                if not heard or b"drain" in heard:
+                    break
+                channel.send(b'{"type":"counts"}\n')
     case "stand still":
         channel.send(b'{"type":"ready"}\n')
         time.sleep(60)

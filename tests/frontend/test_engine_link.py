@@ -7,7 +7,7 @@ import pytest
 from played_link import PlayedLink
 
 from jaxsgl.config.engine import Limits
-from jaxsgl.errors import EngineUnavailable, StartupError
+from jaxsgl.errors import EngineUnavailable, Overloaded, StartupError
 from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics.measurements import Metrics, Timing
 from jaxsgl.messages.orders import Abort, Answer, Ping, Withdraw
@@ -100,6 +100,23 @@ def test_an_answer_complete_before_the_engines_death_stays_complete() -> None:
     assert piece.token_ids == [7, 8]
     assert piece.end is not None
     assert piece.end.reason is FinishReason.LENGTH
+
+
+def test_a_client_that_reads_gets_all_replies_however_many_come_at_once() -> None:
+    async def scenario() -> None:
+        link = PlayedLink(max_unread=3)
+        link.accept()
+        with link.open(REQUEST) as stream:
+            burst = Replies([Reply(stream.engine_id, (7,)) for _ in range(9)], Load())
+            reading = asyncio.ensure_future(stream.next())
+            await asyncio.sleep(0)
+            link.receive(burst)
+            assert len(await reading) == 9
+            link.receive(burst)  # nobody waits for these
+            with pytest.raises(Overloaded, match="left 3 replies unread"):
+                await stream.next()
+
+    asyncio.run(scenario())
 
 
 def test_an_unwanted_sample_is_aborted_alone_and_once() -> None:

@@ -9,6 +9,7 @@ from played_link import PlayedLink
 
 from jaxsgl.config.engine import Limits
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, StartupError
+from jaxsgl.frontend.engines.link import STARTING
 from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.messages.orders import Answer, ContinueGeneration, Ping
 from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Load, Replies, Totals
@@ -69,6 +70,43 @@ def test_a_replica_that_fails_to_start_fails_the_start() -> None:
         links[1].receive(EngineFailed("no such model"))
         with pytest.raises(StartupError, match="no such model"):
             await waiting
+
+    asyncio.run(scenario())
+
+
+def test_a_late_front_end_serves_with_the_replicas_that_answer() -> None:
+    links = [PlayedLink() for _ in range(3)]
+    links[0].died("dead before")
+    replicas = Replicas(links)
+
+    async def scenario() -> None:
+        waiting = asyncio.ensure_future(replicas.some_ready())
+        await asyncio.sleep(0)
+        links[1].receive(EngineReady(INFO))
+        assert (await waiting).limits == INFO.limits
+        replicas.accept()
+
+    asyncio.run(scenario())
+    assert {placed(replicas, str(number), number, number) for number in range(10)} == {1}
+    assert replicas.problems == ["replica 0: dead before", f"replica 2: {STARTING}"]
+    links[2].receive(EngineReady(INFO))
+    assert placed(replicas, "a", rank=2) == 2
+
+
+def test_a_late_front_end_leaves_out_a_replica_that_dies_while_it_starts() -> None:
+    links = [PlayedLink(), PlayedLink()]
+    replicas = Replicas(links)
+
+    async def scenario() -> None:
+        waiting = asyncio.ensure_future(replicas.some_ready())
+        await asyncio.sleep(0)
+        links[0].receive(EngineFailed("no memory"))
+        await asyncio.sleep(0)
+        links[1].receive(EngineReady(INFO))
+        await waiting
+        with pytest.raises(StartupError, match="no memory"):
+            links[1].died("no memory")
+            await replicas.some_ready()
 
     asyncio.run(scenario())
 

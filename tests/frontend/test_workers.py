@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,20 @@ def drain_both(server: ServerProcess, one: list[httpx.Client], other: list[httpx
     assert not list(server.temporary.iterdir())
 
 
+def test_a_worker_that_dies_is_replaced_while_a_replica_stands_still(start_server: Start) -> None:
+    server = start_server(*TWO, "--dp-size", "2", "--watchdog-s", "600")
+    server.wait_until_ready()
+    with connect(server) as client, pytest.raises(httpx.TimeoutException):
+        client.post("/generate", json=generate_body(Script.STICK) | {"data_parallel_rank": 1}, timeout=1.0)
+    (pid,) = server.wait_for_log(r"worker 2 is process (\d+)").groups()
+    os.kill(int(pid), signal.SIGKILL)
+    server.wait_for_log("worker 2: reasoning is read(.|\n)*worker 2: reasoning is read")
+    with a_client_of_each(server, 1) as clients:
+        (late,) = clients["worker 2"]
+        refused = late.post("/generate", json=generate_body(5) | {"data_parallel_rank": 1})
+        assert refused.status_code == 503 and "still starting" in refused.text
+
+
 def test_workers_follow_their_parent_while_they_drain(start_server: Start) -> None:
     """So they aren't killed as hung, show the metrics of all, and learn of the engine's death."""
     watchdog_s = 3.0
@@ -353,8 +368,14 @@ def test_the_status_line_shows_the_use_of_all_pools(caplog: pytest.LogCaptureFix
     assert "KV pool 25%" in caplog.text
 
 
-def lives(monkeypatch: pytest.MonkeyPatch, does: str, **config: Any) -> int:
-    """Runs a server with workers that are no good; returns its exit status."""
+async def patience() -> None:
+    await asyncio.sleep(PATIENCE_S)
+
+
+def lives(
+    monkeypatch: pytest.MonkeyPatch, does: str, stop: Callable[[], Coroutine[Any, Any, None]] = patience, **config: Any
+) -> int:
+    """Runs a server with workers that are no good, until `stop` returns; returns its exit status."""
     monkeypatch.setenv("WORKER_DOES", does)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr("jaxsgl.frontend.workers.parent.END_S", 0.1)  # they don't listen
@@ -363,7 +384,7 @@ def lives(monkeypatch: pytest.MonkeyPatch, does: str, **config: Any) -> int:
         flags = ServerConfig(EngineConfig(), port=0, grpc_port=0, tokenizer_worker_num=2, **config)
         server = Workers(flags, FAKE_ENGINE, [sys.executable, "-S", str(HERE / "dying_worker.py")])
         async with asyncio.timeout(PATIENCE_S):
-            return await live(server, asyncio.sleep(PATIENCE_S))
+            return await live(server, stop())
 
     return asyncio.run(scenario())
 
@@ -375,6 +396,28 @@ def lives(monkeypatch: pytest.MonkeyPatch, does: str, **config: Any) -> int:
 def test_a_worker_that_cannot_start_fails_the_start(monkeypatch: pytest.MonkeyPatch, does: str, words: str) -> None:
     with pytest.raises(StartupError, match=words):
         lives(monkeypatch, does)
+
+
+def test_a_worker_that_cannot_start_again_is_tried_again_while_another_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("jaxsgl.frontend.workers.parent.RETRY_S", 0.05)
+    starts, times = WorkerProcess.start, itertools.count()
+
+    async def start(worker: WorkerProcess, *args: Any) -> None:
+        if worker.is_late and next(times) == 1:
+            raise OSError("Resource temporarily unavailable")
+        await starts(worker, *args)
+
+    monkeypatch.setattr(WorkerProcess, "start", start)
+
+    async def enough() -> None:
+        while sum("no such tokenizer: starting another" in text for text in caplog.messages) <= MAX_DEATHS:
+            await asyncio.sleep(0.01)
+
+    caplog.set_level(logging.INFO)
+    assert lives(monkeypatch, "fail late", enough, watchdog_s=4.0) == 0
+    assert "worker 1 can't be started: Resource temporarily unavailable: starting another in 0 s" in caplog.messages
 
 
 def test_workers_that_die_again_and_again_end_the_server(

@@ -78,7 +78,10 @@ class ReplyStream:
             if self._failure is not None:
                 raise self._failure
             self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         replies, self._replies = self._replies, []
         return replies
 
@@ -92,7 +95,7 @@ class ReplyStream:
         self.weight_version = weight_version
         self._replies.append(reply)
         self._wake()
-        if len(self._replies) > self._max_unread:
+        if len(self._replies) > self._max_unread and self._waiter is None:  # else it reads as soon as it gets its turn
             self._replies.clear()  # the client is too slow to read them in time
             self._give_up(Overloaded(f"the client left {self._max_unread} replies unread: read them as they come"))
 
@@ -145,6 +148,7 @@ class EngineLink:
         self._dead = asyncio.Event()
         self._stopping = False
         self._refusal: str | None = STARTING
+        self._accepts_once_ready = False
         self._streams: dict[str, ReplyStream] = {}  # by engine id
         self._by_request_id: dict[str, ReplyStream] = {}
         self._answers: dict[int, asyncio.Future[Answer]] = {}
@@ -192,6 +196,10 @@ class EngineLink:
     def accept(self) -> None:
         """Lets requests in."""
         self._refusal = None
+
+    def accept_once_ready(self) -> None:
+        """Lets requests in as soon as the engine is ready, unless they are refused for another reason then."""
+        self._accepts_once_ready = True
 
     async def death(self) -> str:
         """Waits until the engine has failed or its process has ended; returns why. All open calls have failed then."""
@@ -398,6 +406,8 @@ class EngineLink:
                     stream.put(reply, message.load.weight_version)
         elif isinstance(message, EngineReady):
             self._info = message.info
+            if self._accepts_once_ready and self._refusal is STARTING:
+                self.accept()
             self._ready_or_dead.set()
             return
         elif isinstance(message, EngineFailed):

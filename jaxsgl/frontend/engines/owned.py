@@ -54,12 +54,15 @@ async def start_child(
             os.close(stderr)
 
 
-def how_it_ended(status: int) -> str:
-    """Returns a process's end in words, from its exit status; a negative one is a signal's number."""
+def how_it_ended(status: int, killed: bool = False) -> str:
+    """Returns a process's end in words, from its exit status; a negative one is a signal's number.
+
+    `killed`: by this server, so that there is nothing to guess.
+    """
     if status >= 0:
         return f"ended with exit status {status}"
     name = {number.value: number.name for number in signal.Signals}.get(-status, "unnamed")
-    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    hint = " (out of memory?)" if name == "SIGKILL" and not killed else ""
     return f"was killed by signal {-status}, {name}{hint}"
 
 
@@ -93,6 +96,7 @@ class OwnedEngine(EngineLink):
         self._endpoints: Endpoints | None = None
         self._hold: int | None = None  # on the folder of the sockets
         self._process: asyncio.subprocess.Process | None = None
+        self._killed = False
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -134,8 +138,7 @@ class OwnedEngine(EngineLink):
     def kill(self) -> None:
         """Ends the process at once, when there is no time for `stop` or the engine would not hear it."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._kill(self._process)
         if self._endpoints is not None:
             self._endpoints.remove()
 
@@ -148,17 +151,30 @@ class OwnedEngine(EngineLink):
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Waits for the process's end, which is the engine's death unless the engine has reported it before."""
-        status = await process.wait()
+        ended, dead = asyncio.create_task(process.wait()), asyncio.create_task(self._dead.wait())
+        await asyncio.wait({ended, dead}, return_when=asyncio.FIRST_COMPLETED)
+        dead.cancel()
+        if not ended.done():  # it has said why it ends
+            await asyncio.wait({ended}, timeout=STOP_S)
+            if not ended.done():
+                logger.warning("the engine process %d has failed, but has not ended: killing it", process.pid)
+                self._kill(process)
+        status = await ended
         if self._death is None:
             if self._info is not None:
                 self.refuse(f"the engine process {process.pid} has ended")  # other replicas may take requests
             await asyncio.sleep(FINAL_MESSAGE_S)
-        reason = f"the engine process {process.pid} {how_it_ended(status)}"
+        reason = f"the engine process {process.pid} {how_it_ended(status, self._killed)}"
         if self._config.hosts.rank and status == 0:  # host 0 has ended it
             self._stopping = True
         if self._death is not None and self._info is not None:  # the final message said why; this says how
             logger.error("%s", reason)
         self.died(reason)
+
+    def _kill(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+            self._killed = True
 
     async def _end(self, process: asyncio.subprocess.Process, watcher: asyncio.Task[None]) -> None:
         """Waits up to `STOP_S` for a process that listens or is about to end, longer for one that writes a file of
@@ -173,8 +189,7 @@ class OwnedEngine(EngineLink):
         if process.returncode is None:
             if self._info is not None:
                 logger.warning("the engine process %d did not end within %.0f s: killing it", process.pid, stop_s)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            self._kill(process)
         await watcher
         assert process.stdin is not None
         process.stdin.close()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxsgl.errors import EngineUnavailable, InvalidRequest
+from jaxsgl.errors import EngineUnavailable, InvalidRequest, StartupError
 from jaxsgl.frontend.engines.link import EngineLink, ReplyStream
 from jaxsgl.frontend.engines.router import Router
 from jaxsgl.frontend.metrics.measurements import Replica
@@ -35,6 +35,8 @@ from jaxsgl.requests.placement import PlaceLoad
 from jaxsgl.requests.request import Request
 
 STATES = ("ready", "paused", "stuck", "draining", "loading", "dead")  # the state of all is that of the first of these
+
+LATE_S = 1.0  # for the other replicas to answer a late front end, once one has
 
 ResultT = TypeVar("ResultT")
 
@@ -67,15 +69,44 @@ class Replicas:
         finally:
             for one in waiting:
                 one.cancel()
+        return self._all_as_one(infos)
+
+    async def some_ready(self) -> EngineInfo:
+        """As `ready`, but waits for one that lives only: of a front end that comes when the others serve already.
+
+        One that stands still is left out until it answers. Raises `StartupError` if all of them end.
+        """
+        waiting = {asyncio.ensure_future(link.ready()) for link in self.links}
+        pending = waiting
+        try:
+            while pending and all(link.info is None or link.is_dead for link in self.links):
+                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if pending:
+                await asyncio.wait(pending, timeout=LATE_S)
+        finally:
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        infos = [link.info for link in self.links if link.info is not None and not link.is_dead]
+        if not infos:
+            raise StartupError("; ".join(self.problems))
+        return self._all_as_one(infos)
+
+    def _all_as_one(self, infos: Sequence[EngineInfo]) -> EngineInfo:
         if self._only is None:
-            self._router = Router(infos[0].page_size, [replica.pool_tokens for replica in self.each])
+            pool_tokens = [infos[0].pool_tokens if link.info is None else link.info.pool_tokens for link in self.links]
+            self._router = Router(infos[0].page_size, pool_tokens)
         limits = msgspec.structs.replace(infos[0].limits, pool_tokens=min(info.limits.pool_tokens for info in infos))
         return msgspec.structs.replace(infos[0], limits=limits)
 
     def accept(self) -> None:
-        """Lets requests in."""
+        """Lets requests in, to those that `some_ready` has left out from when they are ready."""
+        ready = [link for link in self.links if link.info is not None] or self.links
         for link in self.links:
-            link.accept()
+            if link in ready:
+                link.accept()
+            else:
+                link.accept_once_ready()
 
     async def death(self) -> str:
         """Waits until the last one is dead; returns why. All open calls have failed then."""

@@ -76,6 +76,9 @@ class Acceptor:
     def close(self) -> None:
         """Accepts no more. Open connections stay."""
         self._pause(None)
+        with contextlib.suppress(OSError):
+            # Another process may have the socket open too: clients must not wait in its backlog for nobody.
+            self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         self._spares.close()
         for task in self._opening:

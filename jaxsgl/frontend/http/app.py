@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,6 +49,8 @@ ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (
 )  # fmt: skip
 SHUTDOWN_GRACE_S = 1.0  # for final answers to reach their clients before connections close
 POLL_S = 0.01
+
+logger = logging.getLogger(__name__)
 
 
 def build_app(front_end: FrontEnd) -> FastAPI:
@@ -101,6 +104,21 @@ class _Uvicorn(uvicorn.Server):
         ]
         self.started = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accepts no more, and closes all connections: those that still run or send after a moment are cut."""
+        for server in self.servers:
+            server.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        deadline_s = asyncio.get_running_loop().time() + SHUTDOWN_GRACE_S
+        while (state.connections or state.tasks) and asyncio.get_running_loop().time() < deadline_s:
+            await asyncio.sleep(POLL_S)
+        if state.connections:
+            logger.warning("cutting %d HTTP connections: calls run, or clients have not read", len(state.connections))
+        for task in state.tasks:
+            task.cancel()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Captures none."""
@@ -129,7 +147,6 @@ class HttpServer:
             ssl_keyfile=None if certificate is None else certificate.keyfile,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=round(SHUTDOWN_GRACE_S),
         )
         if certificate is not None:
             config.load()
@@ -145,6 +162,12 @@ class HttpServer:
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(POLL_S)
         return address_of(self._config.host, listener.getsockname()[1])
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether requests are being answered, or clients have answers to read."""
+        connections: set[Any] = self._server.server_state.connections
+        return any(connection.owes for connection in connections)
 
     async def stop(self) -> None:
         """Closes all connections."""

@@ -121,6 +121,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True, tag="launch"):
       config: the server's, with both ports as they were taken.
       endpoints: where each engine is, by rank; the line is this worker's alone.
       dead: why replicas have died, by rank; nothing else is known of them.
+      stuck: why replicas are stuck, by rank; they may not answer.
       is_late: the server is ready, and this worker takes the place of one that died.
     """
 
@@ -128,6 +129,7 @@ class WorkerLaunch(msgspec.Struct, frozen=True, tag="launch"):
     config: ServerConfig
     endpoints: tuple[Endpoints, ...]
     dead: dict[int, str] = {}
+    stuck: dict[int, str] = {}
     is_late: bool = False
 
 

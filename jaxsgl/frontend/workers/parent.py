@@ -50,8 +50,9 @@ from jaxsgl.messages.orders import PARENT_LINE, CloseLine, OpenLine
 from jaxsgl.messages.replies import EngineInfo
 
 WORKER_COMMAND = (sys.executable, "-m", "jaxsgl.frontend.workers.process")
-MAX_DEATHS = 3  # of workers within DEATHS_S; one more ends the server
+MAX_DEATHS = 3  # of workers that served, within DEATHS_S; one more ends the server
 DEATHS_S = 60.0
+RETRY_S = 5.0  # until another worker is started after one that could not start, while others serve
 COUNTS_S = 1.0  # for a worker to send its counts; then those that it sent last are taken
 END_S = 5.0  # for workers to close their connections
 
@@ -69,27 +70,37 @@ class WorkerProcess:
       counts: those that it sent last.
       unanswered_ticks: how many ticks of the watchdog it has left a question unanswered.
       failure: why it could not start, if it said so.
+      is_late: it takes the place of one that died.
     """
 
-    def __init__(self, number: int, line: int) -> None:
+    def __init__(self, number: int, line: int, is_late: bool = False) -> None:
         self.number = number
         self.line = line
+        self.is_late = is_late
         self.ready = asyncio.Event()
         self.answered = asyncio.Event()
         self.counts = Counts()
         self.unanswered_ticks = 0
         self.failure: str | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._killed = False
         self._channel: Channel[FromWorker] | None = None
 
     async def start(self, command: Sequence[str], launch: WorkerLaunch, http: int) -> None:
-        """Starts the process, which inherits the file `http`: a socket that listens on the HTTP port."""
+        """Starts the process, which inherits the file `http`: a socket that listens on the HTTP port.
+
+        Raises `OSError`, as when there are no files or no processes left.
+        """
         ours, theirs = socket.socketpair()
-        with theirs:
-            files = (theirs.fileno(), http)
-            self._process = await start_child(
-                f"worker {self.number}", [*command, *map(str, files)], asyncio.subprocess.DEVNULL, files
-            )
+        try:
+            with theirs:
+                files = (theirs.fileno(), http)
+                self._process = await start_child(
+                    f"worker {self.number}", [*command, *map(str, files)], asyncio.subprocess.DEVNULL, files
+                )
+        except BaseException:
+            ours.close()
+            raise
         logger.info("worker %d is process %d", self.number, self._process.pid)
         self._channel = await parents_end(ours)
         self.send(launch)
@@ -104,7 +115,7 @@ class WorkerProcess:
         assert self._process is not None and self._channel is not None
         status = await self._process.wait()
         self._channel.close()
-        return f"worker {self.number}, process {self._process.pid}, {how_it_ended(status)}"
+        return f"worker {self.number}, process {self._process.pid}, {how_it_ended(status, self._killed)}"
 
     def send(self, message: ToWorker) -> None:
         """Sends an order without waiting."""
@@ -127,6 +138,7 @@ class WorkerProcess:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+                self._killed = True
 
 
 class Workers:
@@ -157,7 +169,7 @@ class Workers:
         self._last_line = PARENT_LINE
         self._past = Counts()  # of workers that have died
         self._deaths_s: deque[float] = deque()
-        self._ending = False
+        self._ends = asyncio.Event()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
@@ -187,7 +199,7 @@ class Workers:
 
     async def close(self) -> None:
         """Ends what still runs."""
-        self._ending = True
+        self._ends.set()
         for worker in self._workers:
             worker.kill()
         if self._tasks:
@@ -210,7 +222,10 @@ class Workers:
         log_listening(self._config, at)
         await self.engine.start()
         for number in range(1, self._config.tokenizer_worker_num + 1):
-            await self._start_worker(number)
+            try:
+                await self._start_worker(number)
+            except OSError as error:
+                raise StartupError(f"worker {number} can't be started: {error}") from None
         ready = asyncio.create_task(self._ready())
         try:
             first: set[asyncio.Future[Any]] = {ready, self._broken}
@@ -241,9 +256,9 @@ class Workers:
         return Addresses(address_of(config.host, ports[1]), address_of(config.host, ports[0]))
 
     async def _start_worker(self, number: int, is_late: bool = False) -> None:
-        """Starts a worker on a line that no worker had before."""
+        """Starts a worker on a line that no worker had before. Raises `OSError`."""
         self._last_line += 1
-        worker = WorkerProcess(number, self._last_line)
+        worker = WorkerProcess(number, self._last_line, is_late)
         self._workers.append(worker)
         for link in self._engines:
             with contextlib.suppress(EngineUnavailable):  # it is dead
@@ -251,8 +266,13 @@ class Workers:
         http = self._sockets[number - 1].fileno()
         endpoints = tuple(link.endpoints.at(worker.line) for link in self._engines)
         dead = {rank: str(link.refusal) for rank, link in enumerate(self._engines) if link.is_dead}
-        launch = WorkerLaunch(number, self._config, endpoints, dead, is_late)
-        await worker.start(self._worker_command, launch, http)
+        stuck = {rank: link.stuck for rank, link in enumerate(self._engines) if link.stuck is not None}
+        launch = WorkerLaunch(number, self._config, endpoints, dead, stuck, is_late)
+        try:
+            await worker.start(self._worker_command, launch, http)
+        except OSError:
+            self._forget(worker)
+            raise
         self._begin(self._follow(worker))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -277,25 +297,57 @@ class Workers:
                     worker.take_counts(counts)
                     self._begin(self._tell_total(worker))
         how = await worker.end()
-        self._workers.remove(worker)
+        self._forget(worker)
         self._past = summed([self._past, worker.counts.ended()])
-        if not self._ending:
+        if self._ends.is_set():
+            self._sockets[worker.number - 1].close()  # no one accepts from it any more
+        else:
             await self._replace(worker, how)
 
-    async def _replace(self, worker: WorkerProcess, how: str) -> None:
-        """Starts another worker, unless this one never served or too many have died lately: that ends the server."""
+    def _forget(self, worker: WorkerProcess) -> None:
+        self._workers.remove(worker)
         for link in self._engines:
             with contextlib.suppress(EngineUnavailable):  # it is dead
                 link.send(CloseLine(worker.line))
+
+    async def _replace(self, worker: WorkerProcess, how: str) -> None:
+        """Starts another worker, unless too many have died lately, or none could start: that ends the server."""
+        if not worker.ready.is_set():
+            if not (worker.is_late and await self._may_retry(worker.failure or how)):
+                self._break(worker.failure or how)
+                return
+        elif self._die_often():
+            self._break(how)
+            return
+        else:
+            logger.error("%s: its calls have ended, starting another", how)
+        while not self._ends.is_set():
+            try:
+                await self._start_worker(worker.number, is_late=True)
+                return
+            except OSError as error:
+                reason = f"worker {worker.number} can't be started: {error}"
+                if not await self._may_retry(reason):
+                    self._break(reason)
+                    return
+
+    def _die_often(self) -> bool:
+        """Notes a death; returns whether it is one too many."""
         now_s = time.monotonic()
         self._deaths_s.append(now_s)
         while self._deaths_s[0] < now_s - DEATHS_S:
             self._deaths_s.popleft()
-        if worker.failure is not None or not worker.ready.is_set() or len(self._deaths_s) > MAX_DEATHS:
-            self._break(worker.failure or how)
-            return
-        logger.error("%s: its calls have ended, starting another", how)
-        await self._start_worker(worker.number, is_late=True)
+        return len(self._deaths_s) > MAX_DEATHS
+
+    async def _may_retry(self, reason: str) -> bool:
+        """Waits a little before another start, if others serve meanwhile; returns False if none does."""
+        if not any(other.ready.is_set() for other in self._workers):
+            return False
+        logger.error("%s: starting another in %.0f s", reason, RETRY_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RETRY_S):
+                await self._ends.wait()
+        return True
 
     def _break(self, reason: str) -> None:
         if not self._broken.done():
@@ -303,9 +355,11 @@ class Workers:
             self._broken.set_result(reason)
 
     async def _end(self, orders: Sequence[Drain | EngineDied], limit_s: float) -> None:
-        """Tells all workers to end, and waits for that."""
-        self._ending = True
+        """Tells all workers to end, and waits for that. Those that serve nobody yet are ended."""
+        self._ends.set()
         for worker in self._workers:
+            if not worker.ready.is_set():
+                worker.kill()
             for order in orders:
                 worker.send(order)
         if self._tasks:
@@ -330,7 +384,7 @@ class Workers:
         tick_s = min(MAX_TICK_S, self._config.watchdog_s / TICKS)
         while True:
             await asyncio.sleep(tick_s)
-            if self._ending:
+            if self._ends.is_set():
                 continue
             for worker in filter(lambda worker: worker.ready.is_set(), self._workers):
                 if worker.unanswered_ticks * tick_s >= self._config.watchdog_s:

@@ -66,6 +66,8 @@ class Worker:
         self._engine = Replicas([WorkerLink(endpoints) for endpoints in launch.endpoints])
         for rank, reason in launch.dead.items():
             self._engine.links[rank].died(reason)
+        for rank, reason in launch.stuck.items():
+            self._engine.links[rank].stuck = reason
         self._server = Server(config, share=Share(self._engine, self, http, launch.is_late))
         self._totals: deque[asyncio.Future[Counts]] = deque()
         self._drains = asyncio.Event()
