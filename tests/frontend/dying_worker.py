@@ -13,6 +13,8 @@ match os.environ["WORKER_DOES"]:
         channel.send(b'{"type":"start_failed","message":"no such tokenizer"}\n')
     case "die at start":
         pass
+    case "never be ready":
+        time.sleep(60)
     case "die":
         channel.send(b'{"type":"ready"}\n')
         while b"ask_counts" not in channel.recv(1 << 16):  # the parent asks once the whole server is ready

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -365,6 +366,31 @@ def test_a_client_that_falls_silent_in_the_tls_handshake_loses_its_connection(
         server.close()
 
     asyncio.run(scenario())
+
+
+def test_an_answer_is_owed_until_its_client_has_read_it(caplog: pytest.LogCaptureFixture) -> None:
+    get = b"GET /large HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n\r\n"
+
+    async def scenario() -> None:
+        server = HttpServer(new_app(), ServerConfig(port=0), None)
+        host, _, port = (await server.start()).rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 16)
+        assert not server.is_answering
+        writer.write(get)
+        await reader.read(1)
+        assert server.is_answering
+        got = 0
+        while got < 16 << 20:
+            got += len(await reader.read(1 << 20))
+        await until(lambda: not server.is_answering)
+        writer.write(get)
+        await reader.read(1)
+        await server.stop()
+        writer.close()
+
+    asyncio.run(scenario())
+    assert [record.levelname for record in caplog.records if record.levelno >= logging.WARNING] == ["WARNING"]
+    assert "cutting 1 HTTP connections" in caplog.text
 
 
 def test_a_lost_connection_is_not_left_to_the_garbage_collector() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -19,10 +20,18 @@ from fake_engine_process import LIMITS, Script
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request, is_alive, wait_for
 
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.server import ServerConfig
+from jaxsgl.frontend.engines import owned
+from jaxsgl.frontend.engines.owned import OwnedEngine
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
+from jaxsgl.frontend.server import ClosedPorts, Server
 from jaxsgl.ipc import Endpoints
+from jaxsgl.logs import LogStyle
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady
 
 Start = Callable[..., ServerProcess]
+INFO = EngineInfo("m", "FakeForCausalLM", "float32", LIMITS, (1,), 16, 8, "xla", "cpu", 1, 1, 0)
 
 
 def ending(call: grpc.Call) -> tuple[grpc.StatusCode, str]:
@@ -74,6 +83,47 @@ def test_an_engine_that_fails_says_why(start_server: Start) -> None:
     assert "ended with exit status 1" in server.log
 
 
+def test_an_engine_that_has_failed_but_does_not_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its server may have other replicas, and lives on."""
+    monkeypatch.setattr(owned, "STOP_S", 0.05)
+    hangs = (sys.executable, "-c", "import time; time.sleep(600)")
+
+    async def scenario() -> None:
+        link = OwnedEngine(EngineConfig(), LogStyle("info", "text"), hangs)
+        await link.start()
+        link.receive(EngineReady(INFO))
+        link.receive(EngineFailed("the engine failed: why"))
+        async with asyncio.timeout(PATIENCE_S):
+            while "was killed by signal 9" not in caplog.text:
+                await asyncio.sleep(0.01)
+        await link.stop()
+
+    asyncio.run(scenario())
+    assert "has failed, but has not ended: killing it" in caplog.text
+    assert "out of memory?" not in caplog.text, "we have killed it"
+
+
+def test_a_drain_waits_until_answers_are_read() -> None:
+    class Answering(ClosedPorts):
+        num_looks = 0
+
+        @property
+        def is_answering(self) -> bool:
+            self.num_looks += 1
+            return self.num_looks < 4
+
+    async def num_looks() -> int:
+        server, ports = Server(ServerConfig(EngineConfig(), port=0, grpc_port=0, drain_s=PATIENCE_S)), Answering()
+        server._ports = ports
+        await server.drain()
+        await server.close()
+        return ports.num_looks
+
+    assert asyncio.run(num_looks()) == 4
+
+
 def test_a_signal_ends_everything_with_status_0(start_server: Start) -> None:
     """SIGTERM; the tests of drains send SIGINT, too."""
     server = start_server()
@@ -119,7 +169,8 @@ def test_a_signal_lets_http_streams_finish_while_new_requests_are_sent_away(star
             lines = short.iter_lines()
             next(lines)
             with generate(server, Script.PAUSE, max_new_tokens=60) as long:
-                next(long.iter_lines())
+                paused = long.iter_lines()  # without it the call would be left here
+                next(paused)
                 server.process.send_signal(signal.SIGTERM)
                 server.wait_for_log("stopping: ")
                 assert idle.get("/health").status_code == 503

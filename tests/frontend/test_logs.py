@@ -98,6 +98,12 @@ def test_a_request_id_cannot_forge_a_log_line() -> None:
         assert written.getvalue().isprintable() or written.getvalue()[:-1].isprintable()
 
 
+def test_no_line_moves_a_terminal() -> None:
+    with logger_of("text") as (logger, written):
+        logger.info("stack:\n\tof \x1b[2J\r\x9b%s", "\x07")
+    assert written.getvalue().endswith("stack:\n\tof " + r"\x1b[2J\r\x9b\x07" + "\n")
+
+
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_secrets_and_credentials_are_blacked_out(log_format: str) -> None:
     with logger_of(log_format) as (logger, written):

@@ -227,6 +227,15 @@ def test_a_salt_is_a_short_text(http: httpx.Client, body: dict[str, Any]) -> Non
         assert "cache_salt" in error_of(refused)["message"]
 
 
+def test_a_salt_that_is_too_long_is_refused_over_grpc(tenanted: ServerProcess) -> None:
+    request = ids_request(5, stream=False)
+    request.cache_salt = "x" * 257
+    with tenanted.stub() as stub, pytest.raises(grpc.RpcError) as refused:
+        next(stub.Generate(request, metadata=list(bearer(COMMON).items())))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "the length of cache_salt is 257" in refused.value.details()
+
+
 def test_no_salt_reaches_into_a_tenants_cache() -> None:
     enter(Caller(tenant="0123"))
     anna = {cache_namespace(""), cache_namespace("s")}

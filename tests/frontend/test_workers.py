@@ -289,6 +289,17 @@ def drain_both(server: ServerProcess, one: list[httpx.Client], other: list[httpx
     assert not list(server.temporary.iterdir())
 
 
+def test_a_drain_answers_new_connections_at_once_though_a_worker_has_ended(start_server: Start) -> None:
+    server = start_server(*TWO, "--drain-s", "600")
+    server.wait_until_ready()
+    with a_client_of_each(server) as clients, stream(clients["worker 1"][0], "d", Script.PAUSE):
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_log("worker 2: stopped")
+        for _ in range(12):
+            with connect(server) as new:
+                assert new.get("/health", timeout=10).status_code == 503
+
+
 def test_a_worker_that_dies_is_replaced_while_a_replica_stands_still(start_server: Start) -> None:
     server = start_server(*TWO, "--dp-size", "2", "--watchdog-s", "600")
     server.wait_until_ready()
@@ -387,6 +398,19 @@ def lives(
             return await live(server, stop())
 
     return asyncio.run(scenario())
+
+
+def test_workers_that_are_not_ready_do_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def started() -> None:
+        while "worker 2 is process" not in caplog.text:
+            await asyncio.sleep(0.01)
+
+    caplog.set_level(logging.INFO)
+    start_s = time.monotonic()
+    assert lives(monkeypatch, "never be ready", started, drain_s=PATIENCE_S) == 0
+    assert time.monotonic() - start_s < PATIENCE_S / 2
 
 
 @pytest.mark.parametrize(
