@@ -157,7 +157,8 @@ class OwnedEngine(EngineLink):
         if not ended.done():  # it has said why it ends
             await asyncio.wait({ended}, timeout=STOP_S)
             if not ended.done():
-                logger.warning("the engine process %d has failed, but has not ended: killing it", process.pid)
+                if self._info is not None:
+                    logger.warning("the engine process %d has failed, but has not ended: killing it", process.pid)
                 self._kill(process)
         status = await ended
         if self._death is None:
