@@ -190,7 +190,8 @@ def test_a_batch_that_another_server_runs_waits_and_is_taken_up_when_that_ends(
 
     monkeypatch.setattr(of_server, "InProcess", lambda _: SimpleNamespace(ask=ask))
     monkeypatch.setattr(of_server, "RETRY_S", 0.02)
-    store, front_end = BatchStore(tmp_path), Any
+    front_end: Any = None
+    store = BatchStore(tmp_path)
     (tmp_path / "in").write_text(line("a", [5]))
     file = store.add_file(tmp_path / "in", "in", "batch", "")["id"]
     made = {"status": "in_progress", "input_file_id": file, "request_counts": {"total": 1}, "created_at": 0}
