@@ -208,7 +208,7 @@ class Tokenizer:
         if not turns:
             raise InvalidRequest("the chat has 0 messages: send at least one")
         if options.variables:
-            reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+            reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} - {"documents"}
             for name in options.variables:
                 if name in reserved:
                     raise InvalidRequest(f"a chat template's variable can't be called {name}: leave it out")

@@ -11,6 +11,7 @@ from jaxsgl.text import templates
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, load_tokenizer
 from tests.text.small_tokenizers import byte_level, save
 
+DOCUMENTS = [{"title": "Tides", "text": "The moon pulls."}]
 TURNS = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "Well,"}]
 
 
@@ -28,6 +29,7 @@ def model(tmp_path: Path) -> Tokenizer:
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ tools | tojson }}{{ mood }}"
+    "{% for d in documents or [] %}({{ d.title }}: {{ d.text }}){% endfor %}"
     "{% if add_generation_prompt %}>{% endif %}"
 )
 
@@ -37,8 +39,9 @@ TEMPLATE = (
     [
         TemplateOptions(variables={"mood": "é🎉"}, tools=[{"type": "function", "function": {"name": "f"}}]),
         TemplateOptions(add_generation_prompt=False, continue_final_message=True),
+        TemplateOptions(variables={"documents": DOCUMENTS}),
     ],
-    ids=["variables", "continued"],
+    ids=["variables", "continued", "documents"],
 )
 def test_a_clients_template_makes_the_same_text_as_if_it_were_the_models(
     tokenizer: Tokenizer, model: Tokenizer, options: TemplateOptions
@@ -69,3 +72,13 @@ def test_a_template_that_fails_or_takes_too_much_is_the_clients_mistake(
     with pytest.raises(InvalidRequest, match=f"the request's chat template .*{reason}"):
         tokenizer.render_chat(TURNS, TemplateOptions(template=template))
     assert tokenizer.render_chat(TURNS, TemplateOptions(template="{{ messages[0].content }}!")) == "hello!"
+
+
+def test_a_template_prints_the_documents_of_a_request(model: Tokenizer) -> None:
+    text = model.render_chat(TURNS, TemplateOptions(variables={"documents": DOCUMENTS}))
+    assert text.endswith("(Tides: The moon pulls.)>")
+
+
+def test_documents_that_are_no_objects_are_the_clients_mistake(model: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="list of dicts"):
+        model.render_chat(TURNS, TemplateOptions(variables={"documents": ["Tides"]}))
