@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.requests.regexes import in_ascii
 
 MAX_MULTIPLE_OF = 10_000  # a number's digits are followed by so many states
 MAX_DEPTH = 200
@@ -156,7 +157,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def checked_lark(text: str) -> str:
-    """A client's grammar in Lark's form, without an empty directive at its head.
+    """A client's grammar in Lark's form, without an empty directive at its head, its regular expressions in ASCII.
 
     Raises `InvalidRequest` for other directives to llguidance, for the operators `&` (both) and `~` (not), whose
     compilation takes 2 to the power of their number, and as `check_schema` does for schemas that the grammar embeds.
@@ -173,7 +174,7 @@ def checked_lark(text: str) -> str:
                 "alternatives instead"
             )
     check_schemas_in(text)
-    return text
+    return _LITERAL.sub(lambda literal: in_ascii(literal[0]) if literal[0][0] == "/" else literal[0], text)
 
 
 def check_schemas_in(text: str) -> None:

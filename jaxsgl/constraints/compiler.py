@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from jaxsgl.constraints import structural_tags
@@ -27,6 +27,7 @@ from jaxsgl.constraints.ebnf import lark_of_ebnf
 from jaxsgl.errors import InvalidRequest, RequestFailed
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.json_blanks import with_bounded_blanks
+from jaxsgl.requests.regexes import in_slashes
 
 MAX_REASON_CHARS = 500
 _WORDS_OF_LIMITS = ("too many", "too complex", "fuel", "lexer error")  # in llguidance's errors, which have no kinds
@@ -172,7 +173,7 @@ def llguidance_text(grammar: Grammar, special: SpecialTokens) -> str:
             check_schema(schema)
             return _text(_start_of_schema(schema))
         if grammar.kind == "regex":
-            return _text(f"start: /{regex_to_lark(text)}/")
+            return _text(f"start: {in_slashes(text)}")
         if grammar.kind in ("lark", "ebnf"):
             lark = text if grammar.kind == "lark" else lark_of_ebnf(text)
             return _text(checked_lark(lark))

@@ -17,12 +17,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from llguidance import regex_to_lark
-
 from jaxsgl.constraints.checked import check_schema, checked_lark
 from jaxsgl.constraints.ebnf import lark_of_ebnf
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.json_blanks import with_bounded_blanks
+from jaxsgl.requests.regexes import in_slashes
 
 MAX_TAGS = 1024
 MAX_DEPTH = 50
@@ -95,7 +94,7 @@ class _Writer:
         if kind == "json_schema":
             return f"{self._schema(given.get('json_schema'))} {self._one_of(ends)}"
         if kind == "regex":
-            pattern = f"/{regex_to_lark(_text_of('pattern', given))}/"
+            pattern = in_slashes(_text_of("pattern", given))
             return self._up_to(pattern, ends) if ends else self._rule(pattern, terminal=True)
         if kind == "grammar":
             return f"{self._grammar(_text_of('grammar', given))} {self._one_of(ends)}"

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.grammar import MAX_GRAMMAR_CHARS, Grammar
 from jaxsgl.requests.json_blanks import with_bounded_blanks
+from jaxsgl.requests.regexes import in_slashes
 from jaxsgl.text.answer import ReasoningForm
 from jaxsgl.text.calls import CallForm, Tools
 from jaxsgl.text.parameters import (
@@ -32,7 +33,7 @@ from jaxsgl.text.parameters import (
     types_of,
     without_annotations,
 )
-from jaxsgl.text.text_patterns import LOOKAROUND, TextLimits, in_slashes, text_limits
+from jaxsgl.text.text_patterns import LOOKAROUND, TextLimits, text_limits
 
 TokenOf: TypeAlias = Callable[[str], int | None]  # the id of a marker that is a token of its own
 _JSON_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}

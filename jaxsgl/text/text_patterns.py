@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.requests.regexes import in_slashes
 from jaxsgl.text.parameters import parts_of
 
 LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # and what refers back: llguidance has neither
@@ -35,19 +36,6 @@ _FEW = 100  # characters of which each has a place of its own in llguidance's ma
 _LIMITS = ("pattern", "format", "minLength", "maxLength")
 _SPECIAL = re.compile(r"\\.|\[\^?\]?(\\.|[^\]\\])*\]", re.DOTALL)  # what is escaped, and classes
 _GROUP = re.compile(r"\([^()]*\)")
-
-
-def in_slashes(text: str) -> str:
-    """Returns a client's regular expression between slashes, which nothing in it ends. Raises `InvalidRequest`."""
-    ends_escaped = len(text) - len(text.rstrip("\\"))
-    if ends_escaped % 2:
-        raise InvalidRequest("the regex ends with a backslash that escapes nothing: leave it out, or write two")
-    return "/" + re.sub(r"\\?[/\n]|\\.", _in_slashes, text) + "/"
-
-
-def _in_slashes(match: re.Match[str]) -> str:
-    ascii_digits = {r"\d": "[0-9]", r"\D": "[^0-9]"}  # as in patterns that stand alone
-    return ascii_digits.get(match[0]) or {"/": r"\/", "\n": r"\n"}.get(match[0][-1], match[0])
 
 
 @dataclass
