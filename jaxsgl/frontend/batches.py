@@ -194,8 +194,10 @@ class Results:
 
     def close(self) -> None:
         """Closes the file, whose bytes are on the disk then."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
 
     def _count(self, custom_id: str, status: int) -> None:
         self.done.add(custom_id)
@@ -315,7 +317,11 @@ class BatchStore:
         }
         _keep_bytes(written)
         written.replace(self._files / file_id)
-        self._write(self._files / f"{file_id}.json", found, tenant)
+        try:
+            self._write(self._files / f"{file_id}.json", found, tenant)
+        except OSError:
+            (self._files / file_id).unlink()
+            raise
         return found
 
     def file(self, file_id: str, tenant: str) -> dict[str, Any]:
@@ -384,22 +390,28 @@ class BatchStore:
 
         What was collected stays until `drop_results`: a server that is killed before the batch is kept does this again.
         """
-        paths = {True: self.new_file_path(), False: self.new_file_path()}
-        with (
-            self.results_path(batch_id).open("rb") as lines,
-            paths[True].open("wb") as good,
-            paths[False].open("wb") as bad,
-        ):
-            for line in lines:
-                (good if is_success(json.loads(line)["response"]["status_code"]) else bad).write(line)
+        good, bad = self.new_file_path(), self.new_file_path()
         ids: list[str | None] = []
-        for what, path in (("output", paths[True]), ("error", paths[False])):
-            if path.stat().st_size:
-                ids.append(self.add_file(path, f"{batch_id}_{what}.jsonl", "batch_output", tenant)["id"])
-            else:
-                path.unlink()
-                ids.append(None)
+        try:
+            self._split(batch_id, good, bad)
+            for what, path in (("output", good), ("error", bad)):
+                is_empty = not path.stat().st_size
+                name = f"{batch_id}_{what}.jsonl"
+                ids.append(None if is_empty else self.add_file(path, name, "batch_output", tenant)["id"])
+        except OSError:
+            for file_id in filter(None, ids):
+                self.delete_file(file_id, tenant)
+            raise
+        finally:
+            good.unlink(missing_ok=True)
+            bad.unlink(missing_ok=True)
         return ids[0], ids[1]
+
+    def _split(self, batch_id: str, good: Path, bad: Path) -> None:
+        with self.results_path(batch_id).open("rb") as lines, good.open("wb") as successes, bad.open("wb") as errors:
+            for line in lines:
+                is_good = is_success(json.loads(line)["response"]["status_code"])
+                (successes if is_good else errors).write(line)
 
     def drop_results(self, batch_id: str) -> None:
         """Forgets the answers that were collected, of a batch that has ended."""
@@ -410,9 +422,13 @@ class BatchStore:
 
     def _write(self, path: Path, found: dict[str, Any], tenant: str) -> None:
         beside = path.with_suffix(".new")
-        beside.write_text(json.dumps({"tenant": tenant, "object": found}))
-        _keep_bytes(beside)
-        beside.replace(path)
+        try:
+            beside.write_text(json.dumps({"tenant": tenant, "object": found}))
+            _keep_bytes(beside)
+            beside.replace(path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
 
     def _load(self, path: Path) -> tuple[dict[str, Any], str] | None:
         try:

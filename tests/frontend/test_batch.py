@@ -24,7 +24,16 @@ from server_process import PATIENCE_S, ROOT, ServerProcess, wait_for
 
 from jaxsgl import logs
 from jaxsgl.errors import InvalidRequest, NotFound
-from jaxsgl.frontend.batches import Answered, BatchRequest, BatchStore, Results, check_file, requests_of, run
+from jaxsgl.frontend.batches import (
+    OPEN_STATES,
+    Answered,
+    BatchRequest,
+    BatchStore,
+    Results,
+    check_file,
+    requests_of,
+    run,
+)
 from jaxsgl.frontend.http.in_process import InProcess
 from jaxsgl.frontend.http.openai import batches as of_server
 from jaxsgl.frontend.http.openai import routes
@@ -162,20 +171,16 @@ def test_a_batch_that_fails_has_the_answers_that_came_before(tmp_path: Path, mon
             raise OSError("No space left on device")
         return Answered(200, "id", b"{}")
 
-    async def run_one(store: BatchStore, batch_id: str) -> None:
-        of_server.Batches(store, front_end)  # takes up what is in progress
-        while store.batch(batch_id, "")["status"] == "in_progress":
-            await asyncio.sleep(0.01)
-
-    front_end: Any = None
-    monkeypatch.setattr(of_server, "InProcess", lambda _: SimpleNamespace(ask=ask))
+    serve(monkeypatch, ask)
     monkeypatch.setattr(of_server, "CONCURRENCY", 1)
     store = BatchStore(tmp_path)
-    (tmp_path / "in").write_text("".join(line(f"r{at}", [at]) for at in range(5)))
-    file = store.add_file(tmp_path / "in", "in", "batch", "")["id"]
-    made = {"status": "in_progress", "input_file_id": file, "request_counts": {"total": 5}, "created_at": 0}
-    batch_id = store.add_batch(made, "")["id"]
-    asyncio.run(run_one(store, batch_id))
+    batch_id = kept_batch(store, 5)
+
+    async def run_one() -> None:
+        of_server.Batches(store, NO_FRONT_END)  # takes up what is in progress
+        await until_ended(store, batch_id)
+
+    asyncio.run(run_one())
     batch = store.batch(batch_id, "")
     assert (batch["status"], batch["request_counts"]["completed"], batch["error_file_id"]) == ("failed", 2, None)
     assert [each["custom_id"] for each in answers(store.content(batch["output_file_id"], ""))] == ["r0", "r1"]
@@ -231,6 +236,104 @@ def test_what_a_server_that_was_killed_has_left_is_cleared_and_what_cannot_be_re
     assert f"batch-{'1' * 32}.json can't be read, and is left out" in caplog.text
     with pytest.raises(NotFound):
         again.file(f"file-{'1' * 32}", "")
+
+
+NO_FRONT_END: Any = None
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
+    monkeypatch.setattr(of_server, "InProcess", lambda _: SimpleNamespace(ask=ask))
+
+
+async def yes(request: BatchRequest) -> Answered:
+    await asyncio.sleep(0)
+    return Answered(200, "id", b"{}")
+
+
+def kept_batch(store: BatchStore, num_requests: int = 1) -> str:
+    path = store.new_file_path()
+    path.write_text("".join(line(f"r{at}", [at]) for at in range(num_requests)))
+    file = store.add_file(path, "in", "batch", "")["id"]
+    counts = {"total": num_requests, "completed": 0, "failed": 0}
+    made = {"status": "in_progress", "input_file_id": file, "request_counts": counts, "created_at": 0}
+    return str(store.add_batch(made, "")["id"])
+
+
+async def until_ended(store: BatchStore, batch_id: str) -> str:
+    async with asyncio.timeout(PATIENCE_S):
+        while (status := str(store.batch(batch_id, "")["status"])) in OPEN_STATES:
+            await asyncio.sleep(0.01)
+    return status
+
+
+def test_a_batch_whose_end_cannot_be_written_ends_later_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the disk is full."""
+    serve(monkeypatch, yes)
+    monkeypatch.setattr(of_server, "AGAIN_S", 0.2)
+    store = BatchStore(tmp_path)
+    full, other = kept_batch(store), kept_batch(store)
+    keep, tried = store.keep_batch, list[str]()
+
+    def keep_unless_full(batch: dict[str, Any], tenant: str) -> None:
+        tried.append(batch["id"])
+        if batch["id"] == full and tried.count(full) < 3:
+            raise OSError("No space left on device")
+        keep(batch, tenant)
+
+    async def run_both() -> None:
+        store.keep_batch = keep_unless_full  # type: ignore[method-assign]
+        of_server.Batches(store, NO_FRONT_END)
+        assert await until_ended(store, other) == "completed"
+        assert store.batch(full, "")["status"] == "in_progress"
+        assert await until_ended(store, full) == "completed"
+
+    asyncio.run(run_both())
+    assert tried.count(full) == 3
+    outputs = [file["id"] for file in store.files("") if file["purpose"] == "batch_output"]
+    assert sorted(outputs) == sorted(store.batch(each, "")["output_file_id"] for each in (full, other))
+
+
+def test_a_batch_that_is_cancelled_before_it_begins_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(monkeypatch, yes)
+    store = BatchStore(tmp_path)
+    batch_id = kept_batch(store)
+
+    async def cancel_first() -> str:
+        batches = of_server.Batches(store, NO_FRONT_END)
+        tasks = asyncio.all_tasks()
+        while asyncio.all_tasks() == tasks:  # the turn of the event loop in which the batch's task is made
+            await asyncio.sleep(0)
+        store.keep_batch({**store.batch(batch_id, ""), "status": "cancelling", "cancelling_at": 1}, "")
+        batches.cancel(batch_id)
+        return await until_ended(store, batch_id)
+
+    assert asyncio.run(cancel_first()) == "cancelled"
+
+
+def test_a_batch_that_is_cancelled_while_it_runs_says_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(request: BatchRequest) -> Answered:
+        store.keep_batch({**store.batch(batch_id, ""), "status": "cancelling", "cancelling_at": 1}, "")
+        batches.cancel(batch_id)
+        await asyncio.sleep(PATIENCE_S)
+        return Answered(200, "id", b"{}")
+
+    serve(monkeypatch, ask)
+    store = BatchStore(tmp_path)
+    batch_id = kept_batch(store)
+
+    batches: Any = None
+
+    async def run_one() -> str:
+        nonlocal batches
+        batches = of_server.Batches(store, NO_FRONT_END)
+        return await until_ended(store, batch_id)
+
+    assert asyncio.run(run_one()) == "cancelled"
+    assert store.batch(batch_id, "")["cancelling_at"] == 1
 
 
 def test_answers_are_collected_until_the_batch_is_kept_with_their_files(tmp_path: Path) -> None:
@@ -358,6 +461,14 @@ def test_openais_client_runs_a_batch(client: tuple[openai.OpenAI, ServerProcess]
     assert (bad["custom_id"], bad["response"]["status_code"]) == ("r3", 400)
     assert [each.id for each in api.batches.list()] == [made.id]
     assert {each.id for each in api.files.list()} == {file.id, batch.output_file_id, batch.error_file_id}
+    assert [each.id for each in api.files.list(purpose="batch")] == [file.id]
+    pages = list(api.files.list(limit=1, order="asc").iter_pages())
+    assert [[each.id for each in page.data] for page in pages] == [
+        [each.id] for each in reversed(list(api.files.list()))
+    ]
+    assert not api.batches.list(limit=1, after=made.id).data
+    with pytest.raises(openai.BadRequestError, match="after is batch-0, but there is no such object"):
+        api.batches.list(after="batch-0")
     assert api.files.delete(file.id).deleted
     with pytest.raises(openai.NotFoundError):
         api.files.retrieve(file.id)

@@ -18,7 +18,7 @@ from email.message import Message
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -32,8 +32,10 @@ from jaxsgl.frontend.http.in_process import InProcess
 
 MAX_FILE_BYTES = 200 << 20  # as OpenAI's
 MAX_REQUESTS = 50_000
+AGAIN_S = 60.0  # after which the end of a batch that could not be kept is tried again
 CONCURRENCY = 128  # requests of one batch at once; batches run one after the other
 RETRY_S = 3.0  # until a batch that another server runs is looked at again
+MAX_FILES_SHOWN, MAX_BATCHES_SHOWN, DEFAULT_BATCHES_SHOWN = 10_000, 100, 20  # in one list, as OpenAI's
 FILES_PATH = "/v1/files"
 
 logger = logging.getLogger(__name__)
@@ -83,15 +85,28 @@ class Batches:
     async def _work(self) -> None:
         while True:
             batch_id, tenant = await self._waiting.get()
-            task = self._running[batch_id] = asyncio.create_task(self._run_if_free(batch_id, tenant))
             try:
-                await asyncio.wait({task})
-                if not task.cancelled() and (error := task.exception()) is not None:
-                    logger.error("batch %s failed", batch_id, exc_info=error)
-                    self._end(self._store.batch(batch_id, tenant), tenant, "failed", errors=_errors(error))
-            finally:
-                task.cancel()
-                del self._running[batch_id]
+                await self._run_one(batch_id, tenant)
+            except OSError:
+                logger.exception("the end of batch %s can't be kept: tried again in %g s", batch_id, AGAIN_S)
+                asyncio.get_running_loop().call_later(AGAIN_S, self.add, batch_id, tenant)
+            except Exception:
+                logger.exception("batch %s is lost", batch_id)
+
+    async def _run_one(self, batch_id: str, tenant: str) -> None:
+        """Runs a batch to its end, in a task of its own that can be cancelled. Raises what keeps it from being kept."""
+        task = asyncio.create_task(self._run_if_free(batch_id, tenant))
+        try:
+            await asyncio.wait({task})
+        finally:
+            task.cancel()
+            self._running.pop(batch_id, None)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, OSError):  # the disk is full, say: nothing that was answered is lost
+            raise error
+        if error is not None:
+            logger.error("batch %s failed", batch_id, exc_info=error)
+            self._end(self._store.batch(batch_id, tenant), tenant, "failed", errors=_errors(error))
 
     async def _run_if_free(self, batch_id: str, tenant: str) -> None:
         """Runs a batch, or has it wait: another server on the folder may run it, and may end before it does."""
@@ -103,6 +118,9 @@ class Batches:
 
     async def _run(self, batch_id: str, tenant: str) -> None:
         """Answers all that is not answered, and makes files of the answers; also after a `cancel` or a failure."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[batch_id] = task  # not before: a task that is cancelled before it begins would end nothing
         batch, problems = self._store.batch(batch_id, tenant), None
         enter(Caller(tenant=tenant))
         results = self._counts[batch_id] = Results(self._store.results_path(batch_id))
@@ -117,14 +135,20 @@ class Batches:
             logger.exception("batch %s failed", batch_id)
             problems = _errors(error)
         finally:
-            results.close()
             del self._counts[batch_id]
+            results.close()
+        batch = self._store.batch(batch_id, tenant)  # with what has changed since
         status = "completed" if problems is None else "failed"
-        if self._store.batch(batch_id, tenant)["status"] == "cancelling":
+        if batch["status"] == "cancelling":
             status = "cancelled"
         output, errors = self._store.split_results(batch_id, tenant)
         files = {"output_file_id": output, "error_file_id": errors, "request_counts": _counts(batch, results)}
-        self._end(batch, tenant, status, errors=problems, **files)
+        try:
+            self._end(batch, tenant, status, errors=problems, **files)
+        except OSError:
+            for file_id in filter(None, (output, errors)):  # made again with the next try
+                self._store.delete_file(file_id, tenant)
+            raise
         self._store.drop_results(batch_id)
 
     def _end(self, batch: dict[str, Any], tenant: str, status: str, **changes: Any) -> None:
@@ -183,9 +207,15 @@ def _add_files(api: APIRouter, store: BatchStore) -> None:
             content.unlink(missing_ok=True)
 
     @api.get(FILES_PATH)
-    async def list_files() -> dict[str, Any]:
-        """All files, the newest first."""
-        return {"object": "list", "data": store.files(current_tenant()), "has_more": False}
+    async def list_files(
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_FILES_SHOWN)] = MAX_FILES_SHOWN,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> dict[str, Any]:
+        """The files, of one purpose if it is given; the newest first, unless the order is asc."""
+        found = [file for file in store.files(current_tenant()) if purpose in (None, file["purpose"])]
+        return _page(found if order == "desc" else found[::-1], after, limit)
 
     @api.get("/v1/files/{file_id}")
     async def get_file(file_id: str) -> dict[str, Any]:
@@ -206,6 +236,17 @@ def _add_files(api: APIRouter, store: BatchStore) -> None:
             raise InvalidRequest(f"{file_id} is the input of a batch that runs: cancel that first")
         store.delete_file(file_id, tenant)
         return {"id": file_id, "object": "file", "deleted": True}
+
+
+def _page(found: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
+    """Returns `limit` objects of `found` at most, from behind the one of the id `after`. Raises `InvalidRequest`."""
+    ids = [each["id"] for each in found]
+    if after is not None and after not in ids:
+        raise InvalidRequest(f"after is {after:.100}, but there is no such object to go on behind: leave it out")
+    start = 0 if after is None else ids.index(after) + 1
+    shown = found[start : start + limit]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": shown, **ends, "has_more": start + limit < len(found)}
 
 
 def _add_batches(api: APIRouter, store: BatchStore, batches: Batches) -> None:
@@ -235,10 +276,11 @@ def _add_batches(api: APIRouter, store: BatchStore, batches: Batches) -> None:
         return batch
 
     @api.get("/v1/batches")
-    async def list_batches() -> dict[str, Any]:
-        """All batches, the newest first."""
-        found = [batches.shown(batch) for batch in store.batches(current_tenant())]
-        return {"object": "list", "data": found, "has_more": False}
+    async def list_batches(
+        after: str | None = None, limit: Annotated[int, Query(ge=1, le=MAX_BATCHES_SHOWN)] = DEFAULT_BATCHES_SHOWN
+    ) -> dict[str, Any]:
+        """The batches, the newest first."""
+        return _page([batches.shown(batch) for batch in store.batches(current_tenant())], after, limit)
 
     @api.get("/v1/batches/{batch_id}")
     async def get_batch(batch_id: str) -> dict[str, Any]:
