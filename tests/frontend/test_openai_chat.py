@@ -211,6 +211,19 @@ def test_the_template_is_given_tools_and_variables(telling: Tokenizer) -> None:
     assert text.endswith('true, {"is": "blue"}]')
 
 
+@pytest.mark.parametrize(
+    ("cut", "read"),
+    [("", {}), ("{", {}), ('{"x": 0, "argumen', {"x": 0}), ('{"x": [1, {"y": "caf\\u00', {"x": [1, {"y": "caf"}]})],
+)
+def test_a_call_that_max_tokens_cut_may_be_sent_back(telling: Tokenizer, cut: str, read: dict[str, Any]) -> None:
+    prompt = prompt_of(
+        telling, messages=[*say("hi"), {"role": "assistant", "tool_calls": [call_of(cut)]}, *say("go on")]
+    )
+    turn: Any = prompt.messages[1]
+    (call,) = turn["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": read}
+
+
 def test_tools_are_left_out_if_none_may_be_called(telling: Tokenizer) -> None:
     fields = {"messages": say("hi"), "tools": [{"type": "function", "function": {"name": "f"}}]}
     for choice, num_told in (("none", 0), ("auto", 1), (None, 1)):
@@ -300,6 +313,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
             for arguments, words in [
                 ('{"a": "\\ud800"}', "no JSON object"),
                 ('{"a": NaN}', "no JSON object"),
+                ('{"a": 1} {"b": 2}', "no JSON object"),
+                ('["a', "no JSON object"),
             ]
         ),
         ({"tools": [{"type": "web"}]}, "tools.0.type", "'function'"),

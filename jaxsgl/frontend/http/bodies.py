@@ -49,6 +49,7 @@ MAX_QUOTES_OF_FILES = 1 << 17  # of a body that is larger than what may be other
 MIN_FILE_BYTES = 1 << 16
 MAX_PARTS = 1 << 16  # lists, objects and members of a body
 MAX_STRINGS = 1 << 18  # of a body whose texts hold brackets
+_CUT = "EOF"  # begins pydantic's error at the end of a text
 
 
 class _StrictRequest(Request):
@@ -130,6 +131,20 @@ class Body(BaseModel):
     """The base of all objects in bodies. Unknown fields are kept aside, so that some can be refused."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+def cut_object(text: str) -> dict[str, Any] | None:
+    """Returns the JSON object that `text` holds, as far as it came before max_tokens or its client cut it.
+
+    None: it is none, or holds NaN, half a surrogate pair or a number of thousands of digits.
+    """
+    try:
+        read = from_json(text or "{}", allow_inf_nan=False)
+    except ValueError as error:
+        if not str(error).startswith(_CUT):
+            return None
+        read = from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+    return read if isinstance(read, dict) else None
 
 
 def one_error(words: str) -> WrapValidator:

@@ -12,14 +12,13 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic_core import from_json
 from starlette.responses import Response
 
 from jaxsgl.errors import RequestFailed
 from jaxsgl.frontend.adapters import adapter_of
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.anthropic.conversation import CountTokensRequest, MessagesRequest, chat_of
-from jaxsgl.frontend.http.bodies import StrictJson
+from jaxsgl.frontend.http.bodies import StrictJson, cut_object
 from jaxsgl.frontend.http.calls import EventStream, start_all, while_connected
 from jaxsgl.frontend.http.openai.chat import chat_prompt, prepare_chat
 from jaxsgl.frontend.http.openai.replies import encode, json_response
@@ -142,7 +141,7 @@ class Message:
         kind, self._open = self._open.kind, None
         events: list[bytes] = []
         if kind == "call":
-            self._blocks[-1]["input"] = _object_of("".join(self._arguments))
+            self._blocks[-1]["input"] = cut_object("".join(self._arguments)) or {}
         if kind == "reasoning":  # clients send it back with the block; nothing here reads it
             self._blocks[-1]["signature"] = signature = uuid.uuid4().hex
             events.append(self._delta(type="signature_delta", signature=signature))
@@ -167,15 +166,6 @@ class Message:
 
     def _delta(self, **delta: Any) -> bytes:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
-
-
-def _object_of(arguments: str) -> dict[str, Any]:
-    """Returns the arguments of a call, as far as they came before max_tokens cut them; {} for what no parser reads."""
-    try:
-        read: dict[str, Any] = from_json(arguments or "{}", allow_partial="trailing-strings")
-    except ValueError:  # as a number of thousands of digits
-        return {}
-    return read
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, int]:

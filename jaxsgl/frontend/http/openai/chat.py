@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 from msgspec import UNSET, UnsetType
-from pydantic_core import from_json
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd, Prompted
-from jaxsgl.frontend.http.bodies import in_rooms, options_of, truncation_of
+from jaxsgl.frontend.http.bodies import cut_object, in_rooms, options_of, truncation_of
 from jaxsgl.frontend.http.calls import DONE, EventStream, event, start_all, whole
 from jaxsgl.frontend.http.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from jaxsgl.frontend.http.openai.replies import (
@@ -160,14 +159,14 @@ def _turn(index: int, message: MessageBody, knows_developer: bool, media: list[S
 
 
 def _tool_call(index: int, call: ToolCall) -> dict[str, Any]:
-    """Returns a call with its arguments as an object, which is what templates expect."""
+    """Returns a call with its arguments as an object, which is what templates expect.
+
+    Answers that were cut are sent back as they came, so arguments need not be whole.
+    """
     arguments = call.function.arguments
     if isinstance(arguments, str):
-        try:
-            arguments = from_json(arguments, allow_inf_nan=False) if arguments.strip() else {}
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
+        arguments = cut_object(arguments.strip())
+        if arguments is None:
             raise InvalidRequest(
                 f"messages[{index}]: the arguments of the call of {call.function.name} are no JSON object: send one, "
                 "as text"

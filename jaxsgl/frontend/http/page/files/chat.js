@@ -179,7 +179,8 @@ function drawSend() {
 function asBody() {
   const messages = chat.messages.slice(0, -1).filter((message) => !message.error || message.content).map((message) => {
     if (message.role === "tool") return { role: "tool", tool_call_id: message.tool_call_id, content: message.content };
-    if (message.role === "assistant") return { role: "assistant", content: message.content, ...(message.tool_calls?.length ? { tool_calls: message.tool_calls } : {}) };
+    const whole = message.end === "tool_calls"; // calls of an answer that was cut are none
+    if (message.role === "assistant") return { role: "assistant", content: message.content, ...(whole ? { tool_calls: message.tool_calls } : {}) };
     if (!message.images?.length) return { role: "user", content: message.content };
     const pictures = message.images.map((url) => ({ type: "image_url", image_url: { url } }));
     return { role: "user", content: [...pictures, { type: "text", text: message.content }] };
