@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -13,17 +14,21 @@ import openai
 import pytest
 from http_calls import connect, post, refusal
 from openai.types.responses import FunctionToolParam
+from played_link import PlayedLink, front_end_of
 from server_process import ServerProcess
+from test_event_loop import INFO
 
 from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.access import Caller, enter
+from jaxsgl.frontend.generation import ServedModel
+from jaxsgl.frontend.http.openai.chat import chat_prompt, prepare_chat
 from jaxsgl.frontend.http.openai.conversation import LOGPROBS, ResponsesRequest, chat_of
-from jaxsgl.frontend.http.openai.responses import ResponseStore, Stored
+from jaxsgl.frontend.http.openai.responses import ResponseStore, Stored, described
 from jaxsgl.frontend.http.openai.schemas import ChatRequest
 from jaxsgl.frontend.http.openai.scored_text import ScoredText
 from jaxsgl.frontend.http.openai.truncation import fitting
 from jaxsgl.messages.replies import TokenLogprob
-from jaxsgl.requests.request import FinishReason, too_long
+from jaxsgl.requests.request import FinishReason, Request, too_long
 from jaxsgl.text.sample import End, Piece
 from jaxsgl.text.tokenizer import Tokenizer
 
@@ -125,6 +130,17 @@ def test_a_conversation_is_a_chat() -> None:
     assert (chat.max_completion_tokens, chat.reasoning_effort, chat.temperature) == (5, "low", 0.5)
 
 
+def test_all_reasoning_in_a_row_reaches_the_template() -> None:
+    items: list[dict[str, Any]] = [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "First"}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Second"}]},
+        {"role": "assistant", "content": "a"},
+    ]
+    (turn,) = chat_of(ResponsesRequest(input=items)).messages
+    assert (turn.reasoning_content, turn.content) == ("First\nSecond", "a")
+
+
 SENT = [{"type": "output_text", "text": "a"}, {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]
 SHOWN = [
     {"type": "text", "text": "a"},
@@ -223,6 +239,25 @@ def test_an_item_is_found_as_long_as_its_answer() -> None:
     store.put("s", Stored(b"a" * 700, b"", ()))
     with pytest.raises(InvalidRequest, match=r"input\[3\] refers to item fc_1, but none .* raise --responses-store"):
         store.referred(3, reference)
+
+
+def test_an_answer_says_how_it_was_sampled_where_the_client_left_it_to_the_model(tokenizer: Tokenizer) -> None:
+    async def prepared(body: ResponsesRequest) -> Request:
+        with ThreadPoolExecutor(1) as threads:
+            model = ServedModel(INFO, tokenizer, sampling_defaults={"temperature": 0.5, "top_p": 0.75})
+            request, _ = await prepare_chat(front_end_of(PlayedLink(), threads, model), chat_of(body), "resp_1")
+            return request
+
+    body = ResponsesRequest(input="Hi", top_p=0.25)
+    answer = described(body, asyncio.run(prepared(body)), "m")
+    assert (answer["id"], answer["temperature"], answer["top_p"]) == ("resp_1", 0.5, 0.25)
+
+
+def test_a_conversation_goes_on_behind_a_call_that_was_cut(tokenizer: Tokenizer) -> None:
+    call = {"type": "function_call", "status": "incomplete", "call_id": "c", "name": "f", "arguments": '{"x": 0, "argu'}
+    chat = chat_of(ResponsesRequest(input="go on"), [{"role": "user", "content": "Hi"}, call])
+    turn: Any = chat_prompt(chat, tokenizer).messages[1]
+    assert turn["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 0}}
 
 
 def test_a_conversation_goes_on_where_it_ended() -> None:

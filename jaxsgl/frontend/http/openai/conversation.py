@@ -204,7 +204,8 @@ def _add_to_turn(turn: dict[str, Any], number: int, kind: str, item: dict[str, A
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-        turn["reasoning_content"] = "\n".join(text for text in texts if isinstance(text, str))
+        reasoning = [turn.get("reasoning_content"), *texts]  # an item of encrypted content alone has no text
+        turn["reasoning_content"] = "\n".join(text for text in reasoning if text and isinstance(text, str))
     else:
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})

@@ -50,9 +50,9 @@ async def answer_responses(
     """
     earlier = store.items_of(body.previous_response_id)
     _resolve(store, body)
-    answer = _described(body, adapter or front_end.config.model_name)
+    request, form = await _prepare(front_end, body, decode(earlier), f"resp_{uuid.uuid4().hex}", adapter)
+    answer = described(body, request, adapter or front_end.config.model_name)
     answer["store"] = store.is_on and body.store is not False
-    request, form = await _prepare(front_end, body, decode(earlier), answer["id"], adapter)
     output = Output(answer, form, _text_of(front_end, request, form))
 
     def keep() -> None:
@@ -124,11 +124,11 @@ async def _events(
                 yield b"".join(events)
 
 
-def _described(body: ResponsesRequest, model: str) -> dict[str, Any]:
-    """Returns an answer without output, with what OpenAI repeats of the request."""
+def described(body: ResponsesRequest, request: Request, model: str) -> dict[str, Any]:
+    """Returns an answer without output, with what OpenAI repeats of the request, in which defaults are filled in."""
     form = body.text.format if body.text is not None else None
     return {
-        "id": f"resp_{uuid.uuid4().hex}",
+        "id": request.request_id,
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
@@ -144,14 +144,14 @@ def _described(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": request.sampling.temperature,
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": body.tool_choice or "auto",
         "tools": [
             {"strict": None, "parameters": None} | tool.model_dump(exclude_none=True) for tool in body.tools or ()
         ],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": request.sampling.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
     }
