@@ -113,6 +113,20 @@ def test_requests_are_aborted_by_the_beginning_of_their_ids(http: httpx.Client, 
     assert ok(http.post("/abort_request", json={"rid": "other"})) == {"num_aborted": 1}
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_call_with_several_prompts_is_aborted_by_its_rid(
+    http: httpx.Client, threads: ThreadPoolExecutor, path: str
+) -> None:
+    prompts = {"input_ids" if path == "/generate" else "prompt": [[Script.HANG], [Script.HANG]]}
+    several = threads.submit(http.post, path, json=prompts | {"rid": "job"})
+    other = threads.submit(http.post, "/generate", json=generate_body(Script.HANG) | {"rid": "job-x"})
+    wait_for(lambda: state(http)["num_running"] == 3, "three requests")
+    assert ok(http.post("/abort_request", json={"rid": "job"})) == {"num_aborted": 2}
+    ok(several.result())
+    assert ok(http.post("/abort_request", json={"rid": "job-x"})) == {"num_aborted": 1}
+    ok(other.result())
+
+
 def test_a_flush_waits_up_to_its_timeout(http: httpx.Client, threads: ThreadPoolExecutor) -> None:
     answer = threads.submit(http.post, "/generate", json=generate_body(Script.HANG) | {"rid": "a"})
     wait_for(lambda: state(http)["num_running"] == 1, "the request")

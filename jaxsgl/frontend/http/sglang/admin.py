@@ -20,6 +20,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend import adapters
 from jaxsgl.frontend.access import weights_folder
 from jaxsgl.frontend.engines.link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S, UPDATE_LIMIT_S
+from jaxsgl.frontend.engines.replicas import Replicas
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
 from jaxsgl.frontend.http.calls import while_connected
@@ -72,7 +73,7 @@ def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
             raise InvalidRequest("neither rid nor abort_all is given: say what to abort")
         if body.prefix:
             return {"num_aborted": await front_end.engine.abort_prefix(body.rid)}
-        return {"num_aborted": int(await front_end.engine.abort(body.rid))}
+        return {"num_aborted": await _abort_call(front_end.engine, body.rid)}
 
     @router.api_route("/flush_cache", methods=control_methods(front_end.config))
     @while_connected
@@ -98,6 +99,13 @@ def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
         """Ends a pause."""
         answer = await front_end.engine.ask(ContinueGeneration, ANSWER_LIMIT_S)
         return {"status": "ok", "message": answer.text or "generation goes on"}
+
+
+async def _abort_call(engine: Replicas, rid: str) -> int:
+    """Ends the requests of one call. Several prompts are numbered: rid-0 in OpenAI's endpoints, rid_0 in SGLang's."""
+    if await engine.abort(rid):
+        return 1
+    return sum([await engine.abort_prefix(f"{rid}{mark}{digit}") for mark in "-_" for digit in range(10)])
 
 
 def _add_profiles(router: APIRouter, front_end: FrontEnd) -> None:
