@@ -61,6 +61,8 @@ class Grammar(msgspec.Struct, frozen=True):
         """JSON that `schema` describes: an object, its text, or a pydantic model's class."""
         if isinstance(schema, str):
             return cls("json_schema", schema)
+        if schema is False:
+            raise InvalidRequest("the json_schema is false, which no JSON meets: send another, or leave it out")
         describe = getattr(schema, "model_json_schema", None)
         return cls("json_schema", _json_text("json_schema", schema if describe is None else describe()))
 

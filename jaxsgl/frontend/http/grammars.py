@@ -5,8 +5,9 @@
                guided_regex, guided_choice, guided_grammar in its older versions; guided_whitespace_pattern of JSON
     SGLang     json_schema, regex, ebnf, structural_tag
 
-Empty or false, a field asks for nothing, but for a schema {} (any JSON). A body may ask for one grammar. The routes of
-both APIs call `grammar_of`. Never knows whether a grammar means something.
+A field that is null asks for nothing, and so does a json_object that is false; one that is empty is refused, but for a
+schema {} (any JSON). A body may ask for one grammar. The routes of both APIs call `grammar_of`. Never knows whether a
+grammar means something.
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ class Constrained(Body):
 
 
 def grammar_of(body: BaseModel) -> Grammar | None:
-    """Returns the grammar that `body` asks for, or None if its output is free. Raises `InvalidRequest` for several."""
+    """Returns the grammar that `body` asks for, or None if its output is free.
+
+    Raises `InvalidRequest` for several, and for one that is empty.
+    """
     found: dict[str, Grammar] = {}
     _add(found, "", body)
     outputs = getattr(body, "structured_outputs", None)
@@ -88,10 +92,10 @@ def grammar_of(body: BaseModel) -> Grammar | None:
         found["response_format"] = grammar
     if len(set(found.values())) > 1:  # the same one under names old and new is one
         raise InvalidRequest(f"{' and '.join(found)} each ask for a grammar, but an output has one: send one of them")
-    if not found and outputs is not None and outputs.model_extra:
+    if not found and outputs is not None:
         names = [field.alias or name for name, field in StructuredOutputs.model_fields.items() if name in _MAKERS]
-        given = ", ".join(outputs.model_extra)
-        raise InvalidRequest(f"structured_outputs has {given:.200}, but no grammar: send one of {', '.join(names)}")
+        given = f"{', '.join(outputs.model_extra):.200}, but " if outputs.model_extra else ""
+        raise InvalidRequest(f"structured_outputs has {given}no grammar: send one of {', '.join(names)}")
     grammar = next(iter(found.values()), None)
     guidance: dict[str, Any] = {}
     pattern = getattr(body, "guided_whitespace_pattern", None) or getattr(outputs, "whitespace_pattern", None)
@@ -123,8 +127,13 @@ _MAKERS: dict[str, Callable[[Any], Grammar]] = {
 def _add(found: dict[str, Grammar], prefix: str, body: BaseModel) -> None:
     for name in type(body).model_fields:
         value = getattr(body, name)
-        if name in _MAKERS and (value or value == {}):
-            found[prefix + name.rstrip("_")] = _MAKERS[name](value)
+        if name not in _MAKERS or value is None or (name.endswith("json_object") and not value):
+            continue
+        field = prefix + name.rstrip("_")
+        try:
+            found[field] = _MAKERS[name](value)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{field}: {error}") from None
 
 
 def _guided(grammar: Grammar, guidance: dict[str, Any]) -> Grammar:
