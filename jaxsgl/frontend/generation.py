@@ -379,12 +379,12 @@ class Generator:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def decode(self, ids: list[int]) -> str:
-        """Returns the text of `ids` without special tokens; empty for a model without a tokenizer."""
+    async def decode(self, ids: list[int], with_names: bool = False) -> str:
+        """Returns the text of `ids`, `with_names` of special tokens or not; empty for a model without a tokenizer."""
         tokenizer = self.model.tokenizer
         if not tokenizer.exists:
             return ""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, tokenizer.decode, ids)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, tokenizer.decode, ids, with_names)
 
     @contextlib.contextmanager
     def start(

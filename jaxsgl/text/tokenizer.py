@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -157,6 +158,11 @@ class Tokenizer:
             return ids
         return truncation.of(ids, *(self.num_added() if add_special_tokens else (0, 0)))
 
+    def ids_of_nothing(self) -> list[int]:
+        """Returns the ids that `encode` puts around a text."""
+        before, behind = self._added_around()
+        return before + behind
+
     def ids_before_texts(self) -> list[int]:
         """Returns the ids that `encode` puts before a text: the model's start token, if it has one."""
         return self.encode(_ANY_TEXT)[: self.num_added()[0]]
@@ -285,7 +291,9 @@ class Tokenizer:
             return ByteDetokenizer(self._bytes_with(visible) if visible else self._token_bytes)
         if not visible:
             return WindowDetokenizer(self.decode, self._text_ids, self._byte_ids)
-        return WindowDetokenizer(self._decode_with_names, self._text_ids | visible, self._byte_ids, visible)
+        return WindowDetokenizer(
+            partial(self.decode, with_names=True), self._text_ids | visible, self._byte_ids, visible
+        )
 
     def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
         """Returns the ids of those of `texts` that are special tokens."""
@@ -325,13 +333,10 @@ class Tokenizer:
             self._with_names[visible] = TokenBytes(id_to_token, self.special_ids - visible)
         return self._with_names[visible]
 
-    def _decode_with_names(self, ids: list[int]) -> str:
-        text: str = self._or_refuse().decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
-    def decode(self, ids: list[int]) -> str:
-        """Returns the text of a whole sequence of ids, without special tokens and with all its spaces."""
-        text: str = self._or_refuse().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, ids: list[int], with_names: bool = False) -> str:
+        """Returns the text of a whole sequence of ids with all its spaces; `with_names`: of special tokens, too."""
+        decode = self._or_refuse().decode
+        text: str = decode(ids, skip_special_tokens=not with_names, clean_up_tokenization_spaces=False)
         return text
 
     def check_text_comes_back(self, what: str) -> None:

@@ -104,6 +104,22 @@ def test_several_texts_are_tokenized_one_by_one(http: httpx.Client, tokenizer: T
     assert answer["count"] == [3, 1]
 
 
+def test_an_empty_text_has_no_tokens(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    answer = post(http, "/tokenize", prompt="", return_token_strs=True)
+    assert (answer["tokens"], answer["count"], answer["token_strs"]) == ([], 0, [])
+    assert post(http, "/tokenize", prompt=["", "abc"])["tokens"] == [[], tokenizer.encode("abc")]
+
+
+def test_special_tokens_come_back_as_each_api_has_them_or_as_asked(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    """vLLM's answer is `prompt`, SGLang's `text`."""
+    names, plain = "<|start|>hello<|end|>", "hello"
+    ids = tokenizer.encode(names)
+    assert post(http, "/detokenize", tokens=ids) == {"prompt": names, "text": plain}
+    for skips, text in ((False, names), (True, plain)):
+        assert post(http, "/detokenize", tokens=ids, skip_special_tokens=skips) == {"prompt": text, "text": text}
+    assert post(http, "/detokenize", tokens=[ids, []]) == {"prompt": [names, ""], "text": [plain, ""]}
+
+
 def test_messages_are_tokenized_in_their_template(http: httpx.Client, tokenizer: Tokenizer) -> None:
     expected = tokenizer.encode("<|start|>user\nhello<|end|>\n<|start|>assistant\n")
     assert post(http, "/tokenize", messages=say("hello"))["tokens"] == expected
@@ -120,12 +136,13 @@ def test_more_tokens_than_the_context_holds_can_be_counted(http: httpx.Client) -
         ("/tokenize", {"prompt": "a", "messages": say("a")}, "send one of them"),
         ("/tokenize", {"prompt": 5}, "must be a text"),
         ("/tokenize", {"prompt": []}, "must be a text"),
-        ("/tokenize", {"prompt": ""}, "empty"),
         ("/tokenize", {"prompt": "龘" * 10_000}, "30000 bytes"),
         ("/detokenize", {"tokens": [1000]}, "ids go from 0 to 999"),
         ("/detokenize", {"tokens": [10**30]}, "ids go from 0 to 999"),
         ("/detokenize", {"tokens": [5] * 201}, "201 tokens"),
-        ("/detokenize", {"tokens": "a"}, "valid list"),
+        ("/detokenize", {"tokens": "a"}, "must be a list of token ids"),
+        ("/detokenize", {"tokens": [[5], [1000]]}, "ids go from 0 to 999"),
+        ("/detokenize", {"tokens": [[5], 5]}, "must be a list of token ids"),
     ],
 )
 def test_bodies_that_cannot_be_tokenized_are_refused(

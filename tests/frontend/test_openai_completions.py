@@ -245,6 +245,15 @@ def test_text_offsets_count_special_tokens_that_are_in_the_text(http: httpx.Clie
     assert "<|start|>" in logprobs["tokens"][num_prompt:]
 
 
+def test_echoed_ids_have_special_tokens_if_asked(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("<|start|>a龘b")
+    body = {"prompt": ids, "max_tokens": 1, "logprobs": 0, "echo": True}
+    for skip, text in ((False, "<|start|>a龘b"), (True, "a龘b")):
+        (choice,) = post(http, PATH, **body, skip_special_tokens=skip)["choices"]
+        assert choice["text"].startswith(text)
+        assert choice["logprobs"]["text_offset"][len(ids) - 1] == len(text) - 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", ["<|start|>user\nhello é🙂 world <|end|> you", " a  <|end|>b", "é", "<|end|>"])
 def test_an_echoed_text_has_its_tokens_where_it_was_written_so(kind: str, text: str, tmp_path: Path) -> None:

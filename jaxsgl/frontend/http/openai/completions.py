@@ -130,12 +130,16 @@ async def _echoed(
     before = behind = 0
     if isinstance(prompts[0], TextPrompt) and prompts[0].add_special_tokens:  # so are the others
         before, behind = front_end.generator.model.tokenizer.num_added()
-    return [
-        Echo(prompt.text, range(before, len(request.prompt_ids) - behind))
-        if isinstance(prompt, TextPrompt) and prompt.truncation is None
-        else Echo(await front_end.generator.decode(request.prompt_ids))
-        for prompt, request in zip(prompts, requests, strict=True)
-    ]
+    with_names = body.skip_special_tokens is False
+    echoed: list[Echo] = []
+    for prompt, request in zip(prompts, requests, strict=True):
+        ids = request.prompt_ids
+        if isinstance(prompt, TextPrompt) and prompt.truncation is None:
+            echoed.append(Echo(prompt.text, range(before, len(ids) - behind)))
+        else:
+            text = await front_end.generator.decode(ids, with_names)
+            echoed.append(Echo(text, range(len(ids)) if with_names else None))
+    return echoed
 
 
 async def _whole(

@@ -103,8 +103,8 @@ class Echo(msgspec.Struct, frozen=True):
 
     Attributes:
       text: of it.
-      written: the places of the prompt's tokens that stand in the text as the client wrote it, special tokens included;
-        None: the text was made of all tokens, and special ones have none.
+      written: the places of the prompt's tokens that stand in the text, special tokens included; None: the text was
+        made of all tokens, and special ones have none.
     """
 
     text: str

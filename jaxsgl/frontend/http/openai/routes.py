@@ -6,6 +6,7 @@ Checks the model that a body names. chat.py and completions.py answer their endp
 from __future__ import annotations
 
 import time
+from typing import cast
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -153,7 +154,7 @@ def _add_tokenizer(router: APIRouter, front_end: FrontEnd) -> None:
         adapter_of(front_end, body.model)
         model = generator.model
         several = isinstance(body.prompt, list)
-        of_each = await generator.tokenize_all(_prompts_to_tokenize(body, front_end))
+        of_each = await _tokenized(body, front_end)
 
         def write() -> bytes:
             answer: dict[str, object] = {
@@ -171,19 +172,39 @@ def _add_tokenizer(router: APIRouter, front_end: FrontEnd) -> None:
     @router.post("/detokenize")
     @router.post("/v1/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text of token ids, under vLLM's name and SGLang's."""
+        """The text of token ids, or of each of several lists: vLLM's `prompt`, and SGLang's `text`."""
         adapter_of(front_end, body.model)
-        model = generator.model
-        limits = model.info.limits
-        if len(body.tokens) > limits.context_length:
-            raise InvalidRequest(
-                f"{len(body.tokens)} tokens are given, but the context holds {limits.context_length}: send fewer"
-            )
-        if not model.tokenizer.exists:
+        if not generator.model.tokenizer.exists:
             raise InvalidRequest("the model folder has no tokenizer: ids can't be turned into text")
-        check_token_ids("tokens", body.tokens, limits.vocab_size)
-        text = await generator.decode(body.tokens)
-        return json_response(encode({"prompt": text, "text": text}))
+        several = bool(body.tokens) and isinstance(body.tokens[0], list)
+        lists = cast(list[list[int]], body.tokens if several else [body.tokens])
+        limits = generator.model.info.limits
+        for ids in lists:
+            if len(ids) > limits.context_length:
+                raise InvalidRequest(
+                    f"{len(ids)} tokens are given, but the context holds {limits.context_length}: send fewer"
+                )
+            check_token_ids("tokens", ids, limits.vocab_size)
+        answer: dict[str, object] = {}
+        for name, skips in (("prompt", False), ("text", True)):
+            skips = skips if body.skip_special_tokens is None else body.skip_special_tokens
+            texts = [await generator.decode(ids, not skips) for ids in lists]
+            answer[name] = texts if several else texts[0]
+        return json_response(encode(answer))
+
+
+async def _tokenized(body: TokenizeRequest, front_end: FrontEnd) -> list[list[int]]:
+    """Returns the ids of each text, or of the messages. A text may be empty here, as no prompt may."""
+    prompts = _prompts_to_tokenize(body, front_end)
+    ids = iter(await front_end.generator.tokenize_all([prompt for prompt in prompts if not _is_empty(prompt)]))
+    tokenizer = front_end.generator.model.tokenizer
+    around = body.add_special_tokens is not False and any(map(_is_empty, prompts))
+    of_nothing = tokenizer.ids_of_nothing() if around else []
+    return [of_nothing if _is_empty(prompt) else next(ids) for prompt in prompts]
+
+
+def _is_empty(prompt: Prompt) -> bool:
+    return isinstance(prompt, TextPrompt) and not prompt.text
 
 
 def _prompts_to_tokenize(body: TokenizeRequest, front_end: FrontEnd) -> list[Prompt]:

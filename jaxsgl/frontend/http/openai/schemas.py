@@ -368,4 +368,12 @@ class DetokenizeRequest(Body):
     """Body of /detokenize."""
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: Annotated[
+        TokenIds | IdLists, one_error(f"must be a list of token ids, or a list of 1 to {MAX_TEXTS} such lists")
+    ]
+    skip_special_tokens: (
+        Annotated[
+            bool, Field(description="default: SGLang's `text` has no special tokens, vLLM's `prompt` has their names")
+        ]
+        | None
+    ) = None
