@@ -118,6 +118,15 @@ def test_log_probabilities_come_as_sglang_writes_them(http: httpx.Client) -> Non
     assert isinstance(with_text["output_token_logprobs"][0][2], str)
 
 
+def test_each_prompt_may_ask_for_log_probabilities_of_its_own(http: httpx.Client) -> None:
+    body = generate_body(max_new_tokens=1) | {"input_ids": [[8, 16], [24, 32], [40]]}
+    of_each = {"return_logprob": [True, True, False], "logprob_start_len": [1, -1, 0], "top_logprobs_num": [0, 1, 2]}
+    first, second, third = (each["meta_info"] for each in http.post("/generate", json=body | of_each).json())
+    assert first["input_token_logprobs"] == [[-2.0, 16, None]] and "output_top_logprobs" not in first
+    assert second["input_token_logprobs"] == [] and len(second["output_top_logprobs"][0]) == 1
+    assert "output_token_logprobs" not in third
+
+
 def test_tokens_that_a_request_names_are_scored_at_each_output_token(http: httpx.Client) -> None:
     body = generate_body(8, 16, max_new_tokens=2) | {"return_logprob": True, "token_ids_logprob": [7, 3]}
     meta = http.post("/generate", json=body).json()["meta_info"]
@@ -178,6 +187,9 @@ def last_events(response: httpx.Response) -> list[dict[str, Any]]:
         ({"token_ids_logprob": [[7], [8]], "return_logprob": True}, "2 lists for 1 prompts"),
         ({"token_ids_logprob": [10**6], "return_logprob": True}, "logprob_token_ids holds token id 1000000"),
         ({"token_ids_logprob": [1] * 33, "return_logprob": True}, "is 33, but must be 0 to 32"),
+        ({"logprob_start_len": 1, "return_logprob": True}, "logprob_start_len is 1, but the prompt has 1 tokens"),
+        ({"logprob_start_len": [0, 0], "return_logprob": True}, "logprob_start_len has 2 entries for 1 prompts"),
+        ({"return_logprob": "yes"}, "return_logprob: must be true or false, or a list"),
         ({"token_ids_logprob": 7}, "token_ids_logprob: must be a list of token ids, or a list with one such list"),
     ],
 )

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from fastapi import APIRouter
@@ -61,6 +61,7 @@ _HAS_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
 
 Given: TypeAlias = "str | list[str | list[str] | None] | None"
 SourceT = TypeVar("SourceT", bound=Source)
+ValueT = TypeVar("ValueT")
 
 
 def router(front_end: FrontEnd) -> APIRouter:
@@ -71,9 +72,8 @@ def router(front_end: FrontEnd) -> APIRouter:
     @while_connected
     async def generate(body: GenerateBody) -> Response:
         """Continues prompts, as SGLang does: an object for one choice, a list for several, prompt by prompt."""
-        requests = await _requests(front_end, body)
+        requests, start_lens = await _requests(front_end, body)
         keep_outputs = [params.max_new_tokens > 0 for params in _each(body, len(requests))]
-        start_len = None if body.logprob_start_len == -1 else body.logprob_start_len
         tokenizer = front_end.generator.model.tokenizer if body.return_text_in_logprobs else None
         n = requests[0].sampling.n
         alone = n == 1 and not _is_batch(body)
@@ -91,7 +91,9 @@ def router(front_end: FrontEnd) -> APIRouter:
                 speculates,
                 keep_output,
             )
-            for number, (request, keep_output) in enumerate(zip(requests, keep_outputs, strict=True))
+            for number, (request, start_len, keep_output) in enumerate(
+                zip(requests, start_lens, keep_outputs, strict=True)
+            )
             for sample in range(n)
         ]
         if body.stream:
@@ -101,17 +103,25 @@ def router(front_end: FrontEnd) -> APIRouter:
     return router
 
 
-async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
-    """Returns one request per prompt, all of them checked. Raises `InvalidRequest`."""
+async def _requests(front_end: FrontEnd, body: GenerateBody) -> tuple[list[Request], list[int | None]]:
+    """Returns one request per prompt, all of them checked, and its first token to score. Raises `InvalidRequest`."""
     refuse_others(body, NOT_BUILT)
     prompts = _with_media(_prompts(body), body)
     each = _each(body, len(prompts))
     _check_counts(prompts, each)
     ids = _ids(body.rid, prompts)
-    named = _named_ids(body, len(prompts))
-    samplings = [_sampling(body, params, ids) for params, ids in zip(each, named, strict=True)]
+    scores = _scores(body, len(prompts))
+    samplings = [_sampling(body, params, of_one) for params, of_one in zip(each, scores, strict=True)]
     options = in_rooms(options_of(body, adapters_of(front_end, None, body.lora_path, len(prompts))), body)
-    return await front_end.generator.prepare_all(list(map(Prompted, prompts, samplings, ids, options)))
+    requests = await front_end.generator.prepare_all(list(map(Prompted, prompts, samplings, ids, options)))
+    start_lens = [of_one.start_len for of_one in scores]
+    for request, start_len in zip(requests, start_lens, strict=True):
+        if start_len is not None and start_len >= len(request.prompt_ids):
+            raise InvalidRequest(
+                f"logprob_start_len is {start_len}, but the prompt has {len(request.prompt_ids)} tokens, the first of "
+                "which is 0: lower it, or send -1 for none"
+            )
+    return requests, start_lens
 
 
 def _each(body: GenerateBody, num_prompts: int) -> list[SamplingBody]:
@@ -210,15 +220,51 @@ def _ids(rid: str | list[str] | None, prompts: Sequence[Prompt]) -> list[str]:
     return rid
 
 
+class _Scores(NamedTuple):
+    """Log-probabilities that a prompt asks for.
+
+    Attributes:
+      top: likely tokens at each place; None: there are no log-probabilities.
+      start_len: place of the first prompt token that has one, or None.
+      named: tokens that have one at each output token.
+    """
+
+    top: int | None = None
+    start_len: int | None = None
+    named: tuple[int, ...] = ()
+
+
+def _scores(body: GenerateBody, num_prompts: int) -> list[_Scores]:
+    """Returns what each prompt asks for; as in SGLang, nothing without return_logprob. Raises `InvalidRequest`."""
+    wanted = _of_each("return_logprob", body.return_logprob, num_prompts)
+    start_lens = _of_each("logprob_start_len", body.logprob_start_len, num_prompts)
+    tops = _of_each("top_logprobs_num", body.top_logprobs_num, num_prompts)
+    named = _named_ids(body, num_prompts)
+    if any(named) and not any(wanted):
+        raise InvalidRequest("token_ids_logprob is given, but return_logprob is not true: set it to true")
+    each: list[_Scores] = []
+    for is_wanted, start_len, top, ids in zip(wanted, start_lens, tops, named, strict=True):
+        start_len = None if start_len == -1 else start_len
+        if is_wanted and ids and start_len is not None:
+            raise InvalidRequest("token_ids_logprob is for output tokens alone: leave logprob_start_len at -1")
+        each.append(_Scores(top or 0, start_len, ids) if is_wanted else _Scores())
+    return each
+
+
+def _of_each(name: str, given: ValueT | list[ValueT] | None, num_prompts: int) -> list[ValueT | None]:
+    """Returns a field's value for each prompt. Raises `InvalidRequest`."""
+    if not isinstance(given, list):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequest(f"{name} has {len(given)} entries for {num_prompts} prompts: send one, or one per prompt")
+    return list(given)
+
+
 def _named_ids(body: GenerateBody, num_prompts: int) -> list[tuple[int, ...]]:
-    """Returns the tokens of `token_ids_logprob` for each prompt. Raises `InvalidRequest` where they can't be scored."""
+    """Returns the tokens of `token_ids_logprob` for each prompt. Raises `InvalidRequest`."""
     given = body.token_ids_logprob
     if not given:
         return [()] * num_prompts
-    if not body.return_logprob:
-        raise InvalidRequest("token_ids_logprob is given, but return_logprob is not true: set it to true")
-    if _scores_prompt(body):
-        raise InvalidRequest("token_ids_logprob is for output tokens alone: leave logprob_start_len at -1")
     if isinstance(given[0], int):
         return [tuple(given)] * num_prompts
     if len(given) != num_prompts:
@@ -228,21 +274,16 @@ def _named_ids(body: GenerateBody, num_prompts: int) -> list[tuple[int, ...]]:
     return [tuple(ids) for ids in given]
 
 
-def _scores_prompt(body: GenerateBody) -> bool:
-    return body.logprob_start_len is not None and body.logprob_start_len >= 0
-
-
-def _sampling(body: GenerateBody, params: SamplingBody, named: tuple[int, ...]) -> SamplingParams:
-    top = (body.top_logprobs_num or 0) if body.return_logprob else None
+def _sampling(body: GenerateBody, params: SamplingBody, scores: _Scores) -> SamplingParams:
     return sampling_params(
         params,
         max_tokens=max(1, params.max_new_tokens),  # the engine samples at least one token; `Writer` drops it
         min_tokens=params.min_new_tokens,
         seed=params.sampling_seed,
         include_stop_str_in_output=params.no_stop_trim,
-        logprobs=top,
-        logprob_token_ids=named,
-        prompt_logprobs=top if _scores_prompt(body) else None,
+        logprobs=scores.top,
+        logprob_token_ids=scores.named,
+        prompt_logprobs=None if scores.start_len is None else scores.top,
         grammar=grammar_of(params),
         return_hidden_states=bool(body.return_hidden_states),
         return_routed_experts=bool(body.return_routed_experts),
@@ -266,14 +307,13 @@ async def _whole(
 async def _stream(
     front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer], rank: int | None
 ) -> AsyncGenerator[bytes, None]:
-    scored = requests[0].sampling.logprobs is not None
     async with (
         start_all(front_end.generator, requests, rank) as generations,
         contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered,
     ):
         async for number, piece in numbered:
             writer = writers[number]
-            if scored:
+            if piece.num_scores or writer.num_scores:
                 writer.num_scores += piece.num_scores  # each event repeats them all
                 yield await front_end.generator.off_loop(writer.num_scores, partial(_event, writer, piece))
             else:

@@ -6,7 +6,7 @@ sampling parameters are refused; generate.py refuses ignored fields that would c
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import pydantic
 from pydantic import ConfigDict, Field, model_validator
@@ -93,6 +93,12 @@ InputIds = Annotated[
 ]
 
 
+ValueT = TypeVar("ValueT")
+OfEach: TypeAlias = Annotated[list[ValueT], Field(max_length=MAX_TEXTS, fail_fast=True)]
+StartLen = Annotated[int, Field(ge=-1, le=MAX_INT)]
+_ONE_OR_EACH = "must be {}, or a list with one for each prompt"
+
+
 class GenerateBody(Body):
     """Body of /generate: one prompt or several, as text or as token ids."""
 
@@ -110,11 +116,23 @@ class GenerateBody(Body):
         | None
     ) = None
     stream: Flag = None
-    return_logprob: Flag = None
+    return_logprob: Annotated[Flag | OfEach[bool], one_error(_ONE_OR_EACH.format("true or false"))] = None
     logprob_start_len: (
-        Annotated[int, Field(ge=-1, le=MAX_INT, description="first prompt token to score; -1: none")] | None
+        Annotated[
+            StartLen | OfEach[StartLen],
+            one_error(_ONE_OR_EACH.format("-1 or more")),
+            Field(description="with return_logprob: the first prompt token to score; -1: none"),
+        ]
+        | None
     ) = None
-    top_logprobs_num: TopLogprobs | None = None
+    top_logprobs_num: (
+        Annotated[
+            TopLogprobs | OfEach[TopLogprobs],
+            one_error(_ONE_OR_EACH.format(f"0 to {BOUNDS['logprobs'].high:g}")),
+            Field(description="with return_logprob"),
+        ]
+        | None
+    ) = None
     token_ids_logprob: (
         Annotated[
             TokenIds | IdLists,
