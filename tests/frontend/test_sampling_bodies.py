@@ -17,7 +17,7 @@ from jaxsgl.frontend.http.bodies import Body, sampling_params
 from jaxsgl.frontend.http.openai.chat import prepare_chat
 from jaxsgl.frontend.http.openai.completions import _sampling as completion_sampling
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, sampling_of
-from jaxsgl.frontend.http.sglang.schemas import SamplingBody
+from jaxsgl.frontend.http.sglang.schemas import GenerateBody, SamplingBody
 from jaxsgl.requests.request import BOUNDS, SamplingParams
 from jaxsgl.text.tokenizer import Tokenizer
 
@@ -53,6 +53,26 @@ def test_schemas_and_sampling_params_accept_the_same_values(schema: type[Body], 
                 schema.model_validate({**prompt, field: value})
             with pytest.raises(InvalidRequest, match=name):
                 SamplingParams(**params)
+
+
+def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
+    """As in JSON Schema, by which clients and languages with one kind of number write them."""
+    body = ChatRequest.model_validate(
+        {"messages": SAID, "max_tokens": 16.0, "seed": -1e3, "n": 2.0, "top_logprobs": 3.0}
+    )
+    asked = (body.max_tokens, body.seed, body.n, body.top_logprobs)
+    assert asked == (16, -1000, 2, 3) and all(type(value) is int for value in asked)
+    each = GenerateBody.model_validate({"text": "a", "sampling_params": [{"max_new_tokens": 4.0}]}).sampling_params
+    assert isinstance(each, list) and type(each[0].max_new_tokens) is int
+
+
+@pytest.mark.parametrize("value", [16.5, "16", True, 0.0])
+def test_what_is_no_whole_number_in_its_bounds_is_refused(value: object) -> None:
+    with pytest.raises(ValidationError, match="max_tokens"):
+        ChatRequest.model_validate({"messages": SAID, "max_tokens": value})
+
+
+SAID = [{"role": "user", "content": "a"}]
 
 
 def test_both_apis_ask_for_the_same_sampling() -> None:

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Sequence, Set
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, from_json
+from pydantic_core.core_schema import no_info_before_validator_function
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -127,10 +136,36 @@ class StrictJson(APIRoute):
         return handle_strictly
 
 
+def _take_whole(schema: Any) -> Any:
+    """Lets the integers of pydantic's `schema` be 16.0; not in lists, which may hold millions of token ids."""
+    match schema["type"]:
+        case "int":
+            return no_info_before_validator_function(_whole, schema)
+        case "model-fields":
+            for field in schema["fields"].values():
+                field["schema"] = _take_whole(field["schema"])
+        case "union":
+            schema["choices"] = [each if isinstance(each, tuple) else _take_whole(each) for each in schema["choices"]]
+        case "model" | "nullable" | "default" | "function-before" | "function-wrap" | "function-after":
+            schema["schema"] = _take_whole(schema["schema"])
+    return schema
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class Body(BaseModel):
     """The base of all objects in bodies. Unknown fields are kept aside, so that some can be refused."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Lets integers be written as 16.0, since JSON Schema, and so most clients, tell them by their values."""
+        schema = handler(source)
+        _take_whole(handler.resolve_ref_schema(schema))
+        return schema
 
 
 def cut_object(text: str) -> dict[str, Any] | None:
@@ -145,6 +180,21 @@ def cut_object(text: str) -> dict[str, Any] | None:
             return None
         read = from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
     return read if isinstance(read, dict) else None
+
+
+def with_clients_names(error: ValidationError, names: Mapping[str, str], places: Sequence[int]) -> InvalidRequest:
+    """Returns what a client reads of a chat that was made of its body and is refused.
+
+    `names` are chat's fields by another name in the body; `places` are those of the chat's tools in the body's list.
+    """
+    first = error.errors(include_url=False, include_input=False)[0]
+    name, *rest = first["loc"]
+    if name == "tools" and rest:
+        rest = [places[int(rest[0])], *(part for part in rest[1:] if part != "function")]
+    param = ".".join(names.get(str(part), str(part)) for part in (name, *rest))
+    refused = InvalidRequest(f"{param}: {first['msg']}")
+    refused.param = param
+    return refused
 
 
 def one_error(words: str) -> WrapValidator:
