@@ -26,6 +26,7 @@ from jaxsgl.frontend.listen import is_loopback
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 
 POLL_S = 0.1
+MAX_WAIT_S = 1e6  # more is beyond what gRPC can wait for
 MAX_INT64 = 2**63 - 1
 _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -50,10 +51,17 @@ class HttpError(Exception):
 CALL_ERRORS = (grpc.RpcError, HttpError)  # of calls over gRPC and over HTTP
 
 
+def _wait(text: str) -> float:
+    wait_s = float(text)
+    if not 0 <= wait_s <= MAX_WAIT_S:  # NaN is never over
+        raise argparse.ArgumentTypeError(f"it is {text}, but must be 0 to {MAX_WAIT_S:.0f} seconds")
+    return wait_s
+
+
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `connect` reads."""
     parser.add_argument("--addr", default="127.0.0.1:30001", help="server, as host:port (default: %(default)s)")
-    parser.add_argument("--wait-s", type=float, default=5.0, help="wait so long for the server (default: %(default)s)")
+    parser.add_argument("--wait-s", type=_wait, default=5.0, help="wait so long for the server (default: %(default)s)")
     parser.add_argument("--api-key", default=os.environ.get(API_KEY_VARIABLE), help=f"default: {API_KEY_VARIABLE}")
     parser.add_argument("--tls", action="store_true", help="the server has a certificate")
     parser.add_argument("--ca", metavar="FILE", help="certificate (PEM) of the server or its authority; with --tls")

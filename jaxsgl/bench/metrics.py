@@ -8,6 +8,7 @@ one token. ITL: gap between chunks, divided by the tokens of the later one. Conc
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -26,10 +27,19 @@ def parse_goodput(text: str) -> dict[str, float]:
     limits: dict[str, float] = {}
     for part in text.split():
         name, _, limit = part.partition(":")
-        if name not in LIMITS:
-            raise ValueError(f"--goodput has {part!r}, but must be of {', '.join(f'{name}:MS' for name in LIMITS)}")
-        limits[name] = float(limit)
+        if name not in LIMITS or not (limit_ms := _number_in(limit)) > 0:
+            forms = ", ".join(f"{known}:MS" for known in LIMITS)
+            raise ValueError(f"--goodput has {part!r}, but must be of {forms}, each with milliseconds above 0")
+        limits[name] = limit_ms
     return limits
+
+
+def _number_in(text: str) -> float:
+    """NaN: `text` is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def summary(outcome: Outcome, goodput: Mapping[str, float]) -> dict[str, Any]:

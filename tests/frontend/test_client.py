@@ -160,6 +160,13 @@ def test_without_a_server_it_gives_up_after_the_wait(capsys: pytest.CaptureFixtu
     assert "no server is ready at 127.0.0.1:1 after 0.3 s (nothing answers)" in err
 
 
+@pytest.mark.parametrize("wait", ["nan", "inf", "-1", "soon"])
+def test_a_wait_without_an_end_is_refused(wait: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["hello", "--addr", "127.0.0.1:1", f"--wait-s={wait}"])
+    assert "argument --wait-s: " in capsys.readouterr().err
+
+
 def test_no_proxy_is_asked_for_a_server_on_this_machine(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)

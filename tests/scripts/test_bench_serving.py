@@ -87,9 +87,10 @@ def test_goodput_counts_answers_that_keep_every_limit(limits: str, kept: int) ->
     assert found["request_goodput"] == kept / 2
 
 
-def test_a_limit_on_an_unknown_figure_is_refused() -> None:
-    with pytest.raises(ValueError, match="itl:5"):
-        parse_goodput("ttft:1 itl:5")
+@pytest.mark.parametrize("limit", ["itl:5", "ttft:abc", "ttft:", "ttft", "tpot:nan", "e2el:-1"])
+def test_what_is_no_limit_on_a_known_figure_is_refused(limit: str) -> None:
+    with pytest.raises(ValueError, match=f"--goodput has '{limit}', but must be of ttft:MS, "):
+        parse_goodput(f"ttft:1 {limit}")
 
 
 def test_details_are_by_request_and_failures_are_listed_by_error() -> None:
