@@ -236,7 +236,7 @@ def test_a_request_of_claude_code_is_a_chat() -> None:
             "tool_calls": [call(1, {"path": "a"}), call(2, {})],
         },
         {"role": "tool", "tool_call_id": "toolu_1", "content": "text of a"},
-        {"role": "tool", "tool_call_id": "toolu_2", "content": "none"},
+        {"role": "tool", "tool_call_id": "toolu_2", "content": "Error: none"},
         {
             "role": "user",
             "content": [
@@ -262,6 +262,22 @@ def test_a_picture_in_a_turn_of_the_assistant_is_refused() -> None:
         body = ask("a") | {"messages": [{"role": "user", "content": "a"}, said]}
         with pytest.raises(InvalidRequest, match=r"messages\[1\]\.content\[1\] has a picture, but turns of the assist"):
             chat_of(MessagesRequest.model_validate(body))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}, {"name": "f g"}]}, "tools.1.name: String should"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice is of type any, but there are no tools"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 5}]}]},
+         "messages[0].content[0].tool_use_id is 5, but must be a text"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "input": {}}]}]},
+         "messages[0].content[0].name is None, but must be a text"),
+    ],
+)  # fmt: skip
+def test_errors_name_what_the_client_sent(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        chat_of(MessagesRequest.model_validate(ask("a") | {"system": "Be brief."} | fields))
 
 
 def test_what_the_body_says_of_choice_and_form_reaches_the_chat() -> None:

@@ -195,6 +195,21 @@ def test_the_last_message_can_be_continued(http: httpx.Client, tokenizer: Tokeni
     assert answer["usage"]["prompt_tokens"] == len(expected) + 2
 
 
+@pytest.mark.parametrize("body", [{"continue_final_message": True}, {"add_generation_prompt": False}])
+def test_an_echo_begins_the_answer_with_the_message_that_it_continues(http: httpx.Client, body: dict[str, Any]) -> None:
+    body |= {"messages": [*say("hello"), {"role": "assistant", "content": "I am"}], "max_tokens": 3, "n": 2}
+    plain, echoed = (
+        [choice["message"]["content"] for choice in post(http, PATH, **body, echo=echo)["choices"]]
+        for echo in (False, True)
+    )
+    assert echoed == [f"I am{text}" for text in plain]
+    streamed = ["", ""]
+    for chunk in chunks(http, PATH, **body, echo=True):
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["delta"].get("content") or ""
+    assert streamed == echoed
+
+
 def test_the_template_is_given_tools_and_variables(telling: Tokenizer) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None}, "strict": True}}
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}

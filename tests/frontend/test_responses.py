@@ -118,7 +118,7 @@ def test_a_conversation_is_a_chat() -> None:
     form = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}
     body = {"input": items, "instructions": "Be brief", "tools": [WEATHER], "text": form, "max_output_tokens": 5}
     chat = chat_of(ResponsesRequest.model_validate(body | {"reasoning": {"effort": "low"}, "temperature": 0.5}))
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {}}}
     assert [message.model_dump(exclude_unset=True) for message in chat.messages] == [
         {"role": "system", "content": "Be brief"},
         {"role": "user", "content": "Hi\nyou"},
@@ -166,9 +166,9 @@ def test_what_the_assistant_said_in_a_row_is_one_content(contents: list[Any], jo
 
 
 def test_a_content_of_the_assistant_that_is_none_is_refused_beside_another_too() -> None:
-    for contents in (["a", 5], [5, "a"], [[], 5]):
+    for contents in (["a", 5], [5, "a"], [[], 5], [[{"type": "text", "text": 5}]]):
         items = [{"role": "assistant", "content": content} for content in contents]
-        with pytest.raises(InvalidRequest, match=r"messages\.0\.content"):
+        with pytest.raises(InvalidRequest, match=r"input\[[01]\]"):
             chat_of(ResponsesRequest.model_validate({"input": items}))
 
 
@@ -186,7 +186,19 @@ def test_a_content_of_the_assistant_that_is_none_is_refused_beside_another_too()
         ({"prompt": {"id": "pmpt_1"}}, "prompt isn't taken here"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format has no schema"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0] holds a part of type"),
-        ({"input": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
+        ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role is 'robot', but must be one of system,"),
+        ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input[0].name is None, but must be a text"),
+        (
+            {"input": [{"type": "function_call", "name": "f", "arguments": "[]"}]},
+            "input[0]: the arguments of the call of f",
+        ),
+        ({"input": [{"type": "function_call_output", "output": 5}]}, "input[0].output is 5, but must be a text"),
+        ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools.1.name: Field required"),
+        (
+            {"text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}},
+            "each ask for a form",
+        ),
+        ({"echo": True}, "echo isn't taken here"),
         ({"top_logprobs": 1}, "include doesn't name message.output_text.logprobs"),
         ({"truncation": "middle"}, "'auto' or 'disabled'"),
         ({"rid": "r"}, "rid isn't taken here"),
@@ -211,6 +223,8 @@ def test_an_answer_can_be_continued(client: openai.OpenAI, http: httpx.Client) -
         pass
     assert client.responses.retrieve(second.id).output_text == "sunny"
     client.responses.delete(second.id)
+    streamed = http.get(f"{PATH}/{first.id}", params={"stream": "true"})
+    assert streamed.status_code == 400 and "stream is true, but" in streamed.text
     missing = http.get(f"{PATH}/{second.id}")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     error = refusal(http, PATH, input="Hi", previous_response_id=second.id)

@@ -23,6 +23,7 @@ from jaxsgl.frontend.http.bodies import (
     Priority,
     Speculative,
     one_error,
+    with_clients_names,
     within,
 )
 from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest
@@ -36,6 +37,7 @@ _LEFT_OUT = frozenset({
     "text_editor_code_execution_tool_result", "mcp_tool_use", "mcp_tool_result", "container_upload", "tool_reference",
     "compaction",
 })  # fmt: skip
+_NAMES = {"parameters": "input_schema", "max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
 _EFFORTS = {"xhigh": "high", "max": "high"}  # what templates don't know, in words that they do
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SAME_IN_CHAT = ("temperature", "top_p", "top_k", "stream", "priority", "cache_salt", "speculative")
@@ -144,7 +146,8 @@ def chat_of(body: Conversation, bounds_reasoning: bool = False) -> ChatRequest:
     thinks |= bool(variables.get("enable_thinking") or variables.get("thinking"))
     # Anthropic's models don't reason unless they are asked to; where the template can't switch it off, it is dropped.
     chat |= {"enable_thinking": thinks, "include_reasoning": thinks}
-    chat |= _tools(body)
+    places = [place for place, tool in enumerate(body.tools or ()) if _is_of_client(tool)]
+    chat |= _tools(body, places)
     if isinstance(body, MessagesRequest):
         budget = None if body.thinking is None or not bounds_reasoning else body.thinking.budget_tokens
         chat["thinking_token_budget"] = budget
@@ -162,15 +165,13 @@ def chat_of(body: Conversation, bounds_reasoning: bool = False) -> ChatRequest:
     try:
         return ChatRequest.model_validate(chat)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise with_clients_names(error, _NAMES, places) from None
 
 
-def _tools(body: Conversation) -> dict[str, Any]:
-    """Returns chat's fields of the tools that a client runs."""
-    known = [tool for tool in body.tools or () if _is_of_client(tool)]
+def _tools(body: Conversation, places: Sequence[int]) -> dict[str, Any]:
+    """Returns chat's fields of the tools at `places`, which a client runs. Raises `InvalidRequest`."""
     tools = []
-    for tool in known:
+    for tool in ((body.tools or ())[place] for place in places):
         function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
         function |= {"description": tool.description} if tool.description is not None else {}
         function |= {"strict": tool.strict} if tool.strict is not None else {}
@@ -181,6 +182,10 @@ def _tools(body: Conversation) -> dict[str, Any]:
     named = {"type": "function", "function": {"name": choice.name}}
     if choice.type == "tool" and not choice.name:
         raise InvalidRequest('tool_choice is of type tool, but names none: send {"type": "tool", "name": ...}')
+    if choice.type in ("any", "tool") and not tools:
+        raise InvalidRequest(
+            f"tool_choice is of type {choice.type}, but there are no tools: send some, or leave it out"
+        )
     return {
         "tools": tools or None,
         "tool_choice": _CHOICES.get(choice.type, named),
@@ -228,6 +233,14 @@ def _text(name: str, block: dict[str, Any]) -> str:
     return text
 
 
+def _named(name: str, block: dict[str, Any], field: str, optional: bool = False) -> str | None:
+    """Returns the field of a block that names a tool or a call. Raises `InvalidRequest`."""
+    value = block.get(field)
+    if not (isinstance(value, str) or (optional and value is None)):
+        raise InvalidRequest(f"{name}.{field} is {value!r:.100}, but must be a text")
+    return value
+
+
 def _user_turns(index: int, blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns a message for each result of a tool, and one for what the user says besides.
 
@@ -244,7 +257,10 @@ def _user_turns(index: int, blocks: Sequence[dict[str, Any]]) -> list[dict[str, 
         parts = _inner_parts(name, [{"type": "text", "text": content}] if isinstance(content, str) else content)
         said += [part for part in parts if part["type"] != "text"]
         text = "\n".join(part["text"] for part in parts if part["type"] == "text")
-        results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        if block.get("is_error") is True and not text.lower().startswith("error"):
+            text = f"Error: {text}"  # chat templates know no other way to say so
+        call_id = _named(name, block, "tool_use_id", optional=True)
+        results.append({"role": "tool", "tool_call_id": call_id, "content": text})
     if all(part["type"] == "text" for part in said):
         text = "\n".join(part["text"] for part in said)
         return [*results, {"role": "user", "content": text}] if said or not results else results
@@ -264,9 +280,9 @@ def _assistant_turn(index: int, message: AnthropicMessage) -> dict[str, Any]:
                 arguments = block.get("input")
                 if not isinstance(arguments, dict):
                     raise InvalidRequest(f"{name}.input must be an object")
-                function: dict[str, Any] = {"name": block.get("name"), "arguments": arguments}
+                function: dict[str, Any] = {"name": _named(name, block, "name"), "arguments": arguments}
                 turn.setdefault("tool_calls", []).append(
-                    {"id": block.get("id"), "type": "function", "function": function}
+                    {"id": _named(name, block, "id", optional=True), "type": "function", "function": function}
                 )
             case _:
                 parts = _parts(name, block)

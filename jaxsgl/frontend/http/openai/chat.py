@@ -184,9 +184,19 @@ def _sampling(body: ChatRequest, defaults: Mapping[str, float]) -> SamplingParam
     return sampling_of(body, max_tokens, logprobs, body.prompt_logprobs, defaults)
 
 
+def _echoed(body: ChatRequest) -> str:
+    """Returns what the answer begins with: the last message, if that is the assistant's and the client wants it."""
+    last = body.messages[-1]
+    if not body.echo or last.role != "assistant":
+        return ""
+    content = content_of(len(body.messages) - 1, last.content, [])
+    return content if isinstance(content, str) else ""
+
+
 async def _whole(
-    front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm, predicted: bool, asked: AnswerOptions
+    front_end: FrontEnd, request: Request, head: AnswerHead, form: AnswerForm, predicted: bool, asked: ChatRequest
 ) -> bytes:
+    echoed = _echoed(asked)
     tokenizer = front_end.generator.model.tokenizer
     async with start_all(front_end.generator, [request], visible=form.visible) as generations:
         samples = await whole(generations)
@@ -202,6 +212,8 @@ async def _whole(
             usage.add(end, index)
             writer = MessageWriter(form)
             scores, message = _scores(request, tokenizer, sample, asked), writer.whole(sample.text)
+            if echoed:
+                message.content = echoed + (message.content or "")
             reason = finish_reason(end.reason.value, writer, form.use.legacy)
             states.add(index, sample)
             choice = ChatChoice(index, message, scores, reason, end.matched_stop, states.hidden(index))
@@ -219,7 +231,7 @@ async def _whole(
 
 
 async def _stream(
-    front_end: FrontEnd, request: Request, head: AnswerHead, usage: UsageCounter, form: AnswerForm, asked: AnswerOptions
+    front_end: FrontEnd, request: Request, head: AnswerHead, usage: UsageCounter, form: AnswerForm, asked: ChatRequest
 ) -> AsyncGenerator[bytes, None]:
     tokenizer = front_end.generator.model.tokenizer
     started = [False] * request.sampling.n
@@ -239,7 +251,7 @@ async def _stream(
             role = b""
             if not started[index]:
                 started[index] = True
-                first = [ChatDelta(index, Delta("assistant", ""))]
+                first = [ChatDelta(index, Delta("assistant", _echoed(asked)))]
                 prompt_ids = request.prompt_ids if asked.return_token_ids else UNSET
                 role = event(head.answer(first, usage.in_chunk(index), prompt_token_ids=prompt_ids))
             usage.add(index, piece)

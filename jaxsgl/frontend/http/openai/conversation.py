@@ -9,13 +9,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.http.bodies import MAX_INT, Body, TopLogprobs, one_error, refuse_others
-from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_TOOLS, AnswerOptions, ChatRequest, Sampled, ToolChoice
+from jaxsgl.frontend.http.bodies import (
+    MAX_INT,
+    Body,
+    TopLogprobs,
+    cut_object,
+    one_error,
+    refuse_others,
+    with_clients_names,
+)
+from jaxsgl.frontend.http.openai.schemas import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    AnswerOptions,
+    ChatRequest,
+    MessageBody,
+    Sampled,
+    ToolChoice,
+)
 from jaxsgl.logs import OF_CLIENTS
 
 LOGPROBS = "message.output_text.logprobs"
@@ -97,7 +113,9 @@ _INSTEAD = {
     "function_call": "tool_choice",
     "reasoning_effort": "reasoning.effort",
 }
-_NOT_TAKEN = frozenset({"chat_template", "prompt", *AnswerOptions.model_fields})
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+_ROLES = get_args(MessageBody.model_fields["role"].annotation)
+_NOT_TAKEN = frozenset({"chat_template", "echo", "prompt", *AnswerOptions.model_fields})
 
 
 def items_of(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -123,7 +141,8 @@ def chat_of(
     chat |= {name: value for name, value in others.items() if name not in _INSTEAD and name not in _NOT_TAKEN}
     all_items = [*earlier, *items_of(body)] if items is None else items
     chat["messages"] = _messages(body.instructions, all_items, len(earlier))
-    chat["tools"] = [_tool(tool) for tool in body.tools or () if _is_function(tool)] or None
+    places = [place for place, tool in enumerate(body.tools or ()) if _is_function(tool)]
+    chat["tools"] = [_tool((body.tools or ())[place]) for place in places] or None
     chat |= {"tool_choice": body.tool_choice, "parallel_tool_calls": body.parallel_tool_calls}
     chat |= {"max_completion_tokens": body.max_output_tokens, "chat_template_kwargs": body.chat_template_kwargs}
     if body.top_logprobs and not body.wants_logprobs:
@@ -133,17 +152,21 @@ def chat_of(
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
     if body.text is not None and body.text.format is not None:
         form = body.text.format
+        if body.response_format is not None and form.type != "text":
+            raise InvalidRequest("text.format and response_format each ask for a form: send text.format alone")
         if form.type == "json_schema" and form.schema_ is None:
             raise InvalidRequest(
                 'text.format has no schema: send {"type": "json_schema", "name": ..., "schema": {...}}'
             )
         schema = {"name": form.name, "schema": form.schema_, "strict": form.strict}
-        chat["response_format"] = {"type": form.type} | ({"json_schema": schema} if form.type == "json_schema" else {})
+        if form.type != "text":
+            chat["response_format"] = {"type": form.type} | (
+                {"json_schema": schema} if form.type == "json_schema" else {}
+            )
     try:
         return ChatRequest.model_validate(chat)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise with_clients_names(error, _NAMES, places) from None
 
 
 def _refuse_chats_own(body: ResponsesRequest) -> None:
@@ -179,10 +202,15 @@ def _messages(instructions: str | None, items: Sequence[dict[str, Any]], num_ear
     for number, item in enumerate(items, -num_earlier):  # errors name items of the input by their place in it
         kind = item.get("type", "message")
         if kind == "message" and item.get("role") != "assistant":
-            messages.append({"role": item.get("role"), "content": _content(number, item.get("content"))})
+            if item.get("role") not in _ROLES:
+                raise InvalidRequest(
+                    f"input[{number}].role is {item.get('role')!r:.100}, but must be one of {', '.join(_ROLES)}"
+                )
+            messages.append({"role": item["role"], "content": _content(number, item.get("content"))})
         elif kind == "function_call_output":
-            output = _content(number, item.get("output"))
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            output = _content(number, item.get("output"), "output")
+            call_id = _text(number, item, "call_id", optional=True)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind in ("message", "function_call", "reasoning"):
             _add_to_turn(_assistant_turn(messages, kind), number, kind, item)
         else:
@@ -207,12 +235,28 @@ def _add_to_turn(turn: dict[str, Any], number: int, kind: str, item: dict[str, A
         reasoning = [turn.get("reasoning_content"), *texts]  # an item of encrypted content alone has no text
         turn["reasoning_content"] = "\n".join(text for text in reasoning if text and isinstance(text, str))
     else:
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+        name, call_id = _text(number, item, "name"), _text(number, item, "call_id", optional=True)
+        arguments = item.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = cut_object(arguments.strip())
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(
+                f"input[{number}]: the arguments of the call of {name} are no JSON object: send one, as text"
+            )
+        function = {"name": name, "arguments": arguments}
+        turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+
+
+def _text(number: int, item: dict[str, Any], name: str, optional: bool = False) -> str | None:
+    """Returns a text of an item. Raises `InvalidRequest`."""
+    text = item.get(name)
+    if not (isinstance(text, str) or (optional and text is None)):
+        raise InvalidRequest(f"input[{number}].{name} is {text!r:.100}, but must be a text")
+    return text
 
 
 def _joined(said: Any, content: Any) -> Any:
-    """Returns two contents of the assistant as one, without those that are None; chat refuses what is no content."""
+    """Returns two contents of the assistant as one, without those that are None."""
     contents = [each for each in (said, content) if each is not None]
     if len(contents) < 2:
         return contents[0] if contents else None
@@ -220,14 +264,17 @@ def _joined(said: Any, content: Any) -> Any:
         return "\n".join(contents)
     joined: list[Any] = []
     for each in contents:
-        if not isinstance(each, str | list):
-            return each
         joined += [{"type": "text", "text": each}] if isinstance(each, str) else each
     return joined
 
 
-def _content(number: int, content: Any) -> Any:
-    """Returns a message's content in chat's form: a text, or parts of which one at least is no text."""
+def _content(number: int, content: Any, name: str = "content") -> Any:
+    """Returns a message's content in chat's form: a text, or parts of which one at least is no text.
+
+    Raises `InvalidRequest`.
+    """
+    if content is not None and not isinstance(content, str | list):
+        raise InvalidRequest(f"input[{number}].{name} is {content!r:.100}, but must be a text, or a list of parts")
     if not isinstance(content, list):
         return content
     parts: list[dict[str, Any]] = []
@@ -235,14 +282,14 @@ def _content(number: int, content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         match kind:
             case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
-                parts.append({"type": "text", "text": part.get("text")})
+                parts.append({"type": "text", "text": _text(number, part, "text")})
             case "refusal":
-                parts.append({"type": "text", "text": part.get("refusal")})
+                parts.append({"type": "text", "text": _text(number, part, "refusal")})
             case "input_image" if isinstance(part.get("image_url"), str):
                 url = {"url": part["image_url"]} | ({"detail": part["detail"]} if part.get("detail") else {})
                 parts.append({"type": "image_url", "image_url": url})
             case _:
                 raise InvalidRequest(f"input[{number}] holds a part of type {kind!r:.50}, which isn't understood")
-    if all(part["type"] == "text" and isinstance(part["text"], str) for part in parts):
+    if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts

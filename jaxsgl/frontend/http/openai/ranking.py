@@ -82,7 +82,7 @@ class Document(Body):
 
 
 Documents = Annotated[
-    list[str | Document],
+    list[Annotated[str | Document, one_error('must be a text, or {"text": ...}')]],
     Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True),
 ]
 

@@ -67,8 +67,10 @@ def router(front_end: FrontEnd) -> APIRouter:
         return await count_input_tokens(front_end, store, body)
 
     @router.get("/v1/responses/{response_id}")
-    async def get_response(response_id: str) -> Response:
-        """An answer that is kept."""
+    async def get_response(response_id: str, stream: bool = False) -> Response:
+        """An answer that is kept; only whole."""
+        if stream:
+            raise InvalidRequest("stream is true, but an answer that is kept comes whole: leave it out")
         return json_response(store.get(response_id).answer)
 
     @router.delete("/v1/responses/{response_id}")

@@ -339,6 +339,7 @@ class ChatRequest(Sampled, AnswerOptions):
     documents: Annotated[Documents, Field(description="for templates that know documents")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: Annotated[bool, Field(description="vLLM's: a last message of the assistant begins the answer")] | None = None
     chat_template: ChatTemplate | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prediction: (
