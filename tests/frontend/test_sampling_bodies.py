@@ -16,6 +16,7 @@ from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.http.bodies import Body, sampling_params
 from jaxsgl.frontend.http.openai.chat import prepare_chat
 from jaxsgl.frontend.http.openai.completions import _sampling as completion_sampling
+from jaxsgl.frontend.http.openai.ranking import RerankRequest
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, sampling_of
 from jaxsgl.frontend.http.sglang.schemas import GenerateBody, SamplingBody
 from jaxsgl.requests.request import BOUNDS, SamplingParams
@@ -70,6 +71,13 @@ def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
 def test_what_is_no_whole_number_in_its_bounds_is_refused(value: object) -> None:
     with pytest.raises(ValidationError, match="max_tokens"):
         ChatRequest.model_validate({"messages": SAID, "max_tokens": value})
+
+
+def test_a_document_that_is_none_is_named_by_its_place() -> None:
+    with pytest.raises(ValidationError) as refused:
+        RerankRequest.model_validate({"query": "a", "documents": [{"text": "b"}, {"txt": "c"}]})
+    (problem,) = refused.value.errors()
+    assert (problem["loc"], problem["msg"]) == (("documents", 1), 'must be a text, or {"text": ...}')
 
 
 SAID = [{"role": "user", "content": "a"}]
