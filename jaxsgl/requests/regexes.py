@@ -1,4 +1,4 @@
-r"""Regular expressions of clients as llguidance takes them; `\d`, `\w` and `\s` as vLLM's default backend has them.
+r"""Regular expressions of clients as llguidance takes them: `\d`, `\w` and `\s` as vLLM's default backend reads them.
 
 llguidance takes `\d` for the digits of all scripts outside of JSON schemas; clients mean [0-9], and `\p{Nd}` is any
 digit. Front end and engine both write regular expressions for it, each in grammars of its own.
