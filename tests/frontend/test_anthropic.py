@@ -11,7 +11,9 @@ from typing import Any
 
 import anthropic
 import httpx
+import jsonschema
 import pytest
+from anthropic import beta_tool
 from anthropic.types import ToolParam
 from http_calls import connect
 from server_process import ServerProcess
@@ -163,6 +165,79 @@ def test_the_client_raises_its_own_errors(client: anthropic.Anthropic) -> None:
         client.messages.create(**ask("Hi") | {"model": "gpt-9"})
     with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
         client.messages.create(**ask("Hi", tool_choice={"type": "any"}))
+
+
+def test_the_clients_threads_go_on_with_the_whole_conversation(client: anthropic.Anthropic) -> None:
+    """Its thread sends the last turn alone to a server that keeps the others. The fake engine repeats that turn."""
+    fields: Any = {"model": "default", "max_tokens": 40, "system": "Be brief"}
+    thread = client.beta.messages.thread(**fields, unsupported_request_behavior="continue_unthreaded")
+    asked: Any = {"role": "user", "content": "Hello you"}
+    thread.send(asked)
+    answer = thread.send({"role": "user", "content": "x"})
+    whole: Any = [asked, {"role": "assistant", "content": "Hello you"}, {"role": "user", "content": "x"}]
+    count = client.messages.count_tokens(model="default", system="Be brief", messages=whole)
+    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == count.input_tokens
+    with pytest.raises(anthropic.BadRequestError, match=r"thread is not taken: .*continue_unthreaded"):
+        client.beta.messages.thread(**fields).send(asked)
+
+
+def test_the_clients_tool_runner_sends_the_call_with_its_result(client: anthropic.Anthropic) -> None:
+    @beta_tool
+    def weather(city: str) -> str:
+        """Says the weather."""
+        return f"sunny in {city}"
+
+    sent: list[Any] = []
+    client._client.event_hooks = {"request": [lambda request: sent.append(json.loads(request.content))]}
+    first, last = list(client.beta.messages.tool_runner(**ask(CALL), tools=[weather], max_iterations=2))
+    assert first.stop_reason == "tool_use"
+    assert [block.text for block in last.content if block.type == "text"] == ["sunny in Köln"]
+    blocks = [block["type"] for message in sent[-1]["messages"][1:] for block in message["content"]]
+    assert blocks == ["tool_use", "tool_result"]
+    assert [tool["name"] for tool in sent[-1]["tools"]] == ["weather"]
+
+
+@pytest.mark.parametrize("name", ["thread", "container", "compaction", "mcp_servers"])
+def test_what_anthropics_servers_keep_or_call_is_refused(http: httpx.Client, name: str) -> None:
+    values = {"thread": {"type": "create"}, "container": "container_1", "mcp_servers": [{"type": "url", "url": "a"}]}
+    body = ask("Hi") | {name: values.get(name, {"type": "summary"})}
+    refused = http.post(PATH, json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["message"].startswith(f"{name} is not taken: ")
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert error.get("details") == (details if name == "thread" else None)
+    assert http.post(PATH, json=ask("Hi") | {name: None}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "wrong"),
+    [
+        ("bash_20250124", {"command": "ls"}, {"cmd": "ls"}),
+        ("text_editor_20250728", {"command": "insert", "path": "a", "insert_line": 0, "insert_text": "b"}, {}),
+        ("text_editor_20250124", {"command": "undo_edit", "path": "a"}, {"command": "insert", "insert_text": "b"}),
+        ("memory_20250818", {"command": "rename", "old_path": "a", "new_path": "b"}, {"command": "undo_edit"}),
+    ],
+)
+def test_the_model_is_shown_what_anthropics_tools_of_the_client_take(
+    kind: str, arguments: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    chat = chat_of(MessagesRequest.model_validate(ask("a", tools=[{"type": kind, "name": "it"}])))
+    assert chat.tools is not None
+    (tool,) = (tool.function for tool in chat.tools)
+    assert tool.name == "it" and tool.description and tool.parameters is not None
+    jsonschema.validate(arguments, tool.parameters)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, tool.parameters)
+
+
+def test_a_tool_of_the_client_that_is_not_known_needs_a_schema() -> None:
+    tool: dict[str, Any] = {"type": "computer_20250124", "name": "computer", "display_width_px": 1024}
+    with pytest.raises(InvalidRequest, match=r"computer_20250124, but .* give it a description and an input_schema"):
+        chat_of(MessagesRequest.model_validate(ask("a", tools=[tool])))
+    schema = {"type": "object", "properties": {"action": {"type": "string"}}}
+    chat = chat_of(MessagesRequest.model_validate(ask("a", tools=[tool | {"input_schema": schema}])))
+    assert chat.tools is not None and chat.tools[0].function.parameters == schema
 
 
 def test_a_key_may_come_in_anthropics_header(start_server: Callable[..., ServerProcess]) -> None:

@@ -1,8 +1,8 @@
 """Turns errors into HTTP answers, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
-Below /v1/messages they have Anthropic's: {"type": "error", "error": {"type", "message"}}. Owns the status and the body
-of every refusal over HTTP. Knows no endpoint. app.py registers the handlers; code that answers outside of them
-(middleware, streams) calls `answer_to` and `event_of`.
+Below /v1/messages they have Anthropic's: {"type": "error", "error": {"type", "message"}}, with `details` for the one
+code that Anthropic's client acts on. Owns the status and the body of every refusal over HTTP. Knows no endpoint. app.py
+registers the handlers; code that answers outside of them (middleware, streams) calls `answer_to` and `event_of`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ _TYPES = {
 }
 _CODES = {401: "invalid_api_key"}
 _ANTHROPIC_PATHS = "/v1/messages"
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # at which Anthropic's client sends the conversation as a whole
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -98,7 +99,10 @@ def body_of(path: str, status: int, message: str, param: str | None = None, code
     if path.startswith(_ANTHROPIC_PATHS):
         message = f"prompt is too long: {message}" if code == TOO_LONG else message  # by which clients know it
         kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 and status != 422 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        error: dict[str, Any] = {"type": kind, "message": message}
+        if code == THREAD_UNSUPPORTED:
+            error["details"] = {"error_code": code, "unsupported": [param]}
+        return {"type": "error", "error": error}
     param = None if param is None else _shortened(param, MAX_PARAM_CHARS)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}

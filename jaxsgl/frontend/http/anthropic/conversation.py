@@ -3,18 +3,20 @@
 Holds types and limits, as openai/schemas.py has OpenAI's. Content is kept as it came; `chat_of` reads its blocks and
 makes a `ChatRequest`, so that prompts, tools and grammars are those of chat. messages.py calls it. Fields that a server
 of one model has no use for (metadata, service_tier, cache_control, betas) are taken and ignored; blocks that a model
-here has no use for (results of Anthropic's own tools, encrypted reasoning) are left out.
+here has no use for (results of Anthropic's own tools, encrypted reasoning) are left out. Fields without which an answer
+would be to another question (`_REFUSED`) are refused.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.http.anthropic.client_tools import definition_of
 from jaxsgl.frontend.http.bodies import (
     MAX_INT,
     Body,
@@ -26,10 +28,12 @@ from jaxsgl.frontend.http.bodies import (
     with_clients_names,
     within,
 )
+from jaxsgl.frontend.http.errors import THREAD_UNSUPPORTED
 from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest
 from jaxsgl.logs import OF_CLIENTS
 from jaxsgl.requests.request import BOUNDS, MAX_STOP_STRINGS
 
+# Claude Code's first block of the system prompt: it differs in each request, and would keep prefixes from being shared.
 _BILLING = "x-anthropic-billing-header"
 _LEFT_OUT = frozenset({
     "redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result",
@@ -40,6 +44,14 @@ _LEFT_OUT = frozenset({
 _NAMES = {"parameters": "input_schema", "max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
 _EFFORTS = {"xhigh": "high", "max": "high"}  # what templates don't know, in words that they do
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Fields that name what Anthropic's servers keep or call, and the way out.
+_REFUSED = {
+    "thread": "no conversation is kept here: send all of it in messages, and no thread; Anthropic's client does so by "
+    'unsupported_request_behavior="continue_unthreaded"',
+    "container": "no code runs here: leave it out",
+    "compaction": "conversations aren't summarized here: ask for a summary in a message",
+    "mcp_servers": "no MCP server is called from here: call it in the client, and send its tools in tools",
+}
 _SAME_IN_CHAT = ("temperature", "top_p", "top_k", "stream", "priority", "cache_salt", "speculative")
 
 
@@ -57,7 +69,7 @@ class AnthropicMessage(Body):
 
 
 class AnthropicTool(Body):
-    """A tool; of those with a `type` of their own, which Anthropic's servers run, the model is shown none."""
+    """A tool of the client; those with a `type` of their own that Anthropic's servers run are left out."""
 
     type: str | None = None
     name: str | None = None
@@ -129,8 +141,6 @@ class CountTokensRequest(Conversation):
     """Body of /v1/messages/count_tokens."""
 
 
-# Claude Code's first block of the system prompt: it differs in each request, and would keep prefixes from being shared.
-
 logger = logging.getLogger(__name__)
 
 
@@ -139,6 +149,8 @@ def chat_of(body: Conversation, bounds_reasoning: bool = False) -> ChatRequest:
 
     `bounds_reasoning`: the model's reasoning can be held to a budget; else it is left alone.
     """
+    if isinstance(body, MessagesRequest):
+        _refuse_state(body)
     chat: dict[str, Any] = {name: getattr(body, name, None) for name in _SAME_IN_CHAT}
     chat["messages"] = _messages(body)
     variables = body.chat_template_kwargs or {}
@@ -146,8 +158,9 @@ def chat_of(body: Conversation, bounds_reasoning: bool = False) -> ChatRequest:
     thinks |= bool(variables.get("enable_thinking") or variables.get("thinking"))
     # Anthropic's models don't reason unless they are asked to; where the template can't switch it off, it is dropped.
     chat |= {"enable_thinking": thinks, "include_reasoning": thinks}
-    places = [place for place, tool in enumerate(body.tools or ()) if _is_of_client(tool)]
-    chat |= _tools(body, places)
+    tools = enumerate(body.tools or ())
+    functions = {place: function for place, tool in tools if (function := _function(tool)) is not None}
+    chat |= _tools(body, functions.values())
     if isinstance(body, MessagesRequest):
         budget = None if body.thinking is None or not bounds_reasoning else body.thinking.budget_tokens
         chat["thinking_token_budget"] = budget
@@ -165,17 +178,21 @@ def chat_of(body: Conversation, bounds_reasoning: bool = False) -> ChatRequest:
     try:
         return ChatRequest.model_validate(chat)
     except ValidationError as error:
-        raise with_clients_names(error, _NAMES, places) from None
+        raise with_clients_names(error, _NAMES, list(functions)) from None
 
 
-def _tools(body: Conversation, places: Sequence[int]) -> dict[str, Any]:
-    """Returns chat's fields of the tools at `places`, which a client runs. Raises `InvalidRequest`."""
-    tools = []
-    for tool in ((body.tools or ())[place] for place in places):
-        function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-        function |= {"description": tool.description} if tool.description is not None else {}
-        function |= {"strict": tool.strict} if tool.strict is not None else {}
-        tools.append({"type": "function", "function": function})
+def _refuse_state(body: MessagesRequest) -> None:
+    """Raises `InvalidRequest` if `body` sets a field of `_REFUSED`. Empty, it asks for nothing."""
+    for name, way_out in _REFUSED.items():
+        if (body.model_extra or {}).get(name):
+            error = InvalidRequest(f"{name} is not taken: {way_out}")
+            error.param, error.code = name, THREAD_UNSUPPORTED if name == "thread" else None
+            raise error
+
+
+def _tools(body: Conversation, functions: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns chat's fields of tools, and of the choice among them. Raises `InvalidRequest`."""
+    tools = [{"type": "function", "function": function} for function in functions]
     choice = body.tool_choice
     if choice is None:
         return {"tools": tools or None}
@@ -193,13 +210,22 @@ def _tools(body: Conversation, places: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _is_of_client(tool: AnthropicTool) -> bool:
-    if tool.type in (None, "custom"):
-        return True
-    logger.info(
-        "a tool of type %.50r is left out: only the client's own can be called here", tool.type, extra=OF_CLIENTS
-    )
-    return False
+def _function(tool: AnthropicTool) -> dict[str, Any] | None:
+    """Returns chat's function of a tool, or None if no client runs it. Raises `InvalidRequest`."""
+    description, schema = tool.description, tool.input_schema
+    if tool.type not in (None, "custom"):
+        definition = definition_of(tool.type, schema)
+        if definition is None:
+            logger.info(
+                "a tool of type %.50r is left out: no client runs it, and no server of Anthropic's is here",
+                tool.type,
+                extra=OF_CLIENTS,
+            )
+            return None
+        description, schema = description or definition.description, dict(definition.input_schema)
+    function: dict[str, Any] = {"name": tool.name, "parameters": schema}
+    function |= {"description": description} if description is not None else {}
+    return function | ({"strict": tool.strict} if tool.strict is not None else {})
 
 
 def _messages(body: Conversation) -> list[dict[str, Any]]:
