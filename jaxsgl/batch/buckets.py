@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -172,30 +173,17 @@ class BucketSet:
     ) -> BucketSet:
         """The default shapes for `capacity`. Sizes that are given replace the default ones, as far as batches reach.
 
-        With `few_sizes` the default ones are a quarter of each other: half as many programs, more padding.
-
-        Raises `ConfigError` if the given sizes don't reach the largest batch.
+        The largest batch is added to given sizes that end below it. With `few_sizes` the default ones are a quarter of
+        each other: half as many programs, more padding.
         """
         rows, tokens = capacity.num_rows, capacity.max_extend_tokens
         default_decode = _few_decode_sizes(rows) if few_sizes else _default_decode_sizes(rows)
         least = min(MIN_EXTEND_TOKENS, tokens)
         default_extend = _quarters(least, tokens) if few_sizes else doubling(least, tokens)
-        decode_sizes = tuple(sorted(set(decode_sizes))) or default_decode
-        extend_sizes = tuple(sorted(set(extend_sizes))) or default_extend
-        if decode_sizes[-1] < rows:
-            raise ConfigError(
-                f"--decode-buckets end at {decode_sizes[-1]}, but {rows} requests may run at once: add {rows}, or "
-                "lower --max-running-requests"
-            )
-        if extend_sizes[-1] < tokens:
-            limit = "--max-prefill-tokens or --context-length" if capacity.whole_prompts else "--chunked-prefill-size"
-            raise ConfigError(
-                f"--extend-buckets end at {extend_sizes[-1]}, but a step may extend {tokens} tokens: add {tokens}, or "
-                f"lower {limit}"
-            )
-        reached = extend_sizes[: bisect_left(extend_sizes, tokens) + 1]
+        decode_sizes = _reaching(decode_sizes, rows) or default_decode
+        reached = _reaching(extend_sizes, tokens) or default_extend
         return cls(
-            decode_sizes=decode_sizes[: bisect_left(decode_sizes, rows) + 1],
+            decode_sizes=decode_sizes,
             extend_sizes=reached,
             extend_seqs=tuple(sorted({min(FEW_SEQS, rows), rows})),
             score_sizes=reached[::-SCORE_STRIDE][::-1] if capacity.generates else reached,
@@ -213,7 +201,7 @@ class BucketSet:
             verify_sizes=_verify_sizes(decode_sizes, rows, max_drafts) if capacity.generates else (),
             max_drafts=max_drafts,
             snapshots=bool(capacity.num_snapshots),
-            joint_decode=joint_shapes(decode_sizes[: bisect_left(decode_sizes, rows) + 1], num_ranks, few_sizes),
+            joint_decode=joint_shapes(decode_sizes, num_ranks, few_sizes),
             joint_extend=joint_shapes(reached, num_ranks, few_sizes),
         )
 
@@ -445,6 +433,14 @@ def doubling(first: int, last: int) -> tuple[int, ...]:
     return (*sizes, last)
 
 
+def _reaching(sizes: Sequence[int], largest: int) -> tuple[int, ...]:
+    """Returns `sizes` in order, up to the first that holds `largest`, which is added if none does; () of none."""
+    if not sizes:
+        return ()
+    ascending = sorted({*sizes, largest} if max(sizes) < largest else set(sizes))
+    return tuple(ascending[: bisect_left(ascending, largest) + 1])
+
+
 def joint_shapes(sizes: tuple[int, ...], num_ranks: int, few_sizes: bool = False) -> tuple[tuple[int, int], ...]:
     """Shapes (M, T) of steps that ranks share, ascending; () of one rank.
 
@@ -467,7 +463,7 @@ def joint_shapes(sizes: tuple[int, ...], num_ranks: int, few_sizes: bool = False
 def buckets_of(config: EngineConfig, capacity: Capacity, few_sizes: bool = False) -> BucketSet:
     """The shapes that `config` asks for; `few_sizes` of those that it leaves to us.
 
-    Raises `ConfigError` if they can't be read or don't reach the capacity.
+    Raises `ConfigError` for a file of sizes that can't be used, or was made for a smaller capacity.
     """
     scheduling, steps, drafts = config.scheduling, config.decode_steps, config.speculation.num_draft_tokens
     alone = capacity.whole_prompts and not config.mixes_steps  # a prompt beyond --max-prefill-tokens
@@ -477,18 +473,23 @@ def buckets_of(config: EngineConfig, capacity: Capacity, few_sizes: bool = False
         return BucketSet.derive(
             capacity, decode, extend, steps, shared_tokens, drafts, few_sizes, num_ranks=config.num_ranks
         )
-    path = Path(config.auto_buckets)
-    suggested = _suggested(path)
-    decode = _sizes(path, suggested, "decode_buckets", capacity.num_rows, "requests at once", "--max-running-requests")
-    extend = _sizes(
-        path, suggested, "extend_buckets", capacity.max_extend_tokens, "tokens in a step", "--chunked-prefill-size"
-    )
+    decode, extend = suggested_sizes(config.auto_buckets)
+    for sizes, largest, what, flag in (
+        (decode, capacity.num_rows, "requests at once", "--max-running-requests"),
+        (extend, capacity.max_extend_tokens, "tokens in a step", "--chunked-prefill-size"),
+    ):
+        if sizes[-1] < largest:
+            raise ConfigError(
+                f"--auto-buckets {config.auto_buckets} was made for {sizes[-1]} {what}, but there may be {largest}: "
+                f"run scripts/bench_buckets.py with the flags of this server, or use {flag} {sizes[-1]}"
+            )
     return BucketSet.derive(capacity, decode, extend, steps, shared_tokens, drafts, num_ranks=config.num_ranks)
 
 
-def _suggested(path: Path) -> dict[str, Any]:
+def suggested_sizes(path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the decode and extend sizes of a file of `--auto-buckets`, ascending. Raises `ConfigError`."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--auto-buckets {path} can't be read as JSON: {error}") from error
     suggested = found.get("suggested") if isinstance(found, dict) else None
@@ -496,18 +497,11 @@ def _suggested(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f'--auto-buckets {path} holds no object "suggested": name a file that scripts/bench_buckets.py --json wrote'
         )
-    return suggested
+    return _sizes(path, suggested, "decode_buckets"), _sizes(path, suggested, "extend_buckets")
 
 
-def _sizes(path: Path, suggested: dict[str, Any], name: str, largest: int, what: str, flag: str) -> tuple[int, ...]:
-    """The sizes in the file, which reach `largest`."""
+def _sizes(path: str, suggested: dict[str, Any], name: str) -> tuple[int, ...]:
     sizes = suggested.get(name)
     if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size >= 1 for size in sizes):
         raise ConfigError(f"--auto-buckets {path}: {name} is {sizes!r}, but must be a list of numbers of 1 and more")
-    sizes = sorted(set(sizes))
-    if sizes[-1] < largest:
-        raise ConfigError(
-            f"--auto-buckets {path} was made for {sizes[-1]} {what}, but there may be {largest}: run "
-            f"scripts/bench_buckets.py with the flags of this server, or use {flag} {sizes[-1]}"
-        )
-    return tuple(sizes)
+    return tuple(sorted(set(sizes)))

@@ -281,8 +281,12 @@ class EngineConfig:
         "on a GPU or TPU, start without testing kernels against XLA: one that is wrong or hangs then serves "
         "(docs/operations.md)",
     )
-    decode_buckets: tuple[int, ...] = flag((), "compiled decode batch sizes, as 1,2,4 (default: derived)")
-    extend_buckets: tuple[int, ...] = flag((), "compiled extend sizes in tokens, as 64,512 (default: derived)")
+    decode_buckets: tuple[int, ...] = flag(
+        (), "compiled decode batch sizes, as 1,2,4, and the largest batch (default: derived)"
+    )
+    extend_buckets: tuple[int, ...] = flag(
+        (), "compiled extend sizes in tokens, as 64,512, and the largest step (default: derived)"
+    )
     auto_buckets: str | None = flag(
         None, "take both lists from this file, which scripts/bench_buckets.py --json wrote (default: derived)"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -112,13 +111,11 @@ def test_sizes_that_flags_give_hold_for_small_models_too() -> None:
     assert buckets_of(config, SIZES, few_sizes=True) == buckets_of(config, SIZES)
 
 
-@pytest.mark.parametrize(
-    ("lists", "message"),
-    [({"decode_sizes": (1, 5)}, "--decode-buckets end at 5"), ({"extend_sizes": (8,)}, "--extend-buckets end at 8")],
-)
-def test_bucket_lists_that_leave_batches_without_a_program_are_refused(lists: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        BucketSet.derive(SIZES, **lists)
+def test_the_largest_batch_is_added_to_lists_that_end_below_it() -> None:
+    buckets = BucketSet.derive(SIZES, decode_sizes=(5, 1), extend_sizes=(8,), max_drafts=1)
+    assert (buckets.decode_sizes, buckets.extend_sizes) == ((1, 5, 6), (8, 32))
+    assert buckets.decode(6).num_seqs == 6 and buckets.extend(9, 1).num_tokens == 32
+    assert buckets == BucketSet.derive(SIZES, decode_sizes=(1, 5, 6), extend_sizes=(8, 32), max_drafts=1)
 
 
 def from_file(path: Path, content: object) -> BucketSet:

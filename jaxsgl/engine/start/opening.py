@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from jaxsgl.batch.buckets import suggested_sizes
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.kernels.choice import asked_kernels, may_round_rows_of_experts
 from jaxsgl.engine.kernels.tester import KernelTester
@@ -81,6 +82,8 @@ def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: 
     folder = resolve_model_folder(config.model, config.revision)
     arch = read_arch(config, folder)
     check_flags(config, arch)
+    if config.auto_buckets is not None:
+        suggested_sizes(config.auto_buckets)
     files = note_of_files(folder, None if config.draft_model is None else resolve_model_folder(config.draft_model))
     kernels = asked_kernels(config, arch)
     reveal_devices(config)
