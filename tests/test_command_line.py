@@ -16,10 +16,13 @@ from jaxsgl.config.command_line import (
     SETTINGS,
     SWITCHES,
     TOPICS,
+    near_flags,
     new_parser,
+    own_arguments,
     parse,
     words_of,
 )
+from jaxsgl.config.engine import GRAMMAR_BACKENDS, LOAD_FORMATS, EngineConfig
 from jaxsgl.config.flags import from_flags
 from jaxsgl.config.kernels import ATTENTION_BACKENDS
 from jaxsgl.config.server import ServerConfig
@@ -116,6 +119,10 @@ PASTED = {
     "--disable-cuda-graph --cuda-graph-max-bs 16": "",
     "--enable-prefix-caching --enable-chunked-prefill": "",
     "--pipeline-parallel-size 1 --nnodes 1": "",
+    "--grammar-backend xgrammar --load-format safetensors": "",
+    "--load-format auto --grammar-backend=outlines": "",
+    "--disable-uvicorn-access-log --headless": "",
+    "--file-storage-path x --decode-attention-backend fa3": "",
 }
 
 
@@ -136,6 +143,8 @@ def test_flags_without_effect_say_why() -> None:
         "(docs/kernels.md)",
         "--ep 1 changes nothing here: each device has all experts without it",
     ]
+    lines = words_of([f"{flag} {value}" for flag, values in OTHER_VALUES.items() for value in values])
+    assert len(lines) == sum(map(len, OTHER_VALUES.values()))
     assert words_of(["--enforce-eager"] * 2) == words_of(["--enforce-eager"])
 
 
@@ -144,6 +153,27 @@ def test_flags_that_would_change_something_name_the_way_out(name: str, capsys: p
     with pytest.raises(SystemExit):
         parse([name, "2"])
     assert f"{name} is no flag of jaxsgl: {REFUSED[name]}" in capsys.readouterr().err
+
+
+def test_arguments_of_the_offline_model_are_treated_as_flags_are() -> None:
+    given = {"enforce_eager": True, "trust_remote_code": True, "max_model_len": 9, "attention_backend": "FLASHINFER"}
+    assert own_arguments(EngineConfig, given) == (
+        {"max_model_len": 9}, ["--enforce-eager", "--trust-remote-code", "--attention-backend flashinfer"]
+    )  # fmt: skip
+    assert own_arguments(EngineConfig, {"enable_prefix_caching": False}) == ({"no_enable_prefix_caching": True}, [])
+    assert own_arguments(EngineConfig, {"tokenizer": None, "cpu_offload_gb": 0}) == ({}, [])
+    for name, value in (("tokenizer", "x"), ("skip_tokenizer_init", True)):
+        with pytest.raises(ConfigError, match=f"{name} is no argument: {REFUSED['--' + name.replace('_', '-')][:9]}"):
+            own_arguments(EngineConfig, {name: value})
+
+
+def test_a_flag_that_is_like_none_gets_no_hint() -> None:
+    parser = new_parser()
+    assert near_flags(parser, ["--performance-mode", "--kv-events-config"]) == [
+        "--performance-mode",
+        "--kv-events-config",
+    ]
+    assert near_flags(parser, ["--max-runing-requests"]) == ["--max-runing-requests (is it --max-running-requests?)"]
 
 
 @pytest.mark.parametrize("argv", [["--ep", "8"], ["--ep=8"]])
@@ -190,7 +220,13 @@ def test_what_is_no_number_is_refused(text: str, capsys: pytest.CaptureFixture[s
 
 
 def test_no_flag_of_others_is_one_of_ours() -> None:
-    assert not {name for names in OTHER_VALUES.values() for name in names} & set(ATTENTION_BACKENDS)
+    ours = {
+        "--attention-backend": ATTENTION_BACKENDS,
+        "--grammar-backend": GRAMMAR_BACKENDS,
+        "--load-format": LOAD_FORMATS,
+    }
+    for name, values in ours.items():
+        assert not set(values) & set(OTHER_VALUES[name])
     new_parser()  # argparse refuses a name that is taken
     assert not SWITCHES.keys() & SETTINGS.keys() | REFUSED.keys() & (SWITCHES | SETTINGS | LISTS).keys()
 

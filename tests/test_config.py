@@ -40,8 +40,8 @@ def test_arguments_of_the_offline_model_have_other_servers_names_too() -> None:
     assert fields_of(EngineConfig, {"lora": lora}) == {"lora": lora}
     for name, words in (
         ("max_model_length", r"is it max_model_len\?"),
-        ("enable_lora", r"give lora=LoraConfig\(enable_lora=...\)"),
-        ("trust_remote_code", "leave it out"),
+        ("enable_lora", r"give lora=LoraConfig\(enable_lora=...\), from jaxsgl\.config\.features"),
+        ("weather", "leave it out"),
     ):
         with pytest.raises(ConfigError, match=f"{name} is no argument: {words}"):
             fields_of(EngineConfig, {name: True})

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jaxsgl
-from jaxsgl.config.flags import add_flags
+from jaxsgl.config.flags import LEAST_LIKENESS, add_flags, fields_by_name
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError
 
@@ -195,7 +195,7 @@ def near_flags(parser: argparse.ArgumentParser, words: Iterable[str]) -> list[st
     flags = [flag for action in parser._actions for flag in action.option_strings if action.help != argparse.SUPPRESS]
     shown: list[str] = []
     for word in words:
-        near = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), flags, n=1)
+        near = difflib.get_close_matches(word.partition("=")[0].replace("_", "-"), flags, n=1, cutoff=LEAST_LIKENESS)
         shown.append(f"{word} (is it {near[0]}?)" if near and word.startswith("-") else word)
     return shown
 
@@ -232,15 +232,22 @@ def _flags_in(path: str, parser: argparse.ArgumentParser) -> list[str]:
 
 # Flags of other servers.
 
-# Values of ours, in lower case, that change nothing here: backends of attention by names of other servers, of libraries
-# or of ways to call them; and a number after a switch.
+# Values, in lower case, that change nothing here: backends by names of other servers, of libraries or of ways to call
+# them; ways to read files; and a number after a switch.
 _OTHER_BACKENDS = _words(
     "aiter ascend cutlass_mla dual_chunk_flash_attn fa3 fa4 flash_attn flash_attn_vllm_v1 flashattn_mla flashinfer"
     " flashinfer_mla flashmla flex_attention flex_attention_v1 intel_amx intel_xpu mla nsa pallas rocm_aiter_fa"
     " rocm_attn rocm_flash tokenspeed_mla torch_native torch_sdpa tree_attn triton_attn triton_mla trtllm_mha"
     " trtllm_mla wave xformers"
 )
-OTHER_VALUES = {"--attention-backend": _OTHER_BACKENDS, "--ep": ("1",)}
+_OTHER_GRAMMARS = ("auto", "guidance", "outlines", "xgrammar")
+_OTHER_FILES = ("fastsafetensors", "runai_streamer", "safetensors")
+OTHER_VALUES = {
+    "--attention-backend": _OTHER_BACKENDS,
+    "--ep": ("1",),
+    "--grammar-backend": _OTHER_GRAMMARS,
+    "--load-format": _OTHER_FILES,
+}
 
 _ON = "that is on already"
 _COMPILED = "steps are compiled programs in any case"
@@ -250,6 +257,8 @@ _SIZES = "give --decode-buckets to choose the compiled sizes"
 _XLA = "XLA chooses how devices exchange data, and what it fuses"
 _RELEASES = "/release_memory_occupation is always there"
 _KERNELS = "kernels are our own, the best for the device are chosen (docs/kernels.md)"
+_GRAMMARS = "grammars are llguidance's (--grammar-backend)"
+_LOG_LINES = "the log has one line of load in ten seconds"
 _ONE_PROCESS = "one process drives all devices"
 _CHAINS = "drafts are chains of --speculative-num-draft-tokens"
 
@@ -264,7 +273,14 @@ SWITCHES = {
     "--enable-cache-report": "answers always say how many tokens were cached",
     "--disable-log-requests": "requests are not logged unless --log-requests asks for it",
     "--no-enable-log-requests": "requests are not logged unless --log-requests asks for it",
-    "--disable-log-stats": "the log has one line of load in ten seconds",
+    "--disable-log-stats": _LOG_LINES,
+    "--disable-uvicorn-access-log": "requests have no line in the log unless --access-log asks for it",
+    "--show-time-cost": _LOG_LINES,
+    "--headless": "of several hosts (--nnodes) the first alone listens to clients",
+    "--disable-cuda-graph-padding": _COMPILED,
+    "--disable-hybrid-kv-cache-manager": "there is one",
+    "--keep-mm-feature-on-device": "images are encoded once, and kept encoded",
+    "--sleep-on-idle": "an idle engine waits for messages",
     "--enforce-eager": _COMPILED,
     "--disable-cuda-graph": _COMPILED,
     "--enable-torch-compile": _COMPILED,
@@ -296,15 +312,21 @@ SETTINGS = {
     "--swap-space": "give --host-kv-gib for prefixes in host memory",
     "--distributed-executor-backend": _ONE_PROCESS,
     "--data-parallel-backend": _ONE_PROCESS,
-    "--guided-decoding-backend": "grammars are llguidance's (--grammar-backend)",
+    "--guided-decoding-backend": _GRAMMARS,
     "--moe-runner-backend": "give --kernels experts=...",
     "--reasoning-config": "reasoning is found as the chat template shows (--reasoning-parser)",
-    "--structured-outputs-config": "grammars are llguidance's (--grammar-backend)",
+    "--structured-outputs-config": _GRAMMARS,
+    "--file-storage-path": "files of batches are kept where --batch-dir says",
+    "--prefill-attention-backend": _KERNELS,
+    "--decode-attention-backend": _KERNELS,
+    "--triton-attention-num-kv-splits": _KERNELS,
+    "--fp8-gemm-backend": "give --kernels float8=...",
+    "--deepep-mode": _XLA,
     "--num-continuous-decode-steps": "give --decode-steps",
     "--speculative-num-steps": _CHAINS,
     "--speculative-eagle-topk": _CHAINS,
     "--watchdog-timeout": "give --watchdog-s",
-    "--decode-log-interval": "the log has one line of load in ten seconds",
+    "--decode-log-interval": _LOG_LINES,
     "--log-level-http": "give --log-level, or --access-log for a line a request",
     "--log-requests-level": "--log-requests logs sizes and times, never texts",
     "--max-logprobs": "20 are the most",
@@ -347,6 +369,10 @@ REFUSED = {
     "--scheduling-policy": "give --schedule-policy, or --enable-priority-scheduling (docs/scheduling.md)",
     "--override-generation-config": "edit the folder's generation_config.json",
     "--preferred-sampling-params": "edit the folder's generation_config.json",
+    "--no-enable-chunked-prefill": "give --chunked-prefill-size -1",
+    "--completion-template": "send the whole prompt to /v1/completions",
+    "--default-chat-template-kwargs": "send chat_template_kwargs with each request",
+    "--mm-processor-kwargs": "give --mm-max-patches (docs/multimodal.md)",
     "--skip-tokenizer-init": "send input_ids to /generate, which has output_ids in its answers",
 }
 
@@ -403,6 +429,31 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
 
 def words_of(without_effect: Sequence[str]) -> list[str]:
     """Returns a line for each flag that has no effect."""
-    backends = dict.fromkeys((f"--attention-backend {name}" for name in _OTHER_BACKENDS), _KERNELS)
-    why = SWITCHES | SETTINGS | LISTS | backends | {"--ep 1": "each device has all experts without it"}
+    reasons = {"--attention-backend": _KERNELS, "--ep": "each device has all experts without it"}
+    reasons |= {"--grammar-backend": _GRAMMARS, "--load-format": "files are read as they are"}
+    of_values = {f"{flag} {value}": reasons[flag] for flag, values in OTHER_VALUES.items() for value in values}
+    why = SWITCHES | SETTINGS | LISTS | of_values
     return [f"{name} changes nothing here: {why[name]}" for name in dict.fromkeys(without_effect)]
+
+
+def own_arguments(config_type: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the arguments of `jaxsgl.LLM` that are for `config_type`, and those without effect, as `words_of` takes.
+
+    Raises `ConfigError` for one that would change something, with the way out.
+    """
+    names = fields_by_name(config_type)
+    own: dict[str, Any] = {}
+    without_effect: list[str] = []
+    for name, value in given.items():
+        flag = "--" + name.replace("_", "-")
+        if value is False and f"no_{name}" in names:
+            own[f"no_{name}"] = True
+        elif isinstance(value, str) and value.lower() in OTHER_VALUES.get(flag, ()):
+            without_effect.append(f"{flag} {value.lower()}")
+        elif flag in SWITCHES | SETTINGS | LISTS:
+            without_effect.append(flag)
+        elif flag not in REFUSED:
+            own[name] = value
+        elif value not in (None, False) and (value is True or value != 1):  # one of something is what there is
+            raise ConfigError(f"{name} is no argument: {REFUSED[flag]}")
+    return own, without_effect

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from jaxsgl.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
+LEAST_LIKENESS = 0.8  # of names of which one is taken for the other, misspelled; difflib's 0.6 finds other words
 
 
 def flag(
@@ -103,8 +104,9 @@ def fields_of(config_type: type, given: Mapping[str, Any]) -> dict[str, Any]:
     for spec in dataclasses.fields(config_type):
         nested = hints[spec.name]
         if dataclasses.is_dataclass(nested):
-            whole = f"{spec.name}={typing.cast(type, nested).__name__}"
-            parts |= {name: f"{whole}({name}=...)" for name in fields_by_name(nested)}
+            kind = typing.cast(type, nested)
+            whole, where = f"{spec.name}={kind.__name__}", f", from {kind.__module__}"
+            parts |= {name: f"{whole}({name}=...){where}" for name in fields_by_name(nested)}
             names[spec.name] = spec.name
     names |= fields_by_name(config_type)
     fields: dict[str, Any] = {}
@@ -130,7 +132,7 @@ def fields_by_name(config_type: Any) -> dict[str, str]:
 def _way_out(name: str, names: list[str], parts: Mapping[str, str]) -> str:
     if name in parts:
         return f"give {parts[name]}"
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=LEAST_LIKENESS)
     return f"is it {near[0]}?" if near else "leave it out (docs/flags.md)"
 
 

@@ -6,6 +6,7 @@ control carry out orders.
 
 from __future__ import annotations
 
+import logging
 import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from tqdm import tqdm
 
+from jaxsgl.config.command_line import own_arguments, words_of
 from jaxsgl.config.engine import BUNDLED_MODEL, EngineConfig
 from jaxsgl.config.flags import fields_of
 from jaxsgl.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
@@ -38,12 +40,17 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Encoded: TypeAlias = tuple[list[int], tuple[MediaItem, ...]]
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 class Offline:
     """An engine, its scheduler and its tokenizer. The arguments are those of `LLM`."""
 
     def __init__(self, model: str = BUNDLED_MODEL, **flags: Any) -> None:
-        self.config = EngineConfig(model=model, **fields_of(EngineConfig, flags))
+        own, without_effect = own_arguments(EngineConfig, flags)
+        for line in words_of(without_effect):
+            logger.info(line)
+        self.config = EngineConfig(model=model, **fields_of(EngineConfig, own))
         self._lock = threading.Lock()  # held while the engine serves a call or carries out an order
         self._is_closed = False
         self.engine, self._scheduler = build(self.config, limited=False)
