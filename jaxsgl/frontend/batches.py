@@ -447,7 +447,8 @@ class BatchStore:
             found, owner = kept
             if owner == tenant:
                 return found
-        raise NotFound(f"there is no {folder.name.removesuffix('es').removesuffix('s')} {object_id[:100]}")
+        kind = "file" if folder == self._files else "batch"
+        raise NotFound(f"there is no {kind} {object_id[:100]}")
 
     def _all(self, folder: Path, tenant: str) -> list[dict[str, Any]]:
         return sorted((found for found, owner in self._load_all(folder) if owner == tenant), key=_age, reverse=True)

@@ -210,7 +210,10 @@ class Tokenizer:
         """
         tokenizer = self._or_refuse()
         if not options.template and not self.has_chat_template:
-            raise InvalidRequest("the model has no chat template: send text or token_ids instead of chat messages")
+            raise InvalidRequest(
+                "the model has no chat template, so that it takes no chat messages: send text to /v1/completions, or "
+                "start the server with --chat-template FILE"
+            )
         if not turns:
             raise InvalidRequest("the chat has 0 messages: send at least one")
         if options.variables:

@@ -141,7 +141,7 @@ def test_errors_name_unknown_paths_and_methods(http: httpx.Client) -> None:
     assert "/v2/nothing" in error_of(missing)["message"]
     wrong = http.get("/generate")
     assert wrong.status_code == 405
-    assert "GET" in error_of(wrong)["message"]
+    assert "the method GET: send POST" in error_of(wrong)["message"]
     assert wrong.headers["allow"] == "POST"
 
 

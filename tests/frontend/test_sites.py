@@ -74,7 +74,8 @@ def test_a_page_whose_name_resolves_to_this_machine_reaches_nothing(http: httpx.
 def test_no_state_changes_by_get(http: httpx.Client) -> None:
     refused = http.get("/flush_cache")
     assert refused.status_code == 405
-    assert refused.headers["allow"] == "POST"
+    assert refused.headers["allow"] == http.put("/flush_cache").headers["allow"] == "POST"
+    assert "send POST, or start the server with --allow-get-control" in error_of(refused)["message"]
     assert http.post("/flush_cache").json()["success"]
 
 

@@ -168,8 +168,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     message = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = f"no such path: {request.method} {request.url.path}"
-    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        message = f"{request.url.path} doesn't know the method {request.method}"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and message == HTTPStatus.METHOD_NOT_ALLOWED.phrase:
+        allowed = (error.headers or {}).get("Allow")
+        message = f"{request.url.path} doesn't know the method {request.method}" + (
+            f": send {allowed}" if allowed else ""
+        )
     elif isinstance(error.__cause__, ValueError | RecursionError):  # JSON parser: too deep, or too long a number
         message = f"the body can't be read: {error.__cause__}"
     refused = answer(error.status_code, message)

@@ -403,7 +403,10 @@ class ResponseStore:
 
     def _way_out(self) -> str:
         if self.is_on:
-            return ": it may have made room for others: raise --responses-store"
+            return (
+                ": it was sent with store: false or to another server, or made room for others: send store: true, or "
+                "raise --responses-store"
+            )
         return ": start the server with --responses-store MIB"
 
 

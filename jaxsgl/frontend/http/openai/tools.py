@@ -29,7 +29,7 @@ from jaxsgl.text.call_grammar import (
 from jaxsgl.text.calls import FORMS, CallForm
 
 Mode = Literal["auto", "none", "required"]
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _PROMPT_TAIL = 64  # tokens in which a prompt may have opened the reasoning
 
 
@@ -67,7 +67,7 @@ def tool_use(body: ChatRequest) -> ToolUse:
         if given not in (None, "none", "auto"):
             raise InvalidRequest(f"tool_choice is {given!r:.100}, but there are no tools: send some, or leave it out")
         return ToolUse()
-    schemas = {tool.function.name: tool.function.parameters or NO_PARAMETERS for tool in tools}
+    schemas = {tool.function.name: _parameters(tool) for tool in tools}
     if len(schemas) < len(tools):
         raise InvalidRequest(f"{len(tools)} tools have {len(schemas)} different names: give each its own")
     mode, names = _choice(given, list(schemas))
@@ -91,8 +91,14 @@ def shown_tool(tool: Tool) -> dict[str, Any]:
     if function.get("description") is None:
         function["description"] = ""
     if function.get("parameters") is None:
-        function["parameters"] = dict(NO_PARAMETERS)
+        function["parameters"] = dict(_NO_PARAMETERS)
     return shown
+
+
+def _parameters(tool: Tool) -> Mapping[str, Any]:
+    """Returns the schema of a tool's arguments. An empty schema allows any, a missing one none."""
+    parameters = tool.function.parameters
+    return _NO_PARAMETERS if parameters is None else parameters or {"type": "object"}
 
 
 def _choice(given: str | dict[str, Any] | None, names: list[str]) -> tuple[Mode, list[str]]:

@@ -7,10 +7,13 @@ answered with status 400 and the engine's reason. app.py includes the router.
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import jaxsgl
@@ -57,6 +60,8 @@ def router(front_end: FrontEnd) -> APIRouter:
     router = APIRouter(route_class=StrictJson, tags=["sglang"])
     _add_control(router, front_end)
     _add_profiles(router, front_end)
+    if not front_end.config.allow_get_control:
+        _refuse_get(router, "/flush_cache", "/start_profile", "/stop_profile")
     _add_infos(router, front_end)
     _add_weights(router, front_end)
     _add_adapters(router, front_end)
@@ -135,6 +140,18 @@ def _ok(answer: Answer, failed: str) -> dict[str, Any]:
 def control_methods(config: ServerConfig) -> list[str]:
     """Methods of orders that SGLang also takes by GET. A link or an image of any web page sends a GET."""
     return ["GET", "POST"] if config.allow_get_control else ["POST"]
+
+
+def _refuse_get(router: APIRouter, *paths: str) -> None:
+    """Answers GET of orders that SGLang takes by it. After the routes themselves, whose method other answers name."""
+
+    async def refuse(request: Request) -> Response:
+        path = request.url.path
+        words = f"{path} changes the server's state: send POST, or start the server with --allow-get-control"
+        raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, words, {"Allow": "POST"})
+
+    for path in paths:
+        router.add_api_route(path, refuse, methods=["GET"], include_in_schema=False)
 
 
 def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
