@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -238,6 +239,13 @@ def test_a_tool_of_the_client_that_is_not_known_needs_a_schema() -> None:
     schema = {"type": "object", "properties": {"action": {"type": "string"}}}
     chat = chat_of(MessagesRequest.model_validate(ask("a", tools=[tool | {"input_schema": schema}])))
     assert chat.tools is not None and chat.tools[0].function.parameters == schema
+
+
+def test_the_client_lists_what_is_served(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.type, model.display_name) == ("model", model.id)
+    assert abs(model.created_at.timestamp() - time.time()) < 3600
+    assert client.models.retrieve(model.id) == model
 
 
 def test_a_key_may_come_in_anthropics_header(start_server: Callable[..., ServerProcess]) -> None:

@@ -490,7 +490,9 @@ def test_files_and_batches_are_refused_in_words(
         body = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"}
         assert "line 1: it is no JSON" in error_of(http.post("/v1/batches", json=body))["message"]
         assert http.get("/v1/files/..%2F..%2Fetc").status_code == 404
-        assert http.get("/v1/batches/batch-0").status_code == 404
+        for kind in ("file", "batch"):
+            missing = http.get(f"/v1/{kind.replace('ch', 'che')}s/{kind}-0")
+            assert (missing.status_code, error_of(missing)["message"]) == (404, f"there is no {kind} {kind}-0")
     with connect(server) as http:  # without --batch-dir
         for refused in (http.post("/v1/files", files={"file": b"a"}), http.get("/v1/batches/batch-0")):
             assert refused.status_code == 404 and "start it with --batch-dir" in error_of(refused)["message"]

@@ -175,7 +175,7 @@ def test_a_content_of_the_assistant_that_is_none_is_refused_beside_another_too()
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"previous_response_id": "resp_1"}, "no answer resp_1 is stored here"),
+        ({"previous_response_id": "resp_1"}, "stored here: it was sent with store: false or to another"),
         ({"conversation": "conv_1"}, "conversations are not kept here"),
         ({"background": True}, "background is true"),
         ({"input": []}, "must be a text, or a list"),

@@ -24,7 +24,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.http.openai.chat import chat_prompt, prepare_chat
 from jaxsgl.frontend.http.openai.schemas import ChatRequest
-from jaxsgl.frontend.http.openai.tools import AnswerForm, ToolUse, constrained
+from jaxsgl.frontend.http.openai.tools import AnswerForm, ToolUse, constrained, tool_use
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.text.call_stream import Part
 from jaxsgl.text.dialects import dialect_of
@@ -200,6 +200,15 @@ def test_reasoning_gets_a_budget(http: httpx.Client) -> None:
         assert name in refusal(http, PATH, messages=say("a"), **{name: -1})["message"]
     fields = {"thinking_token_budget": 5, "thinking_budget": 6}
     assert "differ" in refusal(http, PATH, messages=say("a"), **fields)["message"]
+
+
+def test_a_tool_without_parameters_takes_no_arguments() -> None:
+    functions: list[Any] = [{"name": "now"}, {"name": "any", "parameters": {}}, WEATHER["function"]]
+    body = {"messages": say("a"), "tools": [{"type": "function", "function": function} for function in functions]}
+    use = tool_use(ChatRequest.model_validate(body))
+    assert use.callable["now"] == use.shown[0]["function"]["parameters"]
+    assert use.callable["now"] == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert use.callable["any"] == {"type": "object"}
 
 
 def test_functions_are_an_older_word_for_tools(http: httpx.Client) -> None:

@@ -118,11 +118,14 @@ def _add_pooling(router: APIRouter, front_end: FrontEnd) -> None:
 
 def _add_models(router: APIRouter, front_end: FrontEnd) -> None:
     started_s = int(time.time())
+    started_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started_s))
 
     def card(adapter: LoadedAdapter | None = None) -> dict[str, object]:
         config = front_end.config
-        return {
-            "id": config.model_name if adapter is None else adapter.name,
+        name = config.model_name if adapter is None else adapter.name
+        of_anthropic = {"type": "model", "display_name": name, "created_at": started_at}
+        return of_anthropic | {
+            "id": name,
             "object": "model",
             "created": started_s,
             "owned_by": "jaxsgl",
