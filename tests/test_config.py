@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from jaxsgl.config.engine import EngineConfig, Limits, SchedulingConfig
 from jaxsgl.config.features import DisaggregationConfig, HostKvConfig, LoraConfig, SpeculationConfig
 from jaxsgl.config.flags import add_flags, fields_of, from_flags, public_flags
+from jaxsgl.config.kernels import OP_OF_NAME
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.requests.request import Request, SamplingParams, check_request, max_new_tokens
@@ -30,6 +33,12 @@ def test_every_field_is_a_flag_and_no_flag_is_the_default() -> None:
     )  # fmt: skip
     assert config.engine == EngineConfig(model="m", page_size=64, disable_radix_cache=True, decode_buckets=(1, 8))
     assert config.grpc_port == 0
+
+
+def test_the_help_of_kernels_names_every_operation() -> None:
+    (spec,) = (field for field in dataclasses.fields(EngineConfig) if field.name == "kernels")
+    for name in OP_OF_NAME:
+        assert re.search(rf"\b{name}\b", spec.metadata["help"]), name
 
 
 def test_arguments_of_the_offline_model_have_other_servers_names_too() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import fnmatch
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ MOST_WORDS = 40_000  # of the current pages together, tables and commands includ
 TOPS = ("jaxsgl", "pallas_kernels", "scripts", "tests", "docs", "benchmarks", ".ci")
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _TOP = "|".join(map(re.escape, TOPS))
@@ -49,6 +53,13 @@ def broken_links(page: Path) -> list[str]:
         if not file.exists() or (anchor and anchor not in anchors(file)):
             broken.append(target)
     return broken
+
+
+def python_blocks(page: Path) -> Iterator[ast.Module]:
+    """Fenced Python of the page, what of it is whole."""
+    for block in _PYTHON.findall(page.read_text()):
+        with contextlib.suppress(SyntaxError):
+            yield ast.parse(block)
 
 
 def _file_of(command: str) -> str:
@@ -116,3 +127,19 @@ def test_the_site_leads_to_every_page_but_dated_notes() -> None:
     listed = set(re.findall(r"[\w./-]+\.md", nav))
     pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
     assert listed == {page for page in pages if not page.startswith("notes/2")}
+
+
+def test_snippets_import_the_configurations_that_they_make() -> None:
+    for page in CURRENT:
+        for block in python_blocks(page):
+            nodes = list(ast.walk(block))
+            used = {node.id for node in nodes if isinstance(node, ast.Name) and node.id.endswith("Config")}
+            imported = {name.name for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names}
+            assert used <= imported, f"{page.name}: {used - imported}"
+
+
+def test_the_batch_of_the_page_goes_to_the_endpoint_that_its_snippet_names() -> None:
+    page = ROOT / "docs" / "batch.md"
+    lines = [json.loads(line) for line in page.read_text().splitlines() if line.startswith('{"custom_id"')]
+    (endpoint,) = re.findall(r'endpoint="([^"]+)"', page.read_text())
+    assert len(lines) > 1 and {line["url"] for line in lines} == {endpoint}
