@@ -47,7 +47,7 @@ def _files(*commands: str, **properties: Mapping[str, Any]) -> dict[str, Any]:
 
 _BASH = Definition(
     "Run a command in a bash shell that stays open between calls, or restart the shell.",
-    _object((), command=_TEXT, restart={"type": "boolean"}),
+    _object(("command",), command=_TEXT, restart={"type": "boolean"}),
 )
 _EDITOR_WORDS = "View, create and edit files. A view of a folder lists its files."
 _EDITS = ("view", "create", "str_replace", "insert")
