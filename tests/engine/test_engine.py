@@ -162,6 +162,13 @@ def test_steps_in_which_a_sequence_takes_no_part_leave_its_pages_and_its_last_to
     assert np.asarray(four_steps._runner.state.last_tokens)[:2].tolist() == [tokens[0, 0], tokens[3, 1]]
 
 
+def test_a_file_of_buckets_is_read_before_the_weights(tiny_config: ConfigMaker) -> None:
+    """The folder has no weights, which would be the next error."""
+    sizes: dict[str, Any] = {"decode_buckets": (), "extend_buckets": (), "auto_buckets": "none.json"}
+    with pytest.raises(ConfigError, match=r"--auto-buckets none\.json can't be read"):
+        Engine(tiny_config(load_format="auto", **sizes), progress=False)
+
+
 def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
     driver = Driver(engine)
     before = engine.recompiles
