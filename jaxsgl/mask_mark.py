@@ -1,9 +1,9 @@
-"""`MaskMark`: which request the engine makes a mask for right now, in memory that outlives the engine.
+"""`MaskMark`: whose grammar the engine works on right now, in memory that outlives the engine.
 
-Masks of grammars are the one place where native code works on a client's data inside the engine's loop. If the engine
-dies or hangs there, its front ends read here whose request it was: that one must not be sent again, all others may.
-The engine's loop writes (scheduler/apply.py), each front-end process reads (frontend/engines/link.py); ipc.py says
-where.
+Grammars are the one place where native code works on a client's data inside the engine's loop: it makes masks, and
+takes and tries tokens. If the engine dies or hangs there, its front ends read here whose request it was: that one must
+not be sent again, all others may. The engine's loop writes (requests/grammar_work.py), each front-end process reads
+(frontend/engines/link.py); ipc.py says where.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 MAX_ID_BYTES = 1024  # of a longer id only so much is kept, and it isn't found
-_HEAD = struct.Struct("<QH")  # number of the mask, bytes of the id; 0: no mask is being made
+_HEAD = struct.Struct("<QH")  # number of the call, bytes of the id; 0: none runs
 
 logger = logging.getLogger(__name__)
 
 
 class Marked(NamedTuple):
-    """A mask that is being made.
+    """A call on a grammar, for a mask or with a token, that runs.
 
     Attributes:
-      number: of the mask, of all since the engine's start.
+      number: of all such calls since the engine's start.
       request_id: whose it is, as the engine calls it.
     """
 
@@ -34,7 +34,7 @@ class Marked(NamedTuple):
 
 
 class MaskMark:
-    """Shared memory in a file, for one writer. A microsecond for each mask."""
+    """Shared memory in a file, for one writer. A microsecond for each call."""
 
     def __init__(self, path: Path) -> None:
         """Opens the file, which is made if it is missing. Raises OSError."""
@@ -51,18 +51,18 @@ class MaskMark:
         self._number = 0
 
     def begin(self, request_id: str) -> None:
-        """The engine begins the mask of a request."""
+        """The engine begins a call on the grammar of a request."""
         self._number += 1
         name = request_id.encode()[:MAX_ID_BYTES]
         self._memory[_HEAD.size : _HEAD.size + len(name)] = name
         _HEAD.pack_into(self._memory, 0, self._number, len(name))
 
     def end(self) -> None:
-        """The mask is made."""
+        """The call has returned."""
         _HEAD.pack_into(self._memory, 0, self._number, 0)
 
     def read(self) -> Marked | None:
-        """The mask that is being made; None: none is."""
+        """The call that runs; None: none does."""
         number, length = _HEAD.unpack_from(self._memory, 0)
         if not length:
             return None
@@ -88,5 +88,5 @@ def open_mark(path: Path) -> MaskMark | NoMark:
     try:
         return MaskMark(path)
     except OSError as error:
-        logger.warning("if a mask ends the engine, its request can't be told: %s", error)
+        logger.warning("if a grammar ends the engine, its request can't be told: %s", error)
         return NoMark()

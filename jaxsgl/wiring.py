@@ -39,7 +39,7 @@ from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.orders import LoadAdapter
 from jaxsgl.models import Params
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.scheduler.apply import Mark
+from jaxsgl.requests.grammar_work import Mark
 from jaxsgl.scheduler.grammars.queue import GrammarQueue, Grammars, NoGrammars, grammars_of_ranks
 from jaxsgl.scheduler.orders.adapters import load
 from jaxsgl.scheduler.ranks import RankedScheduler
@@ -73,7 +73,7 @@ def build(
       config: flags.
       limited: whether the flags that limit the queue and the time of requests hold, as in a server. Offline use, whose
         caller waits for all answers, sets them aside.
-      mark: notes whose mask is being made.
+      mark: notes whose grammar is worked on.
       hosts: those that share the model.
     """
     retract_every()  # fails now, not after minutes

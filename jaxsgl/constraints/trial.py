@@ -1,4 +1,4 @@
-"""`Trial`: compiles a grammar and makes some masks of it in a child process, before the engine compiles it.
+"""`Trial`: compiles a grammar and follows an output of it in a child process, before the engine compiles it.
 
 Compiling is native code that takes minutes and gigabytes for some short grammars, and may end its process. Inside the
 engine a thread that is busy with it can't be ended, and the serving loop that makes the masks can't leave one. So what
@@ -17,10 +17,11 @@ import numpy as np
 
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.grammar_work import GrammarWork
 from jaxsgl.sandbox import Limits, Sandbox, SandboxLimit
 
 MAX_TRIAL_BYTES = 128 << 20  # the largest that is of use takes 32 MiB: 262,144 characters of schema
-NUM_MASKS = 10
+NUM_TOKENS = 64  # of the output that is followed: more takes no more time a token, unless the grammar is ambiguous
 CLOCK_FACTOR = 4  # time by the clock for each second of processor time: other work may keep the processors busy
 
 
@@ -79,18 +80,24 @@ def make(argument: bytes) -> Callable[[bytes], bytes]:
     compiler = Compiler(Path(vocabulary.folder), vocabulary.vocab_size, vocabulary.eos_token_ids)
 
     def try_it(request: bytes) -> bytes:
-        """Compiles a grammar, and follows an output of its first allowed tokens; returns the bytes that it took."""
+        """Compiles a grammar, and follows an output of its first allowed tokens; returns the bytes that it took.
+
+        Raises `InvalidRequest` for what the engine would have no time for, too.
+        """
         grammar = msgspec.json.decode(request, type=Grammar)
         words = np.zeros(-(-vocabulary.vocab_size // 32), dtype=np.uint32)
         before = _held_bytes()
-        matcher = compiler.compile(grammar)
-        for _ in range(NUM_MASKS):
-            matcher.mask_into(words)
+        matcher, work = compiler.compile(grammar), GrammarWork()
+        for num_tokens in range(NUM_TOKENS):
+            with work:
+                matcher.mask_into(words)
             allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
             text = allowed[~np.isin(allowed, vocabulary.eos_token_ids)]
             if matcher.ended or not len(text):
                 break
-            matcher.advance(int(text[0]))
+            with work:
+                matcher.advance(int(text[0]))
+            work.check(num_tokens + 1)
         return b"%d" % max(0, _held_bytes() - before)
 
     return try_it

@@ -58,18 +58,6 @@ class Builder(Protocol):
         ...
 
 
-class Mark(Protocol):
-    """Notes whose mask is being made, where it is found if this process dies meanwhile."""
-
-    def begin(self, request_id: str) -> None:
-        """The mask of that request begins."""
-        ...
-
-    def end(self) -> None:
-        """It is made."""
-        ...
-
-
 MakeBuilder: TypeAlias = Callable[..., Builder]  # as `BatchBuilder.__init__`, without `adapters` if there are none
 
 
@@ -254,7 +242,7 @@ class Applier:
         self.end(req)
         return Reply(req.request_id, (), FinishReason.STOP, req.cached_tokens, index=req.index)
 
-    def masks(self, num_choices: int, mark: Mark) -> tuple[Words, list[Reply]]:
+    def masks(self, num_choices: int) -> tuple[Words, list[Reply]]:
         """`[num_choices, ceil(V / 32)]` for the step that was launched last, and replies of requests that end here.
 
         Called between its forward program and the program that chooses tokens, once the tokens before of its requests
@@ -270,7 +258,6 @@ class Applier:
                 continue
             drafts = step.drafts_of(place)
             assert req.num_launched == len(req.output_ids) + 1 + len(drafts), "its tokens of a step before are not read"
-            mark.begin(req.request_id)
             try:
                 of_req = words[step.choices(place)]
                 if req.constraint.mask_into(of_req[0], req.output_ids):
@@ -281,8 +268,6 @@ class Applier:
                 self.end(req)
             except Exception as error:
                 replies.append(self.fail(req.request_id, error))
-            finally:
-                mark.end()
             words[step.choices(place)] = ALL
         return words, replies
 

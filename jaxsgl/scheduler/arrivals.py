@@ -14,6 +14,7 @@ from jaxsgl.config.engine import Limits
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Refusal, RefusalKind, Reply
+from jaxsgl.requests.grammar_work import Mark
 from jaxsgl.requests.outputs import LAST_TOKEN, PoolingSpec
 from jaxsgl.requests.request import FinishReason, Request, check_request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier
@@ -35,6 +36,7 @@ class Arrivals:
       random_seed: seed for the seeds of requests that bring none.
       applier: ends requests that may hold pages.
       grammars: compiles grammars, or refuses them.
+      mark: notes whose grammar is worked on.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Arrivals:
         random_seed: int,
         applier: Applier,
         grammars: Grammars,
+        mark: Mark,
     ) -> None:
         self._state = state
         self._requests = state.requests
@@ -52,7 +55,7 @@ class Arrivals:
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(random_seed)
         self._applier = applier
-        self._grammars = grammars
+        self._grammars, self._mark = grammars, mark
 
     def go_on_from(self, former: Arrivals) -> None:
         """Draws the seeds that `former`, in whose place this comes, would have drawn next."""
@@ -141,7 +144,7 @@ class Arrivals:
         if sampling.allowed_token_ids or sampling.bad_word_ids:
             limits = TokenLimits(sampling, self._state.capacity.vocab_size)
         for req in samples:
-            req.constrain(matcher, self._eos_token_ids, limits)
+            req.constrain(matcher, self._eos_token_ids, limits, self._mark)
 
     def _samples(self, request: Request) -> list[Req]:
         """All samples of a request that was not refused; sample 0 leads the others."""

@@ -33,6 +33,7 @@ from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.cache.host_pages import HostPage
 from jaxsgl.cache.manager import namespace_of
 from jaxsgl.cache.pages import IntArray, Lease
+from jaxsgl.requests.grammar_work import GrammarWork, Mark
 from jaxsgl.requests.media import MediaItem, hash_ids
 from jaxsgl.requests.request import MAX_SEED, FinishReason, Request
 from jaxsgl.scheduler.grammars.constraint import Constraint, Matcher, TokenLimits
@@ -289,9 +290,12 @@ class Req:
         """Whether its grammar has ended its output, without a stop token."""
         return self.constraint is not None and self.constraint.ended and self.output_ids[-1] not in self.stop_ids
 
-    def constrain(self, matcher: Matcher, eos_token_ids: frozenset[int], limits: TokenLimits | None) -> None:
+    def constrain(
+        self, matcher: Matcher, eos_token_ids: frozenset[int], limits: TokenLimits | None, mark: Mark
+    ) -> None:
         """Holds its output to a grammar, whose `matcher` is that of an empty output, and to `limits`."""
-        self.constraint = Constraint(matcher, eos_token_ids, self.stop_ids, self.sampling.min_tokens, limits)
+        work = GrammarWork(mark, self.request_id)
+        self.constraint = Constraint(matcher, eos_token_ids, self.stop_ids, self.sampling.min_tokens, limits, work)
 
     def stored_ids(self) -> IntArray:
         """The `hash_ids` of tokens whose KV is stored or in flight: what may be shared."""

@@ -38,9 +38,10 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import BucketTimes, Load, RankLoad, Refusal, Reply, Totals
+from jaxsgl.requests.grammar_work import Mark
 from jaxsgl.requests.placement import PlaceLoad
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.apply import Applier, Builder, MakeBuilder, Mark
+from jaxsgl.scheduler.apply import Applier, Builder, MakeBuilder
 from jaxsgl.scheduler.arrivals import Arrivals, QueueLimits
 from jaxsgl.scheduler.budget import NewTokenRatio, Timing, pages_held_for
 from jaxsgl.scheduler.engine_ops import EngineOps
@@ -103,7 +104,7 @@ class Scheduler:
       loads: when loading from `tier` pays.
       max_loaded_loras: adapters that may be loaded; None: any number.
       grammars: compiles the grammars of requests, or refuses them.
-      mark: notes whose mask is being made.
+      mark: notes whose grammar is worked on.
       drafter_of: makes the drafter of each sample, if `buckets` have programs that verify drafts.
       step_costs: says how many drafts pay.
       turns: which running requests decode in a step.
@@ -211,9 +212,9 @@ class Scheduler:
         builder = make_builder(buckets, table, sampling, capacity.page_size, *of_adapters, **of_states)
         self._applier = Applier(self.state, builder, sampling, self._stopwatch)
         self._arrivals = Arrivals(
-            self.state, self.queue_limits, eos_token_ids, random_seed, self._applier, grammars
+            self.state, self.queue_limits, eos_token_ids, random_seed, self._applier, grammars, mark
         )  # fmt: skip
-        self._grammars, self._mark = grammars, mark
+        self._grammars = grammars
         self._replies: list[Reply] = []
         self._pauses: set[PauseReason] = set()
 
@@ -480,7 +481,7 @@ class Scheduler:
 
         `num_choices` is that of its bucket. The steps before it that had its requests must be collected.
         """
-        words, replies = self._applier.masks(num_choices, self._mark)
+        words, replies = self._applier.masks(num_choices)
         self._replies += replies
         return words
 

@@ -52,6 +52,14 @@ def test_a_grammar_that_takes_too_long_is_refused_in_time(trial: Trial, monkeypa
     assert trial.run(Grammar("choice", '["a"]')) >= 0
 
 
+def test_a_grammar_that_would_keep_the_engine_from_others_is_refused(trial: Trial) -> None:
+    """Each token of "aaa..." may belong to any of 600 names: a mask is cheap, and to take a token is not."""
+    names = range(600)
+    rules = "\n".join(f"a{i}: /a/ | /a+/ b{i}?\nb{i}: /a/" for i in names)
+    with pytest.raises(InvalidRequest, match=r"the grammar took \d\.\d s for \d+ tokens, for which others wait"):
+        trial.run(Grammar("lark", f"start: {' '.join(f'a{i}?' for i in names)}\n{rules}"))
+
+
 def test_a_grammar_that_others_kept_from_the_processor_may_be_tried_later(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:

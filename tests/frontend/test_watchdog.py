@@ -223,7 +223,7 @@ def test_the_request_whose_mask_ended_the_engine_is_not_to_be_sent_again_and_all
                 list(other)
             assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     assert server.wait_for_exit() == 1
-    assert "while it made the mask of request" in server.log
+    assert "while it worked on the grammar of request" in server.log
 
 
 def test_an_engine_is_given_up_after_ten_seconds_in_one_mask(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_an_engine_is_given_up_after_ten_seconds_in_one_mask(tmp_path: Path) -> 
         mark.begin("a")
         assert engine.ticks(1) == [None], "each time it is another mask"
         engine.answer()
-    assert engine.ticks(2) == [None, "the engine has been busy with one mask for 10 s"]
+    assert engine.ticks(2) == [None, "the engine has been busy with one token of a grammar for 10 s"]
     mark.end()
     assert engine.ticks(1) == [None]
 

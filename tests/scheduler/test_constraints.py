@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +21,11 @@ from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.orders import Abort, ToEngine
 from jaxsgl.messages.replies import RefusalKind, Reply
+from jaxsgl.requests import grammar_work
 from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.grammar_work import GrammarWork
 from jaxsgl.requests.request import FinishReason, Request, SamplingParams
-from jaxsgl.scheduler.grammars.constraint import ALL, Words
+from jaxsgl.scheduler.grammars.constraint import ALL, Constraint, Words
 from jaxsgl.scheduler.grammars.queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, FakeHandle, RetractEvery, ScriptedMailbox, generate
@@ -222,6 +225,85 @@ def test_a_request_whose_first_token_ends_it_by_a_failure_leaves_nothing_behind(
     assert refusal(mailbox, "a") == "invalid: the grammar goes beyond its limits"
     scheduler.check()
     assert not scheduler.state.requests._arrived_s, "its times"
+
+
+class Marks:
+    """Whose grammar is worked on; `ids` are all of them so far."""
+
+    def __init__(self) -> None:
+        self.now = ""
+        self.ids: list[str] = []
+
+    def begin(self, request_id: str) -> None:
+        self.now = request_id
+        self.ids.append(request_id)
+
+    def end(self) -> None:
+        self.now = ""
+
+
+class Slow(FakeMatcher):
+    """Takes time in one of its methods, and is marked in all."""
+
+    def __init__(self, slow: str, marks: Marks) -> None:
+        super().__init__(1, 100, VOCAB)
+        self._slow, self._marks = slow, marks
+
+    def _work(self, method: str) -> None:
+        assert self._marks.now == "a", f"nothing says whose {method} runs"
+        until_s = time.thread_time() + 2e-3
+        while method == self._slow and time.thread_time() < until_s:
+            pass
+
+    def copy(self) -> Slow:
+        self._work("copy")
+        other = Slow(self._slow, self._marks)
+        other.output = self.output.copy()
+        return other
+
+    def advance(self, token_id: int) -> None:
+        self._work("advance")
+        super().advance(token_id)
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        self._work("num_allowed")
+        return super().num_allowed(token_ids)
+
+    def mask_into(self, words: Words) -> None:
+        self._work("mask_into")
+        super().mask_into(words)
+
+
+@pytest.mark.parametrize("slow", ["", "copy", "advance", "num_allowed", "mask_into"])
+def test_all_that_a_grammar_does_counts_against_its_time_and_says_whose_it_is(
+    slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_work, "CPU_S", 0.02)
+    monkeypatch.setattr(grammar_work, "CPU_S_PER_TOKEN", 0.0002)
+    marks = Marks()
+    constraint = Constraint(Slow(slow, marks), EOS, EOS, 0, work=GrammarWork(marks, "a"))
+    words = np.zeros((2, -(-VOCAB // 32)), dtype=np.uint32)
+    follower = FakeMatcher(1, 100, VOCAB)
+
+    def follow() -> None:
+        for _ in range(80):
+            (token_id, *_) = follower.allowed()
+            constraint.num_allowed([token_id])
+            assert constraint.mask_into(words[0])
+            bound = constraint.masks_ahead(words, [], [token_id])
+            if bound.error is not None:
+                raise bound.error
+            constraint.advance(token_id)
+            follower.advance(token_id)
+
+    if not slow:
+        monkeypatch.setattr(grammar_work, "CPU_S", 10.0)
+        follow()
+    else:
+        with pytest.raises(InvalidRequest, match=r"the grammar took 0\.. s for \d+ tokens.*simplify it"):
+            follow()
+        assert len(follower.output) > 2, "it has some time at first"
+    assert marks.now == "" and len(marks.ids) > 4 * len(follower.output)
 
 
 def test_a_token_that_the_mask_allowed_and_the_grammar_refuses_is_our_fault(caplog: pytest.LogCaptureFixture) -> None:

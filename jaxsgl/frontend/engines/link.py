@@ -213,7 +213,7 @@ class EngineLink:
 
     @property
     def masking(self) -> Marked | None:
-        """The mask that the engine makes right now, or made when it died, or None."""
+        """The call on a grammar that the engine is in, or was in when it died, or None."""
         return self._mark.read()
 
     def fail(self, reason: str, culprit: str | None = None) -> None:
@@ -224,9 +224,7 @@ class EngineLink:
         self.refuse(reason)
         for engine_id, stream in self._streams.items():
             if engine_id == culprit:
-                stream.fail(
-                    RequestFailed(f"{reason} while it made the mask of this request's grammar: don't repeat it")
-                )
+                stream.fail(RequestFailed(f"{reason} while it worked on this request's grammar: don't repeat it"))
             else:
                 stream.fail(EngineUnavailable(reason))
         for answer in self._answers.values():
@@ -241,7 +239,7 @@ class EngineLink:
         self.load = msgspec.structs.replace(self.load, **NOTHING_HELD)
         if self._info is not None and not self._stopping:
             masking = self.masking
-            of_mask = "" if masking is None else f" while it made the mask of request {masking.request_id}"
+            of_mask = "" if masking is None else f" while it worked on the grammar of request {masking.request_id}"
             logger.error("%s%s; ending %d open calls", reason, of_mask, self.num_open)
             self.fail(reason, None if masking is None else masking.request_id)
         self._ready_or_dead.set()

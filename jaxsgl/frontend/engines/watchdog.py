@@ -24,7 +24,7 @@ from jaxsgl.messages.orders import Ping
 MAX_TICK_S = 5.0
 TICKS = 4  # at least this many in `limit_s`
 PATIENCE = 5  # times `limit_s` from the engine's last sign of life until the server ends
-MASK_LIMIT_S = 10.0  # for one mask, which takes milliseconds; its request won't be sent again
+MASK_LIMIT_S = 10.0  # for one mask or token, which takes milliseconds; its request won't be sent again
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 class Watchdog:
     """Watches `engine`, which counts as stuck after `limit_s` seconds without a message, or without a step it owes.
 
-    One that is in the same mask for `MASK_LIMIT_S` must end: no wait helps it, and the request that did it is known.
-    With `keep_alive` a stuck engine is given any time to move again.
+    One that is at the same token of a grammar for `MASK_LIMIT_S` must end: no wait helps it, and the request that did
+    it is known. With `keep_alive` a stuck engine is given any time to move again.
 
     Attributes:
       dump_s: seconds for the engine's stacks to arrive before the server ends.
@@ -90,7 +90,7 @@ class Watchdog:
     def _problem(self, limit_s: float) -> str | None:
         """Why the engine has been stuck for `limit_s` seconds or more, None if it hasn't."""
         if self._mask_ticks * self._tick_s >= MASK_LIMIT_S:
-            return f"the engine has been busy with one mask for {MASK_LIMIT_S:g} s"
+            return f"the engine has been busy with one token of a grammar for {MASK_LIMIT_S:g} s"
         if self._silent_ticks * self._tick_s >= limit_s:
             return f"the engine has given no sign of life for {limit_s:g} s"
         if self._stalled_ticks * self._tick_s >= limit_s:

@@ -10,7 +10,6 @@ its output stays. `Matcher` is what the scheduler knows of compiled grammars; co
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -18,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.requests.grammar_work import GrammarWork
 from jaxsgl.requests.request import SamplingParams
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 
 ALL = 0xFFFFFFFF
-MASK_CPU_S, MASK_CPU_S_PER_TOKEN = 0.5, 0.005  # that the masks of a sample may take: others wait meanwhile
 
 
 class Matcher(Protocol):
@@ -136,6 +135,7 @@ class Constraint:
       stop_ids: those and others that end this sample.
       min_tokens: before so many none of `stop_ids` may be drawn.
       limits: None: the sample has none.
+      work: measures and marks all that the matcher does. None: it is measured alone.
     """
 
     __slots__ = (
@@ -146,9 +146,9 @@ class Constraint:
         "_min_tokens",
         "_num_ahead",
         "_num_tokens",
-        "_seconds",
         "_sets",
         "_words",
+        "_work",
     )
 
     def __init__(
@@ -158,14 +158,16 @@ class Constraint:
         stop_ids: Collection[int],
         min_tokens: int,
         limits: TokenLimits | None = None,
+        work: GrammarWork | None = None,
     ) -> None:
-        self._matcher = matcher.copy()
+        self._work = work or GrammarWork()
+        with self._work:
+            self._matcher = matcher.copy()
         self._has_grammar = not isinstance(matcher, AnyTokens)
         self._limits = limits
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._num_ahead = 0  # masks made behind drafts
-        self._seconds = 0.0
+        self._num_ahead = 0  # drafts that were followed
         ids = np.array(sorted({*(eos_ids if self._has_grammar else ()), *stop_ids}), dtype=np.int64)
         self._words = np.unique(ids // 32)
         self._keeps = ~_bits(ids, self._words)
@@ -179,11 +181,12 @@ class Constraint:
     def advance(self, token_id: int) -> None:
         """Takes the next token of the output, unless it ended it. Raises `InvalidRequest` or `RequestFailed`."""
         self._num_tokens += 1
-        self._matcher.advance(token_id)
+        self._advance(self._matcher, token_id, self._num_tokens)
 
     def num_allowed(self, drafts: Sequence[int]) -> int:
         """How many of `drafts`, from the first, the grammar allows next; a question. Limits may allow fewer."""
-        return self._matcher.num_allowed(drafts)
+        with self._work:
+            return self._matcher.num_allowed(drafts)
 
     def mask_into(self, words: Words, output_ids: Sequence[int] = ()) -> bool:
         """Writes to `words [ceil(V / 32)]` which tokens may follow `output_ids`; False: the output is complete instead.
@@ -203,15 +206,16 @@ class Constraint:
           output_ids: of the sample.
           drafts: tokens that are supposed to follow them.
         """
-        matcher = self._matcher.copy()
+        with self._work:
+            matcher = self._matcher.copy()
         for count, draft in enumerate(drafts, 1):
             if not words[count - 1, draft // 32] >> np.uint32(draft % 32) & 1:
                 break
             try:
-                matcher.advance(draft)
+                self._num_ahead += 1
+                self._advance(matcher, draft, self._num_tokens + count)
                 if matcher.ended:
                     break
-                self._num_ahead += 1
                 known = [*output_ids, *drafts[:count]]
                 if self._mask_into(words[count], known, matcher, self._num_tokens + count):
                     continue
@@ -222,16 +226,17 @@ class Constraint:
             return Bound(count, error)
         return NO_BOUND
 
+    def _advance(self, matcher: Matcher, token_id: int, num_tokens: int) -> None:
+        with self._work:
+            matcher.advance(token_id)
+        self._work.check(num_tokens, self._num_ahead)
+
     def _mask_into(self, words: Words, output_ids: Sequence[int], matcher: Matcher, num_tokens: int) -> bool:
-        start_s = time.thread_time()
-        matcher.mask_into(words)
-        self._seconds += time.thread_time() - start_s
-        if self._seconds > MASK_CPU_S + MASK_CPU_S_PER_TOKEN * (num_tokens + self._num_ahead):
-            raise InvalidRequest(
-                f"the grammar took {self._seconds:.1f} s for {num_tokens} tokens, for which others wait: simplify it"
-            )
+        with self._work:
+            matcher.mask_into(words)
+            accepts = matcher.accepts
+        self._work.check(num_tokens, self._num_ahead)
         words[self._words] &= self._keeps
-        accepts = matcher.accepts
         if accepts and num_tokens >= self._min_tokens:
             words[self._words] |= self._sets
         if self._limits is not None:
