@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from jaxsgl.scheduler.speculation.occurrences import Occurrences
+from jaxsgl.scheduler.speculation import occurrences
+from jaxsgl.scheduler.speculation.occurrences import NEWEST, Occurrences
 
 
 def naive(text: list[int], context: Sequence[int], shortest: int, longest: int) -> tuple[int, list[int]]:
@@ -20,7 +21,10 @@ def naive(text: list[int], context: Sequence[int], shortest: int, longest: int) 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_longest_match_is_found_with_all_its_places_however_the_text_came(seed: int) -> None:
+def test_the_longest_match_is_found_with_all_its_places_however_the_text_came(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(occurrences, "NEWEST", 10_000)
     chance = random.Random(seed)
     shortest = chance.randint(1, 4)
     longest = shortest + chance.randint(0, 8)
@@ -59,6 +63,16 @@ def test_a_thousand_tokens_of_a_prompt_take_a_millisecond_and_thirty_kilobytes_a
         seconds.append(time.thread_time() - start_s)
     assert min(seconds) < 16e-3
     assert known.num_bytes < 16 * 30_000
+
+
+def test_of_new_tokens_that_repeat_the_newest_places_are_looked_at_alone() -> None:
+    for before in (0, 5000):
+        known = Occurrences(2, 8)
+        known.extend(range(before))
+        known.extend([5] * 200)
+        length, places = known.find([5] * 8)
+        assert length == 8 and len(places) <= NEWEST
+        assert known.last([5] * 8) == (8, before + 199)
 
 
 def test_looking_up_does_not_take_longer_in_a_text_that_repeats_one_token() -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from jaxsgl.config.features import SpeculationConfig
@@ -10,10 +12,12 @@ from jaxsgl.messages.replies import Run
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.outputs import Pooling
 from jaxsgl.requests.request import POOLING_SAMPLING, Request, SamplingParams
+from jaxsgl.scheduler.speculation import occurrences, sources
 from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, Drafter
+from jaxsgl.scheduler.speculation.occurrences import Bulk
 from jaxsgl.scheduler.speculation.pace import LONGEST_WAIT, Pace, shares
 from jaxsgl.scheduler.speculation.proposing import Drafters
-from jaxsgl.scheduler.speculation.sources import Prediction, PromptLookup
+from jaxsgl.scheduler.speculation.sources import PredictedText, Prediction, PromptLookup
 from jaxsgl.text.sample import Speculated
 
 NGRAM = SpeculationConfig("NGRAM")
@@ -67,9 +71,39 @@ def test_prompt_lookup_proposes_what_followed_the_last_longest_match(seed: int) 
         text.append(new)
 
 
+@pytest.mark.parametrize("algorithm", ["NGRAM", "SUFFIX"])
+def test_samples_of_a_request_share_what_is_sorted_of_their_prompt_and_prediction(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_sorted = []
+
+    class Counted(Bulk):
+        def __init__(self, tokens: array[int], longest: int) -> None:
+            num_sorted.append(len(tokens))
+            super().__init__(tokens, longest)
+
+    for module in (occurrences, sources):
+        monkeypatch.setattr(module, "Bulk", Counted)
+    prompt, answer = list(range(1000)), list(range(300, 340))
+    drafters, asked = Drafters(SpeculationConfig(algorithm)), request(prompt, prediction_ids=answer)
+    asked = msgspec.structs.replace(asked, sampling=SamplingParams(n=4))
+    samples = [drafters(asked) for _ in range(4)]
+    for number, sample in enumerate(samples):
+        sample.extend(prompt)
+        sample.extend([*range(100 * number, 100 * number + 40)])
+        assert sample.propose(3) == tuple(100 * number + 40 + i for i in range(3))
+    assert num_sorted == [len(answer), len(prompt)]
+    samples[0].extend(range(5000, 5200))
+    for sample in samples[1:]:
+        assert sample.propose(3)[0] < 400, "each goes on by itself"
+    other = drafters(request([7, 8, 9] * 200))
+    other.extend([7, 8, 9] * 200)
+    assert other.propose(2) == (7, 8)
+
+
 def test_a_prediction_is_proposed_from_its_beginning_and_taken_up_again_after_a_change() -> None:
     expected = list(range(100, 160))
-    source = Prediction(expected, prompt_len=3)
+    source = Prediction(PredictedText(expected), prompt_len=3)
     source.extend([1, 2, 3])
     assert source.propose(4) == (100, 101, 102, 103)
     source.extend([100, 101])
@@ -86,7 +120,7 @@ def test_a_prediction_is_proposed_from_its_beginning_and_taken_up_again_after_a_
 
 def test_a_prediction_that_repeats_itself_is_followed_in_order() -> None:
     line = [1, 2, 3, 4, 5, 6, 7, 8]
-    source = Prediction([*line, 50, *line, 60, *line, 70], prompt_len=0)
+    source = Prediction(PredictedText([*line, 50, *line, 60, *line, 70]), prompt_len=0)
     source.extend([*line, 50, 99, 3, 4])
     assert source.propose(5) == (5, 6, 7, 8, 60)
 

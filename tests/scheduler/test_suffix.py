@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+from array import array
 
 import pytest
 
@@ -101,6 +103,20 @@ def test_the_oldest_answers_go_first_and_memory_stays_bounded() -> None:
     assert knows(written[-1]) and knows(written[-4]) and not knows(written[5])
     answers.add(("b", ""), [chance.randrange(50_000) for _ in range(5000)])
     assert answers.num_bytes <= most
+
+
+@pytest.mark.parametrize("vocab_size", [200, 50_000])
+def test_answers_take_no_more_memory_than_they_may(vocab_size: int) -> None:
+    chance, most = random.Random(0), 4 << 20
+    written = [array("i", [chance.randrange(vocab_size) for _ in range(500)]) for _ in range(60)]
+    tracemalloc.start()
+    try:
+        answers = PastAnswers(most)
+        for answer in written:
+            answers.add(OWNER, answer)
+        assert tracemalloc.get_traced_memory()[0] < most
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_common_context_is_known_by_its_newest_places() -> None:

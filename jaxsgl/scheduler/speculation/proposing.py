@@ -17,8 +17,17 @@ from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.speculation.drafter import NO_DRAFTS, DeviceDrafts, Drafter
+from jaxsgl.scheduler.speculation.occurrences import SharedBulk
 from jaxsgl.scheduler.speculation.pace import Pace
-from jaxsgl.scheduler.speculation.sources import FromDevice, PastAnswers, Prediction, PromptLookup, Source, SuffixLookup
+from jaxsgl.scheduler.speculation.sources import (
+    FromDevice,
+    PastAnswers,
+    PredictedText,
+    Prediction,
+    PromptLookup,
+    Source,
+    SuffixLookup,
+)
 
 LONG_MATCH = (3, 8)  # tokens of a match, at least and at most, that may be right where the drafts of weights aren't
 
@@ -105,6 +114,15 @@ class Proposing(Drafter):
         return self._sources[self._asked][0] is self._prediction
 
 
+class _Shared:
+    """What the drafters of a request's samples have in common: what is sorted of its prompt, and its prediction."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.prompt = SharedBulk()
+        self.prediction = PredictedText(request.prediction_ids) if request.prediction_ids else None
+
+
 class Drafters:
     """Makes the drafter of each sample of each request.
 
@@ -117,25 +135,33 @@ class Drafters:
         self._config = config
         self._answers = PastAnswers(config.speculative_suffix_cache_mib << 20)
         self._placeholders = frozenset(() if media is None else (media.image_token_id, media.video_token_id))
+        self._newest: _Shared | None = None  # of the request asked for last: its samples come one after the other
 
     def __call__(self, request: Request) -> Drafter:
-        """The drafter of one sample of `request`, which knows no tokens yet."""
+        """The drafter of one sample of `request`, which knows no tokens yet. One after the other they share."""
         config = self._config
         if not config.is_on or not request.speculative or request.pooling is not None:
             return NO_DRAFTS
         sources: list[Source] = []
         prediction = None
-        if request.prediction_ids:
-            prediction = Prediction(request.prediction_ids, len(request.prompt_ids))
+        shared = self._newest
+        if shared is None or shared.request is not request:
+            shared = _Shared(request)
+        self._newest = shared if request.sampling.n > 1 else None
+        if shared.prediction is not None:
+            prediction = Prediction(shared.prediction, len(request.prompt_ids))
             sources.append(prediction)
         device = FromDevice() if config.is_from_weights else None
-        sources += [self._lookup(request)] if device is None else [PromptLookup(*LONG_MATCH), device]
+        sources += (
+            [self._lookup(request, shared.prompt)]
+            if device is None
+            else [PromptLookup(*LONG_MATCH, shared.prompt), device]
+        )
         return Proposing(sources, config.num_draft_tokens, prediction, self._placeholders, device)
 
-    def _lookup(self, request: Request) -> Source:
+    def _lookup(self, request: Request, prompt: SharedBulk) -> Source:
         config = self._config
         if config.speculative_algorithm == "NGRAM":
-            return PromptLookup(*config.match_window)
-        return SuffixLookup(
-            config.num_draft_tokens, len(request.prompt_ids), self._answers, (request.cache_salt, request.adapter)
-        )
+            return PromptLookup(*config.match_window, prompt)
+        owner = request.cache_salt, request.adapter
+        return SuffixLookup(config.num_draft_tokens, len(request.prompt_ids), self._answers, owner, prompt)

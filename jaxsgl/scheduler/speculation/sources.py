@@ -7,12 +7,13 @@ propose, is pace.py's. `PastAnswers` keeps what requests of the same salt and ad
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 from jaxsgl.scheduler.speculation.drafter import NO_DEVICE_DRAFTS, DeviceDrafts
-from jaxsgl.scheduler.speculation.occurrences import Occurrences
+from jaxsgl.scheduler.speculation.occurrences import Bulk, Occurrences, SharedBulk
 
 PREDICTION_CONTEXT = (2, 8)  # tokens that must agree for an answer to be found again in its prediction, and that count
 SHORTEST = 2  # tokens of a match that `SuffixLookup` finds
@@ -50,10 +51,11 @@ class PromptLookup:
 
     Args:
       shortest, longest: tokens of a match.
+      prompt: shared by the samples of the request.
     """
 
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._text = Occurrences(shortest, longest)
+    def __init__(self, shortest: int, longest: int, prompt: SharedBulk | None = None) -> None:
+        self._text = Occurrences(shortest, longest, beginning=prompt)
         self._longest = longest
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -97,6 +99,26 @@ class FromDevice:
         """See `Source`."""
 
 
+class PredictedText:
+    """What a client expects, as its samples share it.
+
+    Args:
+      ids: the tokens, one at least.
+
+    Attributes:
+      tokens: `ids`.
+    """
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.tokens = array("i", ids)
+        self._places = Bulk(self.tokens, PREDICTION_CONTEXT[1])
+
+    def goes_on_at(self, answer: Sequence[int], start: int) -> int | None:
+        """Where the text goes on after the end of `answer`: the first place from `start` on, or the last one."""
+        match = self._places.find(answer)
+        return self._places.first_from(match, start) if match.length >= PREDICTION_CONTEXT[0] else None
+
+
 class Prediction:
     """Proposes what a prediction of the whole answer goes on with.
 
@@ -104,13 +126,12 @@ class Prediction:
     answer's last tokens stand in it: at the first such place after the one where it left, or at the last before.
 
     Args:
-      ids: the prediction.
+      text: the prediction.
       prompt_len: tokens that come before the answer.
     """
 
-    def __init__(self, ids: Sequence[int], prompt_len: int) -> None:
-        self._ids = Occurrences(*PREDICTION_CONTEXT)
-        self._ids.extend(ids)
+    def __init__(self, text: PredictedText, prompt_len: int) -> None:
+        self._text = text
         self._prompt_left = prompt_len
         self._next = 0
         self._follows = True
@@ -125,22 +146,21 @@ class Prediction:
 
     def propose(self, most: int) -> tuple[int, ...]:
         """See `Source`."""
-        return tuple(self._ids.tokens[self._next : self._next + most]) if self._follows else ()
+        return tuple(self._text.tokens[self._next : self._next + most]) if self._follows else ()
 
     def end(self) -> None:
         """See `Source`."""
 
     def _take(self, token_id: int) -> None:
-        ids = self._ids.tokens
+        ids = self._text.tokens
         self._last = [*self._last[1 - PREDICTION_CONTEXT[1] :], token_id]
         if self._follows and self._next < len(ids) and ids[self._next] == token_id:
             self._next += 1
             return
-        _, places = self._ids.find(self._last)
-        self._follows = bool(places)
-        if places:
-            after = [place for place in places if place >= self._next]
-            self._next = min(after) if after else max(places)
+        place = self._text.goes_on_at(self._last, self._next)
+        self._follows = place is not None
+        if place is not None:
+            self._next = place
 
 
 class SuffixLookup:
@@ -159,11 +179,14 @@ class SuffixLookup:
       prompt_len: tokens that come before the answer.
       answers: of other requests; this one's joins them at its end.
       owner: whose answers may be looked up.
+      prompt: shared by the samples of the request.
     """
 
-    def __init__(self, most: int, prompt_len: int, answers: PastAnswers, owner: Owner) -> None:
+    def __init__(
+        self, most: int, prompt_len: int, answers: PastAnswers, owner: Owner, prompt: SharedBulk | None = None
+    ) -> None:
         self._compared = min(max(most, LEAST_COMPARED), MOST_COMPARED)
-        self._text = Occurrences(SHORTEST, self._compared)
+        self._text = Occurrences(SHORTEST, self._compared, beginning=prompt)
         self._prompt_len = prompt_len
         self._answers, self._owner = answers, owner
 

@@ -12,6 +12,7 @@ planner.py asks for drafts, loop.py whether to read first. Proposals are those o
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -217,7 +218,7 @@ def _extend(req: Req) -> int:
     if len(outputs) == req.num_told:
         return 0
     if not req.num_told:
-        drafter.extend(req.prompt_ids.tolist())
+        drafter.extend(array("i", req.prompt_ids.tobytes()))  # each sample: a list would take a while
     new = outputs[req.num_told :]
     drafter.extend(new)
     req.num_told = len(outputs)
