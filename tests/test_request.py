@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from jaxsgl.errors import InvalidRequest
@@ -45,6 +46,26 @@ def test_values_out_of_range_are_refused_with_the_limit(params: dict[str, Any], 
 )
 def test_parameters_that_change_logits_are_recognized(params: dict[str, Any]) -> None:
     assert SamplingParams(**params).edits_logits
+
+
+def test_numbers_of_numpy_are_taken_for_pythons() -> None:
+    given: dict[str, Any] = {
+        "temperature": np.float32(0.5), "top_k": np.int64(5), "seed": np.uint8(3), "max_tokens": np.int32(4),
+        "n": np.int16(2), "logprobs": np.int64(0), "stop_token_ids": list(np.arange(3)),
+        "allowed_token_ids": tuple(np.arange(9)), "logprob_token_ids": (np.int64(7),),
+        "bad_word_ids": (list(np.arange(2)),), "logit_bias": {np.int64(7): np.float64(1)},
+    }  # fmt: skip
+    same = SamplingParams(
+        temperature=0.5, top_k=5, seed=3, max_tokens=4, n=2, logprobs=0, stop_token_ids=(0, 1, 2),
+        allowed_token_ids=tuple(range(9)), logprob_token_ids=(7,), bad_word_ids=((0, 1),), logit_bias={7: 1.0},
+    )  # fmt: skip
+    params = SamplingParams(**given)
+    assert params == same
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == same
+    no_integers: list[Any] = [np.True_, np.float64(1.5), np.array([1, 2]), "4"]
+    for value in no_integers:
+        with pytest.raises(InvalidRequest, match=r"max_tokens is .*, but must be an integer"):
+            SamplingParams(max_tokens=value)
 
 
 def test_default_parameters_are_not_sent() -> None:

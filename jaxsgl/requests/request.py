@@ -9,9 +9,11 @@ read by the scheduler.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence, Sized
+import operator
+from collections.abc import Iterator, Sequence, Sized
 from numbers import Real
-from typing import TYPE_CHECKING, NamedTuple
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -78,6 +80,7 @@ BOUNDS = {
 }
 INTEGERS = frozenset({"top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs", "n"})  # of `BOUNDS`
 MAX_TOKENS_BOUNDS = Bounds(1, MAX_MAX_TOKENS, f"1 to {MAX_MAX_TOKENS}", optional=True)  # protocols have their own
+PLAIN = frozenset({int, float, bool, NoneType})  # types of numbers, and of none, as messages hold them
 LOGIT_BIAS_BOUNDS = Bounds(-100.0, 100.0, "-100 to 100")  # of each entry
 
 
@@ -153,6 +156,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         """Checks types, too, since Python code may pass anything: a max_tokens of 2.5 would never be reached."""
+        for name, value in _foreign_numbers(self):
+            msgspec.structs.force_setattr(self, name, value)
         for name, bounds in BOUNDS.items():
             check_type = check_integer if name in INTEGERS else check_number
             check_type(name, getattr(self, name))
@@ -293,6 +298,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def filtered(self) -> bool:
         """Whether tokens are drawn from a part of the vocabulary."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+def _foreign_numbers(params: SamplingParams) -> Iterator[tuple[str, Any]]:
+    """(field, its value in Python's own numbers) where `params` have others, as NumPy's, which no message can hold."""
+    for name in (*BOUNDS, "max_tokens"):
+        value = getattr(params, name)
+        if type(value) not in PLAIN:
+            yield name, _plain(value)
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        ids = getattr(params, name)
+        if isinstance(ids, tuple | list) and set(map(type, ids)) - PLAIN:
+            yield name, tuple(map(_plain, ids))
+    words = params.bad_word_ids
+    lists = isinstance(words, tuple | list) and all(isinstance(word, tuple | list) for word in words)
+    if lists and any(set(map(type, word)) - PLAIN for word in words):
+        yield "bad_word_ids", tuple(tuple(map(_plain, word)) for word in words)
+    bias = params.logit_bias
+    if isinstance(bias, dict) and set(map(type, (*bias, *bias.values()))) - PLAIN:
+        yield "logit_bias", {_plain(token_id): _plain(number) for token_id, number in bias.items()}
+
+
+def _plain(value: Any) -> Any:
+    """`value` as Python's integer or float, if it is a number; anything else as it is."""
+    if type(value) in PLAIN:
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value) if isinstance(value, Real) else value
 
 
 def check_counts(stop_token_ids: Sized, stop: Sized, logit_bias: Sized) -> None:
