@@ -184,7 +184,12 @@ def cut_text(text: str, tokenizer: Tokenizer, context_length: int, truncation: T
 
 def encode_prediction(text: str, tokenizer: Tokenizer, context_length: int) -> list[int]:
     """Returns the ids of a text that is expected as an output. Raises `InvalidRequest` at once if it can't fit."""
-    check_bytes("prediction", num_bytes_of(text), tokenizer, context_length)
+    num_bytes, max_bytes = num_bytes_of(text), context_length * tokenizer.max_token_bytes
+    if num_bytes > max_bytes:
+        raise InvalidRequest(
+            f"the prediction has {num_bytes} bytes, but the {context_length} tokens of the context stand for at most "
+            f"{max_bytes}: shorten it"
+        )
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.text.prompts import INLINE_CHARS, ChatPrompt, IdsPrompt, Prompt, TextPrompt, tokenize
+from jaxsgl.text.prompts import INLINE_CHARS, ChatPrompt, IdsPrompt, Prompt, TextPrompt, encode_prediction, tokenize
 from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, Truncation, load_tokenizer
 from tests.text.small_tokenizers import byte_level, save
 
@@ -83,6 +83,14 @@ def test_the_longest_text_that_could_fit_is_tokenized(tokenizer: Tokenizer, thre
     assert ids_of(TextPrompt(text), tokenizer, threads, context_length=100) == tokenizer.encode(text)
     with pytest.raises(InvalidRequest, match="bytes"):
         ids_of(TextPrompt(text + "龘"), tokenizer, threads, context_length=100)
+
+
+def test_a_prediction_that_is_too_long_is_not_taken_for_a_prompt_that_is(tokenizer: Tokenizer) -> None:
+    most = 100 * tokenizer.max_token_bytes
+    assert encode_prediction("x" * most, tokenizer, 100)
+    with pytest.raises(InvalidRequest, match=rf"the prediction has {most + 1} bytes, .*: shorten it$") as caught:
+        encode_prediction("x" * (most + 1), tokenizer, 100)
+    assert caught.value.code is None, "it is no context_length_exceeded"
 
 
 @pytest.mark.parametrize("first", [True, False])
