@@ -33,7 +33,7 @@ from jaxsgl.errors import ConfigError, StartupError
 from tests.engine.test_sizing import GIB, Accelerator
 
 PAGE = LayerStates((attention_state(8, 16, 128, jnp.dtype("bfloat16")),) * 4, page_size=16)
-POOL: dict[str, Any] = {"useful_tokens": 10**12, "reserved_bytes": 0, "step_bytes": 0}
+POOL: dict[str, Any] = {"useful_tokens": 10**12, "rows_bytes": 0, "reserved_bytes": 0, "step_bytes": 0}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import jaxsgl
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.layer_state import LayerStates, attention_state, layer_states
-from jaxsgl.engine.start.memory import HEADROOM, free_host_bytes, free_memory
+from jaxsgl.engine.start.memory import HEADROOM, Memory, free_host_bytes, free_memory
 from jaxsgl.engine.start.sizing import (
     choose_num_pages,
     choose_page_size,
@@ -48,8 +48,17 @@ class Accelerator:
 
 
 def num_pages(device: Any, page: LayerStates = PAGE, **options: Any) -> int:
-    defaults = {"max_total_tokens": None, "useful_tokens": 10**12, "reserved_bytes": 0, "step_bytes": 0}
-    memory = free_memory(device, options.pop("mem_fraction_static", 0.85))
+    return pages_in(free_memory(device, options.pop("mem_fraction_static", 0.85)), page, **options)
+
+
+def pages_in(memory: Memory, page: LayerStates = PAGE, **options: Any) -> int:
+    defaults = {
+        "max_total_tokens": None,
+        "useful_tokens": 10**12,
+        "rows_bytes": 0,
+        "reserved_bytes": 0,
+        "step_bytes": 0,
+    }
     return choose_num_pages(page, memory, **{**defaults, **options})
 
 
@@ -165,6 +174,16 @@ def test_a_step_that_leaves_no_room_for_a_pool_is_an_error_that_says_how_to_make
 ) -> None:
     with pytest.raises(ConfigError, match=r"MiB that a step takes.* --chunked-prefill-size or --max-running-requests"):
         num_pages(Accelerator(limit=20 * GIB, used=7 * GIB), step_bytes=13 * GIB, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_total_tokens": 160}])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_rows_that_leave_no_room_for_a_pool_are_named_in_the_error(platform: str, options: dict[str, Any]) -> None:
+    memory = Memory(platform, 10 * GIB, 10 * GIB)
+    words = r"0 MiB are free.* beside the 11264 MiB that tables of running requests take and the 1024 MiB that a step "
+    with pytest.raises(ConfigError, match=rf"{words}takes.*: lower --max-running-requests") as caught:
+        pages_in(memory, rows_bytes=11 * GIB, step_bytes=GIB, **options)
+    assert "raise" not in str(caught.value) and "lower it" not in str(caught.value)
 
 
 def test_buffers_are_zeros_of_the_mesh_one_pair_per_layer() -> None:

@@ -154,16 +154,18 @@ def plan_capacity(
     max_extend_tokens = _max_extend_tokens(config, memory.platform, num_rows, context_length)
     if tower is not None and arch.vision is not None and arch.vision.sees_ahead:
         _check_whole_images(config, tower.image_tokens, max_extend_tokens, num_rows)
+    rows_bytes = (
+        edit_table_bytes(num_rows, arch.vocab_size)
+        + page_table_bytes(num_rows, pages_for(context_length, states.page_size))
+        + (num_rows + 1) * states.row_bytes
+    )
     num_pages = choose_num_pages(
         states,
         memory,
         max_total_tokens=None if config.max_total_tokens is None else config.max_total_tokens // config.num_ranks,
         useful_tokens=num_rows * context_length,
-        reserved_bytes=edit_table_bytes(num_rows, arch.vocab_size)
-        + page_table_bytes(num_rows, pages_for(context_length, states.page_size))
-        + _embeddings_bytes(tower)
-        + (num_rows + 1 + (num_snapshots or 0)) * states.row_bytes
-        + states.scratch_bytes,
+        rows_bytes=rows_bytes,
+        reserved_bytes=_embeddings_bytes(tower) + (num_snapshots or 0) * states.row_bytes + states.scratch_bytes,
         step_bytes=step_bytes,
     )
     return Capacity(
@@ -339,6 +341,7 @@ def choose_num_pages(
     *,
     max_total_tokens: int | None,
     useful_tokens: int,
+    rows_bytes: int,
     reserved_bytes: int,
     step_bytes: int,
 ) -> int:
@@ -349,36 +352,43 @@ def choose_num_pages(
       memory: what the weights have left.
       max_total_tokens: tokens that the pool must hold; None: as many as fit.
       useful_tokens: tokens that fill all rows; bounds the pool on a CPU, whose memory other programs need too.
+      rows_bytes: bytes that tables of running requests will take.
       reserved_bytes: bytes that other tables will take.
       step_bytes: bytes that a step takes at most beside the pool, for as long as it runs.
 
     Raises:
       ConfigError: pool and step don't fit into memory, or the pool can't hold one request of one prompt token.
     """
-    static_bytes = memory.static_bytes - reserved_bytes
-    free_bytes = min(static_bytes, memory.all_bytes - reserved_bytes - step_bytes)
+    static_bytes = memory.static_bytes - rows_bytes - reserved_bytes
+    free_bytes = min(static_bytes, memory.all_bytes - rows_bytes - reserved_bytes - step_bytes)
     if max_total_tokens is not None:
-        return _asked_pages(states, max_total_tokens, free_bytes, step_bytes, memory)
+        return _asked_pages(states, max_total_tokens, free_bytes, rows_bytes, step_bytes, memory)
     on_cpu = memory.platform == "cpu"
     num_pages = (min(free_bytes, int(static_bytes * CPU_FRACTION)) if on_cpu else free_bytes) // states.page_bytes
     if on_cpu:
         num_pages = min(_steady(num_pages), 1 + pages_for(useful_tokens, states.page_size))
     least = 1 + pages_for(MIN_REQUEST_TOKENS, states.page_size)
     if num_pages < least:
-        way_out = "raise --mem-fraction-static" if free_bytes == static_bytes else _SMALLER_STEPS
+        way_out = "raise --mem-fraction-static" if free_bytes == static_bytes and not on_cpu else _SMALLER_STEPS
+        if rows_bytes > max(step_bytes, least * states.page_bytes):
+            way_out = _FEWER_ROWS
         page_mib = states.page_bytes / 2**20
         raise ConfigError(
-            f"{max(free_bytes, 0) / 2**20:.0f} MiB are free for the KV pool{_beside(step_bytes)}, but {least} pages of "
-            f"{page_mib:.2f} MiB are the least{_account(memory)}: {way_out}, or use a smaller model or --page-size"
+            f"{max(free_bytes, 0) / 2**20:.0f} MiB are free for the KV pool{_beside(rows_bytes, step_bytes)}, but "
+            f"{least} pages of {page_mib:.2f} MiB are the least{_account(memory)}: {way_out}, or use a smaller model "
+            "or --page-size"
         )
     return num_pages
 
 
 _SMALLER_STEPS = "lower --chunked-prefill-size or --max-running-requests, which make steps smaller"
+_FEWER_ROWS = "lower --max-running-requests"
 
 
-def _beside(step_bytes: int) -> str:
-    return f" beside the {step_bytes / 2**20:.0f} MiB that a step takes" if step_bytes else ""
+def _beside(rows_bytes: int, step_bytes: int) -> str:
+    parts = [(rows_bytes, "tables of running requests take"), (step_bytes, "a step takes")]
+    told = [f"the {part / 2**20:.0f} MiB that {what}" for part, what in parts if part >= 1 << 20]
+    return f" beside {' and '.join(told)}" if told else ""
 
 
 def _account(memory: Memory) -> str:
@@ -394,18 +404,24 @@ def _steady(num_pages: int) -> int:
     return num_pages // grain * grain
 
 
-def _asked_pages(states: LayerStates, max_total_tokens: int, free_bytes: int, step_bytes: int, memory: Memory) -> int:
+def _asked_pages(
+    states: LayerStates, max_total_tokens: int, free_bytes: int, rows_bytes: int, step_bytes: int, memory: Memory
+) -> int:
     if max_total_tokens < MIN_REQUEST_TOKENS:
         raise ConfigError(
             f"--max-total-tokens is {max_total_tokens}, but must be {MIN_REQUEST_TOKENS} and more: a prompt token "
             "and a new one"
         )
     num_pages = 1 + pages_for(max_total_tokens, states.page_size)
-    if num_pages * states.page_bytes > free_bytes:
-        way_out = f"lower it, {_SMALLER_STEPS}" if step_bytes else "lower it"
+    needed_bytes = num_pages * states.page_bytes
+    if needed_bytes > free_bytes:
+        smaller = f"lower it, {_SMALLER_STEPS}" if step_bytes else "lower it"
+        way_out = f"{smaller}, or leave it out to take what fits"
+        if rows_bytes > max(step_bytes, needed_bytes):
+            way_out = _FEWER_ROWS
         raise ConfigError(
-            f"--max-total-tokens {max_total_tokens} needs {num_pages * states.page_bytes / 2**20:.0f} MiB, but "
-            f"{max(free_bytes, 0) / 2**20:.0f} MiB are free{_beside(step_bytes)}{_account(memory)}: {way_out}, or "
-            "leave it out to take what fits"
+            f"--max-total-tokens {max_total_tokens} needs {needed_bytes / 2**20:.0f} MiB, but "
+            f"{max(free_bytes, 0) / 2**20:.0f} MiB are free{_beside(rows_bytes, step_bytes)}{_account(memory)}: "
+            f"{way_out}"
         )
     return num_pages
