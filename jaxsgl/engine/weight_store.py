@@ -43,6 +43,7 @@ from jaxsgl.weights import (
     resolve_model_folder,
 )
 from jaxsgl.weights.converted import is_converted
+from jaxsgl.weights.finite import is_finite
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
 
 # What may differ between checkpoints that are served one after the other: the server keeps what it began with.
@@ -171,16 +172,19 @@ class EngineWeightStore:
             dtype, or None for the weights that were released.
 
         Raises:
-          CheckpointError: they can't be read or are those of another model; nothing has changed.
+          CheckpointError: they can't be read, are those of another model or not finite; nothing has changed.
         """
         with self._compiles.not_counting():
             if source is None:
                 return self._restaged()
             if isinstance(source, str | Path):
-                return self._read(resolve_model_folder(str(source)), made_up=False)
-            if _is_named(source):
-                return Staged(jax.tree.leaves(self._params_of(source, self._config)), None)
-            return Staged(self._copied(source), None)
+                staged = self._read(resolve_model_folder(str(source)), made_up=False)
+            elif _is_named(source):
+                staged = Staged(jax.tree.leaves(self._params_of(source, self._config)), None)
+            else:
+                staged = Staged(self._copied(source), None)
+            self._check_finite(staged)
+            return staged
 
     def swap_weights(self, staged: object, version: str | None = None) -> None:
         """Serves what `stage_weights` returned from now on; see `WeightStore`."""
@@ -307,6 +311,13 @@ class EngineWeightStore:
             both_float = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.issubdtype(place.dtype, jnp.floating)
             if leaf.dtype != place.dtype and not (cast and both_float):
                 raise CheckpointError(f"{what}: {'.'.join(path)} is {leaf.dtype}, but must be {place.dtype}")
+
+    def _check_finite(self, staged: Staged) -> None:
+        """Raises `CheckpointError` unless all numbers are finite: a training that diverged would be served silently."""
+        for path, leaf in zip(_by_path(self._abstract), staged.leaves, strict=True):
+            if not is_finite(leaf):
+                what = staged.folder or "the update"
+                raise CheckpointError(f"{what}: {'.'.join(path)} holds NaN or infinity: update with finite weights")
 
 
 def _staging_mesh(mesh: Mesh) -> Mesh:

@@ -234,6 +234,25 @@ def test_a_tree_of_another_form_changes_nothing(
     assert answers(llm) == expected[0]
 
 
+@pytest.mark.parametrize("number", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_change_nothing(
+    llm: LLM, folders: list[Path], expected: list[list[list[int]]], tmp_path: Path, number: float
+) -> None:
+    def diverge(tensors: dict[str, Any]) -> None:
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["model.embed_tokens.weight"][200, 3] = number
+
+    folder = shutil.copytree(folders[1], tmp_path / "diverged")
+    change_tensors(folder, diverge)
+    tree = dict(nnx.to_pure_dict(llm.params))
+    tree["embedding"] = tree["embedding"].at[200, 3].set(number)
+    for source in (folder, load_file(folder / "model.safetensors"), tree):
+        with pytest.raises(CheckpointError, match="embedding holds NaN or infinity"):
+            llm.update_weights(source)
+    assert llm.weight_version == "first"
+    assert answers(llm) == expected[0]
+
+
 def test_other_scales_of_a_float8_cache_are_refused(
     llm: LLM, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
