@@ -343,7 +343,7 @@ def _without_gates(up: str, down: str, *, is_transposed: bool = False) -> dict[P
 
 def _biased_norms(**names: str) -> dict[Path, Recipe]:
     """`_layer_norms`, and their biases."""
-    biases = {
+    biases: dict[Path, Recipe] = {
         ("vectors", f"{ours}_bias"): Recipe((Source(f"model.layers.{{}}.{theirs}.bias", ("D",)),), pieces.as_is)
         for ours, theirs in names.items()
     }
