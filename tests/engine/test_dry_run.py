@@ -127,5 +127,5 @@ def test_a_pool_asked_for_that_leaves_a_step_no_room_is_refused_at_start(
     config = tiny_config()
     pool = 65 * layer_states(Engine(config, progress=False).arch, 4, np.dtype("float32")).page_bytes
     small_memory(monkeypatch, pool + edit_table_bytes(4, 101) + page_table_bytes(4, 16) + 1000)
-    with pytest.raises(ConfigError, match=r"--max-total-tokens 256 .* beside the .* --chunked-prefill-size"):
+    with pytest.raises(ConfigError, match=r"--max-total-tokens 256 needs .* --chunked-prefill-size"):
         Engine(config, progress=False)
