@@ -480,7 +480,7 @@ FAMILIES: dict[str, Kind] = {
     "starcoder2": (
         Starcoder2Config,
         Starcoder2ForCausalLM,
-        {"num_hidden_layers": 2, "sliding_window": WINDOW, "tie_word_embeddings": False},
+        {"sliding_window": WINDOW, "tie_word_embeddings": False},
     ),
     "stable_lm": (
         StableLmConfig,
