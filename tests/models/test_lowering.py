@@ -80,7 +80,7 @@ def test_a_familys_steps_lower_for_gpus_with_kernels_in_them(kind: str, tmp_path
     check(steps_of(kind, "cuda", tmp_path))
 
 
-@pytest.mark.parametrize("method", daily(("", *QUANTIZED), every=2))
+@pytest.mark.parametrize("method", daily(("", *QUANTIZED), every=3))
 def test_a_model_in_float32_is_multiplied_in_float32(method: str, tmp_path: Path) -> None:
     for text in steps_of("qwen3_moe", "cuda", tmp_path, method, "float32").values():
         products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
