@@ -355,7 +355,7 @@ class Workers:
             self._broken.set_result(reason)
 
     async def _end(self, orders: Sequence[Drain | EngineDied], limit_s: float) -> None:
-        """Tells all workers to end, and waits for that. Those that serve nobody yet are ended."""
+        """Tells all workers to end, and waits for that. Those that are not ready yet are killed."""
         self._ends.set()
         for worker in self._workers:
             if not worker.ready.is_set():
