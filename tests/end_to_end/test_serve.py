@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import os
 import re
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -203,17 +206,34 @@ def start_seconds(folder: Path, cache: Path, flags: Sequence[str], end: Callable
 def test_the_first_start_takes_under_a_minute_and_the_second_is_much_faster(
     tmp_path: Path, fully_optimized: None
 ) -> None:
-    """The goals are 60 and 25 seconds on two cores, with all default programs; by day there are few.
+    """The goals are 60 and 25 seconds on two cores, with all default programs; by day there are few. A slow processor
+    has more time.
 
     The first server's engine is killed, and Ctrl-C ends the second one; both have calls open, which end in time.
     """
     flags = () if NIGHTLY else COMMON_FLAGS
     ends = {"first": kill_its_engine, "second": press_ctrl_c}
     first, second = (start_seconds(tmp_path / name, tmp_path / "cache", flags, end) for name, end in ends.items())
-    assert first < 60
-    assert second < 25
+    slower = max(1.0, compiling_s() / 0.1)
+    assert first < 60 * slower
+    assert second < 25 * slower
     # A third on quiet cores; next to other tests what no cache saves takes longer, too.
     assert second < first * (0.65 if NIGHTLY else 0.8)
+
+
+def compiling_s() -> float:
+    """Processor seconds that Python takes to compile some of its own modules, the best of three times. A start, too,
+    is spent in compilers and in Python.
+    """
+    sources = [inspect.getsource(module) for module in (argparse, inspect, typing)] * 3
+
+    def once() -> float:
+        before_s = time.process_time()
+        for source in sources:
+            compile(source, "module", "exec")
+        return time.process_time() - before_s
+
+    return min(once() for _ in range(3))
 
 
 def press_ctrl_c(server: RunningServer) -> int:
