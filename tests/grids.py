@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -24,6 +25,23 @@ def covering(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     axis.
     """
     points = _cover(list(itertools.product(*map(range, map(len, axes)))))
+    return [tuple(axis[i] for axis, i in zip(axes, point, strict=True)) for point in points]
+
+
+def singly(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """By day as many points as the longest axis has values, so that each value is in one; by night `covering`.
+
+    They are the same in every run.
+    """
+    if NIGHTLY:
+        return covering(*axes)
+    drawn, most = random.Random(0), max(map(len, axes))
+
+    def column(length: int) -> list[int]:
+        rounds = (drawn.sample(range(length), length) for _ in range(-(-most // length)))
+        return [i for each in rounds for i in each][:most]
+
+    points = sorted(zip(*(column(len(axis)) for axis in axes), strict=True))
     return [tuple(axis[i] for axis, i in zip(axes, point, strict=True)) for point in points]
 
 

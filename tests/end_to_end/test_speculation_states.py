@@ -33,7 +33,7 @@ from tests.scheduler.drafters import Judge, knowing
 pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
 PAGE = 64
 PAGES: dict[str, Any] = {"page_size": PAGE, "context_length": 4 * PAGE, "max_total_tokens": 40 * PAGE}
-KINDS = HYBRID_KINDS if NIGHTLY else ("qwen3_5", "lfm2")  # with matrices, and without
+KINDS = HYBRID_KINDS if NIGHTLY else ("qwen3_5",)
 WHOLE = ("qwen3_5", "lfm2") if NIGHTLY else ()  # with all of their layers
 
 

@@ -23,6 +23,7 @@ from pallas_kernels.delta_tokens import (
 )
 from pallas_kernels.selftest.cases.states import state_cases
 from pallas_kernels.selftest.shapes import KernelShapes, StateShape
+from tests.grids import daily
 from tests.plain_model import plain_recur
 
 HEADS, GROUP, KEY, VALUE, TAPS = 2, 3, 8, 16, 4
@@ -147,7 +148,7 @@ def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0(co
         np.testing.assert_array_equal(each[DUMMY], dummy)
 
 
-@pytest.mark.parametrize(("size", "corrects"), [((16, 64), True), ((32, 32), True), ((32, 16), False)])
+@pytest.mark.parametrize(("size", "corrects"), daily([((16, 64), True), ((32, 32), True), ((32, 16), False)], every=2))
 def test_a_kernel_of_the_gpus_decodes_and_keeps_states_as_xla_does(size: tuple[int, int], corrects: bool) -> None:
     shapes = replace(A_MODEL, states=(StateShape(2, 3, *size, TAPS, corrects),))
     for case in state_cases(shapes):

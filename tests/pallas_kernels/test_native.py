@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels import AttentionOptions, PagedKv, paged_extend_attention
 from pallas_kernels.paged_kv import BITS, FLOAT8_BITS, to_numbers
-from tests.grids import count, covering, pairwise
+from tests.grids import count, singly
 from tests.pallas_kernels.native_cases import (
     MANY,
     RAGGED,
@@ -44,7 +44,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(
     ("each_way", "shape", "is_decode"),
-    covering(WAYS, SHAPES[: count(8, len(SHAPES))], [True, False]),
+    singly(WAYS, SHAPES[: count(8, len(SHAPES))], [True, False]),
     indirect=["each_way"],
     ids=str,
 )
@@ -79,7 +79,7 @@ def in_runs(case: Case, most: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("each_way", "group", "page_size", "options"),
-    covering(WAYS, [2, 8, 48], [16, 7, 128], [{}, {"sliding_window": 40}, {"has_sinks": True}]),
+    singly(WAYS, [2, 8, 48], [16, 7, 128], [{}, {"sliding_window": 40}, {"has_sinks": True}]),
     indirect=["each_way"],
     ids=str,
 )
@@ -122,7 +122,7 @@ def test_a_prompt_in_any_chunks_is_the_same_to_the_bit(page_size: int, group: in
 
 @pytest.mark.parametrize(
     ("each_way", "shape", "is_decode"),
-    pairwise(WAYS, SHAPES[1 :: count(10, 6)], [True, False]),
+    singly(WAYS, SHAPES[1 :: count(10, 6)], [True, False]),
     indirect=["each_way"],
     ids=str,
 )

@@ -10,7 +10,7 @@ from pallas_kernels import group_by_expert, grouped_product
 from pallas_kernels.native import product
 from pallas_kernels.native.grouped_product import grouped_int8_product
 from pallas_kernels.native.product import refuse_int8
-from tests.grids import covering, daily
+from tests.grids import singly
 from tests.pallas_kernels import native_cases
 
 WAYS = [way for way in native_cases.WAYS if way in ("widened", "narrow")]  # in registers of two widths
@@ -68,7 +68,7 @@ in_each_way = pytest.mark.parametrize("each_way", WAYS, indirect=True)
 
 @pytest.mark.parametrize(
     ("each_way", "num_rows", "shape"),
-    covering(WAYS, daily(NUM_ROWS, every=2), SHAPES),
+    singly(WAYS, NUM_ROWS, SHAPES),
     indirect=["each_way"],
     ids=str,
 )

@@ -11,7 +11,7 @@ from pallas_kernels import Groups, group_by_expert, grouped_packed_product, grou
 from pallas_kernels.native import packed_product
 from pallas_kernels.packed import FLOAT8, INT4, INT8, MXFP4, PackedMatrix
 from pallas_kernels.target import processor_flags
-from tests.grids import covering, daily
+from tests.grids import singly
 from tests.pallas_kernels import native_cases
 from tests.pallas_kernels.test_native_int8 import WAYS, by_definition
 
@@ -61,7 +61,7 @@ def rows(num_rows: int, num_in: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("each_way", "packing", "row_bits", "num_rows", "shape"),
-    [(*form, *case) for form, *case in covering(FORMS, daily(NUM_ROWS, every=2), SHAPES)],
+    [(*form, *case) for form, *case in singly(FORMS, NUM_ROWS, SHAPES)],
     indirect=["each_way"],
     ids=str,
 )
@@ -169,7 +169,7 @@ def floats(packing: str, group: int, outputs: int, num_experts: int = 3) -> Pack
 
 @pytest.mark.parametrize(
     ("each_way", "kind", "dtype", "num_rows"),
-    daily(covering(native_cases.WAYS, KINDS, ["bfloat16", "float32"], [1, 5, 8, 90]), every=2),
+    singly(native_cases.WAYS, KINDS, ["bfloat16", "float32"], [1, 5, 8, 90]),
     indirect=["each_way"],
     ids=str,
 )
@@ -189,7 +189,7 @@ def test_floats_are_multiplied_as_if_they_had_been_widened_before(
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize(("each_way", "kind"), covering(native_cases.WAYS, KINDS), indirect=["each_way"], ids=str)
+@pytest.mark.parametrize(("each_way", "kind"), singly(native_cases.WAYS, KINDS), indirect=["each_way"], ids=str)
 def test_a_row_times_floats_comes_out_the_same_in_any_company(kind: tuple[str, int, int]) -> None:
     weights = jax.tree.map(lambda part: part[0], floats(*kind, num_experts=1))
     x = jnp.asarray(rows(70, 2208))

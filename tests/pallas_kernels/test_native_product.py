@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import group_by_expert, grouped_product
 from pallas_kernels.native import library
 from pallas_kernels.native.product import refuse, rows_product
-from tests.grids import covering, daily
+from tests.grids import singly
 from tests.pallas_kernels import native_cases
 
 in_each_way = pytest.mark.parametrize("each_way", native_cases.WAYS, indirect=True)
@@ -36,7 +36,7 @@ SHAPES = [(16, 32), (48, 96), (1024, 256), (4112, 64)]
 
 @pytest.mark.parametrize(
     ("each_way", "num_rows", "shape"),
-    covering(native_cases.WAYS, daily(NUM_ROWS, every=2), SHAPES),
+    singly(native_cases.WAYS, NUM_ROWS, SHAPES),
     indirect=["each_way"],
     ids=str,
 )
